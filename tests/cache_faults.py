@@ -26,7 +26,8 @@ class FaultyDevice:
 
     def __init__(self, device: Device, rng: random.Random, rate: float, broke: Callable[[str], None]) -> None:
         self.torch_device = device.torch_device
-        self.allocate_host, self.touch = device.allocate_host, device.touch
+        self.allocate_host, self.register_host, self.touch = device.allocate_host, device.register_host, device.touch
+        self.checks = device.checks
         self._device, self._rng, self._rate, self._broke = device, rng, rate, broke
 
     def submit(
@@ -123,7 +124,7 @@ class Watch:
         full = node.parts[tier].get(tree.full)
         if isinstance(tree.component(name), WindowComponent) and full is not None and tier is Tier.DEVICE:
             self._seen["tombstone healed"] += self._since.get(id(full), tree._tick) < tree._tick
-        part = self._attach(node, name, tier, lease, digests)
+        part: NodePart = self._attach(node, name, tier, lease, digests)
         if name == tree.full:
             self._since[id(part)] = tree._tick
         return part
@@ -135,7 +136,8 @@ class Watch:
         self._seen["split of a locked node"] += bool(owners.difference(_MOVERS))
         for mover in owners.intersection(("load", "save", "store")):
             self._seen[f"split under a {mover}"] += 1
-        return self._split(node, pages)
+        upper: TreeNode = self._split(node, pages)
+        return upper
 
     def detach(self, part: NodePart) -> None:
         if self._evicting:
@@ -146,19 +148,20 @@ class Watch:
     def evict(self, *args: Any) -> int:
         self._evicting, before = True, self._evicting
         try:
-            return self._evict(*args)
+            freed: int = self._evict(*args)
+            return freed
         finally:
             self._evicting = before
 
     def invalidate(self, node: TreeNode) -> int:
         locked = any(p.locks for tier in (Tier.DEVICE, Tier.HOST) for p in node.parts[tier].values())
-        count = self._invalidate(node)
+        count: int = self._invalidate(node)
         self._seen["invalidated"] += count > 0
         self._seen["invalidated while locked"] += count > 0 and locked
         return count
 
     def spill(self, node: TreeNode) -> bool:
-        spilled = self._spill(node)
+        spilled: bool = self._spill(node)
         self._seen["spilled before it went"] += spilled
         return spilled
 

@@ -61,7 +61,7 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(number=_NUMBER, data=st.data())
     def begin(self, number: int, data: st.DataObject) -> None:
-        chosen = data.draw(_WORLDS if self.disturbing else _UNDISTURBED, label="settings")
+        chosen: dict[str, Any] = data.draw(_WORLDS if self.disturbing else _UNDISTURBED, label="settings")
         self.world = World(pool_sets(PAGE_TOKENS)[self.name], number, **chosen)
         self.known: list[list[int]] = []
         self.steps = self.changes = 0

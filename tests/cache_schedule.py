@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from cache.device.device_port import DEVICE
 from cache.manager.swapping import SwapInProgress
@@ -39,7 +40,7 @@ class Schedule:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         self.name = NAMES[seed % len(NAMES)]
-        self.settings = {
+        self.settings: dict[str, Any] = {
             "pages": rng.choice([13, 17, 25]),
             "host_pages": rng.choice([20, 40]),
             "write_policy": rng.choice(["through", "through", "back"]),

@@ -258,7 +258,7 @@ class World:
         first = max(0, done - component.reach) if isinstance(component, WindowComponent) else 0
         pages = allocation.tables[pool][first:done]
         assert NO_PAGE not in pages, f"{pool}: pages that attention still sees have been given back"
-        return pages
+        return list(pages)
 
     def _keys(self, visitor: Visitor, pool: str, pages: range) -> list[bytes]:
         """Whose content pages `pages` of a pool have, or its slot after them."""
@@ -308,8 +308,8 @@ class World:
         if allocation is None or not visitor.steps or not visitor.steps[0].completion.done:
             return False
         self.poll()
-        if visitor.allocation.released or not self.manager.settled(allocation):
-            return visitor.allocation.released
+        if allocation.released or not self.manager.settled(allocation):
+            return allocation.released
         step = visitor.steps.pop(0)
         assert not step.wrong, f"read other bytes than its own: {step.wrong}"
         assert failure(step.completion) is None

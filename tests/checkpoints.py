@@ -190,7 +190,7 @@ class Oracle:
     def _chunked(self, tokens_bt: Tensor, cuts: Sequence[int]) -> Tensor:
         assert sum(cuts) == tokens_bt.shape[1]
         cache, parts = None, []
-        for part_bt in tokens_bt.split(list(cuts), dim=1):
+        for part_bt in torch.split(tokens_bt, list(cuts), dim=1):
             out = self.model(part_bt, past_key_values=cache, use_cache=len(cuts) > 1)
             cache = out.past_key_values
             parts.append(out.logits.float())

@@ -25,7 +25,7 @@ if hypothesis.settings.get_current_profile_name() == "default":
 WHOLE, KERNELS = "tests/whole/", "tests/kernels/"
 
 
-class ByFile(LoadScopeScheduling):
+class ByFile(LoadScopeScheduling):  # type: ignore[misc]
     """See the module's prose."""
 
     def _split_scope(self, nodeid: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from tests import family_hybrid, family_latent, family_llama, family_qwen, family_window
 
@@ -16,7 +16,7 @@ class Make(Protocol):
     """Writes a checkpoint of random weights with a tokenizer and returns its folder."""
 
     def __call__(
-        self, folder: Path, *, dtype: str = "float32", seed: int = 0, published: bool = False, **changes: object
+        self, folder: Path, *, dtype: str = "float32", seed: int = 0, published: bool = False, **changes: Any
     ) -> Path: ...
 
 

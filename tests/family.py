@@ -71,7 +71,8 @@ def published_config(folder: Path, *, rope: bool = True, **changes: object) -> N
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / "model.safetensors")
+    tensors: dict[str, Tensor] = load_file(folder / "model.safetensors")
+    return tensors
 
 
 def rewrite_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:

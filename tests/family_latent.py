@@ -7,6 +7,7 @@ whose top-k is far below the prompts of tests, and in GLM-5 layers that share a 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import DeepseekV3Config, DeepseekV32Config, GlmMoeDsaConfig, PretrainedConfig
@@ -71,7 +72,7 @@ def make_glm5(
 def _write(folder: Path, config: PretrainedConfig, dtype: str, seed: int, published: bool) -> Path:
     write_family(folder, config, dtype=dtype, seed=seed)
     if published:
-        changes: dict[str, object] = dict.fromkeys(_DERIVED)
+        changes: dict[str, Any] = dict.fromkeys(_DERIVED)
         changes |= {"num_nextn_predict_layers": 1, "moe_layer_freq": 1}
         changes |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
         published_config(folder, **changes)

@@ -27,12 +27,10 @@ from cache.prefix_cache.tree_node import Tier
 from cluster.assembly.memory_plan import state_options
 from contracts.config.load_config import config_from_dict
 from contracts.errors import ErrorKind
-from contracts.ids import Role
+from contracts.ids import RequestId, Role
 from contracts.sampling_params import SamplingParams
-from decode.worker import DecodeWorker
 from engine.models.model_base import Model
 from engine.models.registry import read_model
-from prefill.worker import PrefillWorker
 from tests.checkpoints import VOCAB, Oracle, compare
 from tests.families import FAMILIES
 from tests.pair import Answer, Pair, counts_for, pair
@@ -94,14 +92,12 @@ def greedy(count: int) -> SamplingParams:
 
 def managers(both: Pair) -> tuple[Any, Any]:
     """Those of prefill and decode."""
-    assert isinstance(both.prefill, PrefillWorker)
-    assert isinstance(both.decode, DecodeWorker)
     return both.prefill._manager, both.decode._manager
 
 
 def ask(both: Pair, prompts: Sequence[Sequence[int]], count: int, at_once: int = 8) -> list[Answer]:
     """All of them, the next one as soon as one is done; every answer must be whole."""
-    waiting, asked = list(prompts), []
+    waiting, asked = list(prompts), list[RequestId]()
     while waiting or any(both.answers[r].done is None for r in asked):
         while waiting and sum(both.answers[r].done is None for r in asked) < at_once:
             asked.append(both.submit(waiting.pop(0), greedy(count)))
@@ -132,7 +128,7 @@ def expect_answers(family: Family, plane: str, lengths: Sequence[int], count: in
     with pair(
         family.folder, tokens=16384, transfer={"plane": plane}, prefill={"chunk_tokens": CHUNK}, cache=_pages()
     ) as both:
-        pools = both.prefill._manager.spec  # type: ignore[attr-defined]
+        pools = both.prefill._manager.spec
         answers = ask(both, prompts, count)
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.progress[Role.DECODE].transfer_bytes == bytes_due(pools, len(prompt))
@@ -255,7 +251,7 @@ def expect_tiers(family: Family, talks: int, turns: int, count: int = 9) -> None
         for worker in (both.prefill, both.decode):
             counters = worker.status().counters
             assert counters["pages_damaged_on_host"] == counters["pages_damaged_in_storage"] == 0
-        names = list(both.prefill._manager.spec.by_name)  # type: ignore[attr-defined]
+        names = list(both.prefill._manager.spec.by_name)
     prefill = watches[0]
     for pool in names:
         assert prefill.evicted[Tier.DEVICE, pool], f"{pool} was never evicted from the device: {prefill.evicted}"
@@ -316,7 +312,7 @@ def buffers_of(spec: PoolSetSpec) -> list[Buffer]:
 @contextmanager
 def damaged_on_the_way(both: Pair, buffer: Buffer, *, whole: bool) -> Iterator[list[int]]:
     """What prefill writes of `buffer` arrives damaged, while its own copy stays as it is; yields indices written."""
-    sender, pools = both.prefill._sender, both.prefill._manager.pools  # type: ignore[attr-defined]
+    sender, pools = both.prefill._sender, both.prefill._manager.pools
     write = sender.write
     hurt: list[int] = []
 
@@ -328,11 +324,11 @@ def damaged_on_the_way(both: Pair, buffer: Buffer, *, whole: bool) -> Iterator[l
         buffer.restore(pools, mine, before)
         hurt.extend(mine)
 
-    sender.write = damaging
+    sender.write = damaging  # type: ignore[method-assign]
     try:
         yield hurt
     finally:
-        sender.write = write
+        sender.write = write  # type: ignore[method-assign]
 
 
 def damage_on_the_host(both: Pair, buffer: Buffer, *, whole: bool) -> int:
@@ -379,7 +375,7 @@ def expect_damage_is_caught(family: Family) -> None:
     """In hand-over: the request fails as damaged, and comes out right when it is asked again. In a load: it is computed
     again. Both are counted, for every buffer."""
     with tagged(family, verify=True) as both:
-        spec = both.prefill._manager.spec  # type: ignore[attr-defined]
+        spec = both.prefill._manager.spec
         for buffer, prompt in damage_prompts(spec, family):
             before = both.decode.status().counters["pages_damaged"]
             with damaged_on_the_way(both, buffer, whole=False) as hurt:
@@ -402,7 +398,7 @@ def expect_damage_is_caught(family: Family) -> None:
 def expect_unnoticed_damage_shows(family: Family) -> None:
     """Without tags the same damage changes the answer, in hand-over and in a load: so the buffer is really read."""
     with tagged(family, verify=False) as both:
-        spec = both.prefill._manager.spec  # type: ignore[attr-defined]
+        spec = both.prefill._manager.spec
         for buffer, prompt in damage_prompts(spec, family):
             (good,) = ask(both, [prompt], DAMAGED_TOKENS)
             with damaged_on_the_way(both, buffer, whole=True) as hurt:

@@ -188,7 +188,7 @@ def _pack(folder: Path, store: bool) -> None:
     tensors = tensors_of(folder)
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         weight_enk = tensors.pop(name).transpose(1, 2).contiguous()
-        groups = weight_enk.float().unflatten(-1, (-1, 32))
+        groups = weight_enk.float().unflatten(-1, (-1, 32))  # type: ignore[no-untyped-call]
         exponents = groups.abs().amax(-1).log2().floor().int() - 2
         values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, *[-0.0, -0.5, -1, -1.5, -2, -3, -4, -6]])
         nearest = (torch.ldexp(groups, -exponents[..., None])[..., None] - values).abs().argmin(-1)

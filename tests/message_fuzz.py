@@ -178,7 +178,7 @@ def flood(plane: str, data: st.DataObject, count: int) -> None:
             [*value[:1], room, *value[2:]] if isinstance(value[1], str) and value[0] != 1 else value for value in good
         ]
         places = [(n, path) for n, value in enumerate(good) for path in paths(value)]
-        socket = zmq.Context.instance().socket(zmq.PUSH)
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         socket.connect(t.both.receiver._plane.describe()["ranks"][0]["endpoint"])
         wrong = st.one_of(
             st.binary(max_size=60),

@@ -18,11 +18,13 @@ from contracts.config.cache_config import CacheOverride
 from contracts.config.cluster_config import Config
 from contracts.config.load_config import config_from_dict
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
-from contracts.interfaces.worker_interface import SessionId
+from contracts.interfaces.worker_interface import SessionId, Worker
 from contracts.messages.router_commands import Cancel, PeerRef, Submit
 from contracts.messages.worker_events import Done, Event, LegReport, PromptScores, Tokens
 from contracts.sampling_params import SamplingParams, TokenLogprob
+from decode.worker import DecodeWorker
 from engine.models.registry import read_model
+from prefill.worker import PrefillWorker
 
 if TYPE_CHECKING:
     from cluster.arena.arena_client import ArenaProvider
@@ -70,7 +72,7 @@ class Pair:
         config = replace(config, decode=replace(config.decode, prefix_offer_bytes=0))
         self.clock = clock
         options: dict[str, Any] = {"host": "127.0.0.1", "clock": clock}
-        self.prefill, self.decode = (
+        prefill, decode = (
             build_worker(
                 role,
                 WorkerName(f"{role}-0"),
@@ -85,6 +87,9 @@ class Pair:
             )
             for role in (Role.PREFILL, Role.DECODE)
         )
+        assert isinstance(prefill, PrefillWorker)
+        assert isinstance(decode, DecodeWorker)
+        self.prefill, self.decode = prefill, decode
         self.answers: dict[RequestId, Answer] = {}
         self._numbers = itertools.count(1)
 
@@ -121,8 +126,9 @@ class Pair:
 
     def step(self, *roles: Role) -> None:
         """One round of each worker, or of those named."""
-        for worker in (self.prefill, self.decode):
-            if not roles or worker.role in roles:
+        workers: dict[Role, Worker] = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
+        for role, worker in workers.items():
+            if not roles or role in roles:
                 for _, event in worker.step():
                     self._take(event)
 

@@ -26,7 +26,8 @@ the maximum, and the exponential's own, at most two."""
 
 
 def gamma(count: int) -> float:
-    return LAMBDA * max(1.0, count**0.5) * U
+    root: float = count**0.5
+    return LAMBDA * max(1.0, root) * U
 
 
 def plain_attention(

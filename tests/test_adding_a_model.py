@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,7 +75,7 @@ def test_the_model_that_the_page_spells_out_gives_llamas_logits(
     tokens = list(range(1, 60))
     want = harness.Bench(folder).forced(tokens, [20, 39])
     ((_, code),) = blocks("run")
-    names = dict(NAMES)
+    names: dict[str, Any] = dict(NAMES)
     exec(compile(code, "docs/adding-a-model.md", "exec", flags=annotations.compiler_flag), names)
 
     def read(folder: Path) -> Model:

@@ -88,6 +88,7 @@ def worker_child(folder: Path, role: Role, name: str, sections: dict[str, Any], 
     finally:
         ours.close()
         if process.is_alive():
+            assert process.pid is not None
             os.kill(process.pid, signal.SIGCONT)
         process.join(10)
         if process.is_alive():

@@ -152,7 +152,7 @@ class DyingSchedule(Schedule):
         assert isinstance(count, int)
         self.segment = segment_for(self.name, count)
         self.world = World(
-            self.world.spec, seed, adversarial=True, segment=self.segment, **{**self.settings, "storage": True},  # type: ignore[arg-type]
+            self.world.spec, seed, adversarial=True, segment=self.segment, **{**self.settings, "storage": True},
         )  # fmt: skip
         assert self.world.adversarial is not None
         self.adversarial = self.world.adversarial
@@ -169,7 +169,7 @@ class DyingSchedule(Schedule):
 
     def successor(self) -> World:
         settings = {**self.settings, "storage": False, "pages": 40}
-        return World(self.world.spec, 1, adversarial=True, segment=self.segment, **settings)  # type: ignore[arg-type]
+        return World(self.world.spec, 1, adversarial=True, segment=self.segment, **settings)
 
 
 # ------------------------------------------------------------ what is not believed
@@ -198,7 +198,7 @@ def test_a9_a_damaged_page_that_is_asked_for_at_once_is_found_by_its_load_though
     second = world_on(segment, name, 2)
     second.damaged = True
     second.manager.load_back._verify = False  # type: ignore[union-attr]
-    second.manager.keeper._look = lambda budget: None  # type: ignore[union-attr,method-assign,misc]
+    second.manager.keeper._look = lambda budget: None  # type: ignore[union-attr,method-assign]
     visit(second, [*TOKENS, 9, 9])
     assert second.seen["allocation invalid"]
     assert second.manager.stats()["pages_damaged_on_host"] >= 1

@@ -139,7 +139,12 @@ def test_a11_a_page_is_given_out_again_only_after_the_last_launched_operation_th
         steps = []
         for value in (1.0, 2.0):
             op = DeviceOp("step", DeviceStream.COMPUTE, writes=(PageSpanUse(DEVICE, "full", stopped.indices),))
-            steps.append(device.submit(op, lambda v=value: [writing(here, p, v)() for p in (1, 2)]))  # noqa: B023
+
+            def both_pages(value: float = value, here: list[dict[str, torch.Tensor]] = here) -> None:
+                for page in (1, 2):
+                    writing(here, page, value)()
+
+            steps.append(device.submit(op, both_pages))
         steps[0].wait()
         # It ended with the first step; the second, launched ahead, still writes its pages.
         launched.hold(steps[1], pages.pin(stopped.indices, "a launched step"))

@@ -4,6 +4,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import zmq
@@ -54,7 +55,7 @@ def working(config: EventsConfig, knows_truth: bool = False) -> Iterator[Worker]
         worker.publisher.close()
 
 
-def both(**more: int) -> EventsConfig:
+def both(**more: Any) -> EventsConfig:
     return EventsConfig(endpoint=LOOPBACK, replay_endpoint=LOOPBACK, **more)
 
 
@@ -107,7 +108,7 @@ def test_an_answer_ends_with_minus_one() -> None:
             worker.step()
         dealer.connect(worker.publisher.replay_endpoint)
         dealer.send_multipart([b"", bytes(8)])
-        messages = []
+        messages: list[list[bytes]] = []
         while not messages or messages[-1][1] != END:
             worker.publisher.round()
             if dealer.poll(5):

@@ -306,7 +306,7 @@ def test_some_of_what_was_saved_can_be_restored(house: Callable[..., House]) -> 
     want = one.bytes_of(before)
     saved = one.save(one.extents(before))
     whole = one.extents(after)["full"]
-    into = PageExtent(*(tuple(t[1:]) for t in (whole.indices, whole.epochs, whole.firsts, whole.ends)))
+    into = PageExtent(whole.indices[1:], whole.epochs[1:], whole.firsts[1:], whole.ends[1:])
     assert one.bring(saved, {"full": into}, only={"full": [1, 2], "state": []}).complete
     assert one.bytes_of(after)["full"][1:] == want["full"][1:]
     with pytest.raises(ValueError, match="as many as"):

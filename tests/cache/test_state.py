@@ -97,7 +97,7 @@ def test_a_closed_pool_set_gives_its_memory_back() -> None:
     lease.release()
     pools.close()
     assert torch.UntypedStorage._expired(memory)
-    torch.UntypedStorage._free_weak_ref(memory)
+    torch.UntypedStorage._free_weak_ref(memory)  # type: ignore[no-untyped-call]
 
 
 def digest(pools: PoolSet, pages: list[int], positions: int, pool: str = "full") -> list[int]:

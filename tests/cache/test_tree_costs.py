@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -125,7 +126,7 @@ def _salted(salts: int) -> RadixTree:
 
 def test_evicting_a_page_costs_the_same_however_many_salts_there_are() -> None:
     few, many = _salted(20), _salted(2000)
-    cost = {len(tree.roots): steps(lambda tree=tree: tree.evict(Tier.DEVICE, "full", 10)) for tree in (few, many)}
+    cost = {len(tree.roots): steps(partial(tree.evict, Tier.DEVICE, "full", 10)) for tree in (few, many)}
     assert (len(few.roots), len(many.roots)) == (10, 1990), "nothing is kept of a salt that holds nothing"
     assert cost[2000] < 1.2 * cost[20], cost
     copied = allocated(lambda: many.evict(Tier.DEVICE, "full", 10))
@@ -148,9 +149,9 @@ def test_evicting_the_last_page_of_a_leaf_costs_the_same_however_long_it_is(host
     short, long = _leaf(64, host), _leaf(16_384, host)
     for tree in (short, long):
         assert tree.evict(Tier.DEVICE, "full", 1) == 1
-    cost = [steps(lambda tree=tree: tree.evict(Tier.DEVICE, "full", 1)) for tree in (short, long)]
+    cost = [steps(partial(tree.evict, Tier.DEVICE, "full", 1)) for tree in (short, long)]
     assert cost[1] <= cost[0] + 20, cost
-    copied = [allocated(lambda tree=tree: tree.evict(Tier.DEVICE, "full", 1)) for tree in (short, long)]
+    copied = [allocated(partial(tree.evict, Tier.DEVICE, "full", 1)) for tree in (short, long)]
     assert copied[1] < 16_384, f"{copied[1]} bytes copied to evict one page of {16_384 * PAGE_TOKENS} tokens"
     for tree, pages in ((short, 64), (long, 16_384)):
         assert tree.sizes[Tier.DEVICE, "full"] == pages - 3
@@ -217,7 +218,7 @@ def test_sharing_the_last_chunk_of_a_prompt_costs_no_more_than_sharing_the_first
     costs = []
     for end in range(chunk, pages + 1, chunk):
         manager.seal([(allocation, end * PAGE_TOKENS)])
-        costs.append(steps(lambda end=end: manager.cache_pages(allocation, prefix.head(end))))
+        costs.append(steps(partial(manager.cache_pages, allocation, prefix.head(end))))
     assert max(costs[1:]) < 1.5 * costs[0], costs
     manager.free(allocation)
     assert manager.check() == []

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import json
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cli import admin_client as admin
 from cli import commands as cli
 from cli.admin_client import STATUS_KEYS, AdminClient
 from cli.drain_command import DrainCommand, ProgressLines, ending
@@ -146,7 +146,7 @@ def test_the_admin_token_travels_as_a_bearer(monkeypatch: pytest.MonkeyPatch) ->
             seen.append(request.headers)  # type: ignore[attr-defined]
             raise OSError("far away")
 
-    monkeypatch.setattr(admin.urllib.request, "build_opener", lambda *handlers: Opener())
+    monkeypatch.setattr(urllib.request, "build_opener", lambda *handlers: Opener())
     monkeypatch.setenv("TWINPOOL_ADMIN_TOKEN", "secret")
     assert twinpool("status", "--url", "http://192.0.2.1:8000") == 3
     assert seen[0]["Authorization"] == "Bearer secret"

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from cluster.controller import controller_service
 from cluster.controller.controller import Controller
@@ -117,7 +118,7 @@ async def call_with(channel: grpc.aio.Channel, path: str, raw: bytes) -> grpc.St
             if path.endswith(("Watch", "Serve")):
                 first = await stream.read()
                 stream.cancel()
-                return grpc.StatusCode.OK if first is not grpc.aio.EOF else await stream.code()
+                return grpc.StatusCode.OK if first is not EOF else await stream.code()
             async for _ in stream:
                 pass
             code: grpc.StatusCode = await stream.code()
@@ -203,7 +204,7 @@ def test_a_call_of_more_than_its_bound_ends_alone(scene: Scene) -> None:
 def test_a_heartbeat_that_makes_no_sense_is_refused_and_fences_nobody(scene: Scene, status: dict[str, Any]) -> None:
     async def talk() -> grpc.StatusCode:
         async with grpc.aio.insecure_channel(scene.controller.endpoint) as stranger:
-            whole = {"name": NAME, "role": "decode", "state": "ready", "incarnation": 1} | status
+            whole: dict[str, Any] = {"name": NAME, "role": "decode", "state": "ready", "incarnation": 1} | status
             renewal = pb.Renewal(name=NAME, incarnation=1, status=pb.WorkerStatus(**whole))
             return await call_with(stranger, "/twinpool.Controller/Renew", renewal.SerializeToString())
 
@@ -218,7 +219,7 @@ def test_watchers_and_sessions_are_bounded(scene: Scene, monkeypatch: pytest.Mon
 
     async def open_three(endpoint: str, path: str) -> grpc.StatusCode:
         async with grpc.aio.insecure_channel(endpoint) as channel:
-            call: Any = channel.stream_stream(path)
+            call: Any = channel.stream_stream(path)  # type: ignore[call-arg]
             streams = []
             for _ in range(3):
                 stream = call(timeout=WAIT_S)

@@ -8,6 +8,7 @@ import pytest
 
 from cluster.worker_process.worker_thread import WorkerClosed, WorkerEnd, WorkerThread
 from contracts.ids import RequestId
+from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import Cancel
 from contracts.messages.worker_events import Done, Event, Tokens
 from tests.cluster.fake_worker import FakeWorker, submit
@@ -30,7 +31,7 @@ class Running:
         )
         self.host.start()
 
-    def session(self) -> tuple[int, queue.Queue[list[Event] | str]]:
+    def session(self) -> tuple[SessionId, queue.Queue[list[Event] | str]]:
         got: queue.Queue[list[Event] | str] = queue.Queue()
         return self.host.open_session(got.put, got.put), got
 
@@ -144,7 +145,7 @@ def test_calls_behind_a_fatal_command_are_refused_and_not_left_waiting(running: 
     running.worker.on_step = block
     running.worker.wake()
     assert entered.wait(WAIT_S)
-    running.worker.handle = lambda session, command: 1 // 0  # type: ignore[method-assign, assignment, return-value]
+    running.worker.handle = lambda session, command: 1 // 0  # type: ignore[method-assign, assignment]
     session, _ = running.session()
     running.worker.on_step = lambda: None
     running.host.send(session, [submit("a")])

@@ -381,7 +381,7 @@ def test_a_watcher_gets_the_table_now_and_at_each_change(wired: Wired) -> None:
     async def watch() -> list[str]:
         states = []
         async with grpc.aio.insecure_channel(wired.server.endpoint) as channel:
-            call = pb_grpc.ControllerStub(channel).Watch(pb.Empty())
+            call = pb_grpc.ControllerStub(channel).Watch(pb.Empty())  # type: ignore[no-untyped-call]
             keeper = wired.keeper(1)
             states.append((await asyncio.wait_for(call.read(), WAIT_S)).workers[0].status.state)
             await keeper.start(WAIT_S)

@@ -67,7 +67,7 @@ def test_a_stream_carries_many_requests_and_one_frame_a_step(served: Served) -> 
     async def talk() -> list[list[Event]]:
         async with grpc.aio.insecure_channel(served.endpoint) as channel:
             hold = asyncio.Event()
-            call = pb_grpc.WorkerStub(channel).Serve(_commands(_frame("a", "b"), then=hold), metadata=METADATA)
+            call = pb_grpc.WorkerStub(channel).Serve(_commands(_frame("a", "b"), then=hold), metadata=METADATA)  # type: ignore[no-untyped-call]
             frames = []
             for _ in range(3):
                 frame = await asyncio.wait_for(call.read(), WAIT_S)
@@ -83,7 +83,7 @@ def test_a_stream_carries_many_requests_and_one_frame_a_step(served: Served) -> 
 def test_a_call_for_another_incarnation_is_refused_with_both_numbers(served: Served) -> None:
     async def talk() -> list[str]:
         async with grpc.aio.insecure_channel(served.endpoint) as channel:
-            stub = pb_grpc.WorkerStub(channel)
+            stub = pb_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
             wrong = (("twinpool-incarnation", "2"),)
             details = []
             for call in (stub.Serve(_commands(), metadata=wrong).read(), stub.Drain(pb.Empty(), metadata=wrong)):
@@ -104,7 +104,7 @@ def test_a_router_that_goes_away_has_its_session_dropped(served: Served) -> None
 
     async def talk() -> None:
         async with grpc.aio.insecure_channel(served.endpoint) as channel:
-            call = pb_grpc.WorkerStub(channel).Serve(_commands(_frame("a"), then=asyncio.Event()), metadata=METADATA)
+            call = pb_grpc.WorkerStub(channel).Serve(_commands(_frame("a"), then=asyncio.Event()), metadata=METADATA)  # type: ignore[no-untyped-call]
             await asyncio.wait_for(call.initial_metadata(), WAIT_S)
             while served.host.status().result(WAIT_S).running != 1:
                 await asyncio.sleep(0)
@@ -121,7 +121,7 @@ def test_status_check_drain_and_undrain_answer_over_the_wire(served: Served) -> 
 
     async def talk() -> None:
         async with grpc.aio.insecure_channel(served.endpoint) as channel:
-            stub = pb_grpc.WorkerStub(channel)
+            stub = pb_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
             call = stub.Serve(_commands(_frame("a"), then=asyncio.Event()), metadata=METADATA)
             await asyncio.wait_for(call.initial_metadata(), WAIT_S)
             while (await stub.Status(pb.Empty())).running != 1:
@@ -138,7 +138,7 @@ def test_status_check_drain_and_undrain_answer_over_the_wire(served: Served) -> 
 def test_a_worker_that_dies_ends_its_streams_with_the_cause(served: Served) -> None:
     async def talk() -> str:
         async with grpc.aio.insecure_channel(served.endpoint) as channel:
-            call = pb_grpc.WorkerStub(channel).Serve(_commands(then=asyncio.Event()), metadata=METADATA)
+            call = pb_grpc.WorkerStub(channel).Serve(_commands(then=asyncio.Event()), metadata=METADATA)  # type: ignore[no-untyped-call]
             await asyncio.wait_for(call.initial_metadata(), WAIT_S)
             served.worker.fail = RuntimeError("bad device")
             with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -154,7 +154,7 @@ def test_a_router_that_reads_too_slowly_is_cut_off() -> None:
 
         async def talk() -> str:
             async with grpc.aio.insecure_channel(served.endpoint) as channel:
-                call = pb_grpc.WorkerStub(channel).Serve(
+                call = pb_grpc.WorkerStub(channel).Serve(  # type: ignore[no-untyped-call]
                     _commands(_frame(*(f"request-{i}" for i in range(20))), then=asyncio.Event()), metadata=METADATA
                 )
                 try:
@@ -187,7 +187,7 @@ def test_d9_where_there_is_a_secret_only_calls_with_its_token_come_in() -> None:
 
     async def call(metadata: tuple[tuple[str, str], ...]) -> tuple[pb.WorkerStatus, pb.WorkerFrame]:
         async with grpc.aio.insecure_channel(endpoint) as channel:
-            stub = pb_grpc.WorkerStub(channel)
+            stub = pb_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
             stream = stub.Serve(_commands(_frame("a"), then=asyncio.Event()), metadata=metadata)
             with contextlib.suppress(grpc.aio.AioRpcError):
                 return await stub.Status(pb.Empty(), metadata=metadata), await asyncio.wait_for(stream.read(), WAIT_S)

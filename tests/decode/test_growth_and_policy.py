@@ -164,7 +164,7 @@ def test_each_new_figure_counts_for_three_tenths_and_nothing_counts_for_nothing(
     assert rates.out_bytes_per_s == pytest.approx(800)
     rates.saw_back(100, 1.0)
     rates.saw_prefill(10, 1.0)
-    assert rates == RetractionRates(pytest.approx(800), 100, 10), "each figure is its own"
+    assert rates == RetractionRates(pytest.approx(800), 100, 10), "each figure is its own"  # type: ignore[arg-type]
 
 
 def test_state_that_is_as_soon_there_and_back_as_computed_is_copied() -> None:

@@ -184,10 +184,10 @@ class Bench:
         engine = self.engine
         tables = [{"full": BlockTable(0, row.pages, row.epochs), **row.others} for row in rows]
         ctx = engine.context(rows, tables, self.pools.gates)
-        tokens = [t for row in rows for t in row.tokens] + [0] * (len(ctx.positions_m) - ctx.count)
+        tokens = [t for row in rows for t in _known(row)] + [0] * (len(ctx.positions_m) - ctx.count)
         x = engine.decoder.forward(torch.tensor(tokens), ctx)
         logits = engine.decoder.logits(x[: ctx.count], engine.numerics)
-        return list(torch.split(logits, [len(row.tokens) for row in rows]))
+        return list(torch.split(logits, [len(_known(row)) for row in rows]))
 
     def forced(self, tokens: Sequence[int], chunks: Sequence[int]) -> Tensor:
         """Logits of one sequence cut at the given chunk lengths, [len(tokens), vocab] float32."""
@@ -199,6 +199,12 @@ class Bench:
         assert begin == len(tokens)
         self.drop(held)
         return torch.cat(parts)
+
+
+def _known(row: BatchRow) -> Sequence[int]:
+    """The tokens of a row that waits for no step."""
+    assert not isinstance(row.tokens, TokenFromStep)
+    return row.tokens
 
 
 def row(

@@ -107,4 +107,5 @@ def _router_inputs(oracle: Oracle, tokens: Sequence[int]) -> list[tuple[torch.nn
 def _chosen(router: torch.nn.Module, x: Tensor) -> Tensor:
     """The experts of each row, ascending."""
     (indices,) = (part for part in router(x) if part.dtype == torch.int64)
-    return indices.sort(-1).values
+    ascending: Tensor = indices.sort(-1).values
+    return ascending

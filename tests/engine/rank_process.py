@@ -5,7 +5,7 @@ import sys
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from contracts.errors import PeerDead
 from engine.tensors.tensor_parallel import TorchDistributedGroup
@@ -17,12 +17,13 @@ def tell(**what: object) -> None:
 
 def part(rank: int, seed: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed * 100 + rank)
-    return (torch.randn(rows, 24, generator=generator) * 10 ** (3 * (rank % 2))).to(dtype)
+    scale: int = 10 ** (3 * (rank % 2))
+    return (torch.randn(rows, 24, generator=generator) * scale).to(dtype)
 
 
 def main(path: str, rank: int, size: int) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(path, size)
+    store = FileStore(path, size)
     store.set_timeout(timedelta(seconds=60))
     ranks = TorchDistributedGroup(store, rank, size, deadline_s=60.0)
     tell(ready=True)

@@ -43,7 +43,8 @@ def test_steps_launched_ahead_draw_what_steps_one_by_one_draw(
 ) -> None:
     folder = checkpoint("llama")
     want = one_by_one(folder, params, 8)
-    for device in (CpuDevice(), *(AdversarialDevice(seed) for seed in range(6))):
+    devices: list[Device] = [CpuDevice(), *(AdversarialDevice(seed) for seed in range(6))]
+    for device in devices:
         got = ahead(folder, params, 8, device)
         assert [[d.token for d in column] for column in got] == want
         assert all((d.logprob is not None) == (params.logprobs is not None) for column in got for d in column)

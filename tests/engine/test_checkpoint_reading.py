@@ -18,6 +18,7 @@ from contracts.checkpoint.model_spec import read_model_spec
 from contracts.config.worker_config import EngineConfig
 from contracts.errors import CheckpointError, ConfigError
 from engine.attention.torch_backend.torch_attention import TorchAttention
+from engine.models.llama import Llama
 from engine.models.registry import model_for, read_model
 from engine.runner.kernel_choice import attention_for
 from engine.tensors import weight_loader as weights
@@ -179,7 +180,9 @@ def test_both_spellings_and_any_sharding_are_the_same_model(checkpoint: MakeChec
         new = read_model_spec(checkpoint("llama", rope=scaling))
         old = read_model_spec(checkpoint("llama", rope=scaling, old_spelling=True))
         assert replace(old, folder=new.folder, name=new.name) == new
-        assert model_for(new).rope.kind == scaling
+        model = model_for(new)
+        assert isinstance(model, Llama)
+        assert model.rope.kind == scaling
     sharded = read_model_spec(checkpoint("llama", shards=3))
     assert sharded.fingerprint == read_model_spec(checkpoint("llama")).fingerprint
 
@@ -214,7 +217,9 @@ def test_end_tokens_and_defaults_come_from_the_generation_config_first(
 
 def test_the_head_dimension_has_the_architectures_default(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     folder = copy_checkpoint(checkpoint("llama"), tmp_path / "llama", head_dim=None)
-    assert read_model(folder).head_dim == 64 // 4
+    model = read_model(folder)
+    assert isinstance(model, Llama)
+    assert model.head_dim == 64 // 4
     folder = copy_checkpoint(checkpoint("qwen3"), tmp_path / "qwen3", head_dim=None)
     with pytest.raises(CheckpointError, match=r"q_proj.weight has shape \[64, 64\].* asks for \[512, 64\]"):
         read_model(folder)

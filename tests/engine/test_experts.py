@@ -195,7 +195,7 @@ def test_only_chosen_experts_are_computed_and_always_in_whole_quanta() -> None:
     for rows, top_k in ((1, 1), (1, EXPERTS), (7, 3), (33, 2)):
         numerics, sent = Counting(4), routes(rows, EXPERTS, top_k)
         experts(draw(rows, HIDDEN), sent, numerics)
-        assert len(numerics.rows) == 2 * len(sent.experts_mk.unique()), "two products an expert that has rows"
+        assert len(numerics.rows) == 2 * len(sent.experts_mk.unique()), "two products an expert that has rows"  # type: ignore[no-untyped-call]
         assert not any(count % 4 for count in numerics.rows), "the rows of every product are whole quanta"
 
 

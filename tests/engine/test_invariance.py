@@ -154,7 +154,7 @@ def test_the_null_page_stays_zero_and_only_the_rows_own_slots_are_written(folder
     pages = bench.lease(40)
     bench.logits([row(sequence(7, 37), 0, pages)])
     bench.logits([row([3], 37, pages)])
-    written = set()
+    written: set[int] = set()
     for layer in range(bench.spec.layers):
         for buffer in bench.buffers:
             token_bytes = buffer.spec.shape_bytes

@@ -16,6 +16,7 @@ from contracts.errors import CheckpointError
 from engine.attention.attention_plan import AttentionPlan
 from engine.attention.latent_backend import SparseSelection
 from engine.attention.torch_backend import torch_latent
+from engine.models.deepseek import DeepseekV32
 from engine.models.registry import read_model
 from tests.checkpoints import VOCAB, Oracle, compare, copy_checkpoint
 from tests.engine.harness import Bench, MakeOracle
@@ -143,7 +144,7 @@ def noted(bench: Bench) -> list[tuple[AttentionPlan, SparseSelection | None]]:
         seen.append((plan, chosen))
         return attend(q, latents, plan, chosen, *rest)
 
-    latent.attend_selected = attend_selected  # type: ignore[method-assign]
+    latent.attend_selected = attend_selected  # type: ignore[method-assign, assignment]
     return seen
 
 
@@ -233,4 +234,5 @@ def test_every_spelling_of_shared_layers_is_read(family: Family, tmp_path: Path)
     ]
     for number, spelling in enumerate(spellings):
         model = read_model(copy_checkpoint(folder, tmp_path / str(number), indexer_types=None, **spelling))
+        assert isinstance(model, DeepseekV32)
         assert model.chooses == [True, False, True, False], spelling

@@ -18,7 +18,8 @@ from tests.engine.harness import Bench, MakeCheckpoint, MakeOracle, row
 
 WHOLE = 1 << 20
 LENGTHS = (1, 2, 15, 16, 17, 64, 65, 100, 129, 300, 700)
-CELLS = [
+Cell = tuple[str, bool, str, int, int, str, str]
+CELLS: list[Cell] = [
     # kind, tied, rope, page_tokens, chunk, heads x head_dim / kv heads, files
     ("qwen3", True, "default", 16, WHOLE, "16x4/4", "shards"),
     ("llama", True, "llama3", 64, 64, "16x4/2", "bias"),
@@ -55,7 +56,7 @@ def prompts(seed: int, *lengths: int) -> list[list[int]]:
     return [[rng.randrange(VOCAB) for _ in range(n)] for n in lengths]
 
 
-def cell_checkpoint(checkpoint: MakeCheckpoint, cell: tuple, dtype: str) -> Path:
+def cell_checkpoint(checkpoint: MakeCheckpoint, cell: Cell, dtype: str) -> Path:
     kind, tied, rope, _, _, shape, files = cell
     head_dim, rest = shape.split("x")
     heads, kv_heads = rest.split("/")
@@ -75,9 +76,7 @@ def cell_checkpoint(checkpoint: MakeCheckpoint, cell: tuple, dtype: str) -> Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)).replace("/", "."))
-def test_float32_gives_the_oracles_greedy_tokens(
-    checkpoint: MakeCheckpoint, oracle_of: MakeOracle, cell: tuple
-) -> None:
+def test_float32_gives_the_oracles_greedy_tokens(checkpoint: MakeCheckpoint, oracle_of: MakeOracle, cell: Cell) -> None:
     folder = cell_checkpoint(checkpoint, cell, "float32")
     oracle = oracle_of(folder)
     bench = Bench(folder, page_tokens=cell[3])
@@ -92,7 +91,7 @@ def test_float32_gives_the_oracles_greedy_tokens(
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", BFLOAT16, ids=lambda cell: "-".join(map(str, cell)).replace("/", "."))
 def test_bfloat16_chooses_within_the_oracles_own_difference(
-    checkpoint: MakeCheckpoint, oracle_of: MakeOracle, cell: tuple
+    checkpoint: MakeCheckpoint, oracle_of: MakeOracle, cell: Cell
 ) -> None:
     folder = cell_checkpoint(checkpoint, cell, "bfloat16")
     oracle = oracle_of(folder)

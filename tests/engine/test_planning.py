@@ -21,7 +21,7 @@ class Listening(CpuDevice):
     """Keeps what operations said of themselves."""
 
     def __init__(self, *, checks: bool) -> None:
-        self.checks = checks  # type: ignore[misc]
+        self.checks = checks
         self.said: list[int] = []
 
     def submit(self, op: Any, run: Any, after: Sequence[Any] = (), **options: Any) -> Any:

@@ -39,7 +39,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 
     @cache
     def make(options: tuple[tuple[str, Any], ...]) -> Path:
-        rest = {key: list(value) if isinstance(value, tuple) else value for key, value in options}
+        rest: dict[str, Any] = {key: list(value) if isinstance(value, tuple) else value for key, value in options}
         number = len(list(base.iterdir()))
         return FAMILIES[str(rest.pop("name"))](base / str(number), **rest)
 

@@ -35,8 +35,8 @@ def test_c3_sums_are_in_the_order_of_the_ranks_for_any_rows_and_a_dead_rank_ends
             for rows in (1, 3, 128):
                 name = str(dtype).removeprefix("torch.")
                 total = part(0, 7, rows, dtype).float()
-                for rank in range(1, size):
-                    total = total + part(rank, 7, rows, dtype).float()
+                for number in range(1, size):
+                    total = total + part(number, 7, rows, dtype).float()
                 answers = [torch.tensor(heard["sum"]) for heard in _all(ranks, f"sum 7 {rows} {name}")]
                 assert all(torch.equal(answer, total.to(dtype).float()) for answer in answers)
         for rank in ranks:

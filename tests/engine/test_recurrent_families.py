@@ -48,7 +48,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 
     @cache
     def make(options: tuple[tuple[str, Any], ...]) -> Path:
-        rest = {key: list(value) if isinstance(value, tuple) else value for key, value in options}
+        rest: dict[str, Any] = {key: list(value) if isinstance(value, tuple) else value for key, value in options}
         return FAMILIES[str(rest.pop("name"))](base / str(len(list(base.iterdir()))), **rest)
 
     return lambda **options: make(
@@ -86,8 +86,8 @@ def test_float32_gives_the_oracles_greedy_tokens_and_logits(
     for prompt, got in zip(asked, bench.generate_many(asked, 10, chunk=64), strict=True):
         verdict = compare(oracle, prompt, got)
         assert verdict.equal, verdict
-    got = bench.forced(asked[-1], [100, 1, 199])
-    assert (got - oracle.logits(asked[-1])).abs().max() <= 4 * oracle.difference
+    logits = bench.forced(asked[-1], [100, 1, 199])
+    assert (logits - oracle.logits(asked[-1])).abs().max() <= 4 * oracle.difference
 
 
 @pytest.mark.soak

@@ -12,7 +12,6 @@ from torch import Tensor
 from cache.device.device_backends import CpuDevice
 from cache.device.device_port import DEVICE, Completion, DeviceOp, PageSpanUse
 from engine.layers.norm import gelu_tanh, silu
-from engine.tensors import row_exact_linear as numerics
 from engine.tensors.row_exact_linear import TILE_ROWS, Numerics, RowExactLinear, probe, tanh
 from tests.engine.harness import Bench, MakeCheckpoint, row
 
@@ -46,7 +45,7 @@ def test_batched_products_are_probed_too(monkeypatch: pytest.MonkeyPatch) -> Non
     def sloppy(a: Tensor, b: Tensor) -> Tensor:
         return real(a, b) if a.shape[1] % 8 == 0 else real(a, b) + 1e-3
 
-    monkeypatch.setattr(numerics.torch, "bmm", sloppy)
+    monkeypatch.setattr(torch, "bmm", sloppy)
     assert probe([], [(2, 16, 128)]).quantum >= 8
 
 
@@ -60,7 +59,7 @@ def test_a_packed_weight_gives_the_plain_product(dtype: torch.dtype, bias: bool)
 
 
 def test_without_a_packing_library_products_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numerics.torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     x = torch.randn(8, 64)
     assert torch.equal(RowExactLinear(weight())(x), torch.nn.functional.linear(x, weight()))
 

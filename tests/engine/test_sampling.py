@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -225,12 +226,12 @@ def test_the_cuts_together_keep_what_plain_python_keeps() -> None:
     for _ in range(60):
         logits = [rng.gauss(0, 2.5) for _ in range(40)]
         total = sum(map(math.exp, logits))
-        limits = {
+        limits: dict[str, Any] = {
             "top_k": rng.choice([0, 1, 3, 12]),
             "top_p": rng.choice([0.3, 0.8, 0.99]),
             "min_p": rng.choice([0.0, 0.02, 0.3]),
         }
-        weights = sampling.weights(torch.tensor([logits], dtype=torch.float64), [replace(PLAIN, **limits)])  # type: ignore[arg-type]
+        weights = sampling.weights(torch.tensor([logits], dtype=torch.float64), [replace(PLAIN, **limits)])
         assert set(weights[0].nonzero().flatten().tolist()) == kept([math.exp(x) / total for x in logits], **limits)
 
 

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -43,6 +43,7 @@ from engine.tensors import row_exact_linear as numerics
 from engine.tensors.weight_loader import Weights, dtype_for
 from tests.families import FAMILIES
 
+Kernels = Literal["torch", "native", "triton"]
 PAGES = 40
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
 SAMPLED = SamplingParams(max_tokens=9, temperature=1.0, top_k=5, top_p=0.9, logprobs=2)
@@ -66,13 +67,13 @@ class Uploads(TorchFunctionMode):
 def without_contents() -> None:
     """Weights, kernels and devices as they are on a GPU, as far as the host can see."""
     GridExecutor.__call__ = lambda self, *args, **kwargs: None
-    FakeTensor.is_cpu = property(lambda self: False)
-    numerics._packed = lambda weight: None
-    engine_module.agreed = lambda found, ranks, device: found  # when an engine is loaded it may wait
+    FakeTensor.is_cpu = property(lambda self: False)  # type: ignore[assignment]
+    numerics._packed = lambda weight_nk: None
+    engine_module.agreed = lambda numerics, ranks, device: numerics  # when an engine is loaded it may wait
     Weights._read = lambda self, path, name, axes: torch.empty([axis.count for axis in axes])  # type: ignore[method-assign]
 
 
-def engine_of(folder: Path, mode: FakeTensorMode, attention: str) -> tuple[ModelRunner, PoolSetSpec]:
+def engine_of(folder: Path, mode: FakeTensorMode, attention: Kernels) -> tuple[ModelRunner, PoolSetSpec]:
     model = read_model(folder)
     config = EngineConfig(numerics="fast", attention=attention)
     spec = model.pool_set(StateOptions(dtype_for(model.spec, config), 16))
@@ -101,7 +102,7 @@ def decode_rows(spec: PoolSetSpec) -> list[BatchRow]:
     return rows
 
 
-def launch(name: str, attention: str = "triton") -> None:
+def launch(name: str, attention: Kernels = "triton") -> None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with tempfile.TemporaryDirectory() as folder:
         engine, spec = engine_of(FAMILIES[name](Path(folder)), mode, attention)
@@ -112,7 +113,8 @@ def launch(name: str, attention: str = "triton") -> None:
 def main() -> None:
     without_contents()
     verdicts: dict[str, str | None] = {}
-    for name, attention in [*((name, "triton") for name in FAMILIES), ("qwen3_moe", "torch")]:
+    cases: list[tuple[str, Kernels]] = [*((name, "triton") for name in FAMILIES), ("qwen3_moe", "torch")]
+    for name, attention in cases:
         try:
             launch(name, attention)
             verdicts[f"{name} {attention}"] = None

@@ -9,6 +9,7 @@ import os
 import tempfile
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -232,7 +233,12 @@ def claim_the_engine_says_the_same_with_either_attention() -> None:
 
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(300, (length,), generator=generator).tolist() for length in (22, 3)]
-    small = {"num_hidden_layers": 2, "indexer_types": ["full", "shared"], "hidden_size": 32, "index_topk": 16}
+    small: dict[str, Any] = {
+        "num_hidden_layers": 2,
+        "indexer_types": ["full", "shared"],
+        "hidden_size": 32,
+        "index_topk": 16,
+    }
     with tempfile.TemporaryDirectory() as folder:
         FAMILIES["glm5"](Path(folder), **small)
         options = {"index_float8": True}

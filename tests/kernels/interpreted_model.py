@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -23,11 +25,19 @@ TOKENS = [3, 250, 17, 17, 90, 4, 201, 33, 5]
 
 
 def claim_a_mixture_of_experts_computes_with_the_kernels_what_it_computes_with_torch() -> None:
-    used = set()
-    products, heads, draw = triton_experts.TritonExperts._product, triton_store_heads.store_heads, triton_draw.sample
-    triton_experts.TritonExperts._product = lambda *a: (used.add("experts"), products(*a))[1]  # type: ignore[method-assign]
-    triton_store_heads.store_heads = lambda *a: (used.add("heads"), heads(*a))[1]
-    triton_draw.sample = lambda *a: (used.add("draw"), draw(*a))[1]
+    used: set[str] = set()
+
+    def noted(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*given: Any) -> Any:
+            used.add(name)
+            return run(*given)
+
+        return noting
+
+    experts = triton_experts.TritonExperts
+    experts._product = noted("experts", experts._product)  # type: ignore[method-assign]
+    triton_store_heads.store_heads = noted("heads", triton_store_heads.store_heads)
+    triton_draw.sample = noted("draw", triton_draw.sample)
     with tempfile.TemporaryDirectory() as folder:
         FAMILIES["qwen3_moe"](Path(folder), num_hidden_layers=2)
         torchs, tritons = Bench(Path(folder)), Bench(Path(folder), attention="triton")

@@ -45,7 +45,8 @@ class Scan:
         ]
         specs = scan_buffers(1, heads, groups, key_dim, value_dim, delta=delta, shard=WHOLE)
         self.buffers = [torch.zeros(SLOTS, *spec.shape) for spec in specs]
-        self.state = ScanState(*self.buffers[:4], self.buffers[4] if delta else None)
+        a, b, c, d = self.buffers[:4]
+        self.state = ScanState(a, b, c, d, self.buffers[4] if delta else None)
 
     def run(self, recurrence: RecurrenceBackend, runs: list[Run], muted: tuple[int, ...] = ()) -> list[Tensor]:
         rows = [

@@ -46,7 +46,7 @@ def stored(
     if muted_t is not None:
         slots = slots.masked_fill(muted_t, 0)
     ours, theirs = ([torch.zeros(6, 4, kv_heads, dim, dtype=dtype) for _ in "kv"] for _ in range(2))
-    q = triton_store_heads.store_heads(qkv, norm_nd, 1e-6, turns, *ours, slots, muted_t)
+    q = triton_store_heads.store_heads(qkv, norm_nd, 1e-6, turns, ours[0], ours[1], slots, muted_t)
 
     qk, v = torch.split(qkv.view(tokens, heads + 2 * kv_heads, dim), [heads + kv_heads, kv_heads], dim=1)
     if norm_nd is not None:

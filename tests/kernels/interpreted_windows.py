@@ -165,7 +165,8 @@ def claim_a_row_is_bitwise_the_same_whoever_shares_its_batch() -> None:
 
 def claim_whole_models_say_with_the_kernels_what_they_say_with_torch() -> None:
     tokens = torch.randint(300, (40,), generator=torch.Generator().manual_seed(1)).tolist()
-    for name, changes in (("gemma3", {}), ("gemma4", {"num_kv_shared_layers": 0}), ("gpt_oss", {})):
+    families: dict[str, dict[str, Any]] = {"gemma3": {}, "gemma4": {"num_kv_shared_layers": 0}, "gpt_oss": {}}
+    for name, changes in families.items():
         turns = ["sliding_attention", "full_attention"]
         with tempfile.TemporaryDirectory() as folder:
             FAMILIES[name](Path(folder), num_hidden_layers=2, layer_types=turns, sliding_window=18, **changes)

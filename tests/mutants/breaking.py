@@ -323,10 +323,10 @@ def places(path: str, source: str) -> list[Place]:
                 continue
             for operator in OPERATORS:
                 if _applies(node, counted[id(node)], operator):
-                    line = getattr(node, "lineno", None) or getattr(counted[id(node)], "lineno", body.tree.lineno)
+                    line: int = getattr(node, "lineno", 0) or getattr(counted[id(node)], "lineno", body.tree.lineno)
                     text = lines[line - 1].strip()
-                    key = (path, body.name, body.digest, holder.get(id(node), 0), at, operator, line, text)
-                    found.append(Place(*key))
+                    statement = holder.get(id(node), 0)
+                    found.append(Place(path, body.name, body.digest, statement, at, operator, line, text))
     return found
 
 

@@ -292,7 +292,10 @@ class Child:
             tempfile.tempdir = None
             prepare()
             items = [all_.items[node] for node in nodes]
-            tell = lambda **words: os.write(writing, json.dumps(words).encode() + b"\n")  # noqa: E731
+
+            def tell(**words: Any) -> None:
+                os.write(writing, json.dumps(words).encode() + b"\n")
+
             for at, item in enumerate(items):
                 tell(begins=item.nodeid)
                 watch = _Outcome()
@@ -332,9 +335,9 @@ class Child:
 
     def kill(self) -> None:
         """With all that it started in its session's group."""
-        for kill in (lambda: os.killpg(self.pid, signal.SIGKILL), lambda: os.kill(self.pid, signal.SIGKILL)):
+        for kill in (os.killpg, os.kill):
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                kill()
+                kill(self.pid, signal.SIGKILL)
         self._reap()
 
     def _reap(self) -> None:

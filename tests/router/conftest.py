@@ -20,6 +20,11 @@ def running() -> Iterator[Server]:
 def server(running: Server) -> Iterator[Server]:
     yield running
     running.call(running.cluster.heal)
-    running.call(lambda: [entry.cancel_drain() for entry in running.service.core.workers])
+
+    def everybody_stays() -> None:
+        for entry in running.service.core.workers:
+            entry.cancel_drain()
+
+    running.call(everybody_stays)
     running.at_rest()
     running.wait_until(running.serves)

@@ -212,6 +212,7 @@ class FakeWorker:
         if isinstance(command, InvalidatePrefix):
             self.forgets.append(command)
             return
+        assert isinstance(command, Submit), "orders of moves go to workers that move"
         self.submits.append(command)
         key = (command.request_id, command.attempt)
         frames: Iterator[list[Event]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from contracts.errors import ErrorKind, IllegalTransition
@@ -11,7 +13,7 @@ from router.state.circuit_breaker import CIRCUIT, CircuitEvent, CircuitState
 from tests.router.stage import Stage
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
-PATIENT = {"replay_limit": 1000, "worker_wait_s": 1000.0, "breaker_failures": 4, "breaker_open_s": 5.0}
+PATIENT: dict[str, Any] = {"replay_limit": 1000, "worker_wait_s": 1000.0, "breaker_failures": 4, "breaker_open_s": 5.0}
 
 
 def state(stage: Stage, name: str) -> CircuitState:

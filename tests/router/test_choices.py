@@ -10,6 +10,7 @@ import pytest
 from contracts.sampling_params import SamplingParams
 from router.openai import response_stream
 from router.openai import responses as answers
+from router.state.prefix_hashes import prefix_hashes
 from router.tokenizer_pool import prepare_request as intake
 from tests.router.fake_worker import expected
 from tests.router.http_server import Server
@@ -107,8 +108,7 @@ def test_choices_look_for_their_prefix_once_a_worker(server: Server, monkeypatch
             looked += 1
             return super().__getitem__(at)
 
-    keys = intake.prefix_hashes
-    monkeypatch.setattr(intake, "prefix_hashes", lambda *given: Counted(keys(*given)))
+    monkeypatch.setattr(intake, "prefix_hashes", lambda *given: Counted(prefix_hashes(*given)))
     server.complete(prompt=list(PROMPT)[:300], max_tokens=2, n=16)
     assert 16 <= looked <= 40, "one look a choice, and a search of four keys twice for each of two prefill workers"
 

@@ -202,7 +202,12 @@ def test_a_client_that_takes_nothing_is_cut_off(bounded: Server) -> None:
     stuck = Client(bounded)
     stuck.stream()
     registry = bounded.uvicorn.connections
-    bounded.call(lambda: [connection.pause_writing() for connection in registry.all])
+
+    def take_nothing() -> None:
+        for connection in registry.all:
+            connection.pause_writing()
+
+    bounded.call(take_nothing)
     sweep(bounded, 59.0)
     assert len(registry.all) == 1
     sweep(bounded, 61.0)

@@ -4,6 +4,7 @@ went. (D7, the heavy work of one request, is in test_completions and test_reader
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -86,7 +87,7 @@ MARKS = {Role.PREFILL: {"queue", "match", "prefill"}, Role.DECODE: {"grant", "ar
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("n", [1, 3])
 def test_d10_every_answer_carries_its_timeline_stage_by_stage(server: Server, path: str, stream: bool, n: int) -> None:
-    body = {"max_tokens": 4, "seed": 1, "n": n}
+    body: dict[str, Any] = {"max_tokens": 4, "seed": 1, "n": n}
     body |= {"prompt": [5, 6, 7]} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hello"}]}
     if stream:
         *_, last, done = server.stream(path, body, **{"X-Twinpool-Timeline": "1"})

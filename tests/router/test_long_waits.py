@@ -26,9 +26,12 @@ def test_an_answer_may_take_as_long_as_its_timeout_says(stream: bool, monkeypatc
     monkeypatch.setattr(app, "CLIENT_GRACE_S", 0.0)
     with serving(FakeCluster(1, 1), config=router_config(request_timeout_s=0.2, max_timeout_s=60.0)) as server:
         server.pause("decode")
-        timer = server.loop.call_soon_threadsafe(
-            server.loop.call_later, 0.6, lambda: [w.resume() for w in server.cluster.workers.values()]
-        )
+
+        def resume() -> None:
+            for worker in server.cluster.workers.values():
+                worker.resume()
+
+        timer = server.loop.call_soon_threadsafe(server.loop.call_later, 0.6, resume)
         assert timer is not None
         response = server.post("/v1/completions", {**BODY, "timeout": 30, "stream": stream})
         assert response.status_code == 200, response.text

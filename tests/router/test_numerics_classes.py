@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from contracts.errors import ErrorKind
-from contracts.ids import Role
+from contracts.ids import RequestId, Role
 from router.state.worker_table import WorkerEntry
 from router.verification.audit_cases import AuditResult
 from tests.router.stage import Stage
@@ -129,5 +129,5 @@ def test_an_audit_is_computed_by_the_answers_own_class() -> None:
     for key, audit in on.audits:
         entry = on.core.workers.get(key)
         assert isinstance(entry, WorkerEntry)
-        assert entry.numerics == began[audit.request_id.removeprefix("audit-")]
+        assert entry.numerics == began[RequestId(audit.request_id.removeprefix("audit-"))]
     assert not on.core.audits.counts.results[AuditResult.DAMAGED]

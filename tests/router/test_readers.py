@@ -322,7 +322,12 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
     longest = max(map(len, json.loads((DEMO / "tokenizer.json").read_text())["model"]["vocab"]))
     most = longest * (demo_spec().context + 1)
     calls: list[int] = []
-    monkeypatch.setattr(model_tokenizer, "encode", lambda text, **_: calls.append(len(text)) or (5,))
+
+    def encode(text: str, **_: Any) -> tuple[int, ...]:
+        calls.append(len(text))
+        return (5,)
+
+    monkeypatch.setattr(model_tokenizer, "encode", encode)
     with pytest.raises(RequestError, match="the context has 2048"):
         intake(model_tokenizer).completion(json.dumps({"prompt": "x" * (most + longest)}).encode())
     assert calls == []

@@ -164,7 +164,7 @@ def write(to: RoomTarget, number: int = 1) -> PageWrite:
 def simulated(kind: str, ranks: tuple[int, int]) -> Iterator[Scene]:
     agenda, rng = VirtualTime(), random.Random(3)
     network, planes, damage = SimNetwork(agenda, rng, 0.005, 3.0), dict[int, SimPlane](), WireDamage()
-    sides, pids = [], iter(range(1, 100))
+    sides, pids = list[Side](), iter(range(1, 100))
     for name, size in zip(("prefill-0", "decode-0"), ranks, strict=True):
         mine: list[RankDataPlane] = []
         for rank in range(size):
@@ -182,7 +182,7 @@ def simulated(kind: str, ranks: tuple[int, int]) -> Iterator[Scene]:
 def real(kind: str, ranks: tuple[int, int]) -> Iterator[Scene]:
     with proxying() as proxy:
         config = config_from_dict({"transfer": {"plane": kind}, "faults": {"proxy": proxy.door}})
-        sides = []
+        sides: list[Side] = []
         for size in ranks:
             mine = [make_plane(config, "127.0.0.1", None, lambda: None, rank, size) for rank in range(size)]
             sides.append(_side(mine, len(sides)))
@@ -310,7 +310,7 @@ def test_what_was_sent_to_a_room_that_has_ended_is_dropped_where_access_is_revoc
 def test_what_was_not_granted_is_written_nowhere(scene: Scene) -> None:
     granted = target()
     scene.permit(granted)
-    beyond = RoomTarget(ROOM, granted.runs | {"full": PageNumbers(0, (5, 3, 8, 2, 9))}, 1)
+    beyond = RoomTarget(ROOM, {**granted.runs, "full": PageNumbers(0, (5, 3, 8, 2, 9))}, 1)
     before = scene.image()
     runs = {"full": PageNumbers(3, (1, 2))}
     if scene.revocable:

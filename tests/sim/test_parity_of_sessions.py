@@ -181,7 +181,7 @@ def real(incarnation: int = 1) -> Iterator[Scene]:
 
 
 class _Table:
-    """Implements `contracts.interfaces.discovery.Directory` with at most one worker."""
+    """Implements `contracts.interfaces.discovery.WorkerDirectory` with at most one worker."""
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
@@ -198,6 +198,12 @@ class _Table:
         return GrpcPort(record)
 
     async def change_role(self, name: WorkerName, role: Role) -> None: ...
+
+    async def drain(self, target: str) -> tuple[WorkerName, ...]:
+        return ()
+
+    async def undrain(self, target: str) -> tuple[WorkerName, ...]:
+        return ()
 
 
 def _record(key: WorkerKey, endpoint: str) -> WorkerRecord:
@@ -228,9 +234,14 @@ def simulated(incarnation: int = 1) -> Iterator[Scene]:
     host = SimHost(world, process, Role.DECODE, KEY[0], Incarnation(incarnation), home, make)
     waiter, router = SimWaiter(agenda), _Linking(world, home.new_process("router-0#1", "node-head"))
     links: list[SimLink] = []
+
+    def close() -> None:
+        for link in links:
+            link.close()
+
     scene = Scene(
         made[0], lambda: waiter.wait(0.05), lambda key: links.append(SimLink(router, key, host)),
-        lambda: cast(None, [link.close() for link in links]), lambda commands: links[-1].send(list(commands)),
+        close, lambda commands: links[-1].send(list(commands)),
         lambda: cast(None, network.reset("router-0", "decode-0")), host.lease.fence, host.call,
         lambda: host.ended is not None and "closed" in made[0].ends,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from contracts.ids import Role
+from contracts.ids import RequestId, Role
 from contracts.sampling_params import SamplingParams
 from tests.checkpoints import VOCAB, Oracle, Verdict, compare_forced, make_checkpoint
 from tests.pair import Answer, Pair, pair
@@ -83,7 +83,7 @@ def ask(both: Pair, prompts: list[list[int]]) -> list[Answer]:
     """All prompts through both workers, the next one submitted as soon as one of 16 is done."""
     sampling = SamplingParams(max_tokens=TOKENS, temperature=0.0)
     waiting = list(prompts)
-    asked = []
+    asked: list[RequestId] = []
     while waiting or any(both.answers[r].done is None for r in asked):
         while waiting and sum(both.answers[r].done is None for r in asked) < AT_A_TIME:
             asked.append(both.submit(waiting.pop(0), sampling))
@@ -119,7 +119,7 @@ def test_every_answer_is_the_oracles(
     model: MakeModel, kind: str, tied: bool, rope: str, dtype: str, page_tokens: int, chunk: int, plane: str
 ) -> None:
     subject = model(kind, tied, rope, dtype)
-    sections: dict[str, dict[str, Any]] = {
+    sections: dict[str, Any] = {
         "cache": {"page_tokens": page_tokens},
         "prefill": {"chunk_tokens": chunk},
         "transfer": {"plane": plane},

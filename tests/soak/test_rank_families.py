@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,11 @@ def test_ranks_of_any_number_give_the_tokens_of_one(name: str, warm: RankProcess
     assert (2, 2) in sizes, "the fixture has heads for two ranks"
     for number, (p, d) in enumerate(sizes):
         plane = ("shm", "zmq")[number % 2]
-        sections = {"transfer": {"plane": plane}, "prefill": {"chunk_tokens": 64, "tp": p}, "decode": {"tp": d}}
+        sections: dict[str, Any] = {
+            "transfer": {"plane": plane},
+            "prefill": {"chunk_tokens": 64, "tp": p},
+            "decode": {"tp": d},
+        }
         with pair(folder, tokens=2048, ranks=warm, **sections) as both:
             answers = both.run(*[both.submit(prompt, greedy(8)) for prompt in asked])
         for prompt, answer in zip(asked, answers, strict=True):

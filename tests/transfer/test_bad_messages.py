@@ -304,7 +304,7 @@ def test_every_field_of_every_frame_may_be_wrong() -> None:
         bad += [(b"P", [t.prompt.room, t.ticket, [["full", 0, 1], ["full", 0, 1]], 0, 1, 1], page)]
         bad += [(b"S", [t.prompt.room, t.ticket + 1], page[:99]), (b"X", [], page)]
         plane = t.both.receiver._plane
-        socket = zmq.Context.instance().socket(zmq.PUSH)
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         socket.connect(plane.describe()["ranks"][0]["endpoint"])
         for kind, head, data in bad:
             socket.send_multipart([kind, msgpack.packb(head), data])

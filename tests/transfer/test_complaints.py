@@ -29,11 +29,13 @@ from contracts.messages.router_commands import PeerRef
 from tests.poolsets import entry, filled, pool_sets
 from tests.rooms import PLANES, Ends, Prompt, ends, image
 from transfer.net.curve_keys import CurveKeys
+from transfer.net.curve_keys import bind as first_bind
 from transfer.net.waiter import Waiter
 from transfer.net.zmq_channel import ZmqControlTransport
 from transfer.planes import zmq_plane as tcp
 from transfer.planes.data_plane import PageWrite, RoomTarget, SlotWrite, WriteLink
 from transfer.planes.make_plane import make_plane
+from transfer.planes.zmq_link import ZmqLink
 from transfer.rooms import room_messages as m
 from transfer.rooms.compatibility import fingerprint
 from transfer.rooms.kv_receiver import KVReceiver
@@ -215,7 +217,6 @@ def restarting(plane: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[KV
     transport = ZmqControlTransport("127.0.0.1", waiter, None, 5.0)
     mark = fingerprint("a model", SPEC, "invariant:by hand")
     layout = PoolSetLayout(SPEC, SPEC.even(40))
-    first_bind = tcp.bind
 
     def bind(socket: zmq.Socket[bytes], host: str, curve: CurveKeys | None) -> str:
         if bound:
@@ -313,6 +314,7 @@ def test_a_frame_for_the_reader_that_was_here_before_is_dropped() -> None:
         before = image(both.target)
         link = both.sender._peers[b"decode-0:1"].link
         head = msgpack.packb((prompt.room, room.ticket + 1, [("full", 0, 1)], 0, 1, 1))
+        assert isinstance(link, ZmqLink)
         link._socket.send_multipart([b"P", head, b"\1" * SPEC.unit_bytes("full")])
         both.until(lambda: both.receiver._plane.dropped, "the drop")
         assert image(both.target) == before

@@ -121,7 +121,7 @@ def two_readers() -> Iterator[tuple[Ends, Prompt, Prompt, SlowLink]]:
         both.open(slow)
         peer = both.sender._peers[b"decode-0:1"]
         link = SlowLink(peer.link)
-        peer.writes._link = link  # type: ignore[assignment]
+        peer.writes._link = link
         both.sender.write(slow.room, slow.all(), ())
         both.seal(slow)
         both.receiver._peers._name = WorkerName("decode-9")

@@ -98,8 +98,9 @@ def test_nothing_waits_by_select_which_fails_from_descriptor_1024_on() -> None:
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
-                name = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and ast.unparse(node)
-                if name in ("select.select", "selectors.SelectSelector"):
+                if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
+                    continue
+                if ast.unparse(node) in ("select.select", "selectors.SelectSelector"):
                     found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert found == []
 
@@ -288,7 +289,8 @@ def test_b3_peers_on_other_hosts_that_never_come_back_are_forgotten_with_all_tha
     with ends(SPEC, "zmq", transfer={"link_timeout_s": 5.0}) as both:
         both.open(both.prompt(4))
         (writer,) = both.receiver._peers.values()
-        before, context = descriptors(), zmq.Context.instance()
+        before = descriptors()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         for n in range(5):
             name = f"decode-x{n}"
             inbound = context.socket(zmq.PULL)
@@ -333,7 +335,7 @@ def test_b3_a_writer_that_nobody_reaches_any_more_is_forgotten_by_its_readers() 
         writer.watch = None  # As of one on another host.
         before = descriptors()
         both.sender._peers._inbox.close()
-        both.sender._peers._inbox.receive = list  # type: ignore[method-assign, assignment]
+        both.sender._peers._inbox.receive = list  # type: ignore[method-assign]
         both.until(lambda: writer.down_since is not None, "the connection to be cut")
         both.clock.advance(both.receiver._config.link_timeout_s + 1)
         broken = both.outcome(prompt.room)

@@ -15,10 +15,10 @@ def test_c8_ended_rooms_stay_ended() -> None:
     for event in SenderEvent:
         with pytest.raises(IllegalTransition, match="can't happen in state ended"):
             SENDER.next(SenderState.ENDED, event)
-    for event in ReceiverEvent:
+    for heard in ReceiverEvent:
         for state in (ReceiverState.ENDED, ReceiverState.COMPLETE):
             with pytest.raises(IllegalTransition):
-                RECEIVER.next(state, event)
+                RECEIVER.next(state, heard)
 
 
 def test_a5_an_aborted_room_ends_only_by_the_writers_word_or_death() -> None:
@@ -36,10 +36,10 @@ def test_nothing_is_written_before_the_grant_or_after_the_slot() -> None:
 
 
 def test_every_ending_event_can_come_in_every_state_that_still_lives() -> None:
-    for row in SENDER.rows.values():
-        assert {SenderEvent.FAILED, SenderEvent.ABORT, SenderEvent.LOST} <= set(row)
-    for row in RECEIVER.rows.values():
-        assert {ReceiverEvent.FAILED, ReceiverEvent.LOST} <= set(row)
+    for sending in SENDER.rows.values():
+        assert {SenderEvent.FAILED, SenderEvent.ABORT, SenderEvent.LOST} <= set(sending)
+    for receiving in RECEIVER.rows.values():
+        assert {ReceiverEvent.FAILED, ReceiverEvent.LOST} <= set(receiving)
 
 
 def test_the_diagram_names_every_row() -> None:

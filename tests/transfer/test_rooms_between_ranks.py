@@ -53,7 +53,7 @@ def hand_over(both: Ends, prompts: list[Prompt], held: Mapping[RoomId, Mapping[s
             lease.release()
 
 
-@pytest.mark.parametrize(("name", "writers", "readers", "plane"), QUICK + ALL)
+@pytest.mark.parametrize(("name", "writers", "readers", "plane"), [*QUICK, *ALL])
 def test_every_head_arrives_at_every_rank_that_holds_it(name: str, writers: int, readers: int, plane: str) -> None:
     dice = random.Random(f"{name} {writers} {readers} {plane}")
     with ends(SETS[name], plane, seed=dice.randrange(1000), count=40, ranks=(writers, readers)) as both:

@@ -27,6 +27,7 @@ from transfer.planes import shm_plane as direct
 from transfer.planes import zmq_plane as tcp
 from transfer.planes.data_plane import SLOT_BYTES, PageNumbers, RoomTarget
 from transfer.planes.ordered_notices import MOST_HELD, OrderedNotices
+from transfer.planes.zmq_link import ZmqLink
 from transfer.planes.zmq_plane import ZmqPlane
 from transfer.rooms import early_grants as early
 from transfer.rooms import room_messages as m
@@ -53,7 +54,7 @@ def data_endpoint(both: Ends) -> str:
 
 
 def bounds_of(socket: zmq.Socket[bytes]) -> tuple[int, int]:
-    return socket.get(zmq.MAXMSGSIZE), socket.get(zmq.RCVHWM)
+    return int(socket.get(zmq.MAXMSGSIZE)), int(socket.get(zmq.RCVHWM))
 
 
 def test_no_socket_between_workers_takes_in_frames_without_bound() -> None:
@@ -110,14 +111,15 @@ def test_writes_longer_than_the_readers_frames_are_split_and_arrive_whole() -> N
         leases = both.open(prompt)
         link = both.sender._peers[b"decode-0:1"].link
         assert link.frame_bytes == both.receiver._plane.describe()["ranks"][0]["frame_bytes"]
-        link.frame_bytes, lengths = 5 * page + 1, []
-        real = link._socket.send_multipart  # type: ignore[attr-defined]
+        link.frame_bytes, lengths = 5 * page + 1, list[int]()
+        assert isinstance(link, ZmqLink)
+        real = link._socket.send_multipart
 
         def send(frames: list[Any], *rest: Any, **options: Any) -> None:
             lengths.extend(len(bytes(frame)) for frame in frames)
             real(frames, *rest, **options)
 
-        link._socket = SimpleNamespace(send_multipart=send, close=link._socket.close)  # type: ignore[attr-defined]
+        link._socket = SimpleNamespace(send_multipart=send, close=link._socket.close)  # type: ignore[assignment]
         both.sender.write(prompt.room, prompt.all(), (DONE,))
         assert both.sender._rooms[prompt.room].writes == 6
         assert 5 * page <= max(lengths) <= 5 * page + 1
@@ -151,7 +153,7 @@ def test_one_poll_of_a_plane_takes_in_a_bounded_number_of_frames(monkeypatch: py
         with ends(SPEC, plane) as both, calling(data_endpoint(both)) as stranger:
             for _ in range(30):
                 stranger.send(b"\xc1")
-            seen = []
+            seen: list[int] = []
 
             def more(both: Ends = both, seen: list[int] = seen) -> bool:
                 before = both.receiver._plane.dropped

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ def test_every_answer_of_an_undisturbed_cluster_is_exact(tmp_path: Path) -> None
         "audit": {"fraction": 1.0, "chunk_tokens": 64},
         "watch": {"repetition_tokens": 48, "rare_factor": 4.0},
     }
-    samplings = (
+    samplings: tuple[dict[str, Any], ...] = (
         {},
         {"temperature": 0.8, "seed": 3},
         {"temperature": 1.0, "seed": 4, "repetition_penalty": 1.2},

@@ -340,7 +340,12 @@ def test_every_field_of_every_control_message_arrives_over_zmq_both_ways() -> No
     try:
         for message in CONTROL:
             channel.send(t.encode(message))
-        until(waiter, lambda: there.extend(inbox.receive()) or len(there) == len(CONTROL))
+
+        def all_there() -> bool:
+            there.extend(inbox.receive())
+            return len(there) == len(CONTROL)
+
+        until(waiter, all_there)
         assert {identity for identity, _ in there} == {b"decode-0"}
         for message in CONTROL:
             inbox.send(b"decode-0", t.encode(message))

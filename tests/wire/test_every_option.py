@@ -104,9 +104,8 @@ def test_a_sampling_option_reaches_both_workers_and_changes_no_other(running: Se
         assert getattr(submit.sampling, name) == value
         others = dataclasses.replace(submit.sampling, **{name: getattr(SamplingParams(4, seed=1), name)})
         defaults = demo_spec().generation_defaults
-        assert others == dataclasses.replace(
-            SamplingParams(4, seed=1), **{k: v for k, v in defaults.items() if k != name and hasattr(others, k)}
-        )
+        known: dict[str, Any] = {k: v for k, v in defaults.items() if k != name and hasattr(others, k)}
+        assert others == dataclasses.replace(SamplingParams(4, seed=1), **known)
 
 
 @both

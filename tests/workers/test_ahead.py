@@ -21,7 +21,7 @@ from prefill.worker import PrefillWorker
 from tests.pair import Answer, Pair, pair
 
 SEEDS = range(8)
-SECTIONS: dict[str, dict[str, Any]] = {"prefill": {"chunk_tokens": 48}, "decode": {"max_batch_tokens": 5}}
+SECTIONS: dict[str, Any] = {"prefill": {"chunk_tokens": 48}, "decode": {"max_batch_tokens": 5}}
 
 
 def prompts(seed: int, *lengths: int) -> list[list[int]]:
@@ -102,8 +102,6 @@ def lagging_pair(model: Path, **options: Any) -> Iterator[tuple[Pair, PrefillWor
     """Devices that run nothing before somebody waits for it, but that prefill's sends are polled for."""
     devices = {role: AdversarialDevice(1, stray=0.0, polled=0.0 if role is Role.DECODE else 0.1) for role in Role}
     with pair(model, devices=devices, **{**SECTIONS, **options}) as both:
-        assert isinstance(both.prefill, PrefillWorker)
-        assert isinstance(both.decode, DecodeWorker)
         yield both, both.prefill, both.decode
     for device in devices.values():
         device.settle()

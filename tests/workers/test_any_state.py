@@ -59,7 +59,10 @@ class HashPair(Pair):
         self._device = device
         self.answers: dict[RequestId, Answer] = {}
         self._numbers = itertools.count(1)
-        self.prefill, self.decode = (self._worker(role, spec, config, counts[role]) for role in Role)
+        prefill, decode = (self._worker(role, spec, config, counts[role]) for role in (Role.PREFILL, Role.DECODE))
+        assert isinstance(prefill, PrefillWorker)
+        assert isinstance(decode, DecodeWorker)
+        self.prefill, self.decode = prefill, decode
 
     def _worker(self, role: Role, spec: PoolSetSpec, config: Config, count: int) -> PrefillWorker | DecodeWorker:
         device, waiter, cache = self._device(), Waiter(), config.cache_for(role)
@@ -170,7 +173,6 @@ def test_windows_go_back_to_the_pool_as_the_answer_goes_on() -> None:
         request = both.submit(prompt, SamplingParams(max_tokens=60, temperature=0.0))
         while len(both.answers[request].tokens) < 50:
             both.step()
-        assert isinstance(both.decode, DecodeWorker)
         (allocation,) = both.decode._manager._allocations.values()
         seen = both.decode._manager.spec.window_pages("window")
         assert sum(page != 0 for page in allocation.tables["window"][: (60 + 48) // PAGE]) <= seen + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,9 +34,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @contextmanager
-def workers(
-    folder: Path, arenas: dict[Role, KeptMemory], *, settle: bool = True, **sections: dict[str, object]
-) -> Iterator[Pair]:
+def workers(folder: Path, arenas: dict[Role, KeptMemory], *, settle: bool = True, **sections: Any) -> Iterator[Pair]:
     sizes = {"page_tokens": PAGE, "host_bytes": 32 << 20, "load_back": "always"}
     with pair(folder, tokens=4096, arenas=arenas, cache=sizes, settle=settle, **sections) as both:
         yield both

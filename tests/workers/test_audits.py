@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ from contracts.messages.router_commands import Audit, Cancel
 from contracts.messages.worker_events import Audited, AuditEnd
 from contracts.sampling_params import SamplingParams
 from prefill.audit_runner import MOST_TOLD, MOST_WAITING
-from prefill.worker import PrefillWorker
 from tests.pair import SESSION, Pair, pair
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
@@ -83,7 +83,6 @@ def test_a_token_that_was_not_drawn_there_is_found_by_its_position(model: Path, 
 
 def test_an_audit_takes_nothing_from_the_tree_and_leaves_nothing_there(model: Path) -> None:
     with pair(model) as both:
-        assert isinstance(both.prefill, PrefillWorker)
         prompt = words(2, 90)
         (answer,) = both.run(both.submit(prompt, GREEDY))
         both.settle()
@@ -123,7 +122,11 @@ def test_an_audit_that_comes_while_there_is_work_is_sent_back(model: Path) -> No
 def test_a_drain_and_a_lost_router_and_a_cancel_end_audits(model: Path) -> None:
     with pair(model, audit={"chunk_tokens": 16}) as both:
         audit = audit_of(words(6, 100), [3], GREEDY)
-        for end in (lambda: both.prefill.drop_session(SESSION), lambda: both.prefill.handle(SESSION, Cancel(AUDIT, 0))):
+        ends: tuple[Callable[[], None], ...] = (
+            lambda: both.prefill.drop_session(SESSION),
+            lambda: both.prefill.handle(SESSION, Cancel(AUDIT, 0)),
+        )
+        for end in ends:
             both.prefill.handle(SESSION, audit)
             both.prefill.step()
             end()
@@ -181,7 +184,6 @@ def test_of_many_differences_all_are_counted_and_the_first_are_told_one_by_one(m
 
 def test_an_audit_that_finds_a_page_of_it_given_away_is_no_verdict_and_is_counted(model: Path) -> None:
     with pair(model, audit={"chunk_tokens": 16}) as both:
-        assert isinstance(both.prefill, PrefillWorker)
         both.prefill.handle(SESSION, audit_of(words(19, 100), [3], GREEDY))
         both.prefill.step()
         running = both.prefill._auditor._running
@@ -210,7 +212,6 @@ def test_what_can_not_be_audited_is_refused_with_the_reason(model: Path) -> None
 
 def test_a_full_tree_makes_room_for_an_audit_and_no_more_than_it_needs(model: Path) -> None:
     with pair(model, tokens=512) as both:
-        assert isinstance(both.prefill, PrefillWorker)
         answers = [(words(n, 100), both.run(both.submit(words(n, 100), GREEDY))[0].list) for n in range(8, 14)]
         both.settle()
         allocator = both.prefill._pages

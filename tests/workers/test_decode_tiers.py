@@ -50,7 +50,6 @@ def test_a12_the_next_turn_is_sent_only_what_decode_lacks(model: Path, oracle: O
 
 def test_what_went_to_decodes_host_comes_back_before_the_request_joins_a_batch(model: Path, oracle: Oracle) -> None:
     with pair(model, decode={"cache": {"host_bytes": 1 << 22}}) as both:
-        assert isinstance(both.decode, DecodeWorker)
         said, _ = turn(both, oracle, tokens(3, 90))
         to_the_host(both.decode)
         assert not both.decode._manager.tree.sizes[Tier.DEVICE, "full"]
@@ -65,7 +64,6 @@ def test_while_all_that_runs_is_being_loaded_the_worker_sleeps_between_two_looks
 ) -> None:
     device = AdversarialDevice(1, stray=0.0, polled=0.5)
     with pair(model, decode={"cache": {"host_bytes": 1 << 22}}, devices={Role.DECODE: device}) as both:
-        assert isinstance(both.decode, DecodeWorker)
         naps: list[float] = []
         monkeypatch.setattr(both.decode._waiter, "wait", naps.append)
         said, _ = turn(both, oracle, tokens(9, 90))
@@ -96,7 +94,6 @@ def test_while_all_that_runs_is_being_loaded_the_worker_sleeps_between_two_looks
 
 def test_a9_a_page_that_rotted_on_decodes_host_costs_an_attempt_and_no_token(model: Path, oracle: Oracle) -> None:
     with pair(model, decode={"cache": {"host_bytes": 1 << 22}}) as both:
-        assert isinstance(both.decode, DecodeWorker)
         said, _ = turn(both, oracle, tokens(5, 90))
         to_the_host(both.decode)
         host = both.decode._manager.host
@@ -116,7 +113,6 @@ def test_a9_a_page_that_rotted_on_decodes_host_costs_an_attempt_and_no_token(mod
 def test_without_reuse_decode_keeps_and_holds_nothing(model: Path, oracle: Oracle) -> None:
     with pair(model, decode={"cache": {"prefix_reuse": False}}) as both:
         said, _ = turn(both, oracle, tokens(7, 50))
-        assert isinstance(both.decode, DecodeWorker)
         assert both.decode._manager.tree.sizes[Tier.DEVICE, "full"] == 0
         assert turn(both, oracle, said)[1] == 0
 
@@ -129,7 +125,6 @@ def test_a_reasoning_span_and_what_follows_it_is_not_kept(model: Path, oracle: O
     first = len(prompt) + said[len(prompt) :].index(opens)
     strip = {"strip_reasoning": True, "reasoning_tokens": f"{opens},299"}
     with pair(model, cache=strip) as both:
-        assert isinstance(both.decode, DecodeWorker)
         again, _ = turn(both, oracle, prompt)
         assert again == said
         manager = both.decode._manager

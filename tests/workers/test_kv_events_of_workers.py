@@ -28,8 +28,6 @@ from contracts.ids import Role, WorkerName
 from contracts.messages.kv_events import BlockRemoved, BlockStored, KvEvent, decode_batch
 from contracts.messages.kv_events import EventMedium as Medium
 from contracts.sampling_params import SamplingParams
-from decode.worker import DecodeWorker
-from prefill.worker import PrefillWorker
 from router.kv_indexer.kv_event_subscriber import KVEventSubscriber
 from router.kv_indexer.kv_index import BlockEntry, KVIndex
 from tests.pair import Pair, pair
@@ -46,8 +44,6 @@ def events(**more: Any) -> dict[str, Any]:
 
 
 def managers(both: Pair) -> list[KVCacheManager]:
-    assert isinstance(both.prefill, PrefillWorker)
-    assert isinstance(both.decode, DecodeWorker)
     return [both.prefill._manager, both.decode._manager]
 
 

@@ -60,7 +60,7 @@ def test_d1_a_drained_worker_hands_its_running_requests_on_and_no_stream_is_alte
     mine = [rid for rid in rids if c.worker_of(rid) == "decode-0"]
     assert len(mine) == 4
     c.drain("decode-0")
-    c.until(lambda: c.workers["decode-0"].drained, "decode-0 to be empty", 1_000_000)
+    c.until(lambda: c.decode("decode-0").drained, "decode-0 to be empty", 1_000_000)
     assert all(c.worker_of(rid) == "decode-1" for rid in rids if c.told[rid].done is None)
     assert c.run(*rids) == undisturbed
     assert c.core.migrations.counts.moved == 4
@@ -268,7 +268,7 @@ def test_requests_that_have_not_begun_at_a_draining_worker_begin_elsewhere(
         assert c.decode("decode-0").status().waiting, "some were to wait for room"
         c.drain("decode-0")
         assert c.run(*rids) == undisturbed
-        c.until(lambda: c.workers["decode-0"].drained, "decode-0 to be empty", 1_000_000)
+        c.until(lambda: c.decode("decode-0").drained, "decode-0 to be empty", 1_000_000)
         assert c.core.migrations.counts.restarted > 0
         assert c.core.counts.replays == 0, "it costs no request a replay"
 
@@ -277,7 +277,7 @@ def test_an_undrained_worker_keeps_its_requests_and_admits_again(
     running: tuple[Company, list[RequestId]], undisturbed: list[list[int]]
 ) -> None:
     c, rids = running
-    c.workers["decode-0"].drain()
+    c.decode("decode-0").drain()
     c.step("decode-0")
     c.drain("decode-0", draining=False)
     moving = c.core.migrations.counts.begun
@@ -296,7 +296,7 @@ def test_the_last_decode_worker_finishes_what_nobody_can_take(model: Path, alone
         c.until(generated(c, rid, 5), "it to run")
         c.drain("decode-0")
         assert c.run(rid) == [alone]
-        c.until(lambda: c.workers["decode-0"].drained, "decode-0 to be empty", 1_000_000)
+        c.until(lambda: c.decode("decode-0").drained, "decode-0 to be empty", 1_000_000)
 
 
 def test_a_request_that_ends_sooner_than_it_could_move_is_left_to_finish(model: Path, alone: list[int]) -> None:

@@ -40,11 +40,11 @@ def served(c: Company) -> None:
 
 def leaves(c: Company) -> None:
     c.drain("decode-0")
-    c.until(lambda: c.workers["decode-0"].drained, "decode-0 to have nothing to do", 4000)
+    c.until(lambda: c.decode("decode-0").drained, "decode-0 to have nothing to do", 4000)
     assert c.decode("decode-0").check().violations == c.decode("decode-1").check().violations == ()
 
 
-def sections(**decode: Any) -> dict[str, dict[str, Any]]:
+def sections(**decode: Any) -> dict[str, Any]:
     return {"cache": {"page_tokens": PAGE}, "decode": decode}
 
 
@@ -81,7 +81,7 @@ def test_pages_that_somebody_else_uses_are_not_pushed_out(model: Path) -> None:
         taken = target.pools.allocators[target.full].lease(target.pools.allocators[target.full].free, "planted")
         told = hears(c, PullDone)
         c.drain("decode-0")
-        c.until(lambda: c.workers["decode-0"].drained, "decode-0 to have nothing to do", 4000)
+        c.until(lambda: c.decode("decode-0").drained, "decode-0 to have nothing to do", 4000)
         assert depth(c, "decode-1", HOT) == 0
         assert [event.bytes for event in told if isinstance(event, PullDone)] == [0, 0], "nobody waits for its patience"
         taken.release()
@@ -128,7 +128,7 @@ def test_nobody_waits_for_a_router_that_asks_for_nothing(model: Path) -> None:
         c.run(c.submit(HOT, SamplingParams(8, temperature=0.0)))
         c.drain("decode-0")
         # Nobody is there to take anything: after a moment it goes.
-        c.until(lambda: c.workers["decode-0"].drained, "decode-0 to leave", 100_000)
+        c.until(lambda: c.decode("decode-0").drained, "decode-0 to leave", 100_000)
 
 
 def test_while_it_gives_to_somebody_who_stands_still_a_worker_sleeps(model: Path) -> None:

@@ -47,7 +47,11 @@ def test_two_ranks_draw_an_answer_again_exactly_and_give_way_to_requests(model: 
             cell.ask(words(n, 30 + 30 * n), sampling)
         assert cell.audit_all() == {AuditResult.EXACT: 3}, cell.findings
         assert cell.core.audits.counts.tokens == 3 * 5
-        prompt, counters = words(9, 100), lambda: both.prefill.status().counters
+        prompt = words(9, 100)
+
+        def counters() -> dict[str, float]:
+            return both.prefill.status().counters
+
         before, answer = counters()["audit_tokens_computed"], cell.ask(prompt, SAMPLINGS[0])
         while counters()["audit_tokens_computed"] == before:
             cell.round()

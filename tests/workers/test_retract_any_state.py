@@ -9,8 +9,9 @@ import pytest
 from contracts.ids import Role
 from contracts.sampling_params import SamplingParams
 from decode.worker import DecodeWorker
+from tests.hash_engine import recite
 from tests.poolsets import NAMES, pool_sets
-from tests.workers.test_any_state import PAGE, HashPair, hash_pair, recite, talk
+from tests.workers.test_any_state import PAGE, HashPair, hash_pair, talk
 
 
 def host_of(name: str, pages: int) -> int:
@@ -19,7 +20,6 @@ def host_of(name: str, pages: int) -> int:
 
 
 def decode_of(both: HashPair) -> DecodeWorker:
-    assert isinstance(both.decode, DecodeWorker)
     return both.decode
 
 

@@ -18,7 +18,7 @@ from contracts.sampling_params import SamplingParams
 from decode.request.request import PHASES, DecodePhase, DecodeRequest
 from decode.worker import DecodeWorker
 from tests.pair import SESSION, Pair, pair
-from transfer.rooms.metadata_slots import DraftState
+from transfer.rooms.metadata_slots import DraftState, HandoverMetadata
 
 PAGE = 16
 HOST_BYTES = 1 << 23
@@ -43,7 +43,6 @@ def working(
     sizes = {Role.PREFILL: 4096, Role.DECODE: tokens}
     cache = {"page_tokens": PAGE} | ({"storage": storage} if storage else {})
     with pair(model, tokens=sizes, cache=cache, **sections) as both:
-        assert isinstance(both.decode, DecodeWorker)
         yield both, both.decode
 
 
@@ -374,9 +373,8 @@ def test_a2_what_prefill_handed_over_is_the_requests_own_whatever_becomes_of_its
     draft = DraftState("float32", bytes(range(64)), (7, 9), (0.5, 0.25))
     import prefill.handover as prefill_handover
 
-    made = prefill_handover.HandoverMetadata
     monkeypatch.setattr(
-        prefill_handover, "HandoverMetadata", lambda *args, **more: made(*args, **more | {"draft": draft})
+        prefill_handover, "HandoverMetadata", lambda *args, **more: HandoverMetadata(*args, **more | {"draft": draft})
     )
     with working(model) as (both, decode):
         asked = both.submit(prompt_of(1, 20), greedy(20))
@@ -456,10 +454,17 @@ AT: dict[str, Callable[[DecodeRequest], bool]] = {
     "retracted": lambda r: r.phase is DecodePhase.RETRACTED,
     "resuming": lambda r: r.phase is DecodePhase.RESUMING,
 }
+
+
+def forget_session(both: Pair) -> None:
+    for worker in (both.prefill, both.decode):
+        worker.drop_session(SESSION)
+
+
 WAYS: dict[str, Callable[[Pair, DecodeWorker, ManualClock, DecodeRequest], None]] = {
     "cancel": lambda both, decode, clock, r: both.cancel(r.submit.request_id),
     "deadline": lambda both, decode, clock, r: clock.advance(10_000),
-    "session": lambda both, decode, clock, r: [w.drop_session(SESSION) for w in (both.prefill, decode)] and None,
+    "session": lambda both, decode, clock, r: forget_session(both),
 }
 
 
@@ -483,7 +488,8 @@ def test_b1_b2_whoever_ends_while_it_is_off_the_device_leaves_nothing_behind(
         WAYS[way](both, decode, clock, request)
         both.step()
         assert request.phase is DecodePhase.GONE
-        assert request.swapped is request.allocation is None
+        assert request.swapped is None
+        assert request.allocation is None
         assert decode.check().violations == ()
         monkeypatch.undo()
         both.settle()

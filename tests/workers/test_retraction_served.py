@@ -36,7 +36,7 @@ def test_streams_go_on_as_if_nothing_had_happened(model: Path, way: str) -> None
     expected = undisturbed(model, ASKED)
     decode: dict[str, Any] = {"retract": way, "cache": {"host_bytes": 1 << 22}}
     sizes = {Role.PREFILL: 4096, Role.DECODE: 16 * PAGE}
-    sections = {"cache": {"page_tokens": PAGE}, "decode": decode, "faults": {"retract_every": 6}}
+    sections: dict[str, Any] = {"cache": {"page_tokens": PAGE}, "decode": decode, "faults": {"retract_every": 6}}
     with pair(model, tokens=sizes, settle=False, **sections) as both:
         with behind_a_router(both, model) as url:
             answers = asyncio.run(ask_all(url))

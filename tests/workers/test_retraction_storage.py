@@ -237,8 +237,8 @@ def test_b2_whoever_ends_while_its_state_is_on_storage_or_on_the_way_leaves_noth
             both.step()
         assert victim.swapped is not None
         assert victim.swapped.place is place
-        for request in asked:
-            both.cancel(request)
+        for rid in asked:
+            both.cancel(rid)
         assert decode.check().violations == ()
         for one in queues:
             one.run_all()

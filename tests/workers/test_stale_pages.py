@@ -13,8 +13,7 @@ from contracts.errors import ErrorKind
 from contracts.ids import RequestId, Role
 from contracts.sampling_params import SamplingParams
 from decode.request.request import DecodePhase
-from decode.worker import DecodeWorker
-from prefill.worker import PrefillWorker
+from prefill.request import PrefillRequest
 from tests.checkpoints import Oracle, compare
 from tests.pair import Pair, pair
 
@@ -36,7 +35,6 @@ def test_decode_drops_what_a_step_drew_from_a_stale_page_and_the_attempt_can_be_
 ) -> None:
     first, second = prompts(41, 40, 50)
     with pair(model) as both:
-        assert isinstance(both.decode, DecodeWorker)
         a, b = both.submit(first, GREEDY), both.submit(second, GREEDY)
         decoding(both, a, 3)
         decoding(both, b, 2)
@@ -60,7 +58,6 @@ def test_decode_drops_what_a_step_drew_from_a_stale_page_and_the_attempt_can_be_
 def test_prefill_starts_over_when_pages_of_a_request_were_given_away(model: Path, oracle: Oracle) -> None:
     first, second = prompts(42, 150, 90)
     with pair(model, prefill={"chunk_tokens": 64}) as both:
-        assert isinstance(both.prefill, PrefillWorker)
         a = both.submit(first, GREEDY)
         while not any(r.committed for r in both.prefill._request_table):
             both.step(Role.PREFILL)
@@ -77,16 +74,16 @@ def test_prefill_starts_over_when_pages_of_a_request_were_given_away(model: Path
 def test_prefill_gives_up_what_is_stale_again_and_again(model: Path) -> None:
     (prompt,) = prompts(43, 40)
     with pair(model) as both:
-        assert isinstance(both.prefill, PrefillWorker)
         request = both.submit(prompt, GREEDY)
         take = both.prefill._request_pages.take
 
-        def thief(r: object) -> bool:
-            taken = take(r)  # type: ignore[arg-type]
-            both.prefill._pages.epochs.bump(r.allocation.tables["full"][:1])  # type: ignore[attr-defined]
+        def thief(r: PrefillRequest) -> bool:
+            taken = take(r)
+            assert r.allocation is not None
+            both.prefill._pages.epochs.bump(r.allocation.tables["full"][:1])
             return taken
 
-        both.prefill._request_pages.take = thief  # type: ignore[assignment, method-assign]
+        both.prefill._request_pages.take = thief  # type: ignore[method-assign, assignment]
         (answer,) = both.run(request)
         assert answer.done is not None
         assert answer.done.error is ErrorKind.WORKER
@@ -97,7 +94,6 @@ def test_prefill_gives_up_what_is_stale_again_and_again(model: Path) -> None:
 def test_a_tree_that_serves_a_page_it_no_longer_owns_is_not_believed(model: Path, oracle: Oracle) -> None:
     (prompt,) = prompts(44, 100)
     with pair(model) as both:
-        assert isinstance(both.prefill, PrefillWorker)
         both.run(both.submit(prompt, GREEDY))
         node = next(both.prefill._manager.tree.nodes())
         node.parts[Tier.DEVICE]["full"].lease.release()

@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,7 +34,7 @@ def words(seed: int, count: int) -> list[int]:
 
 
 @contextmanager
-def cell_of(name: str, **sections: dict[str, object]) -> Iterator[Cell]:
+def cell_of(name: str, **sections: Any) -> Iterator[Cell]:
     with hash_pair(name, dict.fromkeys(Role, 200), prefill={"chunk_tokens": 8}, **sections) as both:
         cell = Cell(both)
         yield cell
@@ -65,11 +66,13 @@ def test_damage_in_a_hand_over(name: str, caplog: pytest.LogCaptureFixture) -> N
 def damage_host(cell: Cell, role: Role) -> int:
     """A byte of every page and slot on a worker's host; its device keeps nothing."""
     worker = cell.both.prefill if role is Role.PREFILL else cell.both.decode
-    manager = worker._manager  # type: ignore[attr-defined]
+    manager = worker._manager
+    host = manager.host
+    assert host is not None
     parts = [part for node in manager.tree.nodes() for part in node.parts[Tier.HOST].values()]
     for part in parts:
         for index in part.lease.indices:
-            manager.host.layout.page(manager.host.region, part.component, index)[0] ^= 0x10
+            host.layout.page(host.region, part.component, index)[0] ^= 0x10
     for pool in manager.spec.by_name:
         manager.evict(pool, 1 << 30)
     return sum(len(part.lease) for part in parts)
@@ -118,7 +121,7 @@ def test_damage_in_storage(name: str, caplog: pytest.LogCaptureFixture, tmp_path
     with cell_of(name, cache=cache, decode=quiet) as cell:
         expect(cell, name, prompt)
         cell.rest()
-        while cell.both.prefill._manager.busy:  # type: ignore[attr-defined]
+        while cell.both.prefill._manager.busy:
             cell.round()
     assert damage_folder(tmp_path / "pages", 5, share=0.6)
     with cell_of(name, cache=cache, decode=quiet) as cell:
@@ -132,9 +135,9 @@ def test_damage_in_storage(name: str, caplog: pytest.LogCaptureFixture, tmp_path
 def given_away(cell: Cell, role: Role) -> bool:
     """A page of a request in mid-work gets another epoch, as if somebody else had it."""
     worker = cell.both.prefill if role is Role.PREFILL else cell.both.decode
-    for request in worker._request_table:  # type: ignore[attr-defined]
+    for request in worker._request_table:
         if request.allocation is not None and request.committed > 10 and not request.submit.attempt:
-            worker._pages.epochs.bump(request.allocation.tables["full"][1:2])  # type: ignore[attr-defined]
+            worker._pages.epochs.bump(request.allocation.tables["full"][1:2])
             return True
     return False
 

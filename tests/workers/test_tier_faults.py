@@ -47,7 +47,7 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> MakeQueues:
 
 
 def manager_of(both: Pair, role: Role = Role.PREFILL) -> KVCacheManager:
-    manager = (both.prefill if role is Role.PREFILL else both.decode)._manager  # type: ignore[attr-defined]
+    manager = (both.prefill if role is Role.PREFILL else both.decode)._manager
     assert isinstance(manager, KVCacheManager)
     return manager
 
@@ -133,7 +133,8 @@ def test_a_request_that_waits_for_pages_is_not_woken_again_and_again_as_storage_
             both.step(Role.PREFILL)
         assert both.answers[holder].tokens, "it is computed, and decode has no pages for it yet"
         first, second = both.submit(tokens(4, 5 * PAGE + 3), GREEDY), both.submit(prompt, GREEDY)
-        *_, prefetch = [r.prefetch for r in both.prefill._request_table if r.allocation is None]  # type: ignore[attr-defined]
+        *_, prefetch = [r.prefetch for r in both.prefill._request_table if r.allocation is None]
+        assert prefetch is not None
         both.step(Role.PREFILL)
         due = manager.prefetch_deadline(prefetch)
         assert due is not None

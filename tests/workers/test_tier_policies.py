@@ -10,7 +10,6 @@ import pytest
 
 from cache.prefix_cache.tree_node import Tier
 from contracts.ids import Role
-from prefill.worker import PrefillWorker
 from tests.conversations import Seen, Turn, make_talks
 from tests.pair import Pair, pair
 from tests.tiers import GREEDY, PAGE, by_turn, converse, counters, expect_hand_overs, tiers
@@ -41,7 +40,6 @@ def cached(both: Pair, prompt: list[int]) -> dict[str, int]:
 
 def push_out(both: Pair) -> None:
     """Other requests need prefill's device: what its tree has there goes."""
-    assert isinstance(both.prefill, PrefillWorker)
     both.settle()
     while both.prefill._manager.evict("full", 1 << 20):
         both.step()
@@ -142,7 +140,7 @@ def test_with_prefixes_of_a_reasoning_span_decode_frees_exactly_the_rest(model: 
     with pair(model, cache=strip) as both:
         both.run(both.submit(prompt, GREEDY))
         both.settle()
-        manager = both.decode._manager  # type: ignore[attr-defined]
+        manager = both.decode._manager
         kept = before // PAGE
         assert manager.tree.sizes[Tier.DEVICE, "full"] == manager.tree.sizes[Tier.HOST, "full"] == kept
         allocator = manager.pools.allocators["full"]

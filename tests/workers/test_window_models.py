@@ -9,8 +9,6 @@ import pytest
 
 from contracts.ids import Role
 from contracts.sampling_params import SamplingParams
-from decode.worker import DecodeWorker
-from prefill.worker import PrefillWorker
 from tests.checkpoints import VOCAB, Oracle, compare
 from tests.families import FAMILIES
 from tests.family_window import WINDOW
@@ -63,8 +61,6 @@ def test_pages_that_the_window_has_left_go_back_while_prompt_and_answer_go_on(ge
         leased = 0
         while both.answers[request].done is None:
             both.step()
-            assert isinstance(both.decode, DecodeWorker)
-            assert isinstance(both.prefill, PrefillWorker)
             leased = max(
                 [leased, *(allocation.own("window") for allocation in both.prefill._manager._allocations.values())]
             )

@@ -34,7 +34,8 @@ def redis_rig(server: Server) -> Iterator[RedisRig]:
 def rig(request: pytest.FixtureRequest) -> Rig:
     if request.param == "memory":
         return MemoryRig()
-    return request.getfixturevalue(f"{request.param}_rig")
+    found: Rig = request.getfixturevalue(f"{request.param}_rig")
+    return found
 
 
 @pytest.fixture(params=["memory", "file"])

@@ -152,9 +152,13 @@ class Server:
         binary = self.binary()
         assert binary is not None
         command = [binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._folder)]
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         # The function makes one system call and takes no lock.
-        self._process = subprocess.Popen(command, preexec_fn=die_with_parent, **quiet)  # noqa: PLW1509
+        self._process = subprocess.Popen(
+            command,
+            preexec_fn=die_with_parent,  # noqa: PLW1509
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         client, deadline = redis.Redis.from_url(self.url), time.monotonic() + 30
         while True:
             try:

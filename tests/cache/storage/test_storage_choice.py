@@ -40,6 +40,7 @@ def test_the_name_decides(tmp_path: Path) -> None:
     }
     for kind, settings in chosen.items():
         backend = make_backend(settings)
+        assert backend is not None
         assert type(backend) is kind
         backend.close()
 

@@ -10,7 +10,7 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -291,7 +291,10 @@ def test_what_is_no_file_is_not_read_nor_followed_nor_waited_for(file_rig: FileR
     backend.write([item(1), item(2)])
     path = file_rig.path(name(1))
     target = file_rig.path(name(1)).rename(tmp_path / "elsewhere")
-    {"folder": path.mkdir, "link": lambda: path.symlink_to(target), "pipe": lambda: os.mkfifo(path)}[kind]()
+    makers: dict[str, Callable[[], None]] = {
+        "folder": path.mkdir, "link": lambda: path.symlink_to(target), "pipe": lambda: os.mkfifo(path),
+    }  # fmt: skip
+    makers[kind]()
     assert backend.exists([name(1)]) == [False]
     assert read_one(backend, name(1))[0].verdict is ObjectVerdict.MISSING
     assert backend.counts().foreign == 1
@@ -435,9 +438,12 @@ def test_a_full_folder_of_many_files_makes_room_by_looking_at_a_few_shards_only(
         assert all(outcome.ok for outcome in backend.write([item(n) for n in range(first, first + 80)]))
     looked: list[int] = []
     scan = ObjectFolder.scan
-    monkeypatch.setattr(
-        ObjectFolder, "scan", lambda self, shard, *, sweep: (looked.append(shard), scan(self, shard, sweep=sweep))[1]
-    )
+
+    def noted(self: ObjectFolder, shard: int, *, sweep: bool) -> object:
+        looked.append(shard)
+        return scan(self, shard, sweep=sweep)
+
+    monkeypatch.setattr(ObjectFolder, "scan", noted)
     rounds = 0
     for n in range(800, 1600):
         before = len(looked)
