@@ -50,7 +50,7 @@ class FaultyDevice:
 
 def damage_host(manager: KVCacheManager, rng: random.Random) -> bool:
     """Flip bits of a page that the tree holds on the host and nobody is reading or writing."""
-    parts = [p for n in manager.tree.nodes() for p in n.parts[Tier.HOST].values() if not p.locks]
+    parts = [p for n in manager.tree.accounts.nodes() for p in n.parts[Tier.HOST].values() if not p.locks]
     if not parts or manager.host is None:
         return False
     part = rng.choice(parts)
@@ -108,11 +108,12 @@ class Watch:
         self._evicting = False
         self._since: dict[int, int] = {}
         tree: Any = manager.tree
-        self._attach, tree._hang = tree._hang, self.attach
-        self._split, tree._split = tree._split, self.split
-        self._detach, tree._detach = tree._detach, self.detach
-        self._evict, tree.evict = tree.evict, self.evict
-        self._invalidate, tree.invalidate_node = tree.invalidate_node, self.invalidate
+        accounts, eviction = tree.accounts, tree.eviction
+        self._attach, accounts.hang = accounts.hang, self.attach
+        self._split, accounts.split = accounts.split, self.split
+        self._detach, accounts.detach = accounts.detach, self.detach
+        self._evict, eviction.evict = eviction.evict, self.evict
+        self._invalidate, eviction.invalidate = eviction.invalidate, self.invalidate
         wrapped: Any = manager
         self._spill, wrapped._spill = wrapped._spill, self.spill
         if manager.prefetcher is not None:
@@ -120,13 +121,13 @@ class Watch:
             self._end, prefetcher._end = prefetcher._end, self.end
 
     def attach(self, node: TreeNode, name: str, tier: Tier, lease: Lease, digests: tuple[int, ...]) -> NodePart:
-        tree = self._tree
+        tree, tick = self._tree, self._tree.accounts.tick
         full = node.parts[tier].get(tree.full)
         if isinstance(tree.component(name), WindowComponent) and full is not None and tier is Tier.DEVICE:
-            self._seen["tombstone healed"] += self._since.get(id(full), tree._tick) < tree._tick
+            self._seen["tombstone healed"] += self._since.get(id(full), tick) < tick
         part: NodePart = self._attach(node, name, tier, lease, digests)
         if name == tree.full:
-            self._since[id(part)] = tree._tick
+            self._since[id(part)] = tick
         return part
 
     def split(self, node: TreeNode, pages: int) -> TreeNode:

@@ -112,7 +112,7 @@ class World:
         """What is sealed there was shared in an earlier world; not all that was shared is there."""
         self.disturbed = True
         self.seen["adopted"] += keeper.adopt()
-        for node in self.manager.tree.nodes():
+        for node in self.manager.tree.accounts.nodes():
             for part in node.parts[Tier.HOST].values():
                 point = self.manager.tree.component(part.component).point
                 self.shared[part.component] |= set(node.keys[-1:] if point else node.keys)
@@ -406,19 +406,25 @@ class World:
         self.look(self.manager.counters["pages_evicted"])
 
     def evict(self, tier: Tier, pool: str, count: int) -> None:
-        freed = self.manager.evict(pool, count) if tier is Tier.DEVICE else self.manager.tree.evict(tier, pool, count)
+        freed = (
+            self.manager.evict(pool, count)
+            if tier is Tier.DEVICE
+            else self.manager.tree.eviction.evict(tier, pool, count)
+        )
         self.disturbed |= freed > 0
         self.changes += freed > 0
 
     def forget(self, *, host: bool) -> bool:
         """Evict what a lower tier has as well, all of it: nothing that was shared is lost."""
-        nodes = list(self.manager.tree.nodes())
+        nodes = list(self.manager.tree.accounts.nodes())
         if self.host is None or any(n.parts[Tier.DEVICE].keys() - n.parts[Tier.HOST].keys() for n in nodes):
             return False
         if host and (any(v.allocation is None for v in self.visitors) or not all(map(self._stored, nodes))):
             return False
         tiers = (Tier.DEVICE, Tier.HOST) if host else (Tier.DEVICE,)
-        freed = sum(self.manager.tree.evict(tier, pool, 1 << 30) for tier in tiers for pool in self.spec.by_name)
+        freed = sum(
+            self.manager.tree.eviction.evict(tier, pool, 1 << 30) for tier in tiers for pool in self.spec.by_name
+        )
         self.seen["forgot what storage has" if host else "forgot what the host has"] += freed > 0
         self.changes += freed > 0
         return freed > 0
@@ -460,8 +466,8 @@ class World:
         assert self.check() == []
         for tier in (Tier.DEVICE, Tier.HOST, Tier.DEVICE, Tier.HOST):
             for pool in self.spec.by_name:
-                self.manager.tree.evict(tier, pool, 1 << 30)
-        assert self.manager.tree.locks == 0, [(lock.owner, lock.parts) for lock in self.manager.tree.locked]
+                self.manager.tree.eviction.evict(tier, pool, 1 << 30)
+        assert len(self.manager.tree.locks) == 0, [(lock.owner, lock.parts) for lock in self.manager.tree.locks.locked]
         for pools in (self.pools, *([self.host] if self.host else [])):
             for allocator in pools.allocators.values():
                 assert allocator.free == allocator.total, (

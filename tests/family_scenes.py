@@ -178,12 +178,12 @@ class Watch:
         """Requests that found state of a component."""
         tree, load_back = manager.tree, manager.load_back
         allocate, preallocate = manager.allocate, manager.preallocate
-        evict, insert, plan = tree.evict, tree.insert, load_back.plan
+        evict, insert, plan = tree.eviction.evict, tree.insert, load_back.plan
 
         def counted_evict(tier: Tier, pool: str, *rest: Any) -> int:
-            before = dict(tree.sizes)
+            before = dict(tree.accounts.sizes)
             freed: int = evict(tier, pool, *rest)
-            self.evicted.update({key: size - tree.sizes[key] for key, size in before.items()})
+            self.evicted.update({key: size - tree.accounts.sizes[key] for key, size in before.items()})
             return freed
 
         def counted_insert(prefix: Any, offers: Any, tier: Tier = Tier.DEVICE, *rest: Any) -> Any:
@@ -207,7 +207,7 @@ class Watch:
                 self.hits.update(pool for pool in manager.spec.by_name if found[0].lock.of(pool))
             return found
 
-        tree.evict, tree.insert, load_back.plan = counted_evict, counted_insert, counted_plan
+        tree.eviction.evict, tree.insert, load_back.plan = counted_evict, counted_insert, counted_plan
         manager.allocate, manager.preallocate = counted_allocate, counted_preallocate
 
 
@@ -335,7 +335,7 @@ def damage_on_the_host(both: Pair, buffer: Buffer, *, whole: bool) -> int:
     """Damage all that prefill's host tier has of `buffer`, and take everything off its device; how many entries."""
     manager, _ = managers(both)
     host = manager.host
-    used = [part.lease.indices for node in manager.tree.nodes() for part in _host_parts(node, buffer.pool)]
+    used = [part.lease.indices for node in manager.tree.accounts.nodes() for part in _host_parts(node, buffer.pool)]
     indices = [index for mine in used for index in mine]
     (buffer.scramble if whole else buffer.flip)(host, indices, 1)
     for pool in manager.spec.by_name:

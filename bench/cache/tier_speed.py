@@ -161,7 +161,7 @@ def measure_host(bed: Bed, rates: Rates, number: int) -> None:
         bed.share(allocation, prefix)
     manager.free(allocation)
     manager.evict("full", bed.shape.pages)
-    assert manager.tree.sizes[Tier.DEVICE, "full"] == 0
+    assert manager.tree.accounts.sizes[Tier.DEVICE, "full"] == 0
     with rates.timing("host to device, digests verified (allocate, launch, poll)"):
         with rates.timing("host to device (allocate, launch)"):
             allocation = bed.allocate(prefix)

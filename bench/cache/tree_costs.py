@@ -100,7 +100,7 @@ class _Path:
         manager.free(taken)
         for lease in leases.values():
             lease.release()
-        manager.tree.evict(Tier.DEVICE, "full", 2)
+        manager.tree.eviction.evict(Tier.DEVICE, "full", 2)
         out["insert a turn"] = _timed(lambda: self._add(pages // 2 - 1))
         return out
 
@@ -108,7 +108,7 @@ class _Path:
 def path_costs(depths: tuple[int, int], repeats: int) -> Iterator[Cost]:
     paths = [_Path(depth) for depth in depths]
     runs = [[path.times() for _ in range(repeats)] for path in paths]
-    evict = [_timed(partial(path.manager.tree.evict, Tier.DEVICE, "full", len(path.prefix))) for path in paths]
+    evict = [_timed(partial(path.manager.tree.eviction.evict, Tier.DEVICE, "full", len(path.prefix))) for path in paths]
     for name in runs[0][0]:
         few, many = (statistics.median(run[name] for run in side) for side in runs)
         yield _cost(f"{name}, nodes of the path", depths, (few, many), "node")
@@ -147,7 +147,9 @@ def evict_costs(
     for size in sizes:
         tree = make(size)
         calls = min(20 * repeats, size // count // 2)
-        sides.append(statistics.median(_timed(partial(tree.evict, Tier.DEVICE, "full", count)) for _ in range(calls)))
+        sides.append(
+            statistics.median(_timed(partial(tree.eviction.evict, Tier.DEVICE, "full", count)) for _ in range(calls))
+        )
     yield _cost(name, sizes, (sides[0] / count, sides[1] / count), "page")
 
 
@@ -161,7 +163,7 @@ def queue_costs(prompts: int) -> Iterator[Cost]:
         for pool, count in (("full", 8), ("window", 2)):
             allocator = pools.allocators[pool]
             if count > allocator.free:
-                tree.evict(Tier.DEVICE, pool, count - allocator.free)
+                tree.eviction.evict(Tier.DEVICE, pool, count - allocator.free)
             leases[pool] = allocator.lease(count, "a request")
         first = 8 * PAGE_TOKENS * prompt
         prefix = TokenPrefix.of(range(first, first + 8 * PAGE_TOKENS), PAGE_TOKENS)
@@ -170,7 +172,7 @@ def queue_costs(prompts: int) -> Iterator[Cost]:
         for lease in leases.values():
             lease.release()
         if prompt + 1 in (prompts // 10, prompts):
-            places.append(float(tree.queues[Tier.DEVICE, "window"].places))
+            places.append(float(tree.eviction.order.queues[Tier.DEVICE, "window"].places))
     yield _cost("places in a queue, after so many prompts", (prompts // 10, prompts), (places[0], places[1]), "queue")
 
 

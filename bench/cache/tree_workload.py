@@ -133,11 +133,11 @@ class TreeSide:
 
     def lock(self, prefix: TokenPrefix) -> None:
         """Match, lock, unlock: what every request costs."""
-        self.tree.unlock(self.tree.lock(self.tree.match(prefix), "request"))
+        self.tree.locks.unlock(self.tree.lock(self.tree.match(prefix), "request"))
 
     def evict(self, pages: int) -> int:
-        return self.tree.evict(Tier.DEVICE, "full", pages)
+        return self.tree.eviction.evict(Tier.DEVICE, "full", pages)
 
     def nodes(self) -> Iterator[int]:
         """The pages of every node."""
-        return (len(node) for node in self.tree.nodes())
+        return (len(node) for node in self.tree.accounts.nodes())

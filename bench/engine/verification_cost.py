@@ -197,12 +197,12 @@ class Workers:
         """What prefill's tree has stays on the host alone; decode forgets all."""
         for pool in self.prefill._manager.spec.by_name:
             self.prefill._manager.evict(pool, 1 << 30)
-        self.decode._manager.tree.clear()
+        self.decode._manager.tree.eviction.clear()
 
     def forget(self) -> None:
         """Both trees are empty afterwards."""
-        self.prefill._manager.tree.clear()
-        self.decode._manager.tree.clear()
+        self.prefill._manager.tree.eviction.clear()
+        self.decode._manager.tree.eviction.clear()
 
 
 @contextmanager

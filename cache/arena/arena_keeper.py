@@ -27,9 +27,10 @@ from cache.arena.arena import Arena
 from cache.arena.arena_records import ArenaRecord, SealedPage
 from cache.device.device_port import HOST, Device, PageSpanUse
 from cache.pool.pool_set import PoolSet
+from cache.prefix_cache.node_list import TreeCursor
 from cache.prefix_cache.radix_tree import RadixTree
 from cache.prefix_cache.token_prefix import TokenPrefix
-from cache.prefix_cache.tree_node import NodePart, Tier, TreeCursor, TreeNode
+from cache.prefix_cache.tree_node import NodePart, Tier, TreeNode
 from cache.swap.swapped_state import SwappedState
 from contracts.block_hash import KEY_BYTES, chain_on, chain_start
 from contracts.damage import DamageSite, log_damage
@@ -82,7 +83,7 @@ class ArenaKeeper:
         self.counters = dict.fromkeys(
             ("arena_pages_adopted", "arena_pages_dropped", "arena_pages_damaged", "arena_records_torn"), 0.0
         )
-        tree.on_part = self._on_part
+        tree.accounts.on_part = self._on_part
         for pool, allocator in host.allocators.items():
             # By whomever it was leased: once the lease has ended, others may write there.
             allocator.on_release = partial(self._drop, pool)
@@ -134,12 +135,12 @@ class ArenaKeeper:
 
     def _sealed(self, part: NodePart) -> SealedPage:
         tree, node = self._tree, part.node
-        start = tree.start(node)
+        start = node.start
         if tree.component(part.component).point:
             return SealedPage(start + len(node) - 1, node.chain[-KEY_BYTES:], part.digests)
         if part.component != tree.full:
             return SealedPage(start, node.chain, part.digests)
-        salt = tree.salt(node).encode()
+        salt = node.salt.encode()
         return SealedPage(start, node.chain, part.digests, node.parent_key or b"", node.raw, salt)
 
     # ------------------------------------------------------------ taking over
@@ -211,12 +212,12 @@ class ArenaKeeper:
             raw = b"".join(page.record.tokens for page in pages)
             chain = b"".join(page.record.key for page in pages)
             # All of it was used longer ago than anything that is yet to come.
-            node = self._tree.graft(parent, pages[0].record.salt, raw, chain, pages[0].used - newest)
+            node = self._tree.accounts.graft(parent, pages[0].record.salt, raw, chain, pages[0].used - newest)
             nodes[id(pages[-1])] = node
             for pool, records in self._parts(pages):
                 lease = next(leases[pool])
                 self._unproven[pool].update(lease.indices)
-                self._tree.attach(node, pool, Tier.HOST, lease, tuple(record.digest for record in records))
+                self._tree.accounts.attach(node, pool, Tier.HOST, lease, tuple(record.digest for record in records))
         return sum(len(pages) for _, pages in runs)
 
     def _parts(self, pages: list[_FoundPages]) -> Iterator[tuple[str, list[ArenaRecord]]]:
@@ -262,7 +263,7 @@ class ArenaKeeper:
             return
         if self._cursor is None:
             # Nodes are split and go meanwhile: whatever is left after one round is found in the next.
-            self._cursor = self._tree.list.cursor()
+            self._cursor = self._tree.accounts.list.cursor()
             self._at = self._cursor.next()
         self._look(SLICE_BYTES)
         self._next = self._now() + BUSY_SHARE * (self._now() - began)
@@ -288,7 +289,7 @@ class ArenaKeeper:
     def _prove(self, part: NodePart, most: int) -> int:
         """Look at up to `most` pages of a part; returns how many."""
         tree, pool, size = self._tree, part.component, self._host.spec.page_tokens
-        mine, start = self._unproven[pool], self._tree.start(part.node)
+        mine, start = self._unproven[pool], part.node.start
         at = [i for i, index in enumerate(part.lease.indices) if index in mine][:most]
         indices = [part.lease.indices[i] for i in at]
         if tree.component(pool).point:
@@ -301,7 +302,7 @@ class ArenaKeeper:
         bad = [i for i, digest in zip(at, digests, strict=True) if digest != part.digests[i]]
         torn = bool(bad) and self.torn(part, len(bad))
         mine.difference_update(indices)
-        if bad and tree.linked(part.node):
+        if bad and part.node.linked:
             page = start + (len(part.node) - 1 if tree.component(pool).point else bad[0])
             if not torn:
                 log_damage(_log, DamageSite.ARENA, pool=pool, pages=[start + i for i in bad], invalidated_from=page)
@@ -316,8 +317,8 @@ class ArenaKeeper:
         wanted: dict[str, dict[int, tuple[int, bytes, int]]] = {pool: {} for pool in self._unproven}
         for (pool, index), record in self._beside.items():
             wanted[pool][index] = record
-        for node in self._tree.nodes():
-            if not self._tree.linked(node):
+        for node in self._tree.accounts.nodes():
+            if not node.linked:
                 continue
             for part in node.parts[Tier.HOST].values():
                 run = self._sealed(part)

@@ -91,7 +91,7 @@ class KVCacheManager(SwapOut):
             not self._may_load(loads)
             or (leases := self._lease({pool: own[pool] + loads[pool] for pool in own}, owner)) is None
         ):
-            self.tree.unlock(lock)
+            self.tree.locks.unlock(lock)
             return None
         self._plan(lock, loads, leases)
         loaded = depth - match.device_depth
@@ -161,7 +161,7 @@ class KVCacheManager(SwapOut):
             self._lease({pool: n + loads[pool] for pool, n in needs.items()}, owner) if self._may_load(loads) else None
         )
         if leases is None:
-            self.tree.unlock(lock)
+            self.tree.locks.unlock(lock)
             return None
         self._plan(lock, loads, leases)
         depth = lacking[self.full].start
@@ -252,7 +252,7 @@ class KVCacheManager(SwapOut):
         room = lacking and not (spare and len(lacking) > self.pools.allocators[self.full].free)
         leases = self._lease({self.full: len(lacking)}, owner) if room else None
         if leases is None:
-            self.tree.unlock(lock)
+            self.tree.locks.unlock(lock)
             return None
         allocation = self._pages_only(Allocation(owner, prefix, len(prefix), lock, lacking.start, CachedTokens()))
         allocation.lacking = {self.full: lacking}
@@ -425,7 +425,7 @@ class KVCacheManager(SwapOut):
             if mine and full is not None and full not in mine and allocation.lock not in full.locks:
                 mine.insert(0, full)
             for part in mine:
-                self.tree.add(allocation.lock, part)
+                self.tree.locks.add(allocation.lock, part)
 
     def free_window_pages(self, allocation: Allocation, committed: int) -> None:
         """Give back the window pages that no position from the last page boundary on can see.

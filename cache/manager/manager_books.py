@@ -156,7 +156,7 @@ class TierSet:
 
     def evict(self, pool: str, count: int) -> int:
         """Free up to `count` pages or slots of the device that only the tree holds; returns how many."""
-        return self.tree.evict(Tier.DEVICE, pool, count, self._spill if self.tree.write_back else None)
+        return self.tree.eviction.evict(Tier.DEVICE, pool, count, self._spill if self.tree.write_back else None)
 
     def _spill(self, node: TreeNode) -> bool:
         assert self.backup is not None
@@ -238,12 +238,12 @@ class TierSet:
 
     def stats(self) -> dict[str, float]:
         """Counters of everything that happened in the tiers, and how full they are."""
-        out = {**self.counters, "device_pages_kept": self.tree.sizes[Tier.DEVICE, self.full]}
+        out = {**self.counters, "device_pages_kept": self.tree.accounts.sizes[Tier.DEVICE, self.full]}
         for part in (self.backup, self.load_back, self.prefetcher, self.shelver, self.keeper):
             out |= part.counters if part is not None else {}
         if self.host is not None:
             allocator = self.host.allocators[self.full]
-            out |= {"stores_missed": self.tree.missed, "stores_waiting": len(self.tree.unstored)}
+            out |= {"stores_missed": self.tree.accounts.missed, "stores_waiting": len(self.tree.accounts.unstored)}
             out |= {"host_pages_total": allocator.total, "host_pages_used": allocator.total - allocator.free}
         return out
 
@@ -272,7 +272,7 @@ class TierSet:
                 completion, *(self.pools.allocators[p].pin(i, reason) for p, i in allocation.named().items())
             )
         del self._allocations[allocation.lock]
-        self.tree.unlock(allocation.lock)
+        self.tree.locks.unlock(allocation.lock)
         leases = [s.lease for s in snapshots] + [*allocation.slots.values(), *allocation.spare.values()]
         for lease in leases + [run.lease for runs in allocation.runs.values() for run in runs]:
             lease.release()
@@ -292,7 +292,7 @@ class TierSet:
 
     def free_pages(self, pool: str) -> int:
         """Pages (or slots) of the device that are free or only kept for reuse."""
-        return self.pools.allocators[pool].free + self.tree.evictable(pool)
+        return self.pools.allocators[pool].free + self.tree.eviction.evictable(pool)
 
     def kept_pages(self, prefix: TokenPrefix) -> int:
         """Full pages of `prefix` that are on the device and that somebody keeps there."""
@@ -337,7 +337,7 @@ class TierSet:
         """Recompute all accounts from scratch; `others` are leases of pages that the caller holds, by pool."""
         found = self.pools.check() + self.tree.check()
         for pool, allocator in self.pools.allocators.items():
-            held = self.tree.sizes[Tier.DEVICE, pool] + sum(c.own(pool) for c in self._allocations.values())
+            held = self.tree.accounts.sizes[Tier.DEVICE, pool] + sum(c.own(pool) for c in self._allocations.values())
             found += _compare(
                 allocator.total - allocator.free - allocator.quarantined, held + others.get(pool, 0), pool
             )
@@ -346,14 +346,14 @@ class TierSet:
         moves = (self.backup, self.load_back, self.prefetcher)
         found += [line for swapped in self._swapped for line in swapped.check()]
         locks = len(self._allocations) + len(self._swapped) + sum(part.locks for part in moves if part is not None)
-        if locks != self.tree.locks:
-            found.append(f"tree: {self.tree.locks} locks, allocations and moves hold {locks}")
+        if locks != len(self.tree.locks):
+            found.append(f"tree: {len(self.tree.locks)} locks, allocations and moves hold {locks}")
         if self.host is None:
             return found
         assert self.backup is not None
         found += self.host.check() + self.backup.check()
         for pool, allocator in self.host.allocators.items():
-            held = self.tree.sizes[Tier.HOST, pool] + self.backup.leased(pool)
+            held = self.tree.accounts.sizes[Tier.HOST, pool] + self.backup.leased(pool)
             held += self.prefetcher.leased(pool) if self.prefetcher is not None else 0
             held += sum(swapped.leased(pool) for swapped in self._swapped)
             found += _compare(allocator.total - allocator.free - allocator.quarantined, held, f"host {pool}")

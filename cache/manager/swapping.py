@@ -72,7 +72,7 @@ class SwapOut(TierSet):
             raise CapacityError("there is no host tier to swap out in: set cache.host_bytes")
         digests = {pool: _known(allocation.digests[pool], committed // self.spec.page_tokens) for pool in self._runs}
         here = self._same(prefix, digests[self.full], Tier.HOST) if self._may_load_back else []
-        above = self.tree.keep(here, f"swapped out {allocation.owner}")
+        above = self.tree.locks.keep(here, f"swapped out {allocation.owner}")
         kept = sum(map(len, here))
         numbers = due(self.spec, committed)
         numbers[self.full] = range(kept, numbers[self.full].stop)
@@ -85,7 +85,7 @@ class SwapOut(TierSet):
                 verify=self.config.verify,
             )  # fmt: skip
         except (CapacityError, RuntimeError):
-            self.tree.unlock(above)
+            self.tree.locks.unlock(above)
             raise
         swapped = SwappedState(
             allocation.owner, prefix, committed, allocation.pages, kept, above,
@@ -110,7 +110,7 @@ class SwapOut(TierSet):
         for pool, count in needs.items():
             lacking = count - self.host.allocators[pool].free
             if lacking > 0:
-                self.tree.evict(Tier.HOST, pool, lacking)
+                self.tree.eviction.evict(Tier.HOST, pool, lacking)
 
     def _same(self, prefix: TokenPrefix, digests: Mapping[int, int], tier: Tier | None) -> list[NodePart]:
         """Full parts of the nodes at the start of `prefix` that hold exactly what `digests` say, in `tier` or in any.
@@ -179,7 +179,7 @@ class SwapOut(TierSet):
             return
         swapped.turn(SwapEvent.DISCARD)
         self._swapped.remove(swapped)
-        self.tree.unlock(swapped.above)
+        self.tree.locks.unlock(swapped.above)
         if not swapped.saved.done:
             self._launched.hold(swapped.saved)
         swapped.saved.release()
@@ -205,7 +205,7 @@ class SwapOut(TierSet):
         if self._may_load(loads):
             leases = self._lease({pool: count + loads[pool] for pool, count in needs.items()}, swapped.owner)
         if leases is None:
-            self.tree.unlock(lock)
+            self.tree.locks.unlock(lock)
             return None
         self._plan(lock, loads, leases)
         allocation = Allocation(swapped.owner, swapped.prefix, swapped.pages, lock, depth, CachedTokens())
@@ -236,7 +236,7 @@ class SwapOut(TierSet):
             )
             for part in allocation.lock.of(pool):
                 if part.tier is Tier.DEVICE:
-                    allocation.put(pool, self.tree.start(part.node), part.lease.indices, part.lease.epochs)
+                    allocation.put(pool, part.node.start, part.lease.indices, part.lease.epochs)
             allocation.put(pool, first, leases[pool].indices, leases[pool].epochs)
             allocation.runs[pool] = [PageRun(first, leases[pool])]
             allocation.digests[pool] = self._seals(allocation, pool, swapped)

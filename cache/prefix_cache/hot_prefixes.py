@@ -24,7 +24,7 @@ def hottest(tree: RadixTree, component: str, pages: int) -> list[HotPrefix]:
 
     A node is never hotter than the one above it, so what is chosen hangs together.
     """
-    nodes = [n for n in tree.list if component in n.parts[Tier.DEVICE]]
+    nodes = [n for n in tree.accounts.list if component in n.parts[Tier.DEVICE]]
     chosen: dict[int, TreeNode] = {}
     for node in sorted(nodes, key=lambda n: (n.hits, n.used), reverse=True):
         if len(node) <= pages and (_top(node) or id(node.parent) in chosen):

@@ -17,24 +17,33 @@ alone where the node has something below it, else the whole leaf. A node that is
 
     always     device: a child is there only if its parent is; host: the same, unless the host is written back to
                other components only where full is, in the same tier
+
+It is made of parts, each on those before it:
+
+    tree_accounts    roots, nodes and what hangs on them, with every count
+    tree_evict       takes state out: to make room, in the order of `tree_eviction`, or because it is damaged
+    tree_locks       who keeps which part
+    tree_insert      takes finished state in
+    radix_tree       matches, and locks what was matched
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from cache.prefix_cache.token_prefix import TokenPrefix, common_pages
+from cache.memory.kv_cache_spec import PoolSetSpec
+from cache.prefix_cache.token_prefix import TokenPrefix
 from cache.prefix_cache.tree_accounts import TreeAccounts
 from cache.prefix_cache.tree_check import check_tree
-from cache.prefix_cache.tree_components import ReuseLevel, TreeComponent
-from cache.prefix_cache.tree_node import NodeLock, NodePart, PageOffer, Tier, TreeNode, start_of
-from contracts.block_hash import KEY_BYTES
-
-PageOffers = Mapping[str, Sequence[PageOffer]]
-"""What is offered to the tree, by component."""
+from cache.prefix_cache.tree_components import ReuseLevel, TreeComponent, components_of
+from cache.prefix_cache.tree_evict import TreeEviction
+from cache.prefix_cache.tree_eviction import POLICIES, EvictionOrder, EvictionPolicy
+from cache.prefix_cache.tree_insert import PageOffers, insert
+from cache.prefix_cache.tree_locks import TreeLocks
+from cache.prefix_cache.tree_node import NodeLock, NodePart, Tier, TreeNode, start_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,45 +62,42 @@ class PrefixMatch:
     """Of the tree when it was matched: what has changed since may not be locked by it."""
 
 
-class RadixTree(TreeAccounts):
-    """See the module's prose. One tree a worker; salts keep strangers apart by having roots of their own."""
+class RadixTree:
+    """The tree of one worker; see the module's prose. Salts keep strangers apart by having roots of their own.
+
+    `accounts` has the nodes and what is counted of them, `locks` who keeps what, `eviction` takes state out.
+    """
+
+    def __init__(
+        self, spec: PoolSetSpec, policy: EvictionPolicy = POLICIES["lru"], *, write_back: bool = False
+    ) -> None:
+        self.spec, self.write_back = spec, write_back
+        self.components = components_of(spec)
+        self.full = self.components[0].name
+        order = EvictionOrder(self.components, policy)
+        self.accounts = TreeAccounts(spec, self.components, order.offer, write_back=write_back)
+        self.eviction = TreeEviction(self.accounts, order)
+        self.locks = TreeLocks(self.accounts, self.eviction)
+
+    def component(self, name: str) -> TreeComponent:
+        """The component of a pool, by its name."""
+        return self.accounts.by_name[name]
 
     # ------------------------------------------------------------ match
 
     def match(self, prefix: TokenPrefix) -> PrefixMatch:
         """The longest part of `prefix` that can be computed from. Changes nothing and locks nothing."""
-        along, last = self.along(prefix)
+        along, last = self.accounts.along(prefix)
         levels = [c.levels(along, last) for c in self.components]
         accepted = levels[0] if len(levels) == 1 else list(map(min, zip(*levels, strict=True)))
         tree = _reach(accepted, ReuseLevel.TREE)
         device = _reach(accepted[:tree], ReuseLevel.DEVICE)
         path, depth, device_depth = tuple(along[:tree]), _depth(along, last, tree), _depth(along, last, device)
-        return PrefixMatch(prefix, path, depth, device_depth, path[:device], self._version)
-
-    def along(self, prefix: TokenPrefix) -> tuple[list[TreeNode], int]:
-        """Every node along `prefix`, accepted or not, and how many pages of the last one match: all of the others'."""
-        out: list[TreeNode] = []
-        node, at, raw, size, pages = self.roots.get(prefix.salt), 0, prefix.raw, prefix.page_bytes, 0
-        while node is not None:
-            child = node.latest
-            if child is None or not raw.startswith(child.run, at):
-                child = node.children.get(raw[at : at + size])
-                if child is None:
-                    break
-                node.latest = child
-                if child.pages > 1 and not raw.startswith(child.run, at):
-                    pages = common_pages(child.raw, raw, at, size)
-                    if pages < child.pages:
-                        out.append(child)
-                        return out, pages
-            out.append(child)
-            node, pages = child, child.pages
-            at += pages * size
-        return out, pages
+        return PrefixMatch(prefix, path, depth, device_depth, path[:device], self.accounts.version)
 
     def walked(self, prefix: TokenPrefix) -> list[tuple[TreeNode, int]]:
-        """The same nodes, each with how many of its pages match."""
-        along, last = self.along(prefix)
+        """Every node along `prefix`, accepted or not, each with how many of its pages match."""
+        along, last = self.accounts.along(prefix)
         return [*((node, node.pages) for node in along[:-1]), *((node, last) for node in along[-1:])]
 
     # ------------------------------------------------------------ locks
@@ -101,12 +107,12 @@ class RadixTree(TreeAccounts):
 
         With `tier=DEVICE`, from the anchor that the device has alone.
         """
-        assert match.version == self._version, "the tree has changed since the match: match again, then lock"
+        assert match.version == self.accounts.version, "the tree has changed since the match: match again, then lock"
         path = list(match.path if tier is Tier.HOST else match.device_path)
         depth = match.depth if tier is Tier.HOST else match.device_depth
         over = path[-1].start + path[-1].pages - depth if path else 0
         if over:
-            path[-1] = self._split(path[-1], len(path[-1]) - over)
+            path[-1] = self.accounts.split(path[-1], len(path[-1]) - over)
         self._use(path)
         parts: list[NodePart] = []
         for component in self.components:
@@ -115,7 +121,7 @@ class RadixTree(TreeAccounts):
             if name != self.full:
                 mine = [part for each in mine for part in (each.node.parts[each.tier][self.full], each)]
             parts += mine
-        return self.keep(parts, owner)
+        return self.locks.keep(parts, owner)
 
     def hold(
         self, prefix: TokenPrefix, wanted: Mapping[str, range], owner: str, *, host: bool
@@ -126,14 +132,14 @@ class RadixTree(TreeAccounts):
         hand-over these need not be sent. Of the full component only what follows from the start without a gap; a
         snapshot after `n` pages has the number `n - 1`.
         """
-        path, last = self.along(prefix)
+        path, last = self.accounts.along(prefix)
         if path and last < path[-1].pages:
-            path[-1] = self._split(path[-1], last)
+            path[-1] = self.accounts.split(path[-1], last)
         self._use(path)
         full = self._unbroken(path, host)
         end = path[len(full) - 1].start + path[len(full) - 1].pages if full else 0
         parts: list[NodePart] = []
-        held: dict[str, Collection[int]] = dict.fromkeys(self._by_name, range(0))
+        held: dict[str, Collection[int]] = dict.fromkeys(self.accounts.by_name, range(0))
         for component in self.components:
             name, due = component.name, wanted.get(component.name, range(0))
             if name == self.full:
@@ -144,7 +150,7 @@ class RadixTree(TreeAccounts):
             for part, _ in found:
                 parts += (part.node.parts[part.tier][self.full], part)
             held[name] = {number for _, numbers in found for number in numbers}
-        return self.keep(parts, owner), held
+        return self.locks.keep(parts, owner), held
 
     def _unbroken(self, path: Sequence[TreeNode], host: bool) -> list[NodePart]:
         """The full component's parts along `path`, up to the first node that has none."""
@@ -179,13 +185,13 @@ class RadixTree(TreeAccounts):
                     yield part, range(start, stop)
 
     def _use(self, path: Sequence[TreeNode]) -> None:
-        self._tick += 1
-        tick = self._tick
+        self.accounts.tick += 1
+        tick = self.accounts.tick
         for node in path:
             node.used = tick
             node.hits += 1
 
-    # ------------------------------------------------------------ insert
+    # ------------------------------------------------------------ what comes and what is damaged
 
     def insert(self, prefix: TokenPrefix, offers: PageOffers, tier: Tier = Tier.DEVICE, priority: int = 0) -> int:
         """Give finished state to the tree; it takes what it doesn't hold in `tier` and leaves the rest in the leases.
@@ -194,143 +200,28 @@ class RadixTree(TreeAccounts):
         that the tree knows. Returns the number of pages of `prefix` that the tree has in `tier` afterwards, counted
         from the start. What hangs on pages that neither the tree nor an offer has is not taken.
         """
-        along, last = self.along(prefix)
-        at = end = _depth(along, last, len(along))
-        for offer in offers.get(self.full, ()):
-            if offer.first <= end:
-                end = max(end, min(len(prefix), offer.first + len(offer.digests)))
-        if not end:
-            return 0
-        self._tick += 1
-        # The nodes' keys are the prefix's own as far as the tokens are the same: only new pages are hashed.
-        if not prefix.knows(at):
-            prefix.know(b"".join([node.chain for node in along])[: KEY_BYTES * at])
-        if along and last < along[-1].pages:
-            along[-1] = self._split(along[-1], last)
-        path = self._path(prefix, along, at, end, self._boundaries(offers), priority)
-        # From the last node up: taking a run out of a lease moves only what lies behind it.
-        plan = self._plan(path, offers, tier)
-        for node, mine in reversed(plan):
-            for component, offer, where in mine:
-                self._take(node, component, tier, offer, where)
-        for node, mine in plan:
-            if any(component == self.full for component, _, _ in mine):
-                self.on_change(node, tier, True)
-        self._discard_empty(path)
-        tick, full, held = self._tick, self.full, 0
-        for node in path:
-            node.used = tick
-            node.priority = max(node.priority, priority)
-        for node in path:
-            if full not in node.parts[tier]:
-                break
-            held = node.start + node.pages
-        return held
-
-    def _boundaries(self, offers: PageOffers) -> set[int]:
-        return {b for c in self.components for b in c.boundaries(offers.get(c.name, ()))}
-
-    def _path(
-        self, prefix: TokenPrefix, path: list[TreeNode], at: int, end: int, boundaries: set[int], priority: int
-    ) -> list[TreeNode]:
-        """The nodes of pages `0 .. end-1`: `path` as far as page `at`, split where one must end, and the new ones."""
-        if end > at:
-            parent = path[-1] if path else self._root(prefix.salt)
-            raw = prefix.raw[at * prefix.page_bytes : end * prefix.page_bytes]
-            node = TreeNode(raw, prefix.chain[at * KEY_BYTES : end * KEY_BYTES], parent, start=at, salt=prefix.salt)
-            node.used, node.created, node.priority = self._tick, self._tick, priority
-            parent.children[raw[: prefix.page_bytes]] = node
-            self.list.append(node)
-            path.append(node)
-        for cut in sorted(boundaries):
-            number = bisect_right(path, cut, key=_node_start) - 1
-            if number >= 0 and 0 < cut - path[number].start < path[number].pages:
-                path.insert(number, self._split(path[number], cut - path[number].start))
-        return path
-
-    def _plan(
-        self, path: list[TreeNode], offers: PageOffers, tier: Tier
-    ) -> list[tuple[TreeNode, list[tuple[str, PageOffer, int]]]]:
-        """Decide from the root down what each node takes: component, offer, and where in its lease."""
-        taken: list[tuple[TreeNode, list[tuple[str, PageOffer, int]]]] = []
-        unbroken, names = True, self._by_name.keys()
-        for node in path:
-            if node.parts[tier].keys() == names:
-                continue
-            start, stop = node.start, node.start + node.pages
-            mine: list[tuple[str, PageOffer, int]] = []
-            full_here = self.full in node.parts[tier]
-            for component in self.components:
-                name = component.name
-                if name in node.parts[tier] or not (unbroken and (full_here or name == self.full)):
-                    continue
-                found = component.match_offer(offers.get(name, ()), start, stop)
-                known = node.part(name)
-                if found is None:
-                    continue
-                offer, where = found
-                if known is not None and known.digests != tuple(offer.digests[where : where + component.units(node)]):
-                    continue
-                mine.append((name, offer, where))
-                full_here = full_here or name == self.full
-            if mine:
-                taken.append((node, mine))
-            unbroken = full_here or (self.write_back and tier is Tier.HOST)
-        return taken
-
-    def _take(self, node: TreeNode, name: str, tier: Tier, offer: PageOffer, where: int) -> None:
-        units = self._by_name[name].units(node)
-        lease = offer.lease.split(units, f"tree {name}", start=where)
-        self._hang(node, name, tier, lease, tuple(offer.digests[where : where + units]))
-
-    def _discard_empty(self, path: Sequence[TreeNode]) -> None:
-        for node in reversed(path):
-            if node.children or any(node.parts):
-                return
-            self._unlink(node)
-
-    def graft(self, parent: TreeNode | None, salt: str, raw: bytes, chain: bytes, used: int) -> TreeNode:
-        """Hang a run of whole pages below `parent` (None: the root of `salt`), which has nothing that begins with its
-        first page. It holds nothing yet: `attach` is to follow at once."""
-        above = self._root(salt) if parent is None else parent
-        start = 0 if parent is None else parent.start + parent.pages
-        node = TreeNode(raw, chain, above, start=start, salt=salt)
-        node.used = node.created = used
-        assert raw[: self._page_bytes] not in above.children, "what the tree has already is inserted, not grafted"
-        above.children[raw[: self._page_bytes]] = node
-        self.list.append(node)
-        return node
-
-    def _root(self, salt: str) -> TreeNode:
-        root = self.roots.get(salt)
-        if root is None:
-            root = self.roots[salt] = TreeNode(b"", b"", None, salt=salt)
-        return root
-
-    # ------------------------------------------------------------ evict
+        return insert(self.accounts, prefix, offers, tier, priority)
 
     def invalidate(self, prefix: TokenPrefix, page: int = 0) -> int:
         """Never again match page `page` of `prefix` nor anything below: its state was found damaged.
 
         Freed at once where nobody locks it, else with the last lock. Returns the number of pages invalidated.
         """
-        at = 0
         for node, pages in self.walked(prefix):
-            if at <= page < at + pages:
-                if page > at:
-                    self._split(node, page - at)
-                return self.invalidate_node(node)
-            at += pages
+            if node.start <= page < node.start + pages:
+                if page > node.start:
+                    self.accounts.split(node, page - node.start)
+                return self.eviction.invalidate(node)
         return 0
 
     # ------------------------------------------------------------ the whole
 
     def check(self) -> list[str]:
         """Recompute links, ownership, counts, queues and locks from scratch; returns what doesn't hold."""
-        return check_tree(self)
+        return check_tree(self.accounts, self.locks, self.eviction)
 
 
-_node_start, _parts = attrgetter("start"), attrgetter("parts")
+_parts = attrgetter("parts")
 
 
 def _reach(accepted: Sequence[ReuseLevel], least: ReuseLevel) -> int:

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from cache.prefix_cache.tree_node import IN_TREE, NodePart, Tier, TreeNode
+from cache.prefix_cache.tree_accounts import TreeAccounts
+from cache.prefix_cache.tree_evict import TreeEviction
+from cache.prefix_cache.tree_eviction import EvictionOrder
+from cache.prefix_cache.tree_locks import TreeLocks
+from cache.prefix_cache.tree_node import IN_TREE, NodePart, Tier, TreeNode, subtree
 from contracts.block_hash import KEY_BYTES
 
-if TYPE_CHECKING:
-    from cache.prefix_cache.tree_accounts import TreeAccounts
 
-
-def check_tree(tree: TreeAccounts) -> list[str]:
-    """What doesn't hold, a line each; none when all is well."""
+def check_tree(tree: TreeAccounts, locks: TreeLocks, eviction: TreeEviction) -> list[str]:
+    """What doesn't hold of one tree, a line each; none when all is well."""
     nodes = list(tree.nodes())
     found = [line for node in nodes for line in _node(tree, node)]
     found += _links(tree)
     found += _sizes(tree, nodes)
-    found += _locks(tree, nodes)
-    found += _queues(tree, nodes)
+    found += _locks(tree, locks, nodes)
+    found += _queues(tree, eviction.order, nodes)
     found += _busy(tree, nodes)
     hosted = {id(part) for node in tree.list for part in node.parts[Tier.HOST].values()}
     if any(id(part) not in hosted for part in tree.unstored):
@@ -34,7 +34,7 @@ def _parts(nodes: list[TreeNode]) -> Iterator[NodePart]:
 
 def _node(tree: TreeAccounts, node: TreeNode) -> Iterator[str]:
     name = f"tree node of {len(node)} pages"
-    if not len(node) or len(node.raw) != len(node) * 4 * tree.spec.page_tokens:
+    if not len(node) or len(node.raw) != len(node) * tree.page_bytes:
         yield f"{name}: its key has {len(node.raw)} bytes"
     components = {c.name: c for c in tree.components}
     for tier in IN_TREE:
@@ -52,13 +52,13 @@ def _node(tree: TreeAccounts, node: TreeNode) -> Iterator[str]:
 
 def _links(tree: TreeAccounts) -> Iterator[str]:
     stack = [(root, True) for root in tree.roots.values()] + [(grave, False) for grave in tree.graves]
-    size = 4 * tree.spec.page_tokens
+    size = tree.page_bytes
     for salt, root in tree.roots.items():
         if root.parent is not None or any(root.parts) or root.salt != salt:
             yield "tree: a root has a parent, state or another's salt"
         if not root.children:
             yield f"tree: nothing is left under the salt {salt!r}"
-    linked = {id(node) for root in tree.roots.values() for child in root.children.values() for node in _below(child)}
+    linked = {id(node) for root in tree.roots.values() for child in root.children.values() for node in subtree(child)}
     if linked != {id(node) for node in tree.list} or len(tree.list) != len(linked):
         yield f"tree: {len(linked)} nodes can be matched, {len(tree.list)} are in the list of them"
     while stack:
@@ -99,9 +99,9 @@ def _sizes(tree: TreeAccounts, nodes: list[TreeNode]) -> Iterator[str]:
             yield f"tree: {key[1]} on {key[0].name.lower()}: {sizes[key]}, {protected[key]} of them locked, {counted}"
 
 
-def _locks(tree: TreeAccounts, nodes: list[TreeNode]) -> Iterator[str]:
+def _locks(tree: TreeAccounts, locks: TreeLocks, nodes: list[TreeNode]) -> Iterator[str]:
     held: dict[int, set[int]] = {}
-    for lock in tree.locked:
+    for lock in locks.locked:
         for part in lock.parts:
             held.setdefault(id(part), set()).add(lock.number)
     for part in _parts(nodes):
@@ -114,11 +114,11 @@ def _locks(tree: TreeAccounts, nodes: list[TreeNode]) -> Iterator[str]:
         yield "tree: a token holds parts that are no longer in the tree"
 
 
-def _queues(tree: TreeAccounts, nodes: list[TreeNode]) -> Iterator[str]:
-    queued = {id(p) for queue in tree.queues.values() for p in queue.parts()}
-    invalidated = {id(n) for top in tree.invalidated for n in _below(top)}
+def _queues(tree: TreeAccounts, order: EvictionOrder, nodes: list[TreeNode]) -> Iterator[str]:
+    queued = {id(p) for queue in order.queues.values() for p in queue.parts()}
+    invalidated = {id(n) for top in tree.invalidated for n in subtree(top)}
     parts = {id(part) for part in _parts(nodes)}
-    for (tier, name), queue in tree.queues.items():
+    for (tier, name), queue in order.queues.items():
         where = f"tree: the queue of {name} on {tier.name.lower()}"
         yield from (f"{where}: {line}" for line in queue.check())
         strangers = sum(id(part) not in parts for part in queue.parts())
@@ -128,7 +128,7 @@ def _queues(tree: TreeAccounts, nodes: list[TreeNode]) -> Iterator[str]:
         if part.queued != (id(part) in queued):
             yield f"tree: {part.component} of {len(part)}: it is queued or not, and says otherwise"
         whole = id(part.node) not in invalidated and tree.full in part.node.parts[part.tier]
-        if whole and tree.may_go(part) and not part.queued:
+        if whole and order.may_go(part) and not part.queued:
             yield f"tree: {part.component} of {len(part)} on {part.tier.name.lower()} may go and isn't queued"
 
 
@@ -146,11 +146,3 @@ def _busy(tree: TreeAccounts, nodes: list[TreeNode]) -> Iterator[str]:
         wanted = (own[id(node)], below) if tree.write_back else (0, 0)
         if (node.busy, node.busy_below) != wanted:
             yield f"tree node of {len(node)} pages: {wanted} are locked in and below it, it counts otherwise"
-
-
-def _below(top: TreeNode) -> Iterator[TreeNode]:
-    stack = [top]
-    while stack:
-        node = stack.pop()
-        yield node
-        stack.extend(node.children.values())

@@ -1,4 +1,4 @@
-"""Which node goes first: policies, and the queue that keeps them in order.
+"""Which node goes first: policies, and the queues that keep them in order.
 
 A policy is one expression over a node; smaller goes first. Its value may only grow while a node lives, so that the
 queue can be lazy: an entry is looked at again when it comes up, and put back when it has become younger meanwhile. What
@@ -14,18 +14,17 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from cache.prefix_cache.tree_node import NodePart, QueueEntry, TreeNode
+from cache.prefix_cache.tree_components import TreeComponent
+from cache.prefix_cache.tree_node import IN_TREE, NodePart, QueueEntry, Tier, TreeNode
 
 __all__ = ["POLICIES", "EvictionPolicy", "EvictionRank"]
 
 EvictionRank = float | tuple[float, ...]
 """A policy's are all numbers, or all tuples."""
-EvictionPolicy = Callable[["TreeNode"], EvictionRank]
+EvictionPolicy = Callable[[TreeNode], EvictionRank]
 """Where a node stands in the order of eviction: the lowest goes first."""
 
 POLICIES: dict[str, EvictionPolicy] = {
@@ -156,3 +155,47 @@ class EvictionQueue:
         if self.places > self._most:
             found.append(f"{self.places} places for {self._live} parts")
         return found
+
+
+class EvictionOrder:
+    """What may be evicted, in a queue for each component in each tier."""
+
+    def __init__(self, components: Sequence[TreeComponent], policy: EvictionPolicy) -> None:
+        """`components`: the full one first."""
+        self._full = components[0].name
+        self.queues = {(tier, c.name): EvictionQueue(policy) for tier in IN_TREE for c in components}
+
+    def offer(self, node: TreeNode, tier: Tier) -> None:
+        """Queue what may go of a node."""
+        parts = node.parts[tier]
+        if len(parts) == 1 and node.below[tier]:
+            return  # Its full state, which something is built on.
+        for part in parts.values():
+            if part.entry is None and self.may_go(part):
+                self.queues[tier, part.component].push(part)
+
+    def refresh(self, node: TreeNode, tier: Tier) -> None:
+        """Move what is queued of a node that was used: it goes later than its places say."""
+        for part in node.parts[tier].values():
+            if part.entry is not None:
+                self.queues[tier, part.component].refresh(part)
+
+    def forget(self, part: NodePart) -> None:
+        """It has left the tree."""
+        self.queues[part.tier, part.component].forget(part)
+
+    def may_go(self, part: NodePart) -> bool:
+        """Whether `part` is held by its node, and either it or all that its leaf holds there is nobody's."""
+        if part.locks or not part.live:
+            return False
+        node, tier = part.node, part.tier
+        if node.below[tier]:
+            return part.component != self._full
+        return not any(other.locks for other in node.parts[tier].values()) or self.goes_alone(part)
+
+    def goes_alone(self, part: NodePart) -> bool:
+        """Whether it goes without the rest of its node: the node has more below it, or its full state is kept."""
+        if part.component == self._full:
+            return False
+        node, tier = part.node, part.tier
+        return bool(node.below[tier] or node.parts[tier][self._full].locks)

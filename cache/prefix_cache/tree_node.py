@@ -28,7 +28,7 @@ class Tier(IntEnum):
 IN_TREE = (Tier.DEVICE, Tier.HOST)
 
 QueueEntry = list[Any]
-"""A place in an eviction queue, see `cache.prefix_cache.tree_eviction.Queue`."""
+"""A place in an eviction queue, see `cache.prefix_cache.tree_eviction.EvictionQueue`."""
 
 
 NO_LOCKS: frozenset[NodeLock] = frozenset()
@@ -210,72 +210,13 @@ class TreeNode:
         return [chain[at : at + KEY_BYTES] for at in range(0, len(chain), KEY_BYTES)]
 
 
-class NodeList:
-    """All nodes that can be matched, in the order in which they were made; cursors go through it while it changes."""
-
-    def __init__(self) -> None:
-        self._first = self._last = TreeNode(b"", b"", None)
-        """Before the oldest; the newest, or the same."""
-        self._cursors: set[TreeCursor] = set()
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __iter__(self) -> Iterator[TreeNode]:
-        """Nothing may change meanwhile: else take a cursor."""
-        node = self._first.newer
-        while node is not None:
-            yield node
-            node = node.newer
-
-    def append(self, node: TreeNode) -> None:
-        node.older, node.newer = self._last, None
-        self._last.newer = self._last = node
-        self._count += 1
-
-    def remove(self, node: TreeNode) -> None:
-        older, newer = node.older, node.newer
-        assert older is not None, "it is in the list"
-        for cursor in self._cursors:
-            if cursor.last is node:
-                cursor.last = older
-        older.newer = newer
-        if newer is None:
-            self._last = older
-        else:
-            newer.older = older
-        node.older = node.newer = None
-        self._count -= 1
-
-    def cursor(self) -> TreeCursor:
-        """From the oldest node on; to be closed."""
-        return TreeCursor(self, self._first)
-
-    @property
-    def cursors(self) -> set[TreeCursor]:
-        return self._cursors
-
-
-class TreeCursor:
-    """A way through a tree's nodes that may be interrupted: what is there all the time is met, and what is made
-    meanwhile, halves of nodes that were split included."""
-
-    def __init__(self, nodes: NodeList, first: TreeNode) -> None:
-        self._nodes = nodes
-        self.last: TreeNode = first
-        nodes.cursors.add(self)
-
-    def next(self) -> TreeNode | None:
-        """The next node; None where there is none by now."""
-        node = self.last.newer
-        if node is not None:
-            self.last = node
-        return node
-
-    def close(self) -> None:
-        """Idempotent."""
-        self._nodes.cursors.discard(self)
+def subtree(top: TreeNode) -> Iterator[TreeNode]:
+    """`top` and all its descendants, parents first."""
+    stack = [top]
+    while stack:
+        node = stack.pop()
+        yield node
+        stack.extend(node.children.values())
 
 
 start_of = attrgetter("node.start")

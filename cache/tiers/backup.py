@@ -99,7 +99,7 @@ class HostBackup:
     @property
     def waiting(self) -> int:
         """Parts on the host of which storage lacks something still."""
-        return len(self._tree.unstored)
+        return len(self._tree.accounts.unstored)
 
     @property
     def busy(self) -> bool:
@@ -132,7 +132,7 @@ class HostBackup:
 
     def _may_come(self, node: TreeNode, coming: set[NodeLock], parts: Container[NodePart]) -> bool:
         full, parent = self._tree.full, node.parent
-        if full not in node.parts[Tier.DEVICE] or not self._tree.linked(node):
+        if full not in node.parts[Tier.DEVICE] or not node.linked:
             return False
         if self._tree.write_back or parent is None or parent.parent is None or full in parent.parts[Tier.HOST]:
             return True
@@ -140,8 +140,8 @@ class HostBackup:
         return above is not None and (above in parts or not above.locks.isdisjoint(coming))
 
     def _copy(self, parts: list[NodePart]) -> bool:
-        above = self._tree.keep([p.node.parts[Tier.DEVICE][self._tree.full] for p in parts], "above a save")
-        lock = self._tree.keep(parts, "save")
+        above = self._tree.locks.keep([p.node.parts[Tier.DEVICE][self._tree.full] for p in parts], "above a save")
+        lock = self._tree.locks.keep(parts, "save")
         leases: dict[str, Lease] = {}
         try:
             for component in self._tree.components:
@@ -175,12 +175,12 @@ class HostBackup:
         """Pages (or slots) of the host, for which the tree gives up what it can; raises `CapacityError`."""
         allocator = self._host.allocators[component]
         if count > allocator.free:
-            self._tree.evict(Tier.HOST, component, count - allocator.free)
+            self._tree.eviction.evict(Tier.HOST, component, count - allocator.free)
         return allocator.lease(count, f"save {component}")
 
     def _let_go(self, lock: NodeLock, above: NodeLock, leases: dict[str, Lease]) -> None:
-        self._tree.unlock(lock)
-        self._tree.unlock(above)
+        self._tree.locks.unlock(lock)
+        self._tree.locks.unlock(above)
         for lease in leases.values():
             lease.release()
 
@@ -198,29 +198,29 @@ class HostBackup:
             self._writes.remove(write)
             self._in_line -= len(write.puts)
             self._take_in(write)
-            self._tree.unlock(write.lock)
+            self._tree.locks.unlock(write.lock)
         self._write()
 
     def _finish(self, save: _Backup) -> None:
-        tree, arrived = self._tree, []
+        accounts, arrived = self._tree.accounts, []
         for part in save.lock.parts:
             lease = save.leases[part.component].split(len(part), f"host {part.component}")
             if self._wanted(part):
-                arrived.append(tree.attach(part.node, part.component, Tier.HOST, lease, part.digests))
-                self.counters["pages_saved"] += len(part) if part.component == tree.full else 0
+                arrived.append(accounts.attach(part.node, part.component, Tier.HOST, lease, part.digests))
+                self.counters["pages_saved"] += len(part) if part.component == accounts.full else 0
             else:
                 lease.release()
         if self._page_store is not None:
             for part in arrived:
-                self._tree.unstored[part] = 0, 0.0
+                accounts.unstored[part] = 0, 0.0
                 above = part.node.parent
-                if above is None or above.parts[Tier.HOST].get(tree.full) not in tree.unstored:
+                if above is None or above.parts[Tier.HOST].get(accounts.full) not in accounts.unstored:
                     self._ready[part.node] = None
 
     def _wanted(self, part: NodePart) -> bool:
         """Whether the host has a place for it still: things may have changed since the copy began."""
         node, full = part.node, self._tree.full
-        if part.component in node.parts[Tier.HOST] or not self._tree.linked(node):
+        if part.component in node.parts[Tier.HOST] or not node.linked:
             return False
         if part.component != full:
             return full in node.parts[Tier.HOST]
@@ -232,11 +232,11 @@ class HostBackup:
 
     def _write(self) -> None:
         """Begin to write as much of what storage lacks as its line has room for."""
-        if len(self._ready) > 2 * len(self._tree.unstored) + _LOOKED_AT:
+        if len(self._ready) > 2 * len(self._tree.accounts.unstored) + _LOOKED_AT:
             self._ready = {node: None for node in self._ready if self._lacking(node)}
         while self._page_store is not None and self._in_line < _IN_LINE and (parts := self._next_run()):
             full, together = self._tree.full, WriteChain()
-            lock = self._tree.keep([*(p.node.parts[Tier.HOST][full] for p in parts), *parts], "store")
+            lock = self._tree.locks.keep([*(p.node.parts[Tier.HOST][full] for p in parts), *parts], "store")
             units = list(islice(chain.from_iterable(map(self._units, parts)), _RUN_PAGES))
             write = _StorageWrite([], lock)
             for at in range(0, len(units), _WRITE_PAGES):
@@ -249,7 +249,7 @@ class HostBackup:
     def _next_run(self) -> list[NodePart]:
         """Parts of one path that may be written now, in order: nothing that they hang on is waiting, resting or under
         way. Empty where there are none among the first that are looked at."""
-        unstored, now = self._tree.unstored, self._now()
+        unstored, now = self._tree.accounts.unstored, self._now()
         busy = {write.lock for write in self._writes}
         if not self._ready and not busy and unstored:
             self._ready[self._uppermost(next(iter(unstored)).node)] = None
@@ -266,26 +266,26 @@ class HostBackup:
 
     def _uppermost(self, node: TreeNode) -> TreeNode:
         """The uppermost of the nodes from `node` upwards of which storage lacks full pages; itself, if it is none."""
-        full, unstored = self._tree.full, self._tree.unstored
+        full, unstored = self._tree.full, self._tree.accounts.unstored
         while node.parent is not None and node.parent.parts[Tier.HOST].get(full) in unstored:
             node = node.parent
         return node
 
     def _lacking(self, node: TreeNode) -> list[NodePart]:
         """What storage lacks of a node, the full part first."""
-        here, unstored = node.parts[Tier.HOST], self._tree.unstored
+        here, unstored = node.parts[Tier.HOST], self._tree.accounts.unstored
         return [here[c.name] for c in self._tree.components if here.get(c.name) in unstored]
 
     def _complete(self, part: NodePart) -> bool:
         """Whether storage has all of a part by now: then nothing is left to be done for it."""
-        tree = self._tree
+        accounts = self._tree.accounts
         if part.stored < len(part):
             return False
-        del tree.unstored[part]
-        if part.component == tree.full:
-            tree.on_change(part.node, Tier.STORAGE, True)
+        del accounts.unstored[part]
+        if part.component == accounts.full:
+            accounts.on_change(part.node, Tier.STORAGE, True)
             for child in part.node.children.values():
-                if child.parts[Tier.HOST].get(tree.full) in tree.unstored:
+                if child.parts[Tier.HOST].get(accounts.full) in accounts.unstored:
                     self._ready[child] = None
         return True
 
@@ -318,7 +318,7 @@ class HostBackup:
 
     def _take_in(self, write: _StorageWrite) -> None:
         """A run has ended: its parts, halves of nodes that were split meanwhile included, know what storage has."""
-        tree = self._tree
+        unstored = self._tree.accounts.unstored
         good: set[tuple[str, int]] = set()
         bad: set[tuple[str, int]] = set()
         for units, put in write.puts:
@@ -327,9 +327,9 @@ class HostBackup:
         self.counters["pages_stored"] += len(good)
         self.counters["stores_failed"] += len(bad)
         for part in write.lock.parts:
-            if part not in tree.unstored:
+            if part not in unstored:
                 continue
-            point = tree.component(part.component).point
+            point = self._tree.component(part.component).point
             start = part.node.start + (part.node.pages - 1 if point else 0)
             before = part.stored
             while part.stored < len(part) and (part.component, start + part.stored) in good:
@@ -337,20 +337,20 @@ class HostBackup:
             if self._complete(part):
                 continue
             if (part.component, start + part.stored) in bad:
-                tries = tree.unstored[part][0] if part.stored == before else 0
+                tries = unstored[part][0] if part.stored == before else 0
                 rest = self._retry_s * 2 ** min(tries, _LONGEST_REST)
-                tree.unstored[part] = tries + 1, self._now() + rest
+                unstored[part] = tries + 1, self._now() + rest
             self._ready[self._uppermost(part.node)] = None
 
     def check(self) -> list[str]:
         saves = {s.lock for s in self._saves}
         found = []
-        for node in self._tree.nodes():
+        for node in self._tree.accounts.nodes():
             for part in node.parts[Tier.DEVICE].values():
                 if len(part.locks & saves) > 1:
                     found.append(f"tree: {part.component} of {len(part)} is saved twice at once")
-        if len(self._ready) > 2 * len(self._tree.unstored) + 2 * _LOOKED_AT:
-            found.append(f"save: {len(self._ready)} nodes are remembered for {len(self._tree.unstored)} parts to store")
+        if len(self._ready) > 2 * len(self._tree.accounts.unstored) + 2 * _LOOKED_AT:
+            found.append(f"save: {len(self._ready)} nodes are remembered for {self.waiting} parts to store")
         if self._in_line != sum(len(write.puts) for write in self._writes):
             found.append(f"save: {self._in_line} writes are counted and others are in line")
         for save in self._saves:

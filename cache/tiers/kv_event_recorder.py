@@ -31,7 +31,7 @@ class KVEventRecorder:
         self._tree = tree
         self._log = KVEventLog()
         self.publisher = KVEventPublisher(config, self._log, now, rank, self._truth)
-        tree.on_change = self.changed
+        tree.accounts.on_change = self.changed
 
     def changed(self, node: TreeNode, tier: Tier, there: bool) -> None:
         """The full state of `node` has come to `tier`, or gone from it."""
@@ -57,7 +57,7 @@ class KVEventRecorder:
 
         A node that is split goes on as its lower half; the upper one is new, and comes later.
         """
-        cursor = self._tree.list.cursor()
+        cursor = self._tree.accounts.list.cursor()
         try:
             while (node := cursor.next()) is not None:
                 number = node.start

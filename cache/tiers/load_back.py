@@ -90,20 +90,20 @@ class LoadBack:
 
     def plan(self, lock: NodeLock, leases: dict[str, Lease]) -> None:
         """Load what `lock` is missing into `leases` (by pool, exactly as much); the tree owns it from now on."""
-        tree = self._tree
+        accounts, locks = self._tree.accounts, self._tree.locks
         for source in self.missing(lock):
             if self._planned is None:
-                self._planned = _Load(tree.keep((), "load"), tree.keep((), "load"), tree.keep((), "load"), [])
+                self._planned = _Load(locks.keep((), "load"), locks.keep((), "load"), locks.keep((), "load"), [])
             load = self._planned
             lease = leases[source.component].split(len(source), f"tree {source.component}")
-            target = tree.attach(source.node, source.component, Tier.DEVICE, lease, source.digests)
+            target = accounts.attach(source.node, source.component, Tier.DEVICE, lease, source.digests)
             for part in (source, target):
-                beside = part.node.parts[part.tier][tree.full]
+                beside = part.node.parts[part.tier][accounts.full]
                 if load.beside not in beside.locks:
-                    tree.add(load.beside, beside)
-            tree.add(lock, target)
-            tree.add(load.sources, source)
-            tree.add(load.targets, target)
+                    locks.add(load.beside, beside)
+            locks.add(lock, target)
+            locks.add(load.sources, source)
+            locks.add(load.targets, target)
             load.nbytes += self._size(source)
         for lease in leases.values():
             lease.release()
@@ -160,9 +160,9 @@ class LoadBack:
                 invalid += [lock for lock in part.locks if lock not in load.locks]
             nodes: list[TreeNode] = [part.node for part in bad]
             for lock in load.locks:
-                self._tree.unlock(lock)
+                self._tree.locks.unlock(lock)
             for node in nodes:
-                self._tree.invalidate_node(node)
+                self._tree.eviction.invalidate(node)
         return invalid
 
     def _bad(self, load: _Load) -> list[NodePart]:
@@ -181,14 +181,14 @@ class LoadBack:
                 damaged += [target] if not self.torn(source, len(target)) else []
         self.counters["pages_damaged_on_host"] += sum(len(p) for p in damaged)
         for part in damaged:
-            first = self._tree.start(part.node)
+            first = part.node.start
             owners = sorted({lock.owner for lock in part.locks if lock not in load.locks})
             pages = [first, first + len(part.node)]
             log_damage(_log, DamageSite.LOAD, pool=part.component, pages=pages, relied=owners)
         return bad
 
     def _matches(self, part: NodePart) -> bool:
-        size, start = self._pools.spec.page_tokens, self._tree.start(part.node)
+        size, start = self._pools.spec.page_tokens, part.node.start
         if self._tree.component(part.component).point:
             firsts = ends = [(start + len(part.node)) * size]
         else:

@@ -86,7 +86,7 @@ class Prefetcher:
         self._number += 1
         if held == len(prefix):
             return self._all_there(prefix, owner)
-        lock = self._tree.keep((), f"prefetch {self._number}")
+        lock = self._tree.locks.keep((), f"prefetch {self._number}")
         prefetch = PrefetchRequest(self._number, owner, prefix, self._now(), held, lock)
         self._unreleased.add(prefetch.number)
         self._keep(prefetch)
@@ -100,7 +100,7 @@ class Prefetcher:
         return prefetch
 
     def _all_there(self, prefix: TokenPrefix, owner: str) -> PrefetchRequest:
-        lock = self._tree.keep((), f"prefetch {self._number}")
+        lock = self._tree.locks.keep((), f"prefetch {self._number}")
         prefetch = PrefetchRequest(
             self._number, owner, prefix, self._now(), len(prefix), lock, stage=PrefetchStage.OVER
         )
@@ -118,14 +118,14 @@ class Prefetcher:
                 here = node.parts[Tier.HOST]
                 for name in (self._tree.full, component.name):
                     if name in here:
-                        self._tree.add(prefetch.lock, here[name])
+                        self._tree.locks.add(prefetch.lock, here[name])
 
     def release(self, prefetch: PrefetchRequest) -> None:
         """Its request has taken what it wanted, or is gone. Idempotent."""
         if not prefetch.over:
             self.stop(prefetch)
         self._unreleased.discard(prefetch.number)
-        self._tree.unlock(prefetch.lock)
+        self._tree.locks.unlock(prefetch.lock)
 
     # ------------------------------------------------------------ progress
 
@@ -217,7 +217,7 @@ class Prefetcher:
     def _submit(self, prefetch: PrefetchRequest, component: str, pages: list[int]) -> bool:
         allocator = self._host.allocators[component]
         if len(pages) > allocator.free:
-            self._tree.evict(Tier.HOST, component, len(pages) - allocator.free)
+            self._tree.eviction.evict(Tier.HOST, component, len(pages) - allocator.free)
         try:
             lease = allocator.lease(len(pages), f"prefetch {component}")
         except CapacityError:

@@ -61,7 +61,7 @@ def visit(world: World, tokens: list[int], salt: str = "") -> int:
 
 
 def host_nodes(world: World) -> list[TreeNode]:
-    return [node for node in world.manager.tree.nodes() if node.parts[Tier.HOST]]
+    return [node for node in world.manager.tree.accounts.nodes() if node.parts[Tier.HOST]]
 
 
 def expect_right_bytes(world: World) -> int:
@@ -69,7 +69,7 @@ def expect_right_bytes(world: World) -> int:
     host, tree = world.host, world.manager.tree
     assert host is not None
     seen = 0
-    for node in tree.nodes():
+    for node in tree.accounts.nodes():
         for part in node.parts[Tier.HOST].values():
             keys = node.keys[-1:] if tree.component(part.component).point else node.keys
             for key, index in zip(keys, part.lease.indices, strict=True):
@@ -310,7 +310,7 @@ def test_what_was_condemned_is_never_adopted_though_somebody_held_it_still() -> 
     visitor = world.arrive(TOKENS)
     assert world.admit(visitor)
     world.invalidate(visitor.prefix, 1)
-    assert world.manager.tree.invalidated, "it is locked"
+    assert world.manager.tree.accounts.invalidated, "it is locked"
     second = world_on(segment, "full", 2)
     assert second.manager.stats()["arena_pages_adopted"] == 1
 
@@ -369,7 +369,7 @@ def test_the_oldest_of_what_was_adopted_goes_first_and_before_all_that_is_new() 
     visit(second, new)
 
     def there() -> set[int]:
-        return {node.raw[0] for node in second.manager.tree.nodes() if node.parts[Tier.HOST]}
+        return {node.raw[0] for node in second.manager.tree.accounts.nodes() if node.parts[Tier.HOST]}
 
     assert there() == {5, 6, 7}
     for left in ({6, 7}, {7}):

@@ -41,10 +41,10 @@ class Grove:
         return self.tree.match(TokenPrefix.of(tokens, PAGE_TOKENS, salt)).depth
 
     def use(self, tokens: list[int]) -> None:
-        self.tree.unlock(self.tree.lock(self.tree.match(TokenPrefix.of(tokens, PAGE_TOKENS)), "a use"))
+        self.tree.locks.unlock(self.tree.lock(self.tree.match(TokenPrefix.of(tokens, PAGE_TOKENS)), "a use"))
 
     def evict(self, count: int, pool: str = "full") -> int:
-        freed = self.tree.evict(Tier.DEVICE, pool, count)
+        freed = self.tree.eviction.evict(Tier.DEVICE, pool, count)
         assert self.tree.check() == []
         return freed
 
@@ -101,10 +101,10 @@ def test_what_is_locked_stays_with_all_above_it() -> None:
     grove.put([*A, 7, 7])
     grove.put(B)
     lock = grove.tree.lock(grove.tree.match(TokenPrefix.of(A, PAGE_TOKENS)), "a request")
-    assert grove.tree.evictable("full") == 3
+    assert grove.tree.eviction.evictable("full") == 3
     assert grove.evict(100) == 3
     assert grove.depth(A) == 2
-    grove.tree.unlock(lock)
+    grove.tree.locks.unlock(lock)
     assert grove.evict(100) == 2
 
 
@@ -113,7 +113,7 @@ def test_a_window_goes_alone_above_and_is_healed_by_the_same_tokens() -> None:
     grove.put(A, "full", "window")
     grove.put(tokens, "full", "window")
     assert grove.evict(2, "window") == 2
-    assert grove.tree.sizes[Tier.DEVICE, "full"] == 6, "only the window's part of the inner node went"
+    assert grove.tree.accounts.sizes[Tier.DEVICE, "full"] == 6, "only the window's part of the inner node went"
     assert (grove.depth(A), grove.depth(tokens)) == (0, 6), "deep enough, the window doesn't reach the tombstone"
     grove.put(A, "full", "window")
     assert (grove.depth(A), grove.depth(tokens)) == (2, 6)
@@ -126,7 +126,7 @@ def test_a_state_goes_alone_above_and_with_its_leaf_below() -> None:
     assert grove.evict(1, "state") == 1
     assert (grove.depth(A), grove.depth([*A, 5, 5])) == (0, 3)
     assert grove.evict(1, "state") == 1
-    assert grove.tree.sizes[Tier.DEVICE, "full"] == 2, "the leaf has gone with its state"
+    assert grove.tree.accounts.sizes[Tier.DEVICE, "full"] == 2, "the leaf has gone with its state"
 
 
 def test_salts_share_nothing() -> None:
@@ -134,7 +134,7 @@ def test_salts_share_nothing() -> None:
     grove.put(A, salt="tenant")
     assert (grove.depth(A), grove.depth(A, "tenant")) == (0, 2)
     grove.put(A)
-    assert grove.tree.sizes[Tier.DEVICE, "full"] == 4
+    assert grove.tree.accounts.sizes[Tier.DEVICE, "full"] == 4
 
 
 def test_a_match_is_whole_pages_and_a_part_of_a_node_will_do() -> None:
@@ -155,8 +155,8 @@ def test_what_was_condemned_is_never_found_and_leaves_with_its_last_lock() -> No
     assert grove.pools.allocators["full"].leases == 2
     grove.put([*A, 5, 5], "full", "window")
     assert grove.depth([*A, 5, 5]) == 3, "computed anew, it is as good as any"
-    grove.tree.unlock(lock)
-    assert grove.tree.invalidated == []
-    assert grove.tree.clear() == 3
+    grove.tree.locks.unlock(lock)
+    assert grove.tree.accounts.invalidated == []
+    assert grove.tree.eviction.clear() == 3
     for allocator in grove.pools.allocators.values():
         assert allocator.free == allocator.total

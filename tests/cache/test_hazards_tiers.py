@@ -116,7 +116,7 @@ def test_a9_a_load_whose_bytes_are_damaged_is_no_hit_whichever_pool_it_is(name: 
         visit(world, TOKENS)
         forget(world, Tier.DEVICE)
         assert world.host is not None
-        part = next(n for n in world.manager.tree.nodes()).parts[Tier.HOST][pool]
+        part = next(n for n in world.manager.tree.accounts.nodes()).parts[Tier.HOST][pool]
         world.host.layout.page(world.host.region, pool, part.lease.indices[-1])[3] ^= 4
         world.damaged = world.disturbed = True
         visitor = admitted(world, [*TOKENS, 9, 9])
@@ -228,7 +228,7 @@ def plain_tree(tokens: list[int] = TOKENS) -> tuple[RadixTree, PageAllocator]:
 
 def test_b3_nodes_own_their_pages_and_hold_nothing_else() -> None:
     tree, pages = plain_tree(list(range(40)))
-    (node,) = tree.nodes()
+    (node,) = tree.accounts.nodes()
     indices = node.parts[Tier.DEVICE]["full"].lease.indices
     assert isinstance(indices, tuple), "nobody can edit it, and it is no view of anything"
     assert pages.total - pages.free == len(indices) == 20
@@ -236,7 +236,7 @@ def test_b3_nodes_own_their_pages_and_hold_nothing_else() -> None:
         pages.lease(count, "another").release()
     assert node.parts[Tier.DEVICE]["full"].lease.indices == indices
     tree.lock(tree.match(TokenPrefix.of(list(range(10)), PAGE_TOKENS)), "short")
-    parts = [n.parts[Tier.DEVICE]["full"] for n in tree.nodes()]
+    parts = [n.parts[Tier.DEVICE]["full"] for n in tree.accounts.nodes()]
     assert sorted(len(p.lease.indices) for p in parts) == [5, 15], "each has what is its own"
     assert sorted(i for p in parts for i in p.lease.indices) == sorted(indices)
     assert pages.total - pages.free == 20
@@ -249,13 +249,13 @@ def test_b4_a_token_gives_back_exactly_what_it_locked_also_after_splits() -> Non
     short = tree.lock(tree.match(TokenPrefix.of([*TOKENS[:4], 9, 9], PAGE_TOKENS)), "short")
     planted(tree, pages, [*TOKENS[:2], 7, 7])
     assert tree.check() == []
-    assert tree.evict(Tier.DEVICE, "full", 100) == 1, "only what nobody locks"
-    tree.unlock(long)
+    assert tree.eviction.evict(Tier.DEVICE, "full", 100) == 1, "only what nobody locks"
+    tree.locks.unlock(long)
     assert tree.check() == []
-    assert tree.evict(Tier.DEVICE, "full", 100) == 2, "the upper half is still locked by the other"
-    tree.unlock(long)
-    tree.unlock(short)
-    assert tree.evict(Tier.DEVICE, "full", 100) == 2
+    assert tree.eviction.evict(Tier.DEVICE, "full", 100) == 2, "the upper half is still locked by the other"
+    tree.locks.unlock(long)
+    tree.locks.unlock(short)
+    assert tree.eviction.evict(Tier.DEVICE, "full", 100) == 2
     assert pages.free == pages.total
     assert tree.check() == []
 
@@ -278,7 +278,7 @@ def test_b5_a_match_a_lock_and_a_load_start_at_the_one_node_that_every_component
     assert visitor.done == 2
     allocation = visitor.allocation
     assert allocation is not None
-    kept = {world.manager.tree.start(part.node) + len(part.node) for part in allocation.lock.parts}
+    kept = {part.node.start + len(part.node) for part in allocation.lock.parts}
     assert max(kept) == 2, "nothing below the anchor is locked or loaded for it"
     compute_all(world, visitor)
     world.settle()
@@ -289,7 +289,7 @@ def test_b6_what_goes_down_and_comes_back_goes_with_every_pool(name: str) -> Non
     for seed in range(3):
         world = world_of(name, seed, adversarial=True)
         visit(world, TOKENS)
-        parts = [node.parts for node in world.manager.tree.nodes()]
+        parts = [node.parts for node in world.manager.tree.accounts.nodes()]
         assert all(set(host) == set(device) for device, host in parts)
         forget(world, Tier.DEVICE)
         assert visit(world, [*TOKENS, 9, 9]) == PAGES
@@ -312,21 +312,21 @@ def test_b7_a_save_and_a_load_change_nothing_that_the_tree_owns() -> None:
     compute_all(world, visitor)
     owned = {
         (id(node), tier, name): (part.lease.indices, part.digests)
-        for node in world.manager.tree.nodes()
+        for node in world.manager.tree.accounts.nodes()
         for tier in (Tier.DEVICE, Tier.HOST)
         for name, part in node.parts[tier].items()
     }
     world.send(visitor)
     world.manager.tree.lock(world.manager.tree.match(visitor.prefix), "a reader")
     answer(world)
-    for node in world.manager.tree.nodes():
+    for node in world.manager.tree.accounts.nodes():
         for tier in (Tier.DEVICE, Tier.HOST):
             for name, part in node.parts[tier].items():
                 assert owned[id(node), tier, name] == (part.lease.indices, part.digests)
 
 
 def a_part(world: World, name: str = "full", tier: Tier = Tier.DEVICE) -> Any:
-    return next(n for n in world.manager.tree.nodes() if name in n.parts[tier]).parts[tier][name]
+    return next(n for n in world.manager.tree.accounts.nodes() if name in n.parts[tier]).parts[tier][name]
 
 
 def _drop(part: Any) -> None:
@@ -334,13 +334,16 @@ def _drop(part: Any) -> None:
 
 
 PLANTS: dict[str, tuple[Callable[[World], object], str]] = {
-    "size": (lambda w: w.manager.tree.sizes.update({(Tier.DEVICE, "full"): 3}), r"tree: full on device: .* counted 3"),
+    "size": (
+        lambda w: w.manager.tree.accounts.sizes.update({(Tier.DEVICE, "full"): 3}),
+        r"tree: full on device: .* counted 3",
+    ),
     "protected": (
-        lambda w: w.manager.tree.protected.update({(Tier.HOST, "window"): 9}),
+        lambda w: w.manager.tree.accounts.protected.update({(Tier.HOST, "window"): 9}),
         r"tree: window on host: .* 9$",
     ),
     "lock": (lambda w: setattr(a_part(w), "locks", NO_LOCKS), "its locks differ from the tokens that hold it"),
-    "token": (lambda w: next(x for x in w.manager.tree.locked if x.parts).parts.pop(), "its locks differ"),
+    "token": (lambda w: next(x for x in w.manager.tree.locks.locked if x.parts).parts.pop(), "its locks differ"),
     "queue": (lambda w: setattr(a_part(w, tier=Tier.HOST), "entry", None), "queued"),
     "children": (lambda w: a_part(w).node.parent.below.__setitem__(0, 5), "children in the tiers, it counts"),
     "digest": (lambda w: setattr(a_part(w), "_digests", (1,) * PAGES), "digests differ from the other tier's"),
@@ -374,7 +377,7 @@ def test_b9_a_prefix_is_locked_before_room_is_counted_and_let_go_when_there_is_n
     prefix = TokenPrefix.of([*TOKENS, *[9] * 10], PAGE_TOKENS)
     assert world.manager.allocate(prefix, 2 * 9, "too much", reusable=PAGES) is None, "it would evict what it reuses"
     assert tree.match(prefix).depth == PAGES, "nothing was taken from the tree for it"
-    assert (tree.locks, world.pools.allocators["full"].free) == (0, free)
+    assert (len(tree.locks), world.pools.allocators["full"].free) == (0, free)
     allocation = world.manager.allocate(prefix, 2 * 8, "fits", reusable=PAGES)
     assert allocation is not None
     assert (allocation.depth, world.pools.allocators["full"].free) == (PAGES, 0)

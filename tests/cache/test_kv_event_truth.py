@@ -57,7 +57,7 @@ class Told:
     def held(self) -> dict[Medium, set[bytes]]:
         """What the tree has, found by going down from its roots and hashing the tokens."""
         out: dict[Medium, set[bytes]] = {medium: set() for medium in Medium}
-        for salt, root in self.tree.roots.items():
+        for salt, root in self.tree.accounts.roots.items():
             stack = [(child, list[int]()) for child in root.children.values()]
             while stack:
                 node, above = stack.pop()
@@ -94,9 +94,9 @@ def _disturb(one: Told, rng: random.Random, prompts: list[list[int]]) -> None:
         case 2:
             one.insert(old, Tier.HOST)
         case 3:
-            one.tree.evict(Tier.DEVICE, "full", rng.randrange(1, 100))
+            one.tree.eviction.evict(Tier.DEVICE, "full", rng.randrange(1, 100))
         case 4:
-            one.tree.evict(Tier.HOST, "full", rng.randrange(1, 100))
+            one.tree.eviction.evict(Tier.HOST, "full", rng.randrange(1, 100))
         case 5:
             one.tree.invalidate(TokenPrefix.of(old, PAGE_TOKENS), rng.randrange(len(old) // PAGE_TOKENS))
 
@@ -125,7 +125,7 @@ def test_the_truth_is_right_whatever_changes_while_it_is_told(seed: int, monkeyp
         # Once as it joined, and once more where its subscription arrived behind the answer.
         assert 1 <= reader.lost <= 2, "it had to ask for the truth, and that was enough"
         assert one.tree.check() == []
-        assert not one.tree.list.cursors, "the way through the tree is given back"
+        assert not one.tree.accounts.list.cursors, "the way through the tree is given back"
 
 
 @pytest.mark.slow
@@ -181,7 +181,7 @@ def test_an_asker_that_leaves_in_the_middle_leaves_nothing_behind() -> None:
             one.insert([first] * PAGE_TOKENS)
             one.event_recorder.round()
         reader, deadline = one.read(), time.monotonic() + 60
-        while not one.event_recorder.publisher._open or not one.tree.list.cursors:
+        while not one.event_recorder.publisher._open or not one.tree.accounts.list.cursors:
             assert time.monotonic() < deadline
             one.round()
         reader.close()
@@ -189,7 +189,7 @@ def test_an_asker_that_leaves_in_the_middle_leaves_nothing_behind() -> None:
         while one.event_recorder.publisher._open:
             assert time.monotonic() < deadline
             one.event_recorder.round()
-        assert not one.tree.list.cursors
+        assert not one.tree.accounts.list.cursors
 
 
 def test_what_is_kept_for_those_who_ask_is_bounded_in_bytes_however_long_prompts_are() -> None:

@@ -74,7 +74,7 @@ def test_the_tree_hashes_only_what_it_lacks_and_comes_to_the_same_keys() -> None
     insert([*range(24)])
     branch = insert([*range(14), 90, 91, *range(50, 60)])
     assert branch.chain == b"".join(block_hashes(branch.tokens(), 4))
-    assert {bytes(node.chain) for node in tree.nodes()} == {
+    assert {bytes(node.chain) for node in tree.accounts.nodes()} == {
         TokenPrefix.of(range(24), 4).chain[: 3 * KEY_BYTES],
         TokenPrefix.of(range(24), 4).chain[3 * KEY_BYTES :],
         branch.chain[3 * KEY_BYTES :],

@@ -184,7 +184,7 @@ def test_what_leaves_the_host_before_storage_took_it_is_counted() -> None:
     for n in range(5):
         office.ask(range(1000 * n, 1000 * n + 200))
         office.work(70)
-    assert office.manager.tree.sizes[Tier.HOST, "full"] <= 119
+    assert office.manager.tree.accounts.sizes[Tier.HOST, "full"] <= 119
     assert office.manager.stats()["stores_missed"] >= 5 * 100 - 119
     assert office.manager.stats()["stores_waiting"] <= 2
 
@@ -200,7 +200,7 @@ def test_what_waits_for_storage_is_not_kept_from_making_room() -> None:
     office.queue.run_all()
     office.work(3)
     assert office.manager.evict("full", 10) == 10
-    assert office.manager.tree.evict(Tier.HOST, "full", 119) > 0
+    assert office.manager.tree.eviction.evict(Tier.HOST, "full", 119) > 0
 
 
 def _resealed(name: ObjectName, payload: bytes, digest: int) -> bytes:
@@ -262,7 +262,7 @@ def test_a_disk_load_that_failed_is_never_taken_for_loaded() -> None:
         assert reader.found(tokens) == failing
         (allocate_depth,) = {reader.manager.tree.match(TokenPrefix.of(tokens, PAGE_TOKENS)).depth}
         assert allocate_depth == failing, "what failed is not in the tree, nor what lies behind it"
-        held = [node.parts[Tier.HOST]["full"] for node in reader.manager.tree.nodes()]
+        held = [node.parts[Tier.HOST]["full"] for node in reader.manager.tree.accounts.nodes()]
         for part in held:
             firsts = [PAGE_TOKENS * (part.node.start + i) for i in range(len(part))]
             ends = [first + PAGE_TOKENS for first in firsts]
@@ -290,11 +290,11 @@ def test_cancels_leak_nothing_however_often_a_request_is_given_up_while_storage_
         if allocation is not None:
             reader.manager.free(allocation)
         if rng.random() < 0.3:
-            reader.manager.tree.clear()
+            reader.manager.tree.eviction.clear()
     reader.work(5)
-    assert reader.manager.tree.locks == reader.manager.allocations == 0
+    assert len(reader.manager.tree.locks) == reader.manager.allocations == 0
     assert not reader.manager.busy
-    reader.manager.tree.clear()
+    reader.manager.tree.eviction.clear()
     for pools in (reader.pools, reader.host):
         assert pools.allocators["full"].free == pools.allocators["full"].total, "everything moves still"
     assert reader.found(tokens) == 20

@@ -69,12 +69,12 @@ class Path:
     def invalidate(self) -> None:
         lock = self.manager.tree.lock(self.manager.tree.match(self.prefix), "a reader")
         self.manager.tree.invalidate(self.prefix)
-        self.manager.tree.unlock(lock)
-        assert not self.manager.tree.invalidated
-        assert not self.manager.tree.roots
+        self.manager.tree.locks.unlock(lock)
+        assert not self.manager.tree.accounts.invalidated
+        assert not self.manager.tree.accounts.roots
 
     def evict(self) -> None:
-        assert self.manager.tree.evict(Tier.DEVICE, "full", len(self.prefix)) == len(self.prefix)
+        assert self.manager.tree.eviction.evict(Tier.DEVICE, "full", len(self.prefix)) == len(self.prefix)
 
 
 OPERATIONS: dict[str, Callable[[Path], None]] = {
@@ -105,11 +105,11 @@ def test_a_lock_deep_down_a_path_is_taken_and_given_back_once_for_all_that_is_ab
     tree = path.manager.tree
     lock = tree.lock(tree.match(path.prefix), "somebody else")
     last = tree.walked(path.prefix)[-1][0].parts[Tier.DEVICE]["full"]
-    assert steps(lambda: tree.unlock(tree.keep([last], "a move"))) < 150
+    assert steps(lambda: tree.locks.unlock(tree.locks.keep([last], "a move"))) < 150
     assert tree.check() == []
-    tree.unlock(lock)
+    tree.locks.unlock(lock)
     assert tree.check() == []
-    assert tree.evict(Tier.DEVICE, "full", 256) == 256
+    assert tree.eviction.evict(Tier.DEVICE, "full", 256) == 256
 
 
 def _salted(salts: int) -> RadixTree:
@@ -126,11 +126,15 @@ def _salted(salts: int) -> RadixTree:
 
 def test_evicting_a_page_costs_the_same_however_many_salts_there_are() -> None:
     few, many = _salted(20), _salted(2000)
-    cost = {len(tree.roots): steps(partial(tree.evict, Tier.DEVICE, "full", 10)) for tree in (few, many)}
-    assert (len(few.roots), len(many.roots)) == (10, 1990), "nothing is kept of a salt that holds nothing"
+    cost = {
+        len(tree.accounts.roots): steps(partial(tree.eviction.evict, Tier.DEVICE, "full", 10)) for tree in (few, many)
+    }
+    assert (len(few.accounts.roots), len(many.accounts.roots)) == (10, 1990), (
+        "nothing is kept of a salt that holds nothing"
+    )
     assert cost[2000] < 1.2 * cost[20], cost
-    copied = allocated(lambda: many.evict(Tier.DEVICE, "full", 10))
-    assert copied < 16_384, f"{copied} bytes to evict ten pages of ten salts of {len(many.roots)}"
+    copied = allocated(lambda: many.eviction.evict(Tier.DEVICE, "full", 10))
+    assert copied < 16_384, f"{copied} bytes to evict ten pages of ten salts of {len(many.accounts.roots)}"
     assert many.check() == []
 
 
@@ -148,13 +152,13 @@ def _leaf(pages: int, host: bool) -> RadixTree:
 def test_evicting_the_last_page_of_a_leaf_costs_the_same_however_long_it_is(host: bool) -> None:
     short, long = _leaf(64, host), _leaf(16_384, host)
     for tree in (short, long):
-        assert tree.evict(Tier.DEVICE, "full", 1) == 1
-    cost = [steps(partial(tree.evict, Tier.DEVICE, "full", 1)) for tree in (short, long)]
+        assert tree.eviction.evict(Tier.DEVICE, "full", 1) == 1
+    cost = [steps(partial(tree.eviction.evict, Tier.DEVICE, "full", 1)) for tree in (short, long)]
     assert cost[1] <= cost[0] + 20, cost
-    copied = [allocated(partial(tree.evict, Tier.DEVICE, "full", 1)) for tree in (short, long)]
+    copied = [allocated(partial(tree.eviction.evict, Tier.DEVICE, "full", 1)) for tree in (short, long)]
     assert copied[1] < 16_384, f"{copied[1]} bytes copied to evict one page of {16_384 * PAGE_TOKENS} tokens"
     for tree, pages in ((short, 64), (long, 16_384)):
-        assert tree.sizes[Tier.DEVICE, "full"] == pages - 3
+        assert tree.accounts.sizes[Tier.DEVICE, "full"] == pages - 3
         assert tree.check() == []
 
 
@@ -162,7 +166,7 @@ def test_evicting_the_last_page_of_a_leaf_costs_the_same_however_long_it_is(host
 def test_a_leaf_that_lost_its_end_page_by_page_is_what_is_left_of_it(host: bool) -> None:
     tree, prefix = _leaf(40, host), TokenPrefix.of(range(40 * PAGE_TOKENS), PAGE_TOKENS)
     for left in range(39, -1, -1):
-        assert tree.evict(Tier.DEVICE, "full", 1) == 1
+        assert tree.eviction.evict(Tier.DEVICE, "full", 1) == 1
         match = tree.match(prefix)
         assert (match.device_depth, match.depth) == (left, 40 if host else left)
         along = [node for node, _ in tree.walked(prefix)]
@@ -181,7 +185,7 @@ def test_queues_of_what_may_go_are_no_longer_than_what_is_there_however_much_cam
     def lease(pool: str, count: int) -> Lease:
         allocator = pools.allocators[pool]
         if count > allocator.free:
-            tree.evict(Tier.DEVICE, pool, count - allocator.free)
+            tree.eviction.evict(Tier.DEVICE, pool, count - allocator.free)
         return allocator.lease(count, "a request")
 
     for request in range(400):
@@ -190,9 +194,9 @@ def test_queues_of_what_may_go_are_no_longer_than_what_is_there_however_much_cam
         tree.insert(prefix, {"full": [PageOffer(0, full, [1] * 8)], "window": [PageOffer(6, window, [2] * 2)]})
         full.release()
         window.release()
-    assert tree.sizes[Tier.DEVICE, "window"] <= 16
-    for (tier, name), queue in tree.queues.items():
-        held = sum(name in node.parts[tier] for node in tree.nodes())
+    assert tree.accounts.sizes[Tier.DEVICE, "window"] <= 16
+    for (tier, name), queue in tree.eviction.order.queues.items():
+        held = sum(name in node.parts[tier] for node in tree.accounts.nodes())
         assert queue.places <= 1.5 * held + 64, f"{queue.places} places in the queue of {name} for {held} parts"
     assert tree.check() == []
 
@@ -201,9 +205,9 @@ def test_what_was_used_again_isn_t_left_for_the_next_eviction_to_sort() -> None:
     tree = _salted(400)
     for number in range(399):
         prefix = TokenPrefix.of(range(PAGE_TOKENS), PAGE_TOKENS, f"tenant {number}")
-        tree.unlock(tree.lock(tree.match(prefix), "a request"))
-    cost = steps(lambda: tree.evict(Tier.DEVICE, "full", 1))
-    assert "tenant 399" not in tree.roots, "the one that nobody used again"
+        tree.locks.unlock(tree.lock(tree.match(prefix), "a request"))
+    cost = steps(lambda: tree.eviction.evict(Tier.DEVICE, "full", 1))
+    assert "tenant 399" not in tree.accounts.roots, "the one that nobody used again"
     assert cost < 200, f"{cost} lines to evict one page, after 399 others were used"
     assert tree.check() == []
 

@@ -18,13 +18,13 @@ def test_a_part_named_twice_is_locked_once_and_unlocked_once() -> None:
     tree, allocator = RadixTree(pool_sets()["full"]), PageAllocator("full pages", 9, first=1)
     prefix = TokenPrefix.of(range(16), 4)
     tree.insert(prefix, {"full": [PageOffer(0, allocator.lease(4, "request"), (1, 2, 3, 4))]})
-    (node,) = tree.nodes()
+    (node,) = tree.accounts.nodes()
     part = node.parts[Tier.DEVICE]["full"]
-    lock = tree.keep([part, part], "store")
+    lock = tree.locks.keep([part, part], "store")
     assert lock.parts == [part]
-    assert tree.protected[Tier.DEVICE, "full"] == 4
-    tree.unlock(lock)
-    assert tree.protected[Tier.DEVICE, "full"] == 0
+    assert tree.accounts.protected[Tier.DEVICE, "full"] == 4
+    tree.locks.unlock(lock)
+    assert tree.accounts.protected[Tier.DEVICE, "full"] == 0
     assert tree.check() == []
 
 
@@ -54,13 +54,13 @@ def test_what_is_cut_off_a_leaf_before_storage_had_it_is_counted_as_missed() -> 
     tree, allocator = RadixTree(pool_sets()["full"]), PageAllocator("full pages", 30, first=1)
     prefix = TokenPrefix.of(range(40), 4)
     tree.insert(prefix, {"full": [PageOffer(0, allocator.lease(10, "request"), range(10))]}, Tier.HOST)
-    (node,) = tree.nodes()
+    (node,) = tree.accounts.nodes()
     part = node.parts[Tier.HOST]["full"]
-    assert tree.evict(Tier.HOST, "full", 1) == 1
-    assert tree.missed == 0, "nobody was to store it"
-    tree.unstored[part], part.stored = (0, 0.0), 7
-    assert tree.evict(Tier.HOST, "full", 4) == 4
-    assert tree.missed == 2, "pages 5 to 8 went, and storage had seven"
+    assert tree.eviction.evict(Tier.HOST, "full", 1) == 1
+    assert tree.accounts.missed == 0, "nobody was to store it"
+    tree.accounts.unstored[part], part.stored = (0, 0.0), 7
+    assert tree.eviction.evict(Tier.HOST, "full", 4) == 4
+    assert tree.accounts.missed == 2, "pages 5 to 8 went, and storage had seven"
     assert tree.check() == []
 
 
@@ -71,31 +71,31 @@ def on_device_with_more_on_the_host() -> tuple[RadixTree, TreeNode, TreeNode]:
     prefix = TokenPrefix.of(range(16), 4)
     tree.insert(prefix.head(2), {"full": [PageOffer(0, device.lease(2, "request"), (1, 2))]})
     tree.insert(prefix, {"full": [PageOffer(2, host.lease(2, "prefetch"), (3, 4))]}, Tier.HOST)
-    upper, lower = sorted(tree.nodes(), key=lambda node: node.start)
+    upper, lower = sorted(tree.accounts.nodes(), key=lambda node: node.start)
     return tree, upper, lower
 
 
 def test_a_node_with_something_locked_below_it_goes_once_it_was_spilled() -> None:
     """Seed 8125 of the simulator: what a waiting request kept on the host kept the device full, and itself waiting."""
     tree, upper, lower = on_device_with_more_on_the_host()
-    lock = tree.keep([lower.parts[Tier.HOST]["full"]], "a prefetch")
+    lock = tree.locks.keep([lower.parts[Tier.HOST]["full"]], "a prefetch")
     asked: list[TreeNode] = []
 
     def refuse(node: TreeNode) -> bool:
         asked.append(node)
         # As a save that finds no room on the host.
-        tree.unlock(tree.keep([node.parts[Tier.DEVICE]["full"]], "save"))
+        tree.locks.unlock(tree.locks.keep([node.parts[Tier.DEVICE]["full"]], "save"))
         return False
 
-    assert tree.evict(Tier.DEVICE, "full", 2, refuse) == 0, "it would take along what is locked"
+    assert tree.eviction.evict(Tier.DEVICE, "full", 2, refuse) == 0, "it would take along what is locked"
     assert asked == [upper]
     assert tree.check() == []
-    assert tree.evict(Tier.DEVICE, "full", 2, lambda node: True) == 0, "it is being saved"
+    assert tree.eviction.evict(Tier.DEVICE, "full", 2, lambda node: True) == 0, "it is being saved"
     assert tree.check() == []
-    tree.unlock(lock)
-    assert tree.evict(Tier.DEVICE, "full", 2, refuse) == 2
+    tree.locks.unlock(lock)
+    assert tree.eviction.evict(Tier.DEVICE, "full", 2, refuse) == 2
     assert tree.check() == []
-    assert tree.sizes == dict.fromkeys(tree.sizes, 0)
+    assert tree.accounts.sizes == dict.fromkeys(tree.accounts.sizes, 0)
 
 
 def test_what_is_being_saved_in_part_stays_until_that_is_over() -> None:
@@ -104,12 +104,12 @@ def test_what_is_being_saved_in_part_stays_until_that_is_over() -> None:
     saves: list[NodeLock] = []
 
     def begin(node: TreeNode) -> bool:
-        saves.append(tree.keep([node.parts[Tier.DEVICE]["full"]], "save"))
+        saves.append(tree.locks.keep([node.parts[Tier.DEVICE]["full"]], "save"))
         return False
 
-    assert tree.evict(Tier.DEVICE, "full", 2, begin) == 0
+    assert tree.eviction.evict(Tier.DEVICE, "full", 2, begin) == 0
     assert upper.parts[Tier.DEVICE]
     assert tree.check() == []
-    tree.unlock(saves.pop())
-    assert tree.evict(Tier.DEVICE, "full", 2, lambda node: False) == 2
+    tree.locks.unlock(saves.pop())
+    assert tree.eviction.evict(Tier.DEVICE, "full", 2, lambda node: False) == 2
     assert tree.check() == []

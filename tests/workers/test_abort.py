@@ -306,7 +306,7 @@ def test_a7_what_is_still_being_loaded_is_not_sent_when_its_grant_comes(
         rid = loading(scene)
         (request,) = [r for r in scene.prefill._request_table if r.submit.request_id == rid]
         assert request.allocation is not None
-        scene.decode._manager.tree.clear()  # It has nothing of the prefix itself.
+        scene.decode._manager.tree.eviction.clear()  # It has nothing of the prefix itself.
         before = scene.prefill._sender.sent_bytes
         with monkeypatch.context() as patched:
             patched.setattr(scene.prefill._manager, "poll", list)  # Nobody looks at the load.

@@ -66,7 +66,7 @@ def following(both: Pair) -> Iterator[list[KVEventSubscriber]]:
 def held(manager: KVCacheManager) -> dict[Medium, dict[bytes, BlockEntry]]:
     """What a tree holds, walked from its roots, with the keys hashed anew from the tokens and the salt."""
     found: dict[Medium, dict[bytes, BlockEntry]] = {MEDIA[tier]: {} for tier in IN_TREE}
-    for salt, root in manager.tree.roots.items():
+    for salt, root in manager.tree.accounts.roots.items():
         stack: list[tuple[TreeNode, list[int]]] = [(child, []) for child in root.children.values()]
         while stack:
             node, above = stack.pop()
@@ -229,7 +229,7 @@ def test_parents_come_first_also_where_one_insert_brings_several_nodes(model: Pa
         both.run(both.submit(other, greedy))
         catch_up(both, readers)
         heard = recording(manager)
-        assert manager.evict(manager.full, manager.tree.sizes[Tier.DEVICE, manager.full])
+        assert manager.evict(manager.full, manager.tree.accounts.sizes[Tier.DEVICE, manager.full])
         assert len(manager.tree.walked(TokenPrefix.of(prompt, PAGE))) == 2
         removed = [key for event in heard if isinstance(event, BlockRemoved) for key in event.hashes]
         assert sorted(removed) == sorted({*block_hashes(prompt, PAGE), *block_hashes(other, PAGE)})
@@ -253,9 +253,9 @@ def test_condemned_pages_are_told_as_gone_though_a_request_still_reads_them(mode
         while len(both.answers[running].tokens) < 2:
             both.step()
         heard = recording(decode)
-        assert decode.tree.protected[Tier.DEVICE, decode.full], "a request reads them"
+        assert decode.tree.accounts.protected[Tier.DEVICE, decode.full], "a request reads them"
         assert decode.invalidate(TokenPrefix.of(prompt, PAGE), 1)
-        assert decode.tree.invalidated
+        assert decode.tree.accounts.invalidated
         keys = block_hashes(prompt, PAGE)
         gone = {key for event in heard if isinstance(event, BlockRemoved) for key in event.hashes}
         assert gone >= set(keys[1:])
@@ -269,7 +269,7 @@ def test_condemned_pages_are_told_as_gone_though_a_request_still_reads_them(mode
         both.run(both.submit([*prompt, 9], SamplingParams(max_tokens=2, temperature=0.0)))
         both.run(running)
         both.settle()
-        assert not decode.tree.invalidated
+        assert not decode.tree.accounts.invalidated
         catch_up(both, readers)
         prefill.invalidate(TokenPrefix.of(prompt, PAGE))
         catch_up(both, readers)
@@ -281,7 +281,7 @@ def test_without_an_endpoint_nothing_listens_and_nothing_is_kept(model: Path) ->
         both.run(both.submit(list(range(40)), SamplingParams(max_tokens=2, temperature=0.0)))
         for manager in managers(both):
             assert manager.event_recorder is None
-            assert manager.tree.on_change.__name__ == "<lambda>"
+            assert manager.tree.accounts.on_change.__name__ == "<lambda>"
 
 
 def test_a_replay_endpoint_without_an_endpoint_is_refused() -> None:

@@ -201,7 +201,9 @@ def test_the_second_time_it_is_computed_from_its_tokens_alone(model: Path, oracl
                 group.run(group.submit(prompt, SamplingParams(max_tokens=3, temperature=0.0)))
                 group.drain(other, False)
                 pages = [
-                    i for node in worker._manager.tree.nodes() for i in node.parts[Tier.DEVICE]["full"].lease.indices
+                    i
+                    for node in worker._manager.tree.accounts.nodes()
+                    for i in node.parts[Tier.DEVICE]["full"].lease.indices
                 ]
                 assert pages
                 for buffer in worker._manager.pools.gates["full"].layer(0).values():

@@ -495,7 +495,7 @@ def test_b1_b2_whoever_ends_while_it_is_off_the_device_leaves_nothing_behind(
         both.settle()
         host = decode._manager.host
         assert host is not None
-        decode._manager.tree.clear()
+        decode._manager.tree.eviction.clear()
         assert all(allocator.free == allocator.total for allocator in host.allocators.values())
         assert not decode._manager.busy
 

@@ -95,7 +95,7 @@ def test_a_tree_that_serves_a_page_it_no_longer_owns_is_not_believed(model: Path
     (prompt,) = prompts(44, 100)
     with pair(model) as both:
         both.run(both.submit(prompt, GREEDY))
-        node = next(both.prefill._manager.tree.nodes())
+        node = next(both.prefill._manager.tree.accounts.nodes())
         node.parts[Tier.DEVICE]["full"].lease.release()
         (answer,) = both.run(both.submit(prompt, GREEDY))
         assert compare(oracle, prompt, answer.list).equal

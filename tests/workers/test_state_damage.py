@@ -69,7 +69,7 @@ def damage_host(cell: Cell, role: Role) -> int:
     manager = worker._manager
     host = manager.host
     assert host is not None
-    parts = [part for node in manager.tree.nodes() for part in node.parts[Tier.HOST].values()]
+    parts = [part for node in manager.tree.accounts.nodes() for part in node.parts[Tier.HOST].values()]
     for part in parts:
         for index in part.lease.indices:
             host.layout.page(host.region, part.component, index)[0] ^= 0x10

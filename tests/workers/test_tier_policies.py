@@ -142,6 +142,8 @@ def test_with_prefixes_of_a_reasoning_span_decode_frees_exactly_the_rest(model: 
         both.settle()
         manager = both.decode._manager
         kept = before // PAGE
-        assert manager.tree.sizes[Tier.DEVICE, "full"] == manager.tree.sizes[Tier.HOST, "full"] == kept
+        assert (
+            manager.tree.accounts.sizes[Tier.DEVICE, "full"] == manager.tree.accounts.sizes[Tier.HOST, "full"] == kept
+        )
         allocator = manager.pools.allocators["full"]
         assert allocator.free == allocator.total - kept

@@ -109,7 +109,7 @@ PREFILL: dict[str, tuple[Plant, str]] = {
         "the null page of k",
     ),
     "a lock that no request holds": (
-        lambda p, d: p._manager.tree.keep([], "a thief"),
+        lambda p, d: p._manager.tree.locks.keep([], "a thief"),
         "locks, allocations and moves hold",
     ),
     "a waiting request with pages": (
