@@ -61,7 +61,8 @@ class ReceiverRoom:
 
 
 class ReceiverRooms(Mapping[RoomId, ReceiverRoom]):
-    """Rooms that have not ended, by id."""
+    """Rooms that have not ended, by id. It has more than twenty methods, since each way in which a room can end is one
+    of them, and all of these meet in `step`, which alone releases."""
 
     def __init__(self, plane: DataPlane, peers: ReceiverPeers, config: TransferConfig, clock: Clock) -> None:
         self._plane, self._peers, self._config, self._clock = plane, peers, config, clock
