@@ -1,6 +1,6 @@
 """house_numbers.py [ROOT]: how large the production code's folders, files, functions and classes are.
 
-A look at the house, and no test: it fails on nothing. Lines are those of the file, of a function from its first
+A look at the tree, and no test: it fails on nothing. Lines are those of the file, of a function from its first
 decorator or `def` to its end. Generated code is left out, and so is an `__init__.py` from the counts of files.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 GENERATED = "contracts/proto"
 FOLDER, FILE, METHODS, PARAMETERS = 10, 250, 20, 8
-"""What the house style has as about the most."""
+"""What CONTRIBUTING has as about the most."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 

@@ -1,4 +1,7 @@
-"""The operator's commands, over the router's admin endpoints. Few imports: they must answer at once."""
+"""The client of a router's admin endpoints, and the tables of `twinpool status` and `twinpool check`.
+
+The module imports little, as the commands must answer at once.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,11 @@ from cluster.processes.run_file import newest_live_run
 from contracts.errors import ConfigError, TwinpoolError
 
 TIMEOUT_S = 60.0
-"""A check waits for each worker's step to end, which can take this long on a slow machine."""
+"""How long one call may take: a check waits for each worker's step to end, which can take long on a slow machine."""
 POLL_S = 0.2
+"""How long a command waits between two looks at the workers."""
 SAY_EVERY_S = 5.0
+"""How often a drain repeats a line that hasn't changed."""
 STATUS_KEYS = (
     "name", "role", "state", "pid", "node", "incarnation", "running", "waiting", "pages_total", "pages_free",
     "counters", "stalled_s", "last_end", "breaker", "node_id", "cordoned",
@@ -26,19 +31,22 @@ STATUS_KEYS = (
 
 
 class ClusterNotFound(TwinpoolError):
-    """Raised when there is no router to talk to."""
+    """Raised when no router is found or answers."""
 
 
 class RouterAway(ClusterNotFound):
-    """Raised when a router doesn't answer that may be back soon: it broke off, or has only just started."""
+    """Raised when a router doesn't answer now but may soon: it answered before, broke off, or has only just started."""
 
 
 class CommandRefused(TwinpoolError):
-    """Raised when the router refuses; carries its reason."""
+    """Raised when the router refuses a call; the text is the router's reason."""
 
 
 class AdminClient:
-    """Talks to one router."""
+    """The client of one router's admin endpoints.
+
+    Calls carry the token of TWINPOOL_ADMIN_TOKEN, if set. Raises `ConfigError` for a `url` that isn't http or https.
+    """
 
     def __init__(
         self, url: str, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
@@ -50,11 +58,14 @@ class AdminClient:
         self.clock = clock
         self.sleep = sleep
         self._heard = False
-        """Whether a router has answered there: then one that doesn't is on its way back."""
+        """Whether the router has answered before: if it doesn't answer later, it may be restarting (`RouterAway`)."""
 
     @classmethod
     def find(cls, url: str | None) -> AdminClient:
-        """The router at `url`, at TWINPOOL_URL, or of this user's newest live cluster. Raises `ClusterNotFound`."""
+        """Return a client of the router at `url`, else at TWINPOOL_URL, else of this user's newest live cluster.
+
+        Raises `ClusterNotFound` without any of them.
+        """
         given = url or os.environ.get("TWINPOOL_URL")
         if given:
             return cls(given)
@@ -64,30 +75,31 @@ class AdminClient:
         return cls(run.url)
 
     def status(self) -> list[dict[str, Any]]:
-        """One row a worker, with the keys of `STATUS_KEYS`."""
+        """Return a row for each worker, with the keys of `STATUS_KEYS` only; a key that the router lacks is None."""
         return [{key: row.get(key) for key in STATUS_KEYS} for row in self.rows()]
 
     def check(self) -> dict[str, Any]:
-        """``{"ok", "workers": [{"name", "checked", "violations"}]}``."""
+        """Have all books recounted; returns ``{"ok", "workers": [{"name", "checked", "violations"}]}``."""
         return self.call("POST", "/cluster/check")
 
     def undrain(self, target: str) -> list[dict[str, Any]]:
-        """Returns a row for each worker concerned, with its ``outcome``."""
+        """Undrain a worker or a node; returns a row for each worker concerned, with its ``outcome``."""
         answer = self.call("POST", f"/cluster/undrain/{urllib.parse.quote(target, safe='')}")
         rows: list[dict[str, Any]] = answer.get("workers", [])
         return rows
 
     def rows(self) -> list[dict[str, Any]]:
+        """Return the router's row for each worker, with all keys."""
         rows: list[dict[str, Any]] = self.call("GET", "/cluster/status")["workers"]
         return rows
 
     def call(self, method: str, path: str) -> dict[str, Any]:
-        """One call of an admin path. Raises `CommandRefused` or `ClusterNotFound`."""
+        """Call an admin path and return the JSON answer. Raises `CommandRefused` or `ClusterNotFound`."""
         headers = {"Accept": "application/json"}
         if token := os.environ.get("TWINPOOL_ADMIN_TOKEN"):
             headers["Authorization"] = f"Bearer {token}"
         request = urllib.request.Request(self._url + path, method=method, headers=headers)
-        # An environment's proxy knows nothing of a router on this machine or in this cluster.
+        # A proxy of the environment can't reach a router on this machine or in this cluster.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(request, timeout=TIMEOUT_S) as response:
@@ -110,7 +122,7 @@ class AdminClient:
 
 
 def _message(body: bytes) -> tuple[str, str]:
-    """The router's reason and its code; empty when the body isn't a router's."""
+    """Return an error's message and code; both empty when the body isn't a router's."""
     try:
         error = json.loads(body)["error"]
         return str(error["message"]), str(error.get("code"))
@@ -122,7 +134,7 @@ _COLOURS = {"ready": "green", "starting": "cyan", "draining": "yellow", "left": 
 
 
 def status_table(workers: Sequence[Mapping[str, Any]]) -> Any:
-    """A rich table of the workers."""
+    """Return a rich table of the workers."""
     table = plain_table("worker", "state", "node", "pid", "start", "running", "waiting", "pages free", "pages")
     for w in workers:
         colour = _COLOURS.get(w["state"], "default")
@@ -141,7 +153,7 @@ def status_table(workers: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _troubles(row: Mapping[str, Any]) -> list[str]:
-    """What an operator should know beside the state."""
+    """Return what an operator should know of a worker besides its state, each part led by a comma."""
     found = []
     if row.get("stalled_s"):
         found.append(f", no progress for {row['stalled_s']:.0f} s")
@@ -155,7 +167,7 @@ def _troubles(row: Mapping[str, Any]) -> list[str]:
 
 
 def check_table(report: Mapping[str, Any]) -> Any:
-    """A rich table of what was recounted."""
+    """Return a rich table of a check: the result and the numbers of what was recounted, for each worker."""
     table = plain_table("worker", "result", "pages", "slots", "leases", "rooms")
     for worker in report["workers"]:
         bad = len(worker["violations"])
@@ -166,6 +178,7 @@ def check_table(report: Mapping[str, Any]) -> Any:
 
 
 def plain_table(*titles: str) -> Any:
+    """Return an empty rich table; the first two columns and ``node`` are aligned left, the others right."""
     from rich import box
     from rich.table import Table
 

@@ -1,7 +1,8 @@
-"""The `twinpool` command.
+"""The `twinpool` command: its subcommands and flags, and the function of each.
 
-`serve` starts a cluster; the other commands find its router and talk HTTP to it, so they import neither torch nor
-Ray nor gRPC and answer at once. Exit codes: 0 fine, 1 a violation or refusal, 2 usage, 3 no cluster.
+`serve` starts a cluster and `sim` runs simulated ones. The other commands find a cluster's router and talk HTTP to it,
+so they import neither torch nor Ray nor gRPC and answer at once. Exit codes: 0 fine, 1 a violation or refusal, 2 usage,
+3 no cluster, 130 after a Ctrl-C.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ FINE, REFUSED, USAGE, NO_CLUSTER = 0, 1, 2, 3
 
 @dataclass(frozen=True)
 class CommandFlag:
-    """One flag or argument of one or more commands."""
+    """One flag or positional argument of one or more commands; `options` go to `argparse`."""
 
     names: tuple[str, ...]
     commands: tuple[str, ...]
@@ -90,7 +91,7 @@ FLAGS = (
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line, from the table."""
+    """Return the parser of the command line, made from `COMMANDS` and `FLAGS`."""
     top = argparse.ArgumentParser(
         prog="twinpool", description="Serve language models with prefill and decode on separate workers."
     )
@@ -128,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _served_names(names: Sequence[str]) -> list[str]:
-    """The assignment that `--served-model-name` stands for, quoted: a name may look like a number."""
+    """Return `--served-model-name` as an assignment of `--set`, quoted because a name may look like a number."""
     return [f"router.served_model_name={json.dumps(','.join(names))}"] if names else []
 
 
@@ -248,7 +249,7 @@ def _sim(args: argparse.Namespace) -> int:
 def _show(table: Any) -> None:
     from rich.console import Console
 
-    # In a pipe nothing has to fit a screen, and nothing may be cut.
+    # Output into a pipe has to fit no screen, and no cell may be cut.
     Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
 
 

@@ -1,11 +1,12 @@
-"""`twinpool drain` and `twinpool role`, from the operator's side: ask the router, then follow the workers as they go.
+"""The commands `twinpool drain` and `twinpool role`: ask the router for the drain, then follow the workers' status.
 
-What a draining worker waits for is in its status: requests that run and how many of them are left to finish, those on
-their way to other workers, those that haven't begun, and rooms whose reader has not confirmed yet, by reader.
+What a draining worker waits for is in its status: the requests that run, how many of these are left to finish and how
+many are migrating, the requests that haven't begun, and the rooms whose receiver has not confirmed yet, by receiver.
 
-A drain belongs to the workers and the controller, and goes on without this command and without the router. So a router
-that dies meanwhile is waited for, and what it says first is believed only once it has seen the controller's table. Of a
-node all workers are followed that are on it at any look, whoever told them to leave: it has left when none is there.
+A drain is state of the workers and the controller, and goes on without this command and without the router. So the
+command waits for a router that dies meanwhile; a restarted router answers ``starting`` until it has the controller's
+table. For a node the command follows all workers that are on it at any look, also those drained by another operator:
+the node has left when none is there.
 """
 
 from __future__ import annotations
@@ -18,45 +19,52 @@ from typing import Any
 from cli.admin_client import POLL_S, SAY_EVERY_S, AdminClient, CommandRefused, RouterAway
 
 HURRY_S = 30.0
-"""How long a worker whose requests were started over elsewhere may still take to leave."""
+"""How long a worker may still take to leave after its requests were started over on other workers."""
 AWAY_S = 120.0
-"""How long a router may be away: it is started again when it died, and killed when it hangs (`router.stall_s`)."""
+"""How long a router may not answer: a dead one is started again, one that hangs is killed first (`router.stall_s`)."""
 PASSING_S = 2.0
-"""A worker that can't be reached at first may just be on its way out."""
+"""A worker that can't be reached may just be leaving: before this time of a drain no line says so."""
 OUTGOING = "outgoing_to:"
+"""Prefix of the status counters of rooms by receiver."""
 GONE = ("left", "died", "not running", "elsewhere")
-""""elsewhere": its next start is on another node; "not running": it was dead before anybody told it to leave."""
+"""The final states of `DrainProgress`. "elsewhere": the worker's next incarnation is on another node; "not running":
+the worker was dead before it was told to leave."""
 NODE_ID_CHARS = 8
-"""So much of a Ray node id is enough to name it."""
+"""A Ray node id may be given by its first characters, if there are at least so many."""
 
 
 @dataclass(frozen=True)
 class DrainProgress:
-    """One worker on its way out."""
+    """The progress of one worker's drain, from its last status."""
 
     name: str
     state: str
     running: int = 0
     finishing: int = 0
-    """Of those running: that end sooner than they could be handed on."""
+    """Running requests that are left to finish here, as they end sooner than a migration would."""
     waiting: int = 0
-    """Not begun."""
+    """Requests that haven't begun."""
     leaving: int = 0
-    """Of those running: under way to another worker."""
+    """Running requests that are migrating to another worker."""
     outgoing: int = 0
+    """Rooms whose receiver has not confirmed yet."""
     outgoing_to: dict[str, int] = field(default_factory=dict)
-    """Rooms whose reader has not confirmed, by reader."""
+    """The same rooms by the receiver's name."""
     moved: int = 0
+    """Requests that have migrated to other workers."""
     moved_bytes: int = 0
+    """Bytes of their state that were sent."""
     incarnation: int = 0
+    """The incarnation that is to leave; 0 until a row has told it."""
     drained: bool = False
-    """It was seen draining: that it is ready again means that somebody took that back."""
+    """Whether the worker was seen draining: if it is ready after that, it was undrained."""
 
     @classmethod
     def of(cls, row: Mapping[str, Any], before: DrainProgress | None, here: bool) -> DrainProgress:
-        """From a line of the router's status; what a worker that left had done is what it last said.
+        """Return the progress after one more row of the router's status; `before` is the progress until then.
 
-        `here`: whether the row's worker is still where it is to leave from.
+        A worker that has left keeps `moved` and `moved_bytes` of its last row. `here`: whether the row's worker is on
+        the node that is drained; True when a single worker is drained.
         """
         state, counters = row["state"], row.get("counters") or {}
         before = before or cls(row["name"], "")
@@ -64,7 +72,8 @@ class DrainProgress:
         if before.state in GONE and row["incarnation"] == before.incarnation:
             return before
         if row["incarnation"] > before.incarnation:
-            # Another start of it: this one is over. What isn't here any more is none of ours.
+            # The worker has been started again, so the incarnation that was to leave has ended. One that is on another
+            # node by now is no longer part of this drain.
             state = "dead" if here else "elsewhere"
         if state in ("left", "dead", "elsewhere"):
             died = "died" if before.state else "not running"
@@ -76,13 +85,13 @@ class DrainProgress:
         to = {k.removeprefix(OUTGOING): int(v) for k, v in counters.items() if k.startswith(OUTGOING)}
         return cls(
             row["name"], row["state"], row["running"], int(counters.get("left_to_finish", 0)), row["waiting"],
-            int(counters.get("leaving", 0)), row.get("outgoing", 0), to, int(counters.get("moved_out", 0)),
-            int(counters.get("moved_out_bytes", 0)), before.incarnation, before.drained or state == "draining",
+            int(counters.get("leaving", 0)), row.get("outgoing", 0), to, int(counters.get("migrated_out", 0)),
+            int(counters.get("migrated_out_bytes", 0)), before.incarnation, before.drained or state == "draining",
         )  # fmt: skip
 
     @property
     def waits_for(self) -> str:
-        """In words; what it has done by now isn't part of it."""
+        """What the worker still has to do before it has left, in words."""
         if self.state == "unreachable":
             return "an answer: the router can't reach it"
         if self.state == "starting":
@@ -104,42 +113,48 @@ class DrainProgress:
 
 @dataclass(frozen=True)
 class DrainReport:
-    """How a drain ended, or how far it is."""
+    """How a drain ended, or how far it has come; `left` is True once all workers have left."""
 
     target: str
     seconds: float
     left: bool
     workers: tuple[DrainProgress, ...]
     restarted: int = 0
-    """Requests that were started over elsewhere when time was up."""
+    """Requests that were started over on other workers when time was up."""
     why: str = ""
-    """Why it has not left; empty when it has."""
+    """Why the target has not left; empty when it has, and while the drain goes on."""
 
     def as_json(self) -> dict[str, Any]:
+        """Return the report as `--json` prints it."""
         rows = [asdict(w) | {"waits_for": "" if w.state in GONE else w.waits_for} for w in self.workers]
         return asdict(self) | {"seconds": round(self.seconds, 3), "workers": rows}
 
 
 class DrainCommand:
-    """One drain of a worker or a node."""
+    """One drain of a worker or a node; call `run` once."""
 
     def __init__(
         self, operator: AdminClient, target: str, *, force: bool, timeout_s: float,
         show: Callable[[DrainReport], None] = lambda report: None,
     ) -> None:  # fmt: skip
-        """`show` gets every look at the workers."""
+        """Set up a drain that is waited for `timeout_s` seconds; `show` gets a report every `POLL_S` while it goes on.
+
+        `force` drains even the last worker of a role, and after `timeout_s` has remaining requests started over on
+        other workers.
+        """
         self._operator, self._target = operator, target
         self._force, self._timeout_s, self._show = force, timeout_s, show
         self._restarted = 0
         self._hurried = False
 
     def run(self) -> DrainReport:
-        """Drain, and wait until all have left, or until it is clear that they don't.
+        """Order the drain and wait until all workers have left or died, one was undrained, or time is up.
 
-        Raises `CommandRefused` and `ClusterNotFound`.
+        The report's `left` and `why` say which. Raises `CommandRefused` and `ClusterNotFound`. A router that stops
+        answering meanwhile is waited for, `AWAY_S` or `timeout_s` at most, whichever is shorter.
         """
         answer = self._operator.call("POST", f"/cluster/drain/{quoted(self._target)}{'?force=true' * self._force}")
-        # A router of before this field says it by the number of its rows.
+        # An older router doesn't send `is_node`; there a node's answer is known by its other keys.
         is_node = answer.get("is_node", "node" in answer and "name" not in answer)
         rows = answer.get("workers") or ([] if is_node else [{"name": self._target, "state": "ready"}])
         last = {row["name"]: _told(row) for row in rows}
@@ -168,13 +183,12 @@ class DrainCommand:
             if not away and now >= deadline:
                 if not self._force or self._hurried:
                     return self._late(report)
-                self._hurry()
-                deadline = now + HURRY_S
+                deadline = now + HURRY_S if self._hurry() else deadline
             self._show(report)
             self._operator.sleep(POLL_S)
 
     def _look(self, last: dict[str, DrainProgress], is_node: bool) -> None:
-        """One look at the workers; one that the table doesn't show is as it was."""
+        """Read the workers' rows once, into `last`; a worker without a row stays as it was."""
         for row in self._operator.rows():
             here = not is_node or _is_on(row, self._target)
             name, state = row["name"], row["state"]
@@ -183,7 +197,7 @@ class DrainCommand:
 
     @staticmethod
     def _over(workers: Sequence[DrainProgress]) -> str:
-        """ "left", or why it never will; empty while it goes on."""
+        """Return "left" once all have left, or why that will not happen; empty while the drain goes on."""
         back = [w.name for w in workers if w.state == "ready" and w.drained]
         if back:
             return f"{' and '.join(back)} was undrained and stays"
@@ -192,10 +206,15 @@ class DrainCommand:
         died = [w.name for w in workers if w.state == "died"]
         return f"{' and '.join(died)} died while it was draining" if died else "left"
 
-    def _hurry(self) -> None:
+    def _hurry(self) -> bool:
+        """Have what others can take started over there; False where the router was away, and it is asked again."""
+        try:
+            answer = self._operator.call("POST", f"/cluster/drain/{quoted(self._target)}?now=true")
+        except RouterAway:
+            return False
         self._hurried = True
-        answer = self._operator.call("POST", f"/cluster/drain/{quoted(self._target)}?now=true")
         self._restarted += answer.get("taken", 0)
+        return True
 
     def _late(self, report: DrainReport) -> DrainReport:
         what = [f"{w.name} waits for {w.waits_for}" for w in report.workers if w.state not in GONE]
@@ -205,7 +224,10 @@ class DrainCommand:
 
 
 class ProgressLines:
-    """Shows a drain in lines: each new thing that is waited for at once, the same again now and then."""
+    """Prints a drain as lines, through `say`.
+
+    A line that has changed is printed after a second at the earliest, the same line again after `SAY_EVERY_S`.
+    """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -223,7 +245,7 @@ class ProgressLines:
 
 
 def ending(report: DrainReport) -> str:
-    """What is said when all have left."""
+    """Return the line that is printed when all workers have left."""
     moved = sum(w.moved for w in report.workers)
     parts = [f"{report.target} has left after {report.seconds:.1f} s"]
     if moved:
@@ -234,7 +256,7 @@ def ending(report: DrainReport) -> str:
 
 
 def _told(row: Mapping[str, Any]) -> DrainProgress:
-    """A worker as the router's answer to the drain has it."""
+    """Return a worker's progress as the router's answer to the drain has it."""
     said = row.get("state", "ready")
     state = "not running" if said in ("left", "dead") else said
     return DrainProgress(row["name"], state, incarnation=row.get("incarnation", 0), drained=said == "draining")
@@ -246,7 +268,7 @@ def _is_on(row: Mapping[str, Any], node: str) -> bool:
 
 
 def table(report: DrainReport) -> Any:
-    """A rich table of a drain, for `--watch`."""
+    """Return a rich table of a drain, for `--watch`."""
     from cli.admin_client import plain_table
 
     out = plain_table(
@@ -260,7 +282,11 @@ def table(report: DrainReport) -> Any:
 
 
 def change_role(operator: AdminClient, worker: str, role: str, *, force: bool, timeout_s: float) -> DrainReport:
-    """Have a worker drain and start again in another pool; returns when it serves there. Raises `CommandRefused`."""
+    """Have a worker drain and start again in another role; returns when it serves there.
+
+    Raises `CommandRefused` where the router refuses, the worker leaves and isn't started again, or `timeout_s` is over,
+    and `ClusterNotFound` without a router.
+    """
     before = operator.call("POST", f"/cluster/role/{quoted(worker)}?role={role}{'&force=true' * force}")
     start, last = operator.clock(), DrainProgress(worker, "draining", incarnation=before["incarnation"])
     heard = start
@@ -291,4 +317,5 @@ def change_role(operator: AdminClient, worker: str, role: str, *, force: bool, t
 
 
 def quoted(name: str) -> str:
+    """Return `name` quoted for one segment of a URL's path."""
     return urllib.parse.quote(name, safe="")

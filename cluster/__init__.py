@@ -1,4 +1,4 @@
-"""Launching a cluster and operating it."""
+"""Launching and operating a cluster: controller, workers' processes, ranks, arenas, Ray, `twinpool serve`."""
 
 import os
 

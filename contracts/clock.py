@@ -1,4 +1,4 @@
-"""Time is injected: whatever decides takes a `Clock`, and no test sleeps."""
+"""Clocks. Code that decides by time is given a `Clock`, so that no test sleeps."""
 
 from __future__ import annotations
 

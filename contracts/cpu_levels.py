@@ -1,7 +1,7 @@
-"""What this machine's processor can compute with, and the levels that a cluster of unlike machines can be pinned to.
+"""The instruction sets of this machine's processor, and the levels that a cluster of unlike machines can be pinned to.
 
-Imports nothing that computes: libraries read the variables named here when they are first used, so that whoever wants
-a level sets them before (`pin`).
+This module imports no library that computes: such libraries read the variables named here when they are first used, so
+a process that wants a level sets the variables before (`pin`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NEEDS = {
 }
 """Flags of /proc/cpuinfo that a level has beyond the one before it, as the x86-64 psABI defines the levels."""
 LEVELS = tuple(_NEEDS)
-"""From the least to the most."""
+"""The levels, from the least to the most instructions."""
 VARIABLES: Mapping[str, Mapping[str, str]] = {
     "x86-64-v3": {
         "ATEN_CPU_CAPABILITY": "avx2",
@@ -35,7 +35,7 @@ VARIABLES: Mapping[str, Mapping[str, str]] = {
         "OPENBLAS_CORETYPE": "SkylakeX",
     },
 }
-"""Level -> the environment in which torch, oneDNN, MKL and OpenBLAS go no further than it."""
+"""Level -> environment variables that keep torch, oneDNN, MKL and OpenBLAS to its instructions."""
 _ONEDNN = (
     ("avx512_core_amx_fp16", ("avx512f", "amx_tile", "amx_fp16")),
     ("avx512_core_amx", ("avx512f", "amx_tile", "amx_bf16")),
@@ -53,7 +53,7 @@ _ONEDNN = (
 
 @cache
 def flags() -> frozenset[str]:
-    """The processor's features as Linux names them; empty where that can't be read."""
+    """The processor's features as Linux names them; empty where /proc/cpuinfo can't be read."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -63,7 +63,7 @@ def flags() -> frozenset[str]:
 
 
 def levels(has: frozenset[str] | None = None) -> tuple[str, ...]:
-    """The levels that this machine (or one with these flags) can run."""
+    """The levels that this machine (or one with the flags `has`) can run, from the least to the most."""
     has = flags() if has is None else has
     found: list[str] = []
     for level, needs in _NEEDS.items():
@@ -74,7 +74,10 @@ def levels(has: frozenset[str] | None = None) -> tuple[str, ...]:
 
 
 def described(pinned: str = "", has: frozenset[str] | None = None) -> str:
-    """The instruction set that code made for this machine is made of: a level, and what beyond it changes bits."""
+    """The instruction set of code compiled for this machine, in words: a level, and the extensions that change bits.
+
+    `pinned`: the level that the process is pinned to, which then is the answer.
+    """
     if pinned:
         return pinned
     has = flags() if has is None else has
@@ -83,7 +86,7 @@ def described(pinned: str = "", has: frozenset[str] | None = None) -> str:
 
 
 def onednn_isa(environment: Mapping[str, str] | None = None, has: frozenset[str] | None = None) -> str:
-    """The instruction set that oneDNN takes: the processor's best, unless ``ONEDNN_MAX_CPU_ISA`` is below it."""
+    """The instruction set that oneDNN uses: the processor's best, unless ``ONEDNN_MAX_CPU_ISA`` is below it."""
     has = flags() if has is None else has
     limit = (os.environ if environment is None else environment).get("ONEDNN_MAX_CPU_ISA", "").lower()
     names = [name for name, _ in _ONEDNN]
@@ -91,10 +94,10 @@ def onednn_isa(environment: Mapping[str, str] | None = None, has: frozenset[str]
     return next((name for name, needs in _ONEDNN[first:] if has.issuperset(needs)), "reference")
 
 
-def pin(level: str, environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Hold this process's libraries to `level` (``auto``: leave them alone); returns what was set.
+def pin(level: str) -> dict[str, str]:
+    """Pin this process's libraries to `level` (``auto``: leave them alone); returns the variables that were set.
 
-    Before any of them computes: call it first, and `check_pinned` once torch is there. Raises `ConfigError` where the
+    To be called before any library computes, and `check_pinned` once torch is imported. Raises `ConfigError` where the
     machine can't run the level.
     """
     if level == "auto":
@@ -111,7 +114,10 @@ def pin(level: str, environment: Mapping[str, str] | None = None) -> dict[str, s
 
 
 def check_pinned(level: str, capability: str) -> None:
-    """`capability`: torch's own word for the instructions it uses. Raises `ConfigError` where the pin came too late."""
+    """Check that torch keeps to `level`; raises `ConfigError` where it doesn't, as `pin` was called too late.
+
+    `capability`: torch's own name for the instructions that it uses.
+    """
     if level != "auto" and capability.lower() != VARIABLES[level]["ATEN_CPU_CAPABILITY"]:
         raise ConfigError(
             f"engine.numerics_class={level}: torch computes with {capability} in this process, because it had computed "

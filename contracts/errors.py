@@ -1,7 +1,7 @@
-"""Errors say whose fault it is; one class per cause.
+"""The errors of Twinpool, one class per cause, which says whose fault it is.
 
-Everything Twinpool raises on purpose derives from `TwinpoolError`. Assertions are for our own bugs, these are for
-the world: a client's request, an operator's configuration, a peer, a damaged byte.
+Every error that Twinpool raises on purpose derives from `TwinpoolError`. Assertions are for bugs of Twinpool, these
+errors for the rest of the world: a client's request, an operator's configuration, a peer, a damaged byte.
 """
 
 from __future__ import annotations
@@ -12,29 +12,31 @@ from enum import StrEnum
 class ErrorKind(StrEnum):
     """What went wrong with a request, as it travels from a worker to the router.
 
-    `retryable` kinds are tried again on other workers; the rest end the request.
+    Requests with an error of a `retryable` kind are tried again on other workers; the other kinds end the
+    request.
     """
 
     INVALID = "invalid"
-    """The client's fault: it can never be served as asked."""
+    """The client's fault: the request can never be served as asked."""
     OVERLOADED = "overloaded"
-    """No room now; try later."""
+    """There is no room for the request now; the client may try later."""
     CANCELLED = "cancelled"
-    """The client or the router took it back."""
+    """The client or the router cancelled the request."""
     DEADLINE = "deadline"
-    """Its time ran out."""
+    """The request's deadline has passed."""
     ROOM = "room"
     """The hand-over failed: the peer died, refused or never answered."""
     DAMAGED = "damaged"
-    """State arrived whose bytes do not match its content tag."""
+    """State arrived with bytes that don't match its content tag."""
     DRAINING = "draining"
     """The worker no longer admits."""
     WORKER = "worker"
     """The worker died or failed inside."""
     RETRACTED = "retracted"
-    """Decode had no memory for it any more: nobody's fault, and it goes on from the tokens that it has."""
+    """Decode had no memory for the request any more. Nobody's fault; the request goes on from its tokens so far."""
     NONFINITE = "nonfinite"
-    """A step's logits were no finite numbers, so nothing was drawn: computed once more elsewhere, from the tokens."""
+    """A step's logits weren't finite, so no token was drawn: the request goes on elsewhere, once, from its
+    tokens."""
 
     @property
     def retryable(self) -> bool:
@@ -45,7 +47,7 @@ class ErrorKind(StrEnum):
 
     @classmethod
     def of(cls, said: str) -> ErrorKind:
-        """The kind of that name. One that only a newer build knows is the worker's: it is tried again elsewhere."""
+        """The kind of that name. A name that only a newer build knows counts as `WORKER`, which is retryable."""
         return cls(said) if said in tuple(cls) else cls.WORKER
 
 
@@ -54,7 +56,7 @@ class TwinpoolError(Exception):
 
 
 class ConfigError(TwinpoolError):
-    """Raised when a configuration, flag or environment can't do what it says."""
+    """Raised when a configuration, a flag or the environment asks for something that isn't possible."""
 
 
 class CheckpointError(TwinpoolError):
@@ -74,7 +76,7 @@ class CapacityError(TwinpoolError):
 
 
 class LayoutMismatch(TwinpoolError):
-    """Raised when two workers' state layouts can't meet; carries both values."""
+    """Raised when two workers can't hand over, as their layouts or endpoints don't fit; the message says why."""
 
 
 class WireError(TwinpoolError):
@@ -82,7 +84,7 @@ class WireError(TwinpoolError):
 
 
 class UnknownKind(WireError):
-    """Raised for a message of a kind that this build doesn't know: a newer one may send it, and it is skipped."""
+    """Raised for a message of a kind that this build doesn't know: a newer build may send it. Receivers skip it."""
 
 
 class IllegalTransition(TwinpoolError):
@@ -94,7 +96,8 @@ class StaleLease(TwinpoolError):
 
 
 class UnorderedAccess(TwinpoolError):
-    """Raised by a checking device when two operations touch the same state and nothing orders them; names both."""
+    """Raised by a checking device when two operations touch the same state in no declared order; the message names
+    both."""
 
 
 class PeerDead(TwinpoolError):

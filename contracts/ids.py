@@ -1,4 +1,4 @@
-"""Ids are types, so that a room can't be passed for a request."""
+"""Ids, each of a type of its own, so that a room's id can't be passed for a request's; and the roles."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from enum import StrEnum
 from typing import NewType
 
 Epoch = NewType("Epoch", int)
-"""How often a page or slot has been freed; a mapping with an older epoch is stale."""
+"""How often a page or slot has been freed; a block table with an older epoch is stale."""
 
 LeaseId = NewType("LeaseId", int)
 RequestId = NewType("RequestId", str)
 RoomId = NewType("RoomId", str)
-"""One hand-over of one request; minted by the router, never by a client."""
+"""The id of one hand-over of one request; minted by the router, never by a client."""
 
 WorkerName = NewType("WorkerName", str)
 Incarnation = NewType("Incarnation", int)
@@ -19,7 +19,7 @@ Incarnation = NewType("Incarnation", int)
 
 
 class Role(StrEnum):
-    """The two phases."""
+    """The role of a worker: which phase of requests it computes."""
 
     PREFILL = "prefill"
     DECODE = "decode"

@@ -1,4 +1,4 @@
-"""What a client may ask of the sampler, as the workers see it: resolved, validated, frozen."""
+"""Sampling parameters of a request as workers see them (resolved, validated, frozen), and log-probabilities."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the answer, the model's end tokens included unless `ignore_eos`."""
     logprobs: int | None = None
-    """None: none. n: the drawn token's log-probability and the n best."""
+    """None: none. n: the log-probability of each drawn token, and the n best at its position."""
     prompt_logprobs: int | None = None
-    """None: none. n: the log-probability of each prompt token and the n best; disables prefix reuse for the request."""
+    """None: none. n: the log-probability of each prompt token, and the n best; disables prefix reuse for the
+    request."""
 
     @property
     def greedy(self) -> bool:
@@ -54,11 +55,11 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenDifference:
-    """A token of an answer that came out otherwise when it was computed again."""
+    """A token of an answer that was drawn differently when an audit computed the answer again."""
 
     position: int
     """Absolute, counted from the prompt's first token."""
     drawn: int
-    """What should have been drawn there, after the same tokens."""
+    """The token that the audit drew there, after the same tokens."""
     gap: float
     """By how much every logit would have to be off for the answer's token to be drawn; 0 where that can't be told."""

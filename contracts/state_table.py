@@ -1,7 +1,7 @@
 """State tables: which event is legal in which state, and where it leads.
 
-A table is the whole truth about a life cycle. An event that it doesn't hold raises and changes nothing; terminal
-states are final; `dead_ends` shows that every state can reach one.
+A table describes a life cycle completely. An event that isn't in the table raises and changes nothing; terminal states
+are final; `dead_ends` lists the states that can't reach one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class StateTable(Generic[StateT, EventT]):
         self.rows = rows
 
     def next(self, state: StateT, event: EventT) -> StateT:
-        """Raises `IllegalTransition` when `event` can't happen in `state`."""
+        """Return the state that `event` leads to. Raises `IllegalTransition` when `event` can't happen in `state`."""
         following = self.rows.get(state, {}).get(event)
         if following is None:
             raise IllegalTransition(f"{self.name}: {event} can't happen in state {state}")
@@ -44,7 +44,7 @@ class StateTable(Generic[StateT, EventT]):
         return [state for state in self.rows if state not in good]
 
     def diagram(self) -> str:
-        """The table as a Mermaid state diagram; the first row is where a life begins."""
+        """The table as a Mermaid state diagram; the state of the first row is the initial one."""
         lines = ["stateDiagram-v2", f"    [*] --> {_node(next(iter(self.rows)))}"]
         lines += [f'    state "{state}" as {_node(state)}' for state in self.rows if _node(state) != state]
         for state, row in self.rows.items():
@@ -58,5 +58,5 @@ class StateTable(Generic[StateT, EventT]):
 
 
 def _node(state: StrEnum) -> str:
-    """The name of its node in a diagram: Mermaid takes no hyphen there."""
+    """The name of the state's node in a diagram: Mermaid takes no hyphen there."""
     return state.replace("-", "_")

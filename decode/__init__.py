@@ -1,4 +1,4 @@
-"""Decode: receives prompts' state and generates, one continuous batch."""
+"""Decode: receives the state of prompts from prefill, and generates answers in one continuous batch."""
 
 from decode.worker import DecodeWorker
 

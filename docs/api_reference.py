@@ -32,7 +32,7 @@ FACES = (
         "[memory_backend.py](../cache/storage/backends/memory_backend.py).",
     ),
     Face(
-        "router.kv_indexer",
+        "router.kv_indexer.kv_event_subscriber",
         "KV event subscriber",
         "Follows the KV events of a worker and keeps an index of what it holds "
         "([how to switch them on](operating.md#kv-events)).",
@@ -40,7 +40,7 @@ FACES = (
     Face("contracts.messages.kv_events", "KV events", "What a worker tells of its cache, and the bytes of it."),
     Face("contracts.clock", "Clocks", "What takes the time from outside takes one of these."),
     Face(
-        "cache.prefix_cache.tree_eviction",
+        "cache.prefix_cache.eviction_policy",
         "Eviction policies",
         "`cache.eviction` names one. A policy reads a node of the prefix tree: when it was made (`created`), when and "
         "how often it was of use (`used`, `hits`), and how important to whom it belongs (`priority`). "

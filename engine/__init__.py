@@ -1,4 +1,4 @@
-"""A batch in, drawn tokens and written pages out."""
+"""The engine: computes a step from a batch, returns drawn tokens and leaves its state in pages."""
 
 from engine.models.model_base import Model, StateOptions
 from engine.models.registry import model_for, read_model

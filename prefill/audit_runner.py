@@ -1,12 +1,13 @@
-"""Audits: finished answers computed again on an idle prefill worker, from nothing but their tokens.
+"""The audit runner: computes finished answers again on an idle prefill worker, from nothing but their tokens.
 
 An audit takes nothing from the tree or the tiers and leaves nothing there: all its pages are its own, every position is
-computed, and at every position of the answer the token is drawn again, after the tokens that the client got. What was
-wrong in the answer's state is in none of that.
+computed, and at every position of the answer the token is drawn again, after the tokens that the client got. So damage
+in the state that the answer was drawn from can't be in the audit's.
 
-It never stands in a request's way. It runs when the worker has nothing else, a step of `audit.chunk_tokens` at a time
-and each waited for, so between two rounds nothing of it is under way; a request that comes, or a drain, ends it and
-takes its pages at once. The one trace that it leaves is that the coldest pages of a full tree make room for it.
+An audit never stands in a request's way. It runs when the worker has nothing else to do, one step of at most
+`audit.chunk_tokens` tokens at a time, and each step is waited for, so between two rounds no step of it is under way. A
+request that comes, or a drain, preempts it and frees its pages at once. It leaves one trace: the coldest pages of a
+full tree are evicted to make room for it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 
 from cache.manager.kv_cache_manager import KVCacheManager
-from cache.prefix_cache.token_prefix import TokenPrefix
+from cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from contracts.config.cluster_config import Config
 from contracts.damage import PREFIX, DamageSite, log_damage
 from contracts.ids import RequestId
@@ -30,13 +31,13 @@ from prefill.audit_state import AUDITS, AuditRun, AuditRunEvent, AuditRunState
 
 log = logging.getLogger("twinpool.prefill")
 MOST_WAITING = 4
-"""A router sends one audit at a time; of several routers, so many may."""
+"""Audits that may wait. A router sends one at a time; they come from several routers."""
 MOST_TOLD = 16
-"""Differences that are told one by one."""
+"""Differences that an `Audited` event lists at most."""
 
 
 class AuditRunner:
-    """See the module's prose. Single-threaded, driven by its worker."""
+    """The audits of one prefill worker; see the module's prose. Single-threaded, driven by its worker."""
 
     def __init__(
         self,
@@ -47,12 +48,12 @@ class AuditRunner:
         nonfinite: Callable[[], None],
         most_positions: int,
     ) -> None:
-        """`nonfinite` is told of each row whose logits are no numbers. `most_positions`: the longest answer, prompt
-        included, that this worker can hold."""
+        """`tell` emits an event. `nonfinite` is called for each row with non-finite logits. `most_positions`: the
+        longest answer, prompt included, that this worker can hold, in tokens."""
         self._engine, self._manager, self._tell, self._nonfinite = engine, manager, tell, nonfinite
         self._chunk = min(config.audit.chunk_tokens, config.prefill.chunk_tokens)
         self._most = most_positions
-        # Other numbers of ranks add up in another order, so they agree within rounding only.
+        # Workers with different numbers of ranks add in different orders: they agree within rounding only.
         self._exact = config.engine.numerics == "invariant" and config.prefill.tp == config.decode.tp
         self._margin = config.audit.margin
         self._waiting: deque[AuditRun] = deque()
@@ -69,7 +70,7 @@ class AuditRunner:
         return int(self._running is not None and self._running.allocation is not None)
 
     def check(self) -> list[str]:
-        """What doesn't agree in its own books."""
+        """Recount; returns what doesn't agree."""
         found = [f"audit {a.audit.request_id} waits and is {a.state}" for a in self._waiting if a.state != "waiting"]
         running = self._running
         if running is not None and (running.state is not AuditRunState.RUNNING or running.allocation is None):
@@ -83,14 +84,17 @@ class AuditRunner:
     # ------------------------------------------------------------ what comes and goes
 
     def handle(self, session: SessionId, command: Command, *, busy: bool) -> bool:
-        """Take in what concerns audits; whether that is all that `command` is about.
+        """Take in a command as far as it concerns audits; returns whether the command is done with.
 
-        `busy`: the worker has other things to do.
+        An `InvalidatePrefix` is carried out here; a `Cancel` is for the worker too. `busy`: the worker has other work
+        to do, so a new audit is preempted at once.
         """
         if isinstance(command, Audit):
             self._take(session, command, busy=busy)
         elif isinstance(command, InvalidatePrefix):
-            self._manager.invalidate(TokenPrefix.of(command.tokens, self._manager.spec.page_tokens, command.salt))
+            self._manager.sharing.invalidate(
+                TokenPrefix.of(command.tokens, self._manager.spec.page_tokens, command.salt)
+            )
         elif isinstance(command, Cancel):
             self._cancel(session, command.request_id)
         return isinstance(command, Audit | InvalidatePrefix)
@@ -106,19 +110,19 @@ class AuditRunner:
             self._waiting.append(audition)
 
     def _cancel(self, session: SessionId, request_id: RequestId) -> None:
-        """The router doesn't want it any more; nothing is told."""
+        """End the audits of this id without an event: their router has cancelled them."""
         for audition in self._all():
             if audition.session == session and audition.audit.request_id == request_id:
                 self._leave(audition, AuditRunEvent.PREEMPT)
 
     def drop_session(self, session: SessionId) -> None:
-        """Its router is gone."""
+        """End the session's audits without an event: its router is gone."""
         for audition in self._all():
             if audition.session == session:
                 self._leave(audition, AuditRunEvent.PREEMPT)
 
     def preempt(self, reason: str) -> None:
-        """There is something else to do: every audit gives back what it holds, now."""
+        """Preempt every audit and free what it holds, at once: the worker has other work to do."""
         for audition in self._all():
             self._preempt(audition, reason)
 
@@ -132,14 +136,13 @@ class AuditRunner:
     # ------------------------------------------------------------ progress
 
     def step(self) -> None:
-        """Compute one chunk of an audit, and wait for it."""
+        """Compute one chunk of the running audit, or of the next one, and wait for it."""
         audition = self._running or self._admit()
         if audition is None:
             return
-        assert audition.allocation is not None
         audit, start = audition.audit, audition.committed
-        # The last token's state is nobody's: nothing was drawn after it.
-        end = self._manager.extend(audition.allocation, min(len(audit.tokens) - 1, start + self._chunk))
+        # The last token's state isn't needed: nothing was drawn after it.
+        end = self._manager.growth.extend(audition.held, min(len(audit.tokens) - 1, start + self._chunk))
         (output,) = self._engine.launch([self._row(audition, start, end)]).outputs()
         if output.stale:
             self.counters[f"{PREFIX}{DamageSite.STEP}"] += 1
@@ -159,7 +162,7 @@ class AuditRunner:
             self.counters["audits_computed"] += 1
             self._end(audition, AuditRunEvent.DONE, AuditEnd.COMPUTED)
         else:
-            self._manager.free_window_pages(audition.allocation, end)
+            self._manager.growth.free_window_pages(audition.held, end)
 
     def _admit(self) -> AuditRun | None:
         if not self._waiting:
@@ -167,7 +170,9 @@ class AuditRunner:
         audition = self._waiting.popleft()
         nothing = TokenPrefix.of((), self._manager.spec.page_tokens)
         positions = len(audition.audit.tokens) - 1
-        allocation = self._manager.allocate(nothing, positions, f"audit {audition.audit.request_id}", reusable=0)
+        allocation = self._manager.prefixes.allocate(
+            nothing, positions, f"audit {audition.audit.request_id}", reusable=0
+        )
         if allocation is None:
             self._preempt(audition, "no room for it now")
             return None
@@ -178,15 +183,15 @@ class AuditRunner:
         return audition
 
     def _row(self, audition: AuditRun, start: int, end: int) -> BatchRow:
-        audit, allocation = audition.audit, audition.allocation
-        assert allocation is not None
-        tables = self._manager.block_tables(allocation, start, end)
+        audit, allocation = audition.audit, audition.held
+        tables = self._manager.growth.block_tables(allocation, start, end)
         full = tables.pop(self._manager.full)
         known = KnownAnswer(audit.sampling, audit.tokens, audit.prompt_len)
         return BatchRow(audit.tokens[start:end], start, full.pages, epochs=full.epochs, others=tables, replay=known)
 
     def _judge(self, audition: AuditRun, found: tuple[TokenDifference, ...]) -> None:
-        """Keep count of what differs; where numbers aren't exact, `differences` are those beyond the margin."""
+        """Count the tokens that differ and keep the first of them for the report; where numerics aren't exact, those
+        with a gap beyond `audit.margin`."""
         audition.differing += len(found)
         beyond = [d for d in found if self._exact or d.gap > self._margin]
         audition.differences += beyond[: MOST_TOLD - len(audition.differences)]
@@ -214,10 +219,10 @@ class AuditRunner:
         self._leave(audition, event)
 
     def _leave(self, audition: AuditRun, event: AuditRunEvent) -> None:
-        """The one way out of the books."""
+        """Free what the audit holds and take it out of the queue. Every audit ends through here."""
         audition.state = AUDITS.next(audition.state, event)
         if audition.allocation is not None:
-            self._manager.free(audition.allocation)
+            self._manager.table.free(audition.allocation)
             audition.allocation = None
         if self._running is audition:
             self._running = None

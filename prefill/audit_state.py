@@ -44,7 +44,7 @@ AUDITS = StateTable[AuditRunState, AuditRunEvent](
 
 @dataclass(eq=False)
 class AuditRun:
-    """One audit on this worker."""
+    """One audit on this worker: its command, its state, and the result so far."""
 
     session: SessionId
     audit: Audit
@@ -53,5 +53,14 @@ class AuditRun:
     committed: int = 0
     """Positions whose state is computed."""
     checked: int = 0
+    """Tokens of the answer that were drawn again."""
     differing: int = 0
+    """How many of those came out differently."""
     differences: list[TokenDifference] = field(default_factory=list)
+    """The first of those, for the report."""
+
+    @property
+    def held(self) -> Allocation:
+        """The allocation, for callers that know by the state that there is one."""
+        assert self.allocation is not None, f"{self.state} without an allocation"
+        return self.allocation

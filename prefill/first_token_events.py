@@ -1,4 +1,4 @@
-"""What prefill tells a router of a finished prompt: prompt scores, the first token, and the leg's report."""
+"""The events of a finished prompt for its router: prompt scores, the first token, and the leg's report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from prefill.request import PrefillRequest
 
 
 def first_token_events(request: PrefillRequest, worker: WorkerName) -> list[Event]:
-    """In this order: the prompt's log-probabilities if asked for, the first token if one was drawn, the report."""
+    """Return the events in this order: prompt scores if asked for, the first token if one was drawn, the report."""
     submit, key = request.submit, (request.submit.request_id, request.submit.attempt)
     events: list[Event] = []
     if request.wants_scores:

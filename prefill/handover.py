@@ -1,4 +1,4 @@
-"""The hand-over of prefill's requests: their rooms, what of their state is written when, and what came of it."""
+"""The hand-over of prefill's requests: opens rooms, writes sealed pages as steps finish them, reports outcomes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from contracts.errors import ErrorKind
 from contracts.ids import RoomId
 from contracts.messages.router_commands import Submit
 from prefill.request import PrefillPhase, PrefillRequest
-from transfer.rooms.kv_sender import KVSender
 from transfer.rooms.metadata_slots import HandoverMetadata
 from transfer.rooms.room_outcomes import RoomGranted
+from transfer.rooms.sender.kv_sender import KVSender
 from worker.request_table import RequestTable
 from worker.sendable_pages import finished
 
@@ -26,39 +26,40 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Damaged:
-    """What decode got of this request isn't what was sealed here."""
+    """What decode received of this request didn't match its tags. The request may have left this worker already."""
 
     request: PrefillRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The room of this request has ended without it."""
+    """The room of this request has ended before decode had everything."""
 
     request: PrefillRequest
     reason: str
 
 
 class PrefillHandover:
-    """The sender's rooms, by request; see the module's prose."""
+    """The sending end of the rooms of prefill's requests; see the module's prose."""
 
     def __init__(self, sender: KVSender, requests: RequestTable[PrefillRequest]) -> None:
         self.sender = sender
         self._requests = requests
         self._unconfirmed: dict[RoomId, PrefillRequest] = {}
-        """Requests that have left, until decode confirms that what was sent is right."""
+        """Requests that have left this worker, until decode confirms that everything arrived and matches its tags."""
 
     def open(self, submit: Submit) -> None:
-        """Open the room of a request that decode waits for. Raises `WireError` where that can't be."""
+        """Open the room of a request with a decode leg; without one, do nothing. Raises `WireError` where the room
+        exists already, or decode has given it up."""
         if submit.peer is not None:
             self.sender.open(submit.room, submit.peer)
 
     def granted(self, request: PrefillRequest) -> bool:
-        """Whether decode has granted pages to it."""
+        """Whether decode has granted pages to the request."""
         return self.sender.granted(request.submit.room)
 
     def poll(self) -> Iterator[Granted | Damaged | Lost]:
-        """What rooms have come to, told one by one; what is told is acted on before the next."""
+        """Yield what became of rooms, one by one; the caller must act on each before it takes the next."""
         by_room = {r.submit.room: r for r in self._requests}
         for outcome in self.sender.poll():
             request = by_room.get(outcome.room)
@@ -74,9 +75,10 @@ class PrefillHandover:
                 yield Lost(request, outcome.reason)
 
     def write(self, request: PrefillRequest, computed: Completion) -> bool:
-        """Hand over what is sealed and not yet sent, after the step behind it; with the last page, the metadata.
+        """Write the sealed pages that decode wants and doesn't have yet; behind the last page, the metadata.
 
-        Returns whether that is all of it: it may leave. Raises `WireError` where its metadata can't be sent.
+        The writes go out once `computed` is done. Returns whether everything is posted, so that the request may leave;
+        False while decode has granted nothing. Raises `WireError` where the metadata can't be sent.
         """
         room = request.submit.room
         if not self.sender.granted(room) or request.allocation is None:
@@ -93,10 +95,11 @@ class PrefillHandover:
         return True
 
     def finish(self, request: PrefillRequest) -> None:
-        """Prefill has answered by itself: decode has nothing to do."""
+        """End the room of a request that prefill has answered alone: decode has nothing to do."""
         self.sender.finish(request.submit.room)
 
     def fail(self, request: PrefillRequest, kind: ErrorKind, message: str) -> None:
+        """Give up the request's room and tell decode why. Does nothing when the room is over."""
         self.sender.fail(request.submit.room, kind, message)
 
     def counters(self) -> dict[str, float]:
@@ -104,7 +107,7 @@ class PrefillHandover:
         return {**sender.outgoing, "sent_bytes": sender.sent_bytes, "late_messages": sender.late}
 
     def check(self) -> list[str]:
-        """What doesn't agree in its rooms and those of the sender."""
+        """Recount, in the sender too; returns what doesn't agree."""
         found = self.sender.check()
         if self.sender.unconfirmed != self._unconfirmed.keys():
             found.append(f"{len(self._unconfirmed)} requests wait for decode's word, not the rooms that do")

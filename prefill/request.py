@@ -1,9 +1,9 @@
 """A request on its way through prefill, and the states it goes through.
 
-docs/states.md draws them. It is computed with its last chunk, and gone once its hand-over is posted.
-A request is parked when one whose pages decode has already granted needs the room: its finished pages go to the
-tree, and it starts over from what is still there. It also starts over when a step finds that a page of it was given
-away, or when what was loaded for it turns out damaged. Its first token, once drawn, stays drawn.
+docs/states.md draws the states. A request is computed with its last chunk, and gone once its hand-over is posted. It is
+preempted when a request to which decode has already granted pages needs the memory: its finished pages go to the tree,
+and it starts over from what is still there. It also starts over when a step finds that one of its pages was given away,
+or when state that was loaded for it turns out damaged. Its first token, once drawn, stays drawn.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from cache.allocation.allocation import Allocation, CachedTokens
-from cache.prefix_cache.token_prefix import TokenPrefix
+from cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from cache.tiers.prefetch_request import PrefetchRequest
 from contracts.ids import WorkerName
 from contracts.interfaces.worker_interface import SessionId
@@ -57,39 +57,45 @@ class PrefillRequest:
     session: SessionId
     submit: Submit
     arrived: float
+    """When the request came, in seconds of the worker's clock."""
     deadline: float
+    """When it is failed, on the same clock."""
     prefix: TokenPrefix
     """The prompt's whole pages."""
     chain: list[bytes]
-    """Block hashes of all its pages, the last partly filled one included."""
+    """Block hashes of all pages of the prompt, the last partly filled one included."""
     prefetch: PrefetchRequest | None = None
-    """What storage has of it, on its way to the host."""
+    """The read of its pages from storage into host memory, if one was begun."""
     phase: PrefillPhase = PrefillPhase.WAITING
     allocation: Allocation | None = None
     """Its pages, while it is running or computed."""
     committed: int = 0
-    """Positions whose state is known to be there: what may be sealed, shared and sent."""
+    """Positions whose state is known to be complete: what may be sealed, shared and sent."""
     launched: int = 0
     """Positions whose state was given to the device to compute."""
     planned: int = 0
-    """Positions that are decided on."""
+    """Positions that the scheduler has decided to compute."""
     shared: int = 0
     """Positions up to which its finished pages were given to the tree."""
     awaited: int = 0
-    """Positions up to which others wait for its pages rather than compute them too; 0: nobody does."""
+    """Positions up to which other requests wait for its pages rather than compute them too; 0: none waits."""
     latest: StepHandle | None = None
-    """The last launched step that it was part of."""
+    """The last launched step with a row of it."""
     starts: int = 0
-    """How often it started over: what earlier starts launched is not for it any more."""
+    """How often it started over; rows that earlier starts launched don't count any more."""
     ends: dict[str, int] = field(default_factory=dict)
     """Digests at the prompt's end, by pool: of the last page where it is partly filled, and of the state."""
     cached: CachedTokens = field(default_factory=CachedTokens)
     computed: int = 0
+    """Positions that this worker computed for it, all starts together."""
     stale: int = 0
     """Steps that found one of its pages given away."""
     first: DrawnToken | None = None
+    """The token after the prompt, once drawn."""
     scores: list[TokenLogprob] = field(default_factory=list)
+    """Log-probabilities of the prompt's tokens 1.., as far as computed, where asked for."""
     marks: dict[str, float] = field(default_factory=dict)
+    """Seconds from its arrival to events, by the names of `LegReport`."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -97,17 +103,24 @@ class PrefillRequest:
 
     @property
     def left(self) -> int:
-        """Positions to compute until it is done, or as far as others wait for: then it is as urgent as they are."""
+        """Positions left to compute: to the prompt's end, or as far as other requests wait for them, so that it is as
+        urgent as those are."""
         return (self.awaited if self.awaited > self.launched else len(self.tokens)) - self.launched
 
     @property
+    def held(self) -> Allocation:
+        """The allocation, for callers that know by the phase that there is one."""
+        assert self.allocation is not None, f"{self.phase} without an allocation"
+        return self.allocation
+
+    @property
     def peer(self) -> WorkerName | None:
-        """The decode worker that it is for."""
+        """The decode worker of the other leg; None where there is none."""
         return self.submit.peer.name if self.submit.peer is not None else None
 
     @property
     def alone(self) -> bool:
-        """Prefill answers without a decode worker."""
+        """Whether prefill answers without a decode worker."""
         return self.submit.peer is None
 
     @property
@@ -119,11 +132,11 @@ class PrefillRequest:
         return self.submit.sampling.max_tokens > 0 and self.first is None
 
     def last_boundary(self, page_tokens: int) -> int:
-        """The last page boundary that leaves something to compute."""
+        """Return the last page boundary, in positions, that leaves something to compute."""
         return (len(self.tokens) - 1) // page_tokens * page_tokens
 
     def check(self) -> list[str]:
-        """What its own numbers contradict."""
+        """Recount; returns what its lengths, phase and allocation contradict."""
         found, lengths = [], (self.committed, self.launched, self.planned)
         if list(lengths) != sorted(lengths) or lengths[1] != lengths[2] or len(self.tokens) < lengths[2]:
             found.append(f"request {self.submit.request_id} has lengths {lengths} of {len(self.tokens)}")
@@ -132,13 +145,14 @@ class PrefillRequest:
         return found
 
     def start_over(self) -> None:
-        """Nothing of it is computed; what was handed over and published stays so, as it comes out the same again."""
+        """Count nothing as computed any more. What was handed over and published stays so, as it comes out the same
+        when it is computed again."""
         self.ends, self.scores = {}, []
         self.begin(0)
         self.starts += 1
 
     def begin(self, positions: int) -> None:
-        """The state of so many positions is there to start with."""
+        """Set all lengths to `positions`: their state is there to start with."""
         self.committed = self.launched = self.planned = self.shared = positions
         self.awaited = 0
 
@@ -148,7 +162,7 @@ class PrefillRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepMember:
-    """Whose a row of a launched step is."""
+    """The owner of one row of a launched step: `count` positions of `request`, computed in its start number `start`."""
 
     request: PrefillRequest
     start: int
@@ -157,5 +171,5 @@ class StepMember:
 
     @property
     def current(self) -> bool:
-        """Whether the request has not started over since."""
+        """Whether the request has not started over since the launch."""
         return self.start == self.request.starts

@@ -1,7 +1,8 @@
 """The prefill scheduler: which requests are admitted, and which chunks of prompts the next step computes.
 
-The order of admission is the one policy here: requests whose pages decode has granted come first, in order of arrival,
-and may preempt others that have no grant yet, so whoever holds decode's memory always gets on.
+The order of admission is the one policy here: requests to which decode has granted pages, and those that prefill
+answers alone, come first, in order of arrival. They may preempt requests that have no grant yet, so a request that
+holds decode's memory always gets on.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from contracts.clock import Clock
 from contracts.config.worker_config import PrefillConfig
 from engine.runner.batch import BatchRow, TokenDraw
 from prefill.request import PrefillEvent, PrefillPhase, PrefillRequest
-from prefill.request_pages import RequestPages
+from prefill.request_pages import PrefillPages
 from worker.request_table import RequestTable
 
 
@@ -27,12 +28,13 @@ class ScheduledChunk:
 
 
 class PrefillScheduler:
-    """See the module's prose. `granted` says whether decode has granted pages to a request."""
+    """The admission and the batches of one prefill worker; see the module's prose. `granted` says whether decode has
+    granted pages to a request."""
 
     def __init__(
         self,
         requests: RequestTable[PrefillRequest],
-        pages: RequestPages,
+        pages: PrefillPages,
         granted: Callable[[PrefillRequest], bool],
         config: PrefillConfig,
         clock: Clock,
@@ -40,12 +42,12 @@ class PrefillScheduler:
         self._requests, self._pages, self._granted = requests, pages, granted
         self._manager, self._page_tokens = pages.manager, pages.page_tokens
         self._config, self._clock = config, clock
-        self.counters = {"preemptions": 0.0}
+        self.counters = {"preemptions": 0.0, "prefetches_given_up": 0.0}
 
     # ------------------------------------------------------------ admission
 
     def admit(self) -> None:
-        """Give pages to those who wait, as far as there are any."""
+        """Give pages to waiting requests, as far as there are any, up to `prefill.max_running` requests in all."""
         waiting = [r for r in self._requests if r.phase is PrefillPhase.WAITING]
         running = [r for r in self._requests if r.phase is PrefillPhase.RUNNING]
         for request in sorted(waiting, key=lambda r: not self._entitled(r)):
@@ -53,10 +55,10 @@ class PrefillScheduler:
                 return
             if self._waits_for_another(request, running):
                 continue
-            if request.prefetch is not None and not self._manager.may_run(request.prefetch):
+            if request.prefetch is not None and not self._manager.tiers.prefetcher.may_run(request.prefetch):
                 continue
             while not self._pages.take(request):
-                if not (self._entitled(request) and self.preempt_youngest()):
+                if not (self._entitled(request) and self.preempt_youngest()) and not self._give_up_prefetch(waiting):
                     return
                 running = [r for r in running if r.phase is PrefillPhase.RUNNING]
             request.step(PrefillEvent.ADMIT)
@@ -72,23 +74,38 @@ class PrefillScheduler:
         self.counters["preemptions"] += 1
         return True
 
+    def _give_up_prefetch(self, waiting: list[PrefillRequest]) -> bool:
+        """Let go of what was prefetched for the youngest of `waiting`, where nothing else will make room; False when
+        there is nothing to let go of.
+
+        Under `cache.write_policy: back`, pages of the device can't be evicted while the host is full and keeps pages
+        below them: with nothing allocated and nothing being copied, prefetched pages are all that keeps them.
+        """
+        if len(self._manager.table) or self._manager.busy:
+            return False
+        holders = [r for r in waiting if r.phase is PrefillPhase.WAITING and r.prefetch is not None]
+        if not holders:
+            return False
+        self._pages.release_prefetch(holders[-1])
+        self.counters["prefetches_given_up"] += 1
+        return True
+
     def _entitled(self, request: PrefillRequest) -> bool:
-        """Whether decode waits for this request, with its memory."""
+        """Whether the request comes first: decode holds memory for it, or prefill answers it alone."""
         return request.alone or self._granted(request)
 
     def _waits_for_another(self, request: PrefillRequest, running: list[PrefillRequest]) -> bool:
         """Whether one of `running` is about to compute pages that `request` can have from the tree afterwards.
 
-        It waits for what they have in common and no longer, and until then that one is as urgent as `request` is
-        (`PrefillRequest.left`), so waiting doesn't take longer than computing the same beside it.
+        `request` waits for the pages that both have in common and no longer. Until then the other one is as urgent as
+        `request` is (`PrefillRequest.left`), so waiting takes no longer than computing the same pages beside it.
         """
         for other in running if self._pages.reuse else ():
-            assert other.allocation is not None
             most = min(self._pages.reusable(request), len(other.prefix))
             # Keys are chained: pages are in common up to the first that differs.
             common = bisect_left(range(most), True, key=lambda page: request.chain[page] != other.chain[page])
             end = common * self._page_tokens
-            if end > max(other.shared, other.allocation.depth * self._page_tokens):
+            if end > max(other.shared, other.held.depth * self._page_tokens):
                 other.awaited = end if not other.awaited > other.launched else min(end, other.awaited)
                 return True
         return False
@@ -96,12 +113,12 @@ class PrefillScheduler:
     # ------------------------------------------------------------ the next step
 
     def next_batch(self) -> list[ScheduledChunk]:
-        """The step's chunks, in order of arrival: what of its token budget each request gets.
+        """Divide the next step's token budget among the running requests; returns its chunks, in order of arrival.
 
-        A part of the budget (`prefill.short_share`) goes first to those who have less left to compute than the oldest,
+        A part of the budget (`prefill.short_share`) goes first to requests with less left to compute than the oldest,
         the least first, so that a short prompt doesn't wait for a long one. The rest goes to all in order of arrival:
-        the oldest always has the other part, and whoever waits becomes the oldest. Chunks end at page boundaries, but
-        where the prompt ends.
+        the oldest always has the other part, and every request that waits becomes the oldest in time. Chunks end at
+        page boundaries, except at the end of the prompt and where the whole budget is less than a page.
         """
         able = [
             r for r in self._requests if r.phase is PrefillPhase.RUNNING and r.allocation and r.launched < len(r.tokens)
@@ -118,21 +135,21 @@ class PrefillScheduler:
         return [ScheduledChunk(request, self._row(request, count)) for request, count in planned if count]
 
     def _plan(self, request: PrefillRequest, most: int) -> int:
-        """Plan up to `most` further positions of it for this step; returns how many."""
+        """Plan up to `most` more positions of the request for this step; returns how many."""
         size, planned = self._page_tokens, request.planned
         # Recurrent states are kept as they are at the last page boundary: a chunk ends there.
-        boundary = request.last_boundary(size) if self._manager.stateful else 0
+        boundary = request.last_boundary(size) if self._manager.slots.stateful else 0
         whole = boundary if request.launched < boundary else len(request.tokens)
-        if self._manager.stateful and request.awaited > request.launched:
-            whole = min(whole, request.awaited)  # And those who wait for it go on from the state there.
+        if self._manager.slots.stateful and request.awaited > request.launched:
+            whole = min(whole, request.awaited)  # Requests that wait for it go on from the state there.
         end = min(whole, planned + most)
         if end < whole and end // size * size > planned:
             end = end // size * size
         elif end < whole and most < self._config.chunk_tokens:
-            return 0  # Less than a page, which a whole budget is the first to compute.
+            return 0  # Less than a page is left to a step with the whole budget for it.
         if request.allocation is None or end <= planned:
             return 0
-        request.planned = max(planned, self._manager.extend(request.allocation, end))
+        request.planned = max(planned, self._manager.growth.extend(request.allocation, end))
         return request.planned - planned
 
     def _row(self, request: PrefillRequest, count: int) -> BatchRow:
@@ -141,8 +158,7 @@ class PrefillScheduler:
         last = end == len(tokens)
         draw = TokenDraw(sampling, tokens, request.submit.prompt_len) if last and request.wants_draw else None
         follow = tokens[start + 1 : end + 1] if request.wants_scores else ()
-        assert request.allocation is not None
-        tables = self._manager.block_tables(request.allocation, start, end)
+        tables = self._manager.growth.block_tables(request.held, start, end)
         full = tables.pop(self._manager.full)
         top = sampling.prompt_logprobs or 0
         return BatchRow(

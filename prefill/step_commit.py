@@ -1,7 +1,7 @@
-"""The commit of prefill's steps: a batch is launched, and what it computed counts once it is known to be complete.
+"""The step commit of prefill: launches a batch, and counts what it computed once that is known to be complete.
 
-Nothing of a step counts before all that was loaded for it has proved good, and before its rows are known to have read
-their own pages and to have come to numbers.
+Nothing of a step counts before all state that was loaded for it is verified, and before its rows are known to have read
+their own pages and to have finite logits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contracts.errors import ErrorKind
 from engine.runner.batch import NONFINITE, RowOutput
 from engine.runner.model_runner import ModelRunner
 from prefill.request import PrefillPhase, PrefillRequest, StepMember
-from prefill.request_pages import RequestPages
+from prefill.request_pages import PrefillPages
 from prefill.scheduler import ScheduledChunk
 from worker.nonfinite_rows import NonfiniteRows
 from worker.request_table import RequestTable
@@ -27,12 +27,12 @@ from worker.step_overlap import StepOverlap
 
 log = logging.getLogger("twinpool.prefill")
 _STALE_LIMIT = 2
-"""How often a request starts over because a page of it was given away, before it is failed."""
+"""How often a request starts over because one of its pages was given away; the next time it is failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkDone:
-    """A chunk of this request is committed and sealed; `computed` is the step behind it."""
+    """A chunk of this request is committed and sealed; `computed` is the completion of the step that computed it."""
 
     request: PrefillRequest
     computed: Completion
@@ -40,7 +40,7 @@ class ChunkDone:
 
 @dataclass(frozen=True, slots=True)
 class ChunkFailed:
-    """This request can't go on."""
+    """This request can't go on: the worker fails it with `kind` and `message`."""
 
     request: PrefillRequest
     kind: ErrorKind
@@ -48,12 +48,12 @@ class ChunkFailed:
 
 
 class PrefillStepCommit:
-    """See the module's prose. `pause` sleeps through `faults.step_delay_s`."""
+    """The steps of one prefill worker; see the module's prose. `pause(seconds)` sleeps, for `faults.step_delay_s`."""
 
     def __init__(
         self,
         requests: RequestTable[PrefillRequest],
-        pages: RequestPages,
+        pages: PrefillPages,
         engine: ModelRunner,
         fitness: NonfiniteRows,
         config: Config,
@@ -64,7 +64,7 @@ class PrefillStepCommit:
         self._manager, self._config, self._clock, self._pause = pages.manager, config, clock, pause
         self._overlap = StepOverlap[StepMember]()
         self.committed = False
-        """Whether the last round committed something: then the next may have room for somebody."""
+        """Whether the last round committed a step: then the next round may have pages for a waiting request."""
         self.steps = 0
         self.counters = {"prompt_tokens_computed": 0.0, "stale_pages": 0.0}
 
@@ -73,7 +73,7 @@ class PrefillStepCommit:
         return len(self._overlap)
 
     def drop(self) -> None:
-        """Wait for no step any more: the worker closes."""
+        """Wait for the steps under way and drop their results: the worker closes."""
         self._overlap.drop()
 
     def launch(self, batch: list[ScheduledChunk]) -> None:
@@ -84,39 +84,42 @@ class PrefillStepCommit:
             request.launched = request.planned
             request.latest = step
             boundary = request.launched % self._pages.page_tokens == 0
-            if self._manager.stateful and request.allocation is not None and boundary:
-                self._manager.snapshot(request.allocation, request.launched)
+            if self._manager.slots.stateful and request.allocation is not None and boundary:
+                self._manager.slots.snapshot(request.allocation, request.launched)
         if self._config.faults.step_delay_s:
             self._pause(self._config.faults.step_delay_s)
 
     def landed(self, began: float, *, go_on: bool) -> Iterator[ChunkDone | ChunkFailed]:
-        """Commit the steps that are complete, one by one; what came of their rows is acted on as it is told.
+        """Commit the steps that are complete; yields what came of each row.
 
-        `began`: when this round did. `go_on`: another step was launched, so the last one may be waited for later.
+        The caller must act on each outcome before it takes the next. `began`: when this round began, in seconds of the
+        clock. `go_on`: another step was launched in this round, so the last one may be waited for later.
         """
         self.committed = False
         for results in self._overlap.landed(go_on=go_on):
             self.committed = True
             self.steps += 1
-            self._manager.computed(sum(member.count for member, _ in results), self._clock.now() - began)
+            self._manager.planner.computed(sum(member.count for member, _ in results), self._clock.now() - began)
             self._prove([member for member, _ in results])
-            # Who ended or started over while this step was under way has no use for what it computed.
+            # A request that ended or started over while this step was under way has no use for its result.
             yield from self._take(
                 [(m, out) for m, out in results if m.request.phase is PrefillPhase.RUNNING and m.current]
             )
 
     def recover(self, invalid: list[Allocation]) -> None:
-        """Start over whoever relied on state that turned out damaged: it isn't in the tree any more."""
+        """Restart the requests whose allocations are in `invalid`: state that was loaded for them is damaged, and isn't
+        in the tree any more."""
         for request in [r for r in self._requests if r.allocation in invalid]:
             log.warning("request %s: it starts over, as a page loaded for it was damaged", request.submit.request_id)
             self._pages.restart(request)
 
     def _prove(self, members: list[StepMember]) -> None:
-        """Wait until all that was loaded for these has proved good or not: before that, nothing of it is committed."""
+        """Wait until all state that was loaded for these rows is verified, and restart requests for which it is
+        damaged; before that, nothing of the step is committed."""
         for member in members:
             allocation = member.request.allocation
-            if member.current and allocation is not None and not self._manager.settled(allocation):
-                for completion in self._manager.completions(allocation):
+            if member.current and allocation is not None and not self._manager.planner.ready(allocation):
+                for completion in self._manager.planner.completions(allocation):
                     completion.wait()
                 self.recover(self._manager.poll())
 
@@ -144,7 +147,8 @@ class PrefillStepCommit:
             request.first = output.drawn
 
     def _stale(self, request: PrefillRequest) -> Iterator[ChunkFailed]:
-        """A page of it belongs to somebody else: nothing that it or the tree holds of its prompt can be trusted."""
+        """Restart a request whose row found one of its pages given away, and fail it after `_STALE_LIMIT` restarts:
+        neither its allocation nor what the tree has of its prompt can be trusted."""
         self.counters["stale_pages"] += 1
         self._log(DamageSite.STEP, request)
         self._pages.distrust(request)
@@ -156,7 +160,7 @@ class PrefillStepCommit:
         self._pages.restart(request)
 
     def _nonfinite(self, request: PrefillRequest) -> ChunkFailed:
-        """Its logits were no numbers, so its state isn't to be trusted either: nothing of it is kept or handed over."""
+        """Fail a request with non-finite logits: its state isn't trusted either, so none is kept or handed over."""
         self._fitness.nonfinite()
         self._log(DamageSite.LOGITS, request)
         self._pages.distrust(request)
@@ -166,14 +170,15 @@ class PrefillStepCommit:
         log_damage(log, site, request=request.submit.request_id, positions=[request.committed, request.launched])
 
     def _seal(self, requests: list[PrefillRequest]) -> None:
-        """Tag every page that the step finished; a prompt's last page is finished with the prompt."""
+        """Digest every page that the step finished, the partly filled last page of a finished prompt too, and give the
+        tree those that other requests can use already."""
         allocations = [(r.allocation, r.committed) for r in requests if r.allocation is not None]
-        self._manager.seal(allocations)
+        self._manager.sealer.seal(allocations)
         for request, (allocation, committed) in zip(requests, allocations, strict=True):
             if committed == len(request.tokens):
-                request.ends = self._manager.tail(allocation, committed) | self._manager.states(allocation, committed)
+                request.ends = self._manager.sealer.end_digests(allocation, committed)
             else:
-                self._manager.free_window_pages(allocation, committed)
+                self._manager.growth.free_window_pages(allocation, committed)
                 share = committed - request.shared >= self._config.prefill.share_tokens
                 if share or 0 < request.awaited <= committed:
                     self._pages.cache(request)

@@ -1,48 +1,42 @@
 """The prefill worker: a round polls rooms, expires, admits, launches a step and commits the one before it.
 
-Who is admitted and computed is the scheduler's (`prefill.scheduler`), what becomes of a launched step the commit's
-(`prefill.step_commit`), what goes to decode the hand-over's (`prefill.handover`). They tell the worker what came of it;
-it alone speaks to routers, and takes a request from the table by one way out.
+The scheduler (`prefill.scheduler`) decides which requests are admitted and computed, the step commit
+(`prefill.step_commit`) launches steps and commits them, the hand-over (`prefill.handover`) sends state to decode. They
+report outcomes to the worker, which alone sends events to routers and takes requests out of the table (`_leave`).
 """
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Callable
 
 from cache.device.device_port import DONE, Completion
 from cache.manager.kv_cache_manager import KVCacheManager
-from cache.prefix_cache.token_prefix import TokenPrefix
+from cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from contracts.block_hash import block_hashes
 from contracts.clock import Clock
 from contracts.config.cluster_config import Config
-from contracts.damage import PREFIX, DamageSite
 from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.fingerprint import Fingerprint
 from contracts.messages.router_commands import Command, MigrationCommand, Submit
-from contracts.messages.worker_events import Done
-from contracts.messages.worker_status import CheckReport, WorkerLimits
-from contracts.messages.worker_status import WorkerStatus as Status
+from contracts.messages.worker_status import CheckReport, WorkerStatus
 from engine.runner.model_runner import ModelRunner
 from prefill.audit_runner import AuditRunner
 from prefill.first_token_events import first_token_events
 from prefill.handover import Damaged, Granted, Lost, PrefillHandover
 from prefill.request import PrefillEvent, PrefillPhase, PrefillRequest
-from prefill.request_pages import RequestPages
+from prefill.request_pages import PrefillPages
 from prefill.scheduler import PrefillScheduler
 from prefill.step_commit import ChunkFailed, PrefillStepCommit
-from transfer.rooms.kv_sender import KVSender
+from transfer.rooms.sender.kv_sender import KVSender
 from worker.admission_check import AdmissionRefusal
-from worker.nonfinite_rows import NonfiniteRows
-from worker.request_table import RequestTable
 from worker.worker_loop import Sleeper, WorkerLoop, seconds_until
 
 
 class PrefillWorker(WorkerLoop[PrefillRequest]):
-    """See the module's prose. Implements `contracts.interfaces.worker_interface.Worker`."""
+    """The worker of the prefill role; see the module's prose. Implements
+    `contracts.interfaces.worker_interface.Worker`, which has half of its more than twenty methods; the others are the
+    steps of a round and the ends of requests."""
 
     role = Role.PREFILL
 
@@ -60,17 +54,12 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         clock: Clock,
         pause: Callable[[float], None],
     ) -> None:
-        self._name, self._incarnation, self._clock = name, incarnation, clock
-        self._engine, self._manager, self._sender = engine, manager, sender
-        self._pages = manager.pools.allocators[manager.full]
-        self.fits = WorkerLimits(manager.max_positions, context)
-        cluster = config.cluster
-        fitness = NonfiniteRows(cluster.nonfinite_rows, cluster.nonfinite_window_s, clock)
-        requests = RequestTable[PrefillRequest](name, self.fits, clock)
-        super().__init__(requests, waiter, fitness)
-        most = min(context, manager.max_positions)
+        super().__init__(name, incarnation, config.cluster, manager, sender, waiter, context=context, clock=clock)
+        self._engine = engine
+        requests, fitness = self._request_table, self._fitness
+        most = min(context, manager.supply.max_positions)
         self._auditor = AuditRunner(config, engine, manager, requests.emit, fitness.nonfinite, most)
-        self._request_pages = RequestPages(manager, reuse=config.cache_for(self.role).prefix_reuse)
+        self._request_pages = PrefillPages(manager, reuse=config.cache_for(self.role).prefix_reuse)
         self._handover = PrefillHandover(sender, requests)
         self._scheduler = PrefillScheduler(requests, self._request_pages, self._handover.granted, config.prefill, clock)
         self._steps = PrefillStepCommit(requests, self._request_pages, engine, fitness, config, clock, pause)
@@ -79,7 +68,7 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
 
     def handle(self, session: SessionId, command: Command) -> None:
         if isinstance(command, MigrationCommand):
-            return  # For decode: prefill's requests leave by themselves.
+            return  # For decode alone: prefill's requests leave with their hand-over.
         if self._auditor.handle(session, command, busy=self._busy):
             return
         submit = self._request_table.accept(session, command, self._cancel)
@@ -99,15 +88,14 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         if self._auditor and not self._busy:
             return
         if not self.runnable and not self._steps.committed:
-            fetched = [
-                self._manager.prefetch_deadline(r.prefetch) for r in self._request_table if r.prefetch is not None
-            ]
+            deadline = self._manager.tiers.prefetcher.deadline
+            fetched = [deadline(r.prefetch) for r in self._request_table if r.prefetch is not None]
             due = seconds_until(self._clock, self._request_table.next_deadline, self._sender.next_deadline, *fetched)
             self._waiter.wait(min(timeout_s, due))
 
     @property
     def _busy(self) -> bool:
-        """Whether there is anything to do that comes before audits."""
+        """Whether the worker has work that comes before audits, or drains."""
         return bool(self._request_table or self._steps or self._request_table.draining)
 
     def drop_session(self, session: SessionId) -> None:
@@ -127,51 +115,27 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
     def runnable(self) -> bool:
         return bool(self._steps) or any(r.phase is PrefillPhase.RUNNING for r in self._request_table)
 
-    @property
-    def control(self) -> str:
-        return self._sender.control
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        return self._sender.fingerprint
-
-    def status(self) -> Status:
-        waiting = sum(r.phase is PrefillPhase.WAITING for r in self._request_table)
-        return Status(
-            name=self._name,
-            role=self.role,
-            state="draining" if self._request_table.draining else "ready",
-            pid=os.getpid(),
-            node=platform.node(),
-            incarnation=self._incarnation,
-            running=len(self._request_table) - waiting,
-            waiting=waiting,
-            pages_total=self._pages.total,
-            pages_free=self._manager.free_pages(self._manager.full),
-            steps=self._steps.steps,
-            outgoing=self._sender.rooms,
-            counters={
-                **self._steps.counters,
-                **self._request_pages.counters,
-                **self._scheduler.counters,
-                **self._manager.stats(),
-                **self._handover.counters(),
-                **self._auditor.counters,
-                f"{PREFIX}{DamageSite.LOGITS}": self._fitness.rows,
-            },
+    def status(self) -> WorkerStatus:
+        counters = {
+            **self._steps.counters,
+            **self._request_pages.counters,
+            **self._scheduler.counters,
+            **self._handover.counters(),
+            **self._auditor.counters,
+        }
+        running = sum(r.phase is not PrefillPhase.WAITING for r in self._request_table)
+        return self._report.status(
+            running=running, steps=self._steps.steps, outgoing=self._sender.rooms, counters=counters
         )
 
     def check(self) -> CheckReport:
         found = self._manager.check() + self._handover.check()
-        allocations = sum(r.allocation is not None for r in self._request_table) + self._auditor.allocations
-        if allocations != self._manager.allocations:
-            found.append(f"{self._manager.allocations} allocations, requests hold {allocations}")
         found += [wrong for request in self._request_table for wrong in request.check()] + self._auditor.check()
-        pages, leases = self._pages.total, self._pages.leases
-        return CheckReport(self._name, pages, 0, leases, self._sender.rooms, tuple(found))
+        allocations = sum(r.allocation is not None for r in self._request_table) + self._auditor.allocations
+        return self._report.check(found, allocations, rooms=self._sender.rooms)
 
     def close(self) -> None:
-        self._request_pages.reuse = False  # Nobody will come for what could be kept.
+        self._request_pages.close()
         try:
             for request in self._request_table:
                 self._drop(request, ErrorKind.WORKER, "the worker closes")
@@ -189,11 +153,11 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         for told in self._handover.poll():
             match told:
                 case Damaged(request):
-                    self._manager.invalidate(request.prefix)
+                    self._manager.sharing.invalidate(request.prefix)
                 case Granted(request):
                     request.marks["grant"] = self._clock.now() - request.arrived
                     # What is still being loaded goes out with the step that waits for it.
-                    if request.allocation is not None and self._manager.settled(request.allocation):
+                    if request.allocation is not None and self._manager.planner.ready(request.allocation):
                         self._write(request, DONE)
                 case Lost(request, reason):
                     self._fail(request, ErrorKind.ROOM, reason, request.peer)
@@ -221,7 +185,7 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
                 self._write(request, told.computed)
 
     def _complete(self, request: PrefillRequest, computed: Completion) -> None:
-        """The prompt is done: publish its first token, then end the request or hand it over."""
+        """Publish a finished prompt's first token, then end the request or hand it over."""
         request.step(PrefillEvent.COMPUTED)
         self._request_pages.cache(request)
         if "prefill" not in request.marks:  # A preempted request has been published before.
@@ -238,7 +202,8 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
             self._write(request, computed)
 
     def _write(self, request: PrefillRequest, computed: Completion) -> None:
-        """Hand over what is sealed and not yet sent, after the step behind it; with the last of it, it leaves."""
+        """Hand over sealed pages that aren't sent yet, once `computed` is done; with the last one the request
+        leaves."""
         try:
             posted = self._handover.write(request, computed)
         except WireError as error:
@@ -257,14 +222,11 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
 
     def _finish(self, request: PrefillRequest, reason: str, stop_token: int | None) -> None:
         self._handover.finish(request)
-        submit = request.submit
-        self._request_table.emit(request.session, Done(submit.request_id, submit.attempt, reason, stop_token))
+        self._request_table.finished(request, reason, stop_token)
         self._leave(request)
 
     def _fail(self, request: PrefillRequest, kind: ErrorKind, message: str, blame: WorkerName | None = None) -> None:
-        submit = request.submit
-        done = Done(submit.request_id, submit.attempt, "error", error=kind, message=message, blame=blame)
-        self._request_table.emit(request.session, done)
+        self._request_table.failed(request, kind, message, blame)
         self._drop(request, kind, message)
 
     def _cancel(self, request: PrefillRequest, reason: str) -> None:
@@ -275,9 +237,8 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         self._leave(request)
 
     def _leave(self, request: PrefillRequest) -> None:
-        """The one way out of the table."""
+        """Free all that the request holds and take it out of the table. Every request ends through here."""
         self._request_pages.free(request)
-        if request.prefetch is not None:
-            self._manager.stop_prefetch(request.prefetch)
+        self._request_pages.release_prefetch(request)
         request.step(PrefillEvent.END)
         self._request_table.remove(request)

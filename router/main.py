@@ -1,8 +1,9 @@
-"""The router's process: ``python -m router.main --model DIR --controller HOST:PORT --port N``.
+"""The process of one router: ``python -m router.main --model DIR --controller HOST:PORT --port N``.
 
-It logs JSON lines to standard error and prints nothing. With ``--ready-fd`` it writes one line to that descriptor once
-it listens. SIGTERM and SIGINT end it: running answers end in an error event, workers are told, within seconds.
-Exit codes: 0 after a signal, 1 when something failed, 2 for wrong usage.
+The process logs JSON lines to standard error and prints nothing. With ``--ready-fd`` it writes one line to that
+descriptor once it listens. On SIGTERM or SIGINT it cancels its requests on the workers, ends running answers with an
+error and exits, all within seconds.
+Exit codes: 0 after SIGINT, the signal's own after SIGTERM, 1 when something failed, 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from contracts.errors import ConfigError, TwinpoolError
 from contracts.interfaces.discovery import WorkerDirectory
 from contracts.json_logs import log_to_stream
 from router.api.app import App, create_app
-from router.api.client_connections import BoundedHttpProtocol, ClientConnections, raise_descriptor_limit
+from router.api.connection_limits import BoundedHttpProtocol, ClientConnections, raise_descriptor_limit
 from router.links.controller_directory import ControllerDirectory
 from router.service.router_service import RouterService
 from router.state.router_log import log
@@ -37,10 +38,14 @@ BACKLOG = 2048
 GRACE_S = 2.0
 """How long connections may take to end after a signal."""
 KEEP_ALIVE_S = 65
+"""How long an idle connection is kept."""
 
 
 class RouterServer(uvicorn.Server):
-    """Uvicorn, with answers ended before connections are waited for."""
+    """Uvicorn's server, which at shutdown ends all answers first and waits for connections then.
+
+    `ready_fd`: a descriptor that gets one line once the server listens, and is closed then.
+    """
 
     def __init__(self, app: App, service: RouterService, ready_fd: int | None = None) -> None:
         self.connections = ClientConnections(service.config)
@@ -89,7 +94,10 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
 
 
 def read_config(path: Path | None) -> Config:
-    """Raises `ConfigError` for a file that can't be read or a key that is wrong."""
+    """Read the configuration from a JSON file; without a path it is all defaults.
+
+    Raises `ConfigError` for a file that can't be read or a key that is wrong.
+    """
     if path is None:
         return Config()
     try:
@@ -102,13 +110,14 @@ def read_config(path: Path | None) -> Config:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket, free port for 0. Raises `ConfigError` for an address that can't be had."""
+    """Return a listening TCP socket, of a free port for 0. Raises `ConfigError` for an address that can't be had."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         bound = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"can't listen on {host}:{port}: {error}") from None
-    # Connections inherit it. Without, a small write waits up to 40 ms for the acknowledgement of the one before.
+    # Accepted connections inherit the option. Without it a small write waits up to 40 ms for the acknowledgement of the
+    # write before.
     bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return bound
 
@@ -116,7 +125,7 @@ def listen(host: str, port: int) -> socket.socket:
 def serve(
     spec_folder: Path, config: Config, directory: WorkerDirectory, bound: socket.socket, ready_fd: int | None
 ) -> None:
-    """Serve until a signal comes."""
+    """Serve requests on `bound` until SIGTERM or SIGINT."""
     service = RouterService(read_model_spec(spec_folder), config, directory)
     log("router listens", address="{}:{}".format(*bound.getsockname()[:2]), model=service.spec.name, pid=os.getpid())
     RouterServer(create_app(service), service, ready_fd).run([bound])

@@ -10,11 +10,12 @@ from typing import Any
 from cache.device.device_port import Completion, Device, DeviceOp
 from cache.manager.kv_cache_manager import KVCacheManager
 from cache.pool.page_allocator import Lease
-from cache.prefix_cache.tree_components import WindowComponent
-from cache.prefix_cache.tree_node import NodePart, Tier, TreeNode
+from cache.prefix_cache.nodes.tree_components import WindowComponent
+from cache.prefix_cache.nodes.tree_node import NodePart, Tier, TreeNode
 from cache.storage.backends.memory_backend import MemoryBackend
 from cache.storage.backends.object_seal import seal
 from cache.storage.storage_backend import ObjectName
+from cache.tiers.prefetch import Prefetcher
 from cache.tiers.prefetch_request import PrefetchRequest
 
 _MAGIC = b"twinpage"
@@ -114,10 +115,10 @@ class Watch:
         self._detach, accounts.detach = accounts.detach, self.detach
         self._evict, eviction.evict = eviction.evict, self.evict
         self._invalidate, eviction.invalidate = eviction.invalidate, self.invalidate
-        wrapped: Any = manager
-        self._spill, wrapped._spill = wrapped._spill, self.spill
-        if manager.prefetcher is not None:
-            prefetcher: Any = manager.prefetcher
+        supply: Any = manager.supply
+        self._spill, supply._spill = supply._spill, self.spill
+        if isinstance(manager.tiers.prefetcher, Prefetcher):
+            prefetcher: Any = manager.tiers.prefetcher
             self._end, prefetcher._end = prefetcher._end, self.end
 
     def attach(self, node: TreeNode, name: str, tier: Tier, lease: Lease, digests: tuple[int, ...]) -> NodePart:

@@ -23,8 +23,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from cache.prefix_cache.token_prefix import TokenPrefix
-from cache.prefix_cache.tree_node import Tier
+from cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from cache.prefix_cache.nodes.tree_node import Tier
+from cache.tiers.prefetch import Prefetcher
 from tests.cache_visitors import Visitor
 from tests.cache_world import World
 from tests.poolsets import pool_sets
@@ -143,8 +144,9 @@ class Machine(RuleBasedStateMachine):
 
     def stop_waiting_for_storage(self, who: int) -> None:
         waiting = [v.prefetch for v in self.world.visitors if v.prefetch and not v.prefetch.over]
-        if waiting and self.world.manager.prefetcher is not None:
-            self.world.manager.prefetcher.stop(waiting[who % len(waiting)])
+        prefetcher = self.world.manager.tiers.prefetcher
+        if waiting and isinstance(prefetcher, Prefetcher):
+            prefetcher.stop(waiting[who % len(waiting)])
             self.world.changes += 1
 
     # ------------------------------------------------------------ around them
@@ -228,8 +230,7 @@ class Machine(RuleBasedStateMachine):
         self.happened.update(world.seen)
         self.happened["steps that changed state"] += self.steps
         self.happened["undisturbed runs"] += not world.disturbed
-        for part in (world.manager, world.manager.backup, world.manager.load_back, world.manager.prefetcher):
-            self.happened.update({k: int(v) for k, v in part.counters.items()} if part is not None else {})
+        self.happened.update({name: int(count) for name, count in world.manager.stats().items()})
 
 
 def drive(name: str, changes: int, events: Sequence[str] = (), *, disturbing: bool = True) -> Counter[str]:

@@ -17,12 +17,11 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from cache.device.device_port import DEVICE
-from cache.manager.swapping import SwapInProgress
-from cache.prefix_cache.tree_node import Tier
+from cache.manager.swap.swap_in import SwapInProgress
+from cache.prefix_cache.nodes.tree_node import Tier
 from cache.swap.swapped_state import SwappedState, SwapPlace
 from contracts.errors import CapacityError
 from tests.cache_visitors import Visitor
@@ -47,9 +46,9 @@ class Schedule:
             "prefetch_policy": rng.choice(["wait_complete", "best_effort", "timeout"]),
             "stride": rng.choice([1 << 40, PAGE_TOKENS]),
         }
-        self.world = World(pool_sets(PAGE_TOKENS)[self.name], seed, adversarial=True, **self.settings)
         # Copies of a request's state go in several pieces.
-        self.world.manager.config = replace(self.world.manager.config, copy_chunk_bytes=700)
+        spec = pool_sets(PAGE_TOKENS)[self.name]
+        self.world = World(spec, seed, adversarial=True, chunk_bytes=700, **self.settings)
         self.prompts = [[rng.randrange(2) for _ in range(PAGE_TOKENS * rng.randint(4, 7))] for _ in range(2)]
         self.log: list[str] = []
         self.away: list[tuple[Visitor, SwappedState]] = []
@@ -131,19 +130,23 @@ class Schedule:
         """Take a request's state to the host and its pages back at once: the copy's pins keep them."""
         world, size = self.world, PAGE_TOKENS
         idle = [
-            v for v in world.visitors if v.allocation and v.done and not v.steps and world.manager.settled(v.allocation)
+            v
+            for v in world.visitors
+            if v.allocation and v.done and not v.steps and world.manager.planner.ready(v.allocation)
         ]
         if not idle:
             return
         visitor = self.rng.choice(idle)
         assert visitor.allocation is not None
         try:
-            swapped = world.manager.swap_out(visitor.allocation, visitor.prefix.head(visitor.done), visitor.done * size)
+            swapped = world.manager.swap_out.start(
+                visitor.allocation, visitor.prefix.head(visitor.done), visitor.done * size
+            )
         except CapacityError:
             world.disturbed = True
             return
         world.disturbed = True
-        world.manager.free(visitor.allocation)
+        world.manager.table.free(visitor.allocation)
         world.visitors.remove(visitor)
         self.away.append((visitor, swapped))
         world.seen["retracted"] += 1
@@ -152,31 +155,31 @@ class Schedule:
     def shelve(self) -> None:
         """Send what is swapped out on to storage, or bring it back to the host."""
         for visitor, swapped in self.away:
-            self.world.manager.settle_swap_out(swapped)
+            self.world.manager.swap_out.settle(swapped)
             tokens = list(visitor.prefix.tokens(0, visitor.done))
             if swapped.place is SwapPlace.HOST and self.rng.random() < 0.3 and swapped.leases:
-                self.world.seen["swapped out on storage"] += self.world.manager.put_on_storage(swapped, tokens)
+                self.world.seen["swapped out on storage"] += self.world.manager.swap_out.to_storage(swapped, tokens)
             elif swapped.place is SwapPlace.STORED:
                 self._fetch(swapped, tokens)
 
     def _fetch(self, swapped: SwappedState, tokens: list[int]) -> None:
         self.world.disturbed = True
         with suppress(CapacityError):
-            self.world.manager.fetch_from_storage(swapped, tokens)
+            self.world.manager.swap_out.from_storage(swapped, tokens)
 
     def resume(self) -> None:
         """Begin to bring a retracted request back, or take in one that has come."""
         world = self.world
         self._take_in()
         for _, swapped in self.away:
-            world.manager.settle_swap_out(swapped)
+            world.manager.swap_out.settle(swapped)
         assert all(swapped.place is not SwapPlace.LOST for _, swapped in self.away)
         ready = [entry for entry in self.away if entry[1].place is SwapPlace.HOST]
         if not ready:
             return
         visitor, swapped = self.rng.choice(ready)
-        before = world.manager.counters["pages_evicted"]
-        returning = world.manager.swap_in(swapped, len(visitor.prefix) * PAGE_TOKENS)
+        before = world.manager.supply.counters["pages_evicted"]
+        returning = world.manager.swap_in.start(swapped, len(visitor.prefix) * PAGE_TOKENS)
         world.look(before)
         if returning is None:
             return
@@ -189,11 +192,11 @@ class Schedule:
     def _take_in(self) -> None:
         world = self.world
         world.poll()
-        for entry in [e for e in self.coming if e[1].restored.done and world.manager.settled(e[1].allocation)]:
+        for entry in [e for e in self.coming if e[1].restored.done and world.manager.planner.ready(e[1].allocation)]:
             self.coming.remove(entry)
             visitor, returning = entry
-            assert world.manager.finish_swap_in(returning), returning.restored.damage
-            world.manager.drop(returning.swapped)
+            assert world.manager.swap_in.finished(returning), returning.restored.damage
+            world.manager.swap_out.drop(returning.swapped)
             world.visitors.append(visitor)
             world.seen["resumed"] += 1
 
@@ -201,7 +204,7 @@ class Schedule:
         """Everyone who is coming arrives; those who are still away are given up."""
         away, self.away = self.away, []
         for _, swapped in away:
-            self.world.manager.drop(swapped)
+            self.world.manager.swap_out.drop(swapped)
         self.adversarial.settle()
         if self.world.queue is not None:
             self.world.queue.run_all(self.rng)

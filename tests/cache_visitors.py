@@ -11,7 +11,7 @@ import torch
 
 from cache.allocation.allocation import Allocation
 from cache.device.device_port import Completion
-from cache.prefix_cache.token_prefix import TokenPrefix
+from cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from cache.tiers.prefetch_request import PrefetchRequest
 
 

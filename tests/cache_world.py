@@ -17,9 +17,8 @@ from itertools import count
 import torch
 
 from cache.allocation.allocation import Allocation
-from cache.allocation.block_table import NO_PAGE
+from cache.allocation.block_table import NULL_PAGE
 from cache.arena.arena import Arena
-from cache.arena.arena_keeper import ArenaKeeper
 from cache.device.adversarial_device import AdversarialDevice
 from cache.device.device_backends import CpuDevice
 from cache.device.device_port import DEVICE, Completion, Device, DeviceOp, DeviceStream, attempt, failure, spans
@@ -30,9 +29,9 @@ from cache.memory.page_moves import gather
 from cache.pool.load_gate import LayerBuffers
 from cache.pool.page_allocator import Pin
 from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.token_prefix import TokenPrefix
-from cache.prefix_cache.tree_components import WindowComponent
-from cache.prefix_cache.tree_node import Tier, TreeNode
+from cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from cache.prefix_cache.nodes.tree_components import WindowComponent
+from cache.prefix_cache.nodes.tree_node import Tier, TreeNode
 from cache.storage.backends.memory_backend import MemoryBackend
 from cache.storage.inline_queue import InlineIoQueue
 from cache.storage.io_queue import StorageOp
@@ -65,6 +64,7 @@ class World:
         stride: int = 1 << 40,
         counts: Mapping[str, int] | None = None,
         segment: memoryview | None = None,
+        chunk_bytes: int = CacheConfig().copy_chunk_bytes,
     ) -> None:
         """`segment`: memory for the host tier that outlives this world; what is left there is taken over."""
         self.spec, self.rng = spec, random.Random(seed)
@@ -84,6 +84,7 @@ class World:
         config = CacheConfig(
             page_tokens=spec.page_tokens,
             load_back="always",
+            copy_chunk_bytes=chunk_bytes,
             write_policy=write_policy,  # type: ignore[arg-type]
             eviction=eviction,  # type: ignore[arg-type]
             prefetch=PrefetchConfig(policy=prefetch_policy, base_s=0.01, per_token_s=0.0, batch_pages=2),  # type: ignore[arg-type]
@@ -102,16 +103,16 @@ class World:
         self.changes = 0
         """Steps that changed state."""
         self._number = 0
-        if self.manager.keeper is not None and self.arena is not None:
+        if self.arena is not None:
             if self.arena.bond:
-                self._take_over(self.manager.keeper)
+                self._take_over()
             else:
-                self.manager.keeper.begin(b"of these worlds.")
+                self.manager.tiers.keeper.begin(b"of these worlds.")
 
-    def _take_over(self, keeper: ArenaKeeper) -> None:
+    def _take_over(self) -> None:
         """What is sealed there was shared in an earlier world; not all that was shared is there."""
         self.disturbed = True
-        self.seen["adopted"] += keeper.adopt()
+        self.seen["adopted"] += self.manager.tiers.keeper.adopt()
         for node in self.manager.tree.accounts.nodes():
             for part in node.parts[Tier.HOST].values():
                 point = self.manager.tree.component(part.component).point
@@ -155,7 +156,9 @@ class World:
         prefix = TokenPrefix.of(tokens, self.spec.page_tokens, salt)
         # The last page may be left out, as its last position must be computed anyway.
         reusable = max(0, len(prefix) - (self.rng.random() < 0.7))
-        visitor = Visitor(f"request {self._number}", prefix, reusable, self.manager.prefetch(prefix.head(reusable)))
+        visitor = Visitor(
+            f"request {self._number}", prefix, reusable, self.manager.tiers.prefetcher.start(prefix.head(reusable))
+        )
         self.visitors.append(visitor)
         self.changes += 1
         return visitor
@@ -163,12 +166,12 @@ class World:
     def admit(self, visitor: Visitor) -> bool:
         if visitor.allocation is not None:
             return False
-        if visitor.prefetch is not None and not self.manager.prefetcher.may_run(visitor.prefetch):  # type: ignore[union-attr]
+        if visitor.prefetch is not None and not self.manager.tiers.prefetcher.may_run(visitor.prefetch):
             return False
         expected = self.expected(visitor.prefix, visitor.reusable)
         positions = len(visitor.prefix) * self.spec.page_tokens
-        before = self.manager.counters["pages_evicted"]
-        allocation = self.manager.allocate(
+        before = self.manager.supply.counters["pages_evicted"]
+        allocation = self.manager.prefixes.allocate(
             visitor.prefix, positions, visitor.name, reusable=visitor.reusable, prefetch=visitor.prefetch
         )
         self.look(before)
@@ -194,10 +197,9 @@ class World:
         self.seen["snapshot used"] += bool(allocation.slots) and allocation.depth > 0
 
     def look(self, evicted_before: float) -> None:
-        self.disturbed |= self.manager.counters["pages_evicted"] != evicted_before
-        backup, prefetcher = self.manager.backup, self.manager.prefetcher
-        self.disturbed |= backup is not None and backup.counters["saves_left_out"] > 0
-        self.disturbed |= prefetcher is not None and prefetcher.counters["prefetch_pages_dropped"] > 0
+        self.disturbed |= self.manager.supply.counters["pages_evicted"] != evicted_before
+        stats = self.manager.tiers.stats()
+        self.disturbed |= stats.get("saves_left_out", 0) + stats.get("prefetch_pages_dropped", 0) > 0
 
     def compute(self, visitor: Visitor, pages: int, *, snapshot: bool = False) -> bool:
         """Launch a forward pass over the next `pages` pages, perhaps while the one before is under way."""
@@ -236,17 +238,17 @@ class World:
         """Windows get their pages up to page `end`; returns how far they go."""
         allocation, size = visitor.allocation, self.spec.page_tokens
         assert allocation is not None
-        there = self.manager.extend(allocation, end * size) // size
+        there = self.manager.growth.extend(allocation, end * size) // size
         if there < end and not visitor.steps:
-            self.manager.free_window_pages(allocation, visitor.done * size)
-            there = self.manager.extend(allocation, end * size) // size
+            self.manager.growth.free_window_pages(allocation, visitor.done * size)
+            there = self.manager.growth.extend(allocation, end * size) // size
         self.seen["a window waited for its pages"] += there < end
         self.seen["a window used its pages again"] += bool(allocation.spare)
         return there
 
     def _snapshot(self, allocation: Allocation, pages: int) -> list[Completion]:
-        before = self.manager.counters["pages_evicted"]
-        if not self.manager.snapshot(allocation, pages * self.spec.page_tokens):
+        before = self.manager.supply.counters["pages_evicted"]
+        if not self.manager.slots.snapshot(allocation, pages * self.spec.page_tokens):
             self.seen["no slot for a snapshot"] += 1
             return []
         self.look(before)
@@ -257,7 +259,7 @@ class World:
         component = self.manager.tree.component(pool)
         first = max(0, done - component.reach) if isinstance(component, WindowComponent) else 0
         pages = allocation.tables[pool][first:done]
-        assert NO_PAGE not in pages, f"{pool}: pages that attention still sees have been given back"
+        assert NULL_PAGE not in pages, f"{pool}: pages that attention still sees have been given back"
         return list(pages)
 
     def _keys(self, visitor: Visitor, pool: str, pages: range) -> list[bytes]:
@@ -308,19 +310,19 @@ class World:
         if allocation is None or not visitor.steps or not visitor.steps[0].completion.done:
             return False
         self.poll()
-        if allocation.released or not self.manager.settled(allocation):
+        if allocation.released or not self.manager.planner.ready(allocation):
             return allocation.released
         step = visitor.steps.pop(0)
         assert not step.wrong, f"read other bytes than its own: {step.wrong}"
         assert failure(step.completion) is None
         visitor.done = step.end
         positions = step.end * self.spec.page_tokens
-        self.manager.seal([(allocation, positions)])
-        before = self.manager.counters["pages_evicted"]
+        self.manager.sealer.seal([(allocation, positions)])
+        before = self.manager.supply.counters["pages_evicted"]
         if snapshot and allocation.slots and not visitor.steps:
             self._snapshot(allocation, step.end)
         if self.rng.random() < 0.5:
-            self.manager.free_window_pages(allocation, positions)
+            self.manager.growth.free_window_pages(allocation, positions)
         if share:
             self._share(visitor, allocation)
         self.look(before)
@@ -333,7 +335,11 @@ class World:
         if allocation is None or not end or visitor.sends:
             return False
         self.manager.launch()
-        after = [step.completion for step in visitor.steps] + self.manager.completions(allocation) + allocation.started
+        after = (
+            [step.completion for step in visitor.steps]
+            + self.manager.planner.completions(allocation)
+            + allocation.started
+        )
         pages = {pool: self.attended(allocation, pool, end) for pool in allocation.tables}
         if not visitor.steps and end == len(visitor.prefix):
             pages |= {pool: list(slot.indices) for pool, slot in allocation.slots.items()}
@@ -371,11 +377,11 @@ class World:
         prefix = visitor.prefix.head(visitor.done)
         snapshots = [s for held in allocation.snapshots.values() for s in held]
         there = [s for s in snapshots if s.completion.done and failure(s.completion) is None]
-        self.manager.cache_pages(allocation, prefix)
+        self.manager.sharing.cache_pages(allocation, prefix)
         for pool, table in allocation.tables.items():
-            known = [p for p in range(len(prefix)) if p < allocation.depth or table[p] != NO_PAGE]
+            known = [p for p in range(len(prefix)) if p < allocation.depth or table[p] != NULL_PAGE]
             if pool != self.manager.full:
-                known = [p for p in range(len(prefix)) if table[p] != NO_PAGE]
+                known = [p for p in range(len(prefix)) if table[p] != NULL_PAGE]
             self.shared[pool] |= {prefix.key(page) for page in known}
         # One that was still being copied may have been offered or not.
         kept = [s for s in snapshots if s in there or not len(s.lease)]
@@ -387,10 +393,10 @@ class World:
         allocation = visitor.allocation
         if allocation is not None:
             self.seen["left with a step launched"] += bool(visitor.steps)
-            self.seen["left with a load under way"] += not self.manager.settled(allocation)
-            self.manager.free(allocation, [step.completion for step in visitor.steps])
+            self.seen["left with a load under way"] += not self.manager.planner.ready(allocation)
+            self.manager.table.free(allocation, [step.completion for step in visitor.steps])
         if visitor.prefetch is not None:
-            self.manager.stop_prefetch(visitor.prefetch)
+            self.manager.tiers.prefetcher.release(visitor.prefetch)
         self.visitors.remove(visitor)
         self.changes += 1
 
@@ -403,11 +409,11 @@ class World:
             visitor = next(v for v in self.visitors if v.allocation is allocation)
             self.leave(visitor)
         self._sent()
-        self.look(self.manager.counters["pages_evicted"])
+        self.look(self.manager.supply.counters["pages_evicted"])
 
     def evict(self, tier: Tier, pool: str, count: int) -> None:
         freed = (
-            self.manager.evict(pool, count)
+            self.manager.supply.evict(pool, count)
             if tier is Tier.DEVICE
             else self.manager.tree.eviction.evict(tier, pool, count)
         )
@@ -435,7 +441,7 @@ class World:
         return all(self.backend.exists([ObjectName("model", name, key) for name, key in keys]))
 
     def invalidate(self, prefix: TokenPrefix, page: int) -> None:
-        invalidated = self.manager.invalidate(prefix, page)
+        invalidated = self.manager.sharing.invalidate(prefix, page)
         self.disturbed |= invalidated > 0
         self.changes += invalidated > 0
 

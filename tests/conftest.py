@@ -38,15 +38,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark what tests/thorough.txt names, before marks choose what runs."""
-    if any(fnmatchcase(item.nodeid, pattern) for pattern in thorough()):
-        item.add_marker(pytest.mark.thorough)
+    """Mark what tests/thorough.txt and tests/soak.txt name, before marks choose what runs."""
+    for mark in LISTS:
+        if any(fnmatchcase(item.nodeid, pattern) for pattern in listed(mark)):
+            item.add_marker(mark)
+
+
+LISTS = ("thorough", "soak")
+"""Marks whose tests are listed in a file of that name: left to `make test-all`, left to `make soak`."""
 
 
 @functools.cache
-def thorough() -> tuple[str, ...]:
-    """Patterns of the tests that `make test` leaves to `make test-all`."""
-    lines = (line.strip() for line in Path(__file__).with_name("thorough.txt").read_text().splitlines())
+def listed(mark: str) -> tuple[str, ...]:
+    """Patterns of the tests that get `mark` by its list."""
+    lines = (line.strip() for line in Path(__file__).with_name(f"{mark}.txt").read_text().splitlines())
     return tuple(line for line in lines if line and not line.startswith("#"))
 
 
@@ -54,12 +59,15 @@ def thorough() -> tuple[str, ...]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """What takes long by waiting begins first, where there is more than one process.
 
-    Where everything is collected, a pattern of tests/thorough.txt that names nothing is an error.
+    Where everything is collected, a pattern of a list that names nothing is an error.
     """
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
-        stale = [p for p in thorough() if not any(fnmatchcase(item.nodeid, p) for item in items)]
-        if stale:
-            raise pytest.UsageError(f"tests/thorough.txt names no test by: {', '.join(stale)}; take it out, or mend it")
+        for mark in LISTS:
+            stale = [p for p in listed(mark) if not any(fnmatchcase(item.nodeid, p) for item in items)]
+            if stale:
+                raise pytest.UsageError(
+                    f"tests/{mark}.txt names no test by: {', '.join(stale)}; take it out, or mend it"
+                )
     yield
     if config.getoption("tx", None) or hasattr(config, "workerinput"):
         items.sort(key=lambda item: not item.nodeid.startswith((WHOLE, KERNELS)))

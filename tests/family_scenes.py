@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
+from cache.manager.kv_cache_manager import KVCacheManager
 from cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
 from cache.memory.memory_layout import BufferLayout
 from cache.memory.required_pages import due
 from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.token_prefix import TokenPrefix
-from cache.prefix_cache.tree_node import Tier
+from cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from cache.prefix_cache.nodes.tree_node import Tier
 from cluster.assembly.memory_plan import state_options
 from contracts.config.load_config import config_from_dict
 from contracts.errors import ErrorKind
@@ -90,7 +91,7 @@ def greedy(count: int) -> SamplingParams:
     return SamplingParams(max_tokens=count, temperature=0.0)
 
 
-def managers(both: Pair) -> tuple[Any, Any]:
+def managers(both: Pair) -> tuple[KVCacheManager, KVCacheManager]:
     """Those of prefill and decode."""
     return both.prefill._manager, both.decode._manager
 
@@ -176,8 +177,8 @@ class Watch:
         self.stored: Counter[str] = Counter()
         self.hits: Counter[str] = Counter()
         """Requests that found state of a component."""
-        tree, load_back = manager.tree, manager.load_back
-        allocate, preallocate = manager.allocate, manager.preallocate
+        tree, load_back = manager.tree, manager.tiers.load_back
+        allocate, preallocate = manager.prefixes.allocate, manager.handover.preallocate
         evict, insert, plan = tree.eviction.evict, tree.insert, load_back.plan
 
         def counted_evict(tier: Tier, pool: str, *rest: Any) -> int:
@@ -208,7 +209,7 @@ class Watch:
             return found
 
         tree.eviction.evict, tree.insert, load_back.plan = counted_evict, counted_insert, counted_plan
-        manager.allocate, manager.preallocate = counted_allocate, counted_preallocate
+        manager.prefixes.allocate, manager.handover.preallocate = counted_allocate, counted_preallocate
 
 
 def device_bytes(family: Family, tokens: int, **cache: Any) -> int:
@@ -337,9 +338,10 @@ def damage_on_the_host(both: Pair, buffer: Buffer, *, whole: bool) -> int:
     host = manager.host
     used = [part.lease.indices for node in manager.tree.accounts.nodes() for part in _host_parts(node, buffer.pool)]
     indices = [index for mine in used for index in mine]
+    assert host is not None
     (buffer.scramble if whole else buffer.flip)(host, indices, 1)
     for pool in manager.spec.by_name:
-        manager.evict(pool, 1 << 30)
+        manager.supply.evict(pool, 1 << 30)
     return len(indices)
 
 
@@ -410,4 +412,4 @@ def expect_unnoticed_damage_shows(family: Family) -> None:
             (loaded,) = ask(both, [prompt], DAMAGED_TOKENS)
             assert loaded.progress[Role.PREFILL].cached_by_tier["host"] > 0
             assert loaded.list != good.list, f"{buffer} was damaged in a load and nothing changed"
-            managers(both)[0].invalidate(TokenPrefix.of(prompt, DAMAGED_PAGE))
+            managers(both)[0].sharing.invalidate(TokenPrefix.of(prompt, DAMAGED_PAGE))

@@ -127,7 +127,7 @@ class HashEngine:
 
     def _row(self, row: BatchRow, tables: Mapping[str, BlockTable]) -> RowOutput:
         for pool, table in tables.items():
-            if tuple(self.pools.allocators[pool].epochs_of(table.pages)) != tuple(table.epochs):
+            if tuple(self.pools.allocators[pool].epochs.of(table.pages)) != tuple(table.epochs):
                 return RowOutput(stale=True)
         tokens = row.tokens
         if isinstance(tokens, TokenFromStep):  # Steps run in their order, so the one before has run.

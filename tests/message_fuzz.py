@@ -22,9 +22,9 @@ from tests.poolsets import entry, pool_sets
 from tests.rooms import Ends, Prompt, ends, image
 from transfer.net.control_channel import ControlChannel
 from transfer.rooms import room_messages as m
-from transfer.rooms.receiver_news import ReceiverPeer as Writer
+from transfer.rooms.receiver.receiver_peer_events import ReceiverPeer as Writer
 from transfer.rooms.room_outcomes import PromptArrived
-from transfer.rooms.sender_news import SenderPeer as Reader
+from transfer.rooms.sender.sender_peer_events import SenderPeer as Reader
 
 JUNK: tuple[Any, ...] = (
     None, True, 7, -1, 2**63, 1.5, float("nan"), "x", "x" * 3000, b"", b"\xff" * 40, [], [[[]]], {}, {"a": {"b": []}},

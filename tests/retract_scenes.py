@@ -116,10 +116,10 @@ def once_swapped(both: Pair, prompt: list[int], count: int, change: Change) -> A
     assert isinstance(decode, DecodeWorker)
     asked = both.submit(prompt, greedy(count))
     for _ in range(10_000):
-        if any(r.generated >= 3 for r in decode._running):
+        if any(r.generated >= 3 for r in decode._scheduler.running):
             break
         both.step()
-    (request,) = decode._running
+    (request,) = decode._scheduler.running
     request_swapped(both, decode, request)
     assert request.swapped is not None
     change(decode, request.swapped)
@@ -128,8 +128,8 @@ def once_swapped(both: Pair, prompt: list[int], count: int, change: Change) -> A
 
 def request_swapped(both: Pair, decode: DecodeWorker, request: DecodeRequest) -> None:
     """Retract it; it stays away until the next round."""
-    decode._retract(request)
-    decode._lose(decode._retraction.advance())
+    decode._scheduler.retract(request)
+    decode._act(decode._scheduler.retraction.advance())
     assert request.phase == "retracted"
 
 

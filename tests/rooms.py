@@ -38,12 +38,14 @@ from transfer.net.zmq_channel import ZmqControlTransport
 from transfer.planes.data_plane import DataPlane, PageNumbers
 from transfer.planes.make_plane import make_plane
 from transfer.planes.tp_plane import TPDataPlane
-from transfer.rooms import receiver_rooms, room_outcomes, sender_rooms
+from transfer.rooms import room_outcomes
 from transfer.rooms.compatibility import fingerprint
-from transfer.rooms.kv_receiver import KVReceiver
-from transfer.rooms.kv_sender import KVSender
 from transfer.rooms.metadata_slots import DraftState, HandoverMetadata
+from transfer.rooms.receiver import receiver_rooms
+from transfer.rooms.receiver.kv_receiver import KVReceiver
 from transfer.rooms.room_outcomes import ExpectedPrompt, SendablePages
+from transfer.rooms.sender import sender_rooms
+from transfer.rooms.sender.kv_sender import KVSender
 
 PLANES = ("local", "shm", "zmq")
 _UNTIL_S = 30.0

@@ -200,11 +200,13 @@ def serving(
     orderly: bool = True,
     temporary: Path | None = None,
 ) -> Iterator[Serving]:
-    """`twinpool serve` on a free port with `sections` as --set flags, ended by Ctrl-C within 5 s. `prefix`: a command
-    that becomes it. `orderly`: False where the machine may be too busy for an end within its deadline. `temporary`:
-    where its temporary files go."""
+    """`twinpool serve` on a free port with `sections` as --set flags, ended by Ctrl-C. `prefix`: a command
+    that becomes it. `orderly`: False where the machine may be too busy for an end within its deadline, which is longer
+    than an operator's. `temporary`: where its temporary files go."""
     runtime.mkdir(parents=True, exist_ok=True)
-    settings = [f"{s}.{key}={value}" for s, keys in (sections or {}).items() for key, value in keys.items()]
+    sections = {"cluster": {}, **(sections or {})}
+    sections["cluster"] = {"stop_timeout_s": 25, **sections["cluster"]}
+    settings = [f"{s}.{key}={value}" for s, keys in sections.items() for key, value in keys.items()]
     command = [*prefix, *COMMAND, "serve", "--model", str(model), "--port", "0", *flags]
     command += [part for setting in settings for part in ("--set", setting)]
     process = subprocess.Popen(

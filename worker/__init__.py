@@ -1,1 +1,1 @@
-"""What both roles' workers do alike."""
+"""The common part of prefill and decode workers: worker loop, request table, step overlap and reports."""

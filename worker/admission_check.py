@@ -1,4 +1,4 @@
-"""Whether a worker can take a request at all, and what it says if not."""
+"""The reason why a worker refuses a request."""
 
 from __future__ import annotations
 
@@ -9,5 +9,7 @@ from contracts.errors import ErrorKind
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRefusal:
+    """Why a worker refuses a request: the `kind` and `message` of the `Done` event that tells its router."""
+
     kind: ErrorKind
     message: str

@@ -1,7 +1,8 @@
-"""Whether a worker's results can be trusted: how many of its rows had logits that are no numbers lately.
+"""The record of a worker's rows with non-finite logits, which decides whether its results can be trusted.
 
-One such row may be a prompt's own doing: a model in half precision can overflow. Several within a minute are a device,
-a driver or weights gone bad, and whatever else that worker computes is suspect: it is ended and started again.
+One such row may come from the prompt itself: a model in half precision can overflow. Several within
+`cluster.nonfinite_window_s` seconds point to a device, a driver or weights gone bad, and whatever else that worker
+computes is suspect: the worker is ended and started again.
 """
 
 from __future__ import annotations
@@ -12,18 +13,19 @@ from contracts.clock import Clock
 
 
 class NonfiniteRows:
-    """One worker's record of rows with logits that are no numbers. See the module's prose."""
+    """One worker's record of rows with non-finite logits: `limit_rows` of them within `window_s` seconds make the
+    worker unfit. See the module's prose."""
 
     def __init__(self, limit_rows: int, window_s: float, clock: Clock) -> None:
         self._limit, self._window_s, self._clock = limit_rows, window_s, clock
         self._at: deque[float] = deque(maxlen=limit_rows)
         self.rows = 0
-        """Rows with such logits since the start."""
+        """Rows with non-finite logits since the worker's start."""
         self.unfit = ""
-        """Why this worker must not go on; empty while it may."""
+        """Why this worker must not go on, in words; empty while it may."""
 
     def nonfinite(self) -> None:
-        """One more row."""
+        """Record one more row; sets `unfit` when the limit is reached within the window."""
         now = self._clock.now()
         self.rows += 1
         self._at.append(now)

@@ -1,7 +1,7 @@
-"""The request table of a worker: what both phases do alike towards their host and routers.
+"""The request table of a worker of either role: its requests by id, refusals, deadlines, and events for routers.
 
-It holds the requests by id, says no to what can't be served, and carries the flags that operators set. What a
-request goes through is the worker's own business.
+The table refuses requests that can't be served, and keeps the flags `draining` and `fenced`. The phases of a request
+are the business of the prefill or decode worker.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from worker.admission_check import AdmissionRefusal
 
 
 class TableRequest(Protocol):
-    """What the request table needs to know of a request."""
+    """The fields of a request that the request table reads; `deadline` is in seconds of the worker's clock."""
 
     session: SessionId
     submit: Submit
@@ -31,7 +31,7 @@ R = TypeVar("R", bound=TableRequest)
 
 
 class RequestTable(Generic[R]):
-    """Requests of one worker, by id; each is in the books once."""
+    """The requests of one worker by id, one attempt of each at most, and the events that wait for their routers."""
 
     def __init__(self, name: WorkerName, fits: WorkerLimits, clock: Clock) -> None:
         self._name = name
@@ -49,9 +49,11 @@ class RequestTable(Generic[R]):
         return iter(list(self._requests.values()))
 
     def accept(self, session: SessionId, command: Command, leave: Callable[[R, str], None]) -> Submit | None:
-        """The request to open, if `command` is one that can be served.
+        """Take in a command; returns its `Submit` if that is a request to open, else None.
 
-        What is cancelled goes through `leave`, and so does an earlier attempt that its router could not take back.
+        A cancelled request goes through `leave(request, reason)`, and so does an earlier attempt that its router could
+        not take back. A refusal is emitted as an event, and so is that of an `Audit`. The caller opens the returned
+        request and passes it to `add`, or calls `refuse`.
         """
         if isinstance(command, Cancel):
             request = self._find(session, command.request_id, command.attempt)
@@ -73,7 +75,8 @@ class RequestTable(Generic[R]):
         return command
 
     def _refusal(self, submit: Submit) -> AdmissionRefusal | None:
-        """Why this request can't be taken, if so. Its whole length must fit prefill too: a replay brings the answer."""
+        """Return why this request can't be taken, or None. A replay brings prefill the answer too, so all of it must
+        fit."""
         if self.draining:
             return AdmissionRefusal(ErrorKind.DRAINING, f"{self._name} is draining")
         if not submit.tokens or submit.prompt_len > len(submit.tokens):
@@ -96,14 +99,14 @@ class RequestTable(Generic[R]):
         self._requests[request.submit.request_id] = request
 
     def _find(self, session: SessionId, request_id: RequestId, attempt: int) -> R | None:
-        """The request, unless it is another session's or a later attempt."""
+        """Return the request; None if it isn't here, is another session's, or is a later attempt."""
         request = self._requests.get(request_id)
         if request is None or request.session != session or request.submit.attempt > attempt:
             return None
         return request
 
     def get(self, session: SessionId, request_id: RequestId, attempt: int) -> R | None:
-        """This very attempt of the session's request, if it is here."""
+        """Return this very attempt of the session's request; None if it isn't here."""
         request = self._find(session, request_id, attempt)
         return request if request is not None and request.submit.attempt == attempt else None
 
@@ -114,11 +117,13 @@ class RequestTable(Generic[R]):
         return self._requests.get(request.submit.request_id) is request
 
     def expired(self) -> list[R]:
+        """Return the requests whose deadline has passed; the caller ends them."""
         now = self._clock.now()
         return [r for r in self._requests.values() if now >= r.deadline]
 
     @property
     def next_deadline(self) -> float | None:
+        """The earliest deadline, in seconds of the worker's clock; None without requests."""
         return min((r.deadline for r in self._requests.values()), default=None)
 
     def emit(self, session: SessionId, event: Event) -> None:
@@ -126,8 +131,20 @@ class RequestTable(Generic[R]):
 
     def refuse(self, session: SessionId, submit: Submit, refusal: AdmissionRefusal) -> None:
         done = Done(submit.request_id, submit.attempt, "error", error=refusal.kind, message=refusal.message)
-        self._events.append((session, done))
+        self.emit(session, done)
+
+    def finished(self, request: R, reason: str, stop_token: int | None) -> None:
+        """Tell the request's router that its answer is complete; `reason` is ``stop`` or ``length``."""
+        submit = request.submit
+        self.emit(request.session, Done(submit.request_id, submit.attempt, reason, stop_token))
+
+    def failed(self, request: R, kind: ErrorKind, message: str, blame: WorkerName | None) -> None:
+        """Tell the request's router why this attempt ends; `blame` is the worker at fault where it isn't this one."""
+        submit = request.submit
+        done = Done(submit.request_id, submit.attempt, "error", error=kind, message=message, blame=blame)
+        self.emit(request.session, done)
 
     def take_events(self) -> list[tuple[SessionId, Event]]:
+        """Return the events since the last call, in order; none from a fenced worker."""
         events, self._events = self._events, []
         return [] if self.fenced else events

@@ -1,12 +1,18 @@
-"""What of a request's state can be handed over now: the sealed part of what the reader wants, pool by pool."""
+"""The pages and slots of a request that can be handed over now: sealed, and wanted by the receiver, pool by pool."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from cache.allocation.allocation import Allocation
+from cache.memory.kv_cache_spec import PoolSetSpec
 from cache.memory.page_digest import ContentTag
 from transfer.rooms.room_outcomes import SendablePages
+
+
+def portion(spec: PoolSetSpec, nbytes: int) -> dict[str, int]:
+    """Return how many pages or slots of each pool, with the heads of all ranks, make `nbytes` bytes; at least one."""
+    return {pool: max(1, nbytes // spec.whole.unit_bytes(pool)) for pool in spec.by_name}
 
 
 def finished(
@@ -16,10 +22,11 @@ def finished(
     ends: Mapping[str, int],
     most: Mapping[str, int] | None = None,
 ) -> dict[str, SendablePages]:
-    """The next pages and slots of `wanted`, up to the first that isn't sealed.
+    """Return, by pool, the next pages and slots of `wanted`, up to the first that isn't sealed; no entry for none.
 
-    `chain` has the keys of all its pages, the last partly filled one included; `ends` the digests at its end, by pool.
-    `most`: so many of each pool at once.
+    `chain` has the block hashes of all pages of the sequence, the last partly filled one included. `ends` has the
+    digests at its end, by pool: of that last page, and of the recurrent state. `most` limits the pages or slots of each
+    pool.
     """
     out = {}
     for pool, left in wanted.items():
@@ -38,6 +45,6 @@ def finished(
 
 
 def _sealed(allocation: Allocation, pool: str, number: int, ends: Mapping[str, int]) -> int | None:
-    """The digest of a page or state by its number; None while it isn't finished."""
+    """Return the digest of a page or state by its number; None while it isn't finished."""
     whole = allocation.digests.get(pool, ())
     return whole[number] if number < len(whole) else ends.get(pool)

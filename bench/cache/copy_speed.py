@@ -32,10 +32,10 @@ from cache.device.device_backends import CpuDevice
 from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
 from cache.memory.memory_layout import LayoutOrder
 from cache.memory.page_moves import PageMove, PoolMove, copy_state, gather
+from cache.pool.page_extent import PageExtent
 from cache.pool.pool_set import PoolSet
 from cache.swap.offload import offload
 from cache.swap.restore import restore
-from cache.tiers.tier_copy import PageExtent
 
 LAYER, PAGE = LayoutOrder.LAYER_FIRST, LayoutOrder.PAGE_FIRST
 PATTERNS = ("scattered", "in runs")
@@ -157,7 +157,7 @@ class Copying:
         pages = tuple(self.ends[0])
         positions = tuple(i * pools.spec.page_tokens for i in range(self.pages))
         ends = tuple(p + pools.spec.page_tokens for p in positions)
-        extents = {self.pool: PageExtent(pages, pools.allocators[self.pool].epochs_of(pages), positions, ends)}
+        extents = {self.pool: PageExtent(pages, pools.allocators[self.pool].epochs.of(pages), positions, ends)}
 
         def run() -> None:
             saved = offload(device, pools, host, extents, chunk_bytes=CHUNK_BYTES, owner="bench", verify=verify)

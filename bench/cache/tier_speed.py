@@ -29,8 +29,8 @@ from cache.manager.kv_cache_manager import KVCacheManager
 from cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
 from cache.memory.memory_layout import LayoutOrder
 from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.token_prefix import TokenPrefix
-from cache.prefix_cache.tree_node import Tier
+from cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from cache.prefix_cache.nodes.tree_node import Tier
 from cache.storage.backends.backend_factory import make_backend
 from cache.storage.io_queue import ThreadedIoQueue
 from cache.storage.storage_backend import StorageBackend
@@ -117,7 +117,7 @@ class Bed:
         return TokenPrefix.of(range(1000 * number, 1000 * number + self.tokens), self.shape.page_tokens)
 
     def allocate(self, prefix: TokenPrefix) -> Allocation:
-        allocation = self.manager.allocate(prefix, self.tokens, "bench", reusable=self.shape.pages)
+        allocation = self.manager.prefixes.allocate(prefix, self.tokens, "bench", reusable=self.shape.pages)
         assert allocation is not None, "an allocation fits an empty device"
         self.manager.launch()
         return allocation
@@ -136,11 +136,11 @@ class Bed:
 
     def seal(self, allocation: Allocation) -> None:
         """As if all its positions had been computed and committed."""
-        self.manager.seal([(allocation, self.tokens)])
+        self.manager.sealer.seal([(allocation, self.tokens)])
 
     def share(self, allocation: Allocation, prefix: TokenPrefix) -> None:
         """Give it to the tree, which copies it down."""
-        self.manager.cache_pages(allocation, prefix)
+        self.manager.sharing.cache_pages(allocation, prefix)
         self.settle(lambda: not self.manager.busy)
 
     def close(self) -> None:
@@ -159,16 +159,16 @@ def measure_host(bed: Bed, rates: Rates, number: int) -> None:
         bed.seal(allocation)
     with rates.timing("device to host (share, write-through)"):
         bed.share(allocation, prefix)
-    manager.free(allocation)
-    manager.evict("full", bed.shape.pages)
+    manager.table.free(allocation)
+    manager.supply.evict("full", bed.shape.pages)
     assert manager.tree.accounts.sizes[Tier.DEVICE, "full"] == 0
     with rates.timing("host to device, digests verified (allocate, launch, poll)"):
         with rates.timing("host to device (allocate, launch)"):
             allocation = bed.allocate(prefix)
-        bed.settle(lambda: manager.settled(allocation))
+        bed.settle(lambda: manager.planner.ready(allocation))
     assert allocation.cached.host == bed.tokens
-    manager.free(allocation)
-    manager.invalidate(prefix)
+    manager.table.free(allocation)
+    manager.sharing.invalidate(prefix)
 
 
 def measure_storage(bed: Bed, rates: Rates, name: str, number: int) -> None:
@@ -178,14 +178,14 @@ def measure_storage(bed: Bed, rates: Rates, name: str, number: int) -> None:
     bed.seal(allocation)
     with rates.timing(f"device to host to {name} (share)"):
         bed.share(allocation, prefix)
-    manager.free(allocation)
-    manager.invalidate(prefix)
+    manager.table.free(allocation)
+    manager.sharing.invalidate(prefix)
     with rates.timing(f"{name} to host, digests verified (prefetch)"):
-        prefetch = manager.prefetch(bed.prefix(number))
+        prefetch = manager.tiers.prefetcher.start(bed.prefix(number))
         assert prefetch is not None
         bed.settle(lambda: prefetch.over)
     assert prefetch.gained == bed.shape.pages, f"{name} gave {prefetch.gained} of {bed.shape.pages} pages"
-    manager.invalidate(prefix)
+    manager.sharing.invalidate(prefix)
 
 
 def measure_plain(shape: Shape, rates: Rates, source: torch.Tensor, target: torch.Tensor, folder: Path) -> None:

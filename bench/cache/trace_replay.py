@@ -37,8 +37,8 @@ from cache.manager.kv_cache_manager import KVCacheManager
 from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec, PoolSpec
 from cache.memory.memory_layout import LayoutOrder
 from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.token_prefix import TokenPrefix
-from cache.prefix_cache.tree_eviction import POLICIES
+from cache.prefix_cache.eviction_policy import POLICIES
+from cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from cache.storage.backends.memory_backend import MemoryBackend
 from cache.storage.backends.object_seal import seal_bytes
 from cache.storage.inline_queue import InlineIoQueue
@@ -127,15 +127,17 @@ class Replay:
     def ask(self, ask: Ask) -> CachedTokens:
         """One request from its arrival to its end; what it found."""
         prefix = self._prefix(ask)
-        prefetch = self.manager.prefetch(prefix.head(ask.reusable))
+        prefetch = self.manager.tiers.prefetcher.start(prefix.head(ask.reusable))
         self._settle()
-        allocation = self.manager.allocate(prefix, ask.tokens, "request", reusable=ask.reusable, prefetch=prefetch)
+        allocation = self.manager.prefixes.allocate(
+            prefix, ask.tokens, "request", reusable=ask.reusable, prefetch=prefetch
+        )
         assert allocation is not None, "the device holds any single request"
         self.manager.launch()
         self._settle()
-        self.manager.seal([(allocation, ask.tokens)])
-        self.manager.cache_pages(allocation, prefix)
-        self.manager.free(allocation)
+        self.manager.sealer.seal([(allocation, ask.tokens)])
+        self.manager.sharing.cache_pages(allocation, prefix)
+        self.manager.table.free(allocation)
         self._settle()
         return allocation.cached
 

@@ -24,9 +24,9 @@ from cache.device.device_backends import CpuDevice
 from cache.manager.kv_cache_manager import KVCacheManager
 from cache.memory.kv_cache_spec import BufferSpec, PoolKind, PoolSetSpec, PoolSpec
 from cache.pool.pool_set import PoolSet
+from cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from cache.prefix_cache.nodes.tree_node import PageOffer, Tier
 from cache.prefix_cache.radix_tree import RadixTree
-from cache.prefix_cache.token_prefix import TokenPrefix
-from cache.prefix_cache.tree_node import PageOffer, Tier
 from cache.storage.backends.file_backend import FileBackend
 from cache.storage.storage_backend import ObjectBuffer, ObjectName
 from cache.tiers.kv_event_recorder import KVEventRecorder
@@ -87,17 +87,17 @@ class _Path:
         manager, pages, out = self.manager, len(self.prefix), dict[str, float]()
         out["match"] = _timed(lambda: manager.tree.match(self.prefix))
         start = time.process_time_ns()
-        allocation = manager.allocate(self.prefix, self.tokens + 1, "a request", reusable=pages)
+        allocation = manager.prefixes.allocate(self.prefix, self.tokens + 1, "a request", reusable=pages)
         out["allocate"] = (time.process_time_ns() - start) / 1e3
         assert allocation is not None
-        out["release"] = _timed(lambda: manager.free(allocation))
+        out["release"] = _timed(lambda: manager.table.free(allocation))
         start = time.process_time_ns()
-        reserved = manager.preallocate(self.prefix, self.tokens, self.tokens + 1, "a request")
+        reserved = manager.handover.preallocate(self.prefix, self.tokens, self.tokens + 1, "a request")
         out["reserve"] = (time.process_time_ns() - start) / 1e3
         assert reserved is not None
         taken, leases = reserved
-        out["adopt"] = _timed(lambda: manager.commit_transfer(taken, self.tokens, leases, {}))
-        manager.free(taken)
+        out["adopt"] = _timed(lambda: manager.handover.commit_transfer(taken, self.tokens, leases, {}))
+        manager.table.free(taken)
         for lease in leases.values():
             lease.release()
         manager.tree.eviction.evict(Tier.DEVICE, "full", 2)

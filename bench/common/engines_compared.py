@@ -17,7 +17,9 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from bench.common import bench_clock as clock
 from cache.allocation.block_table import BlockTable
 from cache.device.device_backends import CpuDevice
+from cache.device.device_port import Device
 from cache.memory.kv_cache_spec import PoolKind
+from cache.memory.memory_layout import LayoutOrder, PoolSetLayout
 from cache.pool.pool_set import PoolSet
 from contracts.config.worker_config import EngineConfig
 from contracts.sampling_params import SamplingParams
@@ -65,16 +67,26 @@ class Twinpool:
 
     chunk_tokens = 512
 
-    def __init__(self, folder: Path, config: EngineConfig, tokens: int, sequences: int, page_tokens: int = 16) -> None:
-        """Room for so many sequences, which need pages for `tokens` positions together."""
+    def __init__(
+        self,
+        folder: Path,
+        config: EngineConfig,
+        tokens: int,
+        sequences: int,
+        page_tokens: int = 16,
+        device: Device | None = None,
+    ) -> None:
+        """Room for so many sequences, which need pages for `tokens` positions together; on the CPU without `device`."""
+        device = device or CpuDevice()
         self.name = f"twinpool, {config.numerics}"
         model = read_model(folder)
         pool_set = model.pool_set(StateOptions(dtype_for(model.spec, config), page_tokens))
         pages = -(-tokens // page_tokens)
         counts = {pool.name: 1 + (sequences if pool.kind is PoolKind.STATE else pages) for pool in pool_set.pools}
-        self.pools = PoolSet(pool_set, counts)
+        size = PoolSetLayout(pool_set, counts, LayoutOrder.LAYER_FIRST).nbytes
+        self.pools = PoolSet(pool_set, counts, torch.zeros(size, dtype=torch.uint8, device=device.torch_device))
         epochs = {pool: allocator.epochs for pool, allocator in self.pools.allocators.items()}
-        self.engine = load_engine(model, config, pool_set, self.pools.gates, epochs, CpuDevice())
+        self.engine = load_engine(model, config, pool_set, self.pools.gates, epochs, device)
         shuffled = random.Random(0)  # as in a pool that has been used for a while
         self._free = {name: shuffled.sample(range(1, count), count - 1) for name, count in counts.items()}
 
@@ -139,6 +151,8 @@ class _Stamp(LogitsProcessor):  # type: ignore[misc]
         self.at: list[float] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if scores.is_cuda:
+            torch.cuda.synchronize(scores.device)
         self.at.append(clock.now())
         return scores
 
@@ -151,14 +165,14 @@ def _load(folder: Path, config: EngineConfig) -> Any:
 class Generate:
     """transformers' `generate`: one batch from start to end."""
 
-    def __init__(self, folder: Path, config: EngineConfig) -> None:
+    def __init__(self, folder: Path, config: EngineConfig, device: torch.device | None = None) -> None:
         self.name = "transformers generate"
-        self.model = _load(folder, config)
+        self.model = _load(folder, config).to(device or torch.device("cpu"))
 
     def run(self, prompts: Prompts, count: int) -> Answer:
         stamp = _Stamp()
         generation: Any = GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
-        ids = torch.tensor([list(prompt) for prompt in prompts])
+        ids = torch.tensor([list(prompt) for prompt in prompts], device=self.model.device)
         start = clock.now()
         out = self.model.generate(
             ids,

@@ -42,6 +42,7 @@ from rich.table import Table
 
 from bench.common import bench_clock as clock
 from bench.common import machine, random_model
+from cache.tiers.load_back import LoadBack
 from cluster.assembly.build_worker import build_worker
 from cluster.assembly.memory_plan import plan_memory, state_options
 from contracts.checkpoint.model_spec import read_model_spec
@@ -196,7 +197,7 @@ class Workers:
     def empty_device(self) -> None:
         """What prefill's tree has stays on the host alone; decode forgets all."""
         for pool in self.prefill._manager.spec.by_name:
-            self.prefill._manager.evict(pool, 1 << 30)
+            self.prefill._manager.supply.evict(pool, 1 << 30)
         self.decode._manager.tree.eviction.clear()
 
     def forget(self) -> None:
@@ -210,15 +211,15 @@ def side(workers: Workers, *, tags: bool, epochs: bool) -> Iterator[None]:
     """Both workers with or without each kind of check, for as long as the block runs."""
     with ExitStack() as back:
         for worker in (workers.prefill, workers.decode):
-            pools, engine, loader = worker._manager.pools, worker._engine, worker._manager.load_back
+            pools, engine, loader = worker._manager.pools, worker._engine, worker._manager.tiers.load_back
             digest = timed(workers, worker.role, "tags", pools.digest) if tags else _no_digest
             stale = timed(workers, worker.role, "epochs", engine._stale) if epochs else _nothing_stale
             _swap(back, pools, "digest", digest)
             _swap(back, engine, "_stale", stale)
-            if loader is not None and not tags:
+            if isinstance(loader, LoadBack) and not tags:
                 _swap(back, loader, "_verify", False)
         if not tags:
-            _swap(back, workers.decode._receiver, "_verify", False)
+            _swap(back, workers.decode._receiver._notices._arrivals, "_verify", False)
         yield
 
 
@@ -235,6 +236,7 @@ def timed(workers: Workers, role: Role, kind: str, check: Callable[P, T]) -> Cal
 
 
 def _swap(back: ExitStack, owner: object, name: str, value: object) -> None:
+    getattr(owner, name)  # Raises where it is called otherwise by now: nothing would be switched off.
     before = vars(owner).get(name)
     setattr(owner, name, value)
     back.callback(lambda: setattr(owner, name, before) if before is not None else delattr(owner, name))

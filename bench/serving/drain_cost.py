@@ -46,7 +46,7 @@ class Stream:
     tokens: list[int] = field(default_factory=list)
     at_s: list[float] = field(default_factory=list)
     """When each token arrived, of `time.perf_counter`."""
-    moves: int = 0
+    migrations: int = 0
     attempts: int = 1
     decode: str = ""
     """Who served it last."""
@@ -96,7 +96,7 @@ def _take(stream: Stream, event: dict[str, Any]) -> None:
         stream.tokens += tokens
         stream.at_s += [time.perf_counter()] * len(tokens)
     if seen := event.get("twinpool"):
-        stream.moves, stream.attempts = seen["moves"], seen["attempts"]
+        stream.migrations, stream.attempts = seen["migrations"], seen["attempts"]
         stream.decode = seen["decode_worker"] or ""
 
 
@@ -152,11 +152,13 @@ def compare(calm: Round, drained: Round) -> dict[str, Any]:
     """The figures; times are in seconds."""
     pairs = list(zip(calm.streams, drained.streams, strict=True))
     at = drained.drained_at_s
-    moved = [s for s in drained.streams if s.moves]
+    moved = [s for s in drained.streams if s.migrations]
     # What each of the moved had still to come, at the pace of the run in which nothing happened.
-    waits = [quiet.at_s[-1] - quiet.at_s[s.had(at) - 1] for quiet, s in pairs if s.moves and s.had(at) and quiet.at_s]
+    waits = [
+        quiet.at_s[-1] - quiet.at_s[s.had(at) - 1] for quiet, s in pairs if s.migrations and s.had(at) and quiet.at_s
+    ]
     pauses = [s.longest_gap_s(at) for s in moved]
-    others = [s.longest_gap_s(at) for s in drained.streams if not s.moves]
+    others = [s.longest_gap_s(at) for s in drained.streams if not s.migrations]
     return {
         "streams": len(pairs),
         "failed": sum(bool(s.error) for s in drained.streams),

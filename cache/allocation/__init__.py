@@ -1,1 +1,1 @@
-"""The pages of one request: block tables and what they stand on."""
+"""Allocations: block tables of one request, with the leases, slots and locks behind them."""

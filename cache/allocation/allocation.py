@@ -1,4 +1,4 @@
-"""An allocation: all state that one request has of a KV cache manager, in every pool, until it is released."""
+"""The allocation: all pages, slots and locks of one request, in every pool, until it is freed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from cache.allocation.block_table import NO_PAGE, PageRun
-from cache.device.device_port import Completion
-from cache.pool.page_allocator import Lease, joined
-from cache.prefix_cache.token_prefix import TokenPrefix
-from cache.prefix_cache.tree_node import NodeLock, NodePart, Tier
+from cache.allocation.block_table import NULL_PAGE, PageRun
+from cache.device.device_port import Completion, failure
+from cache.pool.page_allocator import Lease, PageAllocator, joined
+from cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from cache.prefix_cache.nodes.tree_node import NodeLock, NodePart, Tier, digests_of
 from contracts.ids import Epoch
 
 T = TypeVar("T")
@@ -23,13 +23,16 @@ NEVER_FREED = Epoch(0)
 
 
 def numbers(values: Iterable[int] = ()) -> array[int]:
-    """Page numbers or epochs as int32 side by side: what kernels read, so a step's tables are copies and no lists."""
+    """Page numbers or epochs as a packed int32 array, the type that kernels read: steps copy tables without lists."""
     # struct takes a third of the time that array does to read a list.
     return array("i", struct.pack(f"{len(values)}i", *values) if isinstance(values, list) else values)
 
 
 def spread(parts: Sequence[NodePart], values: list[T], nothing: T) -> list[T]:
-    """The values of `parts`, one a page, at the page numbers of the sequence; `nothing` where no part is."""
+    """The values of `parts` (one a page) in a list by page number of the sequence; `nothing` where no part is.
+
+    `parts` come in the order of the sequence.
+    """
     end = parts[-1].node.start + len(parts[-1]) if parts else 0
     if end == len(values):
         return values
@@ -43,9 +46,17 @@ def spread(parts: Sequence[NodePart], values: list[T], nothing: T) -> list[T]:
     return out
 
 
+def page_digests(parts: Sequence[NodePart], whole: int) -> list[int | None]:
+    """Digests of the first `whole` pages of a sequence, by page number; None for pages that no part holds."""
+    known: list[int | None] = spread(parts, list(digests_of(parts)), None)
+    del known[whole:]
+    known += [None] * (whole - len(known))
+    return known
+
+
 @dataclass(eq=False, slots=True)
 class StateSnapshot:
-    """A copy of the recurrent state after `depth` pages, on its way into a slot or there."""
+    """A copy of the recurrent state after `depth` pages, in a slot of its own once `completion` is done."""
 
     depth: int
     lease: Lease
@@ -67,38 +78,38 @@ class CachedTokens:
 
 @dataclass(eq=False)
 class Allocation:
-    """What a request reads and writes. Tables go by page number of the sequence, from 0 on.
+    """All state that one request reads and writes. Tables are indexed by page number of the sequence, from 0 on.
 
-    Pages before `depth` were in the tree and are kept by `lock`; from there on they are the request's own `runs`, until
-    the tree takes them. A window's table has `NO_PAGE` where the window has moved on, and ends with what
-    `KVCacheManager.grow` has given it so far: pages that the window leaves are used again further on. State pools have
-    one working slot, which nobody else ever sees.
+    Pages before `depth` were in the tree and are kept by `lock`; later pages are the request's own `runs`, until the
+    tree takes them. A window's table has `NULL_PAGE` where the window has moved on, and ends where it was extended to
+    so far: pages that the window leaves are used again further on. State pools have one working slot, which no other
+    request ever sees.
     """
 
     owner: str
     prefix: TokenPrefix
-    """The whole pages known when it was made; `KVCacheManager.share` may bring a longer one."""
+    """The whole pages of tokens known when the allocation was made; a longer prefix may be shared later."""
     pages: int
-    """Pages of all positions that it was made for."""
+    """Pages of all positions that the allocation was made for."""
     lock: NodeLock
     depth: int
-    """Pages whose state was there when it was made: computing starts behind them."""
+    """Pages whose state was there when the allocation was made: computing starts after them."""
     cached: CachedTokens
     tables: dict[str, array[int]] = field(default_factory=dict)
     epochs: dict[str, array[int]] = field(default_factory=dict)
     runs: dict[str, list[PageRun]] = field(default_factory=dict)
     spare: dict[str, Lease] = field(default_factory=dict)
-    """Pages of window pools that the window has left, for the pages that are still to come."""
+    """Leased pages of window pools, in place of those that the window has left, for positions still to come."""
     slots: dict[str, Lease] = field(default_factory=dict)
     snapshots: dict[str, list[StateSnapshot]] = field(default_factory=dict)
     digests: dict[str, list[int | None]] = field(default_factory=dict)
-    """Of finished pages, by page number; None where nothing is, or nothing finished."""
+    """Digests of finished pages, by page number; None where the table has no page or the digest isn't known."""
     lacking: dict[str, range] = field(default_factory=dict)
-    """Of a reservation: the numbers that are to be handed over, by pool."""
+    """Of a reservation (for a hand-over or a pull): the page and slot numbers that are to be sent, by pool."""
     started: list[Completion] = field(default_factory=list)
-    """Operations that bring its recurrent states into its slots."""
+    """Operations that fill its state slots."""
     invalid: bool = False
-    """What was loaded for it turned out damaged: nothing computed from it may be used."""
+    """Whether state loaded for it is damaged or failed to arrive: nothing computed from it may be used."""
     released: bool = False
 
     def put(self, pool: str, first: int, indices: Sequence[int], epochs: Sequence[int]) -> None:
@@ -106,34 +117,79 @@ class Allocation:
         table, marks = self.tables[pool], self.epochs[pool]
         lacking = first + len(indices) - len(table)
         if lacking > 0:
-            table.extend([NO_PAGE] * lacking)
+            table.extend([NULL_PAGE] * lacking)
             marks.extend([NEVER_FREED] * lacking)
         table[first : first + len(indices)] = numbers(indices)
         marks[first : first + len(indices)] = numbers(epochs)
 
     def enter(self, pool: str, parts: Sequence[NodePart], least: int = 0) -> None:
-        """Begin the table of `pool` with what the tree has of it, in order; it has at least `least` pages."""
+        """Begin the table of `pool` with the pages of `parts`, in order, padded to at least `least` entries."""
         table, marks = joined([part.lease for part in parts])
-        table, marks = spread(parts, table, NO_PAGE), spread(parts, marks, NEVER_FREED)
-        table += [NO_PAGE] * (least - len(table))
+        table, marks = spread(parts, table, NULL_PAGE), spread(parts, marks, NEVER_FREED)
+        table += [NULL_PAGE] * (least - len(table))
         marks += [NEVER_FREED] * (least - len(marks))
         self.tables[pool], self.epochs[pool] = numbers(table), numbers(marks)
 
+    def enter_held(self, pool: str, wanted: range) -> None:
+        """Begin the table of `pool` with the `wanted` pages that the lock has on the device, less the lacking ones."""
+        self.enter(pool, self.lock.on_device(pool))
+        self.digests[pool], self.runs[pool] = [], []
+        lacking, table, marks = self.lacking[pool], self.tables[pool], self.epochs[pool]
+        # Locked pages before and after the wanted ones, and inside the lacking range, aren't the allocation's to read.
+        del table[wanted.stop :], marks[wanted.stop :]
+        for gap in (range(min(wanted.start, len(table))), range(lacking.start, min(lacking.stop, len(table)))):
+            table[gap.start : gap.stop] = marks[gap.start : gap.stop] = numbers([NULL_PAGE] * len(gap))
+        while table and table[-1] == NULL_PAGE:
+            del table[-1], marks[-1]
+
+    def enter_nothing(self, pools: Iterable[str]) -> None:
+        """Begin empty tables of `pools`."""
+        for pool in pools:
+            self.tables[pool], self.epochs[pool] = numbers(), numbers()
+            self.digests[pool], self.runs[pool] = [], []
+
+    @property
+    def start_failed(self) -> bool:
+        """Whether an operation that fills its state slots has failed."""
+        return any(failure(op) is not None for op in self.started if op.done)
+
     def named(self) -> dict[str, list[int]]:
-        """Every page and slot that operations launched for it may name, by pool."""
-        named = {pool: [i for i in table if i != NO_PAGE] for pool, table in self.tables.items()}
+        """Every page and slot that operations launched for the allocation may name, by pool."""
+        named = {pool: [i for i in table if i != NULL_PAGE] for pool, table in self.tables.items()}
         for pool, lease in self.slots.items():
             named[pool] = list(lease.indices) + [i for s in self.snapshots.get(pool, ()) for i in s.lease.indices]
             named[pool] += [i for part in self.lock.of(pool) if part.tier is Tier.DEVICE for i in part.lease.indices]
         return named
 
     def held(self) -> dict[str, set[int]]:
-        """Of a reservation: the page and slot numbers that it needn't be sent, by pool."""
-        held = {pool: {n for n, i in enumerate(table) if i != NO_PAGE} for pool, table in self.tables.items()}
+        """Of a reservation: the page and slot numbers that the sender needn't send, by pool."""
+        held = {pool: {n for n, i in enumerate(table) if i != NULL_PAGE} for pool, table in self.tables.items()}
         return held | {pool: {n.stop - 1} for pool, n in self.lacking.items() if pool not in self.tables and not n}
 
     def own(self, pool: str) -> int:
-        """Pages and slots of `pool` that it leased itself and still holds."""
+        """How many pages and slots of `pool` the allocation leased itself and still holds."""
         held = sum(len(run.lease) for run in self.runs.get(pool, ()))
         held += sum(len(part[pool]) for part in (self.slots, self.spare) if pool in part)
         return held + sum(len(s.lease) for s in self.snapshots.get(pool, ()))
+
+    def check(self, allocator: PageAllocator, pool: str) -> list[str]:
+        """Check that each page in the table of `pool` is the allocation's own or locked, under the epoch in the table.
+
+        Returns a line for each fault.
+        """
+        found = []
+        mine = {i for run in self.runs[pool] for i in run.lease.indices}
+        mine |= {i for p in self.lock.of(pool) if p.tier is Tier.DEVICE for i in p.lease.indices}
+        table = self.tables[pool]
+        strangers = [i for i in table if i != NULL_PAGE and i not in mine]
+        if strangers:
+            found.append(f"{self.owner}: {pool} pages {strangers} of its table are neither its own nor locked")
+        used = [(i, e) for i, e in zip(table, self.epochs[pool], strict=True) if i != NULL_PAGE]
+        if [e for _, e in used] != list(allocator.epochs.of([i for i, _ in used])):
+            found.append(f"{self.owner}: its {pool} table has old epochs")
+        for run in self.runs[pool]:
+            if not run.lease.live:
+                found.append(f"{self.owner}: its lease has ended")
+            if tuple(table[run.first : run.end]) != run.lease.indices:
+                found.append(f"{self.owner}: its {pool} table differs from what it leased")
+        return found

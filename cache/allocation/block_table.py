@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from cache.pool.page_allocator import Lease
 
-NO_PAGE = 0
-"""In a table: nothing is there. Index 0 is the null page of every pool."""
+NULL_PAGE = 0
+"""The null page, which stands in a table where there is no page. Page 0 of every pool, and slot 0, is zeros: tables are
+padded with it, and nothing is ever written to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageRun:
-    """Pages `first ..` of the sequence that a request leased itself."""
+    """Consecutive pages of the sequence, from page number `first` on, that a request leased itself."""
 
     first: int
     lease: Lease
@@ -25,7 +26,7 @@ class PageRun:
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
-    """Which pages hold positions from page number `first` on, and under which epochs; of a state pool, the slot."""
+    """The pages of a sequence in one pool from page number `first` on, with their epochs; of a state pool, the slot."""
 
     first: int
     pages: Sequence[int]

@@ -1,1 +1,1 @@
-"""Host memory that outlives its worker."""
+"""The arena: host memory that outlives its worker."""

@@ -1,26 +1,28 @@
-"""Host memory that outlives its worker: the pages of a host tier, and beside them an index of what they hold.
+"""The arena: host memory that outlives its worker, with the pages of a host tier and an index of their content.
 
-An arena is one segment of memory that somebody else keeps (`cluster.arena.arena_agent`). The worker maps it and puts
-its host tier there. When the worker dies, however it dies, its successor maps the same segment and finds:
+An arena is one segment of memory that the node's arena agent keeps (`cluster.arena.arena_agent`). The worker maps it
+and puts its host tier there. When the worker dies, however it dies, its next incarnation maps the same segment and
+finds:
 
-    header      whose state this is (model, layout, numerics), which ranks belong together, how often it was taken over
-    index       of each pool a table with a record for each page or slot, at its number: what is sealed there
+    header      the kind of state (model, layout, numerics), which ranks belong together, how often it was taken over
+    index       for each pool a table with a record for each page or slot, at its number: the content sealed there
     region      the pages, as `PoolSetLayout` lays them out page-first
 
-The dead can have stopped between any two stores. So nothing is ever true by itself, and order makes it true:
+The dead worker may have stopped between any two stores. So the order of the stores decides what a reader may trust:
 
 - A record says that its page is finished. It is written after the page's last byte, and taken back before the page is
-  given to anybody who may write to it.
-- The first word of a record is a checksum over all others and over its place. Writing it begins with a zero there and
-  ends with the checksum; so a record that was cut off has no checksum, or a wrong one, and counts as torn.
+  given to an operation that may write to it.
+- The first word of a record is a checksum over all other words and over the record's place. Writing a record begins
+  with a zero there and ends with the checksum; so a record whose writing was cut off has no checksum, or a wrong one,
+  and counts as torn.
 - The header is written in the same way, after the index was cleared.
 
-A process that is killed has made all stores up to some instruction and none behind it, so the order of the stores is
-all that is needed. That only one process writes is the agent's affair: it hands a segment on when the process that had
-it is dead, and not before.
+A process that is killed has made all stores up to some instruction and none after it, so the order of the stores is
+all that is needed. The agent makes sure that only one process writes: it lends a segment again only when the process
+that had it is dead.
 
-What a record says is believed for the shape of the tree, which its own checksum and the block hashes hold up. What the
-page's bytes are is believed once their digest was computed again: `cache.arena.arena_keeper`.
+A record is trusted for the shape of the tree: its own checksum and the block hashes prove it. The page's bytes are
+trusted only once their digest was computed again (`cache.arena.arena_keeper`).
 """
 
 from __future__ import annotations
@@ -47,17 +49,20 @@ BOND_BYTES = 16
 
 
 class Arena:
-    """One rank's segment. One process, one thread."""
+    """One rank's segment of memory. For one process and one thread."""
 
     def __init__(self, memory: memoryview, layout: PoolSetLayout, fingerprint: str) -> None:
-        """`memory`: writable, of `arena_bytes(layout)`. `fingerprint` names all that pages depend on but the layout."""
+        """`memory`: writable, at least `arena_bytes(layout)` long, else `ValueError` is raised.
+
+        `fingerprint` names all that the content of pages depends on besides their tokens and the layout.
+        """
         raw = np.frombuffer(memory, dtype=np.uint8)
         if raw.nbytes < arena_bytes(layout) or not raw.flags.writeable:
             raise ValueError(f"an arena of this layout is {arena_bytes(layout)} writable bytes, not {raw.nbytes}")
         self.layout = layout
         self._fingerprint = _fingerprint(layout, fingerprint)
         self._header: RecordWords = raw[: 8 * _HEADER_WORDS].view(np.uint64)
-        # Behind the header, apart from its checksum: it changes with every copy.
+        # Behind the header and not under its checksum: the count changes with every copy.
         self._copies: RecordWords = raw[8 * _HEADER_WORDS : 8 * _HEADER_WORDS + 8].view(np.uint64)
         self._tables: dict[str, RecordTable] = {}
         at = _BLOCK
@@ -68,14 +73,17 @@ class Arena:
             at += _blocks(count * dtype.itemsize)
         self._index = raw[_BLOCK:at]
         self.region = torch.from_numpy(raw[at : at + layout.nbytes])
-        """uint8 [layout.nbytes]: what the host tier's `PoolSet` is made over."""
+        """uint8 [layout.nbytes]: the memory of the host tier's `PoolSet`."""
         self._sequence = 0
 
     # ------------------------------------------------------------ the header
 
     @property
     def bond(self) -> bytes:
-        """What the segments of all ranks of a worker have in common; empty where there is nothing to take over."""
+        """The id that the segments of all ranks of a worker have in common, `BOND_BYTES` long.
+
+        Empty where there is nothing to take over: the header is torn, or is that of other state.
+        """
         words = self._header
         valid = (
             int(words[_SUM]) == _header_sum(words)
@@ -86,18 +94,18 @@ class Arena:
 
     @property
     def taken(self) -> int:
-        """How many incarnations have taken it over since one of them was known to live well with it."""
+        """The number of incarnations in a row that have taken the arena over without having settled."""
         return int(self._header[_TAKEN])
 
     def begin(self, bond: bytes) -> None:
-        """Forget what it holds; from now on its state belongs together with that of other segments of this bond."""
+        """Clear the index and write a new header: from now on the segment belongs with others of this bond."""
         self._header[_SUM] = 0
         self._index[:] = 0
         self._sequence = 0
         self._write_header(bond, 0)
 
     def take(self, times: int) -> None:
-        """Write down how often it has been taken over. What it holds stays."""
+        """Record that `taken` is `times` from now on. The index stays."""
         self._write_header(self.bond, times)
 
     def _write_header(self, bond: bytes, taken: int) -> None:
@@ -110,12 +118,18 @@ class Arena:
         words[_SUM] = _header_sum(words)
 
     def count_copy(self) -> None:
-        """Of several ranks: a copy into this tier was ordered (the leader's arena) or carried out (a follower's)."""
+        """Count a copy into this tier: one that was ordered (in the leader's arena) or carried out (in a follower's).
+
+        For workers of several ranks.
+        """
         self._copies[0] += np.uint64(1)
 
     def take_copies(self) -> int:
-        """How many copies were counted; from now on it counts from zero. Where the ranks of a dead worker differ,
-        somebody had not carried out what the leader had sealed."""
+        """Returns how many copies were counted, and sets the count to zero.
+
+        Where the counts of a dead worker's ranks differ, a follower had not carried out all copies whose pages the
+        leader had sealed.
+        """
         count = int(self._copies[0])
         self._copies[0] = 0
         return count
@@ -123,7 +137,8 @@ class Arena:
     # ------------------------------------------------------------ the index
 
     def seal(self, pool: str, indices: Sequence[int], run: SealedPage) -> bool:
-        """Say that these pages are finished and hold `run`. False, and nothing is said, where its salt is too long."""
+        """Record that the pages `indices` are finished and hold `run`. False, and nothing is recorded, where its salt
+        is longer than `SALT_BYTES`."""
         if len(run.salt) > SALT_BYTES:
             return False
         self._tables[pool].write(indices, run, self._sequence + 1)
@@ -131,31 +146,33 @@ class Arena:
         return True
 
     def drop(self, pool: str, indices: Sequence[int]) -> None:
-        """Say nothing of these pages any more: they may be written to from now on."""
+        """Clear the records of these pages, which may be written to from now on."""
         self._tables[pool].sums[np.asarray(indices, dtype=np.int64)] = 0
 
     def read(self, pool: str) -> tuple[list[ArenaRecord], int]:
-        """All that the index says of a pool, by index, and the number of torn records, which are gone afterwards."""
+        """Returns all valid records of a pool, by ascending index, and the number of torn records, which it clears."""
         records, torn = self._tables[pool].read()
         self._sequence = max([self._sequence, *(record.sequence for record in records)])
         return records, torn
 
 
 def arena_bytes(layout: PoolSetLayout) -> int:
-    """Bytes of the segment for a host tier of this layout: its pages, and about 250 bytes for each."""
+    """Returns the bytes of the segment for a host tier of this layout: its pages, and about 250 bytes for each."""
     return _BLOCK + index_bytes(layout) + layout.nbytes
 
 
 def index_bytes(layout: PoolSetLayout) -> int:
-    """Bytes of the tables."""
+    """Returns the bytes of the index for a host tier of this layout."""
     spec = layout.spec
     sizes = [layout.counts[p.name] * record_type(spec.page_tokens, p.kind).itemsize for p in spec.pools]
     return sum(map(_blocks, sizes))
 
 
 def most_index_bytes(spec: PoolSetSpec, nbytes: int) -> int:
-    """What an arena takes beside the pages of a host tier of `nbytes`, at most: all of it in the pool whose records
-    weigh most."""
+    """Returns the bytes that an arena takes, at most, besides the `nbytes` of its host tier's pages.
+
+    The bound is reached when all pages are in the pool whose records are largest for their pages' size.
+    """
     sizes = [record_type(spec.page_tokens, p.kind).itemsize / spec.unit_bytes(p.name) for p in spec.pools]
     return int(nbytes * max(sizes)) + (1 + len(sizes)) * _BLOCK
 

@@ -1,19 +1,19 @@
-"""The host tier and its arena: the index is kept true to the tree, and what an earlier incarnation left is taken over.
+"""The keeper of an arena: it keeps the index true to the tree, and takes over the pages of an earlier incarnation.
 
 Taking over begins with the records of the full pool. A record names its page's tokens, its block hash and that of the
-page before; so a page whose chain of parents begins at the start of a prefix, each key following from the one before,
-has its place in the tree. Runs without a branch become nodes. Windows and states hang on the page whose block hash they
-have; a node ends where they begin or end. What has no place is dropped and counted.
+page before. So a page has its place in the tree if its chain of parents begins at the start of a prefix and each block
+hash follows from the one before. Runs without a branch become nodes. Pages of windows and states hang on the full page
+that has their block hash; a node ends where they begin or end. Pages without a place are dropped and counted.
 
-So far nobody has looked at the pages themselves. Their digests are computed again
+Until then the bytes of the pages are unproven. Their digests are computed again
 
 - when they are loaded, before anything that was computed from them is committed, whatever `cache.verify` says;
-- in between, a little at a time, so that damage is found before somebody waits for it.
+- in between, a few at a time, so that damage is found before a request needs the page.
 
-What doesn't match is invalidated with all that is below it, like any other damage, and computed again. With several
-ranks the index is the leader's, and a digest is over the parts of all ranks: a follower that had not yet carried out a
-copy when the leader died is found in the same way. That is no damage: each rank counts its copies, and where those of a
-dead worker differ, what doesn't match counts as torn.
+Pages that don't match are invalidated with all pages below them, like any other damage, and computed again. With
+several ranks the index is the leader's, and a digest is over the parts of all ranks. So pages that a follower had not
+yet copied when the leader died don't match either. That is no damage: each rank counts its copies, and where the counts
+of a dead worker's ranks differ, pages that don't match count as torn.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from cache.arena.arena import Arena
 from cache.arena.arena_records import ArenaRecord, SealedPage
 from cache.device.device_port import HOST, Device, PageSpanUse
 from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.node_list import TreeCursor
+from cache.prefix_cache.nodes.node_list import TreeCursor
+from cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from cache.prefix_cache.nodes.tree_node import NodePart, Tier, TreeNode
 from cache.prefix_cache.radix_tree import RadixTree
-from cache.prefix_cache.token_prefix import TokenPrefix
-from cache.prefix_cache.tree_node import NodePart, Tier, TreeNode
 from cache.swap.swapped_state import SwappedState
 from contracts.block_hash import KEY_BYTES, chain_on, chain_start
 from contracts.damage import DamageSite, log_damage
@@ -38,25 +38,28 @@ from contracts.damage import DamageSite, log_damage
 _log = logging.getLogger("twinpool.cache")
 
 SLICE_BYTES = 1 << 20
-"""Pages are looked through in portions of so many bytes."""
+"""Bytes of pages that one `poll` proves."""
 _NODE_BYTES = 4096
-"""What it costs to see that a node has nothing to look at."""
+"""The part of `SLICE_BYTES` that a node without unproven pages counts for."""
 BUSY_SHARE = 50
-"""While requests run, looking takes one part in so many of the time."""
+"""While requests run, proving pages takes one part in so many of the time."""
 SETTLED_S = 30.0
-"""Who has lived so long with what it took over was not harmed by it."""
+"""The seconds after which an incarnation counts as settled: the state that it took over hasn't harmed it."""
 MOST_TAKEN = 3
-"""Incarnations that take the same state over, one after the other, none of them settled: then it is left."""
+"""Incarnations in a row that may take the same state over without settling; the next one drops the state."""
 
 
 @dataclass
 class _FoundPages:
-    """A page of the full pool, with what else its block hash names."""
+    """A page of the full pool that was found in the index, with the other pools' records of the same block hash."""
 
     record: ArenaRecord
     beside: dict[str, ArenaRecord] = field(default_factory=dict)
+    """Records of window and state pools, by pool."""
     children: list[_FoundPages] = field(default_factory=list)
+    """Pages that follow this one."""
     used: int = 0
+    """The highest sequence number of this page's record and those of all pages below it."""
 
 
 class ArenaKeeper:
@@ -65,32 +68,35 @@ class ArenaKeeper:
     def __init__(self, tree: RadixTree, host: PoolSet, arena: Arena, device: Device, now: Callable[[], float]) -> None:
         self._tree, self._host, self._arena, self._device, self._now = tree, host, arena, device, now
         self._unproven: dict[str, set[int]] = {pool.name: set() for pool in host.spec.pools}
-        """Pages and slots that were taken over and not yet looked at."""
+        """Pages and slots, by pool, that were taken over and whose digests weren't computed again yet."""
         self._unindexed: set[tuple[str, int]] = set()
-        """Those of the host tier that the index can't name."""
+        """Pages and slots of the tree's host tier that have no record, as their salt is too long."""
         self._beside: dict[tuple[str, int], tuple[int, bytes, int]] = {}
-        """Those that it names and the tree doesn't have, with numbers, keys and digests: of swapped out requests."""
+        """Pages and slots of swapped out requests that have a record and aren't in the tree: by pool and index, the
+        page number, block hash and digest."""
         self._adopting = False
         self._unfinished = False
-        """Not all ranks had carried out what the leader had sealed."""
+        """Whether some rank of the dead worker had not carried out all copies whose pages the leader had sealed."""
         self._next = 0.0
-        """When to look again while requests run."""
+        """The time before which no pages are proved while requests run."""
         self._settles: float | None = None
+        """The time at which this incarnation counts as settled; None if it took nothing over, or has settled."""
         self._cursor: TreeCursor | None = None
-        """How far this way through the tree has come."""
+        """The present walk through the tree; None between walks."""
         self._at: TreeNode | None = None
-        """The node that is looked at."""
+        """The node that the walk has reached."""
         self.counters = dict.fromkeys(
             ("arena_pages_adopted", "arena_pages_dropped", "arena_pages_damaged", "arena_records_torn"), 0.0
         )
-        tree.accounts.on_part = self._on_part
+        tree.accounts.observe_parts(self)
         for pool, allocator in host.allocators.items():
-            # By whomever it was leased: once the lease has ended, others may write there.
-            allocator.on_release = partial(self._drop, pool)
+            # Whoever leased an index: once its lease has ended, other operations may write there.
+            allocator.observe_releases(partial(self._drop, pool))
 
     # ------------------------------------------------------------ the index follows the tree
 
-    def _on_part(self, part: NodePart, there: bool) -> None:
+    def part_changed(self, part: NodePart, there: bool) -> None:
+        """Record a part that came to the host tier in the index, and clear the records of an invalidated one."""
         if part.tier is not Tier.HOST or self._adopting:
             return
         pool, indices = part.component, part.lease.indices
@@ -109,8 +115,11 @@ class ArenaKeeper:
                 self._beside.pop((pool, index), None)
 
     def seal_swapped(self, swapped: SwappedState) -> None:
-        """Name what a retracted request has on the host, for a successor: whole pages of its prefix are pages like any
-        others. Of its state only what is at the end of one."""
+        """Record the host pages of a swapped out request in the index, for the next incarnation.
+
+        These are the whole pages of its prefix, and its states only if they are at the end of a whole page. Does
+        nothing where the pages have no digests.
+        """
         if swapped.saved.digests is None:
             return
         prefix, whole = swapped.prefix, len(swapped.prefix)
@@ -146,10 +155,11 @@ class ArenaKeeper:
     # ------------------------------------------------------------ taking over
 
     def adopt(self, unfinished: bool = False) -> int:
-        """Hang into the tree, which is empty, what the arena's index names; returns the number of full pages.
-        `unfinished`: not all ranks had carried out what the leader had sealed.
+        """Hang the pages that the arena's index names into the tree, which must be empty; returns the number of full
+        pages.
 
-        Nothing where several incarnations have done so and didn't live long.
+        `unfinished`: some rank of the dead worker had not carried out all copies whose pages the leader had sealed.
+        After `MOST_TAKEN` incarnations in a row that took the state over and didn't settle, the state is dropped.
         """
         arena, self._unfinished = self._arena, unfinished
         times = arena.taken + 1
@@ -179,21 +189,24 @@ class ArenaKeeper:
 
     @property
     def bond(self) -> bytes:
-        """What the arenas of all ranks have in common; empty where there is nothing to take over."""
+        """The id that the arenas of all ranks have in common; empty where there is nothing to take over."""
         return self._arena.bond
 
     def take_copies(self) -> int:
-        """Copies into this tier that the leader has ordered; counted from zero from now on."""
+        """Returns how many copies into this tier the leader has ordered, and sets the count to zero."""
         return self._arena.take_copies()
 
     def begin(self, bond: bytes) -> None:
-        """Start with nothing, whatever was written there before."""
+        """Start with an empty index under a new bond, whatever the arena held before."""
         self._arena.begin(bond)
         self._clear_nulls()
 
     def _clear_nulls(self) -> None:
-        """Of all ranks. A writer that was killed may have been anywhere, and one of another layout, as after a change
-        of role, has had pages where the null pages are now."""
+        """Zero the null pages of all ranks.
+
+        A writer that was killed may have been anywhere, and one of another layout, as after a change of role, has had
+        pages where the null pages are now.
+        """
         self._host.zero({pool: (0,) for pool in self._unproven})
 
     def _hang_all(self, roots: list[_FoundPages]) -> int:
@@ -211,7 +224,7 @@ class ArenaKeeper:
             parent = None if above is None else nodes[id(above)]
             raw = b"".join(page.record.tokens for page in pages)
             chain = b"".join(page.record.key for page in pages)
-            # All of it was used longer ago than anything that is yet to come.
+            # Ticks up to 0: all adopted nodes were used before any node that is inserted from now on.
             node = self._tree.accounts.graft(parent, pages[0].record.salt, raw, chain, pages[0].used - newest)
             nodes[id(pages[-1])] = node
             for pool, records in self._parts(pages):
@@ -221,7 +234,7 @@ class ArenaKeeper:
         return sum(len(pages) for _, pages in runs)
 
     def _parts(self, pages: list[_FoundPages]) -> Iterator[tuple[str, list[ArenaRecord]]]:
-        """What a node of these pages gets, by pool, the full pool first."""
+        """Yields the pools of which a node of these pages gets a part, the full pool first, and the part's records."""
         for component in self._tree.components:
             if component.name == self._tree.full:
                 yield component.name, [page.record for page in pages]
@@ -230,16 +243,16 @@ class ArenaKeeper:
             elif not component.point and component.name in pages[0].beside:
                 yield component.name, [page.beside[component.name] for page in pages]
 
-    # ------------------------------------------------------------ looking at what was taken over
+    # ------------------------------------------------------------ proving the pages that were taken over
 
     def unproven(self, part: NodePart) -> bool:
-        """Whether a part of the host tier has pages that nobody has looked at since they were taken over."""
+        """Whether a part of the host tier has pages whose digests weren't computed again since they were taken over."""
         mine = self._unproven[part.component]
         return bool(mine) and not mine.isdisjoint(part.lease.indices)
 
     def torn(self, part: NodePart, count: int) -> bool:
-        """Asked about so many pages of a part that don't match: whether that is no damage, since a rank was killed
-        before it had carried out all copies."""
+        """Whether `count` pages of a part that don't match are torn, not damaged: the part is unproven, and a rank was
+        killed before it had carried out all copies. Counts and logs them, if so."""
         if not (self._unfinished and self.unproven(part)):
             return False
         _log.warning("a rank had not finished pages when it died", extra={"pool": part.component, "pages": count})
@@ -247,11 +260,14 @@ class ArenaKeeper:
         return True
 
     def proved(self, part: NodePart) -> None:
-        """All pages of this part have matched."""
+        """All pages of this part have matched their digests."""
         self._unproven[part.component].difference_update(part.lease.indices)
 
     def poll(self, idle: bool) -> None:
-        """Look at some pages, if there are any left; returns at once. `idle`: no request runs."""
+        """Prove up to `SLICE_BYTES` of unproven pages. To be called once a round; `idle`: no request runs.
+
+        While requests run, most calls return at once (`BUSY_SHARE`).
+        """
         if self._settles is not None and self._now() >= self._settles:
             self._settles = None
             self._arena.take(0)
@@ -262,7 +278,7 @@ class ArenaKeeper:
         if not idle and began < self._next:
             return
         if self._cursor is None:
-            # Nodes are split and go meanwhile: whatever is left after one round is found in the next.
+            # Nodes are split and go meanwhile: pages left unproven after one walk are found in the next.
             self._cursor = self._tree.accounts.list.cursor()
             self._at = self._cursor.next()
         self._look(SLICE_BYTES)
@@ -287,7 +303,8 @@ class ArenaKeeper:
             budget -= unit * self._prove(part, max(1, budget // unit))
 
     def _prove(self, part: NodePart, most: int) -> int:
-        """Look at up to `most` pages of a part; returns how many."""
+        """Compute the digests of up to `most` unproven pages of a part, and invalidate those that don't match; returns
+        how many pages it looked at."""
         tree, pool, size = self._tree, part.component, self._host.spec.page_tokens
         mine, start = self._unproven[pool], part.node.start
         at = [i for i, index in enumerate(part.lease.indices) if index in mine][:most]
@@ -313,7 +330,8 @@ class ArenaKeeper:
     # ------------------------------------------------------------ accounts
 
     def check(self) -> list[str]:
-        """The index names exactly what the tree has on the host and may still match."""
+        """Check that the index names exactly the pages that the tree has on the host and may still match, and those of
+        swapped out requests; returns a line for each thing that is wrong."""
         wanted: dict[str, dict[int, tuple[int, bytes, int]]] = {pool: {} for pool in self._unproven}
         for (pool, index), record in self._beside.items():
             wanted[pool][index] = record
@@ -340,7 +358,8 @@ class ArenaKeeper:
 
 
 def _rooted(found: Mapping[str, list[ArenaRecord]], tree: RadixTree) -> list[_FoundPages]:
-    """The first pages of prefixes, each with all that follows; what has no unbroken way from there is left out."""
+    """Returns the first pages of prefixes, each with all pages below it; pages without an unbroken chain of block
+    hashes from a first page are left out."""
     pages: dict[bytes, _FoundPages] = {}
     for record in sorted(found[tree.full], key=lambda record: record.sequence):
         pages[record.key] = _FoundPages(record, used=record.sequence)
@@ -364,11 +383,12 @@ def _rooted(found: Mapping[str, list[ArenaRecord]], tree: RadixTree) -> list[_Fo
 
 
 def _follows(key: bytes, record: ArenaRecord) -> bool:
+    """Whether the record's block hash is that of its tokens after a page with block hash `key`."""
     return chain_on(key, record.tokens, len(record.tokens)) == [record.key]
 
 
 def _date(roots: list[_FoundPages]) -> None:
-    """A page was used no earlier than what is below it."""
+    """Set `used` of all pages: a page was used no earlier than the pages below it."""
     order, stack = [], list(roots)
     while stack:
         page = stack.pop()
@@ -379,7 +399,10 @@ def _date(roots: list[_FoundPages]) -> None:
 
 
 def _runs(roots: list[_FoundPages], points: set[str]) -> Iterator[tuple[_FoundPages | None, list[_FoundPages]]]:
-    """The nodes to make, parents first: the page above, and pages that nothing divides."""
+    """Yields the nodes to make, parents first: the page above (None at the start of a prefix) and the node's pages.
+
+    A node ends at a branch, behind a page with a record of a pool in `points`, and where window records begin or end.
+    """
     stack: list[tuple[_FoundPages | None, _FoundPages]] = [(None, root) for root in roots]
     while stack:
         above, page = stack.pop()
@@ -395,7 +418,7 @@ def _runs(roots: list[_FoundPages], points: set[str]) -> Iterator[tuple[_FoundPa
 
 
 def _prefix_to(tree: RadixTree, node: TreeNode) -> TokenPrefix:
-    """The prefix that ends with `node`."""
+    """Returns the prefix that ends with `node`."""
     raw, chain, top = b"", b"", node
     while top.parent is not None:
         raw, chain, top = top.raw + raw, top.chain + chain, top.parent

@@ -1,4 +1,4 @@
-"""The index of an arena: a record for each page, true only when it is whole."""
+"""The index of an arena: a record for each page or slot, valid only when its checksum matches."""
 
 from __future__ import annotations
 
@@ -11,56 +11,66 @@ from cache.memory.kv_cache_spec import PoolKind
 from contracts.block_hash import KEY_BYTES, TOKEN_BYTES
 
 SALT_BYTES = 96
-"""Longer salts don't fit into a record: what is under them is not adopted."""
+"""The longest salt that fits into a record: pages under longer salts are not adopted."""
 
 RecordWords = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 
 
 @dataclass(frozen=True, slots=True)
 class SealedPage:
-    """Pages that follow each other in one prefix, or one state, as the index has them."""
+    """A run of finished pages of one prefix, or one state, as it is entered in the index."""
 
     first: int
-    """The page number of the first; of a state, that of the last page before it."""
+    """The page number of the first page; for a state, the number of the last page before it."""
     keys: bytes
     """Block hashes, 16 bytes each."""
     digests: Sequence[int]
     parent: bytes = b""
-    """Block hash of the page before the first; empty at the start of a prefix. Full pages only, like what follows."""
+    """Block hash of the page before the first; empty at the start of a prefix. Of full pages only, like tokens and
+    salt."""
     tokens: bytes = b""
-    """4 bytes a token."""
+    """The tokens of all pages, 4 bytes each."""
     salt: bytes = b""
+    """UTF-8, at most `SALT_BYTES`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaRecord:
-    """One page or slot of what was found."""
+    """A valid record as it was read: one page or slot."""
 
     index: int
+    """The page's or slot's index in its pool."""
     sequence: int
+    """The higher, the later the record was written."""
     number: int
+    """The page's number in its prefix; for a state, the number of the last page before it."""
     key: bytes
+    """Block hash of that page."""
     digest: int
     parent: bytes
+    """Block hash of the page before, zeros at the start of a prefix. Empty except for full pages, like tokens and
+    salt."""
     tokens: bytes
+    """The page's tokens, 4 bytes each."""
     salt: str
 
 
 class RecordTable:
-    """The records of one pool, by index."""
+    """The records of one pool, by index, in the memory `raw`; `number` is the pool's."""
 
     def __init__(self, raw: np.ndarray, dtype: np.dtype, number: int) -> None:
         self._type = dtype
         self._records = raw.view(dtype)
         self._words: RecordWords = raw.view(np.uint64).reshape(len(self._records), -1)
         self.sums = self._words[:, 0]
-        # A record at another index, or of another pool, is none. The numbers are the same in every process.
+        # These factors make a record invalid at another index or in another pool, and are the same in every process.
         draw = np.random.Generator(np.random.PCG64(number))
         self._odd: RecordWords = draw.integers(
             0, 1 << 64, self._words.shape[1], dtype=np.uint64, endpoint=False
         ) | np.uint64(1)
 
     def write(self, indices: Sequence[int], run: SealedPage, sequence: int) -> None:
+        """Write the records of `run`, page by page, at `indices`; the first gets the number `sequence`."""
         count = len(indices)
         records = np.zeros(count, self._type)
         records["sequence"] = np.arange(sequence, sequence + count, dtype=np.uint64)
@@ -82,7 +92,7 @@ class RecordTable:
         self.sums[at] = sums
 
     def _sums(self, words: RecordWords, at: np.ndarray) -> RecordWords:
-        """Checksums of whole records at these places, of all words but their first; never 0."""
+        """Returns the checksums of whole records at the places `at`, over all words but the first; never 0."""
         with np.errstate(over="ignore"):
             mixed: RecordWords = (words[:, 1:] * self._odd[1:]).sum(axis=1, dtype=np.uint64)
             mixed += at.astype(np.uint64) * self._odd[0]
@@ -92,6 +102,7 @@ class RecordTable:
         return mixed
 
     def read(self) -> tuple[list[ArenaRecord], int]:
+        """Returns all valid records, by ascending index, and the number of torn records, which it clears."""
         there = self.sums.nonzero()[0]
         words = self._words[there]
         good = self._sums(words, there) == words[:, 0]
@@ -112,6 +123,7 @@ class RecordTable:
 
 
 def record_type(page_tokens: int, kind: PoolKind) -> np.dtype:
+    """Returns the dtype of a record of a pool of this kind: whole 8-byte words, the checksum first."""
     fields: list[tuple[str, str, int, int]] = [
         ("sum", "<u8", 1, 0), ("sequence", "<u8", 1, 8), ("digest", "<u8", 1, 16), ("number", "<u4", 1, 24),
         ("salted", "<u4", 1, 28), ("key", "u1", KEY_BYTES, 32),

@@ -1,1 +1,1 @@
-"""Streams, launches and copies; and a CPU that behaves like a GPU, for tests."""
+"""The device port: streams, launches and copies; and a CPU device that behaves like a GPU, for tests."""

@@ -1,18 +1,18 @@
 """The lazy device: CPU torch that behaves like the slowest, most contrary GPU that its rules allow.
 
 `submit` queues an operation; a seeded scheduler runs it at any later moment that the declared order allows: when
-somebody submits, polls or waits, when `run_some` is called, or in the middle of another stream's operation that
+the host submits, polls or waits, when `run_some` is called, or in the middle of another stream's operation that
 `order`s one of its inputs. An operation may also run at once, as on a fast device. So a reader that forgot to wait
-finds the bytes missing under most seeds, and the same seed shows it again.
+finds the bytes missing under most seeds, and the same seed repeats the fault.
 
-Content shows a race only where the scheduler happens to run it the wrong way round. Three checks find it always:
+Wrong bytes show a race only where the scheduler happens to run it the wrong way round. Three checks always find it:
 
-    order       two conflicting accesses that nothing orders are refused when the second is submitted (`ordering`)
+    order       two conflicting accesses that nothing orders are refused when the second is submitted
     gates       an operation that was to `order` a load before touching its layer, and didn't, fails
     writes      an operation that changes pages which it didn't declare as written fails (for pools given to `watch`)
 
-An operation that raises, raises again for everyone who waits for it; `settle` runs what is left and raises what
-nobody has heard of yet. Single-threaded, like the loops that use it.
+Every `wait` for a failed operation raises its error again; `settle` runs all queued operations and raises an error
+that hasn't been raised to anybody yet. Single-threaded, like the loops that use it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from contracts.errors import UnorderedAccess
 
 _HOST = "host"
 _STRAY = (0.0, 0.1, 0.4, 0.8)
-"""How often the scheduler runs something that nobody asked for: from a device that lags behind to one that keeps up."""
+"""Probabilities of running an operation that nobody waits for: from a device that lags to one that keeps up."""
 _POLLED = 0.1
-"""How often at least it does when somebody polls; above 0, so that polling ends."""
+"""The least probability of running an operation when the host polls; above 0, so that polling ends."""
 _OP_S = 0.001
-"""An operation takes up to this long on the virtual clock."""
+"""An operation takes up to so many seconds on the virtual clock."""
 
 
 class _OpState(StrEnum):
@@ -64,12 +64,13 @@ class DeferredOp:
         self.run = run
         self.access = access
         self.clock = clock
-        """What is certain to be over when it begins; with its gates' and its own tick, once it is over."""
+        """The ticks that are certain to be over once it is over, its own and those of its gates included."""
         self.gates = gates
         self.before: list[Completion] = []
         self.state = _OpState.QUEUED
         self.error: BaseException | None = None
         self.heard = False
+        """Whether its error has been raised by a `wait` or by an operation that depends on it."""
         self.known = False
         """Whether the host knows that it is over."""
 
@@ -89,9 +90,10 @@ class DeferredOp:
 
 
 class AdversarialDevice:
-    """See the module's prose. The seed decides everything, `stray` (0 to 1) included unless it is given.
+    """CPU torch that runs operations late and refuses races; see the module.
 
-    `clock`, if given, moves with every operation.
+    The seed decides everything, `stray` (a probability) included unless it is given. `clock`, if given, advances with
+    every operation.
     """
 
     checks = True
@@ -126,7 +128,7 @@ class AdversarialDevice:
         gates: GatedLoads = NO_GATES,
         keep: Sequence[Any] = (),
     ) -> Completion:
-        """Queue `op`. Raises `UnorderedAccess`, queueing nothing, when an earlier conflicting one isn't before it."""
+        """Queue `op`. Raises `UnorderedAccess`, queueing nothing, if nothing orders it after a conflicting one."""
         assert not self._running, "operations are submitted by the host, not by operations"
         self._host[_HOST] += 1
         clock = _joined(_joined(self._host, [self._stream_clocks[op.stream]]), _clocks(after))
@@ -143,7 +145,7 @@ class AdversarialDevice:
         return queued
 
     def touch(self, name: str, *, reads: Sequence[PageSpanUse] = (), writes: Sequence[PageSpanUse] = ()) -> None:
-        """Raises `UnorderedAccess` when the host doesn't know that what it touches is over."""
+        """Raises `UnorderedAccess` when the host doesn't know that a conflicting operation is over."""
         self._host[_HOST] += 1
         self._checker.enter(PageAccess(_HOST, self._host[_HOST], name), reads, writes, lambda pool, layer: self._host)
 
@@ -163,7 +165,7 @@ class AdversarialDevice:
         self._write_checker.watch(place, pool, layers)
 
     def run_some(self) -> int:
-        """Run some of what may run now, as the scheduler likes; returns how many."""
+        """Run some of the operations that may run now, as the scheduler likes; returns how many."""
         count = 0
         while self._random.random() < self._stray and (ready := self._ready()):
             self._execute(self._random.choice(ready))
@@ -171,7 +173,7 @@ class AdversarialDevice:
         return count
 
     def settle(self) -> None:
-        """Run everything; the host knows it afterwards. Raises the first error that nobody has heard of."""
+        """Run all operations, and let the host know of their end. Raises the first error not raised before."""
         for queue in self._queues.values():
             while queue:
                 self._force(queue[-1])
@@ -190,7 +192,7 @@ class AdversarialDevice:
     # ------------------------------------------------------------ completions
 
     def poll(self, op: DeferredOp) -> bool:
-        """Whether `op` is over: polling long enough always ends."""
+        """Whether `op` is over; may run one ready operation first, so that polling long enough always ends."""
         ready = self._ready()
         if op.state is not _OpState.OVER and ready and self._random.random() < max(self._stray, self._polled):
             self._execute(self._random.choice(ready))
@@ -220,7 +222,7 @@ class AdversarialDevice:
             raise op.error
 
     def _learn(self, op: DeferredOp) -> None:
-        """The host knows that it is over. What only the device has been told to order stays unknown to the host."""
+        """Note that `op` is known to be over. Where an operation has asked, the host's clock learns nothing of it."""
         op.known = True
         if not self._running:
             join(self._host, op.clock)
@@ -232,7 +234,7 @@ class AdversarialDevice:
         return [op for op in heads if op.state is _OpState.QUEUED and op.ready]
 
     def _force(self, target: DeferredOp) -> None:
-        """Run what `target` needs and `target`, and now and then something else in between."""
+        """Run `target` after the operations that it needs, and now and then another one in between."""
         while target.state is not _OpState.OVER:
             needed = self._needed(target)
             ready = [op for op in self._ready() if op in needed]
@@ -257,7 +259,7 @@ class AdversarialDevice:
         return needed
 
     def _wait_for_others(self, needed: set[DeferredOp]) -> None:
-        """Nothing here can run: what is needed comes from elsewhere, or waits for itself."""
+        """With no needed operation ready: wait for another device's completion, or refuse a cycle of operations."""
         foreign = [b for op in needed for b in op.before if not isinstance(b, DeferredOp) and not b.done]
         if not foreign:
             names = ", ".join(sorted(str(op.access) for op in needed))
@@ -301,7 +303,7 @@ class AdversarialDevice:
 
 
 def _clocks(completions: Iterable[Completion]) -> list[VectorClock]:
-    """What is over with these. Completions from elsewhere are waited for, but say nothing about what came before."""
+    """The clocks of these completions; those of other devices have none: they don't tell what came before them."""
     return [c.clock for c in completions if isinstance(c, DeferredOp)]
 
 

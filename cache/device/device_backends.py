@@ -1,4 +1,4 @@
-"""The devices that there are: CPU torch, and CUDA."""
+"""The devices that workers run on: CPU torch, and CUDA."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class CudaDevice:
     ) -> Completion:
         self._let_go()
         stream = self._streams[op.stream]
-        # What the caller made on its own stream (index tensors, say) is there before the operation reads it.
+        # What the caller made on its own stream (index tensors, say) must be there before the operation reads it.
         stream.wait_stream(torch.cuda.current_stream(self.torch_device))
         with torch.cuda.stream(stream):
             for completion in after:
@@ -82,7 +82,7 @@ class CudaDevice:
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def register_host(self, memory: torch.Tensor) -> None:
-        # It stays registered as long as the process lives: a worker's host tier ends with it.
+        # Nothing unregisters this memory: a worker's host tier is in use until the process ends.
         code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)  # type: ignore[no-untyped-call]
         if int(code):
             raise RuntimeError(f"{memory.numel()} bytes of host memory can't be registered with the GPU: error {code}")
@@ -108,7 +108,7 @@ class _CudaEvent:
 
 
 def make_device(name: str) -> Device:
-    """``auto``, ``cpu`` or ``cuda`` as in `engine.device`."""
+    """Return the device of this name: ``auto``, ``cpu`` or ``cuda`` as in `engine.device`."""
     if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
         return CudaDevice()
     return CpuDevice()

@@ -7,10 +7,10 @@ The host names operations and goes on; the device runs them later. Order comes f
     gates       an operation touches a layer of a pool after the loads into that layer that its gate was told of
     the host    waited for an operation, or saw it done, before it submitted the next
 
-Whatever two operations touch in common, and one of them writes, must be ordered by these. Callers hold the `Completion`
-and read nothing, free nothing and send nothing before it is done. On a CPU, torch is synchronous and nothing goes wrong
-if somebody forgets; so tests run the same code on the lazy device (`cache.device.adversarial_device`), which runs
-operations late and refuses two accesses that nothing orders.
+Two operations that touch the same page, one of them writing, must be ordered by these. Callers hold the `Completion`
+and read nothing, free nothing and send nothing before it is done. On a CPU, torch is synchronous and a forgotten order
+does no harm; so tests run the same code on the lazy device (`cache.device.adversarial_device`), which runs operations
+late and refuses two accesses that nothing orders.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ class DeviceStream(StrEnum):
     SAVE = "save"
     """Device to host."""
     SEND = "send"
+    """Device to peers."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageSpanUse:
-    """Pages (or slots) of one pool in one place, in all its buffers."""
+    """The use of pages (or slots) of one pool in one place, in all its buffers."""
 
     place: str
     pool: str
@@ -53,13 +54,13 @@ class PageSpanUse:
 def spans(
     place: str, pages: Mapping[str, Sequence[int]], layers: Sequence[int] | None = None
 ) -> tuple[PageSpanUse, ...]:
-    """Pages of several pools in one place; pools without any are left out."""
+    """The spans of `pages`, by pool, in one place; pools without pages are left out."""
     return tuple(PageSpanUse(place, pool, indices, layers) for pool, indices in pages.items() if len(indices))
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceOp:
-    """One operation as the device sees it."""
+    """One operation as declared to the device: its stream, and the pages that it reads and writes."""
 
     name: str
     stream: DeviceStream
@@ -68,13 +69,13 @@ class DeviceOp:
 
 
 class Completion(Protocol):
-    """When an operation is complete."""
+    """The handle of a submitted operation, to ask or wait for its end. A failed operation is done as well."""
 
     @property
     def done(self) -> bool: ...
 
     def wait(self) -> None:
-        """Return once the operation is complete: the host waits."""
+        """Return once the operation is complete: the host waits. Raises the operation's error."""
 
     def order(self) -> None:
         """Make what the running operation does from here on come after this one: the device waits, the host doesn't.
@@ -84,7 +85,7 @@ class Completion(Protocol):
 
 
 GatedLoads = Mapping[tuple[str, int], Sequence[Completion]]
-"""By pool and layer: what an operation promises to `order` before it touches that layer."""
+"""By pool and layer: the loads that an operation promises to `order` before it touches that layer."""
 NO_GATES: GatedLoads = {}
 
 
@@ -96,8 +97,8 @@ class Device(Protocol):
 
     @property
     def checks(self) -> bool:
-        """Whether it verifies what operations read and write. Where it doesn't, nobody looks at the spans of a
-        `DeviceOp`, and a caller for whom they are costly to name leaves them out."""
+        """Whether the device verifies what operations read and write. Otherwise the spans of a `DeviceOp` aren't
+        read, and a caller leaves out spans that are costly to name."""
 
     def submit(
         self,
@@ -108,20 +109,26 @@ class Device(Protocol):
         gates: GatedLoads = NO_GATES,
         keep: Sequence[Any] = (),
     ) -> Completion:
-        """Run `run` on `op.stream`, after the operations in `after`. What `run` raises, `submit` or `wait` raises.
+        """Run `run` on `op.stream`, after the operations in `after`. An error of `run` is raised here or by `wait`.
 
-        `keep` is held until the operation is complete: tensors that it reads and nobody else may hold on to.
+        `gates`: loads that `run` orders itself, layer by layer. `keep` is held until the operation is complete: tensors
+        that it reads and that its caller may drop earlier.
         """
 
     def touch(self, name: str, *, reads: Sequence[PageSpanUse] = (), writes: Sequence[PageSpanUse] = ()) -> None:
-        """The host itself reads, writes or frees (a write) now; a checking device verifies that it may."""
+        """Declare that the host itself reads, writes or frees pages now; freeing counts as a write.
+
+        A checking device raises `UnorderedAccess` where nothing orders this after a conflicting operation.
+        """
 
     def allocate_host(self, nbytes: int) -> torch.Tensor:
         """Zeroed host memory that the device copies from and to at full speed: uint8 [nbytes]."""
 
     def register_host(self, memory: torch.Tensor) -> None:
-        """Make host memory that came from elsewhere as good as `allocate_host`'s. Raises `RuntimeError` where that
-        can't be."""
+        """Make host memory that came from elsewhere as fast to copy as `allocate_host`'s.
+
+        Raises `RuntimeError` where the device can't. Nothing unregisters the memory.
+        """
 
 
 class _Done:
@@ -138,7 +145,7 @@ DONE: Completion = _Done()
 
 
 class _Failed:
-    """An operation that could not even begin."""
+    """The completion of an operation that the device refused."""
 
     done = True
 
@@ -153,7 +160,10 @@ class _Failed:
 
 
 def attempt(device: Device, op: DeviceOp, run: Callable[[], object], after: Sequence[Completion] = ()) -> Completion:
-    """`submit`, for a caller that can do without: the device's error becomes a completion whose `wait` raises it."""
+    """Submit for a caller that can do without the operation.
+
+    A `RuntimeError` of `submit` becomes a completion that is done, and whose `wait` raises the error.
+    """
     try:
         return device.submit(op, run, after)
     except RuntimeError as error:
@@ -161,9 +171,10 @@ def attempt(device: Device, op: DeviceOp, run: Callable[[], object], after: Sequ
 
 
 def failure(completion: Completion) -> RuntimeError | None:
-    """The device's error that ended a complete operation before its end: nothing that it was to write is to be used.
+    """Return the device's error (`RuntimeError`) that made an operation fail, or None; the operation must be done.
 
-    What a checking device finds is a bug and is raised.
+    Nothing that a failed operation was to write may be used. Errors of other types, such as those that a checking
+    device finds, are bugs and are raised.
     """
     assert completion.done, "an operation that is under way has neither failed nor succeeded"
     try:

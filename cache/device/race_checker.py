@@ -1,12 +1,12 @@
-"""Who is ordered after whom: vector clocks over the streams and the host.
+"""The race checker: vector clocks over the streams and the host tell which accesses are ordered.
 
 Every operation is the n-th *tick* of its actor: a stream, or the host. Its clock says how many ticks of each actor are
 certain to be over when it begins; so access a came before access b if b's clock has reached a's tick. Certainty comes
 from declared order alone (see `cache.device.device_port`), never from what happened to run first. That is why the
-checker finds a race in every run, also in those in which it went well.
+checker finds a race in every run, also where the operations happened to run in the right order.
 
 Two accesses conflict when they share a page of a pool in one place, and a layer, and one of them writes. For every
-page and layer the checker keeps the last write and, since then, the last read of each actor: whoever is ordered
+page and layer the checker keeps the last write and, since then, the last read of each actor: an access that is ordered
 after these is ordered after everything before them.
 """
 
@@ -21,11 +21,11 @@ from contracts.errors import UnorderedAccess
 VectorClock = dict[str, int]
 """Ticks by actor."""
 ClockOf = Callable[[str, int | None], VectorClock]
-"""The clock with which an operation reaches a pool's layer; None: all of its layers at once."""
+"""Returns an operation's clock at the time it touches a layer of a pool; layer None: all layers at once."""
 
 
 def join(clock: VectorClock, other: VectorClock) -> None:
-    """Let `clock` know all that `other` knows."""
+    """Raise each tick of `clock` to that of `other`, in place."""
     for actor, tick in other.items():
         if tick > clock.get(actor, 0):
             clock[actor] = tick
@@ -33,7 +33,7 @@ def join(clock: VectorClock, other: VectorClock) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PageAccess:
-    """One operation's touch of a page."""
+    """One operation's access to a page."""
 
     actor: str
     tick: int
@@ -45,7 +45,7 @@ class PageAccess:
 
 @dataclass(slots=True)
 class _Page:
-    """What happened to one page, by layer; None is an access to all layers."""
+    """The latest accesses to one page, by layer; None is an access to all layers."""
 
     writes: dict[int | None, PageAccess] = field(default_factory=dict)
     reads: dict[int | None, dict[str, PageAccess]] = field(default_factory=dict)
@@ -110,7 +110,10 @@ def _conflicting(page: _Page, layer: int | None, writing: bool) -> Iterator[tupl
 
 
 def _overwrite(page: _Page, layer: int | None, access: PageAccess) -> None:
-    """Whoever conflicts with this write is ordered after it and so after all that it was ordered after."""
+    """Make `access` the last write and forget earlier accesses to these layers.
+
+    A later access that conflicts with this write must be ordered after it, and so after what the write came after.
+    """
     if layer is None:
         page.writes.clear()
         page.reads.clear()

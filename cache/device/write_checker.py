@@ -1,4 +1,4 @@
-"""A copy of watched pools, to see that an operation writes what it declares and nothing else."""
+"""The write checker: a copy of watched pools, to find operations that write pages that they didn't declare."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class WriteChecker:
         self._watched.append(_Watched(place, pool, layers, copies))
 
     def accept_all(self) -> None:
-        """What is there now is right."""
+        """Take the present bytes of all watched pools as right."""
         for watched in self._watched:
             for buffers, copies in zip(watched.layers, watched.copies, strict=True):
                 for name, view in buffers.items():

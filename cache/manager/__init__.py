@@ -1,1 +1,1 @@
-"""The face of the KV cache: all state of one worker, request by request."""
+"""The KV cache manager: all state of one worker, allocated, shared, swapped and freed request by request."""

@@ -1,1 +1,1 @@
-"""What a model keeps, how it lies in memory, and how it is copied and digested."""
+"""The state of a model: what it consists of, how it lies in memory, and how it is copied and digested."""

@@ -1,4 +1,4 @@
-"""Copying the blocks of a move, on a CPU and on a GPU.
+"""Block copies: the blocks of a move, copied on a CPU or a GPU.
 
 On a CPU three things cost more than the bytes: a call a page, a temporary, and the C library's memcpy of about two
 KiB. Measured (see docs/benchmarks.md), best is
@@ -26,7 +26,7 @@ _RUN_PAGES = 4
 _SINGLE_BYTES = 4096
 """Pages with smaller rows are copied together."""
 _FEW = 8
-"""So few pages are copied one by one, whatever their size."""
+"""Up to so many pages are copied one by one, whatever their size."""
 _TEMPORARY_BYTES = 512 * 1024
 """Small pages are copied in portions that stay in the second-level cache."""
 
@@ -40,7 +40,10 @@ def copy_block(
     target_count: int,
     targets: Sequence[int],
 ) -> None:
-    """Copy pages `sources` of `source_count` in the uint8 region `source` to pages `targets` in `target`."""
+    """Copy one block of pages `sources` in the uint8 region `source` to pages `targets` in `target`.
+
+    `..._count` is how many pages (or slots) each region has.
+    """
     if not len(sources):
         return
     word = block.word

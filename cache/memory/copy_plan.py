@@ -1,4 +1,4 @@
-"""What a copy between two layouts of one spec consists of, with as few pieces as the layouts allow.
+"""Copy plans: a copy between two layouts of one spec, in as few blocks as the layouts allow.
 
 A buffer of a pool is `layers` entries a page. Most often the buffers of a pool follow each other so evenly, on both
 sides, that a page of several buffers can be copied as one block of equal rows; a page-first page, to another page-first
@@ -29,7 +29,7 @@ class CopySide:
     index_stride: int
 
     def stack(self, region: torch.Tensor, rows: int, count: int, width: int, word: torch.dtype) -> torch.Tensor:
-        """All of it as integers, [rows, count, words], sharing memory with the uint8 `region`."""
+        """The rows of all pages as integers, [rows, count, words], sharing memory with the uint8 `region`."""
         size = word.itemsize
         words = region.view(word)
         strides = (self.row_stride // size, self.index_stride // size, 1)
@@ -51,14 +51,14 @@ class CopyBlock:
 
     @cached_property
     def word(self) -> torch.dtype:
-        """The widest integers that every run is made of and starts on a multiple of, on both sides."""
+        """The widest integer type whose size divides the runs' width and all their offsets, on both sides."""
         a, b = self.source, self.target
         return word_dtype(
             self.width, a.base, a.row_stride, a.index_stride, b.base, b.row_stride, b.index_stride
         )  # fmt: skip
 
     def joined(self, following: CopyBlock) -> CopyBlock | None:
-        """Both as one block, where they are evenly spaced."""
+        """Both as one block where their rows are evenly spaced, else None."""
         if (self.source.index_stride, self.target.index_stride) != (
             following.source.index_stride,
             following.target.index_stride,
@@ -82,7 +82,7 @@ class CopyBlock:
         return CopyBlock(self.rows + following.rows, self.width, source, target)
 
     def flattened(self) -> CopyBlock:
-        """Rows that follow each other without gaps, on both sides, are one row."""
+        """The same block as one row, if its rows follow each other without gaps on both sides."""
         if self.rows > 1 and self.source.row_stride == self.target.row_stride == self.width:
             return CopyBlock(1, self.rows * self.width, self.source, self.target)
         return self
@@ -122,16 +122,16 @@ def packing(layout: PoolSetLayout, pool: str) -> tuple[BufferLayout, ...]:
 
 @dataclass(frozen=True, slots=True)
 class IndexRuns:
-    """How a list of pages (or of pairs of pages) falls apart."""
+    """A list of pages (or of pairs of pages), divided into long runs and the rest, by place in the list."""
 
     long: list[tuple[int, int]]
-    """Half-open ranges of positions in which the pages count upwards by one."""
+    """Half-open ranges of places at which the pages count upwards by one."""
     rest: IntArray
-    """The other positions."""
+    """The other places."""
 
 
 def runs(*lists: Sequence[int], at_least: int) -> IndexRuns:
-    """Runs of `at_least` pages in which all `lists`, which have equal lengths, count upwards by one."""
+    """Find runs of `at_least` pages or more in which all `lists`, of equal lengths, count upwards by one."""
     count = len(lists[0])
     if count < at_least:
         return IndexRuns([], np.arange(count))

@@ -1,4 +1,4 @@
-"""Copying what two ranks' buffers have in common: the same pages, and those heads that both hold.
+"""Head slices: copies between two ranks' shares of the same pages, of those heads that both ranks hold.
 
 Ranks of a worker hold slices of the heads, and two workers may have different numbers of ranks. Where both hold the
 same heads of a buffer, its pages are copied whole, with as few pieces as their layouts allow
@@ -19,13 +19,13 @@ from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec, copi
 from cache.memory.memory_layout import BufferLayout, word_dtype
 
 HeadSlice = Mapping[str, tuple[str, ...]]
-"""By pool, the buffers of which one rank writes to another what both hold; pools without any are left out."""
+"""By pool, the names of buffers whose common heads one rank writes to another; pools without any are left out."""
 
 
 def common(one: BufferSpec, other: BufferSpec) -> range:
     """The heads that two ranks' shares of a buffer have in common, by their numbers in the whole model.
 
-    Of a buffer without heads: its one "head", or as many entries as its first axis has, of which both hold all.
+    For a buffer without heads, the range of its first axis: both ranks hold all of it.
     """
     if not one.heads:
         return range(one.shape[0])
@@ -34,10 +34,10 @@ def common(one: BufferSpec, other: BufferSpec) -> range:
 
 
 def cuts(whole: PoolSetSpec, sources: int, targets: int) -> dict[tuple[int, int], HeadSlice]:
-    """Who of `sources` ranks writes what to whom of `targets` ranks, by (source rank, target rank).
+    """Return which buffers each of `sources` ranks writes to each of `targets` ranks, by (source rank, target rank).
 
-    Every target gets every head that it holds, and every buffer without heads, exactly once. What several sources hold
-    comes from the one that faces the target, so that all of them have their share of the work.
+    Every target gets every head that it holds, and every buffer without heads, exactly once. Heads that several sources
+    hold come from the one that faces the target, so that all sources have their share of the work.
     """
     shards = [[whole.shard(rank, size) for rank in range(size)] for size in (sources, targets)]
     out: dict[tuple[int, int], HeadSlice] = {}
@@ -60,7 +60,7 @@ def cuts(whole: PoolSetSpec, sources: int, targets: int) -> dict[tuple[int, int]
 
 
 def _holder(source: int, count: int, facing: int) -> int:
-    """Which of the ranks with the same heads as `source` writes them to a target that rank `facing` faces."""
+    """Which of the `count` ranks with the same heads as `source` writes them to a target that rank `facing` faces."""
     first = source - source % count
     return facing if first <= facing < first + count else first + facing % count
 
@@ -70,7 +70,7 @@ def chosen(buffers: Sequence[BufferLayout], names: Sequence[str]) -> tuple[Buffe
 
 
 def packed_layouts(mine: Sequence[BufferSpec], theirs: Sequence[BufferSpec], page_tokens: int) -> list[BufferLayout]:
-    """What two ranks have in common, in the canonical layout: page after page, buffer by buffer, layer by layer."""
+    """The canonical layout of the heads that two ranks share: page after page, buffer by buffer, layer by layer."""
     specs = []
     for one, other in zip(mine, theirs, strict=True):
         heads = common(one, other)
@@ -93,9 +93,10 @@ def copy_common(
     target_pages: tuple[int, Sequence[int]],
     page_tokens: int,
 ) -> None:
-    """Copy what the buffers on both sides, equal in number and order, have in common, from page to page.
+    """Copy from page to page the heads that the buffers on both sides have in common.
 
-    Regions are uint8. `..._pages` is how many pages (or slots) a region has, and which are meant, in order.
+    `sources` and `targets` have the same buffers in the same order; regions are uint8. `..._pages`: how many pages (or
+    slots) the region has, and which of them are copied, in order.
     """
     whole = [_same(a.spec, b.spec) for a, b in zip(sources, targets, strict=True)]
     alike = tuple(tuple(b for b, same in zip(side, whole, strict=True) if same) for side in (sources, targets))

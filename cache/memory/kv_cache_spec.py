@@ -1,10 +1,10 @@
-"""One registry of state: a model declares its pool set here and nothing else enumerates it.
+"""The registry of state: a model declares its pools and buffers as a `PoolSetSpec`, and nothing else lists them.
 
 A *pool* is the set of buffers that share one index space and one allocator; a *buffer* is one kind of state. Pools
 come in three kinds: full attention (a page for every run of positions), sliding window (a page for the last runs
 only) and state (a slot a sequence, whatever its length). Within a page a buffer is laid out token by token, or as one
 entry for the whole page; a state buffer has one entry a slot. Moving, clearing, digesting and accounting walk the
-registry and name no buffer, so a model with a new buffer gets all of them without a line.
+registry and name no buffer, so a new buffer of a model needs no code for any of these.
 
 The memory of a pool set is one flat region of bytes, so that a data plane registers it once. An entry of a buffer
 lies at `base + layer * layer_stride + index * index_stride`, in one of two orders:
@@ -86,7 +86,7 @@ class PoolSpec:
     buffers: tuple[BufferSpec, ...]
     kind: PoolKind = PoolKind.FULL
     window_tokens: int = 0
-    """Of a window pool: positions that attention sees, the query's own included."""
+    """Positions that attention sees in a window pool, the query's own included; 0 for other kinds."""
 
     def __post_init__(self) -> None:
         names = [b.name for b in self.buffers]
@@ -100,7 +100,7 @@ class PoolSpec:
 
     @property
     def layers(self) -> int:
-        """The most layers that one of its buffers has."""
+        """The largest number of layers of any of its buffers."""
         return max(b.layers for b in self.buffers)
 
 
@@ -128,7 +128,7 @@ class PoolSetSpec:
 
     @cached_property
     def whole(self) -> PoolSetSpec:
-        """The same with the heads of all ranks."""
+        """This spec with the heads of all ranks."""
         pools = [
             replace(
                 pool,
@@ -141,10 +141,10 @@ class PoolSetSpec:
         return PoolSetSpec(self.page_tokens, tuple(pools))
 
     def shard(self, rank: int, size: int) -> PoolSetSpec:
-        """What rank `rank` of `size` holds of this whole pool set: its share of the heads of every buffer that has any.
+        """The spec of rank `rank` of `size`, with its share of the heads of every buffer that has any.
 
-        Heads are sliced where the ranks divide them, and each goes to several ranks where they divide the ranks.
-        Raises `ConfigError` where neither is so.
+        Where `size` divides the number of heads, each rank gets a slice; where that number divides `size`, each head
+        goes to several ranks. Raises `ConfigError` where neither is so.
         """
         assert 0 <= rank < size
         pools = tuple(replace(p, buffers=tuple(_share(b, rank, size) for b in p.buffers)) for p in self.pools)
@@ -160,17 +160,17 @@ class PoolSetSpec:
         return self.unit_bytes(self.full.name)
 
     def window_pages(self, pool: str) -> int:
-        """Pages before a page boundary that a window reaches back into."""
+        """How many pages before a page boundary the window of `pool` reaches back into."""
         return -(-(self.by_name[pool].window_tokens - 1) // self.page_tokens)
 
     def window_hold(self, pool: str, stride: int) -> int:
-        """Pages of a window pool that a request holds at most, where steps write up to `stride` positions beyond
-        what is committed: those that the window reaches back into from the last page boundary, and those of the steps.
+        """The most pages of a window pool that a request holds, if steps write up to `stride` positions beyond the
+        committed length: those that the window reaches back into from the last page boundary, and those of the steps.
         """
         return self.window_pages(pool) + 1 + (self.page_tokens - 2 + stride) // self.page_tokens
 
     def even(self, count: int) -> dict[str, int]:
-        """The same number of indices for every pool."""
+        """`count` indices for every pool, by name."""
         return {p.name: count for p in self.pools}
 
 
@@ -187,10 +187,10 @@ def _share(buffer: BufferSpec, rank: int, size: int) -> BufferSpec:
 
 
 def copies(buffer: BufferSpec, size: int) -> int:
-    """How many ranks of `size` hold the same heads of a buffer: they follow each other."""
+    """How many of `size` ranks, consecutive ones, hold the same heads of a buffer; all hold a buffer without heads."""
     return size // gcd(buffer.heads, size) if buffer.heads else size
 
 
 def groups(pool: PoolSpec, size: int) -> tuple[int, ...]:
-    """The numbers of copies that a pool's buffers have; digests are summed apart for each."""
+    """The different numbers of `copies` of a pool's buffers, ascending; each is digested on its own."""
     return tuple(sorted({copies(buffer, size) for buffer in pool.buffers}))

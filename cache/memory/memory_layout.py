@@ -1,4 +1,4 @@
-"""Where each entry of each buffer lies in a pool set's region of bytes."""
+"""The memory layout: where each entry of each buffer lies in a pool set's region of bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALIGNMENT = 64
 
 
 class LayoutOrder(StrEnum):
-    """How a region is laid out."""
+    """The order of a region, see `cache.memory.kv_cache_spec`."""
 
     LAYER_FIRST = "layer-first"
     PAGE_FIRST = "page-first"
@@ -38,11 +38,11 @@ class BufferLayout:
 
     @property
     def word(self) -> torch.dtype:
-        """The widest integers that every entry is made of and starts on a multiple of."""
+        """The widest integer type whose size divides the entries' length and all their offsets."""
         return word_dtype(self.base, self.layer_stride, self.index_stride, self.entry_bytes)
 
     def stack(self, region: torch.Tensor, count: int, word: torch.dtype | None = None) -> torch.Tensor:
-        """All of it as integers: [layers, count, words], sharing memory with the uint8 `region`."""
+        """All entries of the buffer as integers: [layers, count, words], sharing memory with the uint8 `region`."""
         word = word or self.word
         size = word.itemsize
         shape = (self.spec.layers, count, self.entry_bytes // size)
@@ -54,8 +54,7 @@ class BufferLayout:
 
 @dataclass(frozen=True)
 class PoolSetLayout:
-    """A pool set with its number of pages and slots: every byte has an address. Index 0 of each pool, the null page
-    or slot, is counted."""
+    """The layout of a pool set with `counts` pages or slots in each pool, index 0 (the null page or slot) included."""
 
     spec: PoolSetSpec
     counts: Mapping[str, int]

@@ -1,4 +1,4 @@
-"""Content tags: what is in a finished page, sealed where it was produced and checked wherever it arrives.
+"""Page digests and content tags: they seal a finished page where it was produced, to be checked where it arrives.
 
 A tag is a *block hash* and a *digest*. The block hash names the tokens: a hash over every token from the start of the
 sequence to the end of the page (and the salt), so equal keys mean equal prefixes. The digest sums the page's bytes:
@@ -34,7 +34,7 @@ _NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.int16: np.int16, t
 
 @dataclass(frozen=True, slots=True)
 class ContentTag:
-    """What a finished page holds: 16 bytes that name its tokens, 64 bits over its state."""
+    """The content of a finished page: its block hash, 16 bytes, and the 64-bit digest of its state."""
 
     key: bytes
     digest: int
@@ -47,19 +47,19 @@ class _Stack:
     layout: BufferLayout
     coefficients_lw: torch.Tensor
     word: torch.dtype
-    """The integers that are summed."""
+    """The type of the integers that are summed."""
     read_as: torch.dtype
-    """Integers that start where the region allows: no wider than `word`."""
+    """The type in which the region's alignment allows to read them: no wider than `word`."""
 
 
 @dataclass(frozen=True, slots=True)
 class DigestSums:
-    """What a digest is made of before positions are known, on the device of the region: int64."""
+    """A page's sums before they are weighted by positions, int64, on the device of the region."""
 
     by_token: torch.Tensor
-    """[pages, page_tokens]: of the buffers by token."""
+    """[pages, page_tokens]: sums over the buffers by token."""
     by_entry: torch.Tensor
-    """[pages, 1]: of the buffers by page or slot."""
+    """[pages, 1]: sums over the buffers by page or slot."""
 
 
 class PageDigester:
@@ -76,9 +76,9 @@ class PageDigester:
         self._layout = layout
         self._device = torch.device(device)
         self._stacks: dict[str, list[_Stack]] = {}
-        """By pool, of regions of the layout."""
+        """By pool, for regions of the layout."""
         self._packed: dict[str, list[_Stack]] = {}
-        """By pool, of pages in the canonical layout."""
+        """By pool, for pages in the canonical layout."""
         for pool, buffers in layout.buffers.items():
             if only in (None, pool):
                 coefficients = [_coefficients(pool, b).to(device) if counts(b.spec) else None for b in buffers]
@@ -90,21 +90,22 @@ class PageDigester:
     def digest(
         self, region: torch.Tensor, pool: str, indices: Sequence[int], firsts: Sequence[int], ends: Sequence[int]
     ) -> list[int]:
-        """Digest positions `firsts[i] .. ends[i]-1` of each page, the first of which is the page's first position.
+        """Digest positions `firsts[i] .. ends[i]-1` of each page, where `firsts[i]` is the page's first position.
 
-        Buffers by page or slot are digested whole, at position `firsts[i]`.
+        Buffers by page or slot are digested whole, at position `firsts[i]`. Returns a digest for each of `indices`, in
+        order; waits for a GPU.
         """
         return self.finish(self.sums(region, pool, indices), firsts, ends)
 
     def digest_canonical(
         self, packed: torch.Tensor, pool: str, firsts: Sequence[int], ends: Sequence[int]
     ) -> list[int]:
-        """The same of pages in the canonical layout, uint8 [pages, unit_bytes], contiguous."""
+        """As `digest`, of pages in the canonical layout: uint8 [pages, unit_bytes], contiguous."""
         sums = self._sums(packed.view(-1), self._packed[pool], len(packed), range(len(packed)))
         return self.finish(sums, firsts, ends)
 
     def sums(self, region: torch.Tensor, pool: str, indices: Sequence[int]) -> DigestSums:
-        """The part that reads the region: it is queued where the region is, and nobody waits for it here."""
+        """Begin the part of `digest` that reads the region: it is queued on the device; `finish` waits for it."""
         return self._sums(region, self._stacks[pool], self._layout.counts[pool], indices)
 
     def _sums(self, region: torch.Tensor, stacks: Sequence[_Stack], count: int, indices: Sequence[int]) -> DigestSums:
@@ -122,7 +123,7 @@ class PageDigester:
         return DigestSums(by_token, by_entry)
 
     def finish(self, sums: DigestSums, firsts: Sequence[int], ends: Sequence[int]) -> list[int]:
-        """Digests of positions `firsts[i] .. ends[i]-1`; waits for the sums of a GPU."""
+        """Digests of positions `firsts[i] .. ends[i]-1` from their `sums`; waits for those of a GPU."""
         starts = np.asarray(firsts, dtype=np.int64)[:, None]
         positions = starts + np.arange(self._layout.spec.page_tokens, dtype=np.int64)
         known = self._weights_below(int(positions.max(initial=0)) + 1)
@@ -134,7 +135,7 @@ class PageDigester:
         return digests
 
     def _weights_below(self, stop: int) -> np.ndarray:
-        """A(p) of at least the positions before `stop`; mixing them anew was a fifth of a small digest."""
+        """A(p) of at least the positions before `stop`; kept, as mixing them anew was a fifth of a small digest."""
         if (known := self._weights).size < stop:
             positions = np.arange(1 << stop.bit_length(), dtype=np.uint64)
             known = self._weights = _odd(positions * _GOLDEN)
@@ -184,7 +185,7 @@ def sum_by_numpy(
 def sum_by_torch(
     words_lpw: torch.Tensor, word: torch.dtype, coefficients_lw: torch.Tensor, tokens: int
 ) -> torch.Tensor:
-    """The same by torch, on any device."""
+    """As `sum_by_numpy`, by torch, on any device."""
     pages = words_lpw.shape[1]
     sums_pt = torch.zeros(pages, tokens, dtype=torch.int64, device=words_lpw.device)
     for words_pw, coefficients_w in zip(words_lpw, coefficients_lw, strict=True):
@@ -207,7 +208,7 @@ def _stacks(buffers: Sequence[BufferLayout], coefficients: Sequence[torch.Tensor
 
 
 def _joined(buffer: BufferLayout, following: BufferLayout) -> BufferLayout | None:
-    """Both as one, where each layer of `following` lies as far from the one before as those of `buffer` do."""
+    """Both as one buffer where all their layers are evenly spaced and alike, else None."""
     layers = buffer.spec.layers
     stride = buffer.layer_stride if layers > 1 else following.base - buffer.base
     if following.spec.layers > 1 and following.layer_stride != stride:

@@ -1,7 +1,7 @@
-"""Moving state, written once over the registry.
+"""Page moves: copies of pages and slots from region to region, written once over the registry.
 
-A `PageMove` is one value over all pools: which pages and slots of each go from where to where. Nothing moves the pages
-of one pool and forgets those of another, and a pool with nothing to do is ordinary. The canonical layout, shared by
+A `PageMove` is one value over all pools: which pages and slots of each go from where to where. So no caller moves the
+pages of one pool and forgets those of another; a pool may have none to move. The canonical layout, shared by
 transfer and storage, is a page's bytes buffer by buffer, layer by layer: `[indices, unit_bytes]`; it is also how a
 page-first region holds a page. Source and target may differ in their order and in their numbers of pages; their
 specs must be equal.
@@ -38,19 +38,19 @@ class PoolMove:
 
 @dataclass(frozen=True, slots=True)
 class PageMove:
-    """What goes from where to where, in every pool. Built from copies: it changes with nobody's bookkeeping."""
+    """The source and target indices of a move, in every pool. They are copies: later changes of tables don't show."""
 
     parts: tuple[PoolMove, ...]
 
     @classmethod
     def of(cls, sources: PoolIndices, targets: PoolIndices) -> PageMove:
-        """Pairs what both name; raises `ValueError` where pools or numbers differ."""
+        """Pair sources and targets, pool by pool; raises `ValueError` where their pools or numbers differ."""
         if {p for p, i in sources.items() if i} != {p for p, i in targets.items() if i}:
             raise ValueError(f"a move from pools {sorted(sources)} to pools {sorted(targets)}")
         return cls(tuple(PoolMove(pool, tuple(i), tuple(targets[pool])) for pool, i in sources.items() if i))
 
     def __len__(self) -> int:
-        """Pages and slots that it moves; 0 is a move too."""
+        """How many pages and slots it moves; a move of none is valid."""
         return sum(len(p.sources) for p in self.parts)
 
     def nbytes(self, spec: PoolSetSpec) -> int:
@@ -96,7 +96,7 @@ def copy_state(
     target_layout: PoolSetLayout,
     layers: range | None = None,
 ) -> None:
-    """Copy what `move` names, all buffers, from region to region (uint8); with `layers`, those layers only."""
+    """Copy the pages and slots of `move`, all buffers, between uint8 regions; with `layers`, those layers only."""
     for part in move.parts:
         for block in blocks(source_layout.buffers[part.pool], target_layout.buffers[part.pool], layers):
             counts = source_layout.counts[part.pool], target_layout.counts[part.pool]
@@ -128,5 +128,5 @@ def scatter(
 
 
 def _flat(packed: torch.Tensor) -> torch.Tensor:
-    """Canonical pages as a region; raises `RuntimeError` where they aren't contiguous."""
+    """Canonical pages as a flat region; raises `RuntimeError` where they aren't contiguous."""
     return packed.view(-1)

@@ -1,4 +1,4 @@
-"""What a sequence needs of each pool to go on from a position, by number.
+"""Required pages: the page and slot numbers that a sequence needs of each pool to go on from a position.
 
 State is numbered along the sequence: page n holds positions n * page_tokens up to the next page, in full and window
 pools alike. A state slot that is the state after all positions has the number of the last page, whose block hash it
@@ -9,8 +9,8 @@ shares. For a prompt of 27 positions, pages of 4 and a window of 9 (the query's 
     window      . . . . . . . . . . [=============)       range(4, 7)   pages with one of positions 19 .. 26
     state       . . . . . . . . . . . . . . . . [=)       range(6, 7)   one slot, after position 26
 
-Nothing is due at no positions, and of a window of one, which reaches back to nobody. What is *missing* is what is due
-and not held: subtracted pool by pool, as each pool is lost and found on its own (hazard A12).
+At zero positions nothing is due, and of a window of one position nothing ever is: it reaches back to no page. *Missing*
+pages are due and not held: subtracted pool by pool, as each pool is lost and found on its own (hazard A12).
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from collections.abc import Collection, Mapping
 from cache.memory.kv_cache_spec import PoolKind, PoolSetSpec, PoolSpec
 
 HeldPages = Mapping[str, Collection[int]]
-"""By pool: the numbers of pages and slots that are there, in their places, and stay."""
+"""By pool: the numbers of pages and slots that the sequence already has in place and keeps."""
 NOTHING: HeldPages = {}
 
 
 def due(spec: PoolSetSpec, positions: int) -> dict[str, range]:
-    """The numbers that each pool must hold after `positions` positions, for the next one to be computed."""
+    """The page (or slot) numbers due in each pool after `positions` positions, for the next one to be computed."""
     return {pool.name: _due(pool, positions, spec.page_tokens) for pool in spec.pools}
 
 
 def missing(wanted: Mapping[str, range], held: HeldPages) -> dict[str, range]:
-    """What of `wanted` isn't held: from the first number that lacks to the last, whatever is held between them."""
+    """By pool, the range from the first to the last number of `wanted` that isn't held, held ones between included."""
     out = {}
     for pool, numbers in wanted.items():
         there = held.get(pool, ())
         if isinstance(there, range) and there.step == 1 and numbers.start in there:
-            # What is held goes on from the start without a gap, as of the full pool: no number is looked at.
+            # The held range covers the start without a gap, as in the full pool: no need to look at each number.
             out[pool] = range(min(there.stop, numbers.stop), numbers.stop)
             continue
         lacking = set(numbers).difference(there)
@@ -44,9 +44,9 @@ def missing(wanted: Mapping[str, range], held: HeldPages) -> dict[str, range]:
 
 
 def extents(spec: PoolSetSpec, pool: str, numbers: range, positions: int) -> tuple[list[int], list[int]]:
-    """First positions and ends of pages `numbers` of a sequence of `positions`, as their digests are taken.
+    """First positions and ends of pages `numbers` of a sequence of `positions`, as `PageDigester.digest` takes them.
 
-    A state slot belongs to the position that comes after it.
+    A state slot counts as the one position that comes after its state.
     """
     if spec.by_name[pool].kind is PoolKind.STATE:
         return [positions] * len(numbers), [positions + 1] * len(numbers)

@@ -1,4 +1,4 @@
-"""Copying pages on a GPU: gather and scatter between regions that it can reach, pinned host memory included.
+"""Copies of pages on a GPU: gather and scatter between regions that it can reach, pinned host memory included.
 
 A block of a move is `rows` equal runs of bytes a page (see `cache.memory.copy_plan`). One launch copies all rows of all
 pages: a program copies one piece of one row of one page, as words of up to eight bytes, loaded and stored as vectors
@@ -7,8 +7,8 @@ depend on the values and the host waits for nothing. Pinned host memory is read 
 there is no staging buffer. `cache.memory.block_copy.copy_indexed` is the same by plain torch, and the reference in
 tests.
 
-Whoever launches keeps the regions alive until the device is done with them. The index tensors are made on the stream
-that reads them, whose allocator hands their memory to nothing earlier.
+The caller keeps the regions alive until the device is done with them. The index tensors are made on the stream that
+reads them, so the caching allocator gives their memory to nothing that runs before the copy.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -43,14 +43,14 @@ def copy_rows_kernel(
 
 
 def reachable(tensor: torch.Tensor) -> bool:
-    """Whether a kernel can read and write it where it is."""
+    """Whether a kernel can read and write the tensor where it is: on a GPU, or in pinned host memory."""
     return tensor.is_cuda or tensor.is_pinned()
 
 
 def copy_rows(from_rpw: torch.Tensor, sources: Sequence[int], to_rpw: torch.Tensor, targets: Sequence[int]) -> None:
     """Copy pages `sources` to pages `targets`, all rows, between stacks of integers [rows, pages, words].
 
-    Both are `reachable`, at least one of them is on the GPU; queued on its current stream.
+    Both must be `reachable`, at least one of them on the GPU. The copy is queued on the current stream.
     """
     rows, _, words = from_rpw.shape
     if not len(sources):

@@ -1,1 +1,1 @@
-"""Who owns which page: pools, leases, epochs, gates."""
+"""Pool sets: page allocators, leases, pins, epochs and load gates."""

@@ -1,4 +1,4 @@
-"""The epoch table: how often each page of a pool has been freed, where the host counts and where kernels read it.
+"""The epoch table: how often each page of a pool has been freed, counted on the host and read by kernels.
 
 A block table carries the epochs that its pages had when they were leased. A step compares them with this table, in
 the order of its stream: so it sees every page freed before it was launched, and none freed after.
@@ -15,25 +15,25 @@ import torch
 from contracts.ids import Epoch
 
 _MOST_BUMPED = 4096
-"""Releases that are remembered one by one for a device that hasn't followed yet."""
+"""The most releases kept one by one until the device's copy of the table is updated; more are merged."""
 _FEW = 32
-"""Up to so many pages are looked up one by one: for fewer, numpy's way there costs more than they do."""
+"""The most pages that are looked up one by one: for so few, numpy's overhead costs more than the look-ups."""
 
 
 class EpochTable:
-    """int32 [size]. On a CPU the host's table is the device's; elsewhere a copy follows it, step by step."""
+    """The epochs of one pool, int32 [size]. A CPU reads the host's table; a GPU has a copy that steps update."""
 
     def __init__(self, size: int) -> None:
         self.host = torch.zeros(size, dtype=torch.int32)
         self.counts = self.host.numpy()
-        """The same memory, for counting."""
+        """The same memory as a numpy array, for counting."""
         self._one_by_one: Any = self.counts.data
-        """The same once more, for few pages at a time."""
+        """The same memory as a memoryview, for few pages at a time."""
         self._copy: torch.Tensor | None = None
         self._bumped: list[Sequence[int]] = []
 
     def bump(self, indices: Sequence[int]) -> None:
-        """These pages (each once) have been freed."""
+        """Count one more release of these pages, each named once."""
         if len(indices) <= _FEW:
             counts = self._one_by_one
             for index in indices:
@@ -43,7 +43,7 @@ class EpochTable:
         if self._copy is not None:
             self._bumped.append(indices)
             if len(self._bumped) > _MOST_BUMPED:
-                # Pages come and go although no step runs that would look.
+                # Pages come and go while no step reads the table.
                 self._bumped = [np.unique(np.concatenate(self._bumped)).tolist()]
 
     def of(self, indices: Sequence[int]) -> tuple[Epoch, ...]:
@@ -54,7 +54,7 @@ class EpochTable:
         return tuple(self.counts[np.asarray(indices, dtype=np.int64)].tolist())
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """The table for an operation on `device`; to be called from within one, always on the same stream."""
+        """The table, up to date, on `device`; to be called from within an operation, always on the same stream."""
         return self.host if device.type == "cpu" else self._follow(device)
 
     def _follow(self, device: torch.device) -> torch.Tensor:

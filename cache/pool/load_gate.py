@@ -1,12 +1,12 @@
-"""The gate: the one door to buffers.
+"""The load gate: the only access to a pool's buffers, which puts readers of a layer behind pending loads into it.
 
-A step `enter`s the gate when it is launched and gets a *passage*: the loads that are on their way at that moment, by
-layer. It takes a layer's buffers from the passage and nowhere else, so no reader can forget to wait: what is done
-with `layer(i)`'s result comes after every load into that layer. The wait is the device's, layer by layer, so that
-the loads of later layers go on beside the computation of earlier ones; decode admits a request to a batch only once
-all loads of its pages are complete (per request, before the batch). Loads that begin after the launch are none of
-its business: they may well wait for it. Addresses are bound once, so captured graphs and registered memory stay
-valid for the life of the pool set.
+A step enters the gate when it is launched and gets a `GatePass`, with the loads that are pending at that moment, by
+layer. The step takes a layer's buffers from the pass and nowhere else, so no reader can forget to wait: what the step
+does with `layer(i)`'s result comes after every load into that layer. The device waits, layer by layer, so that the
+loads of later layers go on beside the computation of earlier ones; decode admits a request to a batch only once all
+loads of its pages are complete (per request, before the batch). The step doesn't wait for loads that begin after its
+launch: they may well wait for the step. Addresses are bound once, so captured graphs and registered memory stay valid
+for the life of the pool set.
 
 A load stays pending until the host knows that it is complete, not until its first reader has come: a second reader,
 on another stream, has its own wait.
@@ -28,26 +28,29 @@ LayerBuffers = Mapping[str, torch.Tensor]
 
 
 class GateDoor(Protocol):
-    """Where a layer's buffers can be had."""
+    """Access to buffers by layer: a step's `GatePass`, or the `LoadGate` for the host's own use."""
 
     def layer(self, layer: int) -> LayerBuffers: ...
 
 
 class GatePass:
-    """One step's way through the gate."""
+    """One step's access to a pool's buffers, with the loads that the step has to wait for."""
 
     def __init__(
         self, gates: GatedLoads, layers: Sequence[LayerBuffers], waits: Mapping[int, Sequence[Completion]]
     ) -> None:
         self.gates = gates
-        """What the step promises the device to wait for; goes to `Device.submit`."""
+        """The loads that the step promises to wait for: the `gates` of `Device.submit`."""
         self._layers = layers
         self._waits = waits
 
     def layer(self, layer: int) -> LayerBuffers:
-        """The buffers of `layer`; what the running operation does with them comes after the loads into it."""
+        """The buffers of `layer`; what the running operation does from here on comes after the loads into that layer.
+
+        To be called from within the step's operation.
+        """
         for load in self._waits.get(layer, ()):
-            # One that fails is told of to those who relied on it, before they commit; the others just come after it.
+            # Requests that rely on a failed load are told before they commit (`LoadBack.poll`); the others go on.
             with suppress(RuntimeError):
                 load.order()
         return self._layers[layer]
@@ -64,21 +67,21 @@ class LoadGate:
         return len(self._layers)
 
     def expect(self, layer: int, load: Completion) -> None:
-        """From now on readers of `layer` come after `load`."""
+        """Make steps that enter from now on wait for `load` before they read `layer`."""
         self._pending[layer].append(load)
 
     def pending(self, layer: int) -> tuple[Completion, ...]:
-        """The loads that readers of `layer` wait for; those that are complete drop out."""
+        """The loads into `layer` that aren't known to be complete; complete ones are forgotten."""
         self._pending[layer] = [load for load in self._pending[layer] if not load.done]
         return tuple(self._pending[layer])
 
     def enter(self, pool: str) -> GatePass:
-        """The way through, for a step that is being launched; `pool` is the name of this gate's pool."""
+        """Return the pass of a step that is being launched; `pool` is the name of this gate's pool."""
         waits = {layer: pending for layer in range(len(self)) if (pending := self.pending(layer))}
         return GatePass({(pool, layer): loads for layer, loads in waits.items()}, self._layers, waits)
 
     def layer(self, layer: int) -> LayerBuffers:
-        """The buffers of `layer` for the host's own use: it waits for the loads."""
+        """The buffers of `layer` for the host's own use: the host waits for the loads, and gets their errors."""
         for load in self._pending[layer]:
             load.wait()
         return self._layers[layer]

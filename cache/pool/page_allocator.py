@@ -1,16 +1,17 @@
-"""Leases: who owns which pages and slots.
+"""The page allocator: leases that own pages and slots, and pins that delay the reuse of released ones.
 
 An index (a page, a slot) is in exactly one of three places:
 
-    free ----lease()----> leased ----release()----> limbo ----last pin gone----> free
+    free ----lease()----> leased ----release()----> quarantine ----last pin gone----> free
                                         \\___________ no pins ___________________/
 
-`release()` bumps the index's epoch, so a mapping taken under the old lease is stale from that moment on. A *pin*
+`release()` bumps the index's epoch, so a block table made under the old lease is stale from that moment on. A *pin*
 says that an operation which names the index may still touch it: a launched forward pass, a copy, a remote writer
-that has the memory mapped. Pinned indices wait in limbo; an epoch stops no writer, only the pin's owner knows when
-the last access is over.
+that has the memory mapped. Released indices with a pin wait in quarantine: an epoch stops no writer, and only the pin's
+owner knows when the last access is over.
 
-Every lease is released once, by itself: `release()` is idempotent, and parts of a lease change hands by `split`.
+Every lease is released once, apart from all others: `release()` is idempotent. Parts of a lease go to another owner by
+`split`, and are given back by `cut`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from contracts.ids import Epoch, LeaseId
 class Lease:
     """Ownership of some indices of one allocator, until `release`.
 
-    Giving back the last of many costs what is given back: what stays is counted first, and cut to that when it is read.
+    Cutting off the end costs what is cut, not what stays: `count` shrinks at once, the stored indices when next read.
     """
 
     __slots__ = ("_allocator", "_epochs", "_indices", "count", "id", "owner")
@@ -39,7 +40,7 @@ class Lease:
         self.owner = owner
         self.count = len(indices)
         self._indices = indices
-        self._epochs = allocator.epochs_of(indices)
+        self._epochs = allocator.epochs.of(indices)
 
     def __len__(self) -> int:
         return self.count
@@ -60,7 +61,7 @@ class Lease:
         self._indices, self._epochs = self._indices[: self.count], self._epochs[: self.count]
 
     def _take(self, run: slice) -> tuple[int, ...]:
-        """Let go of these; returns them."""
+        """Remove the indices at `run` from the lease, and return them."""
         taken = self._indices[run]
         if run.stop == self.count:
             self.count = run.start
@@ -98,7 +99,7 @@ class Lease:
 
 
 def joined(leases: Sequence[Lease]) -> tuple[list[int], list[Epoch]]:
-    """Indices and epochs of all of these, one lease behind the other."""
+    """Indices and epochs of all `leases`, one lease after the other."""
     indices, epochs = list[int](), list[Epoch]()
     for lease in leases:
         if len(lease._indices) != lease.count:
@@ -109,7 +110,7 @@ def joined(leases: Sequence[Lease]) -> tuple[list[int], list[Epoch]]:
 
 
 class Pin:
-    """Keeps released indices out of the free list until `release`: someone may still touch them."""
+    """Keeps released indices out of the free list until `release`: an operation may still touch them."""
 
     def __init__(self, allocator: PageAllocator, reason: str, indices: tuple[int, ...]) -> None:
         self._allocator = allocator
@@ -123,8 +124,12 @@ class Pin:
             self._allocator.unpin(self)
 
 
+def _tell_nobody(indices: Sequence[int]) -> None:
+    """The observer of releases until `observe_releases` sets one."""
+
+
 class PageAllocator:
-    """Hands out indices `first .. size-1` of one index space. Lowest-numbered first after a start, then last freed."""
+    """Hands out the indices `first .. size-1` of one pool: at first the lowest, later the last freed first."""
 
     def __init__(self, name: str, size: int, *, first: int = 0) -> None:
         self.name = name
@@ -132,15 +137,19 @@ class PageAllocator:
         self._first = first
         self._free = list(range(size - 1, first - 1, -1))
         self.epochs = EpochTable(size)
-        """What a step compares its block tables with."""
+        """The epoch table that steps compare their block tables with."""
         self._epochs = self.epochs.counts
         self._leases: dict[LeaseId, Lease] = {}
         self._pins: set[Pin] = set()
         self._pinned = np.zeros(size, dtype=np.int32)
-        self._limbo: set[int] = set()
+        self._quarantined: set[int] = set()
         self._next_id = 1
-        self.on_release: Callable[[Sequence[int]], None] = lambda indices: None
-        """Told of indices whose lease has ended, before anybody else can have them."""
+        self._tell_released: Callable[[Sequence[int]], None] = _tell_nobody
+
+    def observe_releases(self, tell: Callable[[Sequence[int]], None]) -> None:
+        """Call `tell` with indices that are given back, before they can be leased again. One observer at most."""
+        assert self._tell_released is _tell_nobody
+        self._tell_released = tell
 
     @property
     def total(self) -> int:
@@ -157,8 +166,8 @@ class PageAllocator:
 
     @property
     def quarantined(self) -> int:
-        """Indices that are nobody's, but not yet free."""
-        return len(self._limbo)
+        """Indices that were released while pinned and still wait for their last pin."""
+        return len(self._quarantined)
 
     def lease(self, count: int, owner: str) -> Lease:
         """Take `count` indices. Raises `CapacityError`, having taken none, when fewer are free."""
@@ -169,18 +178,18 @@ class PageAllocator:
         return self._grant(owner, taken)
 
     def take(self, runs: Sequence[Sequence[int]], owner: str) -> list[Lease]:
-        """A lease for each of `runs`, of exactly these indices. Raises `CapacityError` where one of them isn't free."""
+        """Lease exactly these indices, one lease for each of `runs`.
+
+        Raises `CapacityError`, having taken none, where an index isn't free or is named twice.
+        """
         wanted = {index for run in runs for index in run}
         if len(wanted) != sum(map(len, runs)) or not wanted.issubset(self._free):
             raise CapacityError(f"{self.name} {owner} wants aren't all free")
         self._free = [index for index in self._free if index not in wanted]
         return [self._grant(owner, tuple(run)) for run in runs]
 
-    def epochs_of(self, indices: Sequence[int]) -> tuple[Epoch, ...]:
-        return self.epochs.of(indices)
-
     def holds(self, lease: Lease) -> bool:
-        """Whether `lease` is still running; its epochs are then current, as nothing else bumps them (`check` looks)."""
+        """Whether `lease` hasn't ended. Its epochs are current then: only giving back bumps them (`check` verifies)."""
         return self._leases.get(lease.id) is lease
 
     def split(self, lease: Lease, run: slice, owner: str) -> Lease:
@@ -197,7 +206,7 @@ class PageAllocator:
         self._return(lease._take(slice(count, len(lease))))
 
     def join(self, leases: Sequence[Lease], owner: str) -> Lease:
-        """One lease for what `leases` hold, in their order; they end, their indices and epochs go on."""
+        """Return one lease of all indices of `leases`, in their order, which ends `leases`; epochs stay as they are."""
         for lease in leases:
             lease.require()
         joined = self._grant(owner, tuple(i for lease in leases for i in lease.indices))
@@ -212,11 +221,11 @@ class PageAllocator:
 
     def _return(self, indices: tuple[int, ...]) -> None:
         self.epochs.bump(indices)
-        self.on_release(indices)
+        self._tell_released(indices)
         returned = indices[::-1]
         if self._pins:
             pinned = [i for i in returned if self._pinned[i]]
-            self._limbo.update(pinned)
+            self._quarantined.update(pinned)
             returned = tuple(i for i in returned if not self._pinned[i]) if pinned else returned
         self._free.extend(returned)
 
@@ -229,41 +238,43 @@ class PageAllocator:
     def unpin(self, pin: Pin) -> None:
         self._pins.remove(pin)
         np.subtract.at(self._pinned, np.asarray(pin.indices, dtype=np.int64), 1)
-        if self._limbo:
-            back = dict.fromkeys(i for i in pin.indices if i in self._limbo and not self._pinned[i])
-            self._limbo.difference_update(back)
+        if self._quarantined:
+            back = dict.fromkeys(i for i in pin.indices if i in self._quarantined and not self._pinned[i])
+            self._quarantined.difference_update(back)
             self._free.extend(back)
 
     def check(self) -> list[str]:
-        """Recount everything from the leases and pins; returns what doesn't add up."""
+        """Recount everything from the leases and pins; returns a line for each fault."""
         found = [] if self._each_once() else self._miscounted()
         pinned = Counter(index for pin in self._pins for index in pin.indices)
         if pinned != {int(i): int(self._pinned[i]) for i in self._pinned.nonzero()[0]}:
             found.append(f"{self.name}: pin counts differ from the pins")
-        found += [f"{self.name}: {index} is in limbo without a pin" for index in self._limbo if not pinned[index]]
+        found += [
+            f"{self.name}: {index} is in quarantine without a pin" for index in self._quarantined if not pinned[index]
+        ]
         return found
 
     def _each_once(self) -> bool:
         """Whether every index has one holder, and every lease its epochs: one pass for the usual case."""
         leased = [index for lease in self._leases.values() for index in lease.indices]
         epochs = [epoch for lease in self._leases.values() for epoch in lease.epochs]
-        if sorted([*leased, *self._free, *self._limbo]) != list(range(self._first, self.size)):
+        if sorted([*leased, *self._free, *self._quarantined]) != list(range(self._first, self.size)):
             return False
-        return list(self.epochs_of(leased)) == epochs
+        return list(self.epochs.of(leased)) == epochs
 
     def _miscounted(self) -> list[str]:
-        """What `_each_once` doesn't say: whose index it is."""
+        """A line for each index without exactly one holder, with the holders' names, and each lease with old epochs."""
         found: list[str] = []
         owners: dict[int, list[str]] = {}
         for lease in self._leases.values():
             for index in lease.indices:
                 owners.setdefault(index, []).append(lease.owner)
-            if self.epochs_of(lease.indices) != lease.epochs:
+            if self.epochs.of(lease.indices) != lease.epochs:
                 found.append(f"{self.name}: lease {lease.id} of {lease.owner} has an old epoch")
         for index in self._free:
             owners.setdefault(index, []).append("the free list")
-        for index in self._limbo:
-            owners.setdefault(index, []).append("limbo")
+        for index in self._quarantined:
+            owners.setdefault(index, []).append("quarantine")
         for index in range(self._first, self.size):
             holders = owners.pop(index, [])
             if len(holders) != 1:

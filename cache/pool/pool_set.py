@@ -17,10 +17,11 @@ from contracts.errors import ConfigError
 
 
 class PoolSet:
-    """All state of a worker in one tier.
+    """All pools of a worker in one tier.
 
-    `counts` are the pages and slots of each pool, index 0, the null one, included. `region` is uint8 [layout.nbytes];
-    it must be zero, and stays zero at index 0 of every pool. Host tiers are page-first and have no gates' readers.
+    `counts`: how many pages or slots each pool has, with index 0, the null page. `region` is uint8 [layout.nbytes]; it
+    must be zero at index 0 of every pool, and stays so. Host tiers are page-first; only layer-first pool sets have
+    gates.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class PoolSet:
 
     @cached_property
     def digester(self) -> PageDigester:
-        """Digests what lies in this region."""
+        """The digester of this region's pages and slots."""
         return PageDigester(self.layout, self.region.device)
 
     def _layers(self, pool: str) -> list[dict[str, torch.Tensor]]:
@@ -74,28 +75,28 @@ class PoolSet:
         return self.allocators[self.spec.full.name].total * self.spec.page_tokens
 
     def zero(self, indices: PoolIndices) -> None:
-        """Clear these pages and slots, all buffers: a state slot starts from zero."""
+        """Zero these pages and slots in all buffers; state slots start so."""
         for pool, chosen in indices.items():
             for buffer in self.layout.buffers[pool]:
                 buffer.stack(self.region, self.layout.counts[pool])[:, list(chosen)] = 0
 
     def copy(self, move: PageMove, target: PoolSet, layers: range | None = None) -> None:
-        """Copy what `move` names from here to `target`, which may be this pool set; with `layers`, those layers."""
+        """Copy the pages and slots of `move` to `target`, which may be this pool set; with `layers`, only those."""
         copy_state(move, self.region, self.layout, target.region, target.layout, layers)
 
     def digest(self, pool: str, indices: Sequence[int], firsts: Sequence[int], ends: Sequence[int]) -> list[int]:
-        """The digests of these pages or slots, as `PageDigester.digest` takes them: of all heads, on any rank."""
+        """Digest these pages or slots, as `PageDigester.digest` does, but over the heads of all ranks."""
         return self.digester.digest(self.region, pool, indices, firsts, ends)
 
     def digesting(
         self, pool: str, indices: Sequence[int], firsts: Sequence[int], ends: Sequence[int]
     ) -> Callable[[], list[int]]:
-        """The same, begun now where the region is; what it returns waits for the end."""
+        """Begin `digest` on the region's device, without waiting; returns a function that waits for the digests."""
         sums = self.digester.sums(self.region, pool, indices)
         return lambda: self.digester.finish(sums, firsts, ends)
 
     def close(self) -> None:
-        """Let go of the memory: gates hand out nothing any more. Leases must have ended."""
+        """Drop the memory and the gates. Raises `ValueError` while anything is leased."""
         held = [a.name for a in self.allocators.values() if a.leases]
         if held:
             raise ValueError(f"{' and '.join(held)} are still leased")
@@ -122,9 +123,10 @@ class PoolSet:
 
 
 def host_counts(spec: PoolSetSpec, nbytes: int, like: Mapping[str, int]) -> dict[str, int]:
-    """Pages and slots of each pool, the null one included, in `nbytes` of host memory: to each other as in `like`.
+    """Return how many pages and slots of each pool, null pages included, `nbytes` of host memory hold.
 
-    Raises `ConfigError` when not even one of each fits.
+    Their proportions are those of `like`. Raises `ConfigError` when not even one page of each pool fits beside the null
+    pages.
     """
     least = 2 * sum(spec.unit_bytes(pool) for pool in like)
     if nbytes < least:
@@ -137,8 +139,8 @@ def host_counts(spec: PoolSetSpec, nbytes: int, like: Mapping[str, int]) -> dict
 
 
 def host_layout(spec: PoolSetSpec, nbytes: int, like: Mapping[str, int]) -> PoolSetLayout:
-    """How the host tier's mirror of a pool set lies in `nbytes` of memory: page-first.
+    """Return the page-first layout of the host tier of a pool set, in `nbytes` of memory.
 
-    `like` are the device's counts. Raises `ConfigError` when not even one page fits.
+    `like` are the device's counts. Raises `ConfigError` when not even one page of each pool fits.
     """
     return PoolSetLayout(spec, host_counts(spec, nbytes, like), LayoutOrder.PAGE_FIRST)

@@ -1,15 +1,15 @@
-"""Pool sets of several tensor-parallel ranks, as their leader sees them: one set of indices, everybody's bytes.
+"""Pool sets of several tensor-parallel ranks: the leader owns the indices, and each rank has its bytes under them.
 
-Each rank holds its heads' share of every page under the same index. What the leader does to the bytes of a page, the
-followers do to theirs, in the same order: an operation tells them as it runs, not when it is submitted, so whatever
-order the leader's device took is the order of all (and an allowed one, since it kept to what was declared). Nobody
-waits for a follower to have cleared or copied something: whatever uses it later comes later in its line, too. What an
-answer is needed for, a digest, is asked for before the leader does its own part, so that all ranks work on it at once.
+Each rank holds its heads' share of every page under the same index. The followers repeat on their bytes what the leader
+does to its own, in the same order: an operation sends them its order as it runs, not when it is submitted, so the order
+on the leader's device is that of all ranks (and a legal one, as the device keeps to the declared order). The leader
+doesn't wait for followers to zero or copy: later uses come later in the followers' line, too. A digest needs their
+answers: the leader asks before it does its own part, so that all ranks work on it at once.
 
 A page's digest is the sum of its ranks' digests, as every term of it stands alone (`cache.memory.page_digest`). Buffers
 that aren't sliced by heads, and heads that several ranks hold, are counted once, from the first rank that holds them;
-of each other copy the difference to that one is added, times an odd number. So a digest is the same whatever the number
-of ranks was, and one copy that differs from the others spoils it: a copy that went wrong on one rank only doesn't hide.
+for each further copy its difference to the first is added, times an odd number. So a digest doesn't depend on the
+number of ranks, and a page that is damaged on one rank only still changes it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ALL_BITS = 0xFFFFFFFFFFFFFFFF
 
 
 class TPDigester:
-    """One rank's part of digests, for each group of buffers on its own."""
+    """Digests one rank's shares of pages, with a digest for each group of buffers (`groups`)."""
 
     def __init__(self, layout: PoolSetLayout, device: torch.device, size: int) -> None:
         self._layout, self._device, self._size = layout, device, size
@@ -41,7 +41,7 @@ class TPDigester:
     def digest(
         self, region: torch.Tensor, pool: str, indices: Sequence[int], firsts: Sequence[int], ends: Sequence[int]
     ) -> list[list[int]]:
-        """As `PageDigester.digest`: a list for each of the pool's `groups`."""
+        """Digest as `PageDigester.digest` does; returns digests [groups][pages]."""
         return [
             self._of(count).digest(region, pool, indices, firsts, ends)
             for count in groups(self._layout.spec.by_name[pool], self._size)
@@ -56,7 +56,7 @@ class TPDigester:
 
 
 def merged(pool: PoolSpec, by_rank: Sequence[Sequence[Sequence[int]]]) -> list[int]:
-    """Digests of whole pages from those of the ranks, [ranks][groups][pages]. See the module's prose."""
+    """Merge digests of ranks' shares, [ranks][groups][pages], into digests of whole pages; see the module."""
     size = len(by_rank)
     out = [0] * len(by_rank[0][0])
     for group, count in enumerate(groups(pool, size)):
@@ -68,7 +68,7 @@ def merged(pool: PoolSpec, by_rank: Sequence[Sequence[Sequence[int]]]) -> list[i
 
 
 class TPPoolSet(PoolSet):
-    """The leader's pool set in `place`, with those of its followers behind it."""
+    """The leader's pool set in `place` (`DEVICE` or `HOST`); operations on its bytes are sent to the followers."""
 
     def __init__(
         self, layout: PoolSetLayout, region: torch.Tensor, followers: OrderChannel, place: str, tier: str = ""
@@ -114,19 +114,19 @@ class TPPoolSet(PoolSet):
 
 
 class FollowerPools:
-    """A follower's pool sets by place, and the orders about their bytes."""
+    """A follower's pool sets by place; carries out the leader's orders on their bytes."""
 
     def __init__(
         self, pools: Mapping[str, PoolSet], size: int, copied: Callable[[str], None] = lambda place: None
     ) -> None:
-        """`copied` is called with the place that a copy was carried out to."""
+        """`copied` is called after each copy, with the place of its target."""
         self._pools, self._copied = dict(pools), copied
         self._digesters = {
             place: TPDigester(pool_set.layout, pool_set.region.device, size) for place, pool_set in pools.items()
         }
 
     def carry_out(self, order: ZeroPages | CopyPages | DigestPages | CheckPages) -> list[list[int]] | list[str] | None:
-        """Carry an order out; what is returned is the answer, None: there is none."""
+        """Carry out an order; returns its answer, or None for an order without one."""
         match order:
             case ZeroPages():
                 self._pools[order.place].zero(dict(order.chosen))

@@ -1,28 +1,29 @@
-"""Which prefixes of a tree are worth most to others: those that were used most, newest first."""
+"""The hot prefixes of a tree, which other workers have most use for: most hits first, then latest use."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cache.prefix_cache.nodes.token_prefix import token_ids
+from cache.prefix_cache.nodes.tree_node import Tier, TreeNode
 from cache.prefix_cache.radix_tree import RadixTree
-from cache.prefix_cache.token_prefix import token_ids
-from cache.prefix_cache.tree_node import Tier, TreeNode
 
 
 @dataclass(frozen=True, slots=True)
 class HotPrefix:
-    """A prefix from its first token on."""
+    """A hot prefix, with all its tokens from the first on."""
 
     tokens: tuple[int, ...]
     salt: str
     hits: int
-    """How often the last pages of it were used again."""
+    """The hits of the prefix's last node: how often the whole prefix was used."""
 
 
 def hottest(tree: RadixTree, component: str, pages: int) -> list[HotPrefix]:
-    """Prefixes of at most `pages` pages of `component` on the device in all, what they share counted once.
+    """Returns the hottest prefixes on the device, of at most `pages` pages of `component` in all, hottest first.
 
-    A node is never hotter than the one above it, so what is chosen hangs together.
+    Shared pages are counted once. A node is chosen only below a chosen one, and is never hotter than it, so that
+    chosen nodes always make up whole prefixes.
     """
     nodes = [n for n in tree.accounts.list if component in n.parts[Tier.DEVICE]]
     chosen: dict[int, TreeNode] = {}

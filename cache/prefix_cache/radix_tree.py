@@ -5,26 +5,27 @@
 
 A node's key is a run of whole pages; children differ in their first page. At a node each *component* holds a part per
 tier: the pages (or the slot) of its pool, with their digests. The tree's core names no component: it asks each
-whether it accepts a path, what a lock must keep, and how a part splits.
+component whether it accepts a path, which nodes a lock must keep, and how a part splits.
 
-The *anchor* of a match is the deepest node that every component accepts. Whatever is computed, locked or loaded
-starts there and nowhere else. `match` changes nothing; `lock` keeps the parts that computing from the anchor reads,
-in the tier that has them, and returns a token; only that token gives them back, and it names exactly what it keeps,
-also after nodes were split.
+The *anchor* of a match is the deepest node that every component accepts. Computing, locking and loading start there and
+nowhere else. `match` changes nothing; `lock` keeps the parts that computing from the anchor reads, in the tier that has
+them, and returns a token (`NodeLock`). Only that token gives the parts back, and it names exactly the parts that it
+keeps, also after nodes were split.
 
-Nodes own their indices through leases. What isn't locked may be evicted from a tier: a window's or state's part
-alone where the node has something below it, else the whole leaf. A node that is in no tier any more is gone.
+Nodes own their indices through leases. Unlocked parts may be evicted from a tier: a window's or state's part alone
+where the node has children in that tier, else all parts of the leaf. A node that no tier has any more is removed.
 
     always     device: a child is there only if its parent is; host: the same, unless the host is written back to
                other components only where full is, in the same tier
 
-It is made of parts, each on those before it:
+The package has these modules, each of which builds on those before it:
 
-    tree_accounts    roots, nodes and what hangs on them, with every count
-    tree_evict       takes state out: to make room, in the order of `tree_eviction`, or because it is damaged
-    tree_locks       who keeps which part
-    tree_insert      takes finished state in
-    radix_tree       matches, and locks what was matched
+    nodes            nodes, their parts by component, their splits
+    tree_accounts    roots, nodes and parts, with every count
+    tree_eviction    evicts state in the order of `eviction_policy`, and invalidates damaged state
+    tree_locks       which lock keeps which part
+    tree_insert      inserts finished state
+    radix_tree       matches prefixes, and locks what was matched
 """
 
 from __future__ import annotations
@@ -35,37 +36,40 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from cache.memory.kv_cache_spec import PoolSetSpec
-from cache.prefix_cache.token_prefix import TokenPrefix
+from cache.prefix_cache.eviction_policy import POLICIES, EvictionOrder, EvictionPolicy
+from cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from cache.prefix_cache.nodes.tree_components import ReuseLevel, TreeComponent, components_of
+from cache.prefix_cache.nodes.tree_node import NodeLock, NodePart, Tier, TreeNode, start_of
 from cache.prefix_cache.tree_accounts import TreeAccounts
 from cache.prefix_cache.tree_check import check_tree
-from cache.prefix_cache.tree_components import ReuseLevel, TreeComponent, components_of
-from cache.prefix_cache.tree_evict import TreeEviction
-from cache.prefix_cache.tree_eviction import POLICIES, EvictionOrder, EvictionPolicy
+from cache.prefix_cache.tree_eviction import TreeEviction
 from cache.prefix_cache.tree_insert import PageOffers, insert
 from cache.prefix_cache.tree_locks import TreeLocks
-from cache.prefix_cache.tree_node import NodeLock, NodePart, Tier, TreeNode, start_of
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What the tree holds of a prefix. Depths are in pages."""
+    """The part of a prefix that the tree holds, up to its anchor. Depths are in pages."""
 
     prefix: TokenPrefix
     path: tuple[TreeNode, ...]
-    """Nodes from the root to the anchor; of the last one, perhaps only its first pages."""
+    """Nodes from the root to the anchor, without the root; of the last one, perhaps only the first pages match."""
     depth: int
-    """Of the anchor, counting what is on the host too."""
+    """The anchor's depth, with state on the device and on the host."""
     device_depth: int
-    """Of the anchor, counting what is on the device alone."""
+    """The anchor's depth with state on the device alone."""
     device_path: tuple[TreeNode, ...]
+    """Nodes up to the anchor with state on the device alone."""
     version: int
-    """Of the tree when it was matched: what has changed since may not be locked by it."""
+    """The tree's version when it was matched. Once the tree has another one, the match can't be locked any more."""
 
 
 class RadixTree:
-    """The tree of one worker; see the module's prose. Salts keep strangers apart by having roots of their own.
+    """The prefix tree of one worker; see the module's prose. Each salt has a root of its own: nothing is shared
+    between salts.
 
-    `accounts` has the nodes and what is counted of them, `locks` who keeps what, `eviction` takes state out.
+    `accounts` has the nodes and their counts, `locks` the locks, `eviction` evicts and invalidates. `write_back` says
+    that the host is written back to: state is copied there when the device evicts it.
     """
 
     def __init__(
@@ -80,13 +84,13 @@ class RadixTree:
         self.locks = TreeLocks(self.accounts, self.eviction)
 
     def component(self, name: str) -> TreeComponent:
-        """The component of a pool, by its name."""
+        """Returns the component of the pool `name`."""
         return self.accounts.by_name[name]
 
     # ------------------------------------------------------------ match
 
     def match(self, prefix: TokenPrefix) -> PrefixMatch:
-        """The longest part of `prefix` that can be computed from. Changes nothing and locks nothing."""
+        """Match `prefix`, up to the deepest point from which computing can go on. Changes nothing and locks nothing."""
         along, last = self.accounts.along(prefix)
         levels = [c.levels(along, last) for c in self.components]
         accepted = levels[0] if len(levels) == 1 else list(map(min, zip(*levels, strict=True)))
@@ -96,16 +100,19 @@ class RadixTree:
         return PrefixMatch(prefix, path, depth, device_depth, path[:device], self.accounts.version)
 
     def walked(self, prefix: TokenPrefix) -> list[tuple[TreeNode, int]]:
-        """Every node along `prefix`, accepted or not, each with how many of its pages match."""
+        """Returns every node along `prefix` from the root down, whether or not components accept it, with how many
+        of the node's pages match."""
         along, last = self.accounts.along(prefix)
         return [*((node, node.pages) for node in along[:-1]), *((node, last) for node in along[-1:])]
 
     # ------------------------------------------------------------ locks
 
     def lock(self, match: PrefixMatch, owner: str, *, tier: Tier = Tier.HOST) -> NodeLock:
-        """Keep what computing from the anchor reads, on the device where it is there, else on the host.
+        """Lock the parts that computing from the anchor reads: those on the device, and those on the host where the
+        device lacks them.
 
-        With `tier=DEVICE`, from the anchor that the device has alone.
+        With `tier=DEVICE` the anchor is the one of the device alone. Splits the anchor's node where it matches in part.
+        The tree must not have changed since the match. The caller gives the lock back with `locks.unlock`.
         """
         assert match.version == self.accounts.version, "the tree has changed since the match: match again, then lock"
         path = list(match.path if tier is Tier.HOST else match.device_path)
@@ -126,11 +133,11 @@ class RadixTree:
     def hold(
         self, prefix: TokenPrefix, wanted: Mapping[str, range], owner: str, *, host: bool
     ) -> tuple[NodeLock, dict[str, Collection[int]]]:
-        """Keep what the device has of page numbers `wanted`, component by component, wherever the anchor is.
+        """Lock the pages with numbers `wanted` (by component) that the device has, wherever the anchor is.
 
-        With `host`, what the host alone has is kept there. Returns the lock and the numbers that it keeps: of a
-        hand-over these need not be sent. Of the full component only what follows from the start without a gap; a
-        snapshot after `n` pages has the number `n - 1`.
+        With `host`, pages that the host alone has are locked there. Returns the lock and the page numbers that it
+        keeps, by component: in a hand-over these need not be sent. Of the full component, only pages that follow from
+        the start without a gap are kept; a snapshot after `n` pages has the number `n - 1`.
         """
         path, last = self.accounts.along(prefix)
         if path and last < path[-1].pages:
@@ -153,7 +160,7 @@ class RadixTree:
         return self.locks.keep(parts, owner), held
 
     def _unbroken(self, path: Sequence[TreeNode], host: bool) -> list[NodePart]:
-        """The full component's parts along `path`, up to the first node that has none."""
+        """Returns the full component's parts along `path`, up to the first node that has none."""
         full = self.full
         out: list[NodePart] = []
         for node in path:
@@ -169,7 +176,7 @@ class RadixTree:
     def _of_use(
         self, component: TreeComponent, path: Sequence[TreeNode], due: range, host: bool
     ) -> Iterator[tuple[NodePart, range]]:
-        """Parts of one component that have pages (or the slot) of these numbers, and which of them."""
+        """Yields the parts of one component that have pages (or the slot) with numbers in `due`, and these numbers."""
         name, point, first_due, stop_due = component.name, component.point, due.start, due.stop
         for node in path:
             device, kept = node.parts
@@ -191,21 +198,23 @@ class RadixTree:
             node.used = tick
             node.hits += 1
 
-    # ------------------------------------------------------------ what comes and what is damaged
+    # ------------------------------------------------------------ insert, invalidate
 
     def insert(self, prefix: TokenPrefix, offers: PageOffers, tier: Tier = Tier.DEVICE, priority: int = 0) -> int:
-        """Give finished state to the tree; it takes what it doesn't hold in `tier` and leaves the rest in the leases.
+        """Give finished state to the tree. It takes the pages that it lacks in `tier` out of the offers' leases; the
+        caller releases the rest.
 
-        Tombstones heal, and what was evicted from the tier comes back, where whole nodes are offered with the digests
-        that the tree knows. Returns the number of pages of `prefix` that the tree has in `tier` afterwards, counted
-        from the start. What hangs on pages that neither the tree nor an offer has is not taken.
+        Tombstones heal, and evicted state comes back to `tier`, where an offer covers a whole node with the digests
+        that the tree knows. State behind pages that neither the tree nor an offer has is not taken. Returns the number
+        of full pages of `prefix` that the tree then has in `tier`, from the start without a gap.
         """
         return insert(self.accounts, prefix, offers, tier, priority)
 
     def invalidate(self, prefix: TokenPrefix, page: int = 0) -> int:
-        """Never again match page `page` of `prefix` nor anything below: its state was found damaged.
+        """Never again match page number `page` of `prefix`, or a page below it: its state was found damaged.
 
-        Freed at once where nobody locks it, else with the last lock. Returns the number of pages invalidated.
+        Unlocked state is freed at once, locked state with its last lock. Returns the number of pages invalidated; 0
+        where the tree doesn't have the page.
         """
         for node, pages in self.walked(prefix):
             if node.start <= page < node.start + pages:
@@ -217,7 +226,8 @@ class RadixTree:
     # ------------------------------------------------------------ the whole
 
     def check(self) -> list[str]:
-        """Recompute links, ownership, counts, queues and locks from scratch; returns what doesn't hold."""
+        """Recompute links, ownership, counts, queues and locks from scratch; returns a line for each thing that is
+        wrong."""
         return check_tree(self.accounts, self.locks, self.eviction)
 
 
@@ -225,7 +235,7 @@ _parts = attrgetter("parts")
 
 
 def _reach(accepted: Sequence[ReuseLevel], least: ReuseLevel) -> int:
-    """How many nodes there are up to the last that is accepted."""
+    """Returns how many nodes there are up to the last one that is accepted at `least` or better."""
     for length in range(len(accepted), 0, -1):
         if accepted[length - 1] >= least:
             return length
@@ -233,7 +243,7 @@ def _reach(accepted: Sequence[ReuseLevel], least: ReuseLevel) -> int:
 
 
 def _depth(along: Sequence[TreeNode], last: int, length: int) -> int:
-    """Pages of the first `length` nodes, as far as they match."""
+    """Returns how many pages of the first `length` nodes match; `last` is that number of the last node of `along`."""
     if not length:
         return 0
     node = along[length - 1]

@@ -1,20 +1,20 @@
-"""The tree's invariants, recomputed from scratch."""
+"""The check of the prefix tree's invariants, recomputed from scratch."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
 
+from cache.prefix_cache.eviction_policy import EvictionOrder
+from cache.prefix_cache.nodes.tree_node import IN_TREE, NodePart, Tier, TreeNode, subtree
 from cache.prefix_cache.tree_accounts import TreeAccounts
-from cache.prefix_cache.tree_evict import TreeEviction
-from cache.prefix_cache.tree_eviction import EvictionOrder
+from cache.prefix_cache.tree_eviction import TreeEviction
 from cache.prefix_cache.tree_locks import TreeLocks
-from cache.prefix_cache.tree_node import IN_TREE, NodePart, Tier, TreeNode, subtree
 from contracts.block_hash import KEY_BYTES
 
 
 def check_tree(tree: TreeAccounts, locks: TreeLocks, eviction: TreeEviction) -> list[str]:
-    """What doesn't hold of one tree, a line each; none when all is well."""
+    """Check one tree; returns a line for each violated invariant, none when all hold."""
     nodes = list(tree.nodes())
     found = [line for node in nodes for line in _node(tree, node)]
     found += _links(tree)
@@ -51,7 +51,7 @@ def _node(tree: TreeAccounts, node: TreeNode) -> Iterator[str]:
 
 
 def _links(tree: TreeAccounts) -> Iterator[str]:
-    stack = [(root, True) for root in tree.roots.values()] + [(grave, False) for grave in tree.graves]
+    stack = [(root, True) for root in tree.roots.values()] + [(root, False) for root in tree.invalid_roots]
     size = tree.page_bytes
     for salt, root in tree.roots.items():
         if root.parent is not None or any(root.parts) or root.salt != salt:
@@ -133,10 +133,10 @@ def _queues(tree: TreeAccounts, order: EvictionOrder, nodes: list[TreeNode]) -> 
 
 
 def _busy(tree: TreeAccounts, nodes: list[TreeNode]) -> Iterator[str]:
-    """What a tree that is written back counts of locks in and below each node."""
-    tops = [*tree.roots.values(), *tree.graves]
+    """Recount the locked parts in and below each node (`busy`, `busy_below`), which a written-back tree counts."""
+    tops = [*tree.roots.values(), *tree.invalid_roots]
     own: dict[int, int] = {}
-    # Whether anything is locked in a node or below it: of children before their parents.
+    # Whether any part is locked in a node or below it; children are computed before their parents.
     inside: dict[int, bool] = {}
     for node in reversed([*tops, *nodes]):
         own[id(node)] = sum(bool(p.locks) for parts in node.parts for p in parts.values())

@@ -1,7 +1,8 @@
-"""Inserting finished state: which nodes a prefix needs, what each takes of what is offered, and what heals.
+"""Inserting finished state: which nodes a prefix needs, which offered state each node takes, and how tombstones heal.
 
-Nodes end where offers begin or end, so that whole nodes take whole runs. A node takes a component's part in a tier
-where it lacks one there, its full state is there or comes too, and the digests are those that the tree knows.
+Nodes end where offers begin or end, so that whole nodes take whole runs. A node takes a component's offered state as
+its part in a tier on three conditions: it has no such part yet, its full state is in that tier or comes with it, and
+the offered digests are those that the tree knows from the other tier (if it has the part there).
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
-from cache.prefix_cache.token_prefix import TokenPrefix
+from cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from cache.prefix_cache.nodes.tree_node import PageOffer, Tier, TreeNode
 from cache.prefix_cache.tree_accounts import TreeAccounts
-from cache.prefix_cache.tree_node import PageOffer, Tier, TreeNode
 from contracts.block_hash import KEY_BYTES
 
 PageOffers = Mapping[str, Sequence[PageOffer]]
-"""What is offered to the tree, by component."""
+"""State offered to the tree, by the component's name."""
 _Taken = tuple[str, PageOffer, int]
-"""What a node takes: the component, the offer, and where in its lease."""
+"""A part that a node takes: the component, the offer, and where in the offer's lease it begins."""
 
 
 def insert(accounts: TreeAccounts, prefix: TokenPrefix, offers: PageOffers, tier: Tier, priority: int) -> int:
@@ -38,14 +39,19 @@ def insert(accounts: TreeAccounts, prefix: TokenPrefix, offers: PageOffers, tier
     _cut(accounts, path, offers)
     _take_all(accounts, _plan(accounts, path, offers, tier), tier)
     _discard_empty(accounts, path)
+    tick = accounts.tick
     for node in path:
-        node.used = accounts.tick
-        node.priority = max(node.priority, priority)
+        node.used = tick
+        if node.priority < priority:  # noqa: PLR1730 (a call a node is a tenth of an insertion into a deep path)
+            node.priority = priority
     return _held(path, accounts.full, tier)
 
 
 def _end(offers: Sequence[PageOffer], at: int, most: int) -> int:
-    """How many pages there are from the start without a gap, where the tree has `at` and full pages are offered."""
+    """Returns how many pages there are from the start without a gap: `at` in the tree, then those of `offers`.
+
+    `offers` are of the full component; `most` bounds the result.
+    """
     end = at
     for offer in offers:
         if offer.first <= end:
@@ -56,7 +62,7 @@ def _end(offers: Sequence[PageOffer], at: int, most: int) -> int:
 def _path(
     accounts: TreeAccounts, prefix: TokenPrefix, path: list[TreeNode], at: int, end: int, priority: int
 ) -> list[TreeNode]:
-    """The nodes of pages `0 .. end-1`: `path`, which ends at page `at`, and a new one."""
+    """Returns the nodes of pages `0 .. end-1`: `path`, which ends at page `at`, and a new node for the rest."""
     if end > at:
         raw = prefix.raw[at * prefix.page_bytes : end * prefix.page_bytes]
         chain = prefix.chain[at * KEY_BYTES : end * KEY_BYTES]
@@ -67,7 +73,7 @@ def _path(
 
 
 def _cut(accounts: TreeAccounts, path: list[TreeNode], offers: PageOffers) -> None:
-    """Split the nodes of `path` where one must end for what is offered."""
+    """Split the nodes of `path` so that nodes end where offers begin or end; the new halves are put into `path`."""
     for cut in sorted({b for c in accounts.components for b in c.boundaries(offers.get(c.name, ()))}):
         number = bisect_right(path, cut, key=_node_start) - 1
         if number >= 0 and 0 < cut - path[number].start < path[number].pages:
@@ -77,7 +83,7 @@ def _cut(accounts: TreeAccounts, path: list[TreeNode], offers: PageOffers) -> No
 def _plan(
     accounts: TreeAccounts, path: list[TreeNode], offers: PageOffers, tier: Tier
 ) -> list[tuple[TreeNode, list[_Taken]]]:
-    """Decide from the root down what each node takes."""
+    """Decide, from the root down, which offered state each node takes."""
     taken: list[tuple[TreeNode, list[_Taken]]] = []
     unbroken, names, full = True, accounts.by_name.keys(), accounts.full
     for node in path:
@@ -106,7 +112,7 @@ def _plan(
 
 
 def _take_all(accounts: TreeAccounts, plan: list[tuple[TreeNode, list[_Taken]]], tier: Tier) -> None:
-    # From the last node up: taking a run out of a lease moves only what lies behind it.
+    # From the last node up: taking a run out of a lease moves only the indices behind it.
     for node, mine in reversed(plan):
         for name, offer, where in mine:
             units = accounts.by_name[name].units(node)
@@ -114,7 +120,7 @@ def _take_all(accounts: TreeAccounts, plan: list[tuple[TreeNode, list[_Taken]]],
             accounts.hang(node, name, tier, lease, tuple(offer.digests[where : where + units]))
     for node, mine in plan:
         if any(name == accounts.full for name, _, _ in mine):
-            accounts.on_change(node, tier, True)
+            accounts.tell(node, tier, True)
 
 
 def _discard_empty(accounts: TreeAccounts, path: Sequence[TreeNode]) -> None:
@@ -125,7 +131,7 @@ def _discard_empty(accounts: TreeAccounts, path: Sequence[TreeNode]) -> None:
 
 
 def _held(path: Sequence[TreeNode], full: str, tier: Tier) -> int:
-    """How many pages of the full component are in `tier`, from the start without a gap."""
+    """Returns how many pages of the full component are in `tier`, from the start without a gap."""
     held = 0
     for node in path:
         if full not in node.parts[tier]:

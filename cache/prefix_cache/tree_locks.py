@@ -1,17 +1,17 @@
-"""Locks on parts of the prefix tree: who keeps what, given back by the token alone."""
+"""The locks on parts of the prefix tree."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from cache.prefix_cache.lock_counts import count_locked, count_unlocked
+from cache.prefix_cache.nodes.lock_counts import count_locked, count_unlocked
+from cache.prefix_cache.nodes.tree_node import NO_LOCKS, NodeLock, NodePart
 from cache.prefix_cache.tree_accounts import TreeAccounts
-from cache.prefix_cache.tree_evict import TreeEviction
-from cache.prefix_cache.tree_node import NO_LOCKS, NodeLock, NodePart
+from cache.prefix_cache.tree_eviction import TreeEviction
 
 
 class TreeLocks:
-    """The locks of one tree. A part that is locked stays where it is; what was invalidated goes with its last lock."""
+    """The locks of one tree. A locked part isn't evicted; an invalidated part is freed with its last lock."""
 
     def __init__(self, accounts: TreeAccounts, eviction: TreeEviction) -> None:
         self._accounts, self._eviction = accounts, eviction
@@ -19,11 +19,14 @@ class TreeLocks:
         self._number = 0
 
     def __len__(self) -> int:
-        """Locks that weren't given back yet."""
+        """The number of locks that weren't given back yet."""
         return len(self.locked)
 
     def keep(self, parts: Iterable[NodePart], owner: str) -> NodeLock:
-        """Lock exactly these parts: for moves, which must not lose what they read or write."""
+        """Lock exactly these parts; returns the lock, which `unlock` gives back.
+
+        Copies lock the parts that they read or write. A part that occurs twice is locked once. `owner` is for logs.
+        """
         self._number += 1
         lock = NodeLock(self._number, owner, [])
         self.locked.add(lock)
@@ -31,7 +34,7 @@ class TreeLocks:
         return lock
 
     def add(self, lock: NodeLock, part: NodePart) -> None:
-        """Have `lock` keep `part` as well; a part that it keeps already stays in it once."""
+        """Lock `part` with `lock` as well. Does nothing where `lock` keeps it already."""
         self._add(lock, (part,))
 
     def _add(self, lock: NodeLock, parts: Iterable[NodePart]) -> None:
@@ -56,12 +59,12 @@ class TreeLocks:
             count_locked(part.node)
         offer = self._eviction.order.offer
         for part in added if len(accounts.components) > 1 else ():
-            # Where full state is kept, the rest of the node may go alone.
+            # Where full state is locked, the other parts of the node may be evicted alone.
             if len(part.node.parts[part.tier]) > 1:
                 offer(part.node, part.tier)
 
     def unlock(self, lock: NodeLock) -> None:
-        """Give back what `lock` keeps. Idempotent."""
+        """Give back the parts that `lock` keeps. Idempotent."""
         if lock not in self.locked:
             return
         self.locked.remove(lock)
@@ -83,13 +86,13 @@ class TreeLocks:
         for part in ends:
             order.offer(part.node, part.tier)
             order.refresh(part.node, part.tier)
-        gone = [part.node for part in lock.parts if not part.node.linked] if accounts.graves else ()
+        gone = [part.node for part in lock.parts if not part.node.linked] if accounts.invalid_roots else ()
         lock.parts.clear()
         for node in gone:
             self._eviction.drop_invalidated(node)
 
     def _protect(self, parts: Sequence[NodePart], sign: int) -> None:
-        """Count these as locked, or as locked no more."""
+        """Count `parts` as locked (`sign` 1), or as no longer locked (-1)."""
         left, protected = len(parts), self._accounts.protected
         for tier, name in protected:
             if left:

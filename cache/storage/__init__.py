@@ -1,4 +1,5 @@
-"""Pages as objects on storage. What a backend of another package is written against is here, whatever moves inside."""
+"""Storage of pages as objects. A backend of another package imports its names from here: they stay, whatever moves
+inside."""
 
 from cache.storage.storage_backend import (
     CUT_OFF,

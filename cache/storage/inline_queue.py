@@ -1,4 +1,4 @@
-"""A storage queue without threads: tickets are done when the test says so, in the order that its seed says."""
+"""A storage queue without threads: a test decides when tickets are done, in the order that its seed gives."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from cache.storage.storage_backend import (
 )
 
 StorageFault = Callable[[StorageOp, ObjectName], str | None]
-"""Why this name of an operation is to fail, or None."""
+"""Returns the reason for which an operation on this name is to fail, or None."""
 
 _DIRT = 0xA5
 
 
 class InlineIoQueue:
-    """`IoQueue` over `backend`. A failed read leaves dirt in its buffer, as a read that was cut short would."""
+    """The `IoQueue` over `backend` for tests and the simulator. A read that fails leaves dirt in its buffer, as a read
+    that was cut short would."""
 
     def __init__(self, backend: StorageBackend, *, fault: StorageFault | None = None) -> None:
         self.backend = backend
@@ -31,9 +32,9 @@ class InlineIoQueue:
         self._waiting: list[StorageTicket[Any]] = []
         self._running = 0
         self._abandoned: set[int] = set()
-        """Running tickets that nobody wants any more."""
+        """Ids of running tickets that were cancelled."""
         self.cancelled_running = 0
-        """How many of those have ended."""
+        """How many tickets that were cancelled while they ran have ended."""
         self._closed = False
 
     @property
@@ -59,7 +60,7 @@ class InlineIoQueue:
         return self._submit(StorageTicket(StorageOp.WRITE, names, lambda: self._write(items), self._cancel, chain))
 
     def run_next(self, rng: random.Random | None = None) -> bool:
-        """Run one waiting ticket, the oldest or one that `rng` picks; False when none waits."""
+        """Run one waiting ticket, the oldest or one that `rng` picks; False when none may run."""
         end = self.begin_next(rng)
         if end is None:
             return False
@@ -67,8 +68,11 @@ class InlineIoQueue:
         return True
 
     def begin_next(self, rng: random.Random | None = None) -> Callable[[], None] | None:
-        """Begin to run one waiting ticket; None when none waits, or those that do wait for others of their chains. It
-        runs until what is returned is called: its buffers are in use until then, and nobody can cancel it."""
+        """Begin to run one waiting ticket; returns the function that ends it.
+
+        None when no ticket waits, or all that do wait for others of their chains. Until the function is called, the
+        ticket's buffers are in use and it can't be cancelled.
+        """
         heads = {id(ticket.chain or ticket): ticket for ticket in reversed(self._waiting)}
         first = [ticket for ticket in reversed(heads.values()) if ticket._may_start]
         if not first:
@@ -87,14 +91,15 @@ class InlineIoQueue:
         return end
 
     def run_all(self, rng: random.Random | None = None) -> int:
-        """Run until none waits; how many ran."""
+        """Run tickets until none may run; returns how many ran."""
         ran = 0
         while self.run_next(rng):
             ran += 1
         return ran
 
     def close(self, timeout_s: float = 0.0) -> bool:
-        """Fail what waits and close the backend; False while some operation runs, as nothing here can wait for it."""
+        """Fail the tickets that wait and close the backend; False while some operation runs, as this queue can't wait
+        for it."""
         for ticket in self._waiting:
             ticket._fail("storage is closing")
         self._waiting.clear()

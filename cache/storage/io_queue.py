@@ -1,16 +1,16 @@
-"""The way from a worker's loop to storage and back: tickets, served by threads, polled by the loop.
+"""The storage queue between a worker's loop and a storage backend: tickets, served by threads, polled by the loop.
 
-The loop never waits: it submits and gets a `StorageTicket`, which is done at some later time. Until then the buffers of
-the operation belong to it: a cancelled ticket that still *waits* is done at once and will touch nothing, one that is
-already *running* goes on to its end, and `cancel` says which it was.
+The loop never waits: it submits an operation and gets a `StorageTicket`, which is done at some later time. Until then
+the operation's buffers belong to the ticket. A ticket that is cancelled while it *waits* is done at once and touches no
+buffer; one that is already *running* goes on to its end, and `cancel` tells which it was.
 
     waiting ---thread takes it---> running ---backend returns or raises---> done
        \\________ cancel, queue full, close ____________________________________/
 
 Reads and lookups go before writes, since a request waits for them; but after eight in a row the oldest write has its
 turn. Writes of one `WriteChain` run one after the other in the order in which they were submitted, and once one of them
-has not written all of its objects, those behind it write none. Each of the two lines is bounded. A queue owns its
-backend: the last thread to leave closes it.
+has not written all of its objects, those behind it write none. There is one line for reads and lookups and one for
+writes, and each is bounded. A queue owns its backend: the last thread that ends closes it.
 """
 
 from __future__ import annotations
@@ -52,13 +52,14 @@ class _TicketState(Enum):
 
 
 class WriteChain:
-    """Writes of which none is to be there without those before it."""
+    """A sequence of writes, of which none is to be in storage without those before it. Pass it to each of them."""
 
     def __init__(self) -> None:
         self.submitted = 0
         self.running = False
+        """Whether one of the writes is running."""
         self.broken: int | None = None
-        """Which of them failed or was given up, the first of those: no one behind it writes anything."""
+        """The number of the first write that failed or was cancelled: writes after it write nothing."""
 
 
 class StorageTicket(Generic[T]):
@@ -88,13 +89,17 @@ class StorageTicket(Generic[T]):
         return self._state is _TicketState.DONE
 
     def result(self) -> T:
-        """What the backend answered; `FAILED` (or False) for all names when it never ran or raised."""
+        """Returns the backend's answer, in the order of `names`; `FAILED` (of lookups: False) for all names when the
+        operation never ran or the backend raised."""
         assert self._state is _TicketState.DONE, f"this {self.op} is not done"
         assert self._result is not None
         return self._result
 
     def cancel(self) -> bool:
-        """Whether it is done now; False: it is running, and its buffers are in use until it is done."""
+        """Cancel the operation if it still waits; returns whether the ticket is done now.
+
+        False: it is running, and its buffers are in use until it is done.
+        """
         return self._drop(self) or self.done
 
     def _start(self) -> None:
@@ -114,11 +119,11 @@ class StorageTicket(Generic[T]):
 
     @property
     def _may_start(self) -> bool:
-        """Whether no other one of its chain is running."""
+        """Whether no other write of its chain is running."""
         return self.chain is None or not self.chain.running
 
     def _carry_out(self) -> None:
-        """To be called by whoever started it."""
+        """Run the operation and finish the ticket. To be called once, after `_start`."""
         if self._cut_off:
             self._fail(CUT_OFF)
         else:
@@ -126,6 +131,7 @@ class StorageTicket(Generic[T]):
 
     @property
     def _cut_off(self) -> bool:
+        """Whether a write before this one in its chain has failed or was cancelled."""
         return self.chain is not None and self.chain.broken is not None and self.chain.broken < self._place
 
     def _fail(self, reason: str) -> None:
@@ -137,17 +143,20 @@ class StorageTicket(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class IoQueueCounts:
+    """The counters of a storage queue since it was made."""
+
     dropped_writes: int
     """Writes that found the line full; their outcomes are `FAILED`."""
     refused_reads: int
     """Reads and lookups that found the line full."""
     cancelled: int
+    """Operations that were cancelled while they waited."""
     raised: int
-    """Operations of which the backend raised, which it must not."""
+    """Operations in which the backend raised an exception, which it must not."""
 
 
 class IoQueue(Protocol):
-    """What a worker's loop knows of storage; `ThreadedIoQueue` in a worker, `InlineIoQueue` under a test's control."""
+    """The interface of a storage queue: `ThreadedIoQueue` in a worker, `InlineIoQueue` under a test's control."""
 
     def submit_exists(self, names: Sequence[ObjectName]) -> StorageTicket[list[bool]]: ...
 
@@ -163,10 +172,10 @@ class IoQueue(Protocol):
 
 
 class ThreadedIoQueue:
-    """Serves `backend` with `threads` threads; at most `max_waiting` reads and as many writes wait in line.
+    """The storage queue that serves `backend` with `threads` threads.
 
-    `wake` is called from a thread of the queue after each ticket that one of them has finished. All other methods may
-    be called from any thread.
+    At most `max_waiting` reads (with lookups) and as many writes wait; further ones fail at once. `wake` is called from
+    a thread of the queue after each ticket that this thread has finished. All methods may be called from any thread.
     """
 
     def __init__(
@@ -222,12 +231,13 @@ class ThreadedIoQueue:
 
     @property
     def waiting(self) -> int:
-        """Tickets that no thread has taken yet."""
+        """The number of tickets that no thread has taken yet."""
         with self._change:
             return len(self._reads) + len(self._writes)
 
     def close(self, timeout_s: float) -> bool:
-        """Fail what waits, let what runs end, and close the backend; whether all of that happened within `timeout_s`.
+        """Fail the operations that wait, let those that run end, and close the backend; returns whether all of that
+        happened within `timeout_s`.
 
         False: some operation still runs, and its buffers must not be freed before its ticket is done.
         """
@@ -270,7 +280,7 @@ class ThreadedIoQueue:
             return True
 
     def _take(self) -> StorageTicket[Any] | None:
-        """The next ticket, once there is one; None when the queue is closing."""
+        """Wait for the next ticket and start it; returns None when the queue is closing."""
         with self._change:
             while not self._closing:
                 write = next((ticket for ticket in self._writes if ticket._may_start), None)
@@ -302,7 +312,7 @@ class ThreadedIoQueue:
     def _run(self, ticket: StorageTicket[Any]) -> None:
         try:
             ticket._carry_out()
-        except Exception as error:  # A backend of a stranger's; the loop must hear of it all the same.
+        except Exception as error:  # A third-party backend may raise anything; the loop must hear of it all the same.
             with self._change:
                 self._counts["raised"] += 1
             ticket._fail(f"the backend raised {type(error).__name__}: {error}")

@@ -1,24 +1,25 @@
-"""Storage objects that any tensor-parallel size can read.
+"""Storage objects that workers of any tensor-parallel size can read.
 
-Ranks of a tensor-parallel group hold slices of the heads, and what one size has written another must be able to read.
-So a pool's page is stored as *objects*, each the canonical page of some of its buffers:
+Ranks of a tensor-parallel group hold slices of the heads, and a group of one size must be able to read pages that a
+group of another size has written. So a pool's page is stored as *objects*, each the canonical page of some of its
+buffers:
 
     part "1of4"     the second quarter of the heads, of all buffers that are sliced by heads; its rank writes it
     part "shared"   all buffers that are not sliced; every rank holds the same, the rank of part 0 writes it
 
-A reader knows which share of the heads it holds and works out, for each size that a writer may have had, which objects
-cover that share: whole ones of smaller slices, or one of larger slices of which it takes its piece. Where heads are
-fewer than ranks, several ranks hold the same part, and one of them writes it.
+A reader knows which share of the heads it holds and works out, for each number of slices that a writer may have had,
+which objects cover that share: several whole objects of smaller slices, or one of a larger slice from which the reader
+takes its piece. Where heads are fewer than ranks, several ranks hold the same part, and one of them writes it.
 
 The digests of content tags are sums over logical coordinates, so those of a page's objects add up to the page's:
 
     digest(page) = digest("shared") + digest("0ofn") + ... + digest("n-1ofn")     (mod 2^64)
 
-with each buffer counted once, since no buffer is in two kinds of objects. On the way out one of the two kinds is
-digested anew and the other's digest is the difference, so that the producer's seal is never opened: what was damaged
-before stays visible. On the way in each object is checked as a whole, with its own digest, before anything is taken
-from it. A page made of whole objects then has the sum of their digests, by which the copy is checked as well; a page
-cut out of larger objects is sealed anew, having been cut from checked bytes.
+with each buffer counted once, since no buffer is in two kinds of objects. When a page is stored, one of the two kinds
+is digested anew and the other's digest is the difference. So the producer's seal stays in force: damage that came
+before stays visible. When a page is fetched, each object is checked as a whole, with its own digest, before bytes are
+taken from it. A page made of whole objects then has the sum of their digests, which checks the copy as well; a page cut
+out of larger objects is sealed anew, as it was cut from checked bytes.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ from cache.memory.memory_layout import BufferLayout, PoolSetLayout, word_dtype
 from cache.memory.page_digest import PageDigester
 
 PARTITIONS = (1, 2, 4, 8, 16)
-"""Writers' numbers of slices that a reader looks for."""
+"""The numbers of slices, as writers may have had them, that a reader looks for."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class HeadPart:
-    """Which slice of the heads an object holds: `index` of `of` equal ones. `of` 0: the buffers without heads."""
+    """The slice of the heads that an object holds: number `index` of `of` equal ones. `of` 0: the buffers without
+    heads."""
 
     index: int
     of: int
@@ -55,12 +57,13 @@ SHARED = HeadPart(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class PageObjects:
-    """One part of some pages of one pool."""
+    """The objects of one part, for some pages of one pool."""
 
     part: HeadPart
     payloads: torch.Tensor
     """uint8 [pages, object_bytes], contiguous."""
     digests: tuple[int, ...]
+    """The digest of each object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +74,14 @@ class AssembledPage:
     """uint8 [pages, unit_bytes], the reader's canonical pages."""
     digests: tuple[int, ...]
     damaged: Mapping[int, tuple[HeadPart, ...]]
-    """Pages (by their place) that are not to be used, with the objects whose bytes don't match their digests."""
+    """Pages that are not to be used, by their row in `pages`, with the parts whose bytes don't match their digests
+    (none where only the assembled page doesn't)."""
 
 
 class ObjectSlicer:
-    """Cuts one rank's pages into objects, and puts its pages together from anybody's.
+    """Cuts one rank's pages into objects, and assembles its pages from objects of workers of any number of ranks.
 
-    `spec` is the rank's own. Raises `ValueError` for buffers whose slices aren't one of equal parts.
+    `spec` is the rank's own. Raises `ValueError` for buffers whose slice isn't one of equal parts of all heads.
     """
 
     def __init__(self, spec: PoolSetSpec) -> None:
@@ -87,18 +91,20 @@ class ObjectSlicer:
         self._digester = cache(self._make_digester)
 
     def own(self, pool: str) -> tuple[HeadPart, ...]:
-        """The parts that make up this rank's page."""
+        """Returns the parts that make up this rank's page, the shared one first."""
         return tuple(part for part in (SHARED, self._own[pool]) if self._buffers(pool, part))
 
     def writes(self, pool: str) -> tuple[HeadPart, ...]:
-        """The parts that this rank is to write, where it is the first of those with the same slice."""
+        """Returns the parts that this rank is to write, if it is the first of the ranks with the same slice."""
         return tuple(part for part in self.own(pool) if part != SHARED or self._own[pool].index == 0)
 
     def object_bytes(self, pool: str, part: HeadPart) -> int:
+        """Returns the payload size of an object of `part`."""
         return sum(b.layers * b.entry_bytes(self.spec.page_tokens) for b in self._buffers(pool, part))
 
     def plan(self, pool: str, of: int) -> tuple[HeadPart, ...]:
-        """The objects that cover this rank's page where writers had `of` slices; none where that can't be."""
+        """Returns the parts that cover this rank's page where writers had `of` slices; none where the heads don't
+        divide into `of`."""
         sliced = [b for b in self.spec.by_name[pool].buffers if b.heads]
         if any(b.heads % of for b in sliced):
             return ()
@@ -110,16 +116,19 @@ class ObjectSlicer:
         return tuple(part for part in self.own(pool) if part == SHARED) + parts
 
     def plans(self, pool: str, partitions: Iterable[int] = PARTITIONS) -> list[tuple[HeadPart, ...]]:
-        """Every way to cover this rank's page, the cheapest first: its own size, then by bytes and objects to read."""
+        """Returns every plan that covers this rank's page: for its own number of slices and for each of `partitions`.
+
+        The cheapest comes first: that of its own number, then by bytes and by number of objects to read.
+        """
         found = {self.plan(pool, of) for of in (self._own[pool].of, *partitions)} - {()}
         return sorted(found, key=lambda plan: (sum(self.object_bytes(pool, p) for p in plan), len(plan), plan))
 
     def split(
         self, pool: str, pages: torch.Tensor, digests: Sequence[int], firsts: Sequence[int], ends: Sequence[int]
     ) -> list[PageObjects]:
-        """This rank's canonical pages, uint8 [pages, unit_bytes], as the objects of `own`.
+        """Cut this rank's canonical pages, uint8 [pages, unit_bytes], into the objects of the parts `own`.
 
-        `digests` are the pages' seals, over positions `firsts[i] .. ends[i]-1` of each.
+        `digests` are the pages' digests, over positions `firsts[i] .. ends[i]-1` of each.
         """
         own = self.own(pool)
         if len(own) == 1:
@@ -135,7 +144,10 @@ class ObjectSlicer:
     def assemble(
         self, pool: str, objects: Sequence[PageObjects], firsts: Sequence[int], ends: Sequence[int]
     ) -> AssembledPage:
-        """This rank's pages from the objects of a plan. Raises `ValueError` when they don't cover its page."""
+        """Check the objects of a plan and assemble this rank's pages from them.
+
+        `objects` are in the plan's order. Raises `ValueError` when they aren't those of a plan.
+        """
         if tuple(o.part for o in objects) not in {self.plan(pool, o.part.of or 1) for o in objects}:
             raise ValueError(f"{', '.join(str(o.part) for o in objects)} don't make up a page of {self._own[pool]}")
         damaged: dict[int, tuple[HeadPart, ...]] = {}
@@ -159,7 +171,7 @@ class ObjectSlicer:
         return AssembledPage(pages, tuple(sealed), damaged)
 
     def _cut(self, pool: str, pages: torch.Tensor, part: HeadPart) -> torch.Tensor:
-        """The bytes of a part that this rank's pages hold in whole: uint8 [pages, object_bytes]."""
+        """Returns the bytes of a part that this rank's pages hold in whole: uint8 [pages, object_bytes]."""
         out = torch.empty(len(pages), self.object_bytes(pool, part), dtype=torch.uint8)
         for mine, theirs in self._views(pool, pages, part, out):
             theirs.copy_(mine)
@@ -172,7 +184,8 @@ class ObjectSlicer:
     def _views(
         self, pool: str, pages: torch.Tensor, part: HeadPart, payloads: torch.Tensor
     ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """The heads that pages and objects have in common, buffer by buffer: views of the pages and of the objects."""
+        """Yields the heads that pages and objects have in common, buffer by buffer: a view of the pages and one of the
+        objects."""
         theirs = {b.spec.name: b for b in packing(self._object_layout(pool, part), pool)}
         for mine in packing(self._layout, pool):
             its = theirs.get(mine.spec.name)
@@ -189,20 +202,20 @@ class ObjectSlicer:
             yield here, there
 
     def _by_head(self, packed: torch.Tensor, buffer: BufferLayout, word: torch.dtype) -> torch.Tensor:
-        """One buffer of canonical pages as integers: [pages, layers, tokens, heads, words]."""
+        """Returns one buffer of canonical pages as integers: [pages, layers, tokens, heads, words]."""
         tokens = self.spec.page_tokens if buffer.spec.index is IndexSpace.TOKEN else 1
         stack = buffer.stack(packed.view(-1), len(packed), word)
         return stack.transpose(0, 1).view(len(packed), buffer.spec.layers, tokens, buffer.spec.shape[0], -1)
 
     def _buffers(self, pool: str, part: HeadPart) -> tuple[BufferSpec, ...]:
-        """What an object of a part holds."""
+        """Returns the buffers, cut to their slice, that an object of a part holds."""
         buffers = self.spec.by_name[pool].buffers
         if part == SHARED:
             return tuple(b for b in buffers if not b.heads)
         return tuple(_sliced(b, part) for b in buffers if b.heads)
 
     def _object_layout(self, pool: str, part: HeadPart) -> PoolSetLayout:
-        """A pool set in which `pool` has only what is in an object of `part`."""
+        """Returns the layout of a pool set in which `pool` has only the buffers of an object of `part`."""
         pools = tuple(
             dataclasses.replace(p, buffers=self._buffers(pool, part)) if p.name == pool else p for p in self.spec.pools
         )
@@ -218,7 +231,7 @@ def _sliced(buffer: BufferSpec, part: HeadPart) -> BufferSpec:
 
 
 def _part_of(pool: PoolSpec) -> HeadPart:
-    """The part that a rank's pool holds: 0of1 where nothing is sliced."""
+    """Returns the part that a rank's pool holds: 0of1 where no buffer is sliced by heads."""
     parts = set()
     for buffer in pool.buffers:
         if buffer.heads:

@@ -1,10 +1,10 @@
-"""Storage as a KV cache manager uses it: pages of its host tier, put by and fetched by their block hashes.
+"""The page store of one rank: pages of its host tier, stored and fetched by their block hashes.
 
 A page is one object where a rank holds all of it in one piece, and then its bytes go straight between storage and host
-memory. Else it is several (`cache.storage.object_slices`): a slice of the heads for each rank, and what isn't sliced.
-Whoever fetches a page asks for the objects that its own number of ranks would have written. Where those aren't there,
-it looks whether workers of other numbers of ranks have left theirs, by asking for one object of each kind first: what
-nobody has written costs one more question, not dozens.
+memory. Else it is several objects (`cache.storage.object_slices`): a slice of the heads for each rank, and one of the
+buffers that aren't sliced. A lookup asks for the objects that a worker of the same number of ranks would have written.
+Where they aren't there, it asks whether workers of other numbers of ranks have stored theirs, by one object of each
+kind first: pages that no worker has stored cost one more question, not dozens.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ _ALL_BITS = 0xFFFFFFFFFFFFFFFF
 
 
 class RankPageStore:
-    """One rank's part of the pages of `host`, over its own storage queue; `rank` of `size` ranks of a worker."""
+    """The page store of rank number `rank` of a worker's `size` ranks: its part of the pages of `host`, over its own
+    storage queue."""
 
     def __init__(self, queue: IoQueue, host: PoolSet, fingerprint: str, rank: int = 0, size: int = 1) -> None:
         self.queue, self.host = queue, host
         self._fingerprint, self._rank, self._size = fingerprint, rank, size
         self.slicer = ObjectSlicer(host.spec)
         self.plans: OrderedDict[tuple[str, bytes], tuple[HeadPart, ...]] = OrderedDict()
-        """Pages that workers of another number of ranks have stored."""
+        """By pool and block hash: the objects of pages that were found as workers of another number of ranks have
+        stored them; the next fetch uses them."""
 
     def exists(self, wanted: Sequence[tuple[str, bytes]]) -> PendingResult[list[bool]]:
         return _PageLookup(self, wanted)
@@ -47,6 +49,7 @@ class RankPageStore:
         return MappedResult(self.fetch_parts(pages), lambda found: merged_outcomes(self.host.spec, pages, [found]))
 
     def fetch_parts(self, pages: Sequence[StoredPage]) -> PendingResult[list[FetchedPages]]:
+        """`fetch` of this rank's part of pages; `merged_outcomes` puts the answers of all ranks together."""
         return _PageFetch(self, pages)
 
     def put(
@@ -60,7 +63,7 @@ class RankPageStore:
     def put_mine(
         self, pages: Sequence[StoredPage], chain: WriteChain | None = None
     ) -> PendingResult[list[ObjectOutcome]]:
-        """`put` with the digests of what lies here: a rank's share of pages that were checked as a whole."""
+        """`put` with digests that are computed here, of this rank's part: the pages were checked as a whole before."""
         digests = [self.digest(page) for page in pages]
         return self.put(pages, digests, chain)
 
@@ -70,28 +73,32 @@ class RankPageStore:
     # ------------------------------------------------------------ names and bytes
 
     def name(self, pool: str, key: bytes, part: HeadPart) -> ObjectName:
-        # A page that nobody slices is a whole one for everybody.
+        """Returns the object's name of one part of the page with block hash `key`."""
+        # A page without sliced buffers has the same name, of a whole page, for any number of ranks.
         whole = HeadPart(0, 1) if self.slicer.own(pool) == (SHARED,) else part
         return ObjectName(self._fingerprint, pool, key, str(whole))
 
     def memory(self, page: StoredPage) -> torch.Tensor:
-        """uint8 [unit_bytes], in host memory."""
+        """Returns the page's place in host memory: uint8 [unit_bytes]."""
         return self.host.layout.page(self.host.region, page.pool, page.at)
 
     def digest(self, page: StoredPage) -> int:
-        """Of what this rank holds of it."""
+        """Returns the digest of this rank's part of a page in host memory."""
         region, digester = self.host.region, self.host.digester
         return digester.digest(region, page.pool, [page.at], [page.first], [page.end])[0]
 
     def grouped(self, pool: str, digest: int, shared: int) -> tuple[int, ...]:
-        """A digest of this rank's page as `tp_pool_set` has it, by group; `shared` is what isn't sliced adds to it."""
+        """Returns a digest of this rank's page by group of buffers, as `cache.pool.tp_pool_set` merges them.
+
+        `shared` is the digest of the buffers that aren't sliced, which is part of `digest`.
+        """
         if len(groups(self.host.spec.by_name[pool], self._size)) == 1:
             return (digest,)
         # The group that all ranks hold alike comes last.
         return ((digest - shared) & _ALL_BITS, shared)
 
     def _items(self, page: StoredPage, digest: int) -> list[ObjectBuffer]:
-        """The objects of a page that this rank is to write: those that no rank before it has."""
+        """Returns the objects of a page that this rank is to write: those that no rank before it holds."""
         own = self.slicer.own(page.pool)
         if len(own) == 1:
             payload = self.memory(page).numpy().data
@@ -110,7 +117,7 @@ class RankPageStore:
 
 
 class MappedResult(Generic[S, R]):
-    """A pending answer, seen through a function."""
+    """The pending answer `pending`, mapped by the function `through` whenever it is read."""
 
     def __init__(self, pending: PendingResult[S], through: Callable[[S], R]) -> None:
         self._pending, self._through = pending, through
@@ -127,7 +134,10 @@ class MappedResult(Generic[S, R]):
 
 
 class _PageLookup:
-    """The questions after one another: my own number of ranks, which others there are, and what those have."""
+    """A pending lookup, of several questions one after the other, which asking `done` drives on.
+
+    First the objects of the own number of ranks, then whether there are any of other numbers, then all of those.
+    """
 
     def __init__(self, page_store: RankPageStore, wanted: Sequence[tuple[str, bytes]]) -> None:
         self._page_store, self._wanted = page_store, list(wanted)
@@ -195,7 +205,7 @@ class _PageLookup:
 
 
 class _PageFetch:
-    """Pages on their way into host memory: in place where they are one object, else put together at the end."""
+    """A pending fetch: pages of one object are read in place in host memory, others are assembled by `result`."""
 
     def __init__(self, page_store: RankPageStore, pages: Sequence[StoredPage]) -> None:
         self._page_store, self._pages = page_store, list(pages)
@@ -250,7 +260,10 @@ class _PageFetch:
 def merged_outcomes(
     spec: PoolSetSpec, pages: Sequence[StoredPage], by_rank: Sequence[Sequence[FetchedPages]]
 ) -> list[ObjectOutcome]:
-    """What became of whole pages, of which each rank has fetched its part: [ranks][pages]."""
+    """Returns the outcomes of whole pages from those of the ranks' parts, `by_rank`: [ranks][pages].
+
+    A page is `FOUND`, with the digest of the whole page, when all parts are; else it has the first bad part's verdict.
+    """
     out = []
     for page, parts in zip(pages, zip(*by_rank, strict=True), strict=True):
         bad = next((part for part in parts if part.verdict is not ObjectVerdict.FOUND), None)
@@ -263,7 +276,8 @@ def merged_outcomes(
 
 
 def _worst(outcomes: Sequence[ObjectOutcome], counts: Sequence[int]) -> list[ObjectOutcome]:
-    """One outcome a page from those of its objects; of a page that others write, that it is there."""
+    """Returns one outcome a page from those of its objects, `counts[i]` for page i; `KEPT` where other ranks write all
+    of them."""
     found, out = iter(outcomes), []
     for count in counts:
         mine = [next(found) for _ in range(count)]

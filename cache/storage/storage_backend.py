@@ -1,8 +1,8 @@
-"""The third tier's interface: objects by content-derived names, read and written in batches.
+"""The interface of storage backends: objects by content-derived names, read and written in batches.
 
 One object is one page of one pool (or one slice of its heads) in its canonical layout. Its name says everything that
 its content depends on, so an object never changes: writing a name that is there already is a no-op, and any process may
-delete any object at any time. What a caller gets is an `ObjectOutcome` a name; a bad object, a full disk and a server
+delete any object at any time. A caller gets an `ObjectOutcome` for each name; a bad object, a full disk and a server
 that has gone are outcomes too, not exceptions. All calls block and may be made from many threads at once.
 """
 
@@ -24,15 +24,15 @@ Payload = bytes | bytearray | memoryview
 
 @dataclass(frozen=True)
 class ObjectName:
-    """What an object is: of which model, pool, prefix and slice. Keep it: what is derived from it is kept with it."""
+    """The name of an object: model, pool, prefix and slice. Reuse the instance: `encoded` and `key` are kept in it."""
 
     fingerprint: str
-    """Model and layout; objects of different fingerprints never meet."""
+    """Model and layout; objects of different fingerprints have different names."""
     pool: str
     chain: bytes
     """Block hash of the page, 16 bytes: it names every token up to the page's end."""
     part: str = "0of1"
-    """Which slice of the heads of the whole model."""
+    """The slice of the whole model's heads, see `cache.storage.object_slices`."""
 
     def __post_init__(self) -> None:
         assert len(self.chain) == CHAIN_BYTES, f"a block hash has {CHAIN_BYTES} bytes, this one {len(self.chain)}"
@@ -45,19 +45,19 @@ class ObjectName:
 
     @cached_property
     def key(self) -> str:
-        """32 hex digits: the name as a file or a server knows it, different for each format version."""
+        """32 hex digits: the key of the object in a file system or a server, different for each format version."""
         return hashlib.blake2b(self.encoded, digest_size=16, salt=b"twinpool-l3-v%d" % FORMAT_VERSION).hexdigest()
 
 
 class ObjectVerdict(StrEnum):
-    """What became of one name of a batch."""
+    """The verdict on one name of a batch."""
 
     FOUND = "found"
     """Read: the payload is in the caller's buffer and matches its seal."""
     MISSING = "missing"
     """Read: there is no such object."""
     DAMAGED = "damaged"
-    """Read: what is there is not the object that was written; it has been deleted."""
+    """Read: the bytes under the name are not the object that was written; they have been deleted."""
     STORED = "stored"
     """Write: it is there now."""
     KEPT = "kept"
@@ -69,7 +69,7 @@ class ObjectVerdict(StrEnum):
 
 
 class ObjectOutcome(NamedTuple):
-    """A verdict, the content digest if the object was found, and for the rest a reason for people."""
+    """A verdict, the content digest if the object was found, and else a reason for people (it may be empty)."""
 
     verdict: ObjectVerdict
     digest: int = 0
@@ -77,12 +77,12 @@ class ObjectOutcome(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """The payload is in the buffer (read), or the object is in the store (write)."""
+        """Whether the payload is in the buffer (read), or the object is in the store (write)."""
         return self.verdict in (ObjectVerdict.FOUND, ObjectVerdict.STORED, ObjectVerdict.KEPT)
 
 
 CUT_OFF = "what comes before it could not be written"
-"""The reason of a write that was not begun."""
+"""The reason of a write that was not begun, since one before it failed."""
 MISSING = ObjectOutcome(ObjectVerdict.MISSING)
 STORED = ObjectOutcome(ObjectVerdict.STORED)
 KEPT = ObjectOutcome(ObjectVerdict.KEPT)
@@ -99,7 +99,7 @@ class ObjectBuffer:
 
 @dataclass(frozen=True, slots=True)
 class BackendCapacity:
-    """How much a backend may hold and holds, in bytes with seals; `max_bytes` 0 means that nothing limits it."""
+    """The capacity of a backend and its use, in bytes with seals; `max_bytes` 0 means that nothing limits it."""
 
     max_bytes: int
     used_bytes: int
@@ -108,7 +108,7 @@ class BackendCapacity:
 
 @dataclass(frozen=True, slots=True)
 class BackendCounts:
-    """What a backend has met since it was opened."""
+    """The counters of a backend since it was opened."""
 
     damaged: int = 0
     """Objects that did not match their seal when read."""
@@ -123,7 +123,7 @@ class BackendCounts:
 
 
 class BackendTally:
-    """`BackendCounts` under way, for many threads."""
+    """The running counters behind `BackendCounts`, for many threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -134,7 +134,7 @@ class BackendTally:
             self._counts[what] += count
 
     def add_outcomes(self, outcomes: Sequence[ObjectOutcome]) -> None:
-        """Count what is damaged, failed or refused among them."""
+        """Count the damaged, failed and refused ones among `outcomes`."""
         for outcome in outcomes:
             if outcome.verdict in (ObjectVerdict.DAMAGED, ObjectVerdict.FAILED, ObjectVerdict.REFUSED):
                 self.add(outcome.verdict.value)
@@ -145,10 +145,11 @@ class BackendTally:
 
 
 class StorageBackend(Protocol):
-    """A store of objects. Every call ends by a deadline of the backend's own and raises nothing for what it meets."""
+    """A store of objects. Every call ends by a deadline of the backend's own, and reports errors of the medium as
+    outcomes instead of raising. Answers are in the order of the names."""
 
     def exists(self, names: Sequence[ObjectName]) -> list[bool]:
-        """Whether each is there, by name alone: a later read may still find it gone or damaged."""
+        """Whether each object is there, by name alone: a later read may still find it gone or damaged."""
         ...
 
     def read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> list[ObjectOutcome]:
@@ -159,15 +160,16 @@ class StorageBackend(Protocol):
         ...
 
     def write(self, items: Sequence[ObjectBuffer]) -> list[ObjectOutcome]:
-        """Store each object in turn, evicting what was used longest ago.
+        """Store each object in turn, evicting the least recently used ones to make room.
 
-        Once one could not be stored, none behind it is written, unless it is there already: they may be of use only
-        with those before them. Their outcome is `FAILED`, with `CUT_OFF` as the reason.
+        Once an object could not be stored, none behind it is written: later objects may be of use only with those
+        before them. Their outcome is `FAILED`, with `CUT_OFF` as the reason; those that are there already may be
+        `KEPT`.
         """
         ...
 
     def delete(self, names: Sequence[ObjectName]) -> None:
-        """Delete those that are there."""
+        """Delete these objects; names that aren't there are ignored."""
         ...
 
     def capacity(self) -> BackendCapacity: ...
@@ -175,5 +177,5 @@ class StorageBackend(Protocol):
     def counts(self) -> BackendCounts: ...
 
     def close(self) -> None:
-        """Give back what the backend holds in this process; the objects stay where they outlive it."""
+        """Release the backend's resources in this process. Objects stay, where the medium outlives the process."""
         ...

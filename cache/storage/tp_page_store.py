@@ -1,8 +1,9 @@
-"""Storage of a worker of several ranks: each puts by and fetches its own heads, the leader says of what.
+"""The page store of a worker of several ranks: each rank stores and fetches its own heads of the pages that the leader
+orders.
 
-A page is there when every rank has found its part, and fetched when every part has come. Before pages are put by, the
-leader compares their digest, of all ranks, with the seal that they got when they were computed: what was damaged in
-host memory since is not stored. Each rank then seals its own objects.
+A page is in storage when every rank has found its part, and fetched when every part has come. Before pages are stored,
+the leader compares their digests, over all ranks, with those that were taken when the pages were computed: pages that
+were damaged in host memory since are not stored. Each rank then seals its own objects.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from contracts.messages.rank_order_codec import OrderAnswers, OrderChannel
 from contracts.messages.rank_orders import FetchPages, FindPages, PutPages, StoredPage
 
 _DAMAGED = ObjectOutcome(ObjectVerdict.FAILED, 0, "it was damaged in host memory before it was stored")
+_BEHIND = ObjectOutcome(ObjectVerdict.FAILED, 0, "a page before it was damaged in host memory")
 
 
 class TPPageStore:
@@ -28,7 +30,10 @@ class TPPageStore:
         self._mine, self._host, self._followers = mine, host, followers
         self._chain: WriteChain | None = None
         self._number = 0
-        """Of the last chain, as the followers know it: what belongs to one is ordered together."""
+        """The number of the last chain, by which followers know it. All pages of a chain are ordered before those of
+        the next."""
+        self._broken = False
+        """Whether a page of the last chain was damaged: no page behind it is stored."""
 
     def exists(self, wanted: Sequence[tuple[str, bytes]]) -> PendingResult[list[bool]]:
         both = _LeaderAndFollowers(self._mine.exists(wanted), self._followers.ask(FindPages(tuple(wanted))))
@@ -48,24 +53,28 @@ class TPPageStore:
         self, pages: Sequence[StoredPage], digests: Sequence[int], chain: WriteChain | None = None
     ) -> PendingResult[list[ObjectOutcome]]:
         good = self._sound(pages, digests)
-        chosen = [page for page, sound in zip(pages, good, strict=True) if sound]
+        refused = [None if sound else _DAMAGED for sound in good]
         number = 0
         if chain is not None:
             if chain is not self._chain:
-                self._chain, self._number = chain, self._number + 1
+                self._chain, self._number, self._broken = chain, self._number + 1, False
             number = self._number
+            whole = 0 if self._broken else next((i for i, sound in enumerate(good) if not sound), len(good))
+            refused[whole:] = [outcome or _BEHIND for outcome in refused[whole:]]
+            self._broken = whole < len(good)
+        chosen = [page for page, outcome in zip(pages, refused, strict=True) if outcome is None]
         both = _LeaderAndFollowers(
             self._mine.put_mine(chosen, chain), self._followers.ask(PutPages(tuple(chosen), number))
         )
 
         def together(found: list[list[Any]]) -> list[ObjectOutcome]:
             stored = iter([_worst(one) for one in zip(*found, strict=True)])
-            return [next(stored) if sound else _DAMAGED for sound in good]
+            return [outcome or next(stored) for outcome in refused]
 
         return MappedResult(both, together)
 
     def _sound(self, pages: Sequence[StoredPage], digests: Sequence[int]) -> list[bool]:
-        """Which pages are still what they were sealed as."""
+        """Returns, for each page, whether its bytes in host memory still match its digest."""
         good = [False] * len(pages)
         for pool in dict.fromkeys(page.pool for page in pages):
             mine = [i for i, page in enumerate(pages) if page.pool == pool]
@@ -86,7 +95,7 @@ def _worst(outcomes: Sequence[Sequence[Any]]) -> ObjectOutcome:
 
 
 class _LeaderAndFollowers:
-    """The leader's own answer and the followers', by rank."""
+    """The pending answers of all ranks, the leader's first, by rank."""
 
     def __init__(self, mine: PendingResult[Any], others: OrderAnswers) -> None:
         self._mine, self._others = mine, others
@@ -99,13 +108,14 @@ class _LeaderAndFollowers:
         return [self._mine.result(), *self._others.wait()]
 
     def cancel(self) -> bool:
-        """Followers' storage goes on: it is done when they have answered."""
+        """Cancel the leader's part; returns whether all parts are done now. Followers go on, and it is done when they
+        have answered."""
         self._mine.cancel()
         return self.done
 
 
 class FollowerPageStore:
-    """A follower's shelf, and the orders about it, which are answered when storage has."""
+    """A follower's page store: it carries out the leader's orders, and answers each when storage has."""
 
     def __init__(self, page_store: RankPageStore) -> None:
         self._page_store = page_store
@@ -113,6 +123,7 @@ class FollowerPageStore:
         self._chain, self._number = WriteChain(), 0
 
     def carry_out(self, sequence: int, order: FindPages | FetchPages | PutPages) -> None:
+        """Begin to carry out an order; `answers` returns its answer later, under the number `sequence`."""
         match order:
             case FindPages():
                 self._open.append((sequence, self._page_store.exists(order.wanted)))
@@ -125,7 +136,7 @@ class FollowerPageStore:
                 self._open.append((sequence, self._page_store.put_mine(order.pages, chain)))
 
     def answers(self) -> list[tuple[int, list[Any]]]:
-        """What storage has answered since the last call, by the order's number."""
+        """Returns the answers that storage has given since the last call, each with the number of its order."""
         ended = [(sequence, pending) for sequence, pending in self._open if pending.done]
         self._open = [entry for entry in self._open if entry not in ended]
         return [(sequence, pending.result()) for sequence, pending in ended]

@@ -1,1 +1,1 @@
-"""A retracted request's state off the device and back."""
+"""Offload and restore: state of swapped out requests in host memory or on storage, and back on the device."""

@@ -1,55 +1,53 @@
-"""Saving state to host memory and bringing it back: one function each way, written once over the registry.
+"""Offload: any pages and slots to leased host memory, with digests; `cache.swap.restore` copies them back.
 
-`offload` copies any pages and slots of any pools to a host pool set and returns a `OffloadedPages`, which owns the
-host's leases; `restore` copies them, or some of them, into pages and slots leased for them. Retracting a request,
-writing the tree's nodes back and loading them are all this, for every model.
+`offload` copies pages and slots of any pools to a host pool set and returns an `OffloadedPages`, which owns the host's
+leases; `restore` copies all or some of them into pages and slots leased for them. Both are written once over the
+registry, for every model; swap-out and swap-in are made of them.
 
-What is saved carries a content tag for each page: the one that its producer sealed, or else a digest of the device's
-bytes taken just before they are copied. A partly filled page is digested up to its last committed position. On the way
-back the tags are checked on the bytes that arrived: a page that differs is *damage*, named by pool and page, and a
-restore with damage, or with an operation that failed, is never complete.
-
-Moves go in pieces of at most `chunk_bytes`. Each is one operation of the device, so that other copies get their turn,
-and temporaries (none between a device and pinned host memory) are bounded by a piece. Both ends are pinned until the
-last operation has ended.
+Each saved page carries a content tag: the one that its producer sealed, or else a digest of the device's bytes taken
+just before they are copied. A partly filled page is digested up to its last committed position. On the way back the
+tags are checked on the bytes that arrived: a page that differs is *damage*, named by pool and page, and a restore with
+damage, or with an operation that failed, is never complete.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from cache.device.device_port import DEVICE, HOST, Completion, Device, DeviceStream
+from cache.device.device_port import Completion, Device, DeviceStream
 from cache.memory.page_digest import ContentTag
-from cache.memory.page_moves import describe_spec
-from cache.pool.in_flight import InFlightCopy
+from cache.memory.page_moves import PageMove
 from cache.pool.page_allocator import Lease
+from cache.pool.page_extent import PageExtents, require_current
 from cache.pool.pool_set import PoolSet
-from cache.tiers.tier_copy import (
-    CopyPiece,
-    PageExtents,
-    finished,
-    pieces_of,
-    pins_of,
-    require_current,
-    require_equal,
-    submit_pieces,
-)
+from cache.tiers.in_flight_copy import InFlightCopy
+from cache.tiers.tier_copy import TierCopy
 from contracts.errors import CapacityError
 
 
 class OffloadedPages:
-    """State in host memory, or on its way there. Owns its leases until `release`. It is the move's `Completion`."""
+    """Pages in host memory or on their way there: also the copy's `Completion`. Owns host leases until `release`."""
 
-    def __init__(self, host: PoolSet, extents: PageExtents, leases: dict[str, Lease]) -> None:
+    def __init__(
+        self,
+        host: PoolSet,
+        extents: PageExtents,
+        leases: dict[str, Lease],
+        copy: InFlightCopy,
+        digests: dict[str, list[int]] | None,
+    ) -> None:
+        """`digests`: by pool, where they are known already; without them, the copy's are used."""
         self.host = host
-        self.spec = describe_spec(host.spec)
         self.extents = dict(extents)
-        """What was saved from where; the device's pages may long be somebody else's."""
+        """By pool, the device's pages as they were saved; they may have other owners by now."""
         self.leases = leases
+        self._copy = copy
+        self._sealed = digests
+        self._ended = False
         self.digests: dict[str, list[int]] | None = None
-        """By pool; None: not yet complete, or not asked for."""
-        self._transit: InFlightCopy | None = None
-        self._complete = False
+        """Digests of the saved pages by pool, in order; None until the copy is complete, or if none were asked for."""
+        if copy.ended:
+            self._end()
 
     def __len__(self) -> int:
         return sum(len(e) for e in self.extents.values())
@@ -60,25 +58,40 @@ class OffloadedPages:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._transit is None or self._transit.done
+        """Whether the copy has ended, well or not."""
+        if not self._ended and self._copy.done:
+            self._end()
+        return self._ended
 
     @property
     def complete(self) -> bool:
-        """Whether all of it is in host memory, and has not been released."""
-        return self.done and self._complete and all(lease.live for lease in self.leases.values())
+        """Whether every page is in host memory, and nothing has been released."""
+        return self.done and not self._copy.failed and all(lease.live for lease in self.leases.values())
 
     def wait(self) -> None:
-        """Return once all of it is in host memory; raises what failed, having released the leases."""
-        if self._transit is not None:
-            self._transit.wait()
+        """Return once every page is in host memory; raises an operation's error, having released the leases."""
+        try:
+            self._copy.wait()
+        finally:
+            assert self.done
 
     def order(self) -> None:
-        if self._transit is not None:
-            self._transit.order()
+        self._copy.order()
+
+    def _end(self) -> None:
+        self._ended = True
+        try:
+            failed = self._copy.failed
+        except Exception:
+            self.release()
+            raise
+        if failed:
+            self.release()
+        else:
+            self.digests = self._copy.digests() if self._sealed is None else self._sealed
 
     def tags(self, pool: str) -> list[ContentTag]:
-        """The content tags of what was saved of `pool`."""
+        """The content tags of the saved pages of `pool`, in order."""
         assert self.done
         assert self.digests is not None, "tags are known once it is complete, if they were asked for"
         extent = self.extents[pool]
@@ -86,15 +99,17 @@ class OffloadedPages:
         return [ContentTag(key, digest) for key, digest in zip(keys, self.digests[pool], strict=True)]
 
     def move_to(self, leases: dict[str, Lease]) -> None:
-        """Its bytes went elsewhere, and come back into these leases of the same pool set, in the same order."""
+        """Release the leases, and own `leases` of the same pool set instead: the caller brings the bytes there.
+
+        By pool, with as many pages in the same order. The copy must have ended.
+        """
         assert self.done, "a copy that is under way writes where it was told to"
         self.release()
         self.leases = leases
 
     def release(self) -> None:
-        """Give the host's pages back. Those still being written become free once `done` says that this has ended."""
-        for lease in self.leases.values():
-            lease.release()
+        """Give the host's pages back. Idempotent. Pages still being written become free once `done` has said True."""
+        _release_all(self.leases)
 
 
 def offload(
@@ -109,57 +124,44 @@ def offload(
     verify: bool = True,
     after: Sequence[Completion] = (),
 ) -> OffloadedPages:
-    """Save `extents` of `pools` in `host`. The copies start after the operations in `after`.
+    """Save `extents` of `pools` in `host`, in pieces of at most `chunk_bytes`, after the operations in `after`.
 
-    `digests`, where the pages were sealed before, go with them; without, digests are taken now, unless `verify` is off.
-    Raises `CapacityError` when host memory is short, `StaleLease` when a page is no longer what the extent says, and
-    `LayoutMismatch` when the two pool sets differ; nothing has been taken then. An error of an operation is raised
-    here or by `wait`, and the host's pages are released.
+    `digests`: by pool, those of pages that were sealed before, one for each page; without them, digests are taken
+    as the pages are copied, unless `verify` is off. Raises `CapacityError` when host memory is short, `StaleLease` when
+    a page of `extents` has been freed since, `LayoutMismatch` when the two pool sets hold different models' state, and
+    `ValueError` for digests of some pages only; nothing has been taken then. An error of an operation is raised by
+    `wait`, and the host's pages are released.
     """
-    require_equal(describe_spec(pools.spec), host)
+    copier = TierCopy(device, pools, host, DeviceStream.SAVE)
     require_current(pools, extents)
     if digests is not None and {p: len(d) for p, d in digests.items() if d} != {
         p: len(e) for p, e in extents.items() if e
     }:
         raise ValueError("digests must be given for each page of each pool, or for none")
-    saved = OffloadedPages(host, extents, _lease_all(host, extents, owner))
-    pairs = {pool: (e.indices, saved.leases[pool].indices) for pool, e in extents.items()}
-    pieces = list(pieces_of(pairs, pools, chunk_bytes))
-    digesting = verify and digests is None
-
-    def copy(piece: CopyPiece) -> None:
-        if digesting:
-            (part,), at = piece.move.parts, slice(piece.at.start, piece.at.stop)
-            extent = extents[part.pool]
-            piece.digests = pools.digesting(part.pool, part.sources, extent.firsts[at], extent.ends[at])
-        pools.copy(piece.move, host)
-
-    def finish(error: BaseException | None) -> None:
-        if error is not None:
-            saved.release()
-            return
-        if digesting:
-            saved.digests = finished(pieces, extents)
-        elif digests is not None:
-            saved.digests = {pool: list(digests.get(pool, ())) for pool in extents}
-        saved._complete = True
-
-    pins = pins_of(pairs, pools, host, f"offload of {owner}")
-    saved._transit = InFlightCopy(pins, finish)
-    saved._transit.start(
-        submit_pieces(device, DeviceStream.SAVE, "offload", piece, (DEVICE, HOST), copy, after) for piece in pieces
-    )  # fmt: skip
-    return saved
+    leases = _lease_all(host, extents, owner)
+    move = PageMove.of({p: e.indices for p, e in extents.items()}, {p: lease.indices for p, lease in leases.items()})
+    digested = extents if verify and digests is None else None
+    try:
+        copy = copier.by_pieces("offload", move, chunk_bytes, digested=digested, after=after)
+    except BaseException:
+        _release_all(leases)
+        raise
+    sealed = None if digests is None else {pool: list(digests.get(pool, ())) for pool in extents}
+    return OffloadedPages(host, extents, leases, copy, sealed)
 
 
 def _lease_all(host: PoolSet, extents: PageExtents, owner: str) -> dict[str, Lease]:
-    """A lease in every pool, or `CapacityError` and none."""
+    """Lease host pages for every pool of `extents`; raises `CapacityError` with none leased."""
     leases: dict[str, Lease] = {}
     try:
         for pool, extent in extents.items():
             leases[pool] = host.allocators[pool].lease(len(extent), owner)
     except CapacityError:
-        for lease in leases.values():
-            lease.release()
+        _release_all(leases)
         raise
     return leases
+
+
+def _release_all(leases: Mapping[str, Lease]) -> None:
+    for lease in leases.values():
+        lease.release()

@@ -1,65 +1,87 @@
-"""Swapping in: saved state back into pages and slots of the device, checked there."""
+"""Restore: offloaded state back into pages and slots of the device, checked there."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cache.device.device_port import DEVICE, HOST, Completion, Device, DeviceStream
-from cache.pool.in_flight import InFlightCopy
+from cache.device.device_port import Completion, Device, DeviceStream
+from cache.memory.page_moves import PageMove
+from cache.pool.page_extent import PageExtents, require_current
 from cache.pool.pool_set import PoolSet
 from cache.swap.offload import OffloadedPages
-from cache.tiers.tier_copy import (
-    CopyPiece,
-    PageExtents,
-    finished,
-    pieces_of,
-    pins_of,
-    require_current,
-    require_equal,
-    submit_pieces,
-)
+from cache.tiers.in_flight_copy import InFlightCopy
+from cache.tiers.tier_copy import TierCopy
 from contracts.errors import StaleLease
 
 
 @dataclass(frozen=True, slots=True)
 class PageDamage:
-    """A page that didn't come back as it went."""
+    """A page that isn't what was saved, or isn't what the restore asked for."""
 
     pool: str
     at: int
-    """Its place in what was saved."""
+    """Its index in the saved extent of the pool."""
     host_index: int
     reason: str
 
 
 class RestoredPages:
-    """State on its way back to the device. It is the move's `Completion`."""
+    """Pages on their way back to the device. The object is also the copy's `Completion`."""
 
-    def __init__(self, damage: list[PageDamage]) -> None:
-        self.damage = damage
-        """What arrived wrong; known once it is done."""
-        self._transit: InFlightCopy | None = None
-        self._ended_well = False
+    def __init__(
+        self,
+        saved: OffloadedPages,
+        wanted: Mapping[str, Sequence[int]],
+        strangers: list[PageDamage],
+        copy: InFlightCopy,
+    ) -> None:
+        """`wanted`: by pool, indices in the saved extent of the pages that are copied, in order."""
+        self.damage = strangers
+        """Damaged pages: those known from the start, and once `done`, also those whose bytes arrived wrong."""
+        self._wanted, self._copy, self._ended = wanted, copy, False
+        self._expected = saved.digests
+        self._hosts = {pool: saved.leases[pool].indices for pool in wanted}
+        if copy.ended:
+            self._end()
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._transit is None or self._transit.done
+        """Whether the copy has ended, well or not."""
+        if not self._ended and self._copy.done:
+            self._end()
+        return self._ended
 
     @property
     def complete(self) -> bool:
-        """Whether every page of every pool has arrived, and its tag matched."""
-        return self.done and self._ended_well and not self.damage
+        """Whether every wanted page of every pool has arrived and matches its tag."""
+        return self.done and not self._copy.failed and not self.damage
 
     def wait(self) -> None:
-        """Return once it has ended; raises what failed. Damage raises nothing: look at `complete`."""
-        if self._transit is not None:
-            self._transit.wait()
+        """Return once the copy has ended; raises an operation's error. Damage raises nothing: look at `complete`."""
+        try:
+            self._copy.wait()
+        finally:
+            assert self.done
 
     def order(self) -> None:
-        if self._transit is not None:
-            self._transit.order()
+        self._copy.order()
+
+    def _end(self) -> None:
+        self._ended = True
+        if not self._copy.failed:
+            self.damage += self._differing()
+
+    def _differing(self) -> list[PageDamage]:
+        found, expected = self._copy.digests(), self._expected
+        if found is None or expected is None:
+            return []
+        return [
+            PageDamage(pool, i, self._hosts[pool][i], "its bytes don't match its content tag")
+            for pool, at in self._wanted.items()
+            for i, digest in zip(at, found[pool], strict=True)
+            if digest != expected[pool][i]
+        ]
 
 
 def restore(
@@ -72,14 +94,15 @@ def restore(
     only: Mapping[str, Sequence[int]] | None = None,
     after: Sequence[Completion] = (),
 ) -> RestoredPages:
-    """Copy what was saved into the pages and slots of `into`, and check it there.
+    """Copy saved pages into the pages and slots of `into`, in pieces of at most `chunk_bytes`, and check them there.
 
-    `only` picks, by pool, which of the saved pages are wanted (by their place in what was saved); without it, all.
-    Raises `LayoutMismatch` when `pools` hold another model's state, `StaleLease` when a page of `into` or of the host
-    is no longer leased, `ValueError` when `into` and what is wanted differ in number; nothing has been copied then.
-    A page whose positions or block hash aren't those that `into` asks for is damage, like one whose bytes differ.
+    `only` picks, by pool, the saved pages that are wanted (by their index in the saved extent); without it, all. The
+    copies start after the operations in `after`. Raises `LayoutMismatch` when `pools` hold another model's state,
+    `StaleLease` when `saved` isn't complete or a page of `into` or of the host is no longer leased, `ValueError` when
+    `into` and the wanted pages differ in number; nothing has been copied then. A page whose positions or block hash
+    aren't those that `into` asks for is damage, like one whose bytes differ.
     """
-    require_equal(saved.spec, pools)
+    copier = TierCopy(device, saved.host, pools, DeviceStream.LOAD)
     if not saved.complete:
         raise StaleLease("what isn't completely saved, or has been released, can't be restored")
     require_current(pools, into)
@@ -87,48 +110,15 @@ def restore(
     wanted = {pool: tuple(at) for pool, at in chosen.items() if len(at)}
     if {p: len(at) for p, at in wanted.items()} != {p: len(e) for p, e in into.items() if len(e)}:
         raise ValueError("pages to restore into must be as many as the saved ones that are wanted, in every pool")
-    out = RestoredPages(_strangers(saved, into, wanted))
-    pairs = {
-        pool: (tuple(saved.leases[pool].indices[i] for i in at), into[pool].indices) for pool, at in wanted.items()
-    }
-    pieces = list(pieces_of(pairs, pools, chunk_bytes))
-    checked = saved.digests is not None
-
-    def copy(piece: CopyPiece) -> None:
-        saved.host.copy(piece.move, pools)
-        if checked:
-            (part,), at = piece.move.parts, slice(piece.at.start, piece.at.stop)
-            extent = into[part.pool]
-            piece.digests = pools.digesting(part.pool, part.targets, extent.firsts[at], extent.ends[at])
-
-    def finish(error: BaseException | None) -> None:
-        if error is None:
-            if checked:
-                out.damage += _compare(saved, finished(pieces, into), wanted)
-            out._ended_well = True
-
-    pins = pins_of(pairs, saved.host, pools, "restore")
-    out._transit = InFlightCopy(pins, finish)
-    out._transit.start(
-        submit_pieces(device, DeviceStream.LOAD, "restore", piece, (HOST, DEVICE), copy, after) for piece in pieces
-    )  # fmt: skip
-    return out
-
-
-def _compare(
-    saved: OffloadedPages, found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]
-) -> list[PageDamage]:
-    assert saved.digests is not None
-    return [
-        PageDamage(pool, i, saved.leases[pool].indices[i], "its bytes don't match its content tag")
-        for pool, at in wanted.items()
-        for i, digest in zip(at, found[pool], strict=True)
-        if digest != saved.digests[pool][i]
-    ]
+    sources = {pool: [saved.leases[pool].indices[i] for i in at] for pool, at in wanted.items()}
+    move = PageMove.of(sources, {pool: into[pool].indices for pool in wanted})
+    digested = {pool: into[pool] for pool in wanted} if saved.digests is not None else None
+    copy = copier.by_pieces("restore", move, chunk_bytes, digested=digested, after=after)
+    return RestoredPages(saved, wanted, _strangers(saved, into, wanted), copy)
 
 
 def _strangers(saved: OffloadedPages, into: PageExtents, wanted: Mapping[str, Sequence[int]]) -> list[PageDamage]:
-    """Pages that hold something else than what `into` asks for."""
+    """Wanted pages whose positions or block hash aren't those that `into` asks for."""
     out = []
     for pool, at in wanted.items():
         mine, its = saved.extents[pool], into[pool]

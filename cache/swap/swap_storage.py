@@ -1,13 +1,14 @@
-"""Parked state that host memory has no room for: to storage, and back into host memory when its request is to return.
+"""Swap storage: swapped out state that goes to storage to free host memory, and back when its request is to return.
 
 Objects are named as the tree's are, by block hash, so full pages of a prompt may be there already; the last, partly
-filled page has the block hash of exactly its tokens. What is fetched counts only if every page of every pool came under
-the very tag that it was swapped out with. Storage may refuse, lose or damage anything: then the state stays where it
-is, or is lost, and its request computed again. Lost, not damaged, is also what came whole under another tag: workers of
-other numbers of ranks round otherwise, and whoever computed the same tokens first has the name.
+filled page has the block hash of exactly its tokens. Fetched state counts only if every page of every pool came with
+the tag that it was swapped out with. Storage may refuse, lose or damage any page. State that storage refuses stays on
+the host; state that storage lost or damaged is `LOST`, and its request computed again. A page that came whole with
+another tag counts as lost, not as damaged: workers with other numbers of ranks round otherwise, and the object is of
+the worker that stored these tokens first.
 
-A storage thread reads or writes host memory for as long as its operation takes, whoever gives up what meanwhile. So the
-pages of an operation are pinned until it is done.
+A storage thread reads or writes host memory for as long as its operation takes, even if the request is dropped
+meanwhile. So the pages of an operation are pinned until it is done.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from cache.swap.swapped_state import SwapEvent, SwappedState, SwapPlace
 from contracts.messages.rank_orders import StoredPage
 
 _BATCH_PAGES = 64
-"""Pages in one operation, which has a deadline."""
+"""The most pages in one operation of storage: each operation has a deadline."""
 
 
 @dataclass(eq=False)
 class _SwapTransfer:
-    """One way of one swapped out request's state, under way."""
+    """The store or the fetch of one swapped out request's state, under way."""
 
     swapped: SwappedState
     pins: list[Pin]
     batches: list[tuple[Sequence[StoredPage], Sequence[int], PendingResult[list[ObjectOutcome]]]]
-    """Pages, the digests that are expected, and what storage says."""
+    """By operation: its pages, their expected digests, and the outcomes that storage will give."""
 
     @property
     def done(self) -> bool:
@@ -41,10 +42,10 @@ class _SwapTransfer:
 
 
 class SwapStorage:
-    """See the module's prose. Single-threaded; nothing here waits."""
+    """Stores and fetches swapped out state; see the module. Single-threaded; nothing here waits."""
 
     def __init__(self, host: PoolSet, page_store: PageStore, lease: Callable[[str, int], Lease]) -> None:
-        """`lease` takes pages of a host pool, for which what only the tree holds makes room; raises `CapacityError`."""
+        """`lease` leases pages of a host pool, evicting those that only the tree holds; raises `CapacityError`."""
         self._host, self._page_store, self._lease = host, page_store, lease
         self._under: list[_SwapTransfer] = []
         self.counters = {"swapped_stored": 0.0, "swapped_fetched": 0.0, "swapped_refused": 0.0, "swapped_lost": 0.0}
@@ -53,13 +54,20 @@ class SwapStorage:
     def busy(self) -> bool:
         return bool(self._under)
 
+    def takes(self, swapped: SwappedState) -> bool:
+        """Whether `store` accepts the state: it has digests to verify it by, and storage hasn't refused it before."""
+        return swapped.saved.digests is not None and swapped.storable
+
     def store(self, swapped: SwappedState, keys: Sequence[bytes]) -> None:
-        """Begin to put it on storage; `keys` are the block hashes of all its pages, the last, partly filled one too."""
+        """Begin to store the state; `keys` are the block hashes of all its pages, the last, partly filled one too."""
         swapped.turn(SwapEvent.PUT)
         self._begin(swapped, keys, self._page_store.put)
 
     def fetch(self, swapped: SwappedState, keys: Sequence[bytes]) -> None:
-        """Begin to bring it back to the host. Raises `CapacityError` without room there, with nothing taken."""
+        """Begin to bring the state back to newly leased host pages; `keys` as for `store`.
+
+        Raises `CapacityError` without room there, with nothing taken.
+        """
         leases: dict[str, Lease] = {}
         try:
             for pool, numbers in swapped.numbers.items():
@@ -99,7 +107,7 @@ class SwapStorage:
         return out
 
     def poll(self) -> None:
-        """Take in what storage has answered."""
+        """Take in stores and fetches that have ended: `place` of their state becomes `STORED`, `HOST` or `LOST`."""
         for under in [u for u in self._under if u.done]:
             self._under.remove(under)
             for pin in under.pins:

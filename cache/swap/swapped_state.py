@@ -1,4 +1,4 @@
-"""What is left of an allocation whose request was taken off the device: its state below it, in every pool."""
+"""Swapped out state: the pages and slots of a request that was taken off the device, in host memory or on storage."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from cache.prefix_cache.token_prefix import TokenPrefix
-from cache.prefix_cache.tree_node import NodeLock
+from cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from cache.prefix_cache.nodes.tree_node import NodeLock
 from cache.swap.offload import OffloadedPages
 from contracts.state_table import StateTable
 
@@ -21,12 +21,13 @@ class SwapPlace(StrEnum):
     STORING = "storing"
     """In host memory, on its way to storage."""
     STORED = "stored"
-    """On storage alone: it has nothing on the host."""
+    """On storage alone: it has no leases of the host."""
     FETCHING = "fetching"
     """On its way from storage into host memory."""
     LOST = "lost"
-    """Not all of it could be kept: it is of no use."""
+    """Some of its pages are missing or damaged: the state is of no use."""
     GONE = "gone"
+    """Dropped."""
 
 
 class SwapEvent(StrEnum):
@@ -64,23 +65,22 @@ PLACES = StateTable[SwapPlace, SwapEvent](
     },
 )
 ON_HOST = (SwapPlace.SAVING, SwapPlace.HOST, SwapPlace.STORING, SwapPlace.FETCHING)
-"""Where it has leases of the host."""
+"""The places in which swapped out state has leases of the host."""
 
 
 @dataclass(eq=False)
 class SwappedState:
-    """State after `positions` positions, of every pool what the next position needs. Owned by its request until
-    `KVCacheManager.discard`.
+    """The state of one request after `positions` positions: of every pool what the next position needs.
 
-    The first `kept` pages of the full pool are in the tree's host tier, which `above` keeps there; everything else was
-    copied into leases of its own.
+    The request owns it until `SwapOut.drop`. The first `kept` pages of the full pool stay in the tree's host tier,
+    where `above` locks them; everything else was copied into leases of its own.
     """
 
     owner: str
     prefix: TokenPrefix
-    """The whole pages of its positions."""
+    """The whole pages of these positions."""
     positions: int
-    """The committed length when it was swapped out: the state of all these tokens, and of no other, is here."""
+    """The committed length at the swap-out: the state is that of exactly these tokens."""
     pages: int
     """Pages of all positions that the allocation was made for."""
     kept: int
@@ -89,14 +89,15 @@ class SwappedState:
     """By pool: the numbers of the pages (and of the slot) that were copied, in order."""
     saved: OffloadedPages
     digests: dict[str, dict[int, int]] = field(default_factory=dict)
-    """Content tags of whole pages by pool and number: first those that were sealed on the device, then all."""
+    """Digests of whole pages by pool and page number: those sealed on the device; once settled, those copied too."""
     place: SwapPlace = SwapPlace.SAVING
     damage: dict[str, list[int]] = field(default_factory=dict)
-    """Of what is lost because it isn't what was sealed: the numbers of those pages, by pool."""
+    """The page numbers, by pool, that made the state `LOST` because their bytes aren't what was sealed."""
     storable: bool = True
     """False once storage has refused it."""
 
     def turn(self, turn: SwapEvent) -> None:
+        """Change `place` by an event; raises `IllegalTransition` for one that `PLACES` doesn't have."""
         self.place = PLACES.next(self.place, turn)
 
     @property
@@ -106,11 +107,11 @@ class SwappedState:
 
     @property
     def leases(self) -> int:
-        """Pages and slots of the host that it holds, in all pools."""
+        """How many pages and slots of the host it holds, in all pools."""
         return sum(self.leased(pool) for pool in self.numbers)
 
     def leased(self, pool: str) -> int:
-        """Pages or slots of the host that it holds."""
+        """How many host pages or slots of `pool` it holds; 0 once they are released."""
         lease = self.saved.leases.get(pool)
         return len(lease) if lease is not None and lease.live else 0
 

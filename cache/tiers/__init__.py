@@ -1,1 +1,1 @@
-"""Copies between device, host and storage, and the events that tell of them."""
+"""The copies between device, host and storage, and the KV events that report them."""

@@ -1,20 +1,21 @@
-"""Publishes KV events over ZMQ: a PUB socket for the batches and a ROUTER socket to ask for those that were missed.
+"""The publisher of KV events over ZMQ: a PUB socket for the batches, and a ROUTER socket to ask for missed ones.
 
-`round()` is called once a round of the worker's loop. It never waits: a PUB socket drops what a slow subscriber can't
-take, which the subscriber sees as a gap in the sequence numbers; it asks for the missing batches on the replay
-socket, in vLLM's protocol: frames (empty, start as 8 bytes big-endian); the answer is a message (empty, seq, payload)
-for each buffered batch from there on, then (empty, -1, empty). The buffer is bounded; whoever asks for more than it
-holds gets what there is, and sees from its first number that something is lost.
+`round()` is called once a round of the worker's loop. It never waits: a PUB socket drops batches that a slow subscriber
+can't take, and the subscriber sees a gap in the sequence numbers. It asks for the missing batches on the replay socket,
+in vLLM's protocol: frames (empty, start as 8 bytes big-endian); the answer is a message (empty, seq, payload)
+for each buffered batch from there on, then (empty, -1, empty). The buffer is bounded: a subscriber that asks for older
+batches gets those that are left, and sees from the first sequence number that others are lost.
 
-Beyond vLLM there is one more question, `truth`: the answer has the same form. It begins with the last batch that was
-published, if there is one, so that the asker knows it when it meets it again; the others are the whole content of the
-tiers, and each carries the sequence number *from which on* the following batches apply on top.
+Beyond vLLM there is one more question, `truth`, whose answer has the same form. It begins with the last batch that was
+published, if there is one, so that the subscriber recognises this batch when it arrives on the PUB socket too. The
+other messages are the whole content of the tiers, and each carries the sequence number *from which on* the following
+batches apply on top.
 
-An answer may be long, and the loop that asks for a round has work of its own: each round sends a bounded part of what
-there is to send, and the next goes on from there. So the content is told while it changes. That is as good as told at
-once: what is there all the time is in the answer, what comes or goes meanwhile is in batches that the asker applies on
-top, and whatever the answer says of it, the last of those batches has the last word. Askers of the truth take turns;
-who waits gets an empty part now and then, as a sign of life.
+An answer may be long, and the worker's loop has work of its own: each round sends a bounded part, and the next round
+goes on from there. So the content is told while it changes. That is as good as telling it at once: blocks that are
+there throughout are in the answer, and blocks that come or go meanwhile are in batches that the subscriber applies on
+top; where the answer says something else of such a block, the last of those batches counts. Answers to `truth` take
+turns; a subscriber that waits for its turn gets an empty part now and then, as a sign of life.
 
 Token ids are the users' prompts, and neither socket knows who listens. So both stay on loopback, unless the operator
 says that the network is their own (`cache.events.public`).
@@ -36,7 +37,7 @@ from contracts.messages.kv_events import END, TRUTH, BlockStored, KvEvent, encod
 
 
 class KVEventLog:
-    """Collects events in order until the round's end."""
+    """The events of a round, in order, until the round's end."""
 
     def __init__(self) -> None:
         self._events: list[KvEvent] = []
@@ -45,54 +46,56 @@ class KVEventLog:
         self._events.append(event)
 
     def drain(self) -> tuple[KvEvent, ...]:
-        """What was emitted since the last call, in order."""
+        """Remove and return the events that were emitted since the last call, in order."""
         events, self._events = tuple(self._events), []
         return events
 
 
 TRUTH_PAGES = 512
-"""Pages in one message of the answer to `truth`, the last event's beyond that: what is told in a round."""
+"""Pages in one message of an answer to `truth`, which is all that a round tells; its last event may go beyond."""
 _QUESTIONS = 16
-"""Questions under way at once; the rest wait in the socket."""
+"""Questions that are answered at once; the rest wait in the socket."""
 _READ = 64
-"""Messages that are read in a round, and those that wait for it from one peer."""
+"""Messages that are read in a round, and messages of one peer that may wait in the socket."""
 _QUESTION_BYTES = 4096
 """The longest message that is taken in: a question has 8 bytes, a subscription its topic."""
 _MESSAGES = 256
 """Messages that answers send in a round."""
 _QUEUED = 1024
-"""Messages that wait for one slow peer, at most: a subscriber asks for what it missed."""
+"""Messages that wait for one slow peer, at most: a subscriber asks again for those that were dropped."""
 _SIGN_OF_LIFE = 32
-"""Rounds after which an asker that waits for its turn gets an empty part."""
+"""Rounds after which a subscriber that waits for its turn gets an empty part."""
 _PATIENCE_S = 5.0
-"""How long an asker may take nothing that is sent to it."""
+"""How long a subscriber may fail to take any message of its answer before the answer is given up."""
 
 
 @dataclass(eq=False)
 class _Answer:
-    """What is still to be told to one asker."""
+    """The unsent rest of an answer to one subscriber."""
 
     client: bytes
+    """The subscriber's identity at the ROUTER socket."""
     seq: int
-    """Of the next batch to be sent, or from which on batches apply to the truth."""
+    """The sequence number of the next batch to be sent; of the truth, the one from which on batches apply on top."""
     truth: Iterator[KvEvent] | None
-    """None: buffered batches."""
+    """Events still to be told; None: the answer is buffered batches."""
     unsent: deque[tuple[bytes, bytes]] = field(default_factory=deque)
-    """Messages that are made: sequence number and payload."""
+    """Messages ready to be sent: sequence number and payload."""
     over: bool = False
-    """Nothing will be added to those."""
+    """Whether `unsent` is the rest of the answer, but for its end mark."""
     rounds: int = 0
     stuck: float | None = None
-    """Since when the asker has taken nothing."""
+    """The time since which the subscriber has taken no message; None while it takes them."""
 
 
 class KVEventPublisher:
-    """Sends what `log` collected, one batch a round. One thread.
+    """Sends the events of `log`, one batch a round, and answers questions. For one thread.
 
-    `now`: seconds since 1970. `truth`: begins to tell the content of all tiers as `BlockStored` events of few pages
-    each, while that changes; what it gives has `close` if it is not to be read to its end. `rank`: the KV cache
-    manager's index on this host; as in vLLM it is added to a port that isn't 0. Raises `ConfigError` for an endpoint
-    that can't be bound or mustn't be.
+    `now`: seconds since 1970. `truth`: returns the content of the tiers as `BlockStored` events of few pages each,
+    which are made while the content changes; the iterator's `close`, if it has one, is called when the answer ends.
+    `rank`: the KV cache manager's index on this host; as in vLLM it is added to a port that isn't 0. Raises
+    `ConfigError` for an endpoint that can't be bound, or that isn't on loopback although `cache.events.public` is
+    false.
     """
 
     def __init__(
@@ -108,7 +111,7 @@ class KVEventPublisher:
         self._buffer: deque[tuple[int, bytes]] = deque()
         self._buffer_batches, self._buffer_bytes = config.buffer_batches, config.buffer_bytes
         self._buffered = 0
-        """Bytes of it."""
+        """Bytes of all payloads in the buffer."""
         self._next = 0
         self._open: list[_Answer] = []
         self._context = zmq.Context()
@@ -118,7 +121,7 @@ class KVEventPublisher:
             if config.replay_endpoint:
                 name, endpoint = "cache.events.replay_endpoint", config.replay_endpoint
                 self._replay = _bind(self._context, zmq.ROUTER, name, endpoint, config, rank)
-                # Who has gone, and whose queue is full, is to be known.
+                # Makes sending raise for a peer that has gone, and for one whose queue is full.
                 self._replay.set(zmq.ROUTER_MANDATORY, 1)
         except ConfigError:
             self._context.destroy(linger=0)
@@ -126,16 +129,17 @@ class KVEventPublisher:
 
     @property
     def endpoint(self) -> str:
-        """Where to subscribe, with the port that was picked."""
+        """The address to subscribe at, with the port that was picked."""
         return self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
 
     @property
     def replay_endpoint(self) -> str:
-        """Where to ask; empty when there is no replay."""
+        """The address to ask for missed batches at, with the port that was picked; empty when there is no replay."""
         return self._replay.getsockopt_string(zmq.LAST_ENDPOINT) if self._replay is not None else ""
 
     def round(self) -> None:
-        """Publish what was emitted since the last round, if anything, and answer questions. Never waits."""
+        """Publish the events since the last round, if there are any, as one batch, and answer questions. Never
+        waits."""
         if events := self._log.drain():
             payload = encode_batch(self._now(), events, self._rank)
             self._buffer.append((self._next, payload))
@@ -149,13 +153,13 @@ class KVEventPublisher:
         self._answer()
 
     def close(self) -> None:
-        """Close the sockets; what a subscriber hasn't taken yet is dropped. Idempotent."""
+        """Close the sockets; messages that subscribers haven't taken yet are dropped. Idempotent."""
         for answer in list(self._open):
             self._end(answer)
         self._context.destroy(linger=0)
 
     def _answer(self) -> None:
-        """Take in questions, and go on with the answers."""
+        """Read questions, and go on with the answers."""
         self._read_questions()
         room, told = _MESSAGES, False
         for answer in list(self._open):
@@ -188,7 +192,8 @@ class KVEventPublisher:
                     continue
 
     def _add_batches(self, answer: _Answer, most: int) -> None:
-        """Some more of the buffered batches; what has left the buffer meanwhile is a gap that the asker sees."""
+        """Add some of the buffered batches to an answer; batches that have left the buffer meanwhile are a gap that
+        the subscriber sees."""
         if answer.unsent or answer.over:
             return
         oldest = self._next - len(self._buffer)
@@ -199,7 +204,7 @@ class KVEventPublisher:
         answer.seq, answer.over = stop, stop >= self._next
 
     def _add_truth(self, answer: _Answer) -> None:
-        """Some more of what the tiers hold; an empty part where they hold nothing."""
+        """Add some of the content of the tiers to an answer; an empty part where they hold nothing."""
         assert answer.truth is not None
         if len(answer.unsent) > 1 or answer.over:
             return
@@ -218,7 +223,7 @@ class KVEventPublisher:
         return answer.seq.to_bytes(8, "big"), encode_batch(self._now(), events, self._rank)
 
     def _send_some(self, answer: _Answer, most: int) -> int:
-        """Send up to `most` messages of an answer, and its end; returns how many."""
+        """Send up to `most` messages of an answer, and its end mark once all are sent; returns how many it sent."""
         assert self._replay is not None
         sent = 0
         try:
@@ -230,12 +235,12 @@ class KVEventPublisher:
                 self._replay.send_multipart((answer.client, b"", END, b""), zmq.NOBLOCK)
                 self._end(answer)
         except zmq.Again:
-            # Its queue is full. What it doesn't take in time is not sent; without the end it asks again.
+            # The peer's queue is full. If it stays so, the answer is given up; without an end mark the peer asks again.
             answer.stuck = self._now() if answer.stuck is None else answer.stuck
             if self._now() - answer.stuck > _PATIENCE_S:
                 self._end(answer)
         except zmq.ZMQError:
-            self._end(answer)  # It has gone.
+            self._end(answer)  # The peer has gone.
         return sent
 
     def _end(self, answer: _Answer) -> None:
@@ -249,7 +254,7 @@ class KVEventPublisher:
         try:
             socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
-            # A full queue: the subscriber sees the gap, and asks for what it misses.
+            # A full queue: the subscriber sees the gap, and asks for the missing batches.
             return
 
 
@@ -263,7 +268,7 @@ def _bind(
             "Use a loopback address, or set cache.events.public: true on a network of your own"
         )
     socket = context.socket(kind)
-    # An answer, with its end and what the truth begins with.
+    # Room for an answer with its end mark and, of the truth, the batch that it begins with.
     socket.set(zmq.SNDHWM, min(config.buffer_batches, _QUEUED) + 2)
     socket.set(zmq.RCVHWM, _READ)
     socket.set(zmq.MAXMSGSIZE, _QUESTION_BYTES)

@@ -1,18 +1,18 @@
-"""Tells the world what the tiers hold: changes of the tree and of storage become KV events.
+"""The recorder of KV events: it turns changes of the tree and of storage into events, and publishes them.
 
-Events speak of the full component: a prefix whose pages are in a tier, or for the device are on their way there from
-the host. What is written to storage is told once, when the write is known to have succeeded; it isn't part of the
-truth that a late joiner gets, and pages that storage evicts by itself aren't told: storage outlives this worker, and
-whoever shares it may be the one who evicts them.
+Events are about the full component: a block is in a tier, or for the device is being loaded there from the host. Pages
+that are written to storage are told once, when the write is known to have succeeded. They aren't part of the truth that
+a late subscriber gets, and pages that storage evicts by itself aren't told: storage outlives this worker, and another
+process that shares it may evict them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from cache.prefix_cache.nodes.token_prefix import token_ids
+from cache.prefix_cache.nodes.tree_node import IN_TREE, Tier, TreeNode
 from cache.prefix_cache.radix_tree import RadixTree
-from cache.prefix_cache.token_prefix import token_ids
-from cache.prefix_cache.tree_node import IN_TREE, Tier, TreeNode
 from cache.tiers.kv_event_publisher import KVEventLog, KVEventPublisher
 from contracts.block_hash import KEY_BYTES
 from contracts.config.cache_config import EventsConfig
@@ -20,20 +20,23 @@ from contracts.messages.kv_events import BlockRemoved, BlockStored, KvEvent
 from contracts.messages.kv_events import EventMedium as Medium
 
 _RUN_PAGES = 64
-"""Pages that one event of the truth tells of."""
+"""Pages in one event of the truth, at most."""
 _MEDIA = {Tier.DEVICE: Medium.DEVICE, Tier.HOST: Medium.HOST, Tier.STORAGE: Medium.STORAGE}
 
 
 class KVEventRecorder:
-    """Publishes one tree's changes. `now`: seconds since 1970. Raises `ConfigError` as `KVEventPublisher` does."""
+    """Publishes one tree's changes as KV events. It is the tree's observer of nodes.
+
+    `now`: seconds since 1970. Raises `ConfigError` as `KVEventPublisher` does.
+    """
 
     def __init__(self, tree: RadixTree, config: EventsConfig, now: Callable[[], float], rank: int) -> None:
         self._tree = tree
         self._log = KVEventLog()
         self.publisher = KVEventPublisher(config, self._log, now, rank, self._truth)
-        tree.accounts.on_change = self.changed
+        tree.accounts.observe_nodes(self)
 
-    def changed(self, node: TreeNode, tier: Tier, there: bool) -> None:
+    def node_changed(self, node: TreeNode, tier: Tier, there: bool) -> None:
         """The full state of `node` has come to `tier`, or gone from it."""
         self._log.emit(self._stored(node, tier) if there else BlockRemoved(_MEDIA[tier], tuple(node.keys)))
 
@@ -44,7 +47,7 @@ class KVEventRecorder:
         self.publisher.close()
 
     def _stored(self, node: TreeNode, tier: Tier, first: int = 0, count: int | None = None) -> BlockStored:
-        """Of its pages from `first` on, `count` of them or all."""
+        """Returns the event for pages `first ..` of `node`: `count` of them, or all."""
         stop = node.pages if count is None else first + count
         size = 4 * self._tree.spec.page_tokens
         raw, chain = node.raw[first * size : stop * size], node.chain
@@ -53,9 +56,10 @@ class KVEventRecorder:
         return BlockStored(_MEDIA[tier], parent, keys, tuple(token_ids(raw)), self._tree.spec.page_tokens, node.salt)
 
     def _truth(self) -> Iterator[KvEvent]:
-        """All that the tiers hold, a few pages at a time, while it changes: what is there all the while is told.
+        """Yields events for the whole content of device and host, a few pages at a time, while it changes.
 
-        A node that is split goes on as its lower half; the upper one is new, and comes later.
+        Pages that are in a tier throughout are told. When the node at hand is split, its lower half is the same object
+        and is told on; the upper half is a new node, and comes later.
         """
         cursor = self._tree.accounts.list.cursor()
         try:

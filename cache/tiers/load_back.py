@@ -1,10 +1,11 @@
-"""Host to device: what the host has below a request's device anchor is loaded, layer by layer behind the gates.
+"""Load back, host to device: pages that only the host has below a request's device anchor are loaded layer by layer.
 
 Loads of all requests of a round go together: one operation a layer, so that the first layers can be computed while
-the last are still on their way. A node's part is on the device as soon as its load is planned: whoever comes next
-finds it there, and its forward pass waits at the same gates. A load counts as good only when every page of every
-pool has come and its digest matches; until then nothing that was computed from it may be committed. What doesn't
-match, or whose copy failed, is invalidated with everything below it, and the requests that relied on it are told.
+the last are still being copied. In the tree a part is on the device as soon as its load is planned: the next request
+matches it there, and that request's forward pass waits at the same load gates. A load counts as good only when every
+page of every pool has come and its digest matches; until then nothing that was computed from it may be committed. Parts
+that don't match, and parts of a failed copy, are invalidated with everything below them, and `poll` returns the locks
+of the requests that relied on them.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
-from cache.device.device_port import DEVICE, HOST, Completion, Device, DeviceOp, DeviceStream, attempt, failure, spans
+from cache.device.device_port import Completion, Device, DeviceStream
 from cache.memory.page_moves import PageMove
 from cache.pool.page_allocator import Lease
 from cache.pool.pool_set import PoolSet
+from cache.prefix_cache.nodes.tree_node import NodeLock, NodePart, Tier, TreeNode
 from cache.prefix_cache.radix_tree import RadixTree
-from cache.prefix_cache.tree_node import NodeLock, NodePart, Tier, TreeNode
+from cache.tiers.in_flight_copy import InFlightCopy
+from cache.tiers.tier_copy import TierCopy
 from contracts.damage import DamageSite, log_damage
 
 _log = logging.getLogger("twinpool.cache")
@@ -26,15 +30,16 @@ _log = logging.getLogger("twinpool.cache")
 
 @dataclass(eq=False)
 class _Load:
-    """Parts that are loaded together. Locks follow the splits of nodes, on both sides alike."""
+    """Parts that are loaded together. When a node is split, the locks on both sides follow alike."""
 
     sources: NodeLock
     """The parts on the host."""
     targets: NodeLock
     """The parts on the device, in the same order."""
     beside: NodeLock
-    """The full parts of their nodes, which must stay as long as they do."""
-    completions: list[Completion]
+    """The full parts of the same nodes and tiers, which must stay as long as sources and targets do."""
+    copy: InFlightCopy | None = None
+    """None: the load is planned, not begun."""
     nbytes: int = 0
     began: float = 0.0
 
@@ -43,24 +48,45 @@ class _Load:
         return self.sources, self.targets, self.beside
 
 
+class AdoptedPages(Protocol):
+    """The pages of an earlier incarnation in the host tier, as far as their digests weren't checked since."""
+
+    def unproven(self, part: NodePart) -> bool:
+        """Whether a part on the host is to be checked even where checks are off."""
+
+    def proved(self, part: NodePart) -> None:
+        """All pages of this part on the host have matched their digests."""
+
+    def torn(self, part: NodePart, count: int) -> bool:
+        """Whether `count` pages of a part that don't match are torn: unfinished when the worker died, not damaged.
+
+        Counts and logs them, if so.
+        """
+
+
 class LoadBack:
-    """Loads parts of one tree from its host pools. `now` is in seconds."""
+    """Loads parts of one tree from `host` into `pools`: `plan`, then `launch` once a round, then `poll`.
+
+    `now` is in seconds. With `verify`, the digests of all loaded pages are checked, else only those that are unproven.
+    """
 
     def __init__(
-        self, tree: RadixTree, pools: PoolSet, host: PoolSet, device: Device, now: Callable[[], float], verify: bool
+        self,
+        tree: RadixTree,
+        pools: PoolSet,
+        host: PoolSet,
+        device: Device,
+        now: Callable[[], float],
+        verify: bool,
+        adopted: AdoptedPages,
     ) -> None:
-        self._tree, self._pools, self._host, self._device, self._now = tree, pools, host, device, now
-        self._verify = verify
-        self.unproven: Callable[[NodePart], bool] = lambda part: False
-        """Whether a part of the host is to be checked even where `verify` is off: nobody of this process wrote it."""
-        self.proved: Callable[[NodePart], None] = lambda part: None
-        """Told of parts of the host that matched."""
-        self.torn: Callable[[NodePart, int], bool] = lambda part, count: False
-        """Asked about parts of the host that didn't: whether that is no damage."""
+        self._tree, self._pools, self._now = tree, pools, now
+        self._copier = TierCopy(device, host, pools, DeviceStream.LOAD)
+        self._verify, self._adopted = verify, adopted
         self._planned: _Load | None = None
         self._loads: list[_Load] = []
         self.bytes_per_s = 0.0
-        """Of loads lately; 0 before the first."""
+        """The rate of recent loads, smoothed; 0 before the first has ended."""
         self.counters = {"pages_loaded": 0.0, "pages_damaged_on_host": 0.0, "loads_failed": 0.0}
 
     @property
@@ -69,19 +95,20 @@ class LoadBack:
 
     @property
     def locks(self) -> int:
-        """Locks in the tree that it holds."""
+        """The number of the tree's locks that loads hold."""
         return sum(len(load.locks) for load in self._all())
 
     @property
     def nbytes(self) -> int:
-        """Bytes planned and under way."""
+        """Bytes planned and in flight."""
         return sum(load.nbytes for load in self._all())
 
     def _all(self) -> list[_Load]:
         return self._loads if self._planned is None else [*self._loads, self._planned]
 
     def missing(self, lock: NodeLock) -> list[NodePart]:
-        """What `lock` keeps on the host and the device lacks, full parts first and from the root down."""
+        """Returns the parts that `lock` keeps on the host and the device lacks, full parts first, from the root
+        down."""
         lacking = [p for p in lock.parts if p.tier is Tier.HOST and p.component not in p.node.parts[Tier.DEVICE]]
         return sorted(lacking, key=lambda p: p.component != self._tree.full)
 
@@ -89,11 +116,15 @@ class LoadBack:
         return len(part) * self._pools.spec.unit_bytes(part.component)
 
     def plan(self, lock: NodeLock, leases: dict[str, Lease]) -> None:
-        """Load what `lock` is missing into `leases` (by pool, exactly as much); the tree owns it from now on."""
+        """Plan to load the parts that `missing` returns for `lock`; `launch` begins it.
+
+        `leases`: device pages and slots, by pool, exactly as many as are missing; the tree owns them from now on.
+        `lock` keeps the parts on the device as well from now on.
+        """
         accounts, locks = self._tree.accounts, self._tree.locks
         for source in self.missing(lock):
             if self._planned is None:
-                self._planned = _Load(locks.keep((), "load"), locks.keep((), "load"), locks.keep((), "load"), [])
+                self._planned = _Load(locks.keep((), "load"), locks.keep((), "load"), locks.keep((), "load"))
             load = self._planned
             lease = leases[source.component].split(len(source), f"tree {source.component}")
             target = accounts.attach(source.node, source.component, Tier.DEVICE, lease, source.digests)
@@ -109,47 +140,36 @@ class LoadBack:
             lease.release()
 
     def launch(self) -> None:
-        """Begin everything that was planned since the last call."""
+        """Begin all loads that were planned since the last call, as one copy."""
         load, self._planned = self._planned, None
         if load is None:
             return
         pools = {p.component for p in load.sources.parts}
         froms = {pool: [i for p in load.sources.of(pool) for i in p.lease.indices] for pool in pools}
         tos = {pool: [i for p in load.targets.of(pool) for i in p.lease.indices] for pool in pools}
-        move, spec = PageMove.of(froms, tos), self._pools.spec
         load.began = self._now()
-        for layer in range(max(spec.by_name[pool].layers for pool in pools)):
-            load.completions.append(self._submit(move, layer))
+        load.copy = self._copier.by_layers("load", PageMove.of(froms, tos))
         self._loads.append(load)
         self.counters["pages_loaded"] += len(froms.get(self._tree.full, ()))
 
-    def _submit(self, move: PageMove, layer: int) -> Completion:
-        here = {p.pool: p for p in move.parts if layer < self._pools.spec.by_name[p.pool].layers}
-        reads = spans(HOST, {pool: part.sources for pool, part in here.items()}, (layer,))
-        writes = spans(DEVICE, {pool: part.targets for pool, part in here.items()}, (layer,))
-        host, pools, chosen = self._host, self._pools, PageMove(tuple(here.values()))
-        completion = attempt(
-            self._device,
-            DeviceOp(f"load layer {layer}", DeviceStream.LOAD, reads, writes),
-            lambda: host.copy(chosen, pools, range(layer, layer + 1)),
-        )
-        for pool in here:
-            pools.gates[pool].expect(layer, completion)
-        return completion
-
     def under_way(self, lock: NodeLock) -> bool:
-        """Whether anything that `lock` keeps is still being loaded, or not yet known to be good."""
+        """Whether a part that `lock` keeps is planned to be loaded, being loaded, or not yet known to be good."""
         loading = {load.targets for load in self._all()}
         return bool(loading) and any(p.locks & loading for p in lock.parts)
 
     def completions(self, lock: NodeLock) -> list[Completion]:
-        """What must be complete before anything that `lock` keeps may be read without a gate."""
-        return [c for load in self._loads if any(load.targets in p.locks for p in lock.parts) for c in load.completions]
+        """Returns the operations that must be complete before parts that `lock` keeps are read without a load gate."""
+        copies = [x.copy for x in self._loads if x.copy and any(x.targets in p.locks for p in lock.parts)]
+        return [completion for copy in copies for completion in copy.completions]
 
     def poll(self) -> list[NodeLock]:
-        """Take in what is complete; returns the locks of those who relied on what turned out damaged."""
+        """Check the loads that are complete; returns the locks of requests that relied on bad parts.
+
+        Bad parts don't match their digests, or their copy failed; they are invalidated with everything below them. A
+        lock is in the list once for each bad part that it keeps.
+        """
         invalid: list[NodeLock] = []
-        for load in [x for x in self._loads if all(c.done for c in x.completions)]:
+        for load in [x for x in self._loads if x.copy is not None and x.copy.done]:
             self._loads.remove(load)
             seconds = self._now() - load.began
             if seconds > 0:
@@ -166,19 +186,18 @@ class LoadBack:
         return invalid
 
     def _bad(self, load: _Load) -> list[NodePart]:
-        """What of a complete load isn't what it should be."""
-        failed = [c for c in load.completions if failure(c) is not None]
-        if failed:
+        """Returns the parts of a complete load that don't match their digests; all of them, if the copy failed."""
+        if load.copy is None or load.copy.failed:
             self.counters["loads_failed"] += 1
             return list(load.targets.parts)
         bad, damaged = [], []
         for source, target in zip(load.sources.parts, load.targets.parts, strict=True):
-            if self._verify or self.unproven(source):
+            if self._verify or self._adopted.unproven(source):
                 if self._matches(target):
-                    self.proved(source)
+                    self._adopted.proved(source)
                     continue
                 bad.append(target)
-                damaged += [target] if not self.torn(source, len(target)) else []
+                damaged += [target] if not self._adopted.torn(source, len(target)) else []
         self.counters["pages_damaged_on_host"] += sum(len(p) for p in damaged)
         for part in damaged:
             first = part.node.start

@@ -1,18 +1,19 @@
-"""Storage to host: what storage has of a queued request's prefix is brought to the host before it runs.
+"""Prefetch, storage to host: pages of a queued request's prefix are read from storage to the host before it runs.
 
-    PROBING   storage is asked what it has beyond the tree's anchor
+    PROBING   storage is asked which pages it has beyond the tree's anchor
     READING   pages of every pool are read into host memory, batch by batch, up to the length that was found
-    OVER      the stop policy or the last batch ended it: what has come is in the tree, the rest is given back
+    OVER      the stop policy or the last batch ended it: pages that have come are in the tree, the others given up
 
-Complete means that every pool's part has come: of the full pool each page, of a window the last pages before the end,
-all or nothing, of a state the snapshot at the end. What has come in part becomes the longest prefix that all
-components accept. Nothing found is a state of its own: it ends at once and nobody waits for it.
+A prefetch of some length is complete when every pool's pages have come: of the full pool each page, of a window the
+last pages before the end, all or nothing, of a state the snapshot at the end. If only some pages have come, the tree
+gets the longest prefix that all components accept. If nothing is found, the prefetch is over at once, and its request
+doesn't wait.
 
-What a prefetch hangs on, and what it has brought, stays on the host until its request takes it or is gone: others
-would push it out in between, and what was waited for would have to be computed all the same. Device parts stay free:
-who waits must never hold what others run on.
+Host parts that a prefetch builds on, and those that it has brought, are locked until its request releases it.
+Otherwise other requests would evict them in between, and the request would have waited only to compute them after all.
+Device parts are not locked: a waiting request must never hold pages that running requests need.
 
-Storage threads write into host memory that the prefetch holds: it gives nothing back before their ticket is done.
+Storage threads write into host memory that the prefetch leases: no lease is released before its ticket is done.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from cache.pool.pool_set import PoolSet
+from cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from cache.prefix_cache.nodes.tree_components import WindowComponent
+from cache.prefix_cache.nodes.tree_node import PageOffer, Tier
 from cache.prefix_cache.radix_tree import RadixTree
-from cache.prefix_cache.token_prefix import TokenPrefix
-from cache.prefix_cache.tree_components import WindowComponent
-from cache.prefix_cache.tree_node import PageOffer, Tier
 from cache.storage.page_store import PageStore
+from cache.tiers.host_backup import HostBackup
 from cache.tiers.prefetch_request import PrefetchBatch, PrefetchRequest, PrefetchStage, accepts, reads_of
 from contracts.config.cache_config import PrefetchConfig
 from contracts.damage import DamageSite, log_damage
@@ -37,11 +39,15 @@ from contracts.messages.rank_orders import StoredPage
 _log = logging.getLogger("twinpool.cache")
 
 _IN_LINE = 128
-"""Reads of all prefetches that wait or run at once, of the 256 that storage's line takes: more would be refused."""
+"""Reads of all prefetches that wait or run at once, of the 256 that may wait in the storage queue: it refuses more."""
 
 
 class Prefetcher:
-    """Prefetches into one tree's host pools. `now` is in seconds."""
+    """Prefetches into one tree's host pools. `now` is in seconds.
+
+    The class has more than twenty methods, one for each step in a prefetch's life: all work on one list of active
+    prefetches, and each step may be a prefetch's last.
+    """
 
     def __init__(
         self,
@@ -50,9 +56,10 @@ class Prefetcher:
         page_store: PageStore,
         config: PrefetchConfig,
         now: Callable[[], float],
+        backup: HostBackup,
     ) -> None:
         self._tree, self._host, self._page_store = tree, host, page_store
-        self._config, self._now = config, now
+        self._config, self._now, self._backup = config, now, backup
         self._active: list[PrefetchRequest] = []
         self._unreleased: set[int] = set()
         self._number = 0
@@ -64,11 +71,11 @@ class Prefetcher:
 
     @property
     def locks(self) -> int:
-        """Locks in the tree that prefetches hold."""
+        """The number of the tree's locks that prefetches hold."""
         return len(self._unreleased)
 
     def leased(self, component: str) -> int:
-        """Host pages (or slots) that prefetches hold."""
+        """Returns how many host pages (or slots) prefetches lease."""
         return sum(
             sum(len(b.lease) for b in p.batches if b.component == component)
             + sum(len(lease) for lease, _ in p.arrived.get(component, {}).values())
@@ -76,12 +83,15 @@ class Prefetcher:
         )
 
     def start(self, prefix: TokenPrefix, owner: str = "") -> PrefetchRequest | None:
-        """Ask storage for what the tree lacks of `prefix`; over at once where that is nothing. None without pages.
+        """Begin to prefetch the pages of `prefix` that the tree lacks. The caller must `release` the prefetch.
 
-        Its request must `release` it.
+        Returns None for a prefix without pages; where the tree lacks none, the prefetch is over at once. Pages that
+        only the device has are backed up to the host, since pages from storage hang below them.
         """
         if not len(prefix):
             return None
+        # Pages from storage hang below those of the tree, so these must be on the host as well.
+        self._backup.save(self._tree.match(prefix).path)
         held = self._tree.match(prefix).depth
         self._number += 1
         if held == len(prefix):
@@ -109,7 +119,7 @@ class Prefetcher:
         return prefetch
 
     def _keep(self, prefetch: PrefetchRequest) -> None:
-        """Keep what the host has of what computing from the tree's anchor reads, unless nobody will."""
+        """Lock the host parts that computing from the tree's anchor reads, unless the prefetch was released."""
         if prefetch.number not in self._unreleased:
             return
         path = self._tree.match(prefetch.prefix).path
@@ -121,7 +131,7 @@ class Prefetcher:
                         self._tree.locks.add(prefetch.lock, here[name])
 
     def release(self, prefetch: PrefetchRequest) -> None:
-        """Its request has taken what it wanted, or is gone. Idempotent."""
+        """Stop the prefetch and give back its lock: its request has locked the pages itself, or is gone. Idempotent."""
         if not prefetch.over:
             self.stop(prefetch)
         self._unreleased.discard(prefetch.number)
@@ -130,7 +140,7 @@ class Prefetcher:
     # ------------------------------------------------------------ progress
 
     def may_run(self, prefetch: PrefetchRequest) -> bool:
-        """Whether its request need not wait for it any longer; by the stop policy this may end it."""
+        """Whether the request need not wait for its prefetch any longer. By the stop policy, asking may stop it."""
         if prefetch.over:
             return True
         policy = self._config.policy
@@ -139,10 +149,11 @@ class Prefetcher:
         return prefetch.over
 
     def deadline(self, prefetch: PrefetchRequest) -> float | None:
-        """When `may_run` is due although nothing arrives.
+        """Returns when `may_run` is to be asked although no page arrives, in seconds by the prefetcher's clock.
 
-        None where that was before the last `poll`: whoever could act on it had the round since, so what its request
-        waits for is something else, or storage that doesn't let go of pages.
+        None when the prefetch is over or has no timeout. Also None when that time had passed by the last `poll`: the
+        worker has had a round to act on it, so the request waits for something else, or for storage threads that still
+        write into its pages.
         """
         if prefetch.over or self._config.policy != "timeout":
             return None
@@ -154,12 +165,12 @@ class Prefetcher:
         return prefetch.began + self._config.base_s + self._config.per_token_s * tokens
 
     def stop(self, prefetch: PrefetchRequest) -> None:
-        """End it with what has come. It is over once no storage thread writes for it."""
+        """End the prefetch with the pages that have come. It is over once no storage thread writes for it."""
         prefetch.stopped = True
         self._advance(prefetch)
 
     def poll(self) -> None:
-        """Take in what storage has answered."""
+        """Take in the answers of storage, and begin further reads. To be called once a round."""
         self._polled = self._now()
         for prefetch in list(self._active):
             self._advance(prefetch)
@@ -183,12 +194,15 @@ class Prefetcher:
         prefetch.target = self._longest(prefetch, {} if prefetch.stopped else there, len(prefetch.prefix))
         prefetch.stage = PrefetchStage.READING
         if prefetch.target > prefetch.held:
-            # Copies to the host that were under way when it began are there by now.
+            # Backups to the host that were in flight when the prefetch began may have ended since.
             self._keep(prefetch)
             self._read(prefetch, there)
 
     def _longest(self, prefetch: PrefetchRequest, there: Mapping[str, set[int]], limit: int) -> int:
-        """The longest prefix up to `limit` that every component accepts, with what is `there` beyond the tree."""
+        """Returns the length, up to `limit`, of the longest prefix that every component accepts.
+
+        `there`: by component, the page numbers that there are beyond the tree's.
+        """
         full = there.get(self._tree.full, set())
         length = prefetch.held
         while length < limit and length in full:
@@ -207,11 +221,11 @@ class Prefetcher:
         self._submit_some(prefetch)
 
     def _submit_some(self, prefetch: PrefetchRequest) -> None:
-        """Begin to read as much of what is unread as the line has room for."""
+        """Begin to read as many of the unread batches as the storage queue has room for."""
         while prefetch.unread and sum(len(p.batches) for p in self._active) < _IN_LINE:
             component, pages = prefetch.unread.popleft()
             if not self._submit(prefetch, component, pages):
-                # What lies behind is of no use without it.
+                # The component's later batches are of no use without this one.
                 prefetch.unread = deque(rest for rest in prefetch.unread if rest[0] != component)
 
     def _submit(self, prefetch: PrefetchRequest, component: str, pages: list[int]) -> bool:
@@ -244,7 +258,7 @@ class Prefetcher:
             self._end(prefetch)
 
     def _sort(self, prefetch: PrefetchRequest, batch: PrefetchBatch) -> None:
-        """Keep the pages whose content is what was wanted, give back the others."""
+        """Keep the pages of a batch that match the digest they were stored with, and release the others."""
         outcomes = batch.ticket.result()
         found = [i for i, outcome in enumerate(outcomes) if outcome.ok]
         pages, indices = [batch.pages[i] for i in found], [batch.lease.indices[i] for i in found]
@@ -271,7 +285,7 @@ class Prefetcher:
         return self._host.digest(component, indices, firsts, ends)
 
     def _positions(self, component: str, pages: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Of pages by their numbers, or of the state at their end: where each begins and ends, for its digest."""
+        """Returns the first and the end position of each page (or of the state at its end), as digests take them."""
         size = self._host.spec.page_tokens
         ends = [(page + 1) * size for page in pages]
         return (ends if self._tree.component(component).point else [end - size for end in ends]), ends
@@ -292,7 +306,8 @@ class Prefetcher:
         self.counters["prefetch_pages_dropped"] += max(0, length - prefetch.held - prefetch.gained)
 
     def _insert(self, prefetch: PrefetchRequest, length: int) -> int:
-        """Give the tree what is needed of pages up to `length`; returns by how many pages its anchor moved on."""
+        """Insert the pages that a prefix of `length` needs into the tree; returns by how many pages its anchor moved
+        on."""
         offers: dict[str, list[PageOffer]] = {}
         for component in self._tree.components:
             arrived = prefetch.arrived.get(component.name, {})
@@ -313,7 +328,7 @@ class Prefetcher:
         return [f"{over} prefetches are over and still held"] if over else []
 
     def close(self) -> None:
-        """Give all of them up, without asking anybody. Their queue is closed before, so no thread writes any more."""
+        """Give up all prefetches. The storage queue must have been closed, so that no thread writes any more."""
         for prefetch in self._active:
             for batch in prefetch.batches:
                 assert batch.ticket.done, "the storage queue closes first"

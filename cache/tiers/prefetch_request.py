@@ -1,4 +1,4 @@
-"""One request's prefetch: its state, and what each component reads."""
+"""The prefetch of one request: its state, and which pages each component reads."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from cache.pool.page_allocator import Lease
-from cache.prefix_cache.token_prefix import TokenPrefix
-from cache.prefix_cache.tree_components import TreeComponent, WindowComponent
-from cache.prefix_cache.tree_node import NodeLock
+from cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from cache.prefix_cache.nodes.tree_components import TreeComponent, WindowComponent
+from cache.prefix_cache.nodes.tree_node import NodeLock
 from cache.storage.page_store import PendingResult
 from cache.storage.storage_backend import ObjectOutcome
 
 
 class PrefetchStage(StrEnum):
+    """The stages of a prefetch, see `cache.tiers.prefetch`."""
+
     PROBING = "probing"
     READING = "reading"
     OVER = "over"
@@ -22,7 +24,8 @@ class PrefetchStage(StrEnum):
 
 @dataclass(eq=False)
 class PrefetchBatch:
-    """Pages (or a snapshot) of one component under way: page numbers, and host memory for them."""
+    """Pages (or a snapshot) of one component that are being read: page numbers, and the host pages for them, in the
+    same order."""
 
     component: str
     pages: list[int]
@@ -32,30 +35,33 @@ class PrefetchBatch:
 
 @dataclass(eq=False)
 class PrefetchRequest:
-    """One request's prefetch. Lengths are in pages from the start of its prefix."""
+    """The prefetch of one request. Lengths are in pages from the start of `prefix`."""
 
     number: int
     owner: str
-    """Whose it is, for the log."""
+    """The request, for the log."""
     prefix: TokenPrefix
     began: float
+    """Seconds, by the prefetcher's clock."""
     held: int
-    """What the tree had when it began."""
+    """The length that the tree had when the prefetch began."""
     lock: NodeLock
-    """Keeps on the host what it hangs on and what it has brought, until it is released."""
+    """Keeps, until the prefetch is released, the host parts that it builds on and those that it has brought."""
     stage: PrefetchStage = PrefetchStage.PROBING
     probe: PendingResult[list[bool]] | None = None
     probed: list[tuple[str, int]] = field(default_factory=list)
+    """Component and page number of each answer of `probe`, in order."""
     target: int = 0
-    """The length that it reads up to."""
+    """The length up to which pages are read."""
     batches: list[PrefetchBatch] = field(default_factory=list)
     unread: deque[tuple[str, list[int]]] = field(default_factory=deque)
-    """Pages, by component, that are read when others have come: storage's line has room for so many."""
+    """Batches still to be read (component and page numbers): the storage queue has room for only so many at once."""
     arrived: dict[str, dict[int, tuple[Lease, int]]] = field(default_factory=dict)
-    """By component and page number: the page, and its digest."""
+    """By component and page number: the lease of the host page, and its digest."""
     stopped: bool = False
+    """Whether the prefetch is to end with the pages that have come."""
     gained: int = 0
-    """Pages that the tree got from it."""
+    """By how many pages the prefetch moved the tree's anchor on."""
 
     @property
     def over(self) -> bool:
@@ -63,7 +69,8 @@ class PrefetchRequest:
 
 
 def reads_of(component: TreeComponent, held: int, length: int) -> range:
-    """The page numbers that a prefetch from `held` to `length` pages reads of a component."""
+    """Returns the page numbers that a prefetch from `held` to `length` pages reads of a component; of a point
+    component, the page that its snapshot follows."""
     if component.point:
         return range(length - 1, length)
     if isinstance(component, WindowComponent):
@@ -72,5 +79,5 @@ def reads_of(component: TreeComponent, held: int, length: int) -> range:
 
 
 def accepts(component: TreeComponent, there: set[int], held: int, length: int) -> bool:
-    """Whether a component has what computing from `length` needs. Window parts are all or nothing."""
+    """Whether the page numbers in `there` hold all pages of a component that computing from `length` needs."""
     return there.issuperset(reads_of(component, held, length))

@@ -1,120 +1,115 @@
-"""Copying pages between two pool sets: in pieces, with both ends pinned."""
+"""The copier of pages between device and host memory: every copy from one pool set to another goes through it.
+
+Backup and swap-out copy down in pieces, swap-in copies up in pieces, load back layer by layer. Each piece or layer is
+one operation of the device, so that other copies get their turn, and temporaries (none between a device and pinned host
+memory) are bounded by a piece. Both ends are pinned until the last operation has ended (hazard A6).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from cache.device.device_port import Completion, Device, DeviceOp, DeviceStream, PageSpanUse
-from cache.memory.page_moves import PageMove, PoolMove, describe_spec
-from cache.pool.page_allocator import Lease, Pin
+from cache.device.device_port import DEVICE, HOST, Completion, Device, DeviceOp, DeviceStream, attempt, spans
+from cache.memory.page_moves import PageMove, describe_spec
+from cache.pool.page_allocator import Pin
+from cache.pool.page_extent import PageExtents
 from cache.pool.pool_set import PoolSet
-from contracts.errors import LayoutMismatch, StaleLease
-from contracts.ids import Epoch
+from cache.tiers.in_flight_copy import DigestReader, InFlightCopy
+from contracts.errors import LayoutMismatch
 
 
-@dataclass(frozen=True, slots=True)
-class PageExtent:
-    """Pages (or slots) of one pool, whose they are, and what they hold.
+class TierCopy:
+    """Copies from `source` to `target`: `SAVE` from the device to the host, `LOAD` from the host to the device."""
 
-    Page `i` holds positions `firsts[i] .. ends[i]-1`. Of a slot, `firsts` is the position that it is the state at, and
-    `ends` isn't looked at.
-    """
+    def __init__(self, device: Device, source: PoolSet, target: PoolSet, stream: DeviceStream) -> None:
+        """Raises `LayoutMismatch` where the two pool sets hold state of different models."""
+        here, there = describe_spec(source.spec), describe_spec(target.spec)
+        if here != there:
+            raise LayoutMismatch(f"state of {here} can't be moved to or from pools of {there}")
+        self._device, self._source, self._target, self._stream = device, source, target, stream
+        self._saving = stream is DeviceStream.SAVE
+        self._ends = (DEVICE, HOST) if self._saving else (HOST, DEVICE)
 
-    indices: tuple[int, ...]
-    epochs: tuple[Epoch, ...]
-    firsts: tuple[int, ...]
-    ends: tuple[int, ...]
-    keys: tuple[bytes, ...] = ()
-    """Block hashes of the pages; empty: not known."""
+    def by_pieces(
+        self,
+        name: str,
+        move: PageMove,
+        chunk_bytes: int,
+        *,
+        digested: PageExtents | None = None,
+        after: Sequence[Completion] = (),
+    ) -> InFlightCopy:
+        """Begin a copy in pieces of at most `chunk_bytes`, each an operation that runs after those in `after`.
 
-    def __post_init__(self) -> None:
-        if len({len(self.indices), len(self.epochs), len(self.firsts), len(self.ends)}) != 1:
-            raise ValueError("an extent needs an epoch, a first position and an end for each index")
-        if self.keys and len(self.keys) != len(self.indices):
-            raise ValueError(f"{len(self.keys)} block hashes for {len(self.indices)} pages")
+        `digested`: the token positions that the pages on the device hold; their digests are then taken with the copy,
+        before pages are saved or after they were loaded. An operation that the device refuses ends the copy as failed.
+        """
+        digests: dict[str, list[DigestReader]] | None = None
+        if digested is not None:
+            digests = {pool: [] for pool in digested}
+        copied: Counter[str] = Counter()
+        operations = []
+        for piece in move.chunks(self._source.spec, chunk_bytes):
+            (part,) = piece.parts
+            at = slice(copied[part.pool], copied[part.pool] + len(piece))
+            copied[part.pool] += len(piece)
+            run = partial(self._copy, piece)
+            if digests is not None:
+                assert digested is not None
+                run = partial(self._copy_digested, piece, digested, at, digests)
+            operations.append(partial(self._submit, name, piece, run, after=after))
+        return InFlightCopy(self._pins(move, name), operations, digests)
 
-    def __len__(self) -> int:
-        return len(self.indices)
+    def by_layers(self, name: str, move: PageMove) -> InFlightCopy:
+        """Begin a copy of one layer of every pool after the other; readers of a layer of the target wait at its load
+        gate."""
+        layers = {part.pool: self._source.spec.by_name[part.pool].layers for part in move.parts}
 
-    @classmethod
-    def of(cls, lease: Lease, first: int, end: int, page_tokens: int, keys: Sequence[bytes] = ()) -> PageExtent:
-        """The pages of `lease`, of which the first begins at position `first`, filled up to position `end`."""
-        firsts = tuple(first + page_tokens * i for i in range(len(lease)))
-        ends = tuple(max(f, min(f + page_tokens, end)) for f in firsts)
-        return cls(lease.indices, lease.epochs, firsts, ends, tuple(keys))
+        def submit(layer: int) -> Completion:
+            here = PageMove(tuple(part for part in move.parts if layer < layers[part.pool]))
+            run = partial(self._source.copy, here, self._target, range(layer, layer + 1))
+            completion = self._submit(f"{name} layer {layer}", here, run, (layer,))
+            for part in here.parts:
+                self._target.gates[part.pool].expect(layer, completion)
+            return completion
 
-    @classmethod
-    def slot(cls, lease: Lease, position: int, key: bytes = b"") -> PageExtent:
-        """The one slot of `lease`, holding the state after `position` tokens."""
-        (index,), (epoch,) = lease.indices, lease.epochs
-        return cls((index,), (epoch,), (position,), (position,), (key,) if key else ())
+        operations = [partial(submit, layer) for layer in range(max(layers.values(), default=0))]
+        return InFlightCopy(self._pins(move, name), operations)
 
+    def _submit(
+        self,
+        name: str,
+        move: PageMove,
+        run: Callable[[], object],
+        layers: Sequence[int] | None = None,
+        after: Sequence[Completion] = (),
+    ) -> Completion:
+        source, target = self._ends
+        reads = spans(source, {part.pool: part.sources for part in move.parts}, layers)
+        writes = spans(target, {part.pool: part.targets for part in move.parts}, layers)
+        return attempt(self._device, DeviceOp(name, self._stream, reads, writes), run, after)
 
-PageExtents = Mapping[str, PageExtent]
-"""By pool name; pools with nothing to do may be left out."""
+    def _copy(self, move: PageMove) -> None:
+        self._source.copy(move, self._target)
 
+    def _copy_digested(
+        self, move: PageMove, extents: PageExtents, at: slice, digests: dict[str, list[DigestReader]]
+    ) -> None:
+        (part,) = move.parts
+        extent = extents[part.pool]
+        pools, indices = (self._source, part.sources) if self._saving else (self._target, part.targets)
+        digest = partial(pools.digesting, part.pool, indices, extent.firsts[at], extent.ends[at])
+        if self._saving:
+            digests[part.pool].append(digest())
+        self._copy(move)
+        if not self._saving:
+            digests[part.pool].append(digest())
 
-@dataclass
-class CopyPiece:
-    """One operation of a move: pages `at` of one pool, and their digests once it has run."""
-
-    move: PageMove
-    at: range
-    digests: Callable[[], list[int]] | None = None
-
-
-PagePairs = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
-
-
-def pieces_of(pairs: PagePairs, pools: PoolSet, chunk_bytes: int) -> Iterator[CopyPiece]:
-    for pool, (sources, targets) in pairs.items():
-        at = 0
-        for move in PageMove((PoolMove(pool, sources, targets),)).chunks(pools.spec, chunk_bytes):
-            yield CopyPiece(move, range(at, at + len(move)))
-            at += len(move)
-
-
-def submit_pieces(
-    device: Device,
-    stream: DeviceStream,
-    name: str,
-    piece: CopyPiece,
-    places: tuple[str, str],
-    run: Callable[[CopyPiece], None],
-    after: Sequence[Completion],
-) -> Callable[[], Completion]:
-    (part,) = piece.move.parts
-    reads, writes = PageSpanUse(places[0], part.pool, part.sources), PageSpanUse(places[1], part.pool, part.targets)
-    return lambda: device.submit(DeviceOp(name, stream, (reads,), (writes,)), lambda: run(piece), after)
-
-
-def pins_of(pairs: PagePairs, source: PoolSet, target: PoolSet, reason: str) -> list[Pin]:
-    return [
-        pools.allocators[pool].pin(indices, reason)
-        for pool, ends in pairs.items()
-        for pools, indices in zip((source, target), ends, strict=True)
-    ]
-
-
-def finished(pieces: Sequence[CopyPiece], extents: PageExtents) -> dict[str, list[int]]:
-    digests: dict[str, list[int]] = {pool: [] for pool in extents}
-    for piece in pieces:
-        (part,) = piece.move.parts
-        assert piece.digests is not None
-        digests[part.pool] += piece.digests()
-    return digests
-
-
-def require_equal(spec: Mapping[str, object], pools: PoolSet) -> None:
-    here = describe_spec(pools.spec)
-    if spec != here:
-        raise LayoutMismatch(f"state of {spec} can't be moved to or from pools of {here}")
-
-
-def require_current(pools: PoolSet, extents: PageExtents) -> None:
-    for pool, extent in extents.items():
-        now = pools.allocators[pool].epochs_of(extent.indices)
-        stale = [i for i, was, current in zip(extent.indices, extent.epochs, now, strict=True) if was != current]
-        if stale:
-            raise StaleLease(f"{pool} page {stale[0]} belongs to somebody else by now")
+    def _pins(self, move: PageMove, name: str) -> list[Pin]:
+        return [
+            pools.allocators[part.pool].pin(indices, name)
+            for part in move.parts
+            for pools, indices in ((self._source, part.sources), (self._target, part.targets))
+        ]

@@ -1,1 +1,1 @@
-"""The agent that lends a node's host memory, and its clients."""
+"""The arena agent, which lends a node's host memory to workers, and its clients."""

@@ -1,25 +1,25 @@
-"""The arena agent: one small process a node, which holds the memory of host tiers while workers come and go.
+"""The arena agent: one small process a node, which keeps the memory of host tiers while workers die and are restarted.
 
-It owns each segment (an anonymous memfd: no name, no file, gone with the last process that has it) and lends it to one
-process at a time. Whoever asks for the segment of a worker's rank gets it with what is in it, if size and fingerprint
-are still the same and the process that had it last is *dead*, by its pidfd. Nothing less will do: an incarnation that
-is fenced, stopped or cut off may still write to what it has mapped, and no number that anybody compares would stop it.
-As long as it lives the answer is `busy`; who can't wait asks for a fresh segment, and the old one is never lent again.
-A pidfd says *dead* once all threads have ended and the kernel has let go of the process's memory and devices, so no
-copy of its is under way either.
+The agent owns each segment (an anonymous memfd: no name, no file, gone with the last process that has it open) and
+lends it to one process at a time. A process that asks for the segment of a worker's rank gets it with its content, if
+size and fingerprint are still the same and the last borrower is *dead*, by its pidfd. No weaker proof is enough: an
+incarnation that is fenced, stopped or cut off may still write to memory that it has mapped, and comparing incarnations
+doesn't stop such a write. As long as the last borrower lives the answer is `busy`. A client that can't wait any longer
+asks for a fresh segment, and the old one is never lent again. A pidfd says *dead* once all threads have ended and the
+kernel has released the process's memory and devices, so no copy of that process is under way either.
 
-The agent has no mind of its own and keeps nothing on disk. When it dies, workers keep what they have mapped and go on;
-its successor gets the segments back from those that live. What is lost then is the state of workers that die before.
+The agent makes no decisions and keeps nothing on disk. When it dies, workers keep the memory that they have mapped and
+go on; the next agent gets the segments back from live workers. Only the state of workers that die in between is lost.
 
-It imports the standard library only and is started as a script, or runs in a thread of an actor on nodes that are not
-`serve`'s own. The socket is abstract, named after the token, and answers only to processes of the same user that know
-the token. Messages are JSON, one a packet:
+The agent imports the standard library only and is started as a script, or runs in a thread of an actor on nodes of a
+Ray that `serve` has joined. Its socket is abstract, named after the token, and answers only to processes of the same
+user that know the token. Messages are JSON, one a packet:
 
-    take     who (name, rank, incarnation), nbytes, fingerprint, fresh  ->  lent, adopted (and the segment); busy; error
-    return   who, nbytes, fingerprint (and the segment)  ->  kept: after an agent's death
-    forget   name, before  ->  forgotten: the worker won't come back, or has no use for what is older than `before`
+    take     name, rank, incarnation, nbytes, fingerprint, fresh  ->  lent, adopted (and the segment); busy; error
+    return   name, rank, incarnation, nbytes, fingerprint (and the segment)  ->  kept: after an agent's death
+    forget   name, before  ->  forgotten: the worker won't come back, or has no use for segments older than `before`
 
-Of two incarnations of a worker the later one is right, whichever comes first.
+Of two incarnations of a worker the later one gets the segment, in whichever order they ask.
 """
 
 from __future__ import annotations
@@ -44,17 +44,18 @@ _CREDENTIALS = struct.Struct("iII")
 
 
 class LoanRefused(Exception):
-    """Raised for a message that is none, or from somebody who may not ask."""
+    """Raised for a malformed message, or one from another user or with a wrong token."""
 
 
 @dataclass(slots=True)
 class _ArenaSegment:
     fd: int
     shape: tuple[int, str]
-    """Its size in bytes, and the fingerprint of what may lie in it."""
+    """The segment's size in bytes, and the fingerprint of the state that may lie in it."""
     incarnation: int
+    """The worker's incarnation that borrowed the segment last."""
     owner: int
-    """A pidfd of the process that has it mapped, or had."""
+    """A pidfd of the process that borrowed the segment last."""
 
     @property
     def free(self) -> bool:
@@ -66,14 +67,15 @@ class _ArenaSegment:
 
 
 def _readable(fd: int) -> bool:
-    """Whether there is something to read now. By poll: select fails for descriptors from 1024 on."""
+    """Whether `fd` can be read now; of a pidfd: whether its process is dead. By poll, because select fails for
+    descriptors from 1024 on."""
     poller = select.poll()
     poller.register(fd, select.POLLIN)
     return bool(poller.poll(0))
 
 
 class ArenaAgent:
-    """Lends segments. One thread."""
+    """The agent: owns segments by worker name and rank, and lends them. Used from one thread."""
 
     def __init__(self, token: str) -> None:
         """Raises `OSError` where another agent of this token answers already."""
@@ -87,7 +89,7 @@ class ArenaAgent:
         self._selector.register(self._listener, selectors.EVENT_READ)
 
     def serve(self, stop: int) -> None:
-        """Answer until the file `stop` can be read."""
+        """Answer clients until the file descriptor `stop` can be read."""
         self._selector.register(stop, selectors.EVENT_READ)
         while True:
             for key, _ in self._selector.select():
@@ -112,8 +114,8 @@ class ArenaAgent:
                 raise ConnectionError
             answer, lent = self._answer(peer, data, fds)
             socket.send_fds(peer, [json.dumps(answer).encode()], lent, socket.MSG_NOSIGNAL)
-        except (OSError, ValueError, KeyError, TypeError, LoanRefused):
-            # Gone, or nobody we speak to: a client that hears nothing goes without an arena.
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError, LoanRefused):
+            # The client is gone, or may not ask: one that gets no answer goes without an arena.
             self._selector.unregister(peer)
             peer.close()
         finally:
@@ -121,9 +123,11 @@ class ArenaAgent:
                 os.close(fd)
 
     def _answer(self, peer: socket.socket, data: bytes, fds: list[int]) -> tuple[dict[str, Any], list[int]]:
-        message = json.loads(data)
         pid, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-        if uid != os.geteuid() or not hmac.compare_digest(str(message["token"]), self._token):
+        if uid != os.geteuid():
+            raise LoanRefused
+        message = json.loads(data)
+        if not hmac.compare_digest(str(message["token"]), self._token):
             raise LoanRefused
         name = str(message["name"])
         if message["verb"] == "forget":
@@ -169,7 +173,7 @@ class ArenaAgent:
         return {"kept": True}
 
     def _keep(self, who: tuple[str, int], segment: _ArenaSegment) -> None:
-        """From now on this is the one: another of the same worker's is never lent again."""
+        """Make `segment` the one of this worker's rank; the one before is never lent again."""
         held = self._segments.pop(who, None)
         if held is not None:
             held.close()
@@ -195,13 +199,13 @@ class ArenaAgent:
 
 
 def address(token: str) -> str:
-    """The socket of this token's agent: abstract, so it leaves no file."""
+    """The address of the socket of this token's agent: abstract, so it leaves no file."""
     name = hashlib.blake2b(bytes.fromhex(token), digest_size=12, person=b"twinpool-arena").hexdigest()
     return f"\0twinpool-arena-{name}"
 
 
 def _make(name: str, nbytes: int) -> int:
-    """A segment of zeros that nobody can cut short under those who have it mapped."""
+    """A memfd of `nbytes` zeros, sealed so that no process can resize it while others have it mapped."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
@@ -213,7 +217,7 @@ def _make(name: str, nbytes: int) -> int:
 
 
 def main() -> None:
-    """``arena_agent.py``: the token is the first line of the standard input; the end of that is the agent's."""
+    """``arena_agent.py``: read the token from the first line of standard input, serve until standard input closes."""
     agent = ArenaAgent(sys.stdin.buffer.readline().decode().strip())
     agent.serve(sys.stdin.fileno())
 

@@ -1,7 +1,8 @@
-"""A worker's side of the arena agent: borrow this rank's segment, map it, and give it back should the agent die.
+"""The worker's client of the arena agent: it borrows a rank's segment, maps it, and hands it to the next agent when the
+agent dies.
 
-Whatever goes wrong here costs the state that would have outlived the worker, and nothing else: without an agent, or
-without an answer, the worker takes memory of its own and says so.
+A failure here costs only the state that would have outlived the worker: without an agent, or without an answer, the
+worker takes memory of its own and logs that.
 """
 
 from __future__ import annotations
@@ -24,28 +25,29 @@ from contracts.clock import Clock
 log = logging.getLogger("twinpool.arena")
 
 REACH_S = 5.0
-"""How long a worker tries to reach its node's agent, which may be starting still."""
+"""How long a worker tries to reach its node's agent, which may still be starting."""
 OWNER_S = 5.0
-"""How long it waits for the death of the process that has the segment. Whoever had it was killed before."""
+"""How long a worker waits for the death of the process that has the segment, which the controller has had killed."""
 PAUSE_S = 0.05
 RETURN_S = 0.2
-"""Between two tries to give the segment to a new agent."""
+"""Seconds between two tries to give the segment to a new agent."""
 _CREDENTIALS = struct.Struct("iII")
 
 
 class ArenaProvider(Protocol):
-    """Where a worker's ranks get memory that outlives them."""
+    """A source of memory that outlives the ranks of a worker."""
 
     def take(self, rank: int, nbytes: int, fingerprint: str) -> memoryview | None:
-        """Writable memory of `nbytes` that nobody else writes to: what an earlier incarnation left in it, or zeros.
+        """Writable memory of `nbytes` that no other process writes to: with an earlier incarnation's state, or zeros.
 
-        None where there is none: the worker does without.
+        None where there is no such memory; the rank then allocates its own. An earlier state is only given if `nbytes`
+        and `fingerprint` are unchanged.
         """
 
 
 @dataclass
 class _ArenaLoan:
-    """A segment in use. Its thread hears of the agent's death."""
+    """A borrowed segment. Its thread waits for the agent's death."""
 
     fd: int
     message: dict[str, Any]
@@ -66,7 +68,8 @@ class ArenaClient:
         pause: Callable[[float], None],
         owner_s: float = OWNER_S,
     ) -> None:
-        """`token` is the agent's, hex; without one there is no agent."""
+        """`token`: the agent's, in hex; empty: there is no agent. `owner_s`: how long to wait for the last borrower's
+        death before taking a fresh segment."""
         self._token, self._name, self._incarnation = token, name, incarnation
         self._clock, self._pause, self._owner_s = clock, pause, owner_s
         self._loans: list[_ArenaLoan] = []
@@ -82,7 +85,7 @@ class ArenaClient:
                 fd, adopted = self._borrow(connection, message)
                 stack.callback(os.close, fd)
                 memory = mmap.mmap(fd, nbytes)
-                # A fork that hasn't become another program yet must have no way to write here.
+                # A forked child that hasn't executed another program yet must not be able to write here.
                 memory.madvise(mmap.MADV_DONTFORK)
             except (OSError, ValueError) as error:
                 log.warning(
@@ -98,7 +101,8 @@ class ArenaClient:
         return memoryview(memory)
 
     def close(self) -> None:
-        """Give back nothing, since what is mapped stays mapped, but end the threads. Idempotent."""
+        """End the threads. The memory stays mapped, and the agent lends it again only when this process is dead.
+        Idempotent."""
         for loan in self._loans:
             loan.stop.set()
             with contextlib.suppress(OSError, AttributeError):
@@ -119,7 +123,8 @@ class ArenaClient:
             self._pause(PAUSE_S)
 
     def _borrow(self, connection: socket.socket, message: dict[str, Any]) -> tuple[int, bool]:
-        """The segment, and whether it is an earlier incarnation's. Raises `OSError` where there is none."""
+        """The segment's descriptor, and whether it has an earlier incarnation's state. Raises `OSError` where the agent
+        has none."""
         deadline = self._clock.now() + self._owner_s
         while True:
             fresh = self._clock.now() >= deadline
@@ -136,7 +141,7 @@ class ArenaClient:
 
 
 def forget(token: str, name: str, before: int | None = None) -> None:
-    """Tell this node's agent that a worker won't come back; with `before`, that older incarnations' memory may go.
+    """Have this node's agent drop the segments of a worker, all or only those of incarnations below `before`.
 
     Raises `OSError` where no agent answers.
     """
@@ -165,7 +170,8 @@ def _connect(token: str) -> socket.socket:
 def _ask(
     connection: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()
 ) -> tuple[dict[str, Any], list[int]]:
-    """Raises `OSError` where no answer comes in time."""
+    """Send a message, wait for the answer; returns it with its descriptors. Raises `OSError` where none comes in
+    time."""
     socket.send_fds(connection, [json.dumps(message).encode()], list(fds), socket.MSG_NOSIGNAL)
     data, got, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     if not data:
@@ -175,7 +181,7 @@ def _ask(
 
 
 def _watch(loan: _ArenaLoan) -> None:
-    """Wait for the agent's death, then give the segment to the next one; so for ever."""
+    """Wait for the agent's death, then give the segment to the next agent; again and again, until `loan.stop`."""
     while not loan.stop.wait(0.0 if loan.connection is not None else RETURN_S):
         try:
             if loan.connection is None:

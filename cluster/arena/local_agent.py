@@ -1,4 +1,5 @@
-"""The arena agents of a cluster, as `serve` sees them: a child process on its own machine, an actor on other nodes."""
+"""The arena agents of a cluster as `serve` starts them: here the child process on its own machine (actors on the nodes
+of a Ray cluster are in `cluster.ray_nodes.ray_arena_agents`)."""
 
 from __future__ import annotations
 
@@ -28,20 +29,20 @@ STOP_S = 2.0
 
 
 class ArenaAgents(Protocol):
-    """One agent a node."""
+    """The arena agents of all nodes, one a node."""
 
     def poll(self) -> list[str]:
-        """Start those that are missing; returns lines for the operator."""
+        """Start agents that are missing; returns lines for the operator. To be called again and again."""
 
     def forget(self, name: WorkerName, before: Incarnation | None = None) -> None:
-        """This worker won't come back; with `before`, what is older than this incarnation of it is of no use."""
+        """Have all agents drop the segments of a worker, all or only those of incarnations below `before`."""
 
     def close(self) -> None:
-        """End them, and with them what only they have. Idempotent."""
+        """End the agents; segments that no live worker has mapped are lost. Idempotent."""
 
 
 class NoArenaAgents:
-    """Where host memory ends with its worker."""
+    """The `ArenaAgents` of a cluster without agents, where host memory ends with its worker."""
 
     def poll(self) -> list[str]:
         return []
@@ -52,7 +53,8 @@ class NoArenaAgents:
 
 
 class LocalArenaAgent:
-    """The agent of this machine. Used from the main thread: the kernel ties the child's life to that thread."""
+    """The agent of this machine, as a child process. Use it from the main thread only: the kernel kills the child when
+    the thread that started it ends."""
 
     def __init__(self, token: str, logs: Path, config: ClusterConfig, clock: Clock) -> None:
         self._token, self._log, self._clock = token, logs / "arena.log", clock
@@ -62,13 +64,13 @@ class LocalArenaAgent:
         self._restart_at: float | None = None
 
     def start(self) -> tuple[int, int]:
-        """Start the process; returns its pid and start time."""
+        """Start the process; returns its pid and start time (`process_ids.start_time`)."""
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
                 COMMAND, stdin=subprocess.PIPE, stdout=output, stderr=output, cwd="/", start_new_session=True
             )
         assert self._process.stdin is not None
-        # Not on the command line, which everybody can read. The open end is also what it lives by.
+        # Not on the command line, which every user can read. The agent ends when this pipe closes.
         self._process.stdin.write(f"{self._token}\n".encode())
         self._process.stdin.flush()
         self._since, self._restart_at = self._clock.now(), None
@@ -115,5 +117,5 @@ class LocalArenaAgent:
 
 
 def wanted(config: Config) -> bool:
-    """Whether any worker has host memory that is to outlive it."""
+    """Whether the configuration lets any worker have host memory that is to outlive it."""
     return config.cache.arena == "auto" and may_have_host_memory(config)

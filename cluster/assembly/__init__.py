@@ -1,1 +1,1 @@
-"""A worker from its parts, and how much memory each gets."""
+"""Building a worker from its parts, and planning how much memory and how many threads each worker gets."""

@@ -1,4 +1,4 @@
-"""The parts that both roles' workers are made of."""
+"""Building the parts that workers of both roles are made of: pools, KV cache manager, data plane, model runner."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from cache.storage.tp_page_store import TPPageStore
 from cluster.arena.arena_client import ArenaProvider
 from cluster.assembly.host_tier_memory import host_memory, take_over
 from cluster.assembly.memory_plan import state_options, stride
-from cluster.ranks.rank_line import LeaderChannel
+from cluster.ranks.leader_channel import LeaderChannel
 from cluster.ranks.rendezvous import RankGroup
-from contracts.authentication import SECRET_VARIABLE
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.clock import Clock
+from contracts.cluster_secret import SECRET_VARIABLE
 from contracts.config.cluster_config import Config
 from contracts.errors import ConfigError
 from contracts.ids import Role, WorkerName
@@ -50,7 +50,7 @@ from transfer.planes.tp_plane import TPDataPlane
 
 @dataclass(frozen=True)
 class WorkerParts:
-    """What both kinds of worker are made of."""
+    """The parts of a worker of either role."""
 
     spec: ModelSpec
     config: Config
@@ -74,6 +74,10 @@ def build_parts(
     group: RankGroup | None,
     arenas: ArenaProvider | None,
 ) -> WorkerParts:
+    """Build the common parts of a worker; see `build_worker` for parameters and errors.
+
+    A worker of several ranks waits here until all followers are built. Everything is released on an error.
+    """
     hold_to_class(config.engine)
     curve = curve_keys_for(host)
     if config.engine.device == "cuda":
@@ -107,11 +111,13 @@ def build_parts(
 
 
 def numerics_class_of(config: Config, spec: ModelSpec, device: Device) -> str:
+    """The class of kernels, processor and dtype that results depend on, whatever `engine.numerics` says."""
     return class_of(config.engine, dtype_for(spec, config.engine), device.torch_device)
 
 
 def curve_keys_for(host: str) -> CurveKeys | None:
-    """The cluster's keys. Raises `ConfigError` where there are none and `host` isn't loopback."""
+    """The CURVE keys made from the cluster's secret, or None on loopback without a secret. Raises `ConfigError` where
+    there is no secret and `host` isn't loopback."""
     secret = os.environ.get(SECRET_VARIABLE)
     if secret is None and not host.startswith("127."):
         raise ConfigError(f"a worker on {host} needs {SECRET_VARIABLE}: only loopback goes without authentication")
@@ -121,14 +127,17 @@ def curve_keys_for(host: str) -> CurveKeys | None:
 def rank_layout(
     role: Role, spec: ModelSpec, config: Config, counts: Mapping[str, int], ranks: TensorParallelGroup
 ) -> tuple[Model, PoolSetLayout]:
-    """The model, and what one of its ranks holds: every rank works out the same pages, each of its own heads."""
+    """The model, and the pool set of one of its ranks: all ranks have the same pages, each with its own heads.
+
+    `counts`: pages and slots that each pool can lease; the null page or slot comes on top.
+    """
     model = model_for(spec)
     options = replace(state_options(spec, config, role), shard=Shard(ranks.rank, ranks.size))
     return model, PoolSetLayout(model.pool_set(options), {pool: 1 + count for pool, count in counts.items()})
 
 
 def host_tier(layout: PoolSetLayout, config: Config, role: Role, size: int) -> PoolSetLayout | None:
-    """How a rank's part of the host tier lies; None where there is none."""
+    """The layout of one rank's part of the host tier, of `size` ranks; None where the role has no host tier."""
     host_bytes = config.cache_for(role).host_bytes
     return host_layout(layout.spec, host_bytes // size, layout.counts) if host_bytes else None
 
@@ -145,7 +154,7 @@ def _manager(
     line: LeaderChannel | None,
     arenas: ArenaProvider | None,
 ) -> KVCacheManager:
-    """The pool set with its tiers, as the role's cache section has them."""
+    """The KV cache manager over `pools`, with the tiers of the role's cache section."""
     cache = config.cache_for(role)
     size = 1 if line is None else line.size
     tier = host_tier(pools.layout, config, role, size)
@@ -172,16 +181,16 @@ def _manager(
 
 
 def event_rank(role: Role, name: WorkerName) -> int:
-    """What is added to the port of `cache.events`, so that no two workers of a host want the same."""
+    """The number that is added to the port of `cache.events.endpoint`: no two workers of a cluster have the same."""
     kind, _, index = name.rpartition("-")
-    # By its name, which it keeps when its role is changed.
+    # By the role in the worker's name, which stays when its role is changed.
     decodes = kind == Role.DECODE if kind in list(Role) else role is Role.DECODE
     return 2 * (int(index) if index.isdigit() else 0) + decodes
 
 
 def worker_fingerprint(pools: PoolSet, spec: ModelSpec, config: Config, device: Device) -> str:
-    """What state on storage depends on besides its tokens: the model, the whole layout, and how it was computed. Under
-    ``fast`` what another class computed is as good."""
+    """Digest, in hex, of all that state in storage and arenas depends on besides its tokens: model, layout of the whole
+    worker, and numerics. Under ``fast`` the numerics class is left out: state of another class is as good."""
     invariant = config.engine.numerics == "invariant"
     computed = [config.engine.numerics, *([numerics_class_of(config, spec, device)] if invariant else [])]
     described = json.dumps([spec.fingerprint, describe_spec(pools.spec.whole), *computed], sort_keys=True)

@@ -1,4 +1,4 @@
-"""Builds what a follower rank is made of."""
+"""Building the parts of a follower rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from transfer.planes.tp_plane import FollowerLinks
 
 @dataclass(frozen=True)
 class RankParts:
-    """What a follower is made of."""
+    """The parts of a follower."""
 
     state: FollowerPools
     links: FollowerLinks
@@ -57,7 +57,10 @@ def build_rank(
     ranks: TensorParallelGroup,
     arenas: ArenaProvider | None = None,
 ) -> RankParts:
-    """Build what a follower needs to carry out its leader's orders. Raises what `build_worker` does."""
+    """Build the parts with which a follower carries out its leader's orders. Raises what `build_worker` does.
+
+    `counts`: pages and slots that each pool can lease, the same on all ranks.
+    """
     hold_to_class(config.engine)
     device = make_device("cpu")
     waiter = Waiter()

@@ -1,4 +1,4 @@
-"""Builds a worker from its parts: checkpoint, pools, engine, data plane, rooms. The one place where they meet."""
+"""Building a worker from its parts: checkpoint, pools, engine, data plane, rooms. They meet nowhere else."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from decode.worker import DecodeWorker
 from prefill.worker import PrefillWorker
 from transfer.net.zmq_channel import ZmqControlTransport
 from transfer.rooms.compatibility import fingerprint as fingerprint_of
-from transfer.rooms.kv_receiver import KVReceiver
-from transfer.rooms.kv_sender import KVSender
+from transfer.rooms.receiver.kv_receiver import KVReceiver
+from transfer.rooms.sender.kv_sender import KVSender
 
 
 def build_worker(
@@ -37,13 +37,12 @@ def build_worker(
     group: RankGroup | None = None,
     arenas: ArenaProvider | None = None,
 ) -> Worker:
-    """Load the model and open the worker's sockets on `host`. Everything is released when a part can't be built.
+    """Load the model, open the worker's sockets on `host`, and return the worker, not yet stepping.
 
-    `counts` are the pages and slots that each of its pools can lease (`memory_plan`). `device` is where it runs, if
-    not where the config says. `group`: the other ranks, where the worker has several; this is their leader, and whoever
-    gives the rank group closes it. `arenas`: where the host tier lies, if it is to outlive the worker; what an earlier
-    incarnation left there is taken over. Raises `CheckpointError`, `ConfigError`, or `PeerDead` for a rank that could
-    not start.
+    `counts`: pages and slots that each pool can lease (`MemoryPlan.counts`). `device`: replaces the configured one.
+    `group`: the other ranks of a worker of several; this process is the leader, and the caller closes the group.
+    `arenas`: gives memory for the host tier that outlives the worker; state that an earlier incarnation left there is
+    taken over. Raises `CheckpointError`, `ConfigError`, or `PeerDead` for a rank that could not start.
     """
     clock = clock or SystemClock()
     p = build_parts(role, name, spec, config, host, counts, device, clock, group, arenas)
@@ -59,7 +58,7 @@ def build_worker(
             name, incarnation, config, p.engine, p.manager, sender, p.waiter,
             context=spec.context, clock=clock, pause=time.sleep,
         )  # fmt: skip
-    # After the sender: the plane registers the metadata slots with the reader's end, which has them.
+    # After the sender: this registers the pools with the plane again, with the metadata slots that only a receiver has.
     receiver = KVReceiver(
         name, incarnation, common, p.plane, p.manager.pools, config.decode.metadata_slots, config.transfer,
         verify=config.cache_for(role).verify, transport=transport, clock=clock,
@@ -73,6 +72,6 @@ def build_worker(
 
 
 def _numerics(parts: WorkerParts) -> str:
-    """The worker's numerics class: how it computes, and with what."""
+    """The worker's numerics class: the mode, kernels, instruction set and libraries that it computes with."""
     config = parts.config.engine
     return numerics_class(config.numerics, numerics_class_of(parts.config, parts.spec, parts.device))

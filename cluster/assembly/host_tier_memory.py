@@ -1,4 +1,4 @@
-"""Where a rank's host tier lies: in an arena that outlives it, if there is one, else in memory of its own."""
+"""The memory of a rank's host tier: an arena that outlives the process if the node's agent lends one, else its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cache.device.device_port import Device
 from cache.manager.kv_cache_manager import KVCacheManager
 from cache.memory.memory_layout import PoolSetLayout
 from cluster.arena.arena_client import ArenaProvider
-from cluster.ranks.rank_line import LeaderChannel
+from cluster.ranks.leader_channel import LeaderChannel
 from contracts.messages.rank_orders import BindArenas
 
 log = logging.getLogger("twinpool.arena")
@@ -23,7 +23,8 @@ def host_memory(
 ) -> tuple[torch.Tensor, Arena | None]:
     """Memory for a rank's part of the host tier, uint8 [tier.nbytes], and the arena that it lies in.
 
-    `fingerprint` names all that state depends on besides its tokens.
+    `fingerprint` is `worker_fingerprint`: all that state depends on besides its tokens. An arena with another one, or
+    of another rank or number of ranks, is not taken over. Without an arena, memory comes from `device`, and None.
     """
     named = f"{fingerprint}/{rank}/{size}"
     memory = arenas.take(rank, arena_bytes(tier), named) if arenas is not None else None
@@ -35,29 +36,30 @@ def host_memory(
 
 
 def take_over(manager: KVCacheManager, line: LeaderChannel | None) -> None:
-    """Give the manager what its last incarnation left on the host, if the arenas of all its ranks belong together.
+    """Give the manager the state that the worker's last incarnation left in host memory, if the arenas of all its ranks
+    have the same bond.
 
-    Else all of them begin anew together: what the parts of a page were written by must be one incarnation.
+    Else the arenas of all ranks begin empty under a new bond: all parts of a page must come from one incarnation.
     """
     if manager.host is None:
         return
-    keeper = manager.keeper
-    mine = keeper.bond if keeper is not None else b""
+    keeper = manager.tiers.keeper
+    mine = keeper.bond
     others = line.ask(BindArenas(b"")).wait() if line is not None else []
-    copies = keeper.take_copies() if keeper is not None else 0
-    if keeper is not None and mine and all(bond == mine for bond, _ in others):
+    copies = keeper.take_copies()
+    if mine and all(bond == mine for bond, _ in others):
         pages = keeper.adopt(unfinished=any(count != copies for _, count in others))
         log.info("host memory taken over", extra={"pages": pages, **keeper.counters})
         return
     fresh = os.urandom(BOND_BYTES)
     if line is not None:
         line.ask(BindArenas(fresh)).wait()
-    if keeper is not None:
-        keeper.begin(fresh)
+    keeper.begin(fresh)
 
 
 def rebind(arena: Arena | None, order: BindArenas) -> tuple[bytes, int]:
-    """A follower's part of that: its bond, and how many copies it has carried out since it was last asked."""
+    """A follower's part of `take_over`: returns its arena's bond, and how many copies it has carried out since it was
+    last asked. An order with a bond first empties the arena under that bond."""
     if arena is None:
         return b"", 0
     if order.bond:

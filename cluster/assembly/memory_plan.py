@@ -1,15 +1,17 @@
-"""How much of each kind of state a worker's pools hold, planned from the registry.
+"""The memory plan: how many pages and slots each pool of a worker gets, for the pools that its model declares.
 
-The pools of a model grow with different things. A *full* pool holds a page for every position, so its size is given in
-positions (`cache.device_tokens`). A *window* pool holds, for each request that runs, the pages that its window reaches
-and those that steps under way write, however long the request is; a *state* pool holds one slot for each, and
-snapshots. So these two are sized by the number of requests that may run at once (`cache.device_requests`), and by as
-much again of what the prefix tree keeps for later turns. All of them are shares of the same memory: where the default
-sizes don't fit, requests and positions shrink together.
+The pools of a model grow with different things. A *full* pool holds a page for every run of positions, so its size is
+given in positions (`cache.device_tokens`). A *window* pool holds, for each request that runs, the pages that its window
+reaches and the pages that steps under way write, however long the request is. A *state* pool holds one slot for each
+request, and its snapshots. So window and state pools are sized by the number of requests that may run at once
+(`cache.device_requests`), with room on top for what the prefix tree keeps for later turns (`KEPT_WINDOWS`,
+`KEPT_STATES`). All pools are shares of the same memory: where the default sizes don't fit, requests and positions
+shrink together.
 
-A request is admitted with all that it will ever hold at once, or it waits; on decode, which takes pages of the full
-pool as an answer grows, others leave when there are none. So a plan of any size is free of deadlock, and a request that
-no plan of this size can hold is refused when it comes (`KVCacheManager.max_positions`).
+A request is admitted only when all that it will ever hold at once is free; until then it waits. Decode is the
+exception: it takes pages of the full pool as an answer grows, and retracts other requests when there are none. So a
+plan of any size is free of deadlock, and a request that the pools can never hold is refused when it comes
+(`PageSupply.max_positions`).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from cache.manager.kv_cache_manager import SNAPSHOTS
+from cache.manager.pages.state_slots import SNAPSHOTS
 from cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.config.cluster_config import Config
@@ -30,23 +32,24 @@ from worker.step_overlap import LAUNCHED
 DEFAULT_CONTEXTS = 8
 """A full pool holds this many whole contexts unless memory is short."""
 KEPT_WINDOWS = 2
-"""Windows in the prefix tree for each request that runs: at the ends of prompts and of answers."""
+"""Windows that a window pool has room for in the prefix tree, for each request that runs: one at the end of the prompt
+and one at the end of the answer."""
 KEPT_STATES = 2
-"""Recurrent states in the prefix tree for each request that runs."""
+"""Recurrent states that a state pool has room for in the prefix tree, for each request that runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """One pool of one worker."""
+    """The size of one pool of one worker, all its ranks together."""
 
     pool: str
     kind: PoolKind
     count: int
     """Pages or slots that can be leased."""
     nbytes: int
-    """Of all of it, the null page or slot included."""
+    """Bytes of the pool, the null page or slot included."""
     purpose: str
-    """What it is that large for, for people."""
+    """Text for the operator: how many positions or requests the pool is sized for."""
 
     @property
     def unit(self) -> str:
@@ -55,11 +58,11 @@ class PoolPlan:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """All pools of a worker."""
+    """The sizes of all pools of a worker."""
 
     pools: tuple[PoolPlan, ...]
     requests: int
-    """Requests whose windows and states fit at once."""
+    """Number of requests whose windows and states fit at once."""
     page_tokens: int
 
     @property
@@ -69,16 +72,17 @@ class MemoryPlan:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all pools, on all ranks together."""
         return sum(plan.nbytes for plan in self.pools)
 
     @property
     def positions(self) -> int:
-        """Positions that the full pool holds."""
+        """Number of positions that the full pool holds."""
         return sum(plan.count for plan in self.pools if plan.kind is PoolKind.FULL) * self.page_tokens
 
 
 def state_options(spec: ModelSpec, config: Config, role: Role) -> StateOptions:
-    """What is chosen about the state of a checkpoint's model."""
+    """The options by which a model declares its pools: dtype, page size, and the dtype of index keys."""
     cache = config.cache_for(role)
     return StateOptions(
         dtype_for(spec, config.engine), cache.page_tokens, index_float8=config.cache.index_dtype == "fp8"
@@ -86,20 +90,20 @@ def state_options(spec: ModelSpec, config: Config, role: Role) -> StateOptions:
 
 
 def stride(config: Config, role: Role) -> int:
-    """Positions that the launched steps of one request write beyond what is committed."""
+    """The most positions that launched steps of one request write beyond its committed length."""
     return LAUNCHED * (config.prefill.chunk_tokens if role is Role.PREFILL else 1)
 
 
 def most_requests(config: Config, role: Role) -> int:
-    """Requests that a worker runs at once."""
+    """The most requests that a worker of `role` runs at once, by configuration."""
     return config.prefill.max_running if role is Role.PREFILL else config.decode.max_batch_tokens
 
 
 def plan_memory(spec: PoolSetSpec, config: Config, role: Role, context: int, budget: int) -> MemoryPlan | None:
-    """The pools of a worker within `budget` bytes, for a model of `context` positions; None where not even the
-    smallest fit.
+    """The memory plan of a worker within `budget` bytes, for a model of `context` positions; None where not even the
+    smallest pools fit. `spec` is the whole model's, `budget` is for all ranks together.
 
-    What the configuration says is taken as it is, whatever the budget: `budget` bounds what it leaves open.
+    Sizes that the configuration sets are taken as they are, whatever the budget; `budget` bounds only the others.
     """
     cache = config.cache_for(role)
     size = spec.page_tokens
@@ -124,7 +128,7 @@ def plan_memory(spec: PoolSetSpec, config: Config, role: Role, context: int, bud
 
 
 def _largest(limit: int, good: Callable[[int], bool]) -> int:
-    """The largest of `1 .. limit` that is good, where all smaller ones are as well; 0 if none is."""
+    """The largest number of `1 .. limit` that is `good`, where every smaller one is too; 0 if none is."""
     return bisect_right(range(1, limit + 1), False, key=lambda n: not good(n))
 
 
@@ -135,13 +139,14 @@ def unit_bytes(spec: PoolSetSpec, ranks: int) -> dict[str, int]:
 
 
 def _sized(spec: PoolSetSpec, units: Mapping[str, int], steps: int, pages: int, requests: int) -> MemoryPlan:
+    """The plan with `pages` pages in a full pool, for `requests` requests that write up to `steps` positions ahead."""
     plans = []
     for pool in spec.pools:
         if pool.kind is PoolKind.FULL:
             count, purpose = pages, f"{pages * spec.page_tokens:,} positions"
         elif pool.kind is PoolKind.WINDOW:
             kept = KEPT_WINDOWS * (spec.window_pages(pool.name) + 1)
-            # Nothing has more window pages than pages.
+            # A sequence never has more pages in a window pool than in the full pool.
             count = min(pages, requests * (spec.window_hold(pool.name, steps) + kept))
             purpose = f"{requests} requests, {KEPT_WINDOWS} kept each"
         else:

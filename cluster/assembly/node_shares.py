@@ -1,11 +1,11 @@
-"""What each node has for workers, and what a worker gets there: threads, pools, and its part of the host tier.
+"""The cores and memory of each node, and the share that a worker gets there: threads, pools, and host tier.
 
-A node's own cores and memory count, not those of the machine that `serve` runs on, and they are measured once, before
-any of our workers runs there: what a worker sees as free later depends on the others. A node is planned for as many
-workers of each role as it has places for (at most as many as there are), so that whichever of them land there fit, and
-one that is started again gets the same as before.
+Every node is planned by its own cores and memory, which are measured once, before any of our workers runs there: the
+memory that a worker sees as free later depends on the others. A node is planned for as many workers of each role as it
+has places for (at most as many as are wanted), so that any of them fit there, and a worker that is started again gets
+the same share as before.
 
-The host tier has one budget a node, of which every worker gets the same multiple of its device pools.
+All host tiers of a node have one budget, of which every worker gets the same multiple of its device pools.
 """
 
 from __future__ import annotations
@@ -33,39 +33,40 @@ MEMORY_FILES = (
     ("memory.max", "memory.current"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
 )
-"""Limit and use, of both versions of control groups."""
+"""The files with the limit and the use of memory in bytes, for cgroup v2 and v1."""
 
 
 class MemoryShort(TwinpoolError):
-    """Raised when weights and pools can't fit into the memory that is free."""
+    """Raised when weights and pools don't fit into free memory; the text says which sizes would."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """A node before any worker of ours runs there."""
+    """The resources of a node, measured before any worker of ours runs there."""
 
     host: str
     cores: int
     free: int
     """Bytes of memory that are free."""
     places: Mapping[Role, int]
-    """Processes of each role that may be placed there: a worker takes one a rank."""
+    """Number of processes of each role that may be placed there: a worker takes one for each rank."""
     node_id: str = ""
-    """Ray's; empty without Ray."""
+    """The Ray node id; empty without Ray."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerShare:
-    """What a worker of one role gets on one node; travels to it with its plan."""
+    """The share of a worker of one role on one node; it travels to the worker with its `WorkerPlan`."""
 
     threads: int
+    """Threads that each rank computes with."""
     counts: Mapping[str, int]
     """Pages and slots that each pool can lease."""
     host_bytes: int
-    """Of its host tier; 0: none."""
+    """Bytes of the worker's host tier, all ranks together; 0: none."""
 
     def applied_to(self, config: Config, role: Role) -> Config:
-        """The configuration of such a worker."""
+        """`config` with this share's threads and host tier, for a worker of `role`."""
         section = config.prefill if role is Role.PREFILL else config.decode
         override: CacheOverride = replace(section.cache, host_bytes=self.host_bytes)
         engine = replace(config.engine, threads=self.threads)
@@ -76,33 +77,34 @@ class WorkerShare:
 
 @dataclass(frozen=True, slots=True)
 class NodeShare:
-    """How a node is divided."""
+    """The division of a node among workers."""
 
     facts: NodeFacts
     workers: Mapping[Role, int]
-    """Workers that it is planned for."""
+    """Number of workers of each role that the node is planned for."""
     threads: int
+    """Threads that each rank computes with."""
     weights: int
     """Bytes of a worker's weights."""
     plans: Mapping[Role, MemoryPlan]
-    """The pools of a worker of each role."""
+    """The memory plan of a worker of each role."""
     host_budget: int
-    """Bytes that all host tiers of the node may take together, with their indices; 0 where the configuration gives each
-    worker its own."""
+    """Bytes that all host tiers of the node may take together, with the indices of their arenas; 0 where the
+    configuration sets the host tier of a role (`cache.host_bytes`)."""
     host_bytes: Mapping[Role, int]
-    """The host tier of a worker of each role."""
+    """Bytes of the host tier of a worker of each role."""
 
     def sizes(self, role: Role) -> WorkerShare:
         return WorkerShare(self.threads, self.plans[role].counts, self.host_bytes[role])
 
 
 def measured(places: Mapping[Role, int], node_id: str = "") -> NodeFacts:
-    """The facts of the machine that this runs on."""
+    """Measure the machine that this process runs on."""
     return NodeFacts(socket.gethostname(), cores(), free_bytes(), dict(places), node_id)
 
 
 def by_machine(nodes: Iterable[NodeFacts]) -> list[NodeFacts]:
-    """Nodes that share a machine, each with its part of it: they have measured the whole."""
+    """Divide cores and memory among nodes that share a machine, since each of them has measured the whole machine."""
     nodes = list(nodes)
     on_host = Counter(node.host for node in nodes)
     return [
@@ -112,7 +114,7 @@ def by_machine(nodes: Iterable[NodeFacts]) -> list[NodeFacts]:
 
 
 def cores(cgroup: Path = CGROUP) -> int:
-    """Cores that this process may use: those it is bound to, or what its control group grants of their time."""
+    """Number of cores that this process may use, by its CPU affinity or its control group's quota if that is less."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, _, period = _read(cgroup / "cpu.max").partition(" ")
     if quota.isdigit() and period.isdigit():
@@ -121,14 +123,14 @@ def cores(cgroup: Path = CGROUP) -> int:
 
 
 def free_bytes(cgroup: Path = CGROUP) -> int:
-    """Memory that is free: the machine's, or what is left of its control group's limit."""
+    """Bytes of free memory: the machine's, or the rest of its control group's limit if that is less."""
     import psutil
 
     free = int(psutil.virtual_memory().available)
     for most, used in MEMORY_FILES:
         limit, now = _read(cgroup / most), _read(cgroup / used)
         if limit.isdigit() and now.isdigit():
-            # What files have cached counts as used there, and goes as soon as somebody needs the room.
+            # The page cache counts as used there, and is given up as soon as a process needs the memory.
             free = min(free, max(0, int(limit) - int(now) + _inactive_files(cgroup)))
     return free
 

@@ -1,1 +1,1 @@
-"""Incarnations as leases, and restarts."""
+"""The controller, which grants incarnations as leases and decides restarts, and the supervisor that acts on it."""

@@ -1,25 +1,25 @@
-"""The controller: the one authority on which start of which worker may act.
+"""The controller: the one authority on which incarnation of which worker may act.
 
 The logic alone, without I/O. Messages and the passing of time go in, actions come out; the clock is injected, so
 leases, fencing and restarts are tested in microseconds.
 
-What it guarantees:
+Guarantees:
 
 - *Incarnations* grow with every start of a name, also across restarts of the controller: a number is written to the
   ledger before it is handed out.
-- A *lease* ends `lease_s` after the controller last heard of the worker. The worker counts from when it sent that
-  message, which is earlier, and takes a margin; so by the time the controller calls it dead and starts the next
-  incarnation, the old one has already stopped sending.
+- A *lease* ends `lease_s` after the controller last heard from the worker. The worker counts from when it sent that
+  message, which is earlier, and takes a margin; so by the time the controller declares the worker dead and starts the
+  next incarnation, the old one has already stopped sending.
 - A worker that renews but makes no progress (`cluster.worker_process.step_watchdog`) loses its lease as if it had not
   renewed, and is killed and started again.
-- A worker that is known to have died (its process is gone) is restarted at once; one that dies again soon after its
-  start waits longer each time; one that dies more than `restart_limit` times in `restart_window_s` is left dead
-  (`cluster.processes.restart_policy`).
+- A worker that is known to have died (its process is gone) is restarted at once; a worker that dies again soon after
+  its start waits longer each time; a worker that dies more than `restart_limit` times in `restart_window_s` is left
+  dead (`cluster.processes.restart_policy`).
 - A worker that left by drain, or died while it was draining, is not started again until an operator wants it back
-  (`undrain`). One that was to change its role is started in the new one, whichever way it ended.
-- A node that is *cordoned* (`drain` of a node) gets no worker until it is undrained: those that serve there drain, one
-  that is only starting there is started elsewhere, and where no other node could take it, it waits.
-- A controller that stood still itself has heard nobody, and ends no lease for that (`stood_still`).
+  (`undrain`). A worker that was told to change its role is started in the new role, whether it left or died.
+- A node that is *cordoned* (`drain` of a node) gets no worker until it is undrained: workers that serve there drain, a
+  worker that is only starting there is started elsewhere, or waits while no other node can take it.
+- A controller that stood still itself has heard no heartbeat, and ends no lease for that (`stood_still`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 
 NODE_ID_CHARS = 8
-"""So much of a Ray node id is enough to name it."""
+"""The first characters of a Ray node id that are enough to name a node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,9 @@ class NodePlace:
     """A node that workers can be placed on."""
 
     node_id: str
-    """Ray's; empty without Ray."""
+    """The Ray node id, hex; empty without Ray."""
     host: str
+    """The node's host name."""
 
     def named(self, name: str) -> bool:
         """Whether `name` means this node: its host name, or (the beginning of) its Ray node id."""
@@ -65,7 +66,7 @@ class NodePlace:
 
 @dataclass(slots=True)
 class _WantedWorker:
-    """One wanted worker."""
+    """A worker's row of the controller's table; the row stays when the worker has left or is left dead."""
 
     name: WorkerName
     role: Role
@@ -73,28 +74,33 @@ class _WantedWorker:
     restarts: RestartHistory
     state: WorkerState = WorkerState.DEAD
     wanted: bool = True
+    """Whether the worker is to run: false once it has left, or is left dead."""
     record: WorkerRecord | None = None
     status: WorkerStatus | None = None
     deadline: float = 0.0
-    """When the lease, or the time to register, ends."""
+    """When the lease, or the time to register, ends, in seconds of the clock."""
     ready_since: float | None = None
     restart_at: float = 0.0
     node: NodePlace = NodePlace("", "")
-    """Where its process is or was last, as far as is known."""
+    """The node that its process is or was on; empty from a start until its node is known."""
     avoids: tuple[str, ...] = ()
     """Nodes that were cordoned at its start."""
     ever_ready: bool = False
     drains: bool = False
-    """It is to be told to drain; until it says that it does."""
+    """Whether the next grants tell the worker to drain; ends when its status says that it drains."""
     becomes: Role | None = None
-    """The role that it is started in when it has left."""
+    """The role of its next start; None: the same role."""
     last_reason: str = ""
     held: bool = False
-    """It is due, and every node that could take it is cordoned."""
+    """Whether its start is due and waits, because every node is cordoned."""
 
 
 class Controller:
-    """Grants incarnations as leases and decides restarts. Not thread-safe: one loop owns it."""
+    """Grants incarnations as leases and decides restarts. Not thread-safe: one loop owns it.
+
+    It has more than twenty methods: half are one for each message of workers, operators and launchers, and the others
+    change the one table of workers accordingly.
+    """
 
     def __init__(self, clock: Clock, config: ClusterConfig, ledger: IncarnationLedger) -> None:
         self._clock = clock
@@ -112,10 +118,13 @@ class Controller:
         """Messages of incarnations that had already ended; dropped."""
         self.shutting_down = False
 
-    # ------------------------------------------------------------ what the operator and the supervisor say
+    # ------------------------------------------------------------ messages of operators and of the supervisor
 
     def add(self, name: WorkerName, role: Role) -> None:
-        """Want a worker; the next `tick` starts it. Raises `ConfigError` for a name that is taken."""
+        """Add a worker, or bring back one that has left or is left dead; the next `tick` starts it.
+
+        Raises `ConfigError` for the name of a worker that is still wanted.
+        """
         slot = self._slots.get(name)
         if slot is None:
             number = Incarnation(self._granted.get(name, 0))
@@ -128,13 +137,14 @@ class Controller:
             slot.role = role
 
     def died(self, name: WorkerName, incarnation: Incarnation, reason: str) -> None:
-        """The process of this incarnation is gone."""
+        """Note that the process of this incarnation is gone, and plan its restart. Idempotent."""
         slot = self._current(name, incarnation)
         if slot is not None and slot.state not in (WorkerState.DEAD, WorkerState.LEFT):
             self._die(slot, reason)
 
     def change_role(self, name: WorkerName, role: Role) -> None:
-        """Have a worker drain and come back in another role. Raises `ConfigError` where it can't."""
+        """Have a worker drain and come back in another role. Raises `ConfigError` for a worker that is not ready or has
+        this role already."""
         slot = self._slots.get(name)
         if slot is None or slot.state is not WorkerState.READY:
             raise ConfigError(f"{name} is {slot.state if slot else 'unknown'}: only a ready worker can change its role")
@@ -143,10 +153,10 @@ class Controller:
         slot.becomes, slot.drains = role, True
 
     def drain(self, target: str) -> tuple[WorkerName, ...]:
-        """Have a worker leave, or cordon a node and have all leave that are on it; returns those that are told.
+        """Have a worker leave, or cordon a node and have all its workers leave; returns the workers that are told.
 
-        One that drains already isn't told again. Raises `ConfigError` for a name that is neither a worker's nor a
-        node's.
+        A worker that drains already isn't told again; a worker that is still starting on the node is started elsewhere,
+        and is among those returned. Raises `ConfigError` for a name that is neither a worker's nor a node's.
         """
         slot = self._slots.get(WorkerName(target))
         if slot is not None:
@@ -160,9 +170,10 @@ class Controller:
         return told
 
     def undrain(self, target: str) -> tuple[WorkerName, ...]:
-        """Have a worker, or a node and its workers, stay or come back; returns those that are started again.
+        """Take back the drain of a worker, or of a node and its workers; returns the workers that are started again.
 
-        Raises `ConfigError` for an unknown name, and for a worker that there is nothing to take back of.
+        A worker that still runs is no longer told to drain; the router undrains one that drains by now. Raises
+        `ConfigError` for an unknown name, and for a wanted worker that is neither ready nor draining.
         """
         slot = self._slots.get(WorkerName(target))
         if slot is not None:
@@ -185,11 +196,11 @@ class Controller:
         return any(node.named(name) for name in self._cordoned)
 
     def set_nodes(self, nodes: Iterable[NodePlace]) -> None:
-        """The nodes that workers can be placed on; none are known until this is called."""
+        """Replace the nodes that workers can be placed on. While none are known, no start waits for a node."""
         self._nodes = tuple(nodes)
 
     def placed(self, name: WorkerName, incarnation: Incarnation, node: NodePlace) -> None:
-        """The process of a start has been placed on a node, and builds its worker."""
+        """Note the node that a start's process was placed on; on a cordoned node, the start begins anew elsewhere."""
         slot = self._current(name, incarnation)
         if slot is not None and slot.state is WorkerState.STARTING:
             slot.node = node
@@ -200,19 +211,26 @@ class Controller:
                 self._changed()
 
     def stood_still(self, seconds: float) -> None:
-        """The controller was not able to hear anybody for so long: no lease ends for that. Workers count their own."""
+        """Extend all deadlines by the time in which this controller could hear no heartbeat.
+
+        This is safe: each worker counts its own lease, and stops by itself.
+        """
         for slot in self._slots.values():
             slot.deadline += seconds
 
     def shut_down(self) -> None:
-        """No restarts any more; routers are told."""
+        """Start no worker any more, and show routers that the cluster is shutting down."""
         self.shutting_down = True
         self._changed()
 
-    # ------------------------------------------------------------ what the workers say
+    # ------------------------------------------------------------ messages of workers
 
     def register(self, record: WorkerRecord) -> LeaseGrant:
-        """A worker is up. Fenced when another incarnation is the current one, or this one is already over."""
+        """Make a started worker ready; returns its first lease.
+
+        The grant is fenced when another incarnation is the current one, when this one is already over, or when its node
+        is cordoned.
+        """
         slot = self._current(record.name, record.incarnation)
         if slot is None or slot.state is not WorkerState.STARTING:
             return self._fenced(record.incarnation)
@@ -226,7 +244,8 @@ class Controller:
         slot.status = _status(slot)
         slot.deadline = now + self._config.lease_s
         if slot.incarnation > 1:
-            # What it has not taken over by now nobody will: its role or its node may be another one.
+            # A worker takes arenas over before it registers. Other arenas of older incarnations are of no use, such as
+            # those on another node or of another role.
             self._actions.append(ForgetArenas(slot.name, slot.incarnation))
         if slot.incarnation > 1 and slot.restarts.deaths:
             self._actions.append(OperatorNote(f"{slot.name} is back, incarnation {slot.incarnation}"))
@@ -234,7 +253,10 @@ class Controller:
         return self._grant(slot)
 
     def renew(self, name: WorkerName, incarnation: Incarnation, status: WorkerStatus) -> LeaseGrant:
-        """A heartbeat. Fenced when the lease has ended: the worker must stop sending and exit."""
+        """Take a heartbeat: renew the lease, and note the worker's status.
+
+        The grant is fenced when the lease has ended or the worker hangs: the worker must stop sending and exit.
+        """
         slot = self._current(name, incarnation)
         if slot is None or slot.state not in (WorkerState.READY, WorkerState.DRAINING):
             return self._fenced(incarnation)
@@ -256,7 +278,7 @@ class Controller:
         return self._grant(slot)
 
     def leave(self, name: WorkerName, incarnation: Incarnation) -> None:
-        """A drained worker is gone for good."""
+        """Note that a drained worker has left. It starts again only to change its role, or by `undrain` or `add`."""
         slot = self._current(name, incarnation)
         if slot is None or slot.state not in (WorkerState.READY, WorkerState.DRAINING):
             return
@@ -272,10 +294,13 @@ class Controller:
         slot.status = _status(slot)
         self._changed()
 
-    # ------------------------------------------------------------ what time says, and what to do
+    # ------------------------------------------------------------ the passing of time, and actions
 
     def tick(self) -> list[ControllerAction]:
-        """Expire what is late, start what is due; returns all actions since the last tick, in order."""
+        """End leases and starts that are overdue, and begin starts that are due.
+
+        Returns all actions since the last tick, in order; the caller must carry them out.
+        """
         now = self._clock.now()
         for slot in self._slots.values():
             if slot.state in (WorkerState.READY, WorkerState.DRAINING) and now >= slot.deadline:
@@ -289,7 +314,7 @@ class Controller:
         return actions
 
     def views(self) -> tuple[WorkerView, ...]:
-        """The whole table, one row a wanted worker, those without a process included."""
+        """The whole table, one row a worker, including workers that have left or are dead."""
         return tuple(
             WorkerView(slot.record or _empty_record(slot), slot.status or _status(slot), self.cordoned(slot.node))
             for slot in self._slots.values()
@@ -300,7 +325,7 @@ class Controller:
         self._listeners.append(listener)
 
     def never_ready(self) -> list[tuple[WorkerName, str]]:
-        """Workers that have died and were never ready, with the last reason."""
+        """Workers that have died and were never ready, each with the reason of its last death."""
         return [(s.name, s.last_reason) for s in self._slots.values() if s.restarts.deaths and not s.ever_ready]
 
     # ------------------------------------------------------------ inside
@@ -321,14 +346,17 @@ class Controller:
         self._die(slot, reason)
 
     def _tell_to_drain(self, slot: _WantedWorker) -> bool:
-        """Whether there is something to tell."""
+        """Have the next grant tell the worker to drain; returns whether it is ready and wasn't told before."""
         if slot.state is not WorkerState.READY or slot.drains:
             return False
         slot.drains = True
         return True
 
     def _start_elsewhere(self, slot: _WantedWorker, why: str = "its node is cordoned") -> bool:
-        """End a start, to begin it anew where it may be now: nobody has been served by it, so this is no death."""
+        """End a start, to begin it anew on a node that isn't cordoned; returns whether the worker was starting.
+
+        It has served no request, so this counts as no death.
+        """
         if slot.state is not WorkerState.STARTING:
             return False
         self._actions += [_killing(slot), OperatorNote(f"{slot.name} is started anew: {why}")]
@@ -338,7 +366,7 @@ class Controller:
         return True
 
     def _has_place(self, slot: _WantedWorker) -> bool:
-        """Whether a node is left that could take it."""
+        """Whether some node isn't cordoned, or none is known; tells the operator once when a worker has to wait."""
         free = not self._nodes or any(not self.cordoned(node) for node in self._nodes)
         if not free and not slot.held:
             text = f"{slot.name} waits: every node is cordoned ({', '.join(sorted(self._cordoned))}); undrain one"
@@ -347,10 +375,11 @@ class Controller:
         return free
 
     def _take_back(self, slots: Iterable[_WantedWorker]) -> tuple[WorkerName, ...]:
+        """Take back drains; returns the workers that had left or were left dead, and are started again."""
         back = []
         for slot in slots:
             if slot.state is WorkerState.READY and slot.drains:
-                slot.becomes = None  # One that drains by now says itself when it no longer does.
+                slot.becomes = None  # `renew` does so for a worker that drains by now.
             if slot.wanted:
                 slot.drains = False
             else:
@@ -359,7 +388,7 @@ class Controller:
         return tuple(back)
 
     def _want(self, slot: _WantedWorker) -> None:
-        """Start it again, though it had left or was left dead."""
+        """Want a worker again that had left or was left dead, with a clean restart history."""
         if slot.state is WorkerState.LEFT:
             slot.state = advance(slot.state, WorkerEvent.WANTED)
             slot.status = _status(slot)
@@ -369,7 +398,7 @@ class Controller:
         self._changed()
 
     def _every_node(self) -> set[NodePlace]:
-        """All that are known: those that take workers, and those that workers are or were on."""
+        """All known nodes: nodes that take workers, and nodes that workers are or were on."""
         return {*self._nodes, *(slot.node for slot in self._slots.values() if slot.node.host)}
 
     def _is_node(self, name: str) -> bool:
@@ -379,6 +408,7 @@ class Controller:
         return ", ".join(sorted({node.host for node in self._every_node()})) or "none"
 
     def _die(self, slot: _WantedWorker, reason: str) -> None:
+        """Count a death, and decide whether and when the worker starts again."""
         now = self._clock.now()
         was_draining = slot.state is WorkerState.DRAINING
         slot.state = advance(slot.state, WorkerEvent.DIED)
@@ -393,12 +423,13 @@ class Controller:
 
     @staticmethod
     def _take_role(slot: _WantedWorker) -> None:
-        """Be of the new role, if there is one, from the next start on."""
+        """Give the worker its new role, if it was told to change it, and stop telling it to drain."""
         slot.drains = False
         if slot.becomes is not None:
             slot.role, slot.becomes, slot.record = slot.becomes, None, None
 
     def _what_next(self, slot: _WantedWorker, was_draining: bool, delay: float) -> str:
+        """Decide whether a dead worker is still wanted; returns what happens next, for the operator."""
         if self.shutting_down:
             return "shutting down"
         was_draining = was_draining and slot.becomes is None
@@ -414,6 +445,7 @@ class Controller:
         return f"restarting{wait}, incarnation {slot.incarnation + 1}"
 
     def _current(self, name: WorkerName, incarnation: Incarnation) -> _WantedWorker | None:
+        """The worker's row if this is its current incarnation; else None, counted in `late_messages`."""
         slot = self._slots.get(name)
         if slot is not None and slot.incarnation == incarnation:
             return slot
@@ -443,7 +475,7 @@ def _killing(slot: _WantedWorker) -> KillWorker:
 
 
 def _status(slot: _WantedWorker) -> WorkerStatus:
-    """A row made by the controller itself: the worker has said nothing yet, or no longer counts."""
+    """A status made by the controller itself, for a worker that has sent none yet or whose last one is outdated."""
     pid = slot.record.pid if slot.record else 0
     return WorkerStatus(
         slot.name, slot.role, slot.state, pid, slot.node.host, slot.incarnation, 0, 0, 0, 0, last_end=slot.last_reason

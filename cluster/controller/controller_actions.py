@@ -1,4 +1,4 @@
-"""What the controller decides, as values."""
+"""The controller's decisions as values: the grants it answers with, and the actions for the supervisor."""
 
 from __future__ import annotations
 
@@ -9,41 +9,45 @@ from contracts.ids import Incarnation, Role, WorkerName
 
 @dataclass(frozen=True, slots=True)
 class LeaseGrant:
-    """The answer to a registration or renewal."""
+    """The controller's answer to a registration or renewal."""
 
     incarnation: Incarnation
     lease_s: float
+    """Seconds that the lease lasts; 0 where it is fenced."""
     fenced: bool = False
+    """Whether the incarnation is over: the worker must send nothing more and exit."""
     drain: bool = False
-    """The worker is to leave."""
+    """Whether the worker is to drain and leave."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartWorker:
-    """Start this incarnation of this worker."""
+    """Start the process of an incarnation."""
 
     name: WorkerName
     role: Role
     incarnation: Incarnation
     avoid: tuple[str, ...] = ()
-    """Nodes that are cordoned, by host name or Ray node id: not there."""
+    """Cordoned nodes, by host name or Ray node id, on which the worker must not start."""
 
 
 @dataclass(frozen=True, slots=True)
 class KillWorker:
-    """Make sure that this incarnation is gone."""
+    """Make sure that the process of an incarnation is gone."""
 
     name: WorkerName
     incarnation: Incarnation
     pid: int
+    """0 where the worker hasn't registered."""
     node: str
+    """Host name of its node; empty where the worker hasn't registered."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForgetArenas:
-    """Of this worker nothing need be kept any more: it won't be started again, or its successor has what it could use.
+    """Free a worker's arenas: it won't be started again, or its successor has taken over all that it can use.
 
-    With `before`, that is what incarnations before this one have left.
+    With `before`, only arenas of incarnations before that one.
     """
 
     name: WorkerName
@@ -52,7 +56,7 @@ class ForgetArenas:
 
 @dataclass(frozen=True, slots=True)
 class OperatorNote:
-    """A line for the operator."""
+    """A line for the operator to read."""
 
     text: str
 

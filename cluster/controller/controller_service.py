@@ -1,8 +1,8 @@
-"""The controller behind gRPC: Register, Renew, Leave for workers, Watch for routers.
+"""The controller's gRPC service: Register, Renew, Leave for workers; Watch, ChangeRole, Drain, Undrain for routers.
 
-The controller belongs to one loop. Handlers run there; other threads (the supervisor) reach it through `call`. A
-watcher gets the whole table at once and again after each change; changes that come faster than it reads are folded into
-one.
+The controller belongs to one event loop. Handlers run there; other threads (the supervisor) reach it through
+`ControllerServer.call`. A watcher gets the whole table at once and again after each change; changes that come faster
+than it reads are folded into one.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from contracts.wire.worker_protobuf import record_from_proto, record_to_proto, s
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
 FOLD_S = 0.02
-"""Changes within this time reach a watcher as one."""
+"""Seconds within which changes reach a watcher as one."""
 FOLD_WORKER_S = 0.0005
-"""And so much more for each worker of the table."""
+"""Seconds that each worker of the table adds to `FOLD_S`."""
 MOST_WATCHERS = 256
 """Routers that watch at once."""
 NAME_CHARS = 253
-"""Of a worker's name, or a host's."""
+"""The most characters of a worker's or a node's name in a request."""
 CALL_TIMEOUT_S = 10.0
 
 
@@ -46,7 +46,7 @@ class ControllerService(pb_grpc.ControllerServicer):
         self._core = core
         self._watchers: set[asyncio.Event] = set()
         self._told: tuple[int, pb.ClusterView] | None = None
-        """The latest table that was built, and its version: all watchers are told the same."""
+        """The latest table that was built, with its version: all watchers get the same message."""
         core.on_change(self._wake)
 
     def _wake(self) -> None:
@@ -110,7 +110,7 @@ class ControllerService(pb_grpc.ControllerServicer):
                 view = self.view()
                 yield view
                 await changed.wait()
-                # Heartbeats change the table all the time, and the whole of it is told: a large one less often.
+                # Heartbeats change the table all the time, and each message holds all of it: large ones go less often.
                 await asyncio.sleep(FOLD_S + FOLD_WORKER_S * len(view.workers))
 
     @contextlib.contextmanager
@@ -122,7 +122,7 @@ class ControllerService(pb_grpc.ControllerServicer):
             self._watchers.discard(changed)
 
     def view(self) -> pb.ClusterView:
-        """The whole table."""
+        """The whole table as a message, built once for each version."""
         if self._told is not None and self._told[0] == self._core.version:
             return self._told[1]
         workers = [
@@ -144,9 +144,10 @@ def grant_message(grant: LeaseGrant) -> pb.LeaseGrant:
 
 
 class ControllerServer:
-    """The controller, its loop and its port."""
+    """The gRPC server of a controller, with its event loop and thread; `endpoint` is its ``host:port``."""
 
     def __init__(self, core: Controller, address: str = "127.0.0.1", secret: str = "") -> None:
+        """Serve on a free port of `address`; with a `secret`, calls must carry its token. Raises `OSError`."""
         self._core = core
         self._loop = AsyncioThread("controller")
         self._server = ServiceServer(
@@ -160,7 +161,10 @@ class ControllerServer:
         self.endpoint = f"{address}:{port}"
 
     def call(self, run: Callable[[Controller], T]) -> T:
-        """Run `run(core)` on the controller's loop; any other thread."""
+        """Run `run(core)` on the controller's loop and return its result. Any thread but the loop's.
+
+        Raises what `run` raises, and `TimeoutError` after `CALL_TIMEOUT_S`.
+        """
 
         async def on_loop() -> T:
             return run(self._core)

@@ -1,4 +1,4 @@
-"""Where granted incarnations outlive the controller."""
+"""Ledgers of granted incarnations, which outlive the controller."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Protocol
 
 
 class IncarnationLedger(Protocol):
-    """Where granted incarnations outlive the controller."""
+    """The largest granted incarnation of each worker, kept beyond the controller's life."""
 
     def load(self) -> Mapping[str, int]: ...
 
     def record(self, name: str, incarnation: int) -> None:
-        """Return once the number is safe."""
+        """Store the number granted to worker `name`; returns once it is safe, and only then may it be handed out."""
 
 
 class MemoryLedger:
-    """A ledger for clusters that live no longer than their controller."""
+    """A ledger in memory, for clusters that live no longer than their controller."""
 
     def __init__(self) -> None:
         self.granted: dict[str, int] = {}
@@ -32,7 +32,7 @@ class MemoryLedger:
 
 
 class FileLedger:
-    """Granted incarnations in one JSON file, replaced atomically."""
+    """A ledger in one JSON file, replaced atomically and synced at each record."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

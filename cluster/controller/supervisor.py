@@ -1,7 +1,7 @@
-"""The supervisor carries out what the controller decides, and tells it what has died.
+"""The supervisor: carries out the controller's actions, and tells the controller which processes have ended.
 
-A loop without a mind of its own: deaths go in, starts and kills come out, and the operator reads one line about each.
-A death is heard in two ways, whichever is first: the launcher sees the process end, or the controller misses renewals.
+It decides nothing itself: deaths go in, starts and kills come out, and the operator reads one line about each. A death
+is noticed in two ways, whichever is first: the launcher sees the process end, or the controller misses renewals.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from contracts.clock import Clock
 log = logging.getLogger("twinpool.supervisor")
 
 STANDSTILL_S = 2.0
-"""A round that took longer, with the wait for a death in it, was no ordinary one."""
+"""Seconds between two rounds, the wait for a death included, from which this process counts as having stood still."""
 
 
 class Supervisor:
-    """Joins one controller and one launcher."""
+    """Connects one controller with one launcher. Used from one thread."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Supervisor:
         say: Callable[[str], None],
         clock: Clock,
     ) -> None:
-        """`plan` turns a granted start into all that a process needs; `say` shows a line to the operator."""
+        """`plan` turns a granted start into the plan that its process gets; `say` shows a line to the operator."""
         self._clock = clock
         self._looked_at: float | None = None
         self._server = server
@@ -42,7 +42,7 @@ class Supervisor:
         self._say = say
 
     def poll(self, timeout_s: float) -> None:
-        """One round: do what is due, then wait up to `timeout_s` for a death."""
+        """Do one round: carry out all actions that are due, then wait up to `timeout_s` for a process to end."""
         self._take_time()
         self._place()
         for action in self._server.call(Controller.tick):
@@ -61,7 +61,8 @@ class Supervisor:
             self._report(ended)
 
     def _take_time(self) -> None:
-        """Where this process stood still (a suspended machine, a blocked disk) it has heard no heartbeat either."""
+        """Tell the controller when this process stood still (a suspended machine, a blocked disk): meanwhile the
+        controller heard no heartbeat either."""
         now = self._clock.now()
         before, self._looked_at = self._looked_at, now
         if before is not None and now - before > STANDSTILL_S:
@@ -69,7 +70,7 @@ class Supervisor:
             self._server.call(lambda core: core.stood_still(now - before))
 
     def _place(self) -> None:
-        """Tell the controller which nodes there are, and on which of them its starts have landed."""
+        """Tell the controller which nodes there are, and on which of them its starts were placed."""
         nodes, placed = self._launcher.nodes(), self._launcher.placed()
 
         def tell(core: Controller) -> None:

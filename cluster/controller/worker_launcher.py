@@ -1,7 +1,7 @@
-"""What starts and ends workers' processes, as the supervisor sees it.
+"""The supervisor's interface to whatever starts and ends workers' processes.
 
-Apart from `actors`, which imports Ray: Ray reads its environment when it is imported, and that is set only once the
-flags are known.
+Apart from `cluster.ray_nodes.worker_actors`, which imports Ray: Ray reads its environment when it is imported, and that
+is set only once the flags are known.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from contracts.ids import Incarnation, WorkerName
 
 @dataclass(frozen=True, slots=True)
 class WorkerEnded:
-    """An incarnation whose process is gone."""
+    """An incarnation whose process has ended."""
 
     name: WorkerName
     incarnation: Incarnation
     reason: str
+    """Why it ended, in words for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlaced:
-    """An incarnation whose process runs on a node by now."""
+    """An incarnation whose process runs on a node, before its worker has registered."""
 
     name: WorkerName
     incarnation: Incarnation
@@ -33,13 +34,14 @@ class WorkerPlaced:
 
 
 class WorkerLauncher(Protocol):
-    """Starts and ends workers' processes; the supervisor's hands."""
+    """Starts and ends workers' processes for the supervisor. Used from one thread."""
 
     def start(self, plan: WorkerPlan, avoid: tuple[str, ...] = ()) -> None:
-        """Start it on any node but those named by `avoid` (host names or Ray node ids)."""
+        """Start the process, or all ranks' processes, of a plan, on any node but those named by `avoid` (host names or
+        Ray node ids). Doesn't wait."""
 
     def nodes(self) -> tuple[NodePlace, ...]:
-        """The nodes that it can start workers on."""
+        """The nodes that take workers."""
 
     def placed(self) -> list[WorkerPlaced]:
         """Starts whose node has become known since the last call."""
@@ -47,10 +49,11 @@ class WorkerLauncher(Protocol):
     def kill(self, name: WorkerName, incarnation: Incarnation, pid: int, node: str) -> None: ...
 
     def forget(self, name: WorkerName, before: Incarnation | None = None) -> None:
-        """What is kept of this worker for a successor may go: all of it, or what incarnations before this one left."""
+        """Free the arenas that are kept for this worker's next incarnation; with `before`, only those that incarnations
+        before that one left."""
 
     def ended(self, timeout_s: float) -> list[WorkerEnded]:
-        """Processes that have ended since the last call; waits up to `timeout_s` for the first."""
+        """Incarnations whose process has ended since the last call; waits up to `timeout_s` for the first."""
 
     def close(self) -> None:
         """End all processes. Idempotent."""

@@ -1,4 +1,4 @@
-"""The states of a worker as the controller sees it, as a table.
+"""The state table of a worker in the controller.
 
 docs/states.md draws it. Rules:
 
@@ -30,10 +30,10 @@ class WorkerEvent(StrEnum):
     UNDRAINED = "undrained"
     LEFT = "left"
     CHANGED = "changed"
-    """It has left to come back in another role."""
+    """The worker has left, to start again in another role."""
     DIED = "died"
     WANTED = "wanted"
-    """It had left, and an operator wants it back."""
+    """An operator wants a worker back that had left."""
 
 
 TRANSITIONS: dict[tuple[WorkerState, WorkerEvent], WorkerState] = {
@@ -53,7 +53,7 @@ TRANSITIONS: dict[tuple[WorkerState, WorkerEvent], WorkerState] = {
 
 
 def advance(state: WorkerState, event: WorkerEvent) -> WorkerState:
-    """The state after `event`; raises `IllegalTransition` when the table has none."""
+    """The state after `event`. Raises `IllegalTransition` when the table has no such transition."""
     try:
         return TRANSITIONS[state, event]
     except KeyError:

@@ -1,1 +1,1 @@
-"""Process ids, the files of a run, the reaper, when to start again."""
+"""Process ids, the files of a run, the reaper, and the rule for restarts."""

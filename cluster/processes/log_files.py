@@ -1,4 +1,4 @@
-"""Logs of a run: one file a process, and the last words of those that died."""
+"""The log files of a run, one a process, and the last lines of a process that died."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contracts.json_logs import log_to_stream
 
 
 def log_to_file(path: Path, process: str) -> None:
-    """Send this process's logs, its output and its last words at a crash to `path`."""
+    """Send this process's logs, standard output and error, and the stacks of a crash (faulthandler) to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
@@ -26,7 +26,8 @@ def log_to_file(path: Path, process: str) -> None:
 
 
 def last_words(path: Path, lines: int = 8, limit_bytes: int = 16_384) -> list[str]:
-    """The last lines of a log, readable: events without their JSON, tracebacks by their last line."""
+    """The last lines of a log as text for the operator: JSON events as their text, tracebacks as their last line. Empty
+    where the log can't be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - limit_bytes))

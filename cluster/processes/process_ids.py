@@ -1,4 +1,4 @@
-"""Processes by id and start time: a pid alone may have been given to somebody else since."""
+"""Identifying processes by pid and start time, because the kernel gives a pid to another process after a while."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ def same_process(pid: int, started: int) -> bool:
 
 
 def kill_process(pid: int, started: int | None = None) -> None:
-    """SIGKILL a process; nothing happens when it is gone or another one by now."""
+    """SIGKILL a process; nothing happens when it is gone, or when its pid belongs to another process by now."""
     if pid > 1 and (started is None or same_process(pid, started)):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies (Linux; elsewhere nothing happens)."""
+    """Have the kernel kill this process when the thread that started it ends, as with its parent process (Linux;
+    elsewhere nothing happens). Exits at once when the parent is gone already."""
     if sys.platform.startswith("linux"):
         parent = os.getppid()
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -52,8 +53,8 @@ def die_with_parent() -> None:
 
 
 def main() -> None:
-    """``procs.py COMMAND...``: become the command, tied to the life of the parent. Run as a script: between a fork
-    and an exec nothing but the kernel is safe, so a child ties itself up here instead."""
+    """``process_ids.py COMMAND...``: run the command in this process, tied to the life of the parent. It is a script
+    because almost nothing is safe between a fork and an exec; so the child ties itself here, after an exec."""
     die_with_parent()
     os.execv(sys.argv[1], sys.argv[1:])
 
@@ -63,4 +64,4 @@ if __name__ == "__main__":
 
 
 TIED = (sys.executable, "-S", "-P", "-E", str(__file__))
-"""Prefix of a command that is to die with this process."""
+"""Prefix of a command line whose process is to die with this one."""

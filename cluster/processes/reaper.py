@@ -1,8 +1,9 @@
-"""The reaper: whatever happens to `twinpool serve`, nothing of it stays behind.
+"""The reaper: a process that removes everything of a run of `twinpool serve`, however `serve` ends.
 
-A tiny process that holds one end of a pipe to `serve` and does nothing until the other end closes, be it by a normal
-exit or by `kill -9`. Then it kills what is left of that run and removes its files. It imports the standard library
-only, is started as a script, and trusts nobody to have told it everything. A process belongs to the run when
+The reaper holds one end of a pipe to `serve` and does nothing until the other end closes, be it by a normal exit or by
+`kill -9`. Then it kills all processes that are left of the run and removes its files. It imports the standard library
+only, is started as a script, and doesn't rely on `serve` having reported every process. A process belongs to the run
+when
 
 - `serve` reported it (pid and start time, so that a reused pid is spared), or
 - the run's mark is in its environment (all children inherit it), or
@@ -27,7 +28,7 @@ MARK = "TWINPOOL_RUN"
 
 
 class ReapedRun:
-    """What is known of one run."""
+    """The processes, paths and shared memory of one run, as the reaper knows them."""
 
     def __init__(self, mark: str, folder: str) -> None:
         self.mark = f"{MARK}={mark}".encode()
@@ -66,7 +67,8 @@ class ReapedRun:
         return any(_link(f"/proc/{pid}/fd/{fd}").startswith(self.folder) for fd in (1, 2))
 
     def end(self) -> None:
-        """Kill until nothing is left, then remove the files. Processes may still be starting others, so look twice."""
+        """Kill the run's processes until none is left, or `DEADLINE_S` has passed, then remove its files. Processes may
+        still be starting others, so none must be found twice in a row."""
         deadline = time.monotonic() + DEADLINE_S
         quiet = 0
         while quiet < 2 and time.monotonic() < deadline:

@@ -1,8 +1,9 @@
-"""When a process that has died is started again: one rule for workers, the router and the arena agents.
+"""The restart policy of processes that have died: one rule for workers, the router and the local arena agent.
 
-Deaths count within a sliding window (`cluster.restart_window_s`), so that one a day is nothing and twenty in ten
-minutes are too many (`cluster.restart_limit`). A process that served a while before it died is started at once; one
-that dies again soon after its start waits twice as long each time.
+Deaths count within a sliding window (`cluster.restart_window_s`), so that one a day doesn't matter and more than twenty
+in ten minutes are too many (`cluster.restart_limit`). A process that served for `SETTLED_S` before it died is started
+at once, and so is one after its first quick death; each further quick death doubles the delay, from `BACKOFF_S` up to
+`BACKOFF_MAX_S`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class RestartHistory:
         self._quick = 0
 
     def died(self, now: float, serving_since: float | None) -> float:
-        """Count a death; returns the seconds that the next start has to wait. `serving_since`: None if it never was."""
+        """Count a death; returns the seconds that the next start has to wait. `serving_since`: when the process began
+        to serve, None if it never did. Both times are by the same clock."""
         self._deaths.append(now)
         while self._deaths[0] < now - self._config.restart_window_s:
             self._deaths.popleft()
@@ -36,15 +38,15 @@ class RestartHistory:
 
     @property
     def deaths(self) -> int:
-        """Within the window that ended with the last of them."""
+        """Number of deaths within the window that ended with the last death."""
         return len(self._deaths)
 
     @property
     def too_many(self) -> bool:
-        """Whether another start would be of no use."""
+        """Whether the process has died too often within the window to be started again."""
         return len(self._deaths) > self._config.restart_limit
 
     def forgive(self) -> None:
-        """Somebody has seen to it: begin to count anew."""
+        """Forget all deaths, because an operator wants the process back."""
         self._deaths.clear()
         self._quick = 0

@@ -1,7 +1,7 @@
-"""The run file: how `status`, `drain` and `check` find a cluster on this machine, and how they know it is alive.
+"""The run file, by which `status`, `drain` and `check` find a live cluster on this machine.
 
-One JSON file a run, named after the pid of `serve`. A file whose process is gone (or whose pid is somebody else's by
-now) is stale: it is ignored and removed.
+There is one JSON file for each run, named after the pid of `serve`. A file whose process is gone (or whose pid belongs
+to another process by now) is stale: it is ignored and removed.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from cluster.processes.process_ids import same_process, start_time
 
 @dataclass(frozen=True, slots=True)
 class RunFile:
-    """What a run says about itself."""
+    """The content of a run file."""
 
     url: str
     pid: int
     started: int
-    """Start time of `pid`, as `procs.start_time` gives it."""
+    """Start time of `pid`, as `cluster.processes.process_ids.start_time` gives it."""
     logs: str
     model: str
 
 
 def runs_folder() -> Path:
-    """Where run files lie; made if needed, for this user alone."""
+    """The folder of run files, which only this user can enter; made if needed. Raises `OSError` where none can be
+    made."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     for candidate in (base, str(Path.home() / ".cache"), tempfile.gettempdir()):
         if candidate:

@@ -1,4 +1,4 @@
-"""What a run leaves on disk, and who removes it: a temporary folder, a log folder, a run file, and the reaper."""
+"""The files of a run (temporary folder, log folder, run file), and the reaper that removes all of them but the logs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from cluster.processes.run_file import run_file_path, write_run_file
 
 KEPT_LOGS = 20
 SOCKET_PATH_ROOM = 40
-"""Ray puts sockets deep below the temporary folder, and the kernel takes 107 characters for the whole path."""
+"""The longest temporary folder's path, in characters, below which a run's folder is made: Ray puts sockets deep below
+it, and the kernel takes 107 characters for the whole path."""
 
 
 class RunFolder:
-    """One run's places. Whatever ends this process, the reaper removes all of them but the logs."""
+    """The folders and the run file of one run. However this process ends, the reaper removes all of them but the
+    logs."""
 
     def __init__(self) -> None:
         base = tempfile.gettempdir()
@@ -50,17 +52,17 @@ class RunFolder:
             start_new_session=True,
         )
         os.close(reading)
-        # Inherited by every process from here on: this is how the reaper knows them.
+        # Every process that is started from here on inherits the mark, by which the reaper finds it.
         os.environ[reaper.MARK] = self.mark
         self._run_file = run_file_path(os.getpid())
         self._tell(f"path {self._run_file}")
 
     def owns(self, pid: int, started: int) -> None:
-        """Have the reaper end this process too."""
+        """Have the reaper end the process `pid`, with start time `started`, too."""
         self._tell(f"pid {pid} {started}")
 
     def owns_children(self) -> None:
-        """Have the reaper end all processes that descend from this one by now."""
+        """Have the reaper end all processes that descend from this process now; later ones need another call."""
         import psutil
 
         for child in psutil.Process().children(recursive=True):
@@ -87,7 +89,7 @@ class RunFolder:
 
 
 def _new_log_folder() -> Path:
-    """A fresh folder for one run's logs; the oldest of earlier runs go."""
+    """Make a folder for one run's logs, and remove the oldest folders but `KEPT_LOGS`, this one included."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     parent = Path(state) / "twinpool" / "logs"
     parent.mkdir(parents=True, exist_ok=True)

@@ -1,1 +1,1 @@
-"""The line between the ranks of one worker."""
+"""The channel between the ranks of one worker: leader and followers."""

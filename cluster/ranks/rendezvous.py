@@ -1,4 +1,5 @@
-"""The ranks of one worker as they come together, before anything is built that needs them all."""
+"""The rendezvous of the ranks of one worker: they join the channel and form the tensor-parallel group, before any part
+is built that needs both."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from cluster.ranks.follower_line import FollowerChannel
-from cluster.ranks.rank_line import LeaderChannel
+from cluster.ranks.follower_channel import FollowerChannel
+from cluster.ranks.leader_channel import LeaderChannel
 from contracts.clock import Clock
 from contracts.errors import PeerDead, WireError
 from contracts.messages.rank_orders import EndRank, FormGroup
@@ -20,7 +21,7 @@ from transfer.net.process_watch import PidfdWatch
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The leader's side: its line to the followers, and the group in which they compute together."""
+    """The leader's side of the rendezvous: the channel to its followers, and the group in which all ranks compute."""
 
     line: LeaderChannel
     ranks: TorchDistributedGroup
@@ -29,7 +30,7 @@ class RankGroup:
         return [(f"rank {rank} of this worker", watch) for rank, watch in self.line.watches.items()]
 
     def close(self) -> None:
-        """Let the followers go, and forget them. Idempotent."""
+        """Order the followers to end, and close the channel and the group. Idempotent."""
         if not self.line.socket.closed:
             self.line.send(EndRank("the worker has ended"))
             self.line.close()
@@ -37,9 +38,10 @@ class RankGroup:
 
 
 def lead(meeting: str, size: int, clock: Clock, *, deadline_s: float, start_s: float) -> RankGroup:
-    """Be rank 0 of `size`: wait for the others for `start_s`, and form a group whose collectives have a deadline.
+    """Be rank 0 of `size`: wait up to `start_s` for the followers, and form the group.
 
-    Raises `PeerDead` when one doesn't come.
+    `meeting`: the ranks' secret, in hex. `deadline_s`: for answers to orders, and for each collective of the group.
+    Raises `PeerDead` when a follower doesn't come.
     """
     line = LeaderChannel(meeting, size, clock, deadline_s)
     try:
@@ -53,17 +55,17 @@ def lead(meeting: str, size: int, clock: Clock, *, deadline_s: float, start_s: f
 
 
 def _meeting_place() -> str:
-    """The path of a file that has no name: a worker may be killed at any time, and nothing of it stays behind.
+    """The path of the file by which the group's ranks meet: a memfd, so that a worker that is killed leaves no file.
 
-    It stays open as long as this process lives: torch opens the path again when the group ends, on every rank, and
-    would write into whatever had the number by then.
+    The memfd stays open as long as this process lives: torch opens the path again when the group ends, on every rank,
+    and would write into another file that had the descriptor's number by then.
     """
     return f"/proc/{os.getpid()}/fd/{os.memfd_create('twinpool-ranks', os.MFD_CLOEXEC)}"
 
 
 @dataclass(frozen=True)
 class FollowerRank:
-    """A follower's side."""
+    """A follower's side of the rendezvous: the channel, the group, and a watch on the leader's process."""
 
     line: FollowerChannel
     ranks: TorchDistributedGroup
@@ -76,7 +78,11 @@ class FollowerRank:
 
 
 def follow(meeting: str, rank: int, size: int, *, deadline_s: float, start_s: float) -> FollowerRank:
-    """Be rank `rank` of `size`. Raises `PeerDead` when the leader doesn't come within `start_s`."""
+    """Be rank `rank` of `size`, from 1 on, and form the group. `meeting`, `deadline_s`: as for `lead`.
+
+    Raises `PeerDead` when the leader doesn't come within `start_s`, has died, or is on another host, and `WireError`
+    when its first order is not to form a group.
+    """
     line = FollowerChannel(meeting, rank)
     try:
         first = line.next(start_s)
@@ -98,8 +104,8 @@ def follow(meeting: str, rank: int, size: int, *, deadline_s: float, start_s: fl
 
 
 def _group(store: str, rank: int, size: int, deadline_s: float) -> TorchDistributedGroup:
-    # On loopback, as all ranks of a worker are on one host: gloo asks nobody who he is.
+    # On loopback only, because gloo doesn't authenticate; all ranks of a worker are on one host.
     ranks = TorchDistributedGroup(FileStore(store, size), rank, size, deadline_s=deadline_s)
-    # After this nobody needs the leader's file any more: everybody has met everybody.
+    # After this collective all ranks are connected, and none reads the leader's file again.
     ranks.gather(torch.zeros(1))
     return ranks

@@ -1,1 +1,1 @@
-"""Ray at the edge: actors, nodes, drains."""
+"""All use of Ray: joining a cluster, actors of workers and arena agents, nodes that drain."""

@@ -1,9 +1,9 @@
-"""Ray nodes that are about to go: what is on them drains in time.
+"""Draining the workers of Ray nodes that are about to be taken away.
 
-`ray drain-node`, an autoscaler that scales down and a provider's preemption notice all come to the same entry in Ray's
-control store: the node's id, and until when it has. Nothing is pushed, so it is asked for, every second, on a thread of
-its own: a store that doesn't answer must hold nobody up. Such a node is drained once, as `twinpool drain` does it; who
-undrains it or a worker on it against the notice is obeyed.
+`ray drain-node`, an autoscaler that scales down and a provider's preemption notice all make the same entry in Ray's
+control store: the node's id and its deadline. Ray doesn't push these entries, so a thread of its own asks for them
+every second: a store that doesn't answer must not block `serve`. Such a node is drained once, as `twinpool drain` does
+it. An operator who then undrains the node, or a worker on it, is obeyed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ ASK_EVERY_S = 1.0
 
 
 class NodeDrains:
-    """Which workers are to leave because their node does."""
+    """Follows which nodes Ray drains, and says which of them the controller is to drain."""
 
     def __init__(self, ask: Callable[[], Mapping[str, int]], every_s: float = ASK_EVERY_S) -> None:
-        """`ask` returns the draining nodes: hex id and deadline, in milliseconds since 1970, 0 for none."""
+        """`ask` returns the draining nodes: hex id -> deadline in milliseconds since 1970, 0 for none. It is called on
+        this object's thread and may raise."""
         self._ask = ask
         self._every_s = every_s
         self._nodes: Mapping[str, int] = {}
@@ -50,7 +51,7 @@ class NodeDrains:
                 failing = True
 
     def due(self, views: Iterable[WorkerView]) -> list[str]:
-        """Ids of nodes to drain now that workers are on, each once for as long as Ray shows it as draining."""
+        """Ids, sorted, of nodes with workers that are to be drained now; each once for as long as Ray drains it."""
         nodes = self._nodes
         self._told &= nodes.keys()
         with_workers = {view.record.node_id for view in views} if nodes else set()
@@ -60,7 +61,7 @@ class NodeDrains:
 
 
 def draining_ray_nodes() -> Mapping[str, int]:
-    """As Ray's own libraries read it; there is no public call."""
+    """The nodes that Ray drains, for `NodeDrains`. Read as Ray's own libraries do; there is no public call."""
     import ray._private.state
 
     nodes: Mapping[str, int] = ray._private.state.state.get_draining_nodes()

@@ -1,4 +1,4 @@
-"""Arena agents on the nodes of a Ray cluster: an actor each, wherever workers can be placed."""
+"""Arena agents on the nodes of a Ray cluster: one actor on each node that workers can be placed on."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from contracts.ids import Incarnation, WorkerName
 log = logging.getLogger("twinpool.arena")
 
 LOOK_S = 2.0
-"""Between two looks for nodes that have joined."""
+"""Seconds between two looks for nodes that have joined or gone."""
 
 
 class ArenaActor:
-    """The agent of one node, on a thread of an actor's process."""
+    """The arena agent of one node, on a thread of the actor's process."""
 
     def __init__(self, token: str) -> None:
         die_with_parent()
@@ -37,11 +37,10 @@ class ArenaActor:
 
 
 class RayArenaAgents:
-    """`ArenaAgents` over a Ray that this process has joined.
+    """The `ArenaAgents` of a Ray cluster that this process has joined.
 
-    They end with it, as everything that it started there does.
-
-    Ray starts an agent again that has died: it has no incarnation, and workers that live give it back what they have.
+    The agents end when this process leaves Ray. Ray restarts an agent that has died: unlike a worker, an agent has no
+    incarnation, and live workers hand their segments to the next one.
     """
 
     def __init__(self, token: str, clock: Clock) -> None:

@@ -1,7 +1,7 @@
-"""Joining a Ray cluster, or starting one of our own: on loopback, on free ports, small and silent.
+"""Joining a Ray cluster, or starting one of our own: on loopback, on free ports, small, without output.
 
-Ray reads its environment when it is imported, so nothing here imports it before the environment is set. One of our
-own has neither dashboard (unless asked for) nor prestarted workers, and an object store of the smallest size: no
+Ray reads its environment when it is imported, so this module imports Ray only after the environment is set. A Ray of
+our own has neither dashboard (unless asked for) nor prestarted workers, and an object store of the smallest size: no
 token and no page travels through it.
 """
 
@@ -25,11 +25,11 @@ from contracts.ids import Role
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
 OWN_SLOTS = 10_000
-"""Places a role on a node of our own: the number of workers is decided by flags, not by Ray."""
+"""Number of places for each role on a Ray of our own: flags decide the number of workers, not Ray."""
 LOOPBACK = "127.0.0.1"
 REACH_TIMEOUT_S = 3.0
 MEASURE_TIMEOUT_S = 60.0
-"""How long a node may take to start a process that looks at it."""
+"""How long a node may take to start a process that measures it."""
 
 log = logging.getLogger("twinpool.ray")
 
@@ -45,16 +45,16 @@ _AUTH_HINT = (
     "where the cluster was started without authentication"
 )
 _OWN = {
-    # Whoever may talk to a Ray can run code as its owner, and loopback is open to every user of the machine.
+    # A client of a Ray can run code as its owner, and loopback is open to every user of the machine.
     "RAY_AUTH_MODE": "token",
-    # Keeps every port of ours on loopback; the name tells where Ray does so unasked.
+    # Keeps every port of Ray on loopback; the variable is named after the systems where Ray does so by default.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
-    # Pools are taken at the start and never grow: Ray has nobody to kill.
+    # Pools are taken at the start and never grow, so Ray has no reason to kill a worker for its memory.
     "RAY_memory_monitor_refresh_ms": "0",
-    # Ray runs its workers at niceness 15: here they are what everybody waits for, and anything else on the machine
-    # would come first.
+    # Ray runs its workers at niceness 15, where any other process of the machine would come first; here clients wait
+    # for them.
     "RAY_worker_niceness": "0",
     # Their metrics ports are fixed numbers unless told otherwise.
     "AUTOSCALER_METRIC_PORT": "0",
@@ -66,21 +66,24 @@ _OWN = {
 
 
 class OwnRay:
-    """The processes of a Ray of our own."""
+    """The processes of a Ray of our own, by which `serve` sees that Ray has died."""
 
     def __init__(self, processes: dict[str, tuple[int, int]], dashboard: str) -> None:
         self._processes = processes
         self.dashboard = dashboard
-        """Its URL, if there is one."""
+        """The dashboard's URL; empty without a dashboard."""
 
     def lost(self) -> str:
-        """The name of a process without which Ray is no Ray, once it is gone; else empty."""
+        """The name of a vital process (raylet, gcs_server) that is gone; empty while all run."""
         gone = (name for name, (pid, started) in self._processes.items() if not same_process(pid, started))
         return next(gone, "")
 
 
 def start_own_ray(folder: Path, dashboard: bool) -> OwnRay:
-    """Start a Ray of our own below `folder` and join it."""
+    """Start a Ray of our own with its files below `folder`, and join it. Ray must not have been imported before.
+
+    Changes this process's environment (`RAY_*`, `PYTHONPATH`), which children inherit.
+    """
     assert "ray" not in sys.modules, "Ray was imported before its environment was set"
     os.environ.update(_QUIET | _OWN)
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(_new_token(folder))
@@ -105,7 +108,7 @@ def start_own_ray(folder: Path, dashboard: bool) -> OwnRay:
 
 
 def _new_token(folder: Path) -> Path:
-    """A file with a token for this run, which only its owner can read."""
+    """Make a token for this run's Ray, in a file that only this user can read; returns its path."""
     path = folder / "ray-token"
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
@@ -121,9 +124,10 @@ def _vital_processes() -> dict[str, tuple[int, int]]:
 
 @contextlib.contextmanager
 def _agent_on_free_port() -> Iterator[None]:
-    """Ray gives its node agent one fixed port, and a second Ray on the machine waits seconds for it in vain.
+    """Make `ray.init` give its node agent a free port, within this context.
 
-    `ray.init` has no argument for it; `ray start` has, with 0 for any, which is what is set here.
+    Ray's default is one fixed port, for which a second Ray on the machine waits seconds in vain. `ray.init` has no
+    argument for the port; `ray start` has, with 0 for any, which is set here.
     """
     from ray._private.parameter import RayParams  # noqa: PLC2701  (Ray has no public name for it)
 
@@ -138,7 +142,7 @@ def _agent_on_free_port() -> Iterator[None]:
 def join_ray(address: str) -> str:
     """Join the Ray at `address`; returns this node's address. Raises `ConfigError` when it can't be joined.
 
-    Its authentication is its owner's: Ray looks for a token (`RAY_AUTH_TOKEN`, `RAY_AUTH_TOKEN_PATH`,
+    The cluster's owner decides on authentication: Ray looks for a token (`RAY_AUTH_TOKEN`, `RAY_AUTH_TOKEN_PATH`,
     ~/.ray/auth_token), and `RAY_AUTH_MODE` is left as it is.
     """
     os.environ.update(_QUIET)
@@ -155,7 +159,8 @@ def join_ray(address: str) -> str:
 
 
 def missing_places(prefill: int, decode: int) -> str:
-    """What the nodes that have joined so far lack for that many workers, in words; empty when nothing."""
+    """The places for processes of each role that the nodes that have joined so far lack, in words; empty where there
+    are enough. `prefill`, `decode`: places needed, one for each rank of each worker."""
     import ray
 
     places = ray.cluster_resources()
@@ -166,9 +171,10 @@ def missing_places(prefill: int, decode: int) -> str:
 
 
 def measure_nodes(known: Container[str]) -> list[NodeFacts]:
-    """The facts of nodes that take workers and are not `known` yet, each measured there.
+    """Measure the nodes that take workers and whose Ray node ids are not `known` yet, each by a task on the node.
 
-    One that doesn't answer is left out. Where several share a machine, as logical nodes do, each gets its part of it.
+    A node that doesn't answer within `MEASURE_TIMEOUT_S` is left out. Where several new nodes share a machine, as
+    logical nodes do, each gets its part of the machine.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -196,7 +202,10 @@ def measure_nodes(known: Container[str]) -> list[NodeFacts]:
 
 
 def _check_reachable(address: str) -> None:
-    """Ray tries for a minute before it gives an address up. Raises `ConfigError` when nothing listens there."""
+    """Check that something listens at `address`, for which Ray itself would take a minute. Raises `ConfigError`.
+
+    An address that isn't ``host:port`` is not checked.
+    """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return
@@ -207,7 +216,7 @@ def _check_reachable(address: str) -> None:
 
 
 def leave_ray() -> None:
-    """Leave Ray; ends it when it is our own. Idempotent."""
+    """Leave Ray, which ends a Ray of our own. Idempotent."""
     if "ray" in sys.modules:
         import ray
 
@@ -219,12 +228,12 @@ def _driver() -> dict[str, Any]:
 
 
 def authenticated() -> bool:
-    """Whether the Ray that this process has joined asks for a token; Ray says so in its environment."""
+    """Whether the Ray that this process has joined asks for a token, by this process's environment."""
     return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
 
 
 def _importable_by_workers() -> None:
-    """Workers import these packages from where this process did."""
+    """Put the folder of these packages on `PYTHONPATH`, so that Ray's workers import them from there too."""
     root = str(Path(__file__).resolve().parents[2])
     paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     if root not in paths:

@@ -1,8 +1,8 @@
-"""Ray at the edge: placing workers' processes on nodes, and hearing of their death at once.
+"""Ray actors as the processes of workers, and the launcher that places them on nodes and learns of their death at once.
 
-Ray starts a process where the role's custom resource is free and tells when it ends; nothing else goes through it.
-Its own restarts are off, because only the controller may grant the next incarnation. The actor has two methods that
-run side by side: `where` answers who it is, `run` is the worker's whole life.
+Ray starts a process where the role's custom resource is free and tells when it ends; nothing else goes through Ray.
+Ray's own restarts are off, because only the controller may grant the next incarnation. The actor has two methods that
+run side by side: `where` returns its process and node, `run` is the worker's whole life.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ log = logging.getLogger("twinpool.actors")
 
 NODE_LABEL = "ray.io/node-id"
 LOOK_S = 2.0
-"""Between two looks for nodes that have joined or gone."""
+"""Seconds between two looks for nodes that have joined or gone."""
 GET_TIMEOUT_S = 10.0
-"""What has been computed is fetched within this time, or counts as lost."""
+"""How long fetching a result that is ready may take before it counts as lost."""
 RESOURCES = {Role.PREFILL: "twinpool_prefill", Role.DECODE: "twinpool_decode"}
+"""The custom resource of Ray that each rank of a worker of a role takes one of."""
 
 
 def has_places(resources: Mapping[str, float]) -> bool:
@@ -46,17 +47,19 @@ def has_places(resources: Mapping[str, float]) -> bool:
 
 
 class ActorPlacement(NamedTuple):
-    """Where an actor runs; empty where it has not told and won't."""
+    """The process and node of an actor; all fields are empty where the actor died before it told them."""
 
     pid: int = 0
     started: int = 0
-    """The process's start time."""
+    """The process's start time (`process_ids.start_time`)."""
     node: str = ""
+    """The node's host name."""
     node_id: str = ""
+    """The Ray node id."""
 
 
 class WorkerActor:
-    """The process of one incarnation of one worker, of either role."""
+    """The Ray actor of one rank of one incarnation of a worker, of either role."""
 
     def __init__(self, plan: WorkerPlan, build: BuildWorker) -> None:
         self._plan = plan
@@ -64,11 +67,11 @@ class WorkerActor:
         TERMINATED.listen()
 
     def where(self) -> ActorPlacement:
-        """Its process and its node."""
+        """The actor's process and node."""
         return ActorPlacement(*process_mark(), node_name(), ray.get_runtime_context().get_node_id())
 
     def run(self) -> None:
-        """Serve until the end; the process exits with it."""
+        """Be the rank until the worker ends. Never returns: the process exits then."""
         plan = self._plan.on(ray.get_runtime_context().get_node_id())
         if not plan.host:
             plan = dataclasses.replace(plan, host=ray.util.get_node_ip_address())
@@ -95,22 +98,22 @@ class _RunningWorker:
     where: Any
     at: ActorPlacement | None = None
     followers: Mapping[Any, _FollowerActor] = field(default_factory=dict)
-    """The other ranks by the end of their run."""
+    """The other ranks, by the Ray reference of their `run`."""
     why: str = ""
-    """Why it was ended from here."""
+    """Why this launcher killed the worker; empty where it didn't."""
     group: Any = None
-    """The placement group of a worker of several ranks."""
+    """The placement group of a worker of several ranks; None for one rank."""
 
 
 class RayLauncher:
-    """A `WorkerLauncher` over a Ray cluster that this process has joined."""
+    """The `WorkerLauncher` over a Ray cluster that this process has joined."""
 
     def __init__(self, build: BuildWorker, agents: ArenaAgents | None = None, clock: Clock | None = None) -> None:
         self._build, self._agents, self._clock = build, agents or NoArenaAgents(), clock or SystemClock()
         self._nodes: tuple[NodePlace, ...] = ()
         self._look_at = self._clock.now()
         self._placed: list[WorkerPlaced] = []
-        # Once: Ray keeps what it has exported of each of these for ever, and workers are started again all the time.
+        # Once: Ray keeps the export of each remote class for ever, and workers are started again and again.
         self._class = ray.remote(WorkerActor)
         self._running: dict[Any, _RunningWorker] = {}
 
@@ -119,7 +122,7 @@ class RayLauncher:
             self._look_at = self._clock.now() + LOOK_S
             try:
                 alive = [node for node in ray.nodes() if node["Alive"] and has_places(node["Resources"])]
-            except Exception as error:  # Ray's own, of many kinds; who watches Ray itself says when it is gone
+            except Exception as error:  # Ray's own, of many kinds; `OwnRay.lost` says when Ray itself is gone
                 log.warning("Ray doesn't tell its nodes: %s", error)
             else:
                 self._nodes = tuple(NodePlace(node["NodeID"], node["NodeManagerHostname"]) for node in alive)
@@ -134,7 +137,7 @@ class RayLauncher:
         group = None
         elsewhere = self._elsewhere(plan, avoid)
         if size > 1:
-            # All ranks on one node, which has a place for each, or none anywhere.
+            # All ranks go to one node with a place for each of them, or none is started.
             labels = {"bundle_label_selector": [elsewhere] * size} if elsewhere else {}
             bundles = [{RESOURCES[plan.role]: 1.0} for _ in range(size)]
             group = placement_group(bundles, strategy="STRICT_PACK", **labels)
@@ -149,8 +152,8 @@ class RayLauncher:
         self._running[running.run] = running
 
     def _elsewhere(self, plan: WorkerPlan, avoid: tuple[str, ...]) -> dict[str, str]:
-        """A label selector for all nodes but those, and those that the plan doesn't know; Ray gives each node a label
-        with its id."""
+        """A Ray label selector that excludes the nodes of `avoid` and those that the plan has no share for; empty where
+        there are none. Ray labels each node with its id."""
         ids = [
             node.node_id
             for node in self.nodes()
@@ -159,7 +162,7 @@ class RayLauncher:
         return {NODE_LABEL: f"!in({','.join(ids)})"} if ids else {}
 
     def _actor(self, plan: WorkerPlan, group: Any, elsewhere: dict[str, str]) -> Any:
-        """The actor of one rank, not yet running."""
+        """Create the actor of one rank; its `run` is not called yet."""
         placed: dict[str, Any] = {}
         if group is not None:
             placed["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, plan.rank)
@@ -206,7 +209,8 @@ class RayLauncher:
         return out
 
     def _lost_rank(self, ref: Any) -> bool:
-        """Whether a follower's run has ended. Its leader notices by itself, but for one that still waits for it."""
+        """Whether `ref` is a follower's `run`; if so, kill the worker. A leader notices by itself, except while it
+        still waits for the follower to join."""
         for running in self._running.values():
             if ref in running.followers:
                 rank, name = running.followers[ref].rank, running.plan.name
@@ -242,14 +246,15 @@ class RayLauncher:
 
 
 def _end(process: _RunningWorker | _FollowerActor) -> None:
-    # Ray asks the process to end, which one that is stopped or stuck can't; so kill it here where we can.
+    # Ray asks the process to end, which a stopped or stuck process can't; so it is killed here if it is on this host.
     if process.at is not None and process.at.node == node_name():
         kill_process(process.at.pid, process.at.started)
     ray.kill(process.handle, no_restart=True)
 
 
 def _dismiss(running: _RunningWorker) -> None:
-    """End the other ranks, which end by themselves unless they are stuck, and give their places back. Idempotent."""
+    """Kill the other ranks, which end by themselves unless they are stuck, and give the places of all ranks back.
+    Idempotent."""
     for follower in running.followers.values():
         _end(follower)
     if running.group is not None:
@@ -258,7 +263,7 @@ def _dismiss(running: _RunningWorker) -> None:
 
 
 def _reason(running: _RunningWorker, ref: Any) -> str:
-    """Why a process ended: its own words, else what Ray knows, else that somebody killed it."""
+    """Why a worker's process ended, in words: from its exit file, else from `why`, Ray or the log, else "killed"."""
     plan = running.plan
     words = exit_file(plan.logs, plan.name, plan.incarnation)
     if running.why and not words.exists():
@@ -283,7 +288,7 @@ def _reason(running: _RunningWorker, ref: Any) -> str:
 
 
 def _crash_line(path: Path) -> str:
-    """What faulthandler wrote at the end of the log, if it did."""
+    """The last "Fatal Python error" line that faulthandler wrote to the end of the log; empty without one."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 8192))

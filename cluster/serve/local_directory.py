@@ -1,7 +1,7 @@
-"""Workers in this very process: ports and a directory without gRPC, for `transfer.plane=local` and for tests.
+"""Clients and the directory of workers in this process, without gRPC: for `transfer.plane=local` and for tests.
 
-The same hosts and the same plain workers as in a cluster; only the edge differs. Engine threads and the event loop
-meet at `call_soon_threadsafe`, so a router can't tell this from gRPC, save for the missing serialisation.
+Worker threads and workers are the same as in a cluster; only the transport differs. Engine threads hand events to the
+event loop by `call_soon_threadsafe`, so a router sees the same order as with gRPC, without serialisation.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class LocalSession:
             self._host.close_session(self._session)
 
 
-class LocalPort:
-    """`contracts.interfaces.discovery.Port` over a host in the same process."""
+class LocalWorkerClient:
+    """Implements `contracts.interfaces.discovery.WorkerClient` over a worker in the same process."""
 
     def __init__(self, host: WorkerThread) -> None:
         self._host = host
@@ -95,7 +95,10 @@ class LocalPort:
 
 
 class LocalDirectory:
-    """`discovery.Directory` over hosts in the same process. There are no restarts: what ends stays ended."""
+    """Implements `contracts.interfaces.discovery.WorkerDirectory` over workers in the same process.
+
+    There are no restarts: a worker that has ended stays in the table as left or dead.
+    """
 
     def __init__(self, workers: Sequence[tuple[WorkerRecord, WorkerThread]], refresh_s: float = 0.2) -> None:
         self._workers = {record.name: (record, host) for record, host in workers}
@@ -106,7 +109,8 @@ class LocalDirectory:
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self, on_change: OnChange) -> Callable[[], None]:
-        """Call `on_change` now and at each change; needs a running event loop."""
+        """Call `on_change` with the whole table now and at each change, looked for every `refresh_s` seconds; returns
+        the unsubscriber. Needs a running event loop."""
         self._loop = asyncio.get_running_loop()
         self._watchers.append(on_change)
         self._last = self.views()
@@ -121,14 +125,17 @@ class LocalDirectory:
 
         return stop
 
-    def port(self, record: WorkerRecord) -> LocalPort:
-        return LocalPort(self._workers[record.name][1])
+    def port(self, record: WorkerRecord) -> LocalWorkerClient:
+        return LocalWorkerClient(self._workers[record.name][1])
 
     async def change_role(self, name: WorkerName, role: Role) -> None:
         raise RequestError(f"{name} can't become a {role} worker: in one process no worker is started again")
 
     async def drain(self, target: str) -> tuple[WorkerName, ...]:
-        """Nothing is ever started again here, so there is nothing to cordon."""
+        """Tell no worker: the router drains workers by their clients, and without restarts there is nothing to cordon.
+
+        Raises `RequestError` for an unknown name.
+        """
         self._find(target)
         return ()
 
@@ -138,7 +145,7 @@ class LocalDirectory:
         return ()
 
     def _find(self, target: str) -> list[tuple[WorkerRecord, WorkerThread]]:
-        """The worker of that name, or those of the node."""
+        """The worker of that name, or all workers of the node of that name. Raises `RequestError` for neither."""
         found = [pair for pair in self._workers.values() if target in (pair[0].name, pair[0].node)]
         if not found:
             nodes = ", ".join(sorted({record.node for record, _ in self._workers.values()}))
@@ -150,7 +157,7 @@ class LocalDirectory:
         return tuple(WorkerView(record, _status(host)) for record, host in self._workers.values())
 
     def changed(self) -> None:
-        """A worker has ended: tell the watchers at once. Any thread."""
+        """Look for changes at once instead of at the next refresh, because a worker has ended. Any thread."""
         if self._loop is not None:
             _soon(self._loop, lambda: self._schedule(0.0))
 
@@ -189,7 +196,7 @@ def _status(host: WorkerThread) -> WorkerStatus:
 
 
 async def _result(future: Future[T]) -> T:
-    """Raises `ConnectionError` when the worker has ended."""
+    """Wait for a call to a worker. Raises `ConnectionError` when the worker has ended."""
     try:
         return await asyncio.wrap_future(future)
     except WorkerClosed as error:
@@ -197,6 +204,6 @@ async def _result(future: Future[T]) -> T:
 
 
 def _soon(loop: asyncio.AbstractEventLoop, run: Callable[[], None]) -> None:
-    """Run on the loop; a loop that has closed wants nothing any more."""
+    """Run `run` on the loop, from any thread; does nothing when the loop is closed."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(run)

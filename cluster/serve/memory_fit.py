@@ -1,4 +1,4 @@
-"""Whether what is asked for fits into a node's memory, and how it is divided; where it doesn't fit, what would."""
+"""Dividing a node's memory among the workers that are asked for, or refusing with sizes that would fit."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from contracts.errors import ConfigError
 from contracts.ids import Role
 
 MEMORY_SHARE = 0.25
-"""Part of a worker's share of the free memory that its pools may take by default."""
+"""The part of a worker's share of free memory that its pools may take where the configuration sets no sizes."""
 WORKER_BYTES = 300 << 20
-"""What a worker takes besides weights and pools: interpreter, torch, buffers."""
+"""Bytes that each rank's process takes besides weights and pools: interpreter, torch, buffers."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryDemand:
-    """What is to be started, and with how much free memory. Bytes are those of all workers, but for the weights."""
+    """The workers that are to be started on a node, and the memory that is free there."""
 
     config: Config
     pool_set: PoolSetSpec
@@ -31,11 +31,14 @@ class MemoryDemand:
     weights: int
     """Bytes of one worker's weights."""
     prefill: int
+    """Number of prefill workers."""
     decode: int
+    """Number of decode workers."""
     free: int
+    """Bytes of the node's memory that are free."""
 
     def plans(self) -> dict[Role, MemoryPlan] | None:
-        """What workers of each role hold; None where free memory is too little for the smallest pools.
+        """The memory plan of a worker of each role; None where free memory is too little for the smallest pools.
 
         Raises `ConfigError` for a pool smaller than a page.
         """
@@ -56,7 +59,7 @@ class MemoryDemand:
         return plans
 
     def need(self, plans: dict[Role, MemoryPlan]) -> int:
-        """Bytes that all workers take."""
+        """Bytes that all workers take together: pools, weights, processes, and host tiers of a configured size."""
         each = {role: plans[role].nbytes + self.weights + self._processes(role) for role in Role}
         return self.prefill * each[Role.PREFILL] + self.decode * each[Role.DECODE] + self._hosts
 
@@ -66,7 +69,7 @@ class MemoryDemand:
     def host_tiers(self, plans: Mapping[Role, MemoryPlan]) -> tuple[int, dict[Role, int]]:
         """The budget of all host tiers together, and the host tier of a worker of each role, in bytes.
 
-        The budget is `cluster.host_memory_share` of what is free, or `cluster.host_memory_bytes`, and never what
+        The budget is `cluster.host_memory_share` of free memory, or `cluster.host_memory_bytes`, but never memory that
         weights and pools need. Each worker gets the same multiple of its device pools, `cluster.host_pools` at most.
         Where the configuration gives any worker a host tier of its own (`cache.host_bytes`), there is no budget.
         """
@@ -91,7 +94,7 @@ class MemoryDemand:
         return sum(unit_bytes(self.pool_set, self.config.tp_for(role)).values())
 
     def _host(self, role: Role) -> int:
-        """Bytes of a worker's host tier as the configuration has it, with the index of its arenas."""
+        """Bytes of the host tier that the configuration gives a worker of `role`, with the index of its arenas."""
         return self._with_index(role, self.config.cache_for(role).host_bytes)
 
     def _with_index(self, role: Role, nbytes: int) -> int:
@@ -106,7 +109,7 @@ class MemoryDemand:
         return self.prefill * self._host(Role.PREFILL) + self.decode * self._host(Role.DECODE)
 
     def refusal(self, plans: dict[Role, MemoryPlan] | None) -> str:
-        """Why it doesn't fit, and what would: one line."""
+        """One line for the operator: why the workers don't fit, and which settings would."""
         workers = self.prefill + self.decode
         if plans is None:
             said = f"{workers} workers need {_mib(self.weights)} of weights each, and pools of at least a page"
@@ -117,7 +120,7 @@ class MemoryDemand:
         return f"{said}; {_mib(self.free)} are free: {self._advice()}"
 
     def _advice(self) -> str:
-        """The largest pools that fit: of these workers, of fewer, without host tiers."""
+        """The first setting that fits: smaller pools, then fewer workers, then either without host tiers."""
         fewer = replace(self, prefill=1, decode=1)
         ways = {"": self, "--prefill 1 --decode 1 and ": fewer}
         if self._hosts:
@@ -132,14 +135,14 @@ class MemoryDemand:
         return "this model needs more memory than that, or a smaller engine.dtype"
 
     def _left_open(self) -> MemoryDemand:
-        """The same with the sizes of pools left to the plan."""
+        """The same demand with the sizes of pools left to the plan."""
         return self._with_cache(device_tokens=0, device_requests=0)
 
     def _without_hosts(self) -> MemoryDemand:
         return self._with_cache(host_bytes=0)
 
     def _with_cache(self, **sizes: Any) -> MemoryDemand:
-        """Other sizes for both roles."""
+        """The same demand with these keys of the cache section set for both roles, overrides included."""
 
         def unset(override: CacheOverride) -> CacheOverride:
             return replace(override, **dict.fromkeys(sizes))
@@ -157,7 +160,9 @@ class MemoryDemand:
 def divide(
     facts: NodeFacts, config: Config, pool_set: PoolSetSpec, context: int, weights: int, wanted: Mapping[Role, int]
 ) -> NodeShare:
-    """Divide a node's cores and memory among the workers that it may get of those `wanted`.
+    """Divide a node's cores and memory among the workers of each role that it has places for, of those `wanted`.
+
+    `weights`: bytes of one worker's weights; `context`: the model's context length in positions.
 
     Raises `MemoryShort` with the numbers that would fit, and `ConfigError` for a pool smaller than a page.
     """

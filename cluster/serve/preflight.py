@@ -1,7 +1,7 @@
-"""Everything that can be refused before anything is started: flags, configuration, checkpoint, port, memory.
+"""The checks before anything is started: flags, configuration, checkpoint, port, memory.
 
-Ray is never imported here, and torch only once the rest has passed, so a mistake costs its author a second and one
-line.
+Ray is never imported here, and torch only once the other checks have passed, so a mistake is refused within a second
+and in one line.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ServeOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServePlan:
-    """What will be started: checked, with every default worked out."""
+    """What `serve` will start: checked, with every default worked out."""
 
     options: ServeOptions
     config: Config
@@ -55,14 +55,14 @@ class ServePlan:
     pool_set: PoolSetSpec
     port: int
     shares: Mapping[str, NodeShare]
-    """How each node is divided, by its Ray node id; one with an empty id where `serve` brings its own Ray. Of a Ray
-    that is joined the nodes are known later."""
+    """How each node is divided, by Ray node id; a single entry under the empty id where `serve` doesn't join a Ray.
+    With `--ray-address` it is empty at first: nodes are added as they are measured."""
     weights: int = 0
     """Bytes of a worker's weights."""
 
     @property
     def here(self) -> NodeShare:
-        """The share of this machine, where all workers run on it."""
+        """The share of this machine. Only without `--ray-address`, when all workers run here."""
         return self.shares[""]
 
     def share_of(self, node_id: str) -> NodeShare:
@@ -75,7 +75,7 @@ class ServePlan:
         return {Role.PREFILL: self.options.prefill, Role.DECODE: self.options.decode}
 
     def divide(self, facts: NodeFacts) -> NodeShare:
-        """What workers get on a node. Raises `MemoryShort`."""
+        """Divide a node among the workers that it has places for. Raises `MemoryShort` and `ConfigError`."""
         from cluster.serve.memory_fit import divide
 
         return divide(facts, self.config, self.pool_set, self.spec.context, self.weights, self.wanted)
@@ -89,8 +89,8 @@ class ServePlan:
 def prepare(options: ServeOptions, free_bytes: int | None = None) -> ServePlan:
     """Check the options and work out what to start.
 
-    `free_bytes` is the memory to plan with; None asks the machine. Raises `ConfigError`, `CheckpointError` or
-    `MemoryShort`, each in one line that says what to change.
+    `free_bytes` is the memory to plan with; None measures this machine's. Raises `ConfigError`, `CheckpointError` or
+    `MemoryShort`, each in one line that says what to change. With `--ray-address`, memory is checked later, by node.
     """
     _check_flags(options)
     try:
@@ -117,7 +117,7 @@ def prepare(options: ServeOptions, free_bytes: int | None = None) -> ServePlan:
 
 
 def _check_tiers(config: Config, share: NodeShare) -> None:
-    """Raises `ConfigError` where storage is asked for and no worker has the host memory that it goes through."""
+    """Check that some worker has the host memory that pages go through to storage. Raises `ConfigError`."""
     if config.cache.storage.backend != "none" and not any(share.host_bytes.values()):
         raise ConfigError(
             f"cache.storage.backend={config.cache.storage.backend} needs host memory to read into and write from, and "
@@ -126,14 +126,14 @@ def _check_tiers(config: Config, share: NodeShare) -> None:
 
 
 def model_folder(model: str) -> Path:
-    """The checkpoint's folder; ``demo`` is the one that comes with Twinpool, unless there is a folder of that name."""
+    """The checkpoint's folder; ``demo`` is the checkpoint that comes with Twinpool, unless ./demo holds one."""
     if model == "demo" and not Path("demo/config.json").exists():
         return DEMO
     return Path(model).expanduser().absolute()
 
 
 def pool_set_of(spec: ModelSpec, config: Config) -> PoolSetSpec:
-    """The state that a checkpoint's model keeps. Raises `CheckpointError` for one that it can't be."""
+    """The pools that a checkpoint's model needs. Raises `CheckpointError` for a model that isn't supported."""
     from cluster.assembly.memory_plan import state_options
     from engine.models.registry import model_for
 
@@ -141,7 +141,8 @@ def pool_set_of(spec: ModelSpec, config: Config) -> PoolSetSpec:
 
 
 def check_ranks(config: Config, spec: ModelSpec) -> None:
-    """Whether the model can be divided as the configuration says. Raises `ConfigError` naming what would work."""
+    """Check that the model can be divided into the configured numbers of ranks. Raises `ConfigError` naming numbers
+    that would work."""
     for role in Role:
         size = config.tp_for(role)
         if size == 1:
@@ -155,7 +156,7 @@ def check_ranks(config: Config, spec: ModelSpec) -> None:
 
 
 def divides(config: Config, spec: ModelSpec, size: int) -> str:
-    """Why the model can't be divided among so many ranks; empty where it can."""
+    """Why the model can't be divided among `size` ranks, in words; empty where it can."""
     from cluster.assembly.memory_plan import state_options
     from engine.models.registry import model_for
     from engine.tensors.shard import Shard
@@ -176,7 +177,7 @@ def divides(config: Config, spec: ModelSpec, size: int) -> str:
 
 
 def weight_bytes(spec: ModelSpec, config: Config) -> int:
-    """Bytes of a checkpoint's weights in the dtype to compute in, whatever they have on disk."""
+    """Bytes of one worker's weights in the dtype that it computes in, estimated from the size of the files."""
     from engine.tensors.weight_loader import dtype_for
 
     stored = sum(path.stat().st_size for path in spec.folder.glob("*.safetensors"))
@@ -184,7 +185,10 @@ def weight_bytes(spec: ModelSpec, config: Config) -> int:
 
 
 def free_port(host: str, port: int) -> int:
-    """`port`, or a free one for 0. Raises `ConfigError` when it is taken or the host is not ours."""
+    """Returns `port`, or a free port for 0. Raises `ConfigError` when the port is taken or `host` isn't this machine's.
+
+    The port is released again: another process may take it before the router binds it.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:

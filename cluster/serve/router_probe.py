@@ -1,4 +1,4 @@
-"""Whether the router answers: asked beside everything else, since a router that hangs is worse than one that died."""
+"""The liveness probe of the router process: it finds a router that hangs, which no exit code tells of."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contracts.clock import Clock
 
 EVERY_S = 1.0
 PATIENCE_S = 5.0
-"""How long one question may take; many of them fit into what is allowed in all."""
+"""Timeout of one request to ``/live``; several of them fit into `router.stall_s`."""
 
 
 class RouterProbe:
-    """Asks ``/live`` again and again on a thread of its own."""
+    """Asks ``/live`` every `every_s` seconds on a thread of its own. It never acts: `serve` reads `silent_s`."""
 
     def __init__(self, host: str, port: int, clock: Clock, every_s: float = EVERY_S) -> None:
         self._host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
@@ -27,7 +27,7 @@ class RouterProbe:
         self._thread.start()
 
     def started_again(self) -> None:
-        """Another router has been started: its time counts from now."""
+        """Count the silence from now on, because another router has been started."""
         self._heard_at = self._clock.now()
 
     @property
@@ -36,7 +36,7 @@ class RouterProbe:
         return self._clock.now() - self._heard_at
 
     def stop(self) -> None:
-        """Idempotent. An answer that is under way isn't waited for."""
+        """Stop asking. Idempotent; a request that is under way isn't waited for."""
         self._stop.set()
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""The router as a child process: started beside everything else, watched, and restarted when it dies."""
+"""The router as a child process of `serve`, which starts it, watches it and restarts it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ COMMAND = (sys.executable, "-m", "router.main")
 
 
 class RouterFailed(TwinpoolError):
-    """Raised when the router ends, or doesn't listen in time, at the start."""
+    """Raised when the router ends before it listens."""
 
 
 class RouterProcess:
-    """One router, across its restarts. Used from the main thread: the kernel ties the child's life to that thread."""
+    """The router's process, across its restarts. Use it from the main thread only: the kernel kills the child when the
+    thread that started it ends."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class RouterProcess:
         self._ready_fd: int | None = None
 
     def start(self) -> tuple[int, int]:
-        """Start the process; returns its pid and start time."""
+        """Start the process; returns its pid and start time (`process_ids.start_time`)."""
         self._config.write_text(json.dumps(self._prepared.config.to_dict()))
         self._close_ready()
         self._ready_fd, writing = os.pipe()
@@ -97,12 +98,12 @@ class RouterProcess:
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     def kill(self) -> None:
-        """End one that hangs; `ended` says so afterwards."""
+        """Kill a process that hangs; `ended` then says by which signal."""
         if self._process is not None:
             _kill(self._process)
 
     def stop(self, timeout_s: float) -> None:
-        """Ask it to end, then kill it. Idempotent."""
+        """Send SIGTERM, wait up to `timeout_s`, then kill the process. Idempotent."""
         process, self._process = self._process, None
         self._close_ready()
         if process is None:
@@ -121,7 +122,8 @@ class RouterProcess:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """One that the kernel keeps beyond its kill, as a dead disk does, is not waited for: it can't do anything."""
+    """Kill the process and wait for its end, up to `KILL_S`. A process that the kernel holds for longer, on a dead disk
+    say, can do nothing any more."""
     process.kill()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(KILL_S)

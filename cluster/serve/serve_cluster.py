@@ -1,8 +1,9 @@
-"""`twinpool serve`: start everything, say when it is ready, keep it alive, end it without a trace.
+"""`twinpool serve` over Ray: start the cluster, say when it is ready, keep it alive, and end it without leftovers.
 
-The order matters. What can be refused is refused first. The reaper comes before anything it may have to reap. The
-router starts before Ray, since neither needs the other; the workers come last and register with the controller, which
-the router watches. At the end all goes in reverse, and the reaper takes what did not go by itself.
+The order matters. Bad settings are refused before anything starts (`cluster.serve.preflight`). The reaper starts before
+any process that it may have to kill. The router starts before a Ray of our own, so that both start at the same time;
+the workers come last and register with the controller, which the router watches. The end goes in reverse order, and the
+reaper kills what didn't end by itself.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from cluster.serve.shutdown_signal import ShutdownSignal
 from cluster.serve.terminal import Terminal, curl_line, take_over_output, url_of
 from cluster.worker_process.worker_plan import BuildWorker, WorkerPlan
 from cluster.worker_process.worker_process import build_from_plan
-from contracts.authentication import SECRET_VARIABLE
 from contracts.clock import Clock, SystemClock
+from contracts.cluster_secret import SECRET_VARIABLE
 from contracts.errors import TwinpoolError
 from contracts.ids import Role
 from contracts.json_logs import log_to_stream
@@ -52,15 +53,15 @@ HEALTHY_S = 15.0
 
 
 class PartFailed(TwinpoolError):
-    """Raised when a part did not come up, or is gone for good; says which and why."""
+    """Raised when a part of the cluster did not come up, or is gone for good; the text names the part and why."""
 
 
 class StartStopped(Exception):
-    """The operator asked to end while starting."""
+    """Raised when the operator asks to end while the cluster is starting."""
 
 
 class ServeCluster:
-    """One run over Ray."""
+    """One run of `twinpool serve` over Ray, its own or one that it joins."""
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class ServeCluster:
         self._router_command = router_command
         self._clock = clock or SystemClock()
         self._terminal = Terminal(self._clock, out, began)
-        self._stopping = ShutdownSignal()
+        self._stopping = ShutdownSignal(prepared.config.cluster.stop_timeout_s)
         self._ray: OwnRay | None = None
         self._agents: ArenaAgents = NoArenaAgents()
         self._arena = ""
@@ -169,7 +170,8 @@ class ServeCluster:
         return address
 
     def _measure_nodes(self) -> list[str]:
-        """Divide nodes that have joined; returns why some can't take a worker."""
+        """Measure and divide nodes that have joined since the last call; returns a line for each that can't take a
+        worker."""
         from cluster.ray_nodes.ray_cluster import measure_nodes
 
         prepared, refused = self._prepared, []
@@ -263,7 +265,7 @@ class ServeCluster:
         )
 
     def _cluster_secret(self) -> str:
-        """What workers authenticate each other with, where they don't meet on loopback."""
+        """The secret with which processes authenticate each other, in hex; empty where all of them are on loopback."""
         if self._address.startswith("127."):
             return ""
         given = self._secrets.get(SECRET_VARIABLE, "")

@@ -1,8 +1,8 @@
 """`twinpool serve --set transfer.plane=local`: router and workers in this one process, without Ray.
 
-The same router, hosts and workers as in a cluster, joined by a directory in memory. Each worker has its engine thread,
-the router has the main thread and its event loop. There is nobody to restart a worker here: one that dies stays dead,
-the operator reads why, and /health fails.
+The same router, worker threads and workers as in a cluster, joined by a directory in memory. Each worker has its engine
+thread; the router has the main thread and its event loop. Workers aren't restarted here: one that dies stays dead, the
+operator reads why, and /health fails.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ POLL_S = 0.02
 
 
 class _Server(RouterServer):
-    """Tells when the router has reached the workers."""
+    """The router's HTTP server; calls `on_ready` once both roles have a worker that serves.
+
+    Its start raises `TimeoutError` when that takes longer than `HEALTHY_S`.
+    """
 
     def __init__(self, service: RouterService, on_ready: Callable[[], None]) -> None:
         super().__init__(create_app(service), service)
@@ -55,14 +58,14 @@ class _Server(RouterServer):
 
 
 class ServeOneProcess:
-    """One run in one process."""
+    """One run of `twinpool serve` in one process."""
 
     def __init__(self, prepared: ServePlan, folder: RunFolder, out: TextIO, began: float | None = None) -> None:
         self._prepared = prepared
         self._folder = folder
         self._clock = SystemClock()
         self._terminal = Terminal(self._clock, out, began)
-        self._stopping = ShutdownSignal()
+        self._stopping = ShutdownSignal(prepared.config.cluster.stop_timeout_s)
         self._directory: LocalDirectory | None = None
 
     def run(self) -> int:
@@ -122,7 +125,7 @@ class ServeOneProcess:
         self._terminal.line(curl_line(url, prepared.spec.name))
 
     def _on_end(self, name: WorkerName, end: WorkerEnd, reason: str) -> None:
-        """A worker has ended; runs on its engine thread."""
+        """Tell the operator and the directory that a worker has ended; runs on its engine thread."""
         if end is WorkerEnd.LEFT:
             self._terminal.line(f"{name} has left")
         elif end is not WorkerEnd.STOPPED:

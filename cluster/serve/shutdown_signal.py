@@ -1,34 +1,36 @@
-"""How a run of `twinpool serve` is asked to end, and the promise that it does.
+"""The signals that end a run of `twinpool serve`, and the deadline by which it is gone.
 
 Python runs signal handlers between two instructions of its main thread, which may sit in native code for a minute
-(joining a Ray that doesn't answer). So a thread listens too: the interpreter writes every signal's number to a pipe
-at once, whatever the main thread does, and from then on the end has a deadline.
+(joining a Ray that doesn't answer). So a thread listens instead: the interpreter writes every signal's number to a pipe
+at once, whatever the main thread does, and from then on the deadline runs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 from types import FrameType
 
-STOP_DEADLINE_S = 4.0
-"""After this long, an orderly end is given up: this process kills itself and the reaper takes the rest."""
 START_DEADLINE_S = 1.5
-"""The same until the cluster is ready: nobody waits for an answer yet."""
+"""The longest that an orderly end takes while the cluster is still starting: no client waits for an answer yet."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class ShutdownSignal:
-    """The first Ctrl-C or SIGTERM asks for an end within seconds; a second one ends it at once."""
+    """The first Ctrl-C or SIGTERM asks for an end within `timeout_s` (`cluster.stop_timeout_s`); a second one ends it
+    at once. After the timeout this process kills itself, and the reaper takes the rest."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float) -> None:
         self._asked = threading.Event()
-        self.deadline_s = START_DEADLINE_S
+        self._timeout_s = timeout_s
+        self.deadline_s = min(timeout_s, START_DEADLINE_S)
         self._listener: threading.Thread | None = None
 
     def install(self) -> None:
-        """Handle SIGINT, SIGTERM and SIGHUP from now on. Main thread only; again after a library took them over."""
+        """Handle SIGINT, SIGTERM and SIGHUP from now on. Main thread only; call it again after a library (Ray) has
+        installed handlers of its own."""
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
         if self._listener is None:
@@ -43,21 +45,21 @@ class ShutdownSignal:
         return self._asked.is_set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait to be asked, up to `timeout_s`; returns whether it has happened."""
+        """Wait for a signal, up to `timeout_s`; returns whether one has come."""
         return self._asked.wait(timeout_s)
 
     def ready(self) -> None:
-        """From now on there are requests whose clients deserve an orderly end."""
-        self.deadline_s = STOP_DEADLINE_S
+        """Use the whole `timeout_s` as the deadline from now on: the cluster serves, and answers may be under way."""
+        self.deadline_s = self._timeout_s
 
     def promise(self) -> None:
-        """Start the clock: this process is gone in `deadline_s`, orderly or not."""
-        timer = threading.Timer(self.deadline_s, _die)
+        """Start the deadline: this process ends within `deadline_s`, or kills itself then."""
+        timer = threading.Timer(self.deadline_s, _give_up, (self.deadline_s,))
         timer.daemon = True
         timer.start()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Signals are acted on by the listener; this keeps them from raising in the main thread."""
+        """Do nothing: the listener acts on signals, and this keeps them from raising in the main thread."""
 
     def _listen(self, reading: int) -> None:
         while numbers := os.read(reading, 64):
@@ -70,6 +72,15 @@ class ShutdownSignal:
             _die()
         self._asked.set()
         self.promise()
+
+
+def _give_up(deadline_s: float) -> None:
+    """Kill this process, which did not end in time. The line is written past Python's buffers, whose locks may be held
+    for ever."""
+    line = f"not ended within {deadline_s:g} s: what is left is killed (cluster.stop_timeout_s)\n"
+    with contextlib.suppress(OSError):
+        os.write(2, line.encode())
+    _die()
 
 
 def _die() -> None:

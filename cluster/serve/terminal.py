@@ -1,6 +1,7 @@
-"""What `twinpool serve` shows: steps with seconds, a table, one line when it is ready, then its workers' fates.
+"""The terminal output of `twinpool serve`: steps of the start with seconds, tables, a line when it is ready, then lines
+about workers that die, restart or leave.
 
-The terminal belongs to these lines. Everything else that this process or its libraries print goes to a log.
+Only these lines go to the terminal. Everything else that this process or its libraries print goes to a log.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Terminal:
     """Writes to the operator's screen; any thread."""
 
     def __init__(self, clock: Clock, out: TextIO, began: float | None = None) -> None:
-        """`began` is when the start began, if earlier than now."""
+        """`began`: when the start began, by `clock`; None: now."""
         self._clock = clock
         self._start = clock.now() if began is None else began
         self._out = out
@@ -39,11 +40,11 @@ class Terminal:
             self._out.flush()
 
     def step(self, what: str, text: str) -> None:
-        """A step of the start that is done, with the seconds since the start."""
+        """Write a line for a step of the start that is done, with the seconds since the start."""
         self.line(f"  {self._clock.now() - self._start:6.1f} s  {what:<11} {text}")
 
     def nodes(self, prepared: ServePlan) -> None:
-        """How each node is divided, and what each role's workers hold there of each kind of state."""
+        """Write how each node is divided, and the pools of a worker of each role there. Equal nodes share a table."""
         self._print(node_table(prepared))
         seen = []
         for share in prepared.shares.values():
@@ -53,7 +54,7 @@ class Terminal:
                 self._print(pool_table(prepared, share))
 
     def table(self, prepared: ServePlan, views: Sequence[WorkerView]) -> None:
-        """Workers, pages and memory, and who computes with which kernels, and why."""
+        """Write the table of workers with their pages and memory, then their numerics classes."""
         self._print(worker_table(prepared, views))
         for text in kernel_lines(prepared, views):
             self.line(f"  {text}")
@@ -95,7 +96,7 @@ def worker_table(prepared: ServePlan, views: Sequence[WorkerView]) -> object:
 
 
 def node_table(prepared: ServePlan) -> object:
-    """A rich table: one row a node: threads of a worker, the budget of the host tiers, and how it was divided."""
+    """A rich table: one row a node, with threads of a worker, the budget of host tiers, and its division by role."""
     from rich import box
     from rich.table import Table
 
@@ -112,8 +113,8 @@ def node_table(prepared: ServePlan) -> object:
 
 
 def kernels_of(record: WorkerRecord) -> str:
-    """Whose kernels a worker computes with, by its own word: ``C++``, ``torch`` or ``triton``; ``-`` where it gave
-    none."""
+    """The kernels that a worker computes with, from its fingerprint: ``C++``, ``torch`` or ``triton``; ``-`` where the
+    fingerprint doesn't say."""
     numerics = record.fingerprint.numerics if record.fingerprint is not None else ""
     parts = numerics.partition(":")[2].split("/")
     if parts[0] in {"cuda", "interpreted"}:
@@ -123,7 +124,7 @@ def kernels_of(record: WorkerRecord) -> str:
 
 
 def kernel_lines(prepared: ServePlan, views: Sequence[WorkerView]) -> list[str]:
-    """One line a numerics class: who is of it, what it is, and why where kernels are missing."""
+    """One line for each numerics class with the workers of it, and a second line where torch alone computes."""
     classes: dict[str, list[WorkerRecord]] = {}
     for view in views:
         if view.record.fingerprint is not None:
@@ -138,7 +139,7 @@ def kernel_lines(prepared: ServePlan, views: Sequence[WorkerView]) -> list[str]:
 
 
 def why_torch(prepared: ServePlan, record: WorkerRecord) -> str:
-    """Why a worker computes with torch alone, and what to do."""
+    """Why a worker computes with torch alone, and what to do about it, in words."""
     config = prepared.config.engine
     if config.attention == "torch":
         return (
@@ -186,13 +187,13 @@ def mib(size: int) -> str:
 
 
 def url_of(host: str, port: int) -> str:
-    """Where clients on this machine reach the router."""
+    """The URL at which clients on this machine reach the router."""
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"http://{shown}:{port}"
 
 
 def curl_line(url: str, model: str) -> str:
-    """A command that can be pasted into a shell."""
+    """A command for the shell that asks for a completion."""
     body = json.dumps({"model": model, "prompt": "It was a fine morning, and", "max_tokens": 32})
     return f"curl {url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
 

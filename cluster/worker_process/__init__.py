@@ -1,1 +1,1 @@
-"""The life of a worker's process."""
+"""A worker's process: engine thread, gRPC service, lease, watchdog, and the followers' processes."""

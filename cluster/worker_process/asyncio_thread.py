@@ -1,4 +1,4 @@
-"""An asyncio loop on a thread of its own, for gRPC beside threads that must not wait for it."""
+"""An asyncio loop on a thread of its own, for gRPC in processes whose other threads must not wait for it."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ class AsyncioThread:
         self.loop.run_forever()
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on the loop; any thread."""
+        """Run a coroutine on the loop, without waiting for it. Any thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Run a coroutine on the loop and wait for its result; raises `TimeoutError`. Any thread but the loop's."""
+        """Run a coroutine on the loop and wait up to `timeout_s` for its result; raises `TimeoutError`, and what the
+        coroutine raises. Any thread but the loop's."""
         return self.start(coroutine).result(timeout_s)
 
     def stop(self, timeout_s: float = 2.0) -> None:
-        """Cancel what still runs, end the loop and its thread. Idempotent."""
+        """Cancel all running coroutines, then end the loop and its thread. Idempotent."""
         if self.loop.is_closed() or not self._thread.is_alive():
             return
         with contextlib.suppress(TimeoutError):

@@ -1,7 +1,7 @@
-"""A follower's process: rank 1 and up of a worker. It carries out its leader's orders and dies with it.
+"""A follower's process (rank 1 and up of a worker): it carries out its leader's orders and dies with the leader.
 
-Nothing goes on here by itself but storing what has come over TCP for rooms that the leader has permitted. An order that
-can't be carried out ends the process: the leader sees that, and ends the worker.
+A follower does nothing on its own account, except that it stores pages that arrive over TCP for rooms that the leader
+has permitted. An order that can't be carried out ends the process; the leader's process sees that and ends too.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from cluster.processes.process_ids import die_with_parent
 from cluster.ranks.rendezvous import FollowerRank, follow
 from cluster.worker_process.worker_plan import WorkerPlan, arenas_of
 from contracts import cpu_levels as processor
-from contracts.authentication import SECRET_VARIABLE
 from contracts.checkpoint.model_spec import read_model_spec
+from contracts.cluster_secret import SECRET_VARIABLE
 from contracts.messages.rank_orders import (
     AwaitReady,
     BindArenas,
@@ -43,12 +43,12 @@ from contracts.messages.rank_orders import (
 log = logging.getLogger("twinpool.follower")
 
 _LOOK_S = 0.1
-"""Between two looks around when nothing comes, which is when connections that were cut are found; a leader's death is
-heard at once."""
+"""Seconds between two rounds when nothing arrives: so late a cut connection is found. The leader's death ends the wait
+at once."""
 
 
 class FollowerLoop:
-    """Carries out orders until the leader says that it is over, or is dead."""
+    """The loop of a follower: carries out orders until the leader sends `EndRank`, or is dead."""
 
     def __init__(self, follower: FollowerRank, parts: RankParts) -> None:
         self._line, self._leader, self._parts = follower.line, follower.leader, parts
@@ -56,10 +56,10 @@ class FollowerLoop:
             parts.waiter.add(waitable)
 
     def run(self) -> str:
-        """Returns why it is over."""
+        """Carry out orders until the worker ends; returns the reason, in words."""
         while True:
             self._parts.waiter.wait(_LOOK_S)
-            # Orders first: what arrives is stored only for rooms that they permit.
+            # Orders come before the poll of links, because writes are stored only for rooms that an order permits.
             while (item := self._line.next(0.0)) is not None:
                 sequence, order = item
                 if isinstance(order, EndRank):
@@ -95,7 +95,7 @@ class FollowerLoop:
 
 
 def serve_rank(plan: WorkerPlan) -> str:
-    """Be rank `plan.rank` until the worker ends; returns why it did. Raises what `build_rank` does, and `PeerDead`."""
+    """Be rank `plan.rank` until the worker ends; returns the reason. Raises what `follow` and `build_rank` raise."""
     if plan.secret:
         os.environ[SECRET_VARIABLE] = plan.secret
     config = plan.config
@@ -119,7 +119,7 @@ def serve_rank(plan: WorkerPlan) -> str:
 
 
 def run_follower(plan: WorkerPlan) -> None:
-    """Be the rank's process: log to its file, die with the parent, exit when it is over (never returns)."""
+    """Be the rank's process: log to its file, die with the parent, exit when the worker ends (never returns)."""
     die_with_parent()
     log_to_file(plan.logs / f"{plan.name}.rank{plan.rank}.log", f"{plan.name}.rank{plan.rank}")
     code = 1

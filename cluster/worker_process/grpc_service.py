@@ -1,11 +1,12 @@
-"""The worker's gRPC service: one multiplexed stream a router, one frame a step.
+"""The worker's gRPC service: one multiplexed stream for each router, one frame for each step with events.
 
-The service lives on its own loop, beside the engine thread. Events cross with `call_soon_threadsafe` and wait in an
-outbox for gRPC's flow control. The outbox is bounded by bytes: a router that reads slower than its worker writes is
-cut off (and its requests are cancelled) rather than allowed to fill this process's memory.
+The service runs on its own event loop, beside the engine thread. Events cross over by `call_soon_threadsafe` and wait
+in an outbox for gRPC's flow control. The outbox is bounded by bytes: a router that reads slower than its worker writes
+is cut off (and its requests are cancelled), so that it can't fill this process's memory.
 
-Every call may carry `twinpool-incarnation`; a call meant for another start of this worker is refused with both
-numbers, so that no handle survives a restart. A stream that ends for any reason drops its session at the worker.
+Every call may carry `twinpool-incarnation` in its metadata; a call for another incarnation of this worker is refused
+with both numbers, so that no client survives a restart. A stream that ends for any reason drops its session at the
+worker.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import grpc.aio
 
 from cluster.worker_process.asyncio_thread import AsyncioThread
 from cluster.worker_process.worker_thread import WorkerClosed, WorkerThread
-from contracts.authentication import admits
+from contracts.cluster_secret import admits
 from contracts.config.worker_config import TransferConfig
 from contracts.errors import TwinpoolError, WireError
 from contracts.messages.worker_events import Event
@@ -38,7 +39,7 @@ log = logging.getLogger("twinpool.service")
 INCARNATION_KEY = "twinpool-incarnation"
 OUTBOX_BYTES = 16 * 1024 * 1024
 MOST_SESSIONS = 256
-"""Routers that a worker serves at once."""
+"""The most routers that a worker serves at once; another one is refused with RESOURCE_EXHAUSTED."""
 CALL_TIMEOUT_S = 30.0
 LINK_TIMEOUT_S = TransferConfig().link_timeout_s
 
@@ -47,7 +48,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class _Outbox:
-    """Frames of one stream on their way out; owned by the service's loop."""
+    """The queue of frames to one router. Used on the service's loop only."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._frames: asyncio.Queue[pb.WorkerFrame | None] = asyncio.Queue()
@@ -58,14 +59,14 @@ class _Outbox:
     def put(self, frame: pb.WorkerFrame) -> None:
         waiting = self._bytes
         self._bytes += frame.ByteSize()
-        # One frame alone may be larger: long prompts have long scores.
+        # A single frame may be larger than the limit: long prompts have long scores.
         if waiting > self._limit and not self.reason:
             self.end(f"the router reads too slowly: {self._bytes} bytes wait for it")
         elif not self.reason:
             self._frames.put_nowait(frame)
 
     def end(self, reason: str) -> None:
-        """No more frames; what is queued still goes out."""
+        """End the stream after the queued frames; the first `reason` is what the router is told."""
         self.reason = self.reason or reason
         self._frames.put_nowait(None)
 
@@ -76,7 +77,7 @@ class _Outbox:
 
 
 class WorkerService(pb_grpc.WorkerServicer):
-    """The `Worker` service over one host."""
+    """The gRPC service `Worker` over one worker thread."""
 
     def __init__(self, host: WorkerThread, incarnation: int, outbox_bytes: int = OUTBOX_BYTES) -> None:
         self._host = host
@@ -175,7 +176,7 @@ class WorkerService(pb_grpc.WorkerServicer):
 
 
 class _TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Lets in only calls that carry the cluster's token."""
+    """Refuses calls without the cluster's token as UNAUTHENTICATED."""
 
     def __init__(self, secret: str) -> None:
         self._secret = secret
@@ -204,8 +205,9 @@ class ServiceServer:
         receive_bytes: int = COMMANDS_BYTES,
         send_bytes: int = EVENTS_BYTES,
     ) -> None:
-        """With a `secret`, calls must carry its token (`contracts.authentication`). A client of whom nothing was heard
-        for `link_timeout_s` is gone. Larger messages than `receive_bytes` end their call, and nothing else."""
+        """`bind`: ``host:port``, port 0 for a free one. With a `secret`, calls must carry its token
+        (`contracts.cluster_secret`). A client that is silent for `link_timeout_s` counts as gone. A message above
+        `receive_bytes` ends its own call only."""
         self._receive_bytes, self._send_bytes = receive_bytes, send_bytes
         self._link_timeout_s = link_timeout_s
         self._loop = loop
@@ -252,7 +254,7 @@ def serve_worker(
     secret: str = "",
     link_timeout_s: float = LINK_TIMEOUT_S,
 ) -> tuple[ServiceServer, str]:
-    """Serve `host` on a free port of `address`; returns the server and its endpoint ``host:port``."""
+    """Serve the worker thread `host` on a free port of `address`; returns the server and its endpoint ``host:port``."""
     server = ServiceServer(loop, f"{address}:0", secret, link_timeout_s)
     port = server.start(pb_grpc.add_WorkerServicer_to_server, WorkerService(host, incarnation))
     return server, f"{address}:{port}"

@@ -1,4 +1,4 @@
-"""Faults of a worker's loop on purpose: `faults.hang`."""
+"""The fault `faults.hang`: a worker's engine thread hangs on purpose."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from contracts.errors import ConfigError
 from contracts.ids import Incarnation, WorkerName
 
 FIRST = Incarnation(1)
-"""Only the first start of a worker hangs: its successor is to show that it serves."""
+"""Only the first incarnation of a worker hangs, so that the next one can show that it serves."""
 
 
 def hang_at(faults: str, name: WorkerName, incarnation: Incarnation) -> int | None:
-    """The step in which this worker hangs, by `faults.hang`. Raises `ConfigError` for what isn't NAME:STEP,..."""
+    """The number of steps after which this incarnation hangs, or None. Raises `ConfigError` where `faults` isn't
+    NAME:STEP, several with commas."""
     steps: dict[str, int] = {}
     for part in filter(None, faults.split(",")):
         worker, _, step = part.strip().rpartition(":")
@@ -23,7 +24,7 @@ def hang_at(faults: str, name: WorkerName, incarnation: Incarnation) -> int | No
 
 
 class HangFault:
-    """Hangs the thread that calls it, for ever, once so many steps have ended."""
+    """Hangs the thread that calls it, for ever, once `step` steps have ended; None: never."""
 
     def __init__(self, step: int | None) -> None:
         self._step = step

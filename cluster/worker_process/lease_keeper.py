@@ -1,8 +1,9 @@
-"""A worker's side of its lease: renew in time, or stop in time.
+"""The worker's side of its lease: it renews the lease in time, or the worker stops sending in time.
 
 The lease is counted from the moment a renewal was *sent*, less a margin, so it ends here before it ends at the
 controller. The keeper runs on the service's loop, apart from the engine thread: a long step delays no heartbeat, and
-a controller that doesn't answer delays no step. The host asks `WorkerLease.held` before each step and each delivery.
+a controller that doesn't answer delays no step. The worker thread reads `WorkerLease.held` before each step and each
+delivery of events.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any
 
 import grpc.aio
 
-from contracts.authentication import access_metadata
 from contracts.clock import Clock
+from contracts.cluster_secret import access_metadata
 from contracts.errors import TwinpoolError
 from contracts.messages.worker_status import WorkerRecord, WorkerStatus
 from contracts.proto import worker_pb2 as pb
@@ -28,15 +29,15 @@ log = logging.getLogger("twinpool.lease")
 MARGIN_S = 1.0
 MARGIN_SHARE = 0.2
 RENEWAL_TIMEOUT_S = 1.0
-"""How long a renewal may take, at least, before it is sent again on another connection."""
+"""The shortest time that a renewal gets before it is sent again on another connection."""
 
 
 class LeaseRefused(TwinpoolError):
-    """Raised when the controller doesn't want this incarnation, or can't be reached at the start."""
+    """Raised when the controller refuses this incarnation, or can't be reached at the start."""
 
 
 class WorkerLease:
-    """Whether this worker may still send. Written by the keeper's loop, read by the engine thread."""
+    """The lease: whether this worker may still send. Written by the keeper's loop, read by the engine thread."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -44,22 +45,22 @@ class WorkerLease:
         self._fenced = False
 
     def granted(self, sent_at: float, lease_s: float) -> None:
-        """A renewal sent at `sent_at` was granted for `lease_s`."""
+        """Extend the lease: a registration or renewal sent at `sent_at` was granted for `lease_s`."""
         until = sent_at + lease_s - min(MARGIN_S, MARGIN_SHARE * lease_s)
         self._until = until if self._until is None else max(self._until, until)
 
     def fence(self) -> None:
-        """The controller has ended the lease; there is no way back."""
+        """End the lease for good, because the controller has."""
         self._fenced = True
 
     @property
     def held(self) -> bool:
-        """True while this worker may send: granted, not fenced, not run out."""
+        """Whether this worker may send: its lease was granted, is not fenced and has not run out."""
         return not self._fenced and self._until is not None and self._clock.now() < self._until
 
 
 class LeaseKeeper:
-    """Registers one incarnation and renews its lease until it is lost or given back."""
+    """Registers one incarnation and renews its lease until the lease is lost or given back. Used on one event loop."""
 
     def __init__(
         self,
@@ -73,9 +74,10 @@ class LeaseKeeper:
         on_drain: Callable[[], object] = lambda: None,
         undrains: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`status` is asked at each heartbeat; `on_lost` is called once, on the loop, when the lease has ended;
-        `on_drain` whenever the controller wants the worker to leave. `undrains`: how often the worker was told to stay.
-        The controller hears of that first, so an order to leave that was under way meanwhile is over."""
+        """`controller`: its endpoint ``host:port``. `status` is called for each heartbeat. `on_lost` is called once, on
+        the loop, with the reason, when the lease has ended. `on_drain` is called at each renewal whose answer tells the
+        worker to drain. `undrains`: how often the worker has been undrained so far. An undrain goes to the controller
+        first, so an answer to drain is ignored when an undrain came while the renewal was under way."""
         self._on_drain, self._undrains = on_drain, undrains
         self._metadata = access_metadata(secret)
         self.lease = WorkerLease(clock)
@@ -86,12 +88,12 @@ class LeaseKeeper:
         self._status = status
         self._on_lost = on_lost
         self.failures = 0
-        """Renewals that were not answered."""
+        """Number of renewals that were not answered while the lease was still held."""
         self._channel: grpc.aio.Channel | None = None
         self._renewing: asyncio.Task[None] | None = None
 
     async def start(self, timeout_s: float) -> None:
-        """Register, then renew in the background. Raises `LeaseRefused`."""
+        """Register within `timeout_s`, then renew in the background. Raises `LeaseRefused`."""
         stub = controller_stub(self._open())
         sent_at = self._clock.now()
         try:
@@ -114,8 +116,8 @@ class LeaseKeeper:
         return self._channel
 
     async def _renew(self, stub: Any) -> None:
-        """Ask again and again. What was not answered is asked on a new connection: the old one may be a dead end that
-        nobody has noticed, and its back-off would last longer than the lease."""
+        """Renew every `heartbeat_s`. A renewal without an answer is repeated on a new connection: the old one may be
+        broken unnoticed, and its back-off would last longer than the lease."""
         while True:
             sent_at, undrains = self._clock.now(), self._undrains()
             try:
@@ -141,7 +143,8 @@ class LeaseKeeper:
             await asyncio.sleep(self._heartbeat_s)
 
     async def leave(self, timeout_s: float = 2.0) -> None:
-        """Give the lease back: this worker has left and is not to be started again."""
+        """Give the lease back, because this worker has left by drain. A controller that can't be reached is only
+        logged."""
         self._stop_renewing()
         stub = controller_stub(self._channel or self._open())
         try:
@@ -151,7 +154,7 @@ class LeaseKeeper:
         await self.close()
 
     async def close(self) -> None:
-        """End the renewals. Idempotent."""
+        """Stop renewing and close the connection; the lease runs out. Idempotent."""
         self._stop_renewing()
         await self._close_channel()
 
@@ -171,5 +174,5 @@ class LeaseKeeper:
 
 
 def controller_stub(channel: grpc.aio.Channel) -> Any:
-    """The controller's client; generated code carries no types."""
+    """The gRPC client of the controller. Untyped, as generated code is."""
     return pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""SIGTERM to a worker's process: it drains, and leaves when it has handed on or finished what it has.
+"""SIGTERM to a worker's process: the worker drains, and leaves when its requests have ended or migrated.
 
 The process's main thread is Ray's, and runs no Python while it waits; a handler would never be called. But the
-interpreter writes the number of each signal to a descriptor at once, on whichever thread, and a thread of ours reads.
+interpreter writes the number of each signal to a descriptor at once, on any thread, and a thread of ours reads it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 
 class SigtermDrain:
-    """Calls whoever wants to know of SIGTERM, also of one that came before."""
+    """Calls registered functions at SIGTERM, and at once if SIGTERM came before they were registered."""
 
     def __init__(self) -> None:
         self.listening = False
@@ -22,7 +22,7 @@ class SigtermDrain:
         self._lock = threading.Lock()
 
     def listen(self) -> bool:
-        """Take SIGTERM over. To be called on the main thread; on another nothing happens, and False is returned."""
+        """Take SIGTERM over. Call it on the main thread; on another nothing happens, and False is returned."""
         if threading.current_thread() is not threading.main_thread():
             return False
         reader, writer = os.pipe()
@@ -39,7 +39,7 @@ class SigtermDrain:
                 self.announce()
 
     def announce(self) -> None:
-        """SIGTERM has come."""
+        """Call all registered functions, as at a SIGTERM."""
         self._asked.set()
         with self._lock:
             calls = list(self._calls)
@@ -47,7 +47,7 @@ class SigtermDrain:
             call()
 
     def on(self, call: Callable[[], object]) -> None:
-        """`call` when it comes, on a thread of its own, or now if it has."""
+        """Register `call`, which is called at each SIGTERM on the signal thread, and now if one has come."""
         with self._lock:
             self._calls.append(call)
         if self._asked.is_set():
@@ -55,4 +55,4 @@ class SigtermDrain:
 
 
 TERMINATED = SigtermDrain()
-"""This process's."""
+"""The drain on SIGTERM of this process."""

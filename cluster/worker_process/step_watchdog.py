@@ -1,12 +1,12 @@
-"""Whether a worker gets on: measured where its loop turns, judged where its lease is granted.
+"""The step watchdog: finds a worker whose loop hangs. The worker measures progress; the controller judges.
 
-Heartbeats run beside the engine thread, so a hung step delays none of them and would keep its lease for ever. They
-carry therefore how long the loop has made no progress. A loop makes progress when it turns, and, while something could
-be computed, when a step ends. Waiting for others (a hand-over, a grant, a slow peer) is no lack of progress: that has
-deadlines of its own.
+Heartbeats run beside the engine thread, so a hung step delays none of them and would keep its lease for ever.
+Therefore heartbeats carry how long the loop has made no progress. A loop with nothing to compute makes progress with
+every round; a loop that could compute makes progress only when a step ends. Waiting for others (a hand-over, a grant,
+a slow peer) is no lack of progress: such waits have deadlines of their own.
 
-A long step is not a hang. What is allowed grows with the longest of a worker's latest steps, and a worker that has
-ended none yet may be compiling its kernels.
+A long step is not a hang. The allowed time grows with the longest of a worker's latest steps, and a worker that has
+ended no step yet gets `cluster.start_timeout_s`, since it may be compiling its kernels.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from contracts.config.cluster_config import ClusterConfig
 from contracts.messages.worker_status import WorkerStatus
 
 LONG_STEPS = 4.0
-"""A worker may take so many times its longest step."""
+"""A worker may go without progress for this many times its longest step."""
 FORGETS = 0.99
-"""What a step takes from the memory of longer ones before it."""
+"""The factor by which each step shrinks the remembered longest step, so that old ones are forgotten."""
 USUAL_S = 1.0
-"""Less than this is not reported: a table that says the same goes to nobody again."""
+"""Shorter times are reported as 0, so that the status stays equal and the controller's table isn't sent again."""
 
 
 class StepWatchdog:
-    """One loop's progress. Written by the engine thread, read by any."""
+    """The progress of one worker's loop. Written by the engine thread, read by any thread."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -35,8 +35,8 @@ class StepWatchdog:
         self._longest_s = 0.0
 
     def turned(self, steps: int, runnable: bool, took_s: float) -> None:
-        """The loop has turned once. `steps`: ended since the start; `runnable`: something could be computed now;
-        `took_s`: what the turn's step took."""
+        """Record a round of the loop. `steps`: steps ended since the start; `runnable`: whether the worker could
+        compute now; `took_s`: duration of the round."""
         if steps != self._steps:
             self._longest_s = max(took_s, FORGETS * self._longest_s)
         if steps != self._steps or not runnable:
@@ -45,24 +45,24 @@ class StepWatchdog:
 
     @property
     def stalled_s(self) -> float:
-        """Seconds without progress; 0 as long as they are few."""
+        """Seconds without progress; 0 below `USUAL_S`."""
         seconds = self._clock.now() - self._at
         return seconds if seconds >= USUAL_S else 0.0
 
     def on(self, status: WorkerStatus) -> WorkerStatus:
-        """The status with what is known of the loop's progress."""
+        """The status with `stalled_s` and `longest_step_s` filled in."""
         longest = self._longest_s if self._longest_s >= USUAL_S else 0.0
         return dataclasses.replace(status, stalled_s=self.stalled_s, longest_step_s=longest)
 
 
 def allowed_s(status: WorkerStatus, config: ClusterConfig) -> float:
-    """How long this worker may go on without progress."""
+    """Seconds that this worker may go without progress."""
     first = 0.0 if status.steps else config.start_timeout_s
     return max(config.stall_s, LONG_STEPS * status.longest_step_s, first)
 
 
 def why_stalled(status: WorkerStatus, config: ClusterConfig) -> str:
-    """Why this worker counts as hung, in words; empty while it doesn't."""
+    """The reason why this worker counts as hung, in words; empty while it doesn't."""
     allowed = allowed_s(status, config)
     if status.stalled_s < allowed:
         return ""

@@ -1,4 +1,4 @@
-"""What a worker's process is told, and how it says that it ended."""
+"""The plan with which a worker's process is started, and the file in which it leaves why it ended."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """All that a worker's process needs to know; travels to it by value."""
+    """All that a worker's process is told at its start; it travels to the process by value."""
 
     name: WorkerName
     role: Role
@@ -36,25 +36,28 @@ class WorkerPlan:
     counts: dict[str, int]
     """Pages and slots that each pool can lease."""
     host: str
-    """Address its services bind to and are reached at; empty: its Ray node's."""
+    """Address that the worker's services bind to and are reached at; empty: its Ray node's."""
     controller: str
-    """The controller's endpoint."""
+    """The controller's endpoint, ``host:port``."""
     logs: Path
+    """The folder of the run's logs, on every node."""
     rank: int = 0
     """Which of the worker's tensor-parallel ranks this process is; 0 is the leader."""
     meeting: str = field(default="", repr=False)
-    """Hex: by which the ranks of this incarnation find and know each other; empty where there is one."""
+    """The secret, in hex, by which the ranks of this incarnation find and authenticate each other; empty for one
+    rank."""
     node_id: str = ""
-    """The Ray node that it runs on."""
+    """The Ray node id of the node that the worker runs on."""
     arena: str = field(default="", repr=False)
-    """Hex: the token of the agents that keep host memory; empty where there are none."""
+    """The token of the arena agents, in hex; empty where there are none."""
     secret: str = field(default="", repr=False)
-    """Hex; what workers authenticate each other with where they don't meet on loopback."""
+    """The cluster's secret, in hex, where workers don't meet on loopback; else empty."""
     by_node: Mapping[str, WorkerShare] = field(default_factory=dict)
-    """By Ray node id: what it gets there, which `counts` and `config` say where there is one node only."""
+    """The worker's share on each node, by Ray node id; empty where `counts` and `config` have the share already."""
 
     def on(self, node_id: str) -> WorkerPlan:
-        """The plan for the node that it has landed on. Raises `ConfigError` for one that it was not planned for."""
+        """The plan with the share of the node that the worker was placed on. Raises `ConfigError` for a node that
+        `by_node` lacks."""
         plan = dataclasses.replace(self, node_id=node_id)
         if not self.by_node:
             return plan
@@ -70,26 +73,26 @@ BuildWorker = Callable[[WorkerPlan], Worker]
 
 @dataclass(frozen=True, slots=True)
 class ProcessOutcome:
-    """How a worker's process ended."""
+    """The cause and the reason of the end of a worker's process."""
 
     end: WorkerEnd
     reason: str
 
 
 def arenas_of(plan: WorkerPlan) -> ArenaProvider:
-    """Where its ranks get memory that outlives them."""
+    """The source of memory that outlives the worker: the client of its node's arena agent."""
     from cluster.arena.arena_client import ArenaClient
 
     return ArenaClient(plan.arena, plan.name, plan.incarnation, SystemClock(), time.sleep)
 
 
 def exit_file(logs: Path, name: WorkerName, incarnation: Incarnation) -> Path:
-    """Where an incarnation writes why it ended; absent when it was killed."""
+    """The file in which an incarnation leaves why it ended; absent when it was killed."""
     return logs / f".{name}.{incarnation}.exit"
 
 
 def write_exit(plan: WorkerPlan, reason: str) -> None:
-    """Whole or not at all: this process may be killed while it writes."""
+    """Write why this incarnation ended into its exit file, atomically: the process may be killed while it writes."""
     path = exit_file(plan.logs, plan.name, plan.incarnation)
     unfinished = path.with_name(f"{path.name}.unfinished")
     unfinished.write_text(" ".join(reason.split()))
@@ -97,10 +100,10 @@ def write_exit(plan: WorkerPlan, reason: str) -> None:
 
 
 def node_name() -> str:
-    """This machine, as operators know it."""
+    """The host name of this machine."""
     return socket.gethostname()
 
 
 def process_mark() -> tuple[int, int]:
-    """This process's pid and start time."""
+    """This process's pid and start time (`process_ids.start_time`)."""
     return os.getpid(), start_time(os.getpid()) or 0

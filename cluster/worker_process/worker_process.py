@@ -1,7 +1,7 @@
-"""The life of a worker's process, whoever started it: build, serve, register, run, leave.
+"""The life of a worker's process (a worker's only or leading rank): build, serve, register, run, leave.
 
-The process ends in exactly one way each time, and says so with `ProcessOutcome`. It never outlives its lease, its
-parent or its engine thread: a fenced or dead worker must not send another byte, so its process exits without ceremony.
+The process ends for one reason each time, its `ProcessOutcome`. It never outlives its lease, its parent or its engine
+thread: a fenced or dead worker must not send another byte, so its process exits at once, without cleaning up.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from cluster.worker_process.worker_plan import (
 )
 from cluster.worker_process.worker_thread import WorkerEnd, WorkerThread
 from contracts import cpu_levels as processor
-from contracts.authentication import SECRET_VARIABLE
 from contracts.checkpoint.model_spec import read_model_spec
 from contracts.clock import SystemClock
+from contracts.cluster_secret import SECRET_VARIABLE
 from contracts.errors import TwinpoolError
 from contracts.interfaces.worker_interface import Worker
 from contracts.messages.worker_status import WorkerRecord
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("twinpool.worker")
 
 FLUSH_S = 2.0
-"""How long open streams may take to hand over their last frames when a worker leaves."""
+"""Seconds that open streams may take to deliver their last frames when a worker leaves."""
 
 
 class WorkerProcess:
-    """One incarnation of one worker in this process."""
+    """The run of one incarnation of a worker in this process."""
 
     def __init__(self, plan: WorkerPlan, build: BuildWorker) -> None:
         self._plan = plan
@@ -57,14 +57,15 @@ class WorkerProcess:
         self._outcome = ProcessOutcome(WorkerEnd.STOPPED, "the process was stopped")
 
     def run(self) -> ProcessOutcome:
-        """Serve until the worker leaves, is fenced or dies. Raises what `build` raises, and `LeaseRefused`."""
+        """Serve until the worker leaves, is fenced or dies; returns how it ended. Raises what `build` raises, and
+        `LeaseRefused`."""
         plan = self._plan
         log.info("building", extra={"worker": plan.name, "incarnation": plan.incarnation})
         worker = self._build(plan)
         loop = AsyncioThread("service")
         clock = SystemClock()
         keeper: LeaseKeeper | None = None
-        # Before registration nobody knows this worker, so there is nothing it could send.
+        # Before registration no router or peer knows this worker, so there is nothing it could send without a lease.
         hang = HangFault(hang_at(plan.config.faults.hang, plan.name, plan.incarnation))
         host = WorkerThread(
             worker, may_send=lambda: keeper is None or keeper.lease.held, on_end=self._on_end, before_step=hang
@@ -108,12 +109,13 @@ class WorkerProcess:
             self._ended.set()
 
     def _on_lost(self, reason: str) -> None:
-        """The lease has ended. The engine thread sees it before its next step; this process ends either way."""
+        """End as fenced, because the lease has ended. The engine thread sees that before its next step; this process
+        ends either way."""
         self._on_end(WorkerEnd.FENCED, reason)
 
 
 def build_from_plan(plan: WorkerPlan) -> Worker:
-    """Build the real worker. Raises `CheckpointError` or `ConfigError`."""
+    """Build the worker of a plan, with its other ranks if it has several. Raises what `build_worker` raises."""
     from cluster.assembly.build_worker import build_worker
 
     processor.pin(plan.config.engine.numerics_class)  # before the ranks meet, which computes
@@ -133,8 +135,11 @@ def build_from_plan(plan: WorkerPlan) -> Worker:
 
 
 def _group(plan: WorkerPlan) -> RankGroup:
-    """The plan's other ranks. When one of them dies, so does this process, at once and without another word."""
-    from cluster.ranks.follower_line import DeathWatch
+    """Meet the plan's other ranks as their leader. From then on this process exits at once when one of them dies.
+
+    Raises `PeerDead` when a rank doesn't come.
+    """
+    from cluster.ranks.follower_channel import DeathWatch
     from cluster.ranks.rendezvous import lead
 
     cluster = plan.config.cluster
@@ -154,7 +159,7 @@ def _group(plan: WorkerPlan) -> RankGroup:
 
 
 def run_worker(plan: WorkerPlan, build: BuildWorker) -> None:
-    """Be the worker's process: log to its file, die with the parent, and exit when it is over (never returns)."""
+    """Be the worker's process: log to its file, die with the parent, exit when the worker has ended (never returns)."""
     die_with_parent()
     log_to_file(plan.logs / f"{plan.name}.log", plan.name)
     code = 1

@@ -1,17 +1,17 @@
-"""The host of one worker: a thread for the worker, and the doors through which other threads reach it.
+"""The thread that runs one worker, and the thread-safe methods by which other threads reach the worker.
 
-A worker is single-threaded and has no event loop, so everything that touches it runs on one *engine thread*. Other
-threads (gRPC's loop, an asyncio loop in the same process, the lease keeper) hand in commands and calls through an
-inbox; between two steps the engine thread empties it. Events of a step go out grouped by session, one delivery a
+A worker is single-threaded and has no event loop, so all its methods but `wake` are called on one *engine thread*.
+Other threads (gRPC's loop, an asyncio loop in the same process, the lease keeper) put commands and calls into an inbox;
+between two steps the engine thread empties it. Events of a step go out grouped by session, one delivery a session and
 step, on the engine thread: a `deliver` callback must only pass them on and never block.
 
-The end of a worker has exactly four causes, and each ends all sessions once, with its reason:
+A worker ends for one of four causes, and its end tells all sessions the reason, once:
 
-- ``left``: it was drained and nothing is left to do;
-- ``fenced``: its lease has ended, so it may send nothing any more (checked before every step and every delivery); or it
-  says itself that nothing it computes can be trusted (`Worker.unfit`), after that step's events are out;
+- ``left``: it was drained and has nothing left to do;
+- ``fenced``: its lease has ended, so it may send nothing any more (checked before every step and every delivery); or
+  the worker itself reports that its results can't be trusted (`Worker.unfit`), after that step's events are out;
 - ``died``: `step` raised, which is a bug or a broken device: the traceback is logged once and nothing is trusted;
-- ``stopped``: its owner asked.
+- ``stopped``: its owner called `stop`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OnWorkerEnd = Callable[[str], None]
 
 
 class WorkerEnd(StrEnum):
-    """Why a host's thread has ended."""
+    """The cause of a worker's end."""
 
     LEFT = "left"
     FENCED = "fenced"
@@ -50,7 +50,7 @@ class WorkerEnd(StrEnum):
 
 
 class WorkerClosed(TwinpoolError):
-    """Raised when a call or session reaches a worker that has left, died or was stopped."""
+    """Raised for a call to a worker, or a session with one, that has left, was fenced, died or was stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +80,11 @@ class WorkerThread:
         clock: Clock | None = None,
         before_step: Callable[[int], None] = lambda steps: None,
     ) -> None:
-        """`may_send` tells whether the worker's lease still holds. `on_end` is called once, on the engine thread, after
+        """The worker is closed by this thread when it ends; before `start`, closing it is the caller's part.
+
+        `may_send` tells whether the worker's lease still holds. `on_end` is called once, on the engine thread, after
         all sessions have ended and before the worker is closed. `idle_s` bounds how long an idle worker sleeps
-        between two looks at its clock. `before_step` is called with the number of steps that have ended.
+        between two rounds. `before_step` is called on the engine thread with the number of steps that have ended.
         """
         self._worker = worker
         self._may_send = may_send
@@ -101,7 +103,7 @@ class WorkerThread:
         self.fits = worker.fits
         self.control = worker.control
         self.undrains = 0
-        """How often it was told to stay."""
+        """How often `undrain` was called."""
         self.snapshot: WorkerStatus = worker.status()
         """The status after the latest step."""
         self._thread = threading.Thread(target=self._run, name=f"engine-{self.snapshot.name}", daemon=True)
@@ -114,8 +116,8 @@ class WorkerThread:
         return self._end
 
     def heartbeat(self) -> WorkerStatus:
-        """What heartbeats carry: the latest snapshot, so that a long step delays none, and how long it has been that
-        without progress. Any thread."""
+        """The status that heartbeats carry: the latest snapshot, so that a long step delays no heartbeat, with the
+        watchdog's times. Any thread."""
         return self._watchdog.on(self.snapshot)
 
     def open_session(self, deliver: DeliverEvents, ended: OnWorkerEnd = lambda reason: None) -> SessionId:
@@ -133,7 +135,8 @@ class WorkerThread:
             return session
 
     def close_session(self, session: SessionId) -> None:
-        """The router is gone: its requests are cancelled before the next step. Idempotent; any thread."""
+        """Close the session of a router that is gone; its requests are cancelled before the next step. Idempotent; any
+        thread."""
         with self._lock:
             if self._sessions.pop(session, None) is None or self._end is not None:
                 return
@@ -155,8 +158,8 @@ class WorkerThread:
         self._worker.wake()
 
     def call(self, run: Callable[[Worker], T]) -> Future[T]:
-        """Run `run(worker)` on the engine thread between two steps; any thread. The future raises `WorkerClosed` when
-        the worker has ended."""
+        """Run `run(worker)` on the engine thread between two steps; any thread. The future gets its result, or what it
+        raises, or `WorkerClosed` when the worker has ended."""
         future: Future[T] = Future()
 
         def take() -> None:
@@ -182,17 +185,17 @@ class WorkerThread:
         return self.call(lambda worker: worker.check())
 
     def drain(self) -> Future[WorkerStatus]:
-        """Stop admission; the status says what is still to be finished."""
+        """Stop admission; the future gets the status after that, with the requests that are still to be finished."""
         return self.call(_drain)
 
     def undrain(self) -> Future[WorkerStatus]:
-        """Admit again. Called by one thread, the one that renews the lease."""
+        """Admit again. Only the thread that renews the lease may call it: `undrains` is counted without a lock."""
         self.undrains += 1
         return self.call(_undrain)
 
     def stop(self, timeout_s: float = 5.0) -> bool:
-        """End the worker and wait for its thread; False when a step took longer than `timeout_s`. Any thread but the
-        engine's."""
+        """End the worker and wait for its thread; returns False when a step took longer than `timeout_s`. Any thread
+        but the engine's. Idempotent."""
         self._stopping = True
         self._worker.wake()
         if self._thread.ident is not None:
@@ -238,7 +241,7 @@ class WorkerThread:
             return True
 
     def _take_inbox(self) -> None:
-        """Run what has come in, one item at a time: what a failing item leaves behind is refused by `_finish`."""
+        """Run the items that are in the inbox now, one at a time: when one raises, `_finish` refuses the rest."""
         for _ in range(len(self._inbox)):
             with self._lock:
                 item = self._inbox.popleft()
@@ -255,7 +258,7 @@ class WorkerThread:
                 target.deliver(batch)
 
     def _finish(self, end: WorkerEnd, reason: str) -> None:
-        """The one way out: fence, end the sessions, refuse what is queued, release everything."""
+        """End the worker, whatever the cause: fence it, end the sessions, refuse queued calls, close the worker."""
         with self._lock:
             self._end, self._reason = end, reason
             sessions = list(self._sessions.values())

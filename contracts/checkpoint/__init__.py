@@ -1,1 +1,1 @@
-"""What a folder of weights says, read without torch."""
+"""Reading a checkpoint folder's `config.json` and tensor headers, without torch."""

@@ -1,4 +1,4 @@
-"""`config.json` with typed access: a bad or missing value is named with its file."""
+"""Typed access to the keys of `config.json`: errors name the file and the key that is bad or missing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MISSING = object()
 
 
 class _Noting(dict[str, object]):
-    """A dictionary that remembers which keys were asked for, whether they are there or not."""
+    """A dictionary that remembers which keys were looked up, present or not."""
 
     def __init__(self, values: Mapping[str, object]) -> None:
         super().__init__(values)
@@ -31,7 +31,11 @@ class _Noting(dict[str, object]):
 
 
 class JsonFields:
-    """Keys of a JSON object, checked as they are read. Raises `CheckpointError` in one line; null counts as absent."""
+    """The keys of a JSON object, checked as they are read; null counts as absent.
+
+    Readers raise `CheckpointError`, in one line, for a value of the wrong kind, and for an absent key without a
+    default.
+    """
 
     def __init__(self, path: Path, values: Mapping[str, object]) -> None:
         self.path = path
@@ -39,7 +43,7 @@ class JsonFields:
 
     @property
     def read(self) -> frozenset[str]:
-        """The keys that were asked for so far; not those of whoever goes over all of them."""
+        """The keys that were looked up by name so far; iterating over `values` adds none."""
         return frozenset(self.values.read)
 
     def __contains__(self, key: str) -> bool:
@@ -66,7 +70,7 @@ class JsonFields:
         return value
 
     def text(self, key: str, default: str | None = None, choices: Sequence[str] = ()) -> str:
-        """A word, one of `choices` where there are any."""
+        """A word, one of `choices` where `choices` isn't empty."""
         value = self._get(key, default)
         if not isinstance(value, str) or (choices and value not in choices):
             wanted = f"one of {', '.join(choices)}" if choices else "a word"
@@ -74,7 +78,7 @@ class JsonFields:
         return value
 
     def words(self, key: str, length: int, choices: Sequence[str], default: Sequence[str] | None = None) -> list[str]:
-        """`length` words of `choices`, e.g. the kind of each layer."""
+        """A list of exactly `length` words of `choices`, such as the kind of each layer."""
         value = self._get(key, default)
         if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != length:
             raise CheckpointError(f"{self.path}: {key} must be a list of {length}, got {value!r}")
@@ -84,14 +88,14 @@ class JsonFields:
         return [str(word) for word in value]
 
     def table(self, key: str) -> Mapping[str, object]:
-        """A JSON object; empty where there is none."""
+        """A JSON object; empty where the key is absent."""
         value = self._get(key, {})
         if not isinstance(value, Mapping):
             raise CheckpointError(f"{self.path}: {key} must be an object, got {value!r}")
         return value
 
     def refuse(self, message: str) -> CheckpointError:
-        """The error to raise for something else that is wrong."""
+        """Returns, for the caller to raise, the error for another fault of this file."""
         return CheckpointError(f"{self.path}: {message}")
 
     def _get(self, key: str, default: object) -> object:

@@ -1,8 +1,8 @@
-"""What everyone may know about a checkpoint: its name, vocabulary and lengths, and whether its files are whole.
+"""The model spec: a checkpoint's name, vocabulary, lengths and token ids, read while checking that its files are whole.
 
 Reads `config.json`, `generation_config.json` and the headers of the safetensors files; it loads no tensor and needs
-no torch, so a bad folder is refused in milliseconds. What an architecture makes of the rest of `config.json`, and
-which tensors it needs, is the engine's affair (engine/models).
+no torch, so a bad folder is refused in milliseconds. The engine (engine/models) reads the rest of `config.json`, and
+knows which tensors an architecture needs.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from contracts.errors import CheckpointError
 
 _GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _TEXT_KEYS = ("text_config", "llm_config")
-"""Where published folders of models with more than text keep what is said of the text."""
+"""Keys below which `config.json` of multimodal models keeps the text model's keys."""
 _QUANTISED = ("mxfp4",)
-"""Ways of storing weights that engine/tensors/weight_loader.py can read."""
+"""Quantisation methods that engine/tensors/weight_loader.py can read."""
 
 
 _GEMMA = {"max_position_embeddings": 131_072, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -29,18 +29,18 @@ _LEFT_OUT = {
     "gemma3_text": _GEMMA | {"vocab_size": 262_208},
     "gemma4_text": _GEMMA | {"vocab_size": 262_144, "sliding_window": 512},
 }
-"""What published folders leave to the defaults of their text model's type."""
+"""Keys that published folders leave out, with the defaults of their text model's type."""
 _SPELLINGS = ("rope_theta", "rope_scaling", "rope_parameters", "torch_dtype", "dtype")
 _NOISE = ("transformers_version", "use_cache", "architectures", "model_type", "bos_token_id", "eos_token_id")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A checkpoint folder that was read and checked. Lengths are in positions."""
+    """A checkpoint folder that was read and checked (`read_model_spec`). Lengths are in positions."""
 
     folder: Path
     name: str
-    """The served name: the folder's last part, of a Hugging Face snapshot its repository; or what `served_as` says."""
+    """The served name: the folder's last part, for a Hugging Face snapshot its repository; `served_as` changes it."""
     architecture: str
     vocab_size: int
     layers: int
@@ -51,13 +51,13 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     """From `generation_config.json` where it has them, else from `config.json`."""
     fingerprint: str
-    """Digest of architecture, numbers and tensors: two workers with different ones refuse each other."""
+    """Digest of architecture, numbers and tensors: two workers with different digests refuse each other."""
     generation_defaults: dict[str, float] = field(default_factory=dict)
     """`temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty` from `generation_config.json`, where given."""
     aliases: tuple[str, ...] = field(default=(), kw_only=True)
     """Further names that clients may ask for."""
     config: JsonFields = field(kw_only=True, repr=False, compare=False)
-    """`config.json`; of a model with more than text, what it says of the text."""
+    """The keys of `config.json`; for a multimodal model with the text model's keys merged over the outer ones."""
     headers: Mapping[str, TensorHeader] = field(kw_only=True, repr=False, compare=False)
 
     @property
@@ -67,13 +67,14 @@ class ModelSpec:
 
 
 def served_as(spec: ModelSpec, names: str) -> ModelSpec:
-    """`spec` under the given names, separated by commas; unchanged where there is none."""
+    """`spec` under `names`, separated by commas: the first is its name, the others aliases; unchanged without names."""
     given = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
     return replace(spec, name=given[0], aliases=tuple(given[1:])) if given else spec
 
 
 def _folder_name(folder: Path) -> str:
-    """The last part; of ``models--ORGANISATION--NAME/snapshots/HASH``, as downloads are kept, the repository."""
+    """The folder's last part; for ``models--ORGANISATION--NAME/snapshots/HASH``, as downloads are kept,
+    ``ORGANISATION/NAME``."""
     parts = folder.resolve().parts
     if len(parts) >= 3 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
         return parts[-3].removeprefix("models--").replace("--", "/")
@@ -123,7 +124,7 @@ def read_model_spec(folder: Path) -> ModelSpec:
 
 
 def _of_text(values: Mapping[str, object]) -> dict[str, object]:
-    """The keys of the text model over those around it."""
+    """The keys of `config.json` with those of the text model over the outer ones; unchanged without a text model."""
     inner = next((values[key] for key in _TEXT_KEYS if isinstance(values.get(key), dict)), None)
     if inner is None:
         return dict(values)
@@ -136,7 +137,7 @@ def _of_text(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def _numbers(config: JsonFields) -> dict[str, object]:
-    """All that `config.json` says of the computation, in one spelling."""
+    """All keys of `config.json` that the computation depends on, in one spelling, for the fingerprint."""
     values = {k: v for k, v in config.values.items() if not k.startswith("_") and k not in (*_SPELLINGS, *_NOISE)}
     rope = dict(config.table("rope_scaling") or config.table("rope_parameters"))
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
@@ -164,7 +165,7 @@ def _dtype(config: JsonFields, headers: Mapping[str, TensorHeader]) -> str:
 
 
 def _listed_layers(config: JsonFields) -> int | None:
-    """How many layers there are where only their kinds are given, one by one."""
+    """The number of layers where `config.json` lists their kinds one by one instead; else None."""
     kinds = config.values.get("layers_block_type", config.values.get("hybrid_override_pattern"))
     return len(kinds) if isinstance(kinds, list | str) and kinds else None
 

@@ -1,4 +1,4 @@
-"""Rotary embeddings as checkpoints declare them, in both spellings."""
+"""Rotary embeddings (rope) as checkpoints declare them, in the old and the new spelling."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
     "yarn": ("factor", "original_max_position_embeddings"),
     "proportional": (),
 }
-"""The supported kinds of scaling, each with the numbers it can't do without."""
+"""The supported kinds of scaling, each with the numbers that it requires."""
 _LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
 _DEFAULT_THETA = 10000.0
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding as the checkpoint declares it; `kind` is transformers' ``rope_type``."""
+    """A rotary embedding as the checkpoint declares it; `kind` is transformers' ``rope_type``."""
 
     kind: str
     theta: float
     parameters: dict[str, object] = field(default_factory=dict)
     """The scaler's own numbers (``factor``, ``low_freq_factor``, ...), as written."""
     partial: float = 1.0
-    """The part of a head's dimensions that turns, from the first on."""
+    """The share of a head's dimensions that are rotated, from the first on; 1: all."""
 
 
 def read_rope(
@@ -40,7 +40,7 @@ def read_rope(
     partial: bool = False,
     default_partial: float = 1.0,
 ) -> RopeSpec:
-    """The rope of a configuration, or of one kind of its layers if `raw` is that kind's part of `rope_parameters`.
+    """Read the rope of a configuration, or of one kind of its layers if `raw` is that kind's part of `rope_parameters`.
 
     Old spelling: `rope_theta` beside `rope_scaling` (with ``type`` or ``rope_type``); new: `rope_parameters`.
     `partial`: whether the architecture knows `partial_rotary_factor`; where not given it is `default_partial`. Raises

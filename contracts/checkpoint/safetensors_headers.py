@@ -1,8 +1,8 @@
 """Headers of safetensors files, read without loading a tensor.
 
 The format (github.com/huggingface/safetensors): eight bytes with the header's length, little-endian; a JSON header
-that gives each tensor's dtype, shape and byte range; then the bytes. So a missing, truncated or misshapen checkpoint
-is known from a few kilobytes.
+that gives each tensor's dtype, shape and byte range; then the bytes. So a missing, truncated or malformed checkpoint
+is found by reading a few kilobytes.
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ _SAMPLE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """Where one tensor lies; `begin` and `end` are bytes from the start of its file."""
+    """The place of one tensor; `begin` and `end` are byte offsets from the start of its file."""
 
     file: Path
     dtype: str
-    """The format's own name: ``F32``, ``BF16``, ..."""
+    """The dtype by the format's name: ``F32``, ``BF16``, ..."""
     shape: tuple[int, ...]
     begin: int
     end: int
 
 
 def read_headers(folder: Path) -> dict[str, TensorHeader]:
-    """Headers of all tensors of a checkpoint: the index's files if there is an index, else the single file.
+    """Return the headers of all tensors of a checkpoint, by name: of the index's files if there is an index, else of
+    the single file.
 
-    Raises `CheckpointError` for a missing, truncated or malformed file, or an index that names what no file has.
+    Raises `CheckpointError` for a missing, truncated or malformed file, or an index that names a tensor that the file
+    lacks.
     """
     index_path = folder / INDEX
     if not index_path.exists():
@@ -61,7 +63,8 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """A JSON object from a file; raises `CheckpointError` when it can't be read or holds something else."""
+    """Read a JSON object from a file; raises `CheckpointError` when the file can't be read or holds another JSON
+    value."""
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -74,7 +77,8 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 def digest_samples(headers: Mapping[str, TensorHeader]) -> str:
-    """A digest of names, dtypes, shapes, and the first and last 4 KiB of each tensor; not of how they are sharded.
+    """A digest, in hex, of names, dtypes, shapes, and the first and last 4 KiB of each tensor; how tensors are divided
+    into files doesn't matter.
 
     Full digests of large checkpoints take minutes; other weights of the same shapes differ in their first bytes.
     """

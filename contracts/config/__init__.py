@@ -1,4 +1,4 @@
-"""The configuration: its sections, and how it is read. What others import of it is here."""
+"""The configuration: its sections, and the functions that read it. Other packages import these names from here."""
 
 from contracts.config.cache_config import CacheConfig, EventsConfig, PrefetchConfig, StorageConfig
 from contracts.config.cluster_config import ClusterConfig, Config, FaultsConfig

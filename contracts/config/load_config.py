@@ -1,4 +1,4 @@
-"""The configuration: frozen sections, units in the names, bad values refused where they are read.
+"""The reading of the configuration into frozen sections; bad values are refused here.
 
 Values come from defaults, then a YAML file, then `--set section.key=value`. Keys under `prefill.cache` and
 `decode.cache` override `cache` for that role. Unknown keys are refused by name.
@@ -51,7 +51,7 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
 
 
 def _check_together(config: Config) -> None:
-    """What one key needs of another."""
+    """Check what one key needs of another; raises `ConfigError` with the keys' names."""
     storage = config.cache.storage
     if storage.backend != "none" and not may_have_host_memory(config):
         raise ConfigError(
@@ -105,7 +105,7 @@ def _check_together(config: Config) -> None:
 
 
 def may_have_host_memory(config: Config, *roles: Role) -> bool:
-    """Whether any worker (of these roles) has a host tier, or may get one of the node's budget."""
+    """Whether any worker (of `roles`; none: of all) has a host tier, or may get one from the node's budget."""
     own = [role for role in Role if config.cache_for(role).host_bytes]
     if own:
         return bool(set(own) & set(roles or Role))
@@ -177,7 +177,8 @@ _MAY_BE_ZERO = {
 
 
 def _check_ranges(node: Any, prefix: str = "") -> None:
-    """Every number is positive, those in `_MAY_BE_ZERO` zero or more; page sizes are powers of two."""
+    """Check that every number is positive, or zero or more for keys in `_MAY_BE_ZERO`, and page sizes are powers of
+    two."""
     for f in dataclasses.fields(node):
         name, value = f"{prefix}{f.name}", getattr(node, f.name)
         if dataclasses.is_dataclass(value):

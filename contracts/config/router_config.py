@@ -1,4 +1,4 @@
-"""Sections of the router: queueing, replay, audits, the stream watch."""
+"""Configuration sections of the router: queueing, replay, audits, the stream watch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ class RouterConfig:
     max_queue: int = 1024
     """Requests in flight; more get 429."""
     default_max_tokens: int = 512
-    """For completions that name no limit; a chat without one may use what is left of the context."""
+    """`max_tokens` of completions that name none; a chat that names none may use the rest of the context."""
     max_prompt_logprobs: int = 32_768
     """Log-probabilities of prompt tokens (echo with logprobs) that one request may ask for, over all its choices."""
     served_model_name: str = ""
     """Names under which clients ask for the model, separated by commas; answers carry the first. Empty: the folder's
     name, of a Hugging Face snapshot the repository's."""
     request_timeout_s: float = 600.0
-    """From its arrival a request has this long before it ends with an error, unless its `timeout` says otherwise."""
+    """Seconds from its arrival after which a request ends with an error, unless its own `timeout` says otherwise."""
     max_timeout_s: float = 3600.0
     """The longest `timeout` that a request may name."""
     replay_limit: int = 8
@@ -25,43 +25,45 @@ class RouterConfig:
     concurrent_migrations: int = 4
     """Requests that one decode worker hands to others at the same time."""
     worker_wait_s: float = 60.0
-    """How long a request waits for a worker of a role to come (back)."""
+    """Seconds that a request waits for a worker of a role to come (back)."""
     breaker_window_s: float = 30.0
-    """What a worker did within this time decides whether it is trusted with more."""
+    """A worker's outcomes within so many seconds decide whether the circuit breaker leaves it alone."""
     breaker_failures: int = 5
-    """So many failures within the window, at least, before a worker is left alone for a while."""
+    """Least number of failures within the window before a worker is left alone for a while."""
     breaker_rate: float = 0.6
-    """And at least this share of what it was given within the window."""
+    """Least share of failures among the worker's outcomes within the window, besides `breaker_failures`."""
     breaker_open_s: float = 5.0
-    """How long it is left alone; then one request tries it. Doubles with each trial that fails, up to eight times."""
+    """Seconds for which a worker is left alone; then one request tries it. Doubles with each failed trial, up to
+    eightfold."""
     stall_s: float = 30.0
     """/health fails when work waits and nothing has advanced for this long."""
     max_body_bytes: int = 0
     """Larger bodies are refused with 413; 0: 1 MiB and 32 bytes for each position of the context, at most 64 MiB."""
     body_buffer_bytes: int = 64 * 1024 * 1024
-    """Memory for bodies that are being received, of all clients; a body's first 64 KiB don't count. More get 503."""
+    """Memory for bodies that are being received, of all clients; a body's first 64 KiB don't count. Bodies beyond it
+    get 503."""
     max_connections: int = 4096
-    """Clients' connections, at most three quarters of the descriptors that the process may open. For another one the
-    one that waits longest without a request is closed; when none waits, only the health endpoints answer."""
+    """Clients' connections, at most three quarters of the descriptors that the process may open. At the limit, the
+    connection idle for longest is closed for a new one; when none is idle, only the health endpoints answer."""
     header_timeout_s: float = 10.0
-    """From the first byte of a request until its headers must be whole."""
+    """Seconds from the first byte of a request until its headers must be whole."""
     body_timeout_s: float = 20.0
-    """How long a body may take, besides a second for every `body_bytes_per_s` that have come."""
+    """Seconds that a body may take, besides one for every `body_bytes_per_s` bytes that have come."""
     body_bytes_per_s: int = 65_536
-    """The least rate at which a long body must come."""
+    """The least rate, in bytes per second, at which a long body must come."""
     write_timeout_s: float = 60.0
-    """A client that takes nothing of its answer for this long is cut off."""
+    """A client that reads nothing of its answer for so many seconds is cut off."""
     stream_keepalive_s: float = 15.0
-    """A stream that has nothing to say for this long gets a comment line, so that proxies don't take it for dead."""
+    """A stream without an event for so many seconds gets a comment line, so that proxies don't take it for dead."""
     reader_processes: int = 2
-    """Processes that parse, render and tokenise bodies above 2 KiB; of several, one is kept free for those under
-    256 KiB. They start when they are first needed."""
+    """Processes that parse, render and tokenise bodies above 2 KiB; of several, one is kept free for bodies
+    under 256 KiB. They start when they are first needed."""
     reader_timeout_s: float = 30.0
     """A body that takes a reader longer than this is refused, and the reader ended."""
     reader_memory_bytes: int = 2 * 1024**3
     """Memory that a reader may take for one body beyond what it has at its start."""
     client_buffer_events: int = 4096
-    """Undelivered stream events of a slow client before its request is cancelled."""
+    """Undelivered stream events of a slow client after which its request is cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +71,14 @@ class AuditConfig:
     fraction: float = 0.01
     """Share of finished answers that idle prefill workers compute again from their tokens alone; 0: none."""
     queue_answers: int = 64
-    """Answers that wait for an idle worker; when there are more, the oldest are left out."""
+    """Answers that wait for an audit by an idle worker; when there are more, the oldest are left out."""
     chunk_tokens: int = 128
     """Positions of an audit's step: a request that comes waits for one such step at most."""
     margin: float = 0.25
-    """numerics: fast: a token counts as damaged only where every logit would have to be off by more than this."""
+    """With `numerics: fast`, a token counts as damaged only where every logit would have to be off by more than
+    this."""
     timeout_s: float = 120.0
-    """An audit that a worker has not answered for this long is left out."""
+    """An audit that a worker has not answered for so many seconds is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +86,12 @@ class WatchConfig:
     repetition_tokens: int = 0
     """A stream that has repeated a piece of itself for this many tokens is flagged; 0: not watched."""
     repetition_period: int = 64
-    """Longest piece that is looked for; it counts as repeated from its third time on."""
+    """Longest repeated piece that is looked for, in tokens; it counts as repeated from its third time on."""
     rare_factor: float = 0.0
     """A stream with this many times as many rare tokens as the model's usual is flagged; 0: not watched."""
     rare_share: float = 0.05
-    """Rare are the tokens that the model has said least lately and that together make up this share of it."""
+    """Rare are the least frequent of the model's recent tokens, which together make up this share of them."""
     window_tokens: int = 64
-    """The last tokens of a stream whose rare ones are counted; at most 1024."""
+    """Rare tokens are counted among this many last tokens of a stream; at most 1024."""
     warm_up_tokens: int = 100_000
     """Tokens of a model before its usual rate is known: until then no stream is flagged for its rare tokens."""

@@ -1,1 +1,1 @@
-"""The worker as it is driven, and as it is reached."""
+"""The interfaces of a worker: to the thread of its host, and to routers."""

@@ -1,8 +1,8 @@
-"""Where processes meet: the worker as its host drives it, and the worker as a router reaches it.
+"""The interfaces by which a router finds and reaches workers: session, client and directory.
 
-A *worker* is a plain object, single-threaded, without an event loop; its host gives it a thread. A *port* is how a
-router reaches a worker: over gRPC between processes, directly in one process. Both sides of both edges are here so
-that the router, the hosts and the workers don't know each other.
+A *worker* (contracts/interfaces/worker_interface.py) is a plain object, single-threaded, without an event loop; its
+host gives it a thread. A `WorkerClient` (a *port*) reaches a worker over gRPC between processes, directly in one
+process. The interfaces are here so that the router, the hosts and the workers don't know each other.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ class WorkerSession(Protocol):
     """A router's open stream to one worker."""
 
     def send(self, commands: Sequence[Command]) -> None:
-        """Queue commands, in order; never blocks. Nothing happens once the session is closed."""
+        """Queue commands, in order; never blocks. Does nothing once the session is closed."""
 
     def close(self) -> None: ...
 
 
 class WorkerClient(Protocol):
-    """How a router reaches one incarnation of one worker. Used from one event loop; callbacks run on it."""
+    """A router's access to one incarnation of one worker. Used from one event loop; callbacks run on it."""
 
     async def connect(
         self, on_events: Callable[[Sequence[Event]], None], on_closed: Callable[[str], None]
     ) -> WorkerSession:
-        """Open the stream. `on_closed` is called once, with the reason, when it ends other than by `close`.
+        """Open the stream. `on_closed` is called once, with the reason, when the stream ends other than by `close`.
 
         Raises `ConnectionError` when the worker can't be reached or is another incarnation.
         """
@@ -48,7 +48,7 @@ class WorkerClient(Protocol):
 
 
 class WorkerDirectory(Protocol):
-    """The controller's table as a router watches it."""
+    """The controller's table of workers as a router watches it, and the router's calls of the controller."""
 
     def watch(self, on_change: Callable[[tuple[WorkerView, ...]], None]) -> Callable[[], None]:
         """Call `on_change` with the whole table now and at each change, on the event loop; returns the unsubscriber."""
@@ -58,13 +58,14 @@ class WorkerDirectory(Protocol):
     async def change_role(self, name: WorkerName, role: Role) -> None:
         """Have the controller drain a worker and start it in another role.
 
-        Raises `RequestError` where that can't be, saying why, and `ConnectionError` without an answer.
+        Raises `RequestError`, with the reason, where the controller refuses, and `ConnectionError` where it doesn't
+        answer.
         """
 
     async def drain(self, target: str) -> tuple[WorkerName, ...]:
-        """Have the controller tell a worker to leave, or cordon a node and tell all that are on it; returns who is
-        told. Raises as `change_role` does."""
+        """Have the controller tell a worker to leave, or cordon a node and tell all workers on it; returns the workers
+        that were told. Raises as `change_role` does."""
 
     async def undrain(self, target: str) -> tuple[WorkerName, ...]:
-        """Have the controller take that back, for a worker or a node; returns who had left and is started again.
-        Raises as `change_role` does."""
+        """Have the controller take back the drain of a worker or a node; returns the workers that had left and are
+        started again. Raises as `change_role` does."""

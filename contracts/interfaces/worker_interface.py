@@ -1,4 +1,4 @@
-"""The worker as its loop's thread drives it."""
+"""The interface of a worker, as the thread that its host gives it drives it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Worker(Protocol):
     """A prefill or decode worker. All methods but `wake` are called from the one thread that its host gives it."""
 
     def handle(self, session: SessionId, command: Command) -> None:
-        """Take a command in; never raises for a bad request (that ends in a `Done` with an error)."""
+        """Take in a command of `session`. Never raises for a bad request, which ends in a `Done` with an error."""
 
     def step(self) -> list[tuple[SessionId, Event]]:
-        """One round: hear the peers, expire what is late, schedule, compute one batch, publish. Takes one batch's
-        time at most and returns the events to deliver, in order."""
+        """Make one round: hear the peers, expire late requests, schedule, compute one batch, publish. Takes one batch's
+        time at most. Returns the events to deliver, in order, each with its session."""
 
     def wait(self, timeout_s: float) -> None:
         """Return when `step` has something to do, when `wake` was called, or after `timeout_s`."""
@@ -30,28 +30,29 @@ class Worker(Protocol):
         """Make `wait` return; may be called from any thread."""
 
     def drop_session(self, session: SessionId) -> None:
-        """The router behind `session` is gone: cancel its requests."""
+        """Cancel the requests of `session`: its router is gone."""
 
     def drain(self) -> None:
-        """Stop admission; what runs is finished. Idempotent."""
+        """Stop admission; requests that run are finished. Idempotent."""
 
     def undrain(self) -> None:
         """Admit again."""
 
     @property
     def drained(self) -> bool:
-        """Draining, and nothing runs, waits or is outgoing: the worker can leave."""
+        """Whether the worker drains, and no request runs, waits or is outgoing: it can leave."""
 
     @property
     def runnable(self) -> bool:
-        """Something could be computed now: a worker that says so and ends no step is hung."""
+        """Whether something could be computed now. A worker that is runnable and ends no step is hung."""
 
     @property
     def unfit(self) -> str:
-        """Why nothing more that it computes can be trusted, in words; empty while it can. Its host ends it then."""
+        """Why the worker's results can't be trusted any more, in words; empty while they can. Its host ends an unfit
+        worker."""
 
     def fence(self) -> None:
-        """The worker's lease has ended: send nothing any more, to routers or peers."""
+        """Send nothing any more, to routers or peers: the worker's lease has ended."""
 
     @property
     def fits(self) -> WorkerLimits: ...
@@ -62,7 +63,7 @@ class Worker(Protocol):
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """What its peers must have in common with it."""
+        """What peers must have in common with this worker before state is handed over."""
 
     def status(self) -> WorkerStatus: ...
 

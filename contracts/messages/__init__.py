@@ -1,1 +1,1 @@
-"""What processes say to each other, one file an edge."""
+"""The messages between processes, one file for each edge."""

@@ -1,7 +1,7 @@
-"""What two workers must have in common before one hands state to the other.
+"""Fingerprints: what two workers must have in common before one hands state to the other.
 
-Every hello between workers and every registration with the controller carries a `Fingerprint`. Two that differ where it
-matters refuse each other before a byte is written, and the reason names both sides.
+Every hello between workers and every registration with the controller carries a `Fingerprint`. Two workers whose
+fingerprints don't match (`mismatch`) refuse each other before a byte is written; the reason names both sides.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PROTOCOL = 3
-"""Version of the messages between workers. It grows when a build can't talk to the one before it; fields and messages
-that the other side may skip don't change it."""
+"""Version of the messages between workers. A build that can't talk to the one before it has a larger one; fields and
+messages that the other side may skip don't change it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +22,10 @@ class Fingerprint:
     layout: str
     """Digest of the pools, their buffers, shapes and dtypes."""
     numerics: str
-    """`numerics_class`: the mode of ``engine.numerics``, and all that the bits of a result depend on in it."""
+    """As `numerics_class` makes it: the mode of ``engine.numerics``, and all that the bits of a result depend on in
+    it."""
     weights: str
-    """Digest of the checkpoint: its numbers, its tensors' headers and samples of their bytes."""
+    """Digest of the checkpoint: the numbers of its `config.json`, its tensors' headers, and samples of their bytes."""
 
 
 def numerics_class(mode: str, computed_by: str) -> str:
@@ -61,6 +62,7 @@ def _fast(fingerprint: Fingerprint) -> bool:
 
 
 def binding_class(fingerprint: Fingerprint | None) -> str:
-    """The numerics class that an answer begun by such a worker must be continued in, for its bits to be those of one
-    run; empty where there is none: under ``fast``, or while the worker hasn't registered."""
+    """The numerics class of all workers that may continue an answer which a worker with this fingerprint began, so that
+    its bits are those of one run; empty where any class will do: under ``fast``, or while the worker hasn't
+    registered."""
     return "" if fingerprint is None or _fast(fingerprint) else fingerprint.numerics

@@ -1,9 +1,9 @@
-"""KV events: what each tier holds, told as it changes, in the format that existing indexers read.
+"""KV events: which pages came to a tier or went, in the format that existing indexers read.
 
-The tree, the tiers and storage emit plain values into a `KVEventLog`, in the order in which things happened:
-`BlockStored`, `BlockRemoved`, `AllBlocksCleared`. A `KVEventPublisher` (cache/tiers/kv_event_publisher.py) sends what a
-round collected as one batch; a `KVEventSubscriber` (router/kv_indexer/kv_event_subscriber.py) follows it and rebuilds
-the index. This file is the vocabulary, the bytes, and the index; it does no I/O.
+The tree, the tiers and storage emit plain values into a `KVEventLog`, in the order of the changes: `BlockStored`,
+`BlockRemoved`, `AllBlocksCleared`. A `KVEventPublisher` (cache/tiers/kv_event_publisher.py) sends what a round
+collected as one batch; a `KVEventSubscriber` (router/kv_indexer/kv_event_subscriber.py) follows it and rebuilds the
+index. This file holds the events and their bytes; it does no I/O.
 
 **The format** is that of vLLM's `vllm/distributed/kv_events.py` in its array form (v0.9 up to the releases that moved
 the events to maps), which Dynamo's indexer accepts beside the map form; for SGLang and llm-d see below. A message has
@@ -24,14 +24,14 @@ structs are arrays tagged by name:
 - A salt (adapter or tenant) travels in `extra_keys`, one array for each block, where vLLM puts its cache salts;
   `lora_id` and `lora_name` are nil.
 - SGLang's `disaggregation/kv_events.py` publishes the same frames, and the same arrays up to `medium`, with the same
-  media; but its hashes are integers, and a salt is a map where `lora_name` is here. What is typed after its structs
+  media; but its hashes are integers, and a salt is a map where `lora_name` is here. A reader typed like its structs
   (`list[int]`) doesn't read bytes.
 - llm-d's indexer (`pkg/kvevents`, its vLLM and SGLang adapters) reads bytes or integers: of bytes the last eight. It
   keeps a medium as it is spelled, passes over fields that it doesn't know, and drops a run whose parent it hasn't met,
-  which is why parents are told before their children. Of the topic it expects `kv@POD@MODEL`; text in `extra_keys` it
-  takes for hashes of images; and it does nothing at "AllBlocksCleared".
+  which is why parents are published before their children. Of the topic it expects `kv@POD@MODEL`; text in `extra_keys`
+  it takes for hashes of images; and it does nothing at "AllBlocksCleared".
 - An indexer that does not know the second element of "AllBlocksCleared" forgets more than it must: it loses hits and
-  is never wrong about what it keeps.
+  is never wrong about the blocks that it keeps.
 
 A page that was stored twice in a tier is in it once, and a removal of a page that isn't there changes nothing: so a
 batch may be applied again.
@@ -63,7 +63,7 @@ __all__ = [
 
 
 class EventMedium(StrEnum):
-    """Where a page can be."""
+    """The tier that an event is about."""
 
     DEVICE = "device"
     HOST = "host"
@@ -106,12 +106,13 @@ class AllBlocksCleared:
 
 
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
-"""What a batch is made of, in the order in which it happened."""
+"""One event of a batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVEventBatch:
-    """What one message carries. `ts`: seconds since 1970 at the publisher."""
+    """The content of one message; `events` are in the order in which they happened. `ts`: seconds since 1970 at the
+    publisher. `rank`: the data-parallel rank, None where there is none."""
 
     ts: float
     events: tuple[KvEvent, ...]
@@ -135,7 +136,7 @@ _TIERS = {
 
 
 def encode_batch(ts: float, events: Sequence[KvEvent], rank: int | None) -> bytes:
-    """The payload of one message."""
+    """Return the payload of one message; the arguments are those of `KVEventBatch`."""
     return msgpack.packb([ts, [_to_array(event) for event in events], rank])  # type: ignore[no-any-return]
 
 
@@ -208,6 +209,6 @@ def _is_int(value: Any) -> bool:
 
 
 END = (-1).to_bytes(8, "big", signed=True)
-"""The sequence number that ends an answer."""
+"""The sequence number of the message that ends the answer to a replay request."""
 TRUTH = b"truth"
-"""The question for the whole content."""
+"""The replay request for all that the tiers hold, in place of a sequence number."""

@@ -1,4 +1,7 @@
-"""Orders between ranks as bytes: an explicit tag for each, msgpack."""
+"""Rank orders as bytes (msgpack, an explicit tag for each order), and the channel that carries them.
+
+Only the types in `TAGS` can come out of bytes; anything else raises `WireError`.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,7 @@ def encode(order: Order) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Order:
-    """Raises `WireError` for anything but an order of `TAGS`."""
+    """Read an order. Raises `WireError` for anything but an order of `TAGS`."""
     try:
         tag, *values = msgpack.unpackb(data, use_list=False)
         cls = TAGS[tag]
@@ -97,28 +100,31 @@ def _made(inner: type[Any], value: tuple[Any, ...]) -> Any:
 
 
 class OrderAnswers(Protocol):
-    """What followers answer to one order."""
+    """The answers of all followers to one order."""
 
     @property
     def done(self) -> bool:
-        """Whether all have answered."""
+        """Whether all followers have answered. Never waits."""
 
     def wait(self) -> list[Any]:
-        """One answer a follower, by rank from 1 on. Raises `PeerDead` when one is gone, or silent for too long."""
+        """Wait for the answers; returns one for each follower, by rank from 1 on.
+
+        Raises `PeerDead` when a follower is gone, or silent for too long.
+        """
 
 
 class OrderChannel(Protocol):
-    """The leader's line to the other ranks. One thread."""
+    """The leader's line to the followers. Used from one thread."""
 
     @property
     def size(self) -> int:
         """Ranks in all, the leader included."""
 
     def send(self, order: Order) -> None:
-        """Have all followers carry out `order` after all that they were told before. Raises `PeerDead`."""
+        """Have all followers carry out `order` after all earlier orders; waits for no answer. Raises `PeerDead`."""
 
     def ask(self, order: Order) -> OrderAnswers:
-        """The same for an order that is answered."""
+        """Send an order that is answered. Raises `PeerDead`, as `send` does."""
 
     def heard(self) -> list[tuple[int, FollowerNotice]]:
-        """What followers told of their own accord since the last call, each with its rank. Never waits."""
+        """The followers' notices since the last call, each with the follower's rank. Never waits."""

@@ -1,12 +1,12 @@
-"""What the leader of a worker's ranks tells the others to do: frozen values, an explicit tag for each, msgpack.
+"""Rank orders: what the leader of a worker's ranks tells the followers to do, as frozen values.
 
 A worker of several tensor-parallel ranks decides in one place, the process of rank 0, the *leader*. It alone plans,
 hands out pages and slots, and talks to routers and peers. The other ranks, the *followers*, hold their heads' share of
 every page under the same index, and carry out the leader's orders one by one, in the order in which the leader carried
-out its own part of them. An order that asks for something is answered with plain values; what can't be carried out ends
-the follower, and with it the worker.
+out its own part of them. An order that asks for something is answered with plain values; a follower that can't
+carry out an order ends, and with it the worker.
 
-Nothing but the types in `TAGS` can come out of bytes; anything else raises `WireError`.
+`contracts/messages/rank_order_codec.py` turns orders into bytes and back.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class PageSpan(NamedTuple):
 
 
 class PagePlaces(NamedTuple):
-    """Pages (or states) `first ..` of a sequence in one pool, and the pages or slots that hold them."""
+    """Pages (or states) of a sequence in one pool: page or slot `indices[i]` holds page number
+    `first + i`."""
 
     pool: str
     first: int
@@ -38,7 +39,7 @@ class PagePlaces(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ZeroPages:
-    """Clear these pages and slots of the pools in `place`."""
+    """Fill pages and slots of the pools in `place` with zeros; `chosen` has pairs of a pool and its indices."""
 
     place: str
     chosen: tuple[tuple[str, PageIndices], ...]
@@ -52,12 +53,15 @@ class CopyPages:
     target: str
     pieces: tuple[PageSpan, ...]
     layers: tuple[int, int] | None
-    """Half-open; None: all layers."""
+    """First layer and end, half-open; None: all layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class DigestPages:
-    """Answer with the digests of positions `firsts[i] .. ends[i]-1`, a list for each group of the pool's buffers."""
+    """Answer with digests of pages, one list for each group of the pool's buffers.
+
+    Entry `i` of a list is over positions `firsts[i] .. ends[i]-1` of page `indices[i]`.
+    """
 
     place: str
     pool: str
@@ -68,15 +72,17 @@ class DigestPages:
 
 @dataclass(frozen=True, slots=True)
 class CheckPages:
-    """Answer with the broken invariants of the pools in `place`."""
+    """Answer with the broken invariants of the pools in `place`, a line of text each."""
 
     place: str
 
 
 @dataclass(frozen=True, slots=True)
 class BindArenas:
-    """Answer with the bond of this rank's arena, empty where it has none, and with how many copies into it were carried
-    out since this was last asked. With `bond`, forget what is in it first, and take that one."""
+    """Answer with the bond of this rank's arena, empty where it has none, and with the number of copies into the arena
+    since the last such order. With a `bond` that isn't empty, clear the arena first and give it that bond.
+
+    Ranks with equal bonds have arenas that belong together: one incarnation wrote them."""
 
     bond: bytes
 
@@ -89,15 +95,15 @@ class RowOrder(NamedTuple):
 
     start: int
     tokens: int
-    """How many."""
+    """The number of tokens."""
     tables: tuple[PagePlaces, ...]
-    """Its tables, by pool."""
+    """Its block tables, by pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """Compute one step together with the other ranks. Its tokens, and whose state must not be written, are told by the
-    leader within the step: it need not know them yet."""
+    """Compute one step together with the other ranks. The leader sends the step's tokens, and which rows' state must
+    not be written, within the step, as it need not know them yet when it gives this order."""
 
     rows: tuple[RowOrder, ...]
 
@@ -107,12 +113,12 @@ class RunStep:
 
 @dataclass(frozen=True, slots=True)
 class DescribeMemory:
-    """Answer with this rank's part of the plane's descriptor."""
+    """Answer with this rank's part of the data plane's descriptor."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenLink:
-    """Open link `link` to a reader; answer with an empty string, or with why it can't be reached."""
+    """Open write link `link` to a reader; answer with an empty string, or with why the reader can't be reached."""
 
     link: int
     descriptor: dict[str, Any]
@@ -125,7 +131,8 @@ class CloseLink:
 
 @dataclass(frozen=True, slots=True)
 class PostWrite:
-    """Write these places of mine to the reader's of the same numbers; answer when it is done."""
+    """Write this rank's pages and slots in `sources` to the reader's in `targets` of the same page numbers; answer when
+    the write is done."""
 
     link: int
     room: str
@@ -139,7 +146,7 @@ class PostWrite:
 
 @dataclass(frozen=True, slots=True)
 class PermitRoom:
-    """Writes for this room may arrive from now on; answered, since nothing may arrive before."""
+    """Permit writes for this room into `places`; answered, as no write may arrive before the permit."""
 
     room: str
     ticket: int
@@ -156,7 +163,8 @@ class RevokeRoom:
 
 
 class StoredPage(NamedTuple):
-    """A page in host memory, with its block hash and the positions that its digest is over."""
+    """A page in host memory: its pool, its block hash `key`, its index `at`, and the positions `first .. end-1` that
+    its digest is over."""
 
     pool: str
     key: bytes
@@ -167,14 +175,15 @@ class StoredPage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FindPages:
-    """Answer, when storage has, with one truth for each pool and block hash: whether this rank's part is there."""
+    """Answer, once storage has answered, with one boolean for each pair of pool and block hash: whether storage has
+    this rank's part."""
 
     wanted: tuple[tuple[str, bytes], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class FetchPages:
-    """Read this rank's part of pages into host memory; answer, when it is there, with verdict, digests and reason."""
+    """Read this rank's part of pages into host memory; answer, when that is done, with verdict, digests and reason."""
 
     pages: tuple[StoredPage, ...]
 
@@ -183,7 +192,7 @@ class FetchPages:
 class PutPages:
     """Store this rank's part of pages in host memory; answer, when it is done, with verdict, digest and reason.
 
-    Of one `chain` (0: none) no page without those that were ordered before it."""
+    No page of a `chain` (0: none) is stored without the pages of that chain that were ordered before it."""
 
     pages: tuple[StoredPage, ...]
     chain: int
@@ -194,7 +203,10 @@ class PutPages:
 
 @dataclass(frozen=True, slots=True)
 class FormGroup:
-    """The first order: meet the other ranks through the store in this file, and watch this process, your leader."""
+    """The first order: meet the other ranks through the store in file `store`, and watch the leader's process.
+
+    `pid`, `started` (start ticks) and `namespace` name that process.
+    """
 
     store: str
     pid: int
@@ -204,18 +216,18 @@ class FormGroup:
 
 @dataclass(frozen=True, slots=True)
 class AwaitReady:
-    """Answer when everything is loaded."""
+    """Answer when this rank has loaded everything."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndRank:
-    """The worker ends."""
+    """End this rank: the worker ends."""
 
     reason: str
 
 
 class WriteArrived(NamedTuple):
-    """Told by a follower of its own accord: it has taken in writes up to `number` of a room from a writer's rank."""
+    """Notice: the follower has taken in the writes up to `number` of a room from the writer's rank `source`."""
 
     room: str
     source: int
@@ -223,13 +235,13 @@ class WriteArrived(NamedTuple):
 
 
 class LinkLost(NamedTuple):
-    """Told by a follower of its own accord: the connection of its link was cut, and what it wrote may be lost."""
+    """Notice: the connection of the follower's write link `link` was cut; what it wrote there may be lost."""
 
     link: int
 
 
 FollowerNotice = WriteArrived | LinkLost
-"""What followers tell without being asked."""
+"""A message that a follower sends without being asked."""
 
 Order = (
     ZeroPages

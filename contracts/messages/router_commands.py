@@ -1,7 +1,7 @@
-"""Messages between the router and the workers: frozen values, grouped by the edge they cross.
+"""Commands: the messages from a router to workers, as frozen values.
 
-They travel as protobuf (`contracts/proto/worker.proto`, `contracts/wire/command_protobuf.py`) between processes and as
-they are in one process. A request has one `Submit` a leg; both legs get the same value and differ in who receives it.
+Commands travel as protobuf (`contracts/proto/worker.proto`, `contracts/wire/command_protobuf.py`) between processes and
+as they are in one process. Each leg of a request gets one `Submit`; both are alike but for `peer`.
 """
 
 from __future__ import annotations
@@ -31,23 +31,25 @@ class Submit:
 
     request_id: RequestId
     attempt: int
-    """0 at first; a replay after a failure carries the next number, and older events are dropped."""
+    """0 at first; a replay after a failure carries the next number, and the router drops events of older attempts."""
     room: RoomId
     tokens: tuple[int, ...]
-    """The prompt, then whatever earlier attempts have already emitted."""
+    """The prompt, then the tokens that earlier attempts have already emitted."""
     prompt_len: int
     """How many of `tokens` are the client's prompt; the rest are emitted tokens."""
     sampling: SamplingParams
     peer: PeerRef | None
-    """The other leg; None when prefill alone can answer (``max_tokens`` leaves at most one token to draw)."""
+    """The worker of the other leg; None when prefill alone can answer (``max_tokens`` leaves at most one token to
+    draw)."""
     salt: str = ""
     """Part of the prefix key: requests with different salts share nothing."""
     deadline_s: float = 600.0
-    """Seconds from arrival at the worker until the request is failed there."""
+    """Seconds from the arrival at the worker after which the worker fails the request."""
     priority: int = 0
-    """Under ``cache.eviction=priority`` state of higher priority stays longer."""
+    """Under ``cache.eviction=priority`` state of requests with a higher number stays longer."""
     migrating: bool = False
-    """It stands still elsewhere until it is granted here: without room for it now it is refused."""
+    """The request is paused on another decode worker until this one grants it: without room for it now it is
+    refused."""
 
     @property
     def emitted(self) -> tuple[int, ...]:
@@ -69,21 +71,22 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class PauseForMigration:
-    """Stop this request at its next token and hold its state for `peer`, which will take it as `room`.
+    """Stop this request at its next token and hold its state for `peer`, which will fetch it as `room`.
 
-    Decode answers `MigrationPaused`, or `MigrationUndone` where it can't.
+    Decode answers `MigrationPaused`, or `MigrationUndone` where it can't migrate the request.
     """
 
     request_id: RequestId
     attempt: int
     room: RoomId
     peer: PeerRef
-    """The decode worker that takes over; its control endpoint isn't needed, as it is the one that calls."""
+    """The decode worker that takes over. Its control endpoint isn't needed, as that worker connects to this one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeHere:
-    """A hand-over is taken back: go on with the request where it stopped. Ends in an error where it isn't held."""
+    """A migration is taken back: go on with the request where it was paused. A request that isn't held ends in an
+    error."""
 
     request_id: RequestId
     attempt: int
@@ -91,24 +94,25 @@ class ResumeHere:
 
 @dataclass(frozen=True, slots=True)
 class PushPrefix:
-    """Write the finished pages that the tree has of these tokens to `peer`, which will fetch them as `room`.
+    """Write the finished pages that the prefix cache has of these tokens to `peer`, which will ask for them as `room`.
 
-    Decode answers `PushReady`. Nothing that runs is held up.
+    Decode answers `PushReady`. Running requests go on meanwhile.
     """
 
     request_id: RequestId
-    """The running request whose pages they are, or a name for what was offered."""
+    """The running request whose pages they are, or the name of a `PrefixOffered`."""
     attempt: int
     room: RoomId
     peer: PeerRef
     tokens: tuple[int, ...] = ()
-    """Empty: those of the request."""
+    """Empty: the tokens of the running request."""
     salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PullPrefix:
-    """Receive the finished pages of these tokens from `peer` as `room`, for the tree. Decode answers `PullDone`."""
+    """Receive the finished pages of these tokens from `peer` as `room`, for the prefix cache. Decode answers
+    `PullDone`."""
 
     request_id: RequestId
     attempt: int
@@ -117,18 +121,19 @@ class PullPrefix:
     tokens: tuple[int, ...]
     salt: str = ""
     spare: bool = False
-    """Only into pages that hold nothing."""
+    """Take only free pages for them: evict nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """Compute a finished answer again from its tokens alone, when there is nothing else to do.
+    """Compute a finished answer again from its tokens alone, while the worker is idle. The worker answers `Audited`.
 
-    Nothing of it is taken from a tree or a tier, nor kept. Any request that comes ends it (`AuditEnd.PREEMPTED`).
+    No page of it is taken from the prefix cache or a tier, and none is kept. Any request that comes ends the audit
+    (`AuditEnd.PREEMPTED`).
     """
 
     request_id: RequestId
-    """The audit's own."""
+    """Names the audit itself, not the request that is audited."""
     attempt: int
     tokens: tuple[int, ...]
     """The prompt, then the whole answer."""
@@ -138,14 +143,14 @@ class Audit:
 
 @dataclass(frozen=True, slots=True)
 class InvalidatePrefix:
-    """Never again use state of this prefix from the tree: an audit has shown that something in it is wrong."""
+    """Invalidate this prefix in the prefix cache: an audit has shown that some of its state is wrong."""
 
     request_id: RequestId
-    """Whose answer was audited."""
+    """The request whose answer was audited."""
     tokens: tuple[int, ...]
     salt: str = ""
 
 
 MigrationCommand = PauseForMigration | ResumeHere | PushPrefix | PullPrefix
-"""What concerns state that goes between decode workers."""
+"""Commands about state that goes between decode workers."""
 Command = Submit | Cancel | MigrationCommand | Audit | InvalidatePrefix

@@ -1,4 +1,4 @@
-"""What workers tell a router."""
+"""Events: the messages from workers to a router."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ class Tokens:
     position: int
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
-    """One a token when the client asked for them, else empty."""
+    """One for each token when the client asked for them, else empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """Log-probabilities of the prompt's tokens 1.. (token 0 has none), in order, once a request, from prefill."""
+    """Log-probabilities of the prompt's tokens 1.. (token 0 has none), in order; prefill sends them once for a
+    request."""
 
     request_id: RequestId
     attempt: int
@@ -35,12 +36,12 @@ class PromptScores:
 
 @dataclass(frozen=True, slots=True)
 class LegReport:
-    """What one leg did and when; what its reports count adds up.
+    """What one leg of a request did, and when. The counts of several reports of one leg add up.
 
-    Prefill reports once, with its first token. Decode reports what it held and received as soon as that is verified,
-    so that it is told of answers too that end before decode does (by a stop string, say), and at the end the rest of
-    its marks. `marks` are seconds since the leg's arrival at that worker: ``queue``, ``match``, ``prefill`` on
-    prefill; ``grant``, ``arrived``, ``first_step``, ``done`` on decode.
+    Prefill reports once, with its first token. Decode reports what it held and received as soon as the received state
+    is verified, so that answers which end before decode does (by a stop string, say) are reported too; at its end it
+    reports the rest of its marks. `marks` are seconds since the leg's arrival at that worker: ``queue``, ``match``,
+    ``prefill`` on prefill; ``grant``, ``arrived``, ``first_step``, ``done`` on decode.
     """
 
     request_id: RequestId
@@ -52,14 +53,15 @@ class LegReport:
     computed_tokens: int = 0
     """Prompt tokens whose state this worker computed; 0 on decode, always."""
     transfer_bytes: int = 0
-    """Bytes of state received and verified; decode alone knows, as it is sent only what it doesn't hold."""
+    """Bytes of state received and verified. Only decode reports them, as it is sent only the state that it lacks."""
     cached_by_tier: dict[str, int] = field(default_factory=dict)
-    """`cached_tokens` by where they were: ``device``, ``host``, ``storage``."""
+    """`cached_tokens` by the tier that held them: ``device``, ``host``, ``storage``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The last event of a leg that ends the request: decode, or prefill when it alone answers or either fails."""
+    """The last event of the leg that ends a request: decode, or prefill when it answers alone, or either when it
+    fails."""
 
     request_id: RequestId
     attempt: int
@@ -69,24 +71,25 @@ class Done:
     error: ErrorKind | None = None
     message: str = ""
     blame: WorkerName | None = None
-    """The worker at fault, if the one that reports isn't."""
+    """The worker at fault; None: the one that reports."""
 
 
 @dataclass(frozen=True, slots=True)
 class MigrationWanted:
-    """The worker drains and would rather have this request go on elsewhere."""
+    """The worker drains, and asks that this request be continued on another worker."""
 
     request_id: RequestId
     attempt: int
     started: bool
-    """It has state here, which a hand-over would keep; else it has nothing yet and can start anywhere."""
+    """The request has state here, which a migration would keep; else it has none yet and can start on any worker."""
     withdrawn: bool = False
-    """Not any more: the worker has been undrained."""
+    """The worker takes the wish back: it has been undrained."""
 
 
 @dataclass(frozen=True, slots=True)
 class MigrationPaused:
-    """A hand-over can begin: all tokens were sent, and the state of the first `position` positions waits for it."""
+    """A migration can begin: all tokens were sent, and the state of the first `position` positions is held for the
+    peer."""
 
     request_id: RequestId
     attempt: int
@@ -95,7 +98,7 @@ class MigrationPaused:
 
 @dataclass(frozen=True, slots=True)
 class MigrationUndone:
-    """The hand-over came to nothing: the request goes on here."""
+    """A migration failed or was refused: the request goes on at this worker."""
 
     request_id: RequestId
     attempt: int
@@ -104,17 +107,18 @@ class MigrationUndone:
 
 @dataclass(frozen=True, slots=True)
 class MigrationDone:
-    """The other worker has everything; nothing of the request is left here."""
+    """A migration is complete: the other worker has all state, and this worker has freed the request."""
 
     request_id: RequestId
     attempt: int
     bytes: int
-    """Of state, that were sent."""
+    """Bytes of state that were sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class PushReady:
-    """Pages of so many positions are kept for whoever fetches them; 0: it isn't worth it, or there are none."""
+    """Answer to `PushPrefix`: the pages of `positions` positions are held for the peer; 0: none, or not worth a
+    push."""
 
     request_id: RequestId
     attempt: int
@@ -123,7 +127,7 @@ class PushReady:
 
 @dataclass(frozen=True, slots=True)
 class PullDone:
-    """A fetch has ended, with so many bytes; 0: with nothing."""
+    """Answer to `PullPrefix`: the pull has ended, with `bytes` bytes; 0: nothing was received."""
 
     request_id: RequestId
     attempt: int
@@ -132,10 +136,11 @@ class PullDone:
 
 @dataclass(frozen=True, slots=True)
 class PrefixOffered:
-    """A decode worker that leaves has these tokens' pages, which others may want: the hottest first."""
+    """A decode worker that leaves offers the pages of these tokens to other workers. The hottest prefix is offered
+    first."""
 
     request_id: RequestId
-    """A name for the offer."""
+    """Names the offer."""
     attempt: int
     tokens: tuple[int, ...]
     salt: str
@@ -146,14 +151,14 @@ class AuditEnd(StrEnum):
 
     COMPUTED = "computed"
     PREEMPTED = "preempted"
-    """A request came, or the worker drains: it may be tried again later."""
+    """A request came, or the worker drains: the audit may be tried again later."""
     REFUSED = "refused"
-    """It can't be computed here."""
+    """The worker can't compute this audit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """What came of an `Audit`."""
+    """The result of an `Audit`."""
 
     request_id: RequestId
     attempt: int
@@ -161,11 +166,11 @@ class Audited:
     checked: int = 0
     """Tokens of the answer that were drawn again."""
     differing: int = 0
-    """Those of them that came out otherwise."""
+    """Tokens among the checked ones that were drawn differently."""
     differences: tuple[TokenDifference, ...] = ()
-    """The first of these, in order of position."""
+    """The first of the differing tokens, in order of position."""
     exact: bool = True
-    """Whether every difference is damage; else (numerics: fast) only what is beyond `audit.margin`."""
+    """Whether every difference is damage; else (numerics: fast) only a difference with a gap above `audit.margin`."""
     message: str = ""
 
 

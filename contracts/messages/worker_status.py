@@ -1,4 +1,4 @@
-"""What workers tell the controller and operators."""
+"""Records, status, reports and limits of workers, for the controller and operators."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contracts.messages.fingerprint import Fingerprint
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """What a worker registered with the controller."""
+    """A worker as it registered with the controller."""
 
     name: WorkerName
     role: Role
@@ -20,11 +20,12 @@ class WorkerRecord:
     endpoint: str
     """Its gRPC service, ``host:port``; empty in one process."""
     control: str
+    """Endpoint of its control socket for rooms; empty where peers don't connect to it."""
     fits: WorkerLimits
     node_id: str = ""
-    """The Ray node that it runs on; empty without Ray."""
+    """Id of the Ray node that it runs on; empty without Ray."""
     fingerprint: Fingerprint | None = None
-    """What its peers must have in common with it; None while no process of it has registered."""
+    """What peers must have in common with the worker; None while no process of it has registered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class WorkerView:
     record: WorkerRecord
     status: WorkerStatus
     cordoned: bool = False
-    """Its node gets no worker until it is undrained."""
+    """Its node gets no workers until the node is undrained."""
 
 
 # ---------------------------------------------------------------- worker state, for the controller and operators
@@ -42,7 +43,7 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """One line of `twinpool status`."""
+    """The state and counts of a worker: one line of `twinpool status`."""
 
     name: WorkerName
     role: Role
@@ -58,19 +59,19 @@ class WorkerStatus:
     steps: int = 0
     """Steps made since start: a worker that has work and makes none is stuck."""
     outgoing: int = 0
-    """Rooms whose pages have not been released yet."""
+    """Hand-overs to peers (rooms) whose pages have not been released yet."""
     counters: dict[str, float] = field(default_factory=dict)
     stalled_s: float = 0.0
-    """How long its loop has made no progress, or had work that could run and ended no step; 0 while all is well."""
+    """Seconds in which its loop made no progress, or had work that could run and ended no step; 0 while all is well."""
     longest_step_s: float = 0.0
-    """The longest of its latest steps: what is long for one worker is usual for another."""
+    """Seconds of the longest of its latest steps: a long step for one worker is usual for another."""
     last_end: str = ""
-    """Why its last incarnation ended, as the controller knows; empty where none has."""
+    """Why its last incarnation ended, as far as the controller knows; empty where none has."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What `check()` counted and found, recomputed from scratch."""
+    """The result of a worker's `check()`: counts, and invariants that are broken, recomputed from scratch."""
 
     name: WorkerName
     pages: int
@@ -82,9 +83,9 @@ class CheckReport:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """What a worker can ever hold, for the router's early refusals."""
+    """The longest request that a worker can ever hold, for the router's early refusals. In positions."""
 
     max_positions: int
-    """Longest prompt + answer that fits into the pool when it is empty."""
+    """Longest prompt + answer that fits into the worker's empty pools."""
     context: int
     """The model's context length."""

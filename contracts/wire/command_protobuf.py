@@ -1,7 +1,7 @@
-"""Values to protobuf and back, for the edges between router, workers and controller.
+"""The router's commands to protobuf and back.
 
 Builds of two versions meet while a cluster is upgraded. Unknown fields are skipped by protobuf itself, messages of
-unknown kinds by `known`, and an error of an unknown kind is one of the worker's.
+unknown kinds by `contracts.wire.unknown_kinds.known`, and an error of an unknown kind counts as `ErrorKind.WORKER`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _pages_to_proto(c: PushPrefix | PullPrefix) -> pb.PrefixTransfer:
 
 
 def command_from_proto(message: pb.Command) -> Command:
-    """Raises `UnknownKind`."""
+    """A command from the wire. Raises `UnknownKind` for a kind that this build doesn't know."""
     match message.WhichOneof("kind"):
         case "submit":
             return _submit_from_proto(message.submit)

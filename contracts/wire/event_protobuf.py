@@ -1,4 +1,4 @@
-"""Workers' events to protobuf and back."""
+"""The workers' events to protobuf and back."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def event_to_proto(event: Event) -> pb.Event:
 
 
 def event_from_proto(m: pb.Event) -> Event:
-    """Raises `UnknownKind`."""
+    """An event from the wire. Raises `UnknownKind` for a kind that this build doesn't know."""
     request_id, attempt = RequestId(m.request_id), m.attempt
     match m.WhichOneof("kind"):
         case "tokens":

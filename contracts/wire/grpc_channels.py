@@ -1,8 +1,8 @@
-"""How this cluster's processes call each other: the options of their gRPC channels and servers.
+"""The options of the gRPC channels and servers by which the processes of a cluster call each other.
 
-An environment's proxy knows nothing of loopback or of a cluster's hosts, so none is asked. A connection that was cut is
-tried again within a second at most: gRPC's own back-off grows to two minutes, longer than any lease. Messages are
-bounded on both sides by what the largest of each service needs.
+HTTP proxies of the environment are ignored, since they can't reach loopback or a cluster's hosts. A connection that was
+cut is tried again within a second: gRPC's own back-off grows to two minutes, longer than any lease. The size of
+messages is bounded on both sides by the largest that each service needs.
 """
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ ChannelOptions = list[tuple[str, int]]
 RECONNECT_FIRST_MS = 100
 RECONNECT_MOST_MS = 1000
 CONTROL_BYTES = 1024 * 1024
-"""The largest call to the controller: a registration, or a heartbeat with its counters."""
+"""Bytes of the largest call to the controller: a registration, or a heartbeat with its counters."""
 TABLE_BYTES = 64 * 1024 * 1024
-"""The largest table that the controller sends: a worker takes a few kilobytes of it."""
+"""Bytes of the largest table that the controller sends; each worker takes a few kilobytes of the table."""
 COMMANDS_BYTES = 64 * 1024 * 1024
-"""The largest frame of commands to a worker: `shared_frames.FRAME_BYTES`, or one prompt of a whole context."""
+"""Bytes of the largest frame of commands to a worker: about `shared_frames.FRAME_BYTES`, or one prompt of a whole
+context."""
 
 
 EVENTS_BYTES = 256 * 1024 * 1024
-"""The largest frame of events from a worker: long prompts have long scores."""
+"""Bytes of the largest frame of events from a worker, which log-probabilities of a long prompt can fill."""
 CONCURRENT_CALLS = 4096
-"""Calls that one connection may have open at a server."""
+"""The most calls that one connection may have open at a server."""
 METADATA_BYTES = 16 * 1024
 
 
 def channel_options(send_bytes: int, receive_bytes: int, silence_s: float | None = None) -> ChannelOptions:
-    """Options of a channel to a process of this cluster, with the largest messages it may carry.
+    """Options of a channel to a process of this cluster, with the largest messages that it may carry, in bytes.
 
-    `silence_s`: a peer that says nothing for so long is gone.
+    `silence_s`: seconds without a sign of life after which the peer counts as gone; None: the channel sends no pings.
     """
     options = [
         ("grpc.max_receive_message_length", receive_bytes),
@@ -47,7 +48,8 @@ def channel_options(send_bytes: int, receive_bytes: int, silence_s: float | None
 
 
 def server_options(receive_bytes: int, send_bytes: int, silence_s: float) -> ChannelOptions:
-    """Options of a server. A client that vanishes says nothing: it is gone after `silence_s`."""
+    """Options of a server, with its largest messages in bytes. A client that is silent for `silence_s` seconds, pings
+    included, counts as gone."""
     return [
         ("grpc.max_receive_message_length", receive_bytes),
         ("grpc.max_send_message_length", send_bytes),
@@ -64,7 +66,7 @@ def _pings(silence_s: float) -> ChannelOptions:
     return [
         ("grpc.keepalive_time_ms", half_ms),
         ("grpc.keepalive_timeout_ms", half_ms),
-        # What gRPC really waits for an answer is this, of which the one above is only the least: a minute by default.
+        # gRPC waits for an answer for the longer of this (a minute by default) and the timeout above.
         ("grpc.http2.ping_timeout_ms", half_ms),
         ("grpc.http2.max_pings_without_data", 0),
     ]

@@ -1,7 +1,7 @@
-"""Router frames as bytes: what 128 choices of one long prompt share is encoded once.
+"""Encoding of router frames in which the tokens that several choices of one long prompt share are encoded only once.
 
 A message's bytes are its fields' bytes one after the other, in any order (Protocol Buffers, "Encoding", on
-concatenation), so that tokens which were encoded alone can be put behind the rest of their `Submit`.
+concatenation). So tokens that were encoded alone can be appended to the rest of each `Submit`.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ from contracts.proto import worker_pb2 as pb
 from contracts.wire.command_protobuf import command_to_proto
 
 FRAME_BYTES = 1024 * 1024
-"""A frame is sent when it has as much, or `FRAME_COMMANDS`; a single command may have more."""
+"""A frame is closed once it has this many bytes, or `FRAME_COMMANDS` commands; its last command may go beyond."""
 FRAME_COMMANDS = 64
 SHARED_TOKENS = 1024
-"""From so many tokens on it is looked whether the last command had the same."""
+"""The fewest tokens of a `Submit` whose encoding is kept for the commands after it."""
 _DELIMITED = 2
 _COMMANDS = pb.RouterFrame.DESCRIPTOR.fields_by_name["commands"].number
 _SUBMIT = pb.Command.DESCRIPTOR.fields_by_name["submit"].number
 
 
 class FrameWriter:
-    """Encodes the commands to one worker."""
+    """Encodes the commands to one worker as frames."""
 
     def __init__(self) -> None:
         self._tokens: tuple[int, ...] = ()
         self._encoded = b""
         self.encoded = 0
-        """How often long tokens were encoded."""
+        """How often tokens of `SHARED_TOKENS` or more were encoded."""
 
     def frames(self, commands: Sequence[Command]) -> Iterator[bytes]:
-        """`RouterFrame`s with all of `commands` in order. What is shared is forgotten at the end."""
+        """Serialised `RouterFrame`s with all `commands` in order. Encoded tokens are shared within one call only, by
+        long `Submit`s that follow each other and have the very same tuple of tokens."""
         parts: list[bytes] = []
         size = 0
         for number, command in enumerate(commands, 1):
@@ -58,7 +59,7 @@ class FrameWriter:
 
 
 def _head(field: int, length: int) -> bytes:
-    """Tag and length of a delimited field."""
+    """The bytes of tag and length before a length-delimited field."""
     return _varint(field << 3 | _DELIMITED) + _varint(length)
 
 

@@ -1,4 +1,4 @@
-"""Messages of kinds that this build doesn't know: left out and counted, as a newer build may send them."""
+"""Skipping messages of kinds that this build doesn't know, since a newer build may send them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ ValueT = TypeVar("ValueT")
 
 
 def known(read: Callable[[MessageT], ValueT], messages: Iterable[MessageT]) -> tuple[list[ValueT], int]:
-    """What `read` makes of those whose kind this build knows, and how many others there are."""
+    """The values that `read` makes of `messages`, in order, and the number of messages for which it raised
+    `UnknownKind`."""
     values, others = list[ValueT](), 0
     for message in messages:
         try:
@@ -24,7 +25,7 @@ def known(read: Callable[[MessageT], ValueT], messages: Iterable[MessageT]) -> t
 
 
 def role_from_proto(role: str) -> Role:
-    """Raises `UnknownKind` for a role that this build doesn't know."""
+    """A role from the wire. Raises `UnknownKind` for a role that this build doesn't know."""
     if role not in tuple(Role):
         raise UnknownKind(f"unknown role {role!r}")
     return Role(role)

@@ -1,4 +1,4 @@
-"""Status, reports, records and views of workers to protobuf and back."""
+"""Statuses, check reports, records and views of workers to protobuf and back."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def fingerprint_from_proto(m: pb.Fingerprint) -> Fingerprint:
 
 
 def view_from_proto(m: pb.WorkerView) -> WorkerView:
-    """A row of the controller's table. Raises `UnknownKind` for a role that this build doesn't know."""
+    """Read a row of the controller's table; a worker without a status is ``starting``. Raises `UnknownKind` for a role
+    that this build doesn't know."""
     r = m.registration
     incarnation = Incarnation(m.status.incarnation or r.incarnation)
     record = WorkerRecord(
@@ -97,7 +98,7 @@ def view_from_proto(m: pb.WorkerView) -> WorkerView:
 
 
 def record_from_proto(m: pb.Registration) -> WorkerRecord:
-    """A worker's record from the wire; raises `UnknownKind` for an unknown role."""
+    """Read a worker's record; raises `UnknownKind` for a role that this build doesn't know."""
     fits = WorkerLimits(m.max_positions, m.context)
     name, incarnation = WorkerName(m.name), Incarnation(m.incarnation)
     fingerprint = fingerprint_from_proto(m.fingerprint) if m.HasField("fingerprint") else None
@@ -107,7 +108,7 @@ def record_from_proto(m: pb.Registration) -> WorkerRecord:
 
 
 def record_to_proto(record: WorkerRecord) -> pb.Registration:
-    """A worker's record as it travels."""
+    """Return a worker's record as its registration message."""
     return pb.Registration(
         name=record.name,
         role=record.role,

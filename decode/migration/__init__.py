@@ -1,1 +1,1 @@
-"""Running requests and finished pages to other decode workers."""
+"""Migration of running requests, and of finished pages, to other decode workers."""

@@ -61,20 +61,22 @@ STAGES = StateTable[MigrationStage, MigrationStageEvent](
 
 @dataclass(eq=False)
 class OutgoingMigration:
-    """One request on its way out."""
+    """The migration of one request to another worker, at the source."""
 
     request: DecodeRequest
     room: RoomId
     peer: PeerRef
     stage: MigrationStage = MigrationStage.STOPPING
     paused_at: float = 0.0
+    """When its stream stopped, in seconds of the clock."""
     chain: list[bytes] = field(default_factory=list)
-    """Keys of all pages of its committed positions."""
+    """Block hashes of all pages of its committed positions."""
     ends: dict[str, int] = field(default_factory=dict)
     """Digests at its end, by pool: of the last page where it is partly filled, and of the state."""
     began: float = 0.0
-    """When the first bytes went out."""
+    """When it was granted and the first bytes went out, in seconds of the clock."""
     bytes: int = 0
+    """Bytes of state posted so far."""
 
     def step(self, event: MigrationStageEvent) -> None:
         self.stage = STAGES.next(self.stage, event)

@@ -1,21 +1,20 @@
-"""Pages that go from this worker's tree to another's, while everything here goes on.
+"""Prefix pushes: pages of this worker's tree go into another's, while everything here goes on.
 
-Two things are given: the finished pages of a request that is about to move, so that little is left to send while its
-stream stands still; and, by a worker that leaves, the prefixes that were used most, so that they needn't be computed
-or sent again. Both are rooms like any other: the other worker borrows pages, this one writes what its tree has, and
-what arrived is verified by its tags before the other's tree takes it. It costs no request anything if that fails.
+Two things are pushed: the finished pages of a request that is about to migrate, so that little is left to send while
+its stream stands still; and, by a worker that leaves, the prefixes that were used most, so that they needn't be
+computed or sent again. Both go through rooms like any other: the other worker leases and grants pages, this one writes
+what its tree has, and the other verifies by the tags what arrived before its tree takes it. A push that fails costs no
+request anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from cache.allocation.allocation import Allocation
 from cache.device.device_port import DONE
-from cache.manager.kv_cache_manager import KVCacheManager
-from cache.prefix_cache.token_prefix import TokenPrefix
+from cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from contracts.block_hash import KEY_BYTES
 from contracts.clock import Clock
 from contracts.config.cluster_config import Config
@@ -26,11 +25,13 @@ from contracts.messages.router_commands import PushPrefix
 from contracts.messages.worker_events import PushReady
 from contracts.state_table import StateTable
 from decode.request.request import DecodeRequest
-from transfer.rooms.kv_sender import KVSender
+from decode.request.request_outcomes import RouterEvent
+from decode.request.request_pages import DecodePages
 from transfer.rooms.metadata_slots import HandoverMetadata
 from transfer.rooms.room_outcomes import RoomGranted, RoomReleased
+from transfer.rooms.sender.kv_sender import KVSender
 from worker.request_table import RequestTable
-from worker.sendable_pages import finished
+from worker.sendable_pages import finished, portion
 
 
 class PushState(StrEnum):
@@ -66,25 +67,20 @@ class _Push:
 
 
 class PrefixPushes:
-    """The giving end. Called between steps, by the worker's thread."""
+    """The prefix pushes of one worker, by room: the giving end. Called between steps, by the worker's thread."""
 
     def __init__(
         self,
-        manager: KVCacheManager,
+        requests: RequestTable[DecodeRequest],
+        pages: DecodePages,
         sender: KVSender,
-        request_table: RequestTable[DecodeRequest],
         config: Config,
         clock: Clock,
-        share: Callable[[DecodeRequest], None],
     ) -> None:
-        """`share` gives the tree what a running request has finished."""
-        self._manager, self._sender, self._request_table = manager, sender, request_table
-        self._config, self._clock, self._share = config, clock, share
+        self._requests, self._pages, self._sender = requests, pages, sender
+        self._manager, self._config, self._clock = pages.manager, config, clock
+        self._most = portion(self._manager.spec, config.decode.migration_chunk_bytes)
         self._pushes: dict[RoomId, _Push] = {}
-        self._most = {
-            p: max(1, config.decode.migration_chunk_bytes // manager.spec.whole.unit_bytes(p))
-            for p in manager.spec.by_name
-        }
         self.bytes = 0
 
     def __len__(self) -> int:
@@ -92,33 +88,41 @@ class PrefixPushes:
 
     @property
     def writing(self) -> bool:
+        """Whether a push has pages to write, so that the worker shouldn't sleep."""
         return any(push.state is PushState.WRITING for push in self._pushes.values())
 
     @property
     def next_deadline(self) -> float | None:
+        """When the first push without a grant is given up, in seconds of the clock; None if there is none."""
         silence = self._config.transfer.connect_timeout_s
         return min((g.opened_at + silence for g in self._pushes.values() if g.state is PushState.OPEN), default=None)
 
-    def handle(self, session: SessionId, command: PushPrefix, request: DecodeRequest | None) -> None:
-        """Keep what there is of the tokens, and say how much. `request`: whose they are, where none are given."""
-        prefix = self._prefix(command, request)
-        allocation = self._manager.hold_for_push(prefix, f"gift {command.room}") if prefix is not None else None
+    def begin(self, session: SessionId, command: PushPrefix) -> list[RouterEvent]:
+        """Hold the pages that the tree has of the command's tokens, or of the request's where it names none.
+
+        Returns `PushReady` with the positions that are held, 0 where there are none or a push isn't worth it.
+        """
+        prefix = self._prefix(session, command)
+        allocation = (
+            self._manager.prefix_transfer.hold_for_push(prefix, f"push {command.room}") if prefix is not None else None
+        )
         positions = allocation.depth * self._manager.spec.page_tokens if allocation is not None else 0
         worth = allocation is not None and (
             bool(command.tokens) or self._bytes(allocation) > self._config.decode.migration_precopy_bytes
         )
         if allocation is not None and (not positions or not worth or not self._open(command, allocation)):
-            self._manager.free(allocation)
+            self._manager.table.free(allocation)
             positions = 0
-        self._request_table.emit(session, PushReady(command.request_id, command.attempt, positions))
+        return [RouterEvent(session, PushReady(command.request_id, command.attempt, positions))]
 
-    def _prefix(self, command: PushPrefix, request: DecodeRequest | None) -> TokenPrefix | None:
+    def _prefix(self, session: SessionId, command: PushPrefix) -> TokenPrefix | None:
         page_tokens = self._manager.spec.page_tokens
         if command.tokens:
             return TokenPrefix.of(command.tokens, page_tokens, command.salt)
+        request = self._requests.get(session, command.request_id, command.attempt)
         if request is None or not request.in_place:
             return None
-        self._share(request)
+        self._pages.cache(request)
         return TokenPrefix.of(request.tokens[: request.committed], page_tokens, request.submit.salt)
 
     def _bytes(self, allocation: Allocation) -> int:
@@ -135,6 +139,7 @@ class PrefixPushes:
         return True
 
     def on_room(self, outcome: RoomGranted | RoomReleased) -> None:
+        """Take in the grant or the end of a room; a room without a push is ignored."""
         push = self._pushes.get(outcome.room)
         if push is None:
             return
@@ -144,14 +149,15 @@ class PrefixPushes:
             self._end(push)
 
     def round(self) -> None:
-        """Write the next part of each gift, and give up those that nobody has fetched."""
+        """Write the next part of each push, and give up pushes with damaged pages, or without a grant after
+        `transfer.connect_timeout_s` seconds."""
         late = self._clock.now() - self._config.transfer.connect_timeout_s
         for push in list(self._pushes.values()):
             if push.allocation.invalid:
                 self._sender.fail(push.room, ErrorKind.ROOM, "a page of it turned out damaged")
                 self._end(push)
             elif push.state is PushState.WRITING:
-                if self._manager.settled(push.allocation):  # Some of it may still be on its way from the host.
+                if self._manager.planner.ready(push.allocation):  # Some of it may still be on its way from the host.
                     self._write(push)
             elif push.state is PushState.OPEN and push.opened_at <= late:
                 self._sender.fail(push.room, ErrorKind.ROOM, "nobody fetched it")
@@ -167,7 +173,7 @@ class PrefixPushes:
         try:
             self._sender.seal(push.room, HandoverMetadata(push.room, 0, 0, None, 0, 0))
         except WireError as error:
-            # More is wanted than was said to be there.
+            # The other worker wants more than was said to be there, or a write has failed.
             self._sender.fail(push.room, ErrorKind.ROOM, str(error))
             self._end(push)
             return
@@ -176,7 +182,7 @@ class PrefixPushes:
     def _end(self, push: _Push) -> None:
         push.state = PUSH_TABLE.next(push.state, PushEvent.END)
         del self._pushes[push.room]
-        self._manager.free(push.allocation)
+        self._manager.table.free(push.allocation)
 
     def close(self) -> None:
         for push in list(self._pushes.values()):

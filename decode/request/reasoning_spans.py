@@ -1,7 +1,7 @@
-"""Reasoning spans: what a model thinks before it answers, which the next turn of a conversation leaves out.
+"""Reasoning spans: the tokens that a model thinks in, which the next turn of a conversation leaves out.
 
 State of positions behind a left-out span is of no use to the next turn, whose tokens differ from there on. So with
-`cache.strip_reasoning` decode keeps the state up to the first span of the answer, and gives back the rest.
+`cache.strip_reasoning` decode gives the tree only the state up to the first span of the answer, and frees the rest.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from contracts.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ReasoningSpans:
-    """The tokens that open and close a span."""
+    """The ids of the tokens that open and close a span."""
 
     opens: int
     closes: int
 
     @classmethod
     def of(cls, config: CacheConfig) -> ReasoningSpans | None:
-        """None unless spans are stripped; raises `ConfigError` where the tokens aren't given."""
+        """Return None unless spans are stripped. Raises `ConfigError` where the tokens aren't given."""
         if not config.strip_reasoning:
             return None
         try:
@@ -35,7 +35,7 @@ class ReasoningSpans:
         return cls(opens, closes)
 
     def keeps(self, tokens: Sequence[int], prompt: int) -> int:
-        """How many of `tokens` come before the first span of the answer, which begins after `prompt` tokens.
+        """Return how many of `tokens` come before the first span of the answer, which begins after `prompt` tokens.
 
         A prompt that ends within a span leaves nothing of the answer.
         """

@@ -1,15 +1,15 @@
 """A request on its way through decode, and the states it goes through.
 
-docs/states.md draws them. A request waits until pages and a slot are granted, arrives until everything is verified, and
-runs until its last token. Where pages are short it leaves the device (retracting: its steps land; retracted: its state
-is in host memory; resuming) and runs again when everything is back and matches its tags. What is handed to another
-worker is leaving until it was received there, and runs on here when that came to nothing. What is off the device isn't
-handed on, but comes back first.
+docs/states.md draws the states. A request waits until pages and a slot are granted, arrives until everything is
+verified, and runs until its last token. Where pages are short it is retracted (retracting: its steps land; retracted:
+its state is in host memory or on storage; resuming) and runs again when everything is back and matches its tags. A
+request that migrates is leaving until the other worker has received it, and runs on here when the migration comes to
+nothing. A retracted request isn't migrated before it is back.
 
-It is admitted with pages for its prompt and its next step, and gets more as it goes on; where there are none, somebody
-is retracted (`decode.retraction.retraction`). While a step is under way the next one may be launched already, with the
-token still on the device; not where the draw looks at the tokens before it (repetition, presence and frequency
-penalties), for which the host must know them.
+A request is admitted with pages for its prompt and its next step, and gets more as it goes on; where there are none, a
+request is retracted (`decode.retraction.retraction`). While a step is under way the next one may be launched already,
+with the token still on the device; not where the draw looks at the tokens before it (repetition, presence and frequency
+penalties), which the host must know for that.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from cache.allocation.allocation import Allocation
-from cache.manager.swapping import SwapInProgress
-from cache.prefix_cache.token_prefix import TokenPrefix
+from cache.manager.swap.swap_in import SwapInProgress
+from cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from cache.swap.swapped_state import SwappedState
+from contracts.ids import Role, WorkerName
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import Submit
+from contracts.messages.worker_events import LegReport
 from contracts.state_table import StateTable
 from engine.runner.batch import TokenFromStep
 from engine.runner.sampler import needs_history
@@ -38,7 +40,7 @@ class DecodePhase(StrEnum):
     RETRACTING = "retracting"
     """It leaves the device: steps under way land, then its state is copied."""
     RETRACTED = "retracted"
-    """Its state is in host memory."""
+    """Its state is in host memory, or on storage."""
     RESUMING = "resuming"
     """Its state is on its way back."""
     GONE = "gone"
@@ -73,57 +75,66 @@ PHASES = StateTable[DecodePhase, DecodeEvent](
 )
 
 OFF_DEVICE = (DecodePhase.RETRACTING, DecodePhase.RETRACTED, DecodePhase.RESUMING)
-"""Those of `decode.retraction.retraction`."""
+"""Phases in which a request is in a queue of `decode.retraction.retraction`."""
 
 
 @dataclass(eq=False)
 class DecodeRequest:
-    """One attempt at one request. While it is arriving, what it lacks is the room's; afterwards all is its own."""
+    """One attempt at one request. While it is arriving, the pages that it lacks are its room's; then its own."""
 
     session: SessionId
     submit: Submit
     arrived: float
+    """When the request came, in seconds of the worker's clock."""
     deadline: float
+    """When it is failed, on the same clock."""
     prefix: TokenPrefix
     """The prompt's whole pages."""
     phase: DecodePhase = DecodePhase.WAITING
     allocation: Allocation | None = None
-    """What it holds of the KV cache manager: from its grant on, but not while it is off the device."""
+    """Its pages and slots, from its grant on; None from the start of a swap-out to the start of the swap-in."""
     swapped: SwappedState | None = None
-    """What it holds in host memory: from the copy's beginning until it runs again."""
+    """Its swapped out state, from the start of the swap-out until it runs again."""
     returning: SwapInProgress | None = None
-    """The way back of what is swapped out."""
+    """The swap-in under way, while it is resuming."""
     retractions: int = 0
-    """How often it was retracted."""
+    """How often it was retracted for lack of pages."""
     stepped: bool = True
-    """False from its coming back until a step of it is committed: so long it isn't retracted again."""
+    """False from its swap-out until it is back and a step of it is committed: so long it isn't retracted again."""
     metadata: HandoverMetadata | None = None
-    """What prefill handed over besides pages, the draft state with it: a copy of its own, whatever becomes of the slot
-    and wherever its pages are (hazard A2)."""
+    """What was handed over besides pages, the draft state with it: a copy that the request owns, whatever becomes of
+    the metadata slot and wherever its pages are (hazard A2)."""
     tokens: list[int] = field(default_factory=list)
     """Prompt and answer so far; the state of all but the last is in the pages."""
     committed: int = 0
-    """Positions whose state is known to be there: all but the last token's."""
+    """Positions whose state is known to be complete: all but the last token's."""
     launched: int = 0
     """Positions whose state was given to the device to compute."""
     planned: int = 0
-    """Positions that are decided on."""
+    """Positions that the scheduler has decided to compute."""
     latest: TokenFromStep | None = None
-    """Where its last launched token is drawn."""
+    """The row of a launched step that draws its latest token."""
     stopping: bool = False
-    """It is to be handed on: no step of it is launched any more."""
+    """It is to be migrated: no step of it is launched any more."""
     computed: int = 0
     """Prompt positions that this worker's engine had to compute: none, as long as all state is handed over."""
     behind: DecodeRequest | None = None
-    """Who is receiving the prompt that it has in common with it, while it waits for that."""
+    """The request that is receiving the prompt that both have in common, while this one waits for it."""
     behind_since: float | None = None
-    """When it began to wait for another one first, in seconds."""
+    """When it first began to wait for another request's prompt, in seconds of the clock."""
     marks: dict[str, float] = field(default_factory=dict)
+    """Seconds from its arrival to events, by the names of `LegReport`."""
 
     @property
     def generated(self) -> int:
-        """Tokens of its answer, those of earlier attempts among them."""
+        """Tokens of its answer so far, those of earlier attempts included."""
         return max(len(self.tokens), len(self.submit.tokens)) - self.submit.prompt_len
+
+    @property
+    def held(self) -> Allocation:
+        """The allocation, for callers that know by the phase that there is one."""
+        assert self.allocation is not None, f"{self.phase} without an allocation"
+        return self.allocation
 
     @property
     def in_place(self) -> bool:
@@ -135,30 +146,36 @@ class DecodeRequest:
         )
 
     @property
+    def stepping(self) -> bool:
+        """Whether steps of it may be under way."""
+        return self.phase in (DecodePhase.RUNNING, DecodePhase.RETRACTING)
+
+    @property
     def under_way(self) -> int:
-        """Tokens that are being drawn."""
+        """Tokens that steps under way draw."""
         return self.launched - self.committed
 
     def start(self, metadata: HandoverMetadata) -> None:
-        """The state of its tokens is here, and the first one after them."""
+        """Begin with the state of all submitted tokens, and with the first token after them, as handed over."""
         self.metadata = metadata
         self.tokens = [*self.submit.tokens, metadata.token]
         self.committed = self.launched = self.planned = len(self.submit.tokens)
 
     def commit(self, token: int) -> None:
-        """A step is complete: the state of its last token, and the next token."""
+        """Count a complete step: the state of the last token is there, and `token` is the next one."""
         self.tokens.append(token)
         self.committed += 1
         self.stepped = True
 
     def whole(self, page_tokens: int, end: int) -> TokenPrefix:
-        """The whole pages of its first `end` tokens."""
+        """Return the prefix of the whole pages of its first `end` tokens."""
         known = self.prefix.head(end // page_tokens)
         return known.longer(self.tokens[len(known) * page_tokens : end])
 
     @property
     def can_go_on(self) -> bool:
-        """Whether its next step can be launched now: nothing is missing, and it doesn't end with what is under way."""
+        """Whether its next step can be launched now: it isn't to be migrated, the host knows the tokens that the draw
+        needs, and it doesn't reach `max_tokens` with the steps under way."""
         if self.stopping:
             return False
         if not self.under_way:
@@ -168,12 +185,30 @@ class DecodeRequest:
 
     @property
     def positions(self) -> int:
-        """Positions whose state it needs at most: the last token's is never read."""
+        """The most positions whose state it ever needs: the last token's is never read."""
         return max(len(self.submit.tokens), self.submit.max_len - 1)
 
     def positions_for(self, end: int) -> int:
-        """Positions up to `end`, as far as it can ever need them."""
+        """Return `end`, but no more than `positions`."""
         return min(self.positions, end)
+
+    def report(self, worker: WorkerName, *, held: int = 0, computed: int = 0, received: int = 0) -> LegReport:
+        """Return the leg's report for its router: marks, prompt tokens that were `held` here or `computed` here, and
+        bytes `received`."""
+        submit, marks = self.submit, dict(self.marks)
+        return LegReport(submit.request_id, submit.attempt, Role.DECODE, worker, marks, held, computed, received)
+
+    def check(self, steps: int) -> list[str]:
+        """Recount, with `steps` steps under way; returns what its phase, lengths and allocation contradict."""
+        found, name = [], f"request {self.submit.request_id}"
+        off = self.phase in (DecodePhase.WAITING, DecodePhase.RETRACTED)
+        if off != (self.allocation is None) and not self.swapped:
+            found.append(f"{name} is {self.phase} and its allocation says otherwise")
+        known = len(self.tokens) - 1 if self.phase not in (DecodePhase.WAITING, DecodePhase.ARRIVING) else 0
+        lengths = (self.committed, self.launched, self.planned)
+        if lengths[0] != known or not known <= lengths[1] <= known + steps or lengths[1] != lengths[2]:
+            found.append(f"{name} has {known} positions and says {lengths}")
+        return found
 
     def step(self, event: DecodeEvent) -> None:
         self.phase = PHASES.next(self.phase, event)

@@ -1,1 +1,1 @@
-"""Short of pages: who leaves the device, and how it comes back."""
+"""Retraction: which requests leave the device when pages are short, and how they come back."""

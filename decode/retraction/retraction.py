@@ -1,31 +1,31 @@
-"""Requests off the device: on their way to host memory, there, and on their way back.
+"""Retraction: requests off the device, on their way to host memory, there or on storage, and on their way back.
 
     leaving    retracting: steps under way land, then the state of the committed positions is copied, in every pool
-    away       retracted: all of it is in leased host memory, and is what was sealed
-    coming     resuming: new pages and slots of every pool, into which it is restored and checked
+    away       retracted: all of the state is in leased host memory or on storage, and is what was sealed
+    coming     resuming: new pages and slots of every pool, into which the state is restored and checked
 
-A request is in exactly one of these queues, and its phase names it. It holds an allocation, or a swapped out copy, or
-both while it comes back; `leave` gives everything back from any of them.
+A retracted request is in exactly one of these queues, and its phase names it. It holds an allocation, or a swapped out
+copy, or both while it comes back; `leave` takes it out of any queue and drops the copy.
 
-What a retraction costs is copied bytes, twice, or the prompt and the answer so far computed again by prefill. The
-cheaper one is taken, by rates that are measured here: of copies, their bytes and times; of prefill, what a hand-over
-takes from the grant to its arrival, with prefill's queue and the transfer. That is what computing again would take, and
-decode sees it with every request, so nobody has to tell it. To compute again, the attempt ends as *retracted*: the
-router starts the next one from all tokens so far, which costs it none of its replays. Every attempt brings at least the
-token that prefill draws, so this ends, too. It is also what is done where host memory is full: first what only the tree
-holds there goes; then the state of whoever comes back last goes on to storage, where there is one; then this.
+A retraction costs bytes copied twice, or the prompt and the answer so far computed again by prefill. The cheaper one is
+taken, by rates that are measured here: of copies, their bytes and times; of prefill, what a hand-over takes from the
+grant to its arrival, with prefill's queue and the transfer. Computing again would take as long, and decode sees that
+time with every request, so no other worker has to report it. To compute again, the attempt ends as *retracted*: the
+router starts the next one from all tokens so far, and doesn't count it as a replay. Every attempt brings at least the
+token that prefill draws, so this ends, too. State is also computed again where host memory is full and nothing else
+helps: first, host pages that only the tree holds are evicted; then the state of the request that comes back last moves
+on to storage, where there is one.
 
-How often: a request takes at least one step between two retractions. It comes back when the pool has room for what it
-and all who run are expected to grow by, or when nobody else holds pages; oldest first, and nobody is admitted before
-those who were here already (C10). After `decode.retract_limit` retractions it comes back only with pages for its whole
-answer, and is not retracted any more for others (only on purpose, by `faults.retract_every`): so it ends.
+A request takes at least one step between two retractions. It comes back when the pool has room for what it and all
+requests that hold pages are expected to grow by, or when no other request holds pages; the oldest comes first, and no
+new request is admitted before (C10). After `decode.retract_limit` retractions it comes back only with pages for its
+whole answer, and is retracted no more for others (only on purpose, by `faults.retract_every`): so it ends.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from cache.manager.kv_cache_manager import KVCacheManager
 from cache.memory.required_pages import due
@@ -36,22 +36,14 @@ from contracts.config.worker_config import DecodeConfig
 from contracts.damage import DamageSite, log_damage
 from contracts.errors import CapacityError, ErrorKind, StaleLease
 from decode.request.request import DecodeEvent, DecodePhase, DecodeRequest
+from decode.request.request_outcomes import RequestFailed
 from decode.retraction.retraction_policy import RetractionRates, cheaper_to_copy, returns_first
 
 log = logging.getLogger("twinpool.decode")
 
 
-@dataclass(frozen=True, slots=True)
-class LostRequest:
-    """A request whose state won't come back to the device: its attempt ends so."""
-
-    request: DecodeRequest
-    kind: ErrorKind
-    message: str
-
-
 class Retraction:
-    """See the module's prose. Single-threaded; nothing here waits."""
+    """The queues of retracted requests; see the module's prose. Single-threaded; nothing here waits."""
 
     def __init__(self, manager: KVCacheManager, config: DecodeConfig, clock: Clock) -> None:
         self._manager, self._config, self._clock = manager, config, clock
@@ -60,7 +52,7 @@ class Retraction:
         self._away: list[DecodeRequest] = []
         self._coming: list[DecodeRequest] = []
         self._began: dict[DecodeRequest, float] = {}
-        """When the copy under way of each began."""
+        """When the copy under way of each request began, in seconds of the clock."""
         self.rates = RetractionRates()
         self.counters = dict.fromkeys(
             ("retractions", "resumptions", "retracted_bytes", "resumed_bytes", "recomputed", "states_damaged_swapped"),
@@ -75,54 +67,54 @@ class Retraction:
 
     @property
     def leaving(self) -> bool:
-        """Whether pages are about to become free."""
+        """Whether retracted requests are about to free pages."""
         return bool(self._leaving)
 
     @property
     def first_in_line(self) -> bool:
-        """Whether somebody is to come back before anybody new is admitted."""
+        """Whether a retracted request is to come back before any new one is admitted."""
         return bool(self._leaving or self._away)
 
     def assured(self, request: DecodeRequest) -> bool:
-        """Whether it has been retracted as often as a request may be."""
+        """Whether the request has been retracted as often as it may be, so that it gets pages for its whole answer."""
         return request.retractions >= self._config.retract_limit
 
     # ------------------------------------------------------------ away
 
     def retract(self, request: DecodeRequest, *, on_purpose: bool = False) -> None:
-        """Take a running request off the device; steps of it that are under way still count.
+        """Take a running request off the device; its steps that are under way still count.
 
-        `on_purpose`: a fault wants it, so it says nothing about how often the request was in the way of others.
+        `on_purpose`: a fault wants it, so it doesn't count towards `decode.retract_limit`.
         """
         request.step(DecodeEvent.RETRACT)
         request.retractions += not on_purpose
         self._leaving.append(request)
 
-    def advance(self) -> list[LostRequest]:
-        """Begin the copies of those whose steps have landed, and take in the copies that have ended."""
-        lost: list[LostRequest] = []
+    def advance(self) -> list[RequestFailed]:
+        """Begin copies of requests whose steps have landed, and take in ended copies; returns requests that fail."""
+        lost: list[RequestFailed] = []
         for request in list(self._leaving):
             if request.swapped is None and self._at_rest(request):
                 lost += self._copy(request)
             if request.swapped is not None:
-                self._manager.settle_swap_out(request.swapped)
+                self._manager.swap_out.settle(request.swapped)
                 if request.swapped.place is not SwapPlace.SAVING:
                     lost += self._arrive(request)
         return lost
 
     def _at_rest(self, request: DecodeRequest) -> bool:
         """Whether nothing is under way that writes its state: steps have landed, what was loaded for it has come."""
-        return not request.under_way and request.allocation is not None and self._manager.settled(request.allocation)
+        allocation = request.allocation
+        return not request.under_way and allocation is not None and self._manager.planner.ready(allocation)
 
-    def _copy(self, request: DecodeRequest) -> Iterator[LostRequest]:
-        allocation, committed = request.allocation, request.committed
-        assert allocation is not None
+    def _copy(self, request: DecodeRequest) -> Iterator[RequestFailed]:
+        allocation, committed = request.held, request.committed
         if not self._copies(committed):
             yield self._again(request, "computing its state again is quicker than copying it")
             return
         began = self._clock.now()
         try:
-            swapped = self._manager.swap_out(allocation, request.whole(self._page_tokens, committed), committed)
+            swapped = self._manager.swap_out.start(allocation, request.whole(self._page_tokens, committed), committed)
         except CapacityError as error:
             if not self._make_room():
                 yield self._again(request, str(error))
@@ -133,7 +125,7 @@ class Retraction:
         self._began[request] = began
         self.counters["retractions"] += 1
         self.counters["retracted_bytes"] += swapped.nbytes
-        self._manager.free(allocation)
+        self._manager.table.free(allocation)
         request.swapped, request.allocation, request.latest, request.stepped = swapped, None, None, False
 
     def _copies(self, committed: int) -> bool:
@@ -143,24 +135,31 @@ class Retraction:
         nbytes = sum(len(numbers) * spec.unit_bytes(pool) for pool, numbers in due(spec, committed).items())
         return self._config.retract == "copy" or cheaper_to_copy(nbytes, committed, self.rates)
 
-    def _again(self, request: DecodeRequest, why: str) -> LostRequest:
+    def _again(self, request: DecodeRequest, why: str) -> RequestFailed:
         self.counters["retractions"] += request.swapped is None
         self.counters["recomputed"] += 1
-        return LostRequest(request, ErrorKind.RETRACTED, f"decode was short of pages: {why}")
+        return RequestFailed(request, ErrorKind.RETRACTED, f"decode was short of pages: {why}")
 
     def _make_room(self) -> bool:
-        """Send on to storage whoever of those on the host comes back last; False where nobody can be."""
+        """Begin to move swapped out state from host memory to storage, that of the request which comes back last.
+
+        Returns True while such a move is under way, and False where no state can be moved.
+        """
         if any(r.swapped is not None and r.swapped.place is SwapPlace.STORING for r in self._away):
             return True
         for request in sorted(self._away, key=returns_first, reverse=True):
             swapped = request.swapped
             assert swapped is not None
             tokens = request.tokens[: request.committed]
-            if swapped.place is SwapPlace.HOST and swapped.leases and self._manager.put_on_storage(swapped, tokens):
+            if (
+                swapped.place is SwapPlace.HOST
+                and swapped.leases
+                and self._manager.swap_out.to_storage(swapped, tokens)
+            ):
                 return True
         return False
 
-    def _arrive(self, request: DecodeRequest) -> Iterator[LostRequest]:
+    def _arrive(self, request: DecodeRequest) -> Iterator[RequestFailed]:
         swapped = request.swapped
         assert swapped is not None
         self.rates.saw_out(swapped.nbytes, self._clock.now() - self._began.pop(request))
@@ -171,18 +170,21 @@ class Retraction:
         request.step(DecodeEvent.SWAPPED_OUT)
         self._away.append(request)
 
-    def _damaged(self, request: DecodeRequest, where: str, pages: Mapping[str, list[int]] = {}) -> LostRequest:
-        """`pages`: which ones, by pool, where that is known."""
+    def _damaged(self, request: DecodeRequest, where: str, pages: Mapping[str, list[int]] = {}) -> RequestFailed:
+        """`pages`: the damaged pages by pool, where they are known."""
         self.counters["states_damaged_swapped"] += 1
         facts = {"request": request.submit.request_id, "found": where, "pages": dict(pages)}
         log_damage(log, DamageSite.RESTORE, **facts, then="its attempt ends, the next one computes it again")
-        return LostRequest(request, ErrorKind.DAMAGED, "its state was damaged while it was retracted")
+        return RequestFailed(request, ErrorKind.DAMAGED, "its state was damaged while it was retracted")
 
     # ------------------------------------------------------------ and back
 
-    def resume(self, may: Callable[[DecodeRequest], bool]) -> list[LostRequest]:
-        """Begin to bring back whoever may come and has room, oldest first; who can't come holds those behind it."""
-        lost: list[LostRequest] = []
+    def resume(self, may: Callable[[DecodeRequest], bool]) -> list[RequestFailed]:
+        """Begin to bring back requests that `may` come and have room, oldest first; returns requests that fail.
+
+        A request that can't come yet holds up those behind it.
+        """
+        lost: list[RequestFailed] = []
         for request in sorted(self._away, key=returns_first):
             if not may(request):
                 break
@@ -194,7 +196,7 @@ class Retraction:
             positions = request.positions_for(1 << 62 if self.assured(request) else request.committed + 1)
             began = self._clock.now()
             try:
-                returning = self._manager.swap_in(swapped, positions)
+                returning = self._manager.swap_in.start(swapped, positions)
             except (StaleLease, RuntimeError) as error:
                 lost.append(self._damaged(request, str(error)))
                 continue
@@ -207,8 +209,8 @@ class Retraction:
             self._coming.append(request)
         return lost
 
-    def _bring_to_host(self, request: DecodeRequest, swapped: SwappedState) -> Iterator[LostRequest]:
-        """Of what is on storage, or on the way there or back: let it come, if it isn't coming."""
+    def _bring_to_host(self, request: DecodeRequest, swapped: SwappedState) -> Iterator[RequestFailed]:
+        """Begin to read state that is on storage into host memory; state on its way there or back is left to arrive."""
         if swapped.place is SwapPlace.LOST and swapped.damage:
             yield self._damaged(request, "when it came from storage", swapped.damage)
         elif swapped.place is SwapPlace.LOST:
@@ -216,26 +218,25 @@ class Retraction:
         if swapped.place is not SwapPlace.STORED:
             return
         try:
-            self._manager.fetch_from_storage(swapped, request.tokens[: request.committed])
+            self._manager.swap_out.from_storage(swapped, request.tokens[: request.committed])
         except CapacityError as error:
-            # Who is coming back leaves the host in a moment.
+            # Requests that are coming back leave host memory in a moment.
             if not self._coming and not self._make_room():
                 yield self._again(request, str(error))
 
-    def returned(self) -> tuple[list[DecodeRequest], list[LostRequest]]:
-        """Those who run again, with everything loaded and proved; and those whose state didn't come back right."""
+    def returned(self) -> tuple[list[DecodeRequest], list[RequestFailed]]:
+        """Return the requests that run again, with all state loaded and verified; and failures of damaged ones."""
         back: list[DecodeRequest] = []
-        lost: list[LostRequest] = []
+        lost: list[RequestFailed] = []
         for request in list(self._coming):
-            returning, allocation, swapped = request.returning, request.allocation, request.swapped
+            returning, allocation, swapped = request.returning, request.held, request.swapped
             assert returning is not None
-            assert allocation is not None
             assert swapped is not None
             if not returning.restored.done:
                 continue
-            if not self._manager.finish_swap_in(returning):
+            if not self._manager.swap_in.finished(returning):
                 lost.append(self._damaged(request, "on the way back", _by_pool(returning.restored.damage)))
-            elif self._manager.settled(allocation):
+            elif self._manager.planner.ready(allocation):
                 self.rates.saw_back(swapped.nbytes, self._clock.now() - self._began[request])
                 self.counters["resumptions"] += 1
                 self.counters["resumed_bytes"] += swapped.nbytes
@@ -247,13 +248,14 @@ class Retraction:
     # ------------------------------------------------------------ ends
 
     def leave(self, request: DecodeRequest) -> None:
-        """Out of the queues, and out of host memory. Its allocation, if it has one, is the caller's to release."""
+        """Take the request out of its queue and drop its swapped out state. Idempotent. Its allocation, if it has one,
+        is the caller's to free."""
         for queue in (self._leaving, self._away, self._coming):
             if request in queue:
                 queue.remove(request)
         self._began.pop(request, None)
         if request.swapped is not None:
-            self._manager.drop(request.swapped)
+            self._manager.swap_out.drop(request.swapped)
         request.swapped = request.returning = None
 
     def check(self) -> list[str]:
@@ -283,8 +285,8 @@ class Retraction:
                         f"request {name}: {request.swapped.positions} positions are swapped out of {request.committed}"
                     )
         swapped = sum(r.swapped is not None for r in self)
-        if swapped != self._manager.swapped:
-            found.append(f"{self._manager.swapped} swapped out copies, requests hold {swapped}")
+        if swapped != len(self._manager.swap_out):
+            found.append(f"{len(self._manager.swap_out)} swapped out copies, requests hold {swapped}")
         return found
 
 

@@ -1,6 +1,6 @@
-"""Who leaves the device when memory is short, who comes back first, and whether state is copied or computed again.
+"""The retraction policy: which requests leave the device first, which come back first, and whether to copy their state.
 
-Plain functions of plain facts; another policy is another function.
+Pure functions of plain values; another policy is another function.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 
 class HasArrival(Protocol):
-    """Whatever came at some time, in seconds."""
+    """A request as the order of return sees it: it came at `arrived`, in seconds of the worker's clock."""
 
     arrived: float
 
@@ -39,19 +39,20 @@ class RetractionCandidate(Generic[R]):
     prompt: int
     """Tokens of its prompt."""
     arrived: float
-    """When it came, in seconds."""
+    """When it came, in seconds of the worker's clock."""
     pages: int
-    """Pages of its own that others could have."""
+    """Pages of the full pool that it leased itself, which others could have."""
 
 
 def retract_first(candidate: RetractionCandidate[R]) -> tuple[int, int, int, float]:
-    """The order in which requests leave: of lower priority, then with fewer tokens generated, then with the longer
-    prompt, then those that came last."""
+    """Sort key of the order in which requests leave: lower priority first, then fewer tokens generated, then the longer
+    prompt, then the later arrival."""
     return candidate.priority, candidate.generated, -candidate.prompt, -candidate.arrived
 
 
 def victims(candidates: Sequence[RetractionCandidate[R]], pages: int) -> list[R]:
-    """Who leaves so that `pages` pages become free: as few as do, at least one, as long as there is any."""
+    """Return the requests to retract, in the order of `retract_first`, so that `pages` pages become free: as few as do,
+    at least one, all where they don't suffice."""
     chosen: list[R] = []
     for candidate in sorted(candidates, key=retract_first):
         chosen.append(candidate.request)
@@ -68,13 +69,14 @@ def returns_first(request: HasArrival) -> float:
 
 @dataclass
 class RetractionRates:
-    """What was measured lately; 0: nothing yet. Each new figure counts for three tenths."""
+    """Moving averages of measured rates; 0: nothing measured yet. Each new figure has a weight of three tenths."""
 
     out_bytes_per_s: float = 0.0
-    """To host memory."""
+    """From the device to host memory."""
     back_bytes_per_s: float = 0.0
+    """From host memory to the device."""
     positions_per_s: float = 0.0
-    """What prefill brings: from a grant to the arrival of everything, its queue and the transfer included."""
+    """Prompt positions that prefill delivers, from grant to full arrival: its queue and the transfer included."""
 
     def saw_out(self, nbytes: int, seconds: float) -> None:
         self.out_bytes_per_s = _blend(self.out_bytes_per_s, nbytes, seconds)
@@ -87,9 +89,9 @@ class RetractionRates:
 
 
 def cheaper_to_copy(nbytes: int, positions: int, rates: RetractionRates) -> bool:
-    """Whether `nbytes` of state are sooner there and back than `positions` positions computed again.
+    """Whether `nbytes` of state are copied out and back no later than `positions` positions are computed again.
 
-    Where a rate isn't known yet, it is copied: that is how it becomes known, and it takes nothing from others.
+    Where a rate isn't known yet, state is copied: so the rate becomes known, and it takes nothing from other requests.
     """
     if not (rates.out_bytes_per_s and rates.back_bytes_per_s and rates.positions_per_s):
         return True

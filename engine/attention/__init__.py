@@ -1,1 +1,1 @@
-"""What an attention backend is given and must answer."""
+"""Attention backends: the interfaces, the plans that they are given, and implementations."""

@@ -1,4 +1,4 @@
-"""What every attention backend must answer."""
+"""The interface of attention backends."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreOptions:
-    """How a layer weighs what its queries see."""
+    """How a layer computes the scores of its queries: scale, window, softcap and sinks."""
 
     scale: float
-    """The factor on products of queries and keys."""
+    """Products of queries and keys are multiplied by this."""
     window: int = 0
-    """Positions that a query sees, the last ones up to its own; 0: all up to its own."""
+    """A query sees this many positions, the last ones up to its own; 0: all up to its own."""
     softcap: float = 0.0
     """Scores are squeezed to plus or minus this by a hyperbolic tangent; 0: not at all."""
     sinks_h: Tensor | None = None
-    """[heads] float32: a score of nothing in each head's softmax, a part of the weights that goes nowhere
+    """[heads] float32: an attention sink a head, one more score in its softmax whose weight goes to no value
     (arXiv 2309.17453)."""
 
 
@@ -39,20 +39,20 @@ class AttentionBackend(Protocol):
 
         `q_thd` is [T, heads, head_dim]; `k_pages` and `v_pages` are [pages, page_tokens, kv_heads, head_dim] in the
         dtype of `q_thd`; heads is a multiple of kv_heads, and head h reads kv head h // (heads // kv_heads).
-        Softmax and accumulation are in float32. The plan's tables may begin where the window does.
+        Softmax and accumulation are in float32. The plan's tables may begin at the window's first page.
         Returns [T, heads, head_dim] in the dtype of `q_thd`.
         """
 
     @property
     def latent(self) -> LatentBackend:
-        """The same backend for models that keep latents."""
+        """This backend's implementation of latent and sparse attention."""
 
     @property
     def recurrence(self) -> RecurrenceBackend:
-        """The same backend for recurrent layers."""
+        """This backend's implementation of recurrent layers."""
 
     def stale(self, plan: BackendPlan, epochs_e: Tensor) -> Tensor:
-        """Which sequences' tables name a page whose epoch in `epochs_e` ([pages] int32) is another by now: [B] bool.
+        """Flag sequences whose table names a page whose epoch in `epochs_e` ([pages] int32) has changed: [B] bool.
 
-        `plan.epochs_bp` must be there.
+        `plan.epochs_bp` must not be None.
         """

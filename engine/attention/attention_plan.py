@@ -1,4 +1,4 @@
-"""The attention interface: what a backend is given, and what it must answer.
+"""Attention plans: what backends need to know of a step's sequences, and the rule that every backend keeps.
 
 One *plan* is built a step and used by every layer. All queries of a step lie packed on one axis T, sequence after
 sequence; a decode row has one query, a chunk of a prompt many. Keys and values are read from pages through block
@@ -21,57 +21,55 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cache.allocation.block_table import NULL_PAGE
 from engine.tensors.pinned_memory import to_device
-
-NULL_PAGE = 0
-"""Zeros, always: block tables are padded with it, nothing is ever written to it."""
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Who attends to what in one step. B sequences with T queries in all; integers on the compute device."""
+    """Positions, block tables and slots of one step. B sequences, T queries in all; tensors on the compute device."""
 
     starts_b: Tensor
-    """[B] int32: absolute position of each sequence's first query."""
+    """[B] int32: the absolute position of each sequence's first query."""
     offsets_b: Tensor
     """[B+1] int32: where each sequence's queries begin on the packed axis; the last entry is T."""
     tables_bp: Tensor
-    """[B, P] int32: page of each run of `page_tokens` positions, padded with the null page 0."""
+    """[B, P] int32: the block tables, a page for each run of `page_tokens` positions, padded with the null page 0."""
     slots_t: Tensor
-    """[T] int64: where each query's own key and value lie, as page * page_tokens + offset."""
+    """[T] int64: where the key and value of each query's own position lie, as page * page_tokens + offset."""
     page_tokens: int
     max_queries: int
     """The largest number of queries of one sequence."""
     firsts_b: Tensor | None = None
     """[B] int32: the page number of each table's first column. None: 0, as for every full pool."""
     epochs_bp: Tensor | None = None
-    """[B, P] int32: the epoch that each page of `tables_bp` had when it was leased. None: nobody frees these pages."""
+    """[B, P] int32: the epoch of each page of `tables_bp` when it was leased. None: these pages are never freed."""
     muted_t: Tensor | None = None
-    """[T] bool: queries of stale sequences. They are written as zeros, into the null page. None: there are none."""
+    """[T] bool: queries of stale sequences. They write zeros into the null page. None: there are none."""
     scratch: dict[str, Any] = field(default_factory=dict, compare=False)
     """What a backend works out once a step, kept for its later layers."""
 
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """Whose recurrent state is where in one step. B sequences with T rows in all."""
+    """The slots of one step's recurrent states. B sequences with T rows in all."""
 
     tables_bp: Tensor
-    """[B, 1] int32: each sequence's slot."""
+    """[B, 1] int32: the slot of each sequence."""
     starts: tuple[int, ...]
     """Absolute position of each sequence's first row."""
     counts: tuple[int, ...]
-    """Each sequence's rows on the packed axis, which has them one sequence after the other."""
+    """How many rows each sequence has on the packed axis, one sequence after the other."""
     epochs_bp: Tensor | None = None
-    """[B, 1] int32: the epoch that each slot had when it was leased."""
+    """[B, 1] int32: the epoch of each slot when it was leased. None: these slots are never freed."""
     muted_b: Tensor | None = None
-    """[B] bool: stale sequences. Their slot is the null slot, to which zeros are written. None: there are none."""
+    """[B] bool: stale sequences, whose slot is the null slot, to which zeros are written. None: there are none."""
     scratch: dict[str, Any] = field(default_factory=dict, compare=False)
     """What a backend works out once a step, kept for its later layers."""
 
     @property
     def slots_b(self) -> Tensor:
-        """[B] int64"""
+        """[B] int64: the slot of each sequence."""
         return self.tables_bp[:, 0].long()
 
 
@@ -87,10 +85,10 @@ def make_plan(
     epochs: Sequence[Sequence[int]] | None = None,
     firsts: Sequence[int] | None = None,
 ) -> AttentionPlan:
-    """Build the plan of a step from each sequence's first position, number of queries, block table and its epochs.
+    """Build the plan of a step from each sequence's first position, number of queries, block table and epochs.
 
-    `firsts` are the page numbers that the tables begin with, if not 0. Only the entries of a table that hold its
-    context are used; it may be longer.
+    `firsts` are the page numbers that the tables begin with; None: 0. A table may be longer than its sequence; entries
+    past the last position are ignored.
     """
     lengths = [start + count for start, count in zip(starts, counts, strict=True)]
     begins = list(firsts) if firsts is not None else [0] * len(lengths)
@@ -144,9 +142,9 @@ def _rectangle(rows: Sequence[Sequence[int]], used: Sequence[int], device: torch
 
 
 def muted(plan: AttentionPlan, stale_b: Tensor) -> AttentionPlan:
-    """The plan with stale sequences ([B] bool) writing nothing: their pages belong to somebody else.
+    """Return the plan with the writes of stale sequences ([B] bool) redirected, since others own their pages now.
 
-    Without asking the device which they are: their state goes to the null page, as the zeros that are there.
+    Their state is written to the null page as zeros, which are its content; so the host needn't know which they are.
     """
     counts_b = plan.offsets_b.diff().long()
     muted_t = torch.repeat_interleave(stale_b, counts_b, output_size=len(plan.slots_t))
@@ -154,8 +152,9 @@ def muted(plan: AttentionPlan, stale_b: Tensor) -> AttentionPlan:
 
 
 def muted_slots(plan: SlotPlan, stale_b: Tensor) -> SlotPlan:
-    """The same for slots."""
+    """`muted` for a plan of slots."""
     return replace(plan, tables_bp=plan.tables_bp.masked_fill(stale_b[:, None], NULL_PAGE), muted_b=stale_b)
 
 
 BLOCK_TOKENS = 128
+"""Absolute positions of a block of keys in the torch backend."""

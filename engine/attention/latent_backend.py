@@ -1,10 +1,10 @@
-"""The interface of latent attention, of the indexer and of sparse attention: what a backend must answer.
+"""The interface of backends for latent attention, the indexer and sparse attention.
 
 *Latent attention* (DeepSeek-V2, arXiv 2405.04434) keeps one compressed vector a token instead of keys and values by
 head: `latent` [value_dim + rope_dim], of which the first `value_dim` are both key and value and the rest is a key that
 carries the position. Keys and values by head are never made: each head's key matrix is applied to its query and its
-value matrix to its result (the *absorbed* form), so that every head reads the same latents. Decode and extend compute
-alike, which is what makes a row's bits the same in both.
+value matrix to its result (the *absorbed* form), so that every head reads the same latents. Decode and extend use the
+same form, so that a row's bits are the same in both.
 
 The *indexer* (DeepSeek sparse attention, arXiv 2512.02556) scores every earlier position with many small heads that
 share one key a token; attention then reads the `top_k` best positions only. The rules of a selection:
@@ -39,12 +39,12 @@ class IndexKeys:
 
 @dataclass(frozen=True)
 class SparseSelection:
-    """Which positions the queries of one step read."""
+    """The positions that the queries of one step read."""
 
     rows_s: Tensor
-    """[S] int64: the queries, on the packed axis, that don't read everything they see."""
+    """[S] int64: the queries with an entry here, by their place on the packed axis; the others read all they see."""
     slots_sk: Tensor
-    """[S, top_k] int32: where each of them reads, as page * page_tokens + offset, by rising position."""
+    """[S, top_k] int32: where each of these queries reads, as page * page_tokens + offset, by rising position."""
     positions_sk: Tensor
     """[S, top_k] int32: the positions, by rising position."""
     scratch: dict[str, Any] = field(default_factory=dict, compare=False)
@@ -52,7 +52,7 @@ class SparseSelection:
 
 
 class LatentBackend(Protocol):
-    """Attention to latents and the choice of what to read."""
+    """Attention to latents, and the selection of positions to read."""
 
     def attend(self, q_thd: Tensor, latents: Tensor, plan: AttentionPlan, scale: float, value_dim: int) -> Tensor:
         """Attend each query to the positions up to its own.
@@ -63,15 +63,15 @@ class LatentBackend(Protocol):
         """
 
     def store_keys(self, keys_td: Tensor, into: IndexKeys, plan: AttentionPlan) -> None:
-        """Write the step's index keys [T, index_dim]; rounded to float8 with a scale a token where `into` has scales.
+        """Write the step's index keys [T, index_dim], rounded to float8 with a scale a token where `into` has scales.
 
-        The scale is the largest magnitude over 448, the largest float8 there is. Zeros where the plan is muted.
+        A scale is the key's largest magnitude divided by 448, the largest float8. Muted queries write zeros.
         """
 
     def select(
         self, q_thd: Tensor, weights_th: Tensor, keys: IndexKeys, plan: AttentionPlan, top_k: int
     ) -> SparseSelection | None:
-        """Choose what each query reads; None: everything it sees, for all of them.
+        """Select the positions that each query reads. Returns None where every query reads all it sees.
 
         `q_thd` is [T, index_heads, index_dim], `weights_th` [T, index_heads] float32. The score of a position is
         the sum over heads of weight * relu(q . k), in float32; NaN counts as the lowest.
@@ -86,4 +86,4 @@ class LatentBackend(Protocol):
         scale: float,
         value_dim: int,
     ) -> Tensor:
-        """`attend`, reading only what was selected."""
+        """`attend` to selected positions only; `selection` is what `select` returned."""

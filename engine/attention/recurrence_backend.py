@@ -1,15 +1,15 @@
-"""The interface of linear attention: what a backend of recurrent layers is given, and what it must answer.
+"""The interface of backends for recurrent layers (linear attention).
 
 A recurrent layer keeps, for each sequence, the last inputs of a short convolution and a matrix a head. Both live in
 slots of the state pool, and a step reads a slot, computes the sequence's rows and writes the slot again.
 
 The state is kept *by blocks* of `BLOCK` absolute positions, and that is what makes results exact. The plain form of
 the recurrence, one position after the other, is exact by nature and slow; the chunked forms of the papers are fast,
-but what they round depends on where a chunk begins. Here a block begins at a multiple of `BLOCK` whatever the chunks
-are: a slot holds the matrix as it was when the current block began, and beside it what the block's positions so far
-left. A position's result is computed from these two, by products whose shape never changes, whether the position
-came in a prompt of thousands or alone. So extend and decode are one computation, at the speed of a chunked form, and
-a decode step doesn't even write the matrix: that happens once a block.
+but their rounding depends on where a chunk begins. Here a block begins at a multiple of `BLOCK` whatever the chunks
+are: a slot holds the matrix as it was when the current block began, and beside it the keys, values and decays of the
+block's positions so far. A position's result is computed from these two, by products whose shape never changes,
+whether the position came in a prompt of thousands or alone. So extend and decode are one computation, at the speed of a
+chunked form, and a decode step doesn't even write the matrix: that happens once a block.
 
 Rows of a block that no position has reached yet are zeros, in the slot as well: the bytes of a slot are a function of
 the sequence's tokens and of nothing else.
@@ -35,22 +35,22 @@ the fewest rows that matrix units take."""
 
 @dataclass(frozen=True)
 class ScanState:
-    """One layer's buffers of a recurrence with H heads in G groups, float32; a group shares queries and keys."""
+    """One layer's buffers of a recurrence, float32. H heads in G groups; a group's heads share queries and keys."""
 
     matrix: Tensor
-    """[slots, H, key_dim, value_dim]: before the current block."""
+    """[slots, H, key_dim, value_dim]: the matrix before the current block."""
     keys: Tensor
-    """[slots, G, BLOCK, key_dim]: of the block's positions so far."""
+    """[slots, G, BLOCK, key_dim]: the keys of the block's positions so far."""
     values: Tensor
-    """[slots, H, BLOCK, value_dim]: what each would write, but for what the block's earlier ones have written."""
+    """[slots, H, BLOCK, value_dim]: what each position would write if the block's earlier ones had written nothing."""
     decays: Tensor
-    """[slots, H, BLOCK]: logarithms."""
+    """[slots, H, BLOCK]: logarithms of the decays of the block's positions so far."""
     solved: Tensor | None
-    """[slots, H, BLOCK, BLOCK]: how much of each earlier position's value counts. Of the delta rule only."""
+    """[slots, H, BLOCK, BLOCK]: weights of the block's values at each position. None without the delta rule."""
 
     @classmethod
     def of(cls, buffers: Mapping[str, Tensor]) -> ScanState:
-        """From a layer's buffers by name, as `scan_buffers` declares them."""
+        """Pick the state from a layer's buffers, named as `scan_buffers` declares them."""
         return cls(
             buffers["matrix"],
             buffers["block_keys"],
@@ -63,7 +63,7 @@ class ScanState:
 def scan_buffers(
     layers: int, heads: int, groups: int, key_dim: int, value_dim: int, *, delta: bool, shard: Shard
 ) -> tuple[BufferSpec, ...]:
-    """The buffers of `ScanState`, with the heads and groups of one rank."""
+    """Declare the buffers of `ScanState` for `layers` layers, with the heads and groups of one rank."""
     here, there = shard.heads(heads, "recurrent heads"), shard.heads(groups, "groups of recurrent heads")
 
     def buffer(name: str, units: range, whole: int, *shape: int) -> BufferSpec:
@@ -85,12 +85,12 @@ class RecurrenceBackend(Protocol):
     def conv(
         self, x_tc: Tensor, states: Sequence[Tensor], weight_kc: Tensor, bias_c: Tensor | None, plan: SlotPlan
     ) -> Tensor:
-        """A causal convolution of each channel by itself: tap by tap in float32, rounded once.
+        """Compute a causal depthwise convolution: tap by tap in float32, rounded once.
 
         `x_tc` is [T, channels]; `states` are buffers [slots, units, taps, width] in the dtype of `x_tc` whose
         channels (units * width each) together are those of `x_tc`, and hold the `taps` inputs before each sequence's
         rows; `weight_kc` is [taps + 1, channels], the last row for the position itself. Returns [T, channels] before
-        any activation, and leaves each sequence's last inputs in its slot.
+        any activation, and writes each sequence's last inputs into its slot (zeros where the plan is muted).
         """
 
     def scan(
@@ -103,7 +103,7 @@ class RecurrenceBackend(Protocol):
         state: ScanState,
         plan: SlotPlan,
     ) -> Tensor:
-        """The recurrence of each head, from the state before a sequence's rows to the one behind them.
+        """Compute each head's recurrence over a sequence's rows, and write the state after them into its slot.
 
         With S [key_dim, value_dim] a head's matrix, at each position in turn
 

@@ -1,1 +1,1 @@
-"""What models are built of."""
+"""The layers that models are built of."""

@@ -1,4 +1,4 @@
-"""The frame that all decoders share: embed, layer after layer, norm, logits."""
+"""The decoder that all models share: embedding, layers, final norm, logits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Sublayer = Callable[[Tensor, ForwardContext], Tensor]
 
 @dataclass(frozen=True)
 class PreNormLayer:
-    """x + mixer(norm(x)), then x + mlp(norm(x)): Llama and most that came after it."""
+    """A layer that computes x + mixer(norm(x)), then x + mlp(norm(x)), as Llama and most later models do."""
 
     input_norm_h: Tensor
     mixer: Sublayer
@@ -43,21 +43,21 @@ class PreNormLayer:
 
 @dataclass
 class Decoder:
-    """A model's weights with the computation of one step."""
+    """A model's weights, and the computation of one step with them."""
 
     embed_vh: Tensor
     layers: Sequence[Layer]
     norm: Callable[[Tensor], Tensor]
-    """Over the last layer's output."""
+    """The norm of the last layer's output, before the head."""
     head: RowExactLinear
     embed_scale: float | None = None
     logits_scale: float = 1.0
     logits_softcap: float = 0.0
     """Logits are squeezed to plus or minus this by a hyperbolic tangent; 0: not at all."""
     kernels: NativeKernels | None = None
-    """What layers compute with on a CPU; None: torch's operations alone."""
+    """The C++ kernels that layers use on a CPU; None: torch's operations alone."""
     prepare: Callable[[Tensor, Tensor, ForwardContext], None] | None = None
-    """Given tokens [M] and their embeddings [M, hidden], leaves in the scratch what layers ask for besides."""
+    """Called first with tokens [M] and embeddings [M, hidden]; leaves further inputs of layers in the scratch."""
 
     def __post_init__(self) -> None:
         if self.embed_scale is not None:
@@ -80,7 +80,7 @@ class Decoder:
         return x_mh
 
     def logits(self, x_nh: Tensor, numerics: Numerics) -> Tensor:
-        """Logits of some rows of `forward`'s result: [n, vocab] float32."""
+        """Compute the logits of some rows [n, hidden] of `forward`'s result: [n, vocab] float32."""
         rows = len(x_nh)
         padded = numerics.padded(rows)
         if padded > rows:

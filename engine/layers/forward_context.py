@@ -1,8 +1,8 @@
-"""What the layers of a model are given in one step, besides the activations.
+"""The forward context: what the layers of a model are given in one step besides the activations.
 
 Activations are [M, hidden]: the tokens of all sequences packed on one axis, T of them, padded to the numerics'
-quantum with rows that are computed like the rest and written nowhere. Every operation on them is by row. State is read
-and written through the gates only, one layer of one pool at a time.
+quantum with rows that are computed like the rest and written nowhere. Every operation on activations is by row. State
+is read and written through the load gates only, one layer of one pool at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """Where a layer keeps its state: which layer of which pool."""
+    """Where a layer of the model keeps its state: the pool's name, and which of the pool's layers it is."""
 
     pool: str
     layer: int
@@ -34,7 +34,7 @@ class LayerPlace:
 
 @dataclass
 class ForwardContext:
-    """One step."""
+    """The context of one step."""
 
     numerics: Numerics
     attention: AttentionBackend
@@ -45,29 +45,30 @@ class ForwardContext:
     count: int
     """T: rows that are tokens; the other M - T are padding."""
     plans: Mapping[str, AttentionPlan]
-    """Of full and window pools, by name."""
+    """The attention plans of full and window pools, by name."""
     slots: Mapping[str, SlotPlan]
-    """Of state pools, by name."""
+    """The slot plans of state pools, by name."""
     doors: Mapping[str, GateDoor]
+    """The doors of the load gates of all pools, by name."""
     ranks: TensorParallelGroup = ALONE
     scratch: dict[Any, Any] = field(default_factory=dict)
-    """What a layer leaves for later layers of the same step: selections, keys that others share."""
+    """Values that a layer leaves for later layers of the same step, such as selections."""
 
     def linear(self, x_mk: Tensor, linear: RowExactLinear) -> Tensor:
-        """A product of padded rows, summed over ranks where each has a part of it."""
+        """Compute a product of padded rows; summed over ranks where each rank has a part of it."""
         out = self.numerics.linear(x_mk, linear)
         return self.sum(out) if linear.partial else out
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of every rank's `x`, in an order of additions that depends on the ranks alone."""
+        """Sum every rank's `x`, adding in the order of the ranks."""
         return self.ranks.sum(x)
 
     def buffers(self, place: LayerPlace) -> LayerBuffers:
-        """A layer's state, complete when it is handed out."""
+        """Return a layer's buffers by name, after the loads that they are waiting for."""
         return self.doors[place.pool].layer(place.layer)
 
     def rope(self, table: RopeTable) -> tuple[Tensor, Tensor]:
-        """cos and signed sin of the step's positions, [M, 1, rope_dim] each; looked up once a step."""
+        """Return cos and signed sin of the step's positions, [M, 1, rope_dim] each; looked up once a step."""
         key = ("rope", id(table))
         if key not in self.scratch:
             self.scratch[key] = table.at(self.positions_m, self.longest)
@@ -75,6 +76,6 @@ class ForwardContext:
         return found
 
     def padded(self, x_tn: Tensor) -> Tensor:
-        """Rows of tokens with the padding rows (zeros) behind them again."""
+        """Append the padding rows (zeros) to the T rows of tokens again: [M, ...]."""
         lacking = len(self.positions_m) - len(x_tn)
         return torch.cat((x_tn, x_tn.new_zeros(lacking, *x_tn.shape[1:]))) if lacking else x_tn

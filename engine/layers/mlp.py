@@ -13,7 +13,7 @@ from engine.tensors.weight_loader import Weights
 
 
 class PlainMlp:
-    """down(activation(up(x))), without a gate; the inner units are divided among ranks."""
+    """The feed-forward layer down(activation(up(x))), without a gate; its inner units are divided among ranks."""
 
     def __init__(
         self, weights: Weights, hidden: int, inner: int, activation: Callable[[Tensor], Tensor], *, bias: bool = False
@@ -29,7 +29,7 @@ class PlainMlp:
 
 
 class GatedMlp:
-    """down(activation(gate(x)) * up(x)); the inner units are divided among ranks."""
+    """The feed-forward layer down(activation(gate(x)) * up(x)); its inner units are divided among ranks."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Norms and activations: by row, and the same bits for a row wherever it lies."""
+"""Norms and activations, row-exact: a row has the same bits wherever it lies in a batch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _GELU_CUBIC = 0.044715
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last axis, in float32.
 
-    Rounded to the dtype of `x` before a weight of that dtype, as Llama has it, and after one of float32, as Gemma and
-    gpt-oss have it.
+    A weight in the dtype of `x` multiplies the result after it was rounded to that dtype, as in Llama; a float32 weight
+    multiplies before the rounding, as in Gemma and gpt-oss.
     """
     kernels = kernels_for(x)
     if kernels is not None and weight.dtype == x.dtype:
@@ -28,12 +28,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)) in float32, exact by element as `silu` is."""
+    """1 / (1 + exp(-x)) in float32; like `silu`, with the same bits for an element wherever it lies."""
     return torch.exp(-x).add_(1.0).reciprocal_()
 
 
 def softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)) in float32 without overflow, exact by element as `silu` is."""
+    """log(1 + exp(x)) in float32 without overflow; like `silu`, the same bits for an element wherever it lies."""
     return x.clamp_min(0.0).add_(x.abs().neg_().exp_().log1p_())
 
 
@@ -47,7 +47,7 @@ def silu(x: Tensor) -> Tensor:
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU by its hyperbolic-tangent approximation (arXiv 1606.08415) in float32, exact by element as `silu` is.
+    """GELU by its hyperbolic-tangent approximation (arXiv 1606.08415) in float32; row-exact like `silu`.
 
     (1 + tanh(u)) / 2 is the sigmoid of 2u, which takes one exp and loses nothing near zero. May change `x`.
     """

@@ -1,10 +1,10 @@
-"""Rotary position embedding with the scalings that are functions of the absolute position alone.
+"""Rotary position embedding, with the scalings that depend on the absolute position alone.
 
 The frequencies follow transformers' definitions, operation by operation, since a last-bit difference in a frequency
 grows with the position: default, ``linear`` (positions divided by a factor), ``llama3`` (long wavelengths divided,
-short ones kept, a smooth passage between) and ``yarn`` (arXiv 2309.00071: a ramp between the two over the head's
-dimensions, and a factor on cos and sin) and ``proportional`` (a part of a head's dimensions turns, at the
-frequencies that it has when all of them do; the others' angle is zero).
+short ones kept, a smooth passage between), ``yarn`` (arXiv 2309.00071: a ramp between divided and kept over the head's
+dimensions, and a factor on cos and sin) and ``proportional`` (a part of a head's dimensions is rotated, at the
+frequencies that it has when all of them are; the angle of the other dimensions is zero).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TABLE_STEP = 4096
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
-    """Angles a position, [head_dim / 2] float32, and the factor on cos and sin."""
+    """Compute the angles (radians) a position, [head_dim / 2] float32, and the factor on cos and sin."""
     if rope.kind == "yarn":
         return _yarn(rope, head_dim)
     if rope.kind == "proportional":
@@ -36,7 +36,7 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
 
 
 class RopeTable:
-    """cos and sin by position, in the model's dtype; grown as longer positions come up."""
+    """The table of cos and sin by position, in the model's dtype; it grows with the largest position seen."""
 
     def __init__(self, rope: RopeSpec, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self._inv_freq, self._factor = inverse_frequencies(rope, head_dim)
@@ -45,7 +45,7 @@ class RopeTable:
         self._sin_pd = self._cos_pd
 
     def at(self, positions_t: Tensor, limit: int) -> tuple[Tensor, Tensor]:
-        """cos and signed sin at `positions_t` ([T] int64, all below `limit`): [T, 1, head_dim] each.
+        """Look up cos and signed sin at `positions_t` ([T] int64, all below `limit`): [T, 1, head_dim] each.
 
         The first half of sin is negated, so that a rotation is ``x * cos + swap_halves(x) * sin``: the very products
         of ``rotate_half``, whose sign is exact.
@@ -65,7 +65,7 @@ class RopeTable:
 
 
 def rotate(x_thd: Tensor, cos_t1d: Tensor, sin_t1d: Tensor) -> Tensor:
-    """Rotate the half-split pairs of each head by its position's angles; sin as `RopeTable.at` gives it."""
+    """Rotate the half-split pairs of each head by its position's angles, as `RopeTable.at` returns them."""
     half = x_thd.shape[-1] // 2
     swapped = torch.cat((x_thd[..., half:], x_thd[..., :half]), dim=-1)
     return (x_thd * cos_t1d).add_(swapped.mul_(sin_t1d))
@@ -102,7 +102,7 @@ def _yarn(rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
     factor, trained = _number(rope, "factor"), _number(rope, "original_max_position_embeddings")
 
     def turning_dim(rotations: float) -> float:
-        """The dimension that makes `rotations` turns over the trained context."""
+        """The dimension that is rotated by `rotations` full turns over the trained context."""
         return head_dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = turning_dim(_optional(rope, "beta_fast") or 32), turning_dim(_optional(rope, "beta_slow") or 1)

@@ -1,17 +1,18 @@
-"""Keys of `config.json` that change no number here, and those that would change some in ways that aren't supported.
+"""The keys of `config.json` that are without effect, and the keys whose other values aren't supported.
 
 Every key is one of four kinds, for each architecture:
 
-- *read*: asked for when the model is made. `contracts.checkpoint.json_fields.JsonFields` notes that by itself, so
-  nobody has to list them.
-- *without effect*: transformers' implementation of the architecture reads it and computes the same at inference, or it
-  is about something else than arithmetic (below).
-- *refused*: transformers computes something else by it, which isn't supported here; all but one value is refused.
-- *unknown*: transformers' implementation doesn't read it either. Perhaps another program does, for which the weights
-  were made: it is left out, and named in a warning.
+- *read*: asked for when the model is made. `contracts.checkpoint.json_fields.JsonFields` records these keys, so they
+  needn't be listed.
+- *without effect*: transformers' implementation of the architecture reads the key but computes the same at inference,
+  or the key doesn't concern arithmetic (below).
+- *refused*: transformers computes differently by the key, in a way that isn't supported here; all values but one are
+  refused.
+- *unknown*: transformers' implementation doesn't read the key either. Perhaps the weights were made for a program that
+  does: the key is ignored, and named in a warning.
 
-`tests/engine/test_config_keys.py` takes what transformers reads from its own source, so that a key which a new version
-reads and nobody here knows fails there.
+`tests/engine/test_config_keys.py` takes the keys that transformers reads from its source, and fails for a key that a
+new version reads and that is none of these here.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from contracts.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 _OFF: tuple[object, ...] = (None, False, "", [], {})
-"""Values by which a key that nobody knows says that there is nothing to know."""
+"""Values with which an unknown key isn't worth a warning: absent, off or empty."""
 
 _GENERAL = """
     architectures auto_map dtype model_type name_or_path torch_dtype transformers_version unsloth_version
@@ -48,19 +49,19 @@ _GENERAL = """
     llm_config language_model_only
 """
 GENERAL = frozenset(_GENERAL.split())
-"""Without effect for every architecture: names and versions, tokens that end or pad, what generation defaults to
-(`generation_config.json` counts), dropout and other numbers of training, and models of images and sound around text.
-"""
+"""Keys without effect for every architecture: names and versions, tokens that end or pad, defaults of generation
+(`generation_config.json` has the ones that count), dropout and other numbers of training, and models of images and
+sound around text."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigKeys:
-    """What one architecture makes of keys that it doesn't read."""
+    """How one architecture treats keys that it doesn't read."""
 
     without_effect: Mapping[str, str] = field(default_factory=dict)
-    """Each with the reason."""
+    """Keys without effect, each with the reason."""
     only: Mapping[str, object] = field(default_factory=dict)
-    """The one value of a key that is supported; a `SameKey` names the key that it must agree with."""
+    """The one supported value of each key; a `SameKey` names another key whose value it must have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +72,8 @@ class SameKey:
 
 
 CACHE = ("sliding_window", "attention_chunk_size", "layer_types", "kv_sharing_modes", "number_of_conv_states")
-"""By these transformers' cache decides what it keeps of a layer, whether or not the architecture itself reads them: its
-answers change with a `sliding_window` in a Llama. Where they aren't read here they must say that all is kept."""
+"""Keys by which transformers' cache decides what it keeps of a layer, even if the architecture doesn't read them: a
+`sliding_window` in a Llama changes its answers. Where a key isn't read here, its value must mean that all is kept."""
 _ALL_KEPT = (None, "full_attention")
 
 _WINDOWS = {
@@ -130,14 +131,14 @@ KEYS: Mapping[str, ConfigKeys] = {
         {"mamba_hidden_act": "silu"},
     ),
 }  # fmt: skip
-"""By the name of the class in `engine/models`; one that isn't here reads all that matters."""
+"""The keys of each class in `engine/models`, by its name; a class that isn't here reads all keys that matter."""
 
 
 def check_keys(model: str, config: JsonFields) -> tuple[str, ...]:
-    """The keys that neither this architecture nor transformers' implementation of it knows, as ``key=value``.
+    """Return the keys that neither this architecture nor transformers' implementation of it knows, as ``key=value``.
 
-    To be called when the model has been made, as it goes by what that has read. Raises `CheckpointError` for a value
-    that would change the arithmetic and isn't supported.
+    Call it after the model was made: it goes by the keys that were read then. Raises `CheckpointError` for a value that
+    would change the arithmetic and isn't supported.
     """
     keys = KEYS.get(model, ConfigKeys())
     for key, only in keys.only.items():
@@ -156,7 +157,7 @@ def check_keys(model: str, config: JsonFields) -> tuple[str, ...]:
 
 
 def warn_of(unknown: tuple[str, ...], architecture: str, config: JsonFields) -> None:
-    """One line for the operator."""
+    """Log unknown keys in one line for the operator; nothing where there are none."""
     if unknown:
         log.warning(
             "%s: %s doesn't know these keys, and they are left out (if the weights were made with them, answers will "

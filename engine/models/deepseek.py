@@ -1,4 +1,4 @@
-"""DeepSeek-V3, DeepSeek-V3.2 and GLM-5: latent attention, in the latter two of what an indexer selects.
+"""DeepSeek-V3, DeepSeek-V3.2 and GLM-5: latent attention, in the latter two to positions that an indexer selects.
 
 A layer that predicts further tokens (``num_nextn_predict_layers``: tensors of layers past the last) is left unused.
 """
@@ -63,7 +63,7 @@ class DeepseekV3(Model):
                 raise config.refuse(f"num_experts_per_tok {self.top_k} is more than the {self.experts.experts} experts")
 
     def scale(self) -> float:
-        """Of the scores: yarn squeezes them once more than its factor on cos and sin says."""
+        """The factor on scores. With yarn, `mscale_all_dim` adds a factor here, besides yarn's own on cos and sin."""
         config = self.config
         scale = float((config.size("qk_nope_head_dim") + config.size("qk_rope_head_dim")) ** -0.5)
         whole = float(cast(float, self.rope.parameters.get("mscale_all_dim", 0)))
@@ -84,7 +84,7 @@ class DeepseekV3(Model):
         return MLA(weights, LayerPlace(FULL_POOL, number), self.rope_table(weights), self.latent, selector)
 
     def selector(self, number: int, weights: Weights) -> SparseSelector | None:
-        """What chooses the positions that a layer reads; None: it reads all."""
+        """The selector of the positions that a layer reads; None: it reads all."""
         return None
 
     def mlp(self, number: int, weights: Weights) -> Sublayer:
@@ -107,13 +107,13 @@ class DeepseekV3(Model):
         return MixtureOfExperts(weights, router, self.experts, shared=shared)
 
     def rope_table(self, weights: Weights) -> RopeTable:
-        """One table for all layers."""
+        """The table of angles that all layers share."""
         make = lambda: RopeTable(self.rope, self.latent.rope_dim, weights.dtype, weights.device)  # noqa: E731
         return weights.once("rope", make)
 
 
 class DeepseekV32(DeepseekV3):
-    """``DeepseekV32ForCausalLM``: each layer reads what its indexer selects."""
+    """``DeepseekV32ForCausalLM``: each layer reads the positions that its indexer selects."""
 
     index_interleaved = False
 

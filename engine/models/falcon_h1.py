@@ -1,4 +1,4 @@
-"""Falcon-H1: every layer has attention to everything and a Mamba-2 mixer side by side, scaled by given factors."""
+"""Falcon-H1: every layer has full attention and a Mamba-2 mixer side by side, scaled by factors of `config.json`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class FalconH1(Llama):
         )
 
     def scale(self) -> float:
-        """With the factor on keys: it is one on scores."""
+        """The factor on scores, which includes the factor on keys."""
         return super().scale() * self.factors.key
 
     def mlp(self, number: int, weights: Weights) -> GatedMlp:
@@ -57,14 +57,14 @@ class FalconH1(Llama):
 
     def build(self, weights: Weights) -> Decoder:
         decoder = super().build(weights)
-        decoder.embed_vh = decoder.embed_vh * self.factors.embedding  # The head may be the plain one.
+        decoder.embed_vh = decoder.embed_vh * self.factors.embedding  # A copy: a tied head keeps the unscaled table.
         decoder.logits_scale = self.factors.logits
         return decoder
 
 
 @dataclass(frozen=True)
 class _Factors:
-    """What the parts of the model are multiplied with."""
+    """The factors of `config.json` on parts of the model."""
 
     embedding: float
     logits: float
@@ -94,7 +94,7 @@ class _Factors:
 
 @dataclass(frozen=True)
 class _HybridLayer:
-    """x + mamba(norm(x)) + attention(norm(x)), then x + mlp(norm(x)); each part with its factors."""
+    """A layer that computes x + mamba(norm(x)) + attention(norm(x)), then x + mlp(norm(x)), with factors."""
 
     input_norm_h: Tensor
     mamba: Sublayer

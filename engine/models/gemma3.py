@@ -1,8 +1,8 @@
-"""Gemma 3 and what Gemma 4 keeps of it.
+"""Gemma 3, and the parts of it that Gemma 4 shares.
 
 Embeddings are scaled by the root of their width; norms lie on both sides of attention and of the feed-forward layer,
 multiply in float32 and, in Gemma 3, by one plus their weight; queries and keys are normed by head. Every sixth layer
-sees everything, with a slow rope; the others see a window, with a fast one.
+has full attention and a rope with a large base; the others have a sliding window and a rope with a small base.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from engine.tensors.weight_loader import Weights
 
 
 class GemmaAttention:
-    """Attention over keys and values by head, with norms of queries and keys, and in Gemma 4 of values."""
+    """Attention with keys and values by head, with norms of queries and keys, and in Gemma 4 of values."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class GemmaAttention:
         values: bool = True,
         value_norm: bool = False,
     ) -> None:
-        """`owner`: the layer keeps keys and values, else it reads those at `place`. Without `values` they are the
-        keys, before norm and rope."""
+        """`owner`: the layer keeps keys and values; else it reads those that an earlier layer keeps at `place`. Without
+        `values`, the keys before norm and rope serve as values."""
         shard, dim = weights.shard, kind.head_dim
         self._place, self._dim, self._eps = place, dim, model.eps
         self._scores = ScoreOptions(scale, kind.window)
@@ -59,7 +59,7 @@ class GemmaAttention:
         self._norm_nd = torch.cat(norms)
         self._value_norm_d = torch.ones(dim, device=weights.device) if value_norm else None
         if in_use():
-            return  # The kernels' attention has no such products.
+            return  # The C++ kernels' attention has no batched products to probe.
         for k, n in ((dim, BLOCK_TOKENS), (BLOCK_TOKENS, dim)):
             weights.products.extend((batch, k, n) for batch in (kv.count // dim, 5 * kv.count // dim))
 
@@ -79,7 +79,7 @@ class GemmaAttention:
 
 
 class Gemma(WindowModel):
-    """What both generations have."""
+    """The parts that Gemma 3 and Gemma 4 have in common."""
 
     def __init__(self, spec: ModelSpec, shared: int = 0) -> None:
         super().__init__(spec, pattern=6, shared=shared)

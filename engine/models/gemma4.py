@@ -1,7 +1,7 @@
-"""Gemma 4 (text): Gemma 3 with wider heads where it sees everything, shared keys, and inputs for each layer.
+"""Gemma 4 (text): Gemma 3 with wider heads in full-attention layers, shared keys and values, and inputs by layer.
 
-Layers that see everything have heads of their own size, turn a part of them, and may use their keys (before norm and
-rope) as values. The last layers share the keys and values of the last layer before them of their kind, and have none.
+Full-attention layers have another head size, rotate only a part of a head, and may use their keys (before norm and
+rope) as values. The last layers read the keys and values of the last layer of their kind that keeps any.
 Values are normed; scores aren't scaled, since queries and keys are normed. Each layer is given, besides the stream, a
 small input of its own for every token: from a table by token, and from the token's embedding. Checkpoints with experts
 add them to the feed-forward layer.
@@ -32,7 +32,7 @@ _ROPES: dict[str, dict[str, object]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
 }
-"""What configurations that don't say mean."""
+"""The ropes of configurations without `rope_parameters`."""
 
 
 class Gemma4(Gemma):
@@ -67,7 +67,7 @@ class Gemma4(Gemma):
         return LayerKind(name, self.window_of(name), kv_heads, head_dim, rope)
 
     def _of_full_layers(self, key: str, default: int) -> int:
-        """A number of all full layers: from `per_layer_config`, where saved folders have it, else `default`."""
+        """A number that all full layers share: from `per_layer_config` if a checkpoint has it, else `default`."""
         by_layer = self.config.table("per_layer_config")
         full = [by_layer.get(str(i)) for i, name in enumerate(self.names) if name == FULL]
         values = {layer.get(key, self.config.values.get(key)) for layer in full if isinstance(layer, Mapping)}
@@ -92,7 +92,7 @@ class Gemma4(Gemma):
 
 
 class LayerInputs:
-    """What each layer is given for each token, besides the stream: [M, layers, size] in the scratch."""
+    """The inputs of each layer for each token besides the residual stream: puts [M, layers, size] into the scratch."""
 
     def __init__(self, model: Gemma4, weights: Weights) -> None:
         size, width = model.input_size, model.layers * model.input_size
@@ -109,7 +109,7 @@ class LayerInputs:
 
 
 class Gemma4Layer:
-    """Attention and feed-forward with norms on both sides, then the layer's own input, then one factor on all."""
+    """A layer of attention and feed-forward with norms on both sides, its own input, and a factor on the output."""
 
     def __init__(self, model: Gemma4, number: int, weights: Weights) -> None:
         def norm(name: str) -> Tensor:

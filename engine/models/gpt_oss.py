@@ -1,4 +1,4 @@
-"""gpt-oss: every other layer sees a window, all have attention sinks and biases, and experts with a clamped gate."""
+"""gpt-oss: a sliding window in every other layer, attention sinks and biases, and experts with a clamped gate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama: grouped-query attention to everything, gated feed-forward layers."""
+"""Llama: full grouped-query attention and gated feed-forward layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.tensors.weight_loader import Weights
 
 
 class Llama(Model):
-    """``LlamaForCausalLM``; what others change of it are the methods and numbers below."""
+    """``LlamaForCausalLM``; other architectures override the methods and numbers below."""
 
     qk_norm = False
 
@@ -42,12 +42,12 @@ class Llama(Model):
         return self.hidden // self.heads
 
     def biases(self) -> tuple[bool, bool]:
-        """Whether queries, keys and values have biases, and whether the way out has."""
+        """Whether queries, keys and values have biases, and whether the output projection has one."""
         bias = self.config.flag("attention_bias")
         return bias, bias
 
     def refuse_windows(self) -> None:
-        """Raises `CheckpointError` where some layers would see a window only."""
+        """Raise `CheckpointError` where `config.json` asks for other than full attention in some layers."""
         kinds = self.config.values.get("layer_types")
         others = {str(kind) for kind in kinds if kind != "full_attention"} if isinstance(kinds, list) else set()
         if others:
@@ -77,12 +77,12 @@ class Llama(Model):
         )
 
     def scale(self) -> float:
-        """The factor on scores."""
+        """The factor on attention scores."""
         return float(self.head_dim**-0.5)
 
     def mlp(self, number: int, weights: Weights) -> Sublayer:
         return GatedMlp(weights, self.hidden, self.inner, bias=self.mlp_bias)
 
     def rope_table(self, weights: Weights) -> RopeTable:
-        """One table for all layers."""
+        """The table of angles that all layers share."""
         return weights.once("rope", lambda: RopeTable(self.rope, self.head_dim, weights.dtype, weights.device))

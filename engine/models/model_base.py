@@ -1,4 +1,4 @@
-"""What a model file declares: its numbers, its state, and how it is built from a checkpoint's tensors."""
+"""The base class of models: a model's numbers, the state that it keeps, and its construction from a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ STATE_POOL = "state"
 
 @dataclass(frozen=True, slots=True)
 class StateOptions:
-    """What is chosen about a model's state."""
+    """The choices about a model's state: dtype, page size, and this rank's shard."""
 
     dtype: torch.dtype
-    """What keys, values and latents are kept in."""
+    """The dtype of keys, values and latents in pages."""
     page_tokens: int
     shard: Shard = WHOLE
     index_float8: bool = False
-    """Index keys as float8 with a scale a token, not as the model computes them."""
+    """Whether index keys are kept as float8 with a scale a token, not in `dtype`."""
 
 
 class Model(ABC):
-    """One architecture with the numbers of one checkpoint. Raises `CheckpointError` for numbers that can't be."""
+    """One architecture with the numbers of one checkpoint. `__init__` raises `CheckpointError` for invalid ones."""
 
     embed_name, norm_name = "embed_tokens", "norm"
 
@@ -47,18 +47,18 @@ class Model(ABC):
 
     @abstractmethod
     def pools(self, options: StateOptions) -> tuple[PoolSpec, ...]:
-        """The state that the model keeps, pool by pool; exactly one is full."""
+        """The pools of the model's state, as one rank holds them; exactly one is full."""
 
     @abstractmethod
     def layer(self, number: int, weights: Weights) -> Layer:
-        """Layer `number`, whose tensors are all below `weights`."""
+        """Build layer `number`, whose tensors are all below `weights`."""
 
     def pool_set(self, options: StateOptions) -> PoolSetSpec:
-        """The registry entry of one rank."""
+        """The pool set of one rank."""
         return PoolSetSpec(options.page_tokens, self.pools(options))
 
     def pre_norm(self, weights: Weights, mixer: Sublayer, mlp: Sublayer) -> Layer:
-        """A layer of the usual frame, its norms called as in most models."""
+        """Build a pre-norm layer, whose norms have the names that most models use."""
         return PreNormLayer(
             self.norm_weight(weights, "input_layernorm.weight", self.hidden),
             mixer,
@@ -68,7 +68,7 @@ class Model(ABC):
         )
 
     def build(self, weights: Weights) -> Decoder:
-        """All of the model. Raises `CheckpointError` for a tensor that is missing or misshapen."""
+        """Build the whole model. Raises `CheckpointError` for a tensor that is missing or misshapen."""
         embed = weights.tensor(f"model.{self.embed_name}.weight", self.spec.vocab_size, self.hidden)
         layers = [self.layer(i, weights.scope(f"model.layers.{i}.")) for i in range(self.layers)]
         norm_h = self.norm_weight(weights, f"model.{self.norm_name}.weight", self.hidden)
@@ -79,7 +79,7 @@ class Model(ABC):
         return Decoder(embed, layers, lambda x: self.norm(x, norm_h), head)
 
     def norm_weight(self, weights: Weights, name: str, size: int) -> Tensor:
-        """A norm's weight as `rms_norm` takes it."""
+        """Read a norm's weight, in the dtype and offset that `rms_norm` takes."""
         return weights.tensor(name, size)
 
     def norm(self, x: Tensor, weight_h: Tensor) -> Tensor:

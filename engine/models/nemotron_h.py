@@ -1,4 +1,4 @@
-"""Nemotron-H: Mamba-2, attention and feed-forward layers in an order of their own, each alone in its layer."""
+"""Nemotron-H: layers of one mixer each (Mamba-2, attention, feed-forward or experts), in any order."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class NemotronH(Model):
 
 @dataclass(frozen=True)
 class _OneMixer:
-    """x + mixer(norm(x))"""
+    """A layer that computes x + mixer(norm(x))."""
 
     norm_h: Tensor
     mixer: Sublayer
@@ -138,7 +138,7 @@ class _OneMixer:
 
 
 def _kinds(config: JsonFields, layers: int) -> list[str]:
-    """Each layer's kind: a list of words, or a letter each as published."""
+    """Read the kind of each layer: from a list of words, or a letter each as published."""
     words = config.values.get("layers_block_type", config.values.get("layer_types"))
     if words is None:
         words = [_LETTERS.get(letter, letter) for letter in config.text("hybrid_override_pattern")]

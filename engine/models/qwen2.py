@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama whose queries, keys and values have biases, always; the way out has none."""
+"""Qwen2 and Qwen2.5: Llama with biases of queries, keys and values, and none of the output projection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3, and Qwen3-MoE, whose feed-forward layers are mixtures of experts, all of them or some."""
+"""Qwen3, and Qwen3-MoE, in which all or some feed-forward layers are mixtures of experts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Qwen3(Llama):
 
 
 def sparse_layers(config: JsonFields, layers: int) -> frozenset[int]:
-    """The layers that are mixtures, by Qwen's keys `mlp_only_layers` and `decoder_sparse_step`."""
+    """The numbers of layers that are mixtures, by Qwen's keys `mlp_only_layers` and `decoder_sparse_step`."""
     step, plain = config.size("decoder_sparse_step", 1), config.values.get("mlp_only_layers", [])
     if not isinstance(plain, list):
         raise config.refuse(f"mlp_only_layers must be a list of layer numbers, got {plain!r}")

@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5: gated delta layers, every so often one with gated attention to everything."""
+"""Qwen3-Next and Qwen3.5: gated delta layers, with a layer of full gated attention at regular intervals."""
 
 from __future__ import annotations
 
@@ -110,14 +110,14 @@ class Qwen3Next(Model):
         return MixtureOfExperts(weights, router, sizes, shared=GatedShared(weights, hidden, shared))
 
     def norm_weight(self, weights: Weights, name: str, size: int) -> Tensor:
-        """In the files around zero."""
+        """Read a norm's weight as float32; checkpoints have it around zero, so one is added."""
         return weights.tensor(name, size).float() + 1.0
 
 
 class Qwen35(Qwen3Next):
-    """``Qwen3_5ForCausalLM`` and ``Qwen3_5MoeForCausalLM``, and the text of their models ``ForConditionalGeneration``.
+    """``Qwen3_5ForCausalLM`` and ``Qwen3_5MoeForCausalLM``, and the text of their ``ForConditionalGeneration`` models.
 
-    Its rope has sections for the three axes of images; in text all three are the position, and it is plain rope.
+    Its rope has sections for the three axes of images; in text all three are the position, which gives plain rope.
     """
 
     projection: Projection = staticmethod(separate)

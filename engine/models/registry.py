@@ -1,4 +1,4 @@
-"""The architectures: one readable file each, and one entry here."""
+"""The model registry: from the architecture in `config.json` to the class that implements it."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ ARCHITECTURES = {
     "Qwen3_5MoeForCausalLM": "qwen3_next.Qwen35",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_next.Qwen35",
 }
-"""The name in `config.json`, and the file and class here that know it."""
+"""The module and class in `engine.models` that implement each architecture, by its name in `config.json`."""
 _WARNED: set[tuple[Path, tuple[str, ...]]] = set()
-"""What was said already: a process reads a folder several times."""
+"""Warnings that were logged already, since a process reads a checkpoint several times."""
 
 
 def model_for(spec: ModelSpec) -> Model:
-    """The model that a checkpoint is of, its numbers and the names and shapes of its tensors checked.
+    """Make the model of a checkpoint, and check its numbers and the names and shapes of its tensors.
 
-    Raises `CheckpointError` in one line for an architecture that is not supported, numbers that can't be, and a tensor
-    that is missing or of the wrong shape (naming it and both shapes).
+    Raises `CheckpointError` with one line of text for an architecture that is not supported, for invalid numbers, and
+    for a tensor that is missing or of the wrong shape (naming it and both shapes).
     """
     entry = ARCHITECTURES.get(spec.architecture)
     if entry is None:

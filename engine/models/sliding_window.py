@@ -1,9 +1,9 @@
-"""What models with sliding windows share: two kinds of layers, a pool for each, and Gemma's frame around them.
+"""The base of models with sliding windows: two kinds of layers, a pool for each, and Gemma's layer with four norms.
 
-Layers of kind ``full_attention`` see everything and keep it in the full pool; those of kind ``sliding_attention`` see
-the last `sliding_window` positions, their own included, and keep those in the window pool. The kinds may differ in
-heads and in rope. Where layers at the end share keys and values, they read what the last layer before them of their
-own kind has kept, and keep nothing.
+Layers of kind ``full_attention`` see all positions and keep their state in the full pool. Layers of kind
+``sliding_attention`` see the last `sliding_window` positions, their own included, and keep their state in the window
+pool. The kinds may differ in heads and in rope. Layers at the end that share keys and values keep none: they read the
+ones of the last layer of their kind that keeps any.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What all layers of one kind have in common."""
+    """The numbers that all layers of one kind have in common."""
 
     name: str
     window: int
-    """Positions that a query sees, its own included; 0: all."""
+    """How many positions a query sees, its own included; 0: all."""
     kv_heads: int
     head_dim: int
     rope: RopeSpec
@@ -44,7 +44,7 @@ class LayerKind:
         return WINDOW_POOL if self.window else FULL_POOL
 
     def rope_table(self, weights: Weights) -> RopeTable:
-        """One for all layers of the kind."""
+        """The table of angles that all layers of this kind share."""
         make = lambda: RopeTable(self.rope, self.head_dim, weights.dtype, weights.device)  # noqa: E731
         return weights.once(f"rope of {self.name}", make)
 
@@ -53,7 +53,7 @@ class WindowModel(Model):
     """A model whose layers are of two kinds; the last `shared` ones share keys and values."""
 
     def __init__(self, spec: ModelSpec, pattern: int, shared: int = 0) -> None:
-        """`pattern`: every so many layers one sees everything, where the configuration doesn't list the kinds."""
+        """`pattern`: every `pattern`-th layer has full attention, where the configuration doesn't say otherwise."""
         super().__init__(spec)
         config = spec.config
         self.heads = config.size("num_attention_heads")
@@ -71,14 +71,14 @@ class WindowModel(Model):
                 raise config.refuse(f"head_dim {kind.head_dim} must be even for rotary embeddings")
 
     def kind(self, name: str) -> LayerKind:
-        """The numbers of the layers called `name`."""
+        """The numbers of the kind of layers called `name`."""
         raise NotImplementedError
 
     def window_of(self, name: str) -> int:
         return self.config.size("sliding_window") if name == SLIDING else 0
 
     def place(self, number: int) -> LayerPlace:
-        """Where layer `number` finds its keys and values."""
+        """The place of the keys and values that layer `number` reads; a layer that shares them has their owner's."""
         name = self.names[number]
         owner = number if number < self.owners else max(i for i in range(self.owners) if self.names[i] == name)
         return LayerPlace(self.kinds[name].pool, self.names[:owner].count(name))
@@ -95,21 +95,21 @@ class WindowModel(Model):
 
 
 def layer_names(config: JsonFields, layers: int, pattern: int) -> list[str]:
-    """The kind of each layer: as listed, or every `sliding_window_pattern`-th (else `pattern`-th) sees everything."""
+    """Read the kind of each layer: as listed, or every `sliding_window_pattern`-th (else `pattern`-th) is full."""
     pattern = config.size("sliding_window_pattern", pattern)
     default = [SLIDING if (i + 1) % pattern else FULL for i in range(layers)]
     return config.words("layer_types", layers, (FULL, SLIDING), default)
 
 
 def rope_by_kind(config: JsonFields, name: str) -> Mapping[str, object] | None:
-    """The part of `rope_parameters` for one kind of layers; None in the old spelling."""
+    """The part of `rope_parameters` for one kind of layers; None where `rope_parameters` isn't divided by kind."""
     found = config.table("rope_parameters").get(name)
     return found if isinstance(found, Mapping) else None
 
 
 @dataclass(frozen=True)
 class SandwichLayer:
-    """x + norm(mixer(norm(x))), then x + norm(mlp(norm(x))): norms on both sides of each part."""
+    """A layer that computes x + norm(mixer(norm(x))), then x + norm(mlp(norm(x))), norms on both sides."""
 
     input_norm_h: Tensor
     mixer: Sublayer

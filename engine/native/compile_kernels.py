@@ -1,8 +1,8 @@
-"""Compile the kernels beside this file, once a machine, into the user's cache folder.
+"""Compilation of the C++ kernels beside this file, once a machine, into the user's cache folder.
 
-The file's name is a digest of all that its contents depend on: the sources, the flags, the compiler and the
-processor (code is made for this one). It is written under another name and renamed, so that processes that start
-together may each compile it, and none loads half a file.
+The library's name is a digest of all that its contents depend on: the sources, the flags, the compiler and the
+processor (code is made for this one). The library is written under another name and renamed, so that processes that
+start together may each compile it, and none loads half a file.
 """
 
 from __future__ import annotations
@@ -29,27 +29,28 @@ from contracts import cpu_levels as processor
 log = logging.getLogger(__name__)
 
 MACHINE = "native"
-"""Compilers' name for the processor that they run on."""
+"""The level that stands for all instructions of this processor, in compilers' own word."""
 _FLAGS = (
     "-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-Wno-psabi", "-fPIC",
     "-fvisibility=hidden",
 )  # fmt: skip
 _SOURCES = ("vector.h", "buffer.h", "threads.h", "rows.h", "gemm.h", "attention.h", "kernels.cpp")
 _CODE = {name: (Path(__file__).parent / name).read_bytes() for name in _SOURCES}
-"""Read with the Python code that calls it: an update under a running worker changes neither."""
+"""The sources, read when this module is imported, so that an update under a running worker changes neither them nor
+the Python code that calls them."""
 _COMPILE_TIMEOUT_S = 300.0
 
 
 class NativeUnavailable(Exception):
-    """Raised when the kernels can't be compiled or loaded here; says why in one line."""
+    """Raised when the kernels can't be compiled or loaded here; its text says why in one line."""
 
 
 @cache
 def load_library(level: str = MACHINE) -> ctypes.CDLL:
-    """The compiled kernels, made of the instructions of `level` (of `contracts.cpu_levels`), or of all that the machine
-    has. Takes milliseconds, and some seconds where they must be compiled first.
+    """Load the kernels, compiled for the instructions of `level` (of `contracts.cpu_levels`; `MACHINE`: all that this
+    machine has). Takes milliseconds, or some seconds where they must be compiled first.
 
-    Raises `NativeUnavailable`, each time it is asked again.
+    Raises `NativeUnavailable`; only a success is cached, so that a later call tries again.
     """
     if level != MACHINE and level not in processor.levels():
         raise NativeUnavailable(f"this processor can't run {level}")
@@ -70,13 +71,13 @@ def load_library(level: str = MACHINE) -> ctypes.CDLL:
 
 @dataclass(frozen=True)
 class Compiler:
-    """How kernels are compiled here."""
+    """A C++ compiler of this machine, and how it is called."""
 
     command: tuple[str, ...]
     version: tuple[str, ...]
-    """What makes it say its version."""
+    """The arguments that make it print its version."""
     zig: bool = False
-    """It is Zig's: Clang, with headers of its own and no built C++ library, which the kernels don't need."""
+    """Whether it is Zig's: Clang, with its own headers and no built C++ library, which the kernels don't need."""
 
     def compiling(self, level: str) -> tuple[str, ...]:
         if not self.zig:
@@ -93,7 +94,7 @@ _ZIG = ("-fno-sanitize=undefined",)
 
 
 def find_compiler() -> Compiler:
-    """What ``CXX`` names, else g++, else c++, else the compiler of the package ziglang. Raises `NativeUnavailable`."""
+    """Find the compiler: ``CXX``, else g++, else c++, else the package ziglang's. Raises `NativeUnavailable`."""
     for name in (os.environ.get("CXX"), "g++", "c++"):
         found = shutil.which(name) if name else None
         if found:
@@ -107,7 +108,7 @@ def find_compiler() -> Compiler:
 
 
 def _processor() -> str:
-    """What the code is made for."""
+    """The processor that code is compiled for: its lines of /proc/cpuinfo that tell models apart."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -117,12 +118,12 @@ def _processor() -> str:
 
 
 def _openmp() -> list[Path]:
-    """The OpenMP library that torch brings: two of them in a process would each have threads, and spin."""
+    """The OpenMP library that torch brings: two OpenMP libraries in a process would each have threads, and spin."""
     return sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))[:1]
 
 
 def _cache_folder() -> Path:
-    """A folder that nobody else can write to."""
+    """The cache folder, which no other user can write to. Raises `NativeUnavailable` where there is none."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # stays so where nobody is at home
     for folder in (Path(home) / "twinpool", Path(tempfile.gettempdir()) / f"twinpool-{os.getuid()}"):
         if not folder.is_absolute():
@@ -152,7 +153,7 @@ def _compile(compiler: Compiler, level: str, path: Path) -> None:
 
 
 def _output(command: list[str]) -> str:
-    # What Zig keeps between runs: nowhere but in our own folder.
+    # Zig's own caches go into Twinpool's cache folder and nowhere else.
     kept = {name: str(_cache_folder() / "zig") for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")}
     try:
         done = subprocess.run(

@@ -1,7 +1,7 @@
-"""Kernels in C++ for the CPU, compiled on the machine that runs them; torch does the same wherever they can't be had.
+"""The C++ kernels that the current thread computes with, or none; layers then compute the same with torch.
 
-Layers ask `kernels_for`, and are told of kernels while a thread is within `using`: a decoder is built and computes
-there. So two engines of one process may differ.
+Layers ask `kernels_for`, which returns kernels only within `using`: decoders are built and compute there. So two
+engines of one process may use different kernels.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _current = _Current()
 
 
 def available(level: str = MACHINE) -> NativeKernels:
-    """The kernels, compiled if this is the first time on this machine. Raises `NativeUnavailable`."""
+    """Load the kernels, compiling them the first time on this machine. Raises `NativeUnavailable`."""
     return NativeKernels(load_library(level))
 
 
 @contextmanager
 def using(kernels: NativeKernels | None) -> Iterator[None]:
-    """Within, this thread's layers compute with these kernels, or with torch's operations alone."""
+    """Let this thread's layers compute with these kernels (None: with torch's operations alone) inside the context."""
     before, _current.kernels = _current.kernels, kernels
     try:
         yield
@@ -43,6 +43,6 @@ def in_use() -> bool:
 
 
 def kernels_for(x: Tensor) -> NativeKernels | None:
-    """The kernels in use, if they know tensors like this one."""
+    """Return the kernels in use if they compute with tensors of this device and dtype, else None."""
     kernels = _current.kernels
     return kernels if kernels is not None and kernels.knows(x) else None

@@ -1,4 +1,4 @@
-"""The compiled kernels as functions on tensors.
+"""The compiled C++ kernels as functions on tensors.
 
 All tensors are on the CPU, in float32 or bfloat16. The kernels run on as many threads as torch does.
 """
@@ -26,7 +26,7 @@ class _Heads(ctypes.Structure):
 
 
 class AttentionShape(ctypes.Structure):
-    """As in attention.h."""
+    """The shape of one call of `attend`: the struct of attention.h, whose strides count elements."""
 
     _fields_ = [
         *((name, ctypes.c_long) for name in ("heads", "kv_heads", "dim", "page_tokens", "value_dim")),
@@ -49,7 +49,7 @@ _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float}
 
 
 class NativeKernels:
-    """One loaded library."""
+    """The kernels of one loaded library."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._set_threads: Callable[[int], None] = library.set_threads
@@ -69,13 +69,13 @@ class NativeKernels:
         return x.device.type == "cpu" and x.dtype in _NAMES
 
     def multiplies(self, dtype: torch.dtype) -> bool:
-        """Whether the processor has the instructions that products of this dtype are made of."""
+        """Whether products of this dtype are compiled in, which takes instructions that a processor may lack."""
         return ("product", dtype) in self._functions
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm over the last axis, [..., n]; `weight` is [n], or [rows, n] where x is [..., rows, n].
 
-        Computed in float32, rounded before the weight.
+        Computed in float32, and rounded before the product with the weight.
         """
         width = x.shape[-1]
         if x.dim() != 2 or x.stride(1) != 1:
@@ -89,7 +89,7 @@ class NativeKernels:
         return out
 
     def silu_product(self, gate_up_mn: Tensor) -> Tensor:
-        """silu(gate) * up, [M, n], of both side by side, [M, 2n]; silu in float32, rounded."""
+        """silu(gate) * up, [M, n], of gate and up side by side, [M, 2n]; silu is computed in float32 and rounded."""
         gate_up_mn = gate_up_mn.contiguous()
         rows, width = gate_up_mn.shape[0], gate_up_mn.shape[1] // 2
         out = torch.empty(rows, width, dtype=gate_up_mn.dtype)
@@ -170,7 +170,7 @@ class NativeKernels:
         return out
 
     def _call(self, name: str, dtype: torch.dtype) -> Any:
-        """The function, once this thread's number of threads is torch's."""
+        """Return the function, after setting the calling thread's number of compute threads to torch's."""
         threads = torch.get_num_threads()
         if getattr(self._local, "threads", 0) != threads:
             self._set_threads(threads)
@@ -179,7 +179,7 @@ class NativeKernels:
 
 
 class PackedWeight:
-    """A weight [n, k] in the order in which the kernels read it, and its bias."""
+    """A weight [n, k] and its bias, packed in the order in which the kernels read them."""
 
     def __init__(self, kernels: NativeKernels, weight_nk: Tensor, bias_n: Tensor | None) -> None:
         self._kernels = kernels
@@ -213,7 +213,7 @@ class PackedWeight:
 
 
 def _huge_pages(elements: int, dtype: torch.dtype) -> Tensor:
-    """Room for a weight; if it is large, on huge pages where the system grants them."""
+    """Allocate memory for a weight; a large one on huge pages, where the system grants them."""
     if elements * dtype.itemsize < 2 * _HUGE_PAGE:
         return torch.empty(elements, dtype=dtype)
     room = torch.empty(elements * dtype.itemsize + _HUGE_PAGE, dtype=torch.uint8)

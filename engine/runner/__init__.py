@@ -1,1 +1,1 @@
-"""One step: batch, forward pass, draw."""
+"""The model runner: a step from its batch over the forward pass to drawn tokens."""

@@ -1,7 +1,8 @@
-"""What goes into a step and what comes out: the engine's whole vocabulary.
+"""The input and output types of a step: rows with what to draw, and the outputs of those rows.
 
-The host plans one step ahead of the device: it launches a step, and plans the next while that one runs. What a row
-of the next step continues with is then still on the device, so it says where (`TokenFromStep`) rather than what.
+The host plans one step ahead of the device: it launches a step, and plans the next while that one runs. The token that
+a row of the next step continues with is then still on the device, so the row names the place of the token
+(`TokenFromStep`) rather than the token.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from contracts.sampling_params import SamplingParams, TokenDifference, TokenLogp
 
 @dataclass(frozen=True, slots=True)
 class TokenDraw:
-    """Draw the token after a row's last one. Penalties see `tokens[:prompt_len]` as prompt, the rest as output."""
+    """Draw the token after a row's last one. Penalties count `tokens[:prompt_len]` as prompt, the rest as output."""
 
     params: SamplingParams
     tokens: Sequence[int]
-    """All tokens of the request so far. Only penalties look at them, so for others they may be left out."""
+    """All tokens of the request so far. Only penalties read them, so a draw without penalties may leave them out."""
     prompt_len: int
     at: int | None = None
     """The absolute position of the drawn token; None: `len(tokens)`."""
@@ -33,21 +34,21 @@ class TokenDraw:
 
 @dataclass(frozen=True, slots=True)
 class KnownAnswer:
-    """Draw again what followed each of a row's tokens in an answer that is known, and compare."""
+    """Draw again the tokens of a known answer that follow a row's tokens, and compare (an audit)."""
 
     params: SamplingParams
     tokens: Sequence[int]
-    """The prompt, then the whole answer: what is compared with, and what penalties see the beginning of."""
+    """The prompt, then the whole answer: the tokens to compare with; penalties read those before the drawn position."""
     prompt_len: int
 
     def positions(self, start: int, count: int) -> range:
-        """Absolute positions that a row of `count` tokens from `start` on draws: those of the answer alone."""
+        """The absolute positions, of the answer alone, that a row of `count` tokens from `start` on draws again."""
         return range(max(self.prompt_len, start + 1), min(len(self.tokens), start + count + 1))
 
 
 @dataclass(frozen=True, slots=True)
 class TokenFromStep:
-    """The one token that row `row` of a launched step draws: the host may not know it yet."""
+    """The one token that row `row` of a launched step draws, and that the host may not know yet."""
 
     step: StepHandle
     row: int
@@ -60,25 +61,26 @@ class TokenFromStep:
 class BatchRow:
     """One sequence's part of a step: compute `tokens` at positions `start .. start+len(tokens)`.
 
-    Their state is written to `pages` (a block table from position 0 on, long enough for the last of them), and all
-    earlier positions are read from there. Decode is a row of one token.
+    The state of these positions is written to `pages`, the full pool's block table from position 0 on, which must reach
+    the last of them; all earlier positions are read from there. A decode row has one token.
     """
 
     tokens: Sequence[int] | TokenFromStep
     start: int
     pages: Sequence[int]
     draw: TokenDraw | None = None
-    """None in the middle of a prompt."""
+    """None: draw nothing, as in the middle of a prompt."""
     score: Sequence[int] | None = None
-    """The tokens that really follow each of `tokens`: their log-probabilities are wanted (prompt log-probs)."""
+    """The token that really follows each of `tokens`, to be given its log-probability (prompt log-probs)."""
     score_top: int = 0
+    """How many of the best tokens are listed at each scored position."""
     epochs: Sequence[int] = field(kw_only=True)
-    """The epoch of each of `pages` when it was leased. The step compares them with the pool's own; where they differ,
-    the page has been given away: the row is flagged `stale` and writes nothing."""
+    """The epoch of each of `pages` when it was leased. The step compares them with the pool's own epochs; where they
+    differ, the page was freed since: the row is flagged `stale` and writes nothing."""
     replay: KnownAnswer | None = field(default=None, kw_only=True)
-    """An answer that the row's tokens are of, to be drawn again."""
+    """The known answer that the row's tokens belong to, to be drawn again."""
     others: Mapping[str, BlockTable] = field(default_factory=dict, kw_only=True)
-    """The tables of pools other than the full one: windows and recurrent states."""
+    """The block tables of all pools but the full one (window and state pools), by pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,22 +92,23 @@ class DrawnToken:
 
 
 NONFINITE = "the logits of a step are no finite numbers, so no token can be drawn from them"
-"""What a request whose step was `nonfinite` ends with."""
+"""The error message that a request ends with when its row was `nonfinite`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowOutput:
-    """What came of a row. Of a stale one nothing may be used."""
+    """The results of one row. Nothing of a stale row's output may be used."""
 
     drawn: DrawnToken | None = None
     scores: tuple[TokenLogprob, ...] = ()
     replayed: int = 0
-    """Tokens of a known answer that were drawn again."""
+    """How many tokens of a known answer were drawn again."""
     differences: tuple[TokenDifference, ...] = ()
-    """Those of them that came out otherwise."""
+    """The positions at which the token drawn again differs from the known answer."""
     stale: bool = False
+    """Whether a page or slot of the row's tables was freed after it was leased."""
     nonfinite: bool = False
-    """Logits that it needed were no numbers: nothing of them was drawn, and its state can't be trusted either."""
+    """Whether logits that the row needed were not finite: nothing was drawn, and its state can't be trusted either."""
 
 
 class StepHandle(Protocol):
@@ -113,10 +116,10 @@ class StepHandle(Protocol):
 
     @property
     def completion(self) -> Completion:
-        """When its pages are written."""
+        """The completion of the step: all its pages are written and its results computed."""
 
     @property
     def done(self) -> bool: ...
 
     def outputs(self) -> list[RowOutput]:
-        """One a row, in order; waits for the device. Raises what the step raised."""
+        """Return one output a row, in order; waits for the device. Raises what the step raised."""

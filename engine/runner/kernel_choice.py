@@ -1,4 +1,4 @@
-"""Which kernels compute here, torch, C++ or Triton, and to which numerics class that belongs."""
+"""The choice of kernels (torch, C++ or Triton) by configuration and device, and the numerics class that follows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ log = logging.getLogger(__name__)
 
 
 def kernels_for_config(config: EngineConfig, device: torch.device) -> native_kernels.NativeKernels | None:
-    """The C++ kernels, where they are wanted and can be had; raises `ConfigError` where nothing else will do."""
+    """The C++ kernels, or None where the configuration or the device asks for others.
+
+    Where they can't be compiled or loaded, ``auto`` warns and falls back to torch (None), and ``native`` raises
+    `ConfigError`.
+    """
     if config.attention not in {"auto", "native"} or device.type != "cpu":
         return None
     try:
@@ -35,13 +39,13 @@ def kernels_for_config(config: EngineConfig, device: torch.device) -> native_ker
 
 
 def native_level(config: EngineConfig) -> str:
-    """What the C++ kernels are compiled for."""
+    """The instruction set that the C++ kernels are compiled for: a level of `contracts.cpu_levels`, or `MACHINE`."""
     return compile_kernels.MACHINE if config.numerics_class == "auto" else config.numerics_class
 
 
 def kernels_name(config: EngineConfig, device: torch.device) -> str:
-    """Who computes here, torch, the C++ kernels or Triton's: state that one of them computed is not another's, bit for
-    bit."""
+    """The kind of kernels that compute here: ``torch``, ``native`` (C++) or ``triton``. State that one kind computed
+    differs in its bits from another kind's."""
     if wants_triton(config, device):
         return "triton"
     if config.attention == "torch" or device.type != "cpu":
@@ -55,7 +59,7 @@ def kernels_name(config: EngineConfig, device: torch.device) -> str:
 
 @cache
 def class_of(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> str:
-    """The numerics class (`engine.numerics_class`) of an engine of this process that computes in `dtype`."""
+    """The numerics class (`engine.runner.numerics_class`) of an engine of this process that computes in `dtype`."""
     named = kernels_name(config, device)
     kernels = current_kernels.available(native_level(config)) if named == "native" else None
     if named == "triton" and device.type != "cuda":
@@ -64,23 +68,23 @@ def class_of(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> 
 
 
 def hold_to_class(config: EngineConfig) -> None:
-    """Hold this process's libraries to `config.numerics_class`, before anything is computed. Raises `ConfigError` where
-    the machine can't run it, or the process has computed already."""
+    """Restrict this process's libraries to the instructions of `config.numerics_class`. To be called before anything is
+    computed. Raises `ConfigError` where the machine can't run that class, or the process has computed already."""
     processor.pin(config.numerics_class)
     processor.check_pinned(config.numerics_class, torch.backends.cpu.get_cpu_capability())
 
 
 def wants_triton(config: EngineConfig, device: torch.device) -> bool:
-    """Whether kernels are Triton's, by `config.attention` and the device."""
+    """Whether Triton's kernels compute here, by `config.attention` and the device."""
     return config.attention == "triton" or (config.attention == "auto" and device.type == "cuda")
 
 
 def attention_for(
     config: EngineConfig, numerics: Numerics, device: torch.device, kernels: native_kernels.NativeKernels | None = None
 ) -> AttentionBackend:
-    """The attention backend that `config.attention` names; raises `ConfigError` if it can't run on `device`.
+    """Make the attention backend that `config.attention` names; raises `ConfigError` if it can't run on `device`.
 
-    `kernels`: what `kernels_for_config` found.
+    `kernels`: the result of `kernels_for_config`.
     """
     if kernels is not None:
         return NativeAttention(numerics, kernels)

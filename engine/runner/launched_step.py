@@ -1,4 +1,4 @@
-"""A launched step, and what it leaves on the device until somebody asks."""
+"""A launched step, its results on the way to the host, and the packing of a step's input tokens."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from engine.tensors.pinned_memory import to_device
 
 @dataclass(frozen=True)
 class StepResults:
-    """A step's results: on their way to the host, and readable once the step is complete."""
+    """The results of a step: tensors on their way to the host, readable once the step is complete."""
 
     drawing: Sequence[int]
-    """Rows that drew."""
+    """The rows that drew a token, by number, in order."""
     tokens_n: Tensor | None
-    """What they drew, [n] int64 on the device: the next step begins with it."""
+    """[n] int64, still on the device: the tokens that these rows drew, from which the next step may go on."""
     draws: DrawnRows | None
     scores: Sequence[Sequence[Logprobs]]
-    """Of each row, in runs of its tokens."""
+    """For each row, the log-probabilities of its scored tokens, in runs; empty where it asked for none."""
     replays: Sequence[Sequence[RedrawnTokens]]
-    """Of each row, the parts of a known answer that were drawn again."""
+    """For each row, the parts of its known answer that were drawn again; empty where it has none."""
     stale_b: Tensor
-    """[B] bool: rows whose pages had been given away."""
+    """[B] bool: rows of whose tables a page or slot was freed after it was leased."""
 
     def damaged(self, row: int) -> bool:
-        """Whether logits by which tokens of this row were scored or drawn again are no numbers; once complete."""
+        """Whether logits by which tokens of this row were scored or drawn again are not finite. Call once complete."""
         flags = [part.nonfinite_n for part in self.scores[row]] + [part.nonfinite_n for part in self.replays[row]]
         return any(bool(flag_n.any()) for flag_n in flags)
 
 
 class LaunchedStep:
-    """Implements `engine.runner.batch.Step`; the engine fills it in when the device comes to it."""
+    """Implements `engine.runner.batch.StepHandle`; `ModelRunner` fills it when the device runs the step."""
 
     def __init__(self, rows: Sequence[BatchRow]) -> None:
         self.completion: Completion = DONE
@@ -53,7 +53,7 @@ class LaunchedStep:
         self._computed = computed
 
     def tokens(self, rows: Sequence[int]) -> Tensor:
-        """The tokens that `rows` drew, [n] int64 on the device; for a later operation of the same stream."""
+        """The tokens that `rows` drew, [n] int64 on the device. For operations that run later on the same stream."""
         assert self._computed is not None, "a later step of the same stream runs later"
         tokens_n, drawing = self._computed.tokens_n, self._computed.drawing
         assert tokens_n is not None, "the rows draw"
@@ -63,7 +63,7 @@ class LaunchedStep:
         return tokens_n.index_select(0, to_device([at[row] for row in rows], tokens_n.device))
 
     def outputs(self) -> list[RowOutput]:
-        """One a row, in order; waits for the device. Raises what the step raised."""
+        """Return one output a row, in order; waits for the device. Raises what the step raised."""
         self.completion.wait()
         computed = self._computed
         assert computed is not None, "a complete step has been computed"
@@ -84,7 +84,7 @@ class LaunchedStep:
 
 
 def input_tokens(rows: Sequence[BatchRow], padding: int, device: torch.device) -> Tensor:
-    """The tokens of a step, packed and padded with zeros: [M] int64, those of earlier steps taken where they lie."""
+    """Pack a step's tokens and pad them with zeros: [M] int64. Tokens of earlier steps are copied on the device."""
     known: list[int] = []
     pending: dict[LaunchedStep, tuple[list[int], list[int]]] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""Loads a model: kernels, numerics and attention as the configuration says."""
+"""Loading of a model, with the kernels, numerics and attention backend that the configuration names."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def load_engine(
 ) -> ModelRunner:
     """Load the checkpoint of `model` and bind it to `gates`, whose buffers are those of `spec`, its pool set.
 
-    Of several `ranks`, each loads its part, all at the same time; the leader has a line to its `followers`.
-    `epochs` are the tables of the allocators that hand out the pools' pages and slots.
+    Each of several `ranks` loads its part, and all must call this at the same time; the leader sends orders to its
+    `followers`. `epochs` are the epoch tables of the allocators that hand out the pools' pages and slots, by pool.
     Sets torch's threads to `config.threads` unless that is 0. Raises `CheckpointError` for a checkpoint that can't be
     read and `ConfigError` for an attention backend that can't run here.
     """
@@ -60,7 +60,7 @@ def load_engine(
 
 
 def numerics_for(weights: Weights, config: EngineConfig, device: torch.device) -> Numerics:
-    """How products are computed here, found by trying the model's own shapes unless `config.numerics` is ``fast``."""
+    """Find how products are computed here, by probing the model's own shapes unless `config.numerics` is ``fast``."""
     if config.numerics == "fast":
         return FAST
     with torch.inference_mode():
@@ -68,7 +68,7 @@ def numerics_for(weights: Weights, config: EngineConfig, device: torch.device) -
 
 
 def agreed(numerics: Numerics, ranks: TensorParallelGroup, device: torch.device) -> Numerics:
-    """Numerics that are good enough for every rank's products: all pad their batches alike."""
+    """The numerics that suit every rank's products, so that all ranks pad alike. A collective: every rank calls it."""
     mine = torch.tensor([numerics.tiled, numerics.quantum], device=device)
     tiled, quantum = max(found.tolist() for found in ranks.gather(mine))
     return Numerics(quantum, bool(tiled), numerics.invariant)

@@ -1,4 +1,4 @@
-"""The engine: a batch in, drawn tokens and written pages out."""
+"""The model runner: launches a step, which draws tokens and writes its state into pages."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class ModelRunner:
         followers: OrderChannel | None = None,
         triton: bool = False,
     ) -> None:
-        """`followers`: where this is the leader of several `ranks`, its line to the others. `triton`: tokens are drawn
-        by Triton's kernel."""
+        """`gates` and `epochs` are by pool. `followers`: the order channel to the other ranks, on the leader of several
+        `ranks`. `triton`: tokens are drawn by Triton's kernel."""
         self.ranks, self._followers = ranks, followers
         self.decoder, self.numerics, self.attention = decoder, numerics, attention
         self.spec = spec
@@ -70,16 +70,16 @@ class ModelRunner:
         return self._device
 
     def launch(self, rows: Sequence[BatchRow]) -> StepHandle:
-        """Give the device one step: write the rows' state, draw where a row asks for it, score where it asks.
+        """Submit one step to the device: compute and write the rows' state, and draw, score or replay as a row asks.
 
-        Returns as soon as the device has it, which on a CPU is when it is complete. Rows are read when it runs: they
-        must not change.
+        Returns as soon as the step is submitted; on a CPU it is complete by then. The rows are read when the step runs,
+        so they must not change until it is complete.
         """
         assert rows, "a step has at least one row"
         tables = [{self.spec.full.name: BlockTable(0, row.pages, row.epochs), **row.others} for row in rows]
         for row, mine in zip(rows, tables, strict=True):
             self._check(row, mine)
-        # Sets of all pages of a batch cost more than the rest of the plan: they are for a device that looks at them.
+        # Sets of all pages of a batch cost more than the rest of the plan: they are made for a device that checks them.
         reads, writes = self._named(rows, tables) if self._device.checks else ({}, {})
         op = DeviceOp("forward", DeviceStream.COMPUTE, reads=spans(DEVICE, reads), writes=spans(DEVICE, writes))
         passages = {pool.name: self._gates[pool.name].enter(pool.name) for pool in self.spec.pools}
@@ -124,7 +124,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def follow(self, order: RunStep) -> None:
-        """A follower's part of a step that its leader has begun."""
+        """Compute a follower's part of a step; the leader broadcasts tokens and stale rows."""
         rows = [BatchRow((0,) * row.tokens, row.start, (), epochs=()) for row in order.rows]
         tables = [
             {at.pool: BlockTable(at.first, at.indices, (0,) * len(at.indices)) for at in row.tables}
@@ -140,7 +140,7 @@ class ModelRunner:
     def context(
         self, rows: Sequence[BatchRow], tables: Sequence[Mapping[str, BlockTable]], doors: Mapping[str, GateDoor]
     ) -> ForwardContext:
-        """What the layers need to know of a step; `tables` are the rows' tables by pool."""
+        """Make the forward context of a step; `tables` are each row's block tables by pool, `doors` the gates'."""
         device, size = self._device.torch_device, self.spec.page_tokens
         starts, counts = [row.start for row in rows], [len(row.tokens) for row in rows]
         plans: dict[str, AttentionPlan] = {}
@@ -169,14 +169,14 @@ class ModelRunner:
         )
 
     def _stale(self, ctx: ForwardContext) -> Tensor:
-        """The sequences of which a page or slot has been given away, [B] bool."""
+        """[B] bool: sequences of which a page or slot was freed after it was leased."""
         device = self._device.torch_device
         tables: dict[str, BackendPlan] = {**ctx.plans, **ctx.slots}
         found = [self.attention.stale(plan, self._epochs[pool].on(device)) for pool, plan in tables.items()]
         return found[0] if len(found) == 1 else torch.stack(found).any(0)
 
     def _mute(self, ctx: ForwardContext, stale_b: Tensor) -> None:
-        """Let stale sequences write nothing."""
+        """Redirect the writes of stale sequences to the null page and the null slot, as zeros."""
         if not stale_b.is_cpu or stale_b.any():
             ctx.plans = {pool: muted(plan, stale_b) for pool, plan in ctx.plans.items()}
             ctx.slots = {pool: muted_slots(plan, stale_b) for pool, plan in ctx.slots.items()}
@@ -188,7 +188,7 @@ class ModelRunner:
         return draw_tokens(self.decoder.logits(x_nh, self.numerics), wanted, triton=self._triton)
 
     def _score(self, row: BatchRow, x_th: Tensor) -> Iterator[Logprobs]:
-        """Log-probabilities of the tokens that follow, some rows of logits at a time."""
+        """Log-probabilities of the tokens in `row.score`, some rows of logits at a time."""
         follow = to_device(row.score or (), x_th.device)
         step = max(1, _LOGIT_ELEMENTS // self.decoder.head.shape[0])
         for begin in range(0, len(follow), step):
@@ -197,7 +197,7 @@ class ModelRunner:
             yield token_logprobs(logits_nv, part, [row.score_top] * len(part))
 
     def _redraw(self, row: BatchRow, x_th: Tensor) -> Iterator[RedrawnTokens]:
-        """A known answer drawn again, some rows of logits at a time."""
+        """Draw a known answer again, some rows of logits at a time."""
         most = _LOGIT_ELEMENTS // self.decoder.head.shape[0]
         return redraw(row, x_th, lambda x_nh: self.decoder.logits(x_nh, self.numerics), most, triton=self._triton)
 
@@ -212,7 +212,7 @@ class ModelRunner:
     def _named(
         self, rows: Sequence[BatchRow], tables: Sequence[Mapping[str, BlockTable]]
     ) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-        """Pages and slots that a step reads, and those that it writes."""
+        """The pages and slots that a step reads, and the ones that it writes, by pool, sorted."""
         size = self.spec.page_tokens
         reads: dict[str, list[int]] = {}
         writes: dict[str, list[int]] = {}
@@ -230,7 +230,7 @@ class ModelRunner:
 
 
 def compute_order(rows: Sequence[BatchRow], tables: Sequence[Mapping[str, BlockTable]]) -> RunStep:
-    """What followers need to know of a step besides its tokens."""
+    """Make the order by which followers compute a step: positions and block tables, without tokens."""
     return RunStep(
         tuple(
             RowOrder(

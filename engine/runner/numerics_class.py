@@ -1,13 +1,13 @@
 """The numerics class of a process: all that the bits of its results depend on besides weights and tokens.
 
 Within one class equal inputs give equal bits, on any machine; across classes they differ by rounding. The class is a
-line that people can read, made of what is really in use, and ends in a digest of results: products, exponentials and
-sums of fixed numbers, computed by the very kernels and libraries that compute the model. So two machines that look
-alike but compute otherwise (a library that sizes its blocks by the cache, say) are of two classes, and two that look
-different in nothing that matters are of one.
+line that people can read, made of what is really in use. On CPUs it ends in a digest of results: products, exponentials
+and sums of fixed numbers, computed by the very kernels and libraries that compute the model. So two machines that look
+alike but compute otherwise (a library that sizes its blocks by the cache, say) are of two classes, and two machines
+whose differences don't touch results are of one.
 
-Tensor-parallel sizes aren't part of it: prefill and decode may be divided differently, and whoever compares bits
-across that asks for both sizes (`prefill.audit_runner`).
+Tensor-parallel sizes aren't part of the class: prefill and decode may be divided differently, and code that compares
+bits across workers checks both sizes as well (`prefill.audit_runner`).
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from engine.native import current_kernels, native_kernels
 from engine.tensors.row_exact_linear import RowExactLinear
 
 _PRODUCTS = ((96, 64), (320, 1024), (256, 4096))
-"""[n, k] of the weights that are multiplied, of few and many terms a sum."""
+"""[n, k] of the weights that are multiplied, with few and with many terms a sum."""
 _ROWS = 16
-"""Whole quanta of any size (engine.numerics)."""
+"""A multiple of every quantum (`engine.tensors.row_exact_linear`)."""
 _HEADS, _DIM, _POSITIONS = 4, 64, 128
 
 
 def numerics_class(
     kernels: native_kernels.NativeKernels | None, level: str, dtype: torch.dtype, device: torch.device
 ) -> str:
-    """The class of this process, computing in `dtype` with `kernels` (None: with torch alone), at the level
-    ``engine.numerics_class``: parts between slashes.
+    """Name the class of this process, which computes in `dtype` with `kernels` (None: with torch alone) at `level`, the
+    value of ``engine.numerics_class``. The name is parts between slashes.
 
-    A GPU's is its model's: kernels are compiled for it, and what runs on the host doesn't touch the state.
+    The class of a GPU follows from its model and the versions of torch and CUDA: kernels are compiled for the GPU, and
+    the host's computations don't touch the state.
     """
     name = str(dtype).removeprefix("torch.")
     if device.type == "cuda":
@@ -59,7 +60,7 @@ def numerics_class(
 
 @torch.inference_mode()
 def digest(kernels: native_kernels.NativeKernels | None, dtype: torch.dtype) -> str:
-    """Of the results of fixed computations in `dtype` and in float32, 12 hexadecimal digits. Some milliseconds."""
+    """Digest the results of fixed computations in `dtype` and in float32: 12 hexadecimal digits. Takes milliseconds."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -88,7 +89,7 @@ def _results(dtype: torch.dtype) -> list[Tensor]:
 
 
 def _numbers(seed: int, *shape: int) -> Tensor:
-    """Numbers in [-1, 1) that no library draws: by a linear congruence, the same everywhere."""
+    """Make numbers in [-1, 1) by a linear congruence, not by a library's generator: the same everywhere."""
     count = 1
     for size in shape:
         count *= size

@@ -1,18 +1,18 @@
-"""Drawing a known answer again: which of its tokens come out otherwise, and how far off they are.
+"""Drawing a known answer again: at which positions the token differs, and how far off its logits are.
 
 The draw of a position depends on its logits and on (seed, choice, position) alone. So an answer can be checked without
 its history: compute the state of its tokens in chunks, as a prompt's, draw at every position, compare. Where numbers
 are exact a difference proves that the answer was drawn from another state than its own.
 
-Where they aren't (`numerics: fast`), a difference may be rounding. What tells them apart is the *gap*: by how much,
-at least, every logit would have to be off for the answer's token to be drawn.
+Where numbers aren't exact (`numerics: fast`), a difference may be rounding. The *gap* tells rounding from damage: the
+least amount by which every logit would have to be off for the answer's token to be drawn.
 
 - Greedy: two logits meet when each moves by half of their difference.
 - Sampled: a draw u falls on a token where its share of the cumulative distribution, lo .. hi, holds u. Moving every
   logit by at most e, temperature 1, moves the log-odds of any cumulative share by at most 2 e. So the gap is half of
   the distance from u to lo .. hi in log-odds, times the temperature.
-- With top-k, top-p or min-p a token that was cut has the distance to the last one kept, half of it. One that was kept
-  has a gap of 0: which tokens were cut decides its share as much, and that jumps.
+- With top-k, top-p or min-p, the gap of a token that was cut is half of the distance to the last token kept. A token
+  that was kept has a gap of 0: its share depends on which tokens were cut as well, and that changes in jumps.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from engine.tensors.pinned_memory import to_device, to_host
 
 @dataclass(frozen=True)
 class RedrawnTokens:
-    """What some positions of an answer came to."""
+    """The tokens drawn again at n neighbouring positions of an answer, beside the answer's own."""
 
     first: int
-    """Absolute position of the first."""
+    """Absolute position of the first token."""
     tokens_n: Tensor
-    """[n] int64, drawn again."""
+    """[n] int64: tokens drawn again."""
     known_n: Tensor
-    """[n] int64, as they are in the answer."""
+    """[n] int64: tokens of the answer."""
     gaps_n: Tensor
-    """[n] float64; 0 where both are the same."""
+    """[n] float64: the gaps; 0 where both tokens are the same."""
     nonfinite_n: Tensor
-    """[n] bool: positions whose logits are damage, so that nothing could be drawn."""
+    """[n] bool: positions whose logits are not finite, so that nothing could be drawn."""
 
     def to_host(self) -> RedrawnTokens:
-        """The same on its way to the host."""
+        """Start a copy to the host; it may be read once everything launched so far is complete."""
         gaps_n, nonfinite_n = to_host(self.gaps_n), to_host(self.nonfinite_n)
         return RedrawnTokens(self.first, to_host(self.tokens_n), to_host(self.known_n), gaps_n, nonfinite_n)
 
     def listed(self) -> list[TokenDifference]:
-        """Where the two differ; what is on a device is waited for."""
+        """List the positions at which both differ; waits for tensors that are on a device."""
         lists = zip(self.tokens_n.tolist(), self.known_n.tolist(), self.gaps_n.tolist(), strict=True)
         return [
             TokenDifference(self.first + i, drawn, gap) for i, (drawn, known, gap) in enumerate(lists) if drawn != known
@@ -60,9 +60,10 @@ class RedrawnTokens:
 def redraw(
     row: BatchRow, x_th: Tensor, logits: Callable[[Tensor], Tensor], most_rows: int, *, triton: bool
 ) -> Iterator[RedrawnTokens]:
-    """Draw again what `row.replay` says; `x_th` are the states after the row's tokens, [t, hidden].
+    """Draw the known answer `row.replay` again; yields nothing where there is none.
 
-    `logits` makes [n, vocab] float32 of some of them, at most `most_rows` at a time; `triton`: as `draw_tokens`.
+    `x_th` is the last layer's output for the row's tokens, [t, hidden]. `logits` makes [n, vocab] float32 of some of
+    its rows, at most `most_rows` at a time. `triton`: as for `draw_tokens`.
     """
     known = row.replay
     if known is None:
@@ -81,7 +82,7 @@ def redraw(
 
 
 def _gaps_where_differing(logits_nv: Tensor, draws: Sequence[TokenDraw], tokens_n: Tensor, known_n: Tensor) -> Tensor:
-    """A device is never waited for, so there all rows are looked at; on a CPU those that need it."""
+    """The gaps, 0 where tokens agree. On a device all rows are computed, so that the host needn't wait for it."""
     out_n = torch.zeros(len(draws), dtype=torch.float64, device=logits_nv.device)
     rows = (tokens_n != known_n).nonzero().flatten().tolist() if tokens_n.is_cpu else list(range(len(draws)))
     if rows:
@@ -93,9 +94,10 @@ def _gaps_where_differing(logits_nv: Tensor, draws: Sequence[TokenDraw], tokens_
 
 
 def gaps(logits_nv: Tensor, draws: Sequence[TokenDraw], known_n: Tensor) -> Tensor:
-    """By how much every logit of a row would have to be off for `known_n` to be drawn: [n] float64, see above.
+    """Compute by how much every logit of a row would have to be off for `known_n` ([n] int64) to be drawn: [n] float64.
 
-    All draws are of one request: they have the same parameters. `logits_nv` ([n, vocab] float32) is changed.
+    The module's docstring has the rules. All draws must have the same parameters, as draws of one request have.
+    `logits_nv` ([n, vocab] float32) is changed.
     """
     shape_all(logits_nv, draws)
     params = draws[0].params

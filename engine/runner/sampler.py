@@ -1,17 +1,17 @@
 """Counter-based sampling: a token is a function of its logits and of (seed, choice, absolute position).
 
-There is no generator whose state could be lost: the three numbers are hashed into one uniform number, and the token
-is where the cumulative distribution, in order of token ids, passes it. So a request can be taken over by any worker
-at any position, and repeats of a request draw the same tokens in any batch.
+There is no generator whose state could be lost: the three numbers are hashed into one uniform number, and the token is
+the one at which the cumulative distribution, in order of token ids, passes that number. So a request can be taken over
+by any worker at any position, and repeats of a request draw the same tokens in any batch.
 
 The distribution is shaped in this order: logit bias; suppression of stop tokens before `min_tokens`; repetition
 penalty (prompt and output); presence and frequency penalties (output); temperature; then min-p, top-k and top-p, each
-over what the one before left, as in vLLM (docs/decisions/0025). Top-k and top-p cut by value: tokens equal to the last
-one kept are kept too, so no result depends on how a sort breaks ties. Probabilities are in float64, where the boundary
-of a draw is as good as never hit by rounding.
+over the tokens that the cut before it kept, as in vLLM (docs/decisions/0025). Top-k and top-p cut by value: tokens
+equal to the last one kept are kept too, so no result depends on how a sort breaks ties. Probabilities are in float64,
+where rounding practically never moves a draw across a boundary.
 
-Logits with a NaN or plus infinity, or with nothing finite left, are damage and no distribution: such a row is flagged
-(`DrawnRows.nonfinite_n`), its token is 0 and means nothing, and whoever runs the request must not use it.
+Logits with a NaN or plus infinity, or with nothing finite left, are damage and no distribution. Such a row is flagged
+(`DrawnRows.nonfinite_n`), and its token is 0 and means nothing: the worker must not use it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from engine.tensors.pinned_memory import to_device, to_host
 
 _MASK = (1 << 64) - 1
 _TOP_P_CANDIDATES = 1024
+"""Best tokens among which the nucleus is looked for before a whole row is sorted."""
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
-    """The draw in [0, 1) of a position: three rounds of splitmix64 (Steele, Lea, Flood 2014), 53 bits kept."""
+    """The uniform number in [0, 1) of a position: three rounds of splitmix64 (Steele, Lea, Flood 2014), 53 bits."""
     state = 0
     for number in (seed, choice, position):
         state = _mix((state ^ (number & _MASK)) + 0x9E3779B97F4A7C15 & _MASK)
@@ -47,26 +48,29 @@ def _mix(z: int) -> int:
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Log-probabilities of n rows: of a token each, and of the `tops[i]` best of row i."""
+    """Log-probabilities of n rows: of one given token each, and of the `tops[i]` best tokens of row i."""
 
     tokens_n: Tensor
+    """[n] int64: the given tokens."""
     own_n: Tensor
+    """[n] float32: their log-probabilities."""
     ids_nk: Tensor | None
-    """The best first, the lowest id on ties; None where nobody wants any."""
+    """[n, k] int64: the best tokens, best first, the lowest id on ties; k is the largest of `tops`, None if k is 0."""
     values_nk: Tensor | None
+    """[n, k] float32: the log-probabilities of `ids_nk`."""
     tops: Sequence[int]
     nonfinite_n: Tensor
-    """[n] bool: rows whose logits are damage, so that their log-probabilities mean nothing."""
+    """[n] bool: rows whose logits are not finite, so that their log-probabilities mean nothing."""
 
     def to_host(self) -> Logprobs:
-        """The same on its way to the host."""
+        """Start a copy to the host; it may be read once everything launched so far is complete."""
         ids_nk = to_host(self.ids_nk) if self.ids_nk is not None else None
         values_nk = to_host(self.values_nk) if self.values_nk is not None else None
         own_n, nonfinite_n = to_host(self.own_n), to_host(self.nonfinite_n)
         return Logprobs(to_host(self.tokens_n), own_n, ids_nk, values_nk, self.tops, nonfinite_n)
 
     def listed(self) -> list[TokenLogprob]:
-        """As the host has them; what is on a device is waited for."""
+        """List the log-probabilities row by row; waits for tensors that are on a device."""
         tokens, own = self.tokens_n.tolist(), self.own_n.tolist()
         if self.ids_nk is None or self.values_nk is None:
             return [TokenLogprob(token, value) for token, value in zip(tokens, own, strict=True)]
@@ -79,29 +83,30 @@ class Logprobs:
 
 @dataclass(frozen=True)
 class DrawnRows:
-    """The tokens of n rows, and the log-probabilities of those rows that asked."""
+    """The tokens drawn for n rows, and the log-probabilities of the rows that asked for them."""
 
     tokens_n: Tensor
-    """[n] int64; 0, a valid id that a step under way may go on from, where a row is `nonfinite`."""
+    """[n] int64; 0 where a row is `nonfinite`, since a step in flight needs a valid id to go on from."""
     scored: Sequence[int]
+    """The rows that asked for log-probabilities, in the order of `logprobs`."""
     logprobs: Logprobs | None
     nonfinite_n: Tensor
-    """[n] bool: rows of which nothing could be drawn."""
+    """[n] bool: rows for which nothing could be drawn."""
 
     def to_host(self) -> DrawnRows:
-        """The same on its way to the host."""
+        """Start a copy to the host; it may be read once everything launched so far is complete."""
         logprobs = self.logprobs.to_host() if self.logprobs is not None else None
         return DrawnRows(to_host(self.tokens_n), self.scored, logprobs, to_host(self.nonfinite_n))
 
     def listed(self) -> list[DrawnToken | None]:
-        """As the host has them, None where nothing could be drawn; what is on a device is waited for."""
+        """List the tokens row by row, None where nothing could be drawn; waits for tensors that are on a device."""
         known = dict(zip(self.scored, self.logprobs.listed(), strict=True)) if self.logprobs is not None else {}
         rows = zip(self.tokens_n.tolist(), self.nonfinite_n.tolist(), strict=True)
         return [None if nonfinite else DrawnToken(token, known.get(i)) for i, (token, nonfinite) in enumerate(rows)]
 
 
 def draw_tokens(logits_nv: Tensor, draws: Sequence[TokenDraw], *, triton: bool = False) -> DrawnRows:
-    """Draw one token for each row of `logits_nv` ([n, vocab] float32, not changed); `triton`: by its kernel."""
+    """Draw one token for each row of `logits_nv` ([n, vocab] float32, not changed); `triton`: by Triton's kernel."""
     others = [i for i, draw in enumerate(draws) if not draw.params.greedy or _shapes(draw)]
     if len(others) == len(draws):
         tokens_n = _draw_shaped(logits_nv.clone(), draws, triton)
@@ -113,7 +118,7 @@ def draw_tokens(logits_nv: Tensor, draws: Sequence[TokenDraw], *, triton: bool =
             others_k = to_device(others, logits_nv.device)
             drawn_k = _draw_shaped(logits_nv.index_select(0, others_k), [draws[i] for i in others], triton)
             tokens_n.index_copy_(0, others_k, drawn_k)
-    # The draw itself says -1 of a row that masks left nothing of, or whose weights are no numbers.
+    # The draw returns -1 for a row whose every token was masked, or whose weights are NaN.
     nonfinite_n = nonfinite_n | (tokens_n < 0)
     tokens_n = tokens_n.masked_fill(nonfinite_n, 0)
     scored = [i for i, draw in enumerate(draws) if draw.params.logprobs is not None]
@@ -126,17 +131,17 @@ def draw_tokens(logits_nv: Tensor, draws: Sequence[TokenDraw], *, triton: bool =
 
 
 def nonfinite_rows(logits_nv: Tensor) -> Tensor:
-    """Rows with a NaN or plus infinity, or with nothing finite: [n] bool. A maximum is NaN where any element is."""
+    """Flag rows with a NaN or plus infinity, or with nothing finite: [n] bool. (A maximum is NaN if any element is.)"""
     return logits_nv.amax(-1).isfinite().logical_not_()
 
 
 def _nonfinite_at(logits_nv: Tensor, best_n: Tensor) -> Tensor:
-    """The same by each row's `argmax`, which is at a NaN where there is one: [n] bool, without another look at all."""
+    """`nonfinite_rows` by each row's `argmax`, which is at a NaN where there is one: reads one logit a row."""
     return logits_nv.gather(1, best_n.unsqueeze(1)).squeeze(1).isfinite().logical_not_()
 
 
 def token_logprobs(logits_nv: Tensor, tokens_n: Tensor, tops: Sequence[int]) -> Logprobs:
-    """Log-probabilities of one given token a row ([n] int64), and of each row's `tops` best."""
+    """Compute the log-probabilities of one given token a row ([n] int64), and of the `tops[i]` best tokens of row i."""
     logp_nv = torch.log_softmax(logits_nv, dim=-1)
     own_n = logp_nv.gather(1, tokens_n.unsqueeze(1)).squeeze(1)
     nonfinite_n = nonfinite_rows(logits_nv)
@@ -144,7 +149,7 @@ def token_logprobs(logits_nv: Tensor, tokens_n: Tensor, tops: Sequence[int]) -> 
     if not most:
         return Logprobs(tokens_n, own_n, None, None, tops, nonfinite_n)
     # One key of value and id, smallest for the best: log-probabilities are never positive, so the bits of their
-    # magnitude order them. topk alone would choose among equal values as it likes, and as its count likes.
+    # magnitude order them. The choice of topk alone among equal values is undefined, and differs with its count.
     magnitude_nv = logp_nv.view(torch.int32).bitwise_and(0x7FFFFFFF).long()
     keys_nv = magnitude_nv.bitwise_left_shift_(32).add_(torch.arange(logp_nv.shape[1], device=logp_nv.device))
     ids_nk = keys_nv.topk(most, dim=-1, largest=False).values.bitwise_and_(0xFFFFFFFF)
@@ -152,7 +157,7 @@ def token_logprobs(logits_nv: Tensor, tokens_n: Tensor, tops: Sequence[int]) -> 
 
 
 def needs_history(params: SamplingParams) -> bool:
-    """Whether a draw looks at the tokens before it: it can't be launched before the host knows the last one."""
+    """Whether a draw reads the tokens before it, so that it can't be launched before the host knows the last one."""
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
@@ -168,7 +173,7 @@ def _too_early(draw: TokenDraw) -> bool:
 
 
 def _draw_shaped(logits_nv: Tensor, draws: Sequence[TokenDraw], triton: bool) -> Tensor:
-    """Draw for rows that need more than an argmax: [n] int64, -1 where nothing can be drawn; `logits_nv` is changed."""
+    """Draw for rows that need more than an argmax: [n] int64, -1 where nothing can be drawn. `logits_nv` is changed."""
     shape_all(logits_nv, draws)
     tokens_n = logits_nv.argmax(-1)
     tokens_n = tokens_n.masked_fill_(_nonfinite_at(logits_nv, tokens_n), -1)
@@ -189,14 +194,14 @@ def _draw_shaped(logits_nv: Tensor, draws: Sequence[TokenDraw], triton: bool) ->
 
 
 def shape_all(logits_nv: Tensor, draws: Sequence[TokenDraw]) -> None:
-    """Bias, suppression and penalties of each row's draw, in place."""
+    """Apply bias, suppression and penalties of each row's draw to its logits, in place."""
     for row, draw in zip(logits_nv, draws, strict=True):
         if _shapes(draw):
             _shape(row, draw)
 
 
 def _shape(row_v: Tensor, draw: TokenDraw) -> None:
-    """Bias, suppression and penalties, in place."""
+    """Apply bias, suppression and penalties to one row of logits, in place."""
     p, device = draw.params, row_v.device
     if p.logit_bias:
         ids, values = zip(*p.logit_bias, strict=True)
@@ -207,7 +212,7 @@ def _shape(row_v: Tensor, draw: TokenDraw) -> None:
         seen = to_device(sorted(set(draw.tokens)), device)
         value = row_v[seen]
         value = torch.where(value > 0, value / p.repetition_penalty, value * p.repetition_penalty)
-        # A penalty near 0 may ask for more than float32 holds; that is the client's wish, and no damage.
+        # A penalty near 0 may give more than float32 holds: the client's parameters ask for that, it is no damage.
         row_v[seen] = value.clamp_(max=torch.finfo(torch.float32).max)
     output = draw.tokens[draw.prompt_len :]
     if output and (p.presence_penalty or p.frequency_penalty):
@@ -218,20 +223,20 @@ def _shape(row_v: Tensor, draw: TokenDraw) -> None:
 
 
 def _sample(logits_nv: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
-    """Temperature, the cuts, and the inverse of the cumulative distribution, row by row the same; -1 for a row that is
-    no distribution."""
+    """Draw one token a row by temperature, the cuts and the inverse of the cumulative distribution: [n] int64, -1 for a
+    row that is no distribution. A row's token doesn't depend on the other rows."""
     p_nv = weights(logits_nv, params)
     cdf_nv = p_nv.cumsum(-1)
     targets = torch.tensor(uniforms, dtype=torch.float64, device=p_nv.device).unsqueeze(1) * cdf_nv[:, -1:]
-    # The first id whose cumulative sum exceeds the target; such an id has a share of its own, so it was kept.
+    # The first id whose cumulative sum exceeds the target; such an id has a weight above 0, so it was kept.
     drawn = torch.searchsorted(cdf_nv, targets, right=True).squeeze(1)
     last = (p_nv.shape[1] - 1) - (p_nv > 0).flip(-1).to(torch.uint8).argmax(-1)
-    # Its largest weight is 1 where a row is one; NaN and 0 are less than that.
+    # The largest weight of a distribution is 1; a NaN or a 0 there fails this comparison.
     return torch.minimum(drawn, last).masked_fill_((p_nv.amax(-1) >= 1.0).logical_not_(), -1)
 
 
 def weights(logits_nv: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """What each id weighs in a draw, 1 for the likeliest and 0 for those that are cut: [n, vocab] float64."""
+    """Compute the weight of each id in a draw, 1 for the likeliest and 0 for ids that are cut: [n, vocab] float64."""
     device, vocab = logits_nv.device, logits_nv.shape[1]
     temperature_n = torch.tensor([p.temperature for p in params], dtype=torch.float64, device=device)
     x_nv = logits_nv.double()

@@ -1,4 +1,4 @@
-"""Drawing tokens on an NVIDIA GPU: shapes and grid."""
+"""Drawing of tokens on an NVIDIA GPU: shapes and grid of the kernel in `draw_kernel`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _VOCAB_BLOCK = 1024
 def sample(
     logits_nv: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float], block: int = _VOCAB_BLOCK
 ) -> Tensor:
-    """Temperature, the cuts, and the inverse of the cumulative distribution: [n] int64, -1 for a row that is none.
+    """Draw one token a row by temperature, the cuts and the inverse of the cumulative distribution.
 
-    logits_nv: [n, vocab] float32. What `engine.runner.sampler` computes in torch, without a sort and without asking the
-    device anything.
+    logits_nv: [n, vocab] float32. Returns [n] int64, -1 for a row that is no distribution. The computation of
+    `engine.runner.sampler` in torch, but without a sort and without waiting for the device.
     """
     logits_nv = logits_nv.contiguous()
     rows, vocab = logits_nv.shape

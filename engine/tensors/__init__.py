@@ -1,1 +1,1 @@
-"""Weights, shards and products whose rows are exact."""
+"""Weights, their shards for ranks, row-exact products, and sums over ranks."""

@@ -1,8 +1,8 @@
-"""Between host and device without waiting: what goes up is copied from pinned memory, what comes down into it.
+"""Copies between host and device by pinned memory, so that the host doesn't wait for the device.
 
-A plain copy from pageable memory, or reading a tensor where it lies, makes the host wait for all that the device was
-given before: for the step that runs while the next one is planned. So a step takes its numbers up through
-`to_device`, leaves its results in `to_host`, and is waited for once.
+A plain copy from pageable memory, or reading a device tensor from the host, makes the host wait for all operations
+launched before: for the step that runs while the next one is planned. So a step copies its inputs up through
+`to_device` and its results down through `to_host`, and the host waits once, for the whole step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HostNumbers = (
 
 
 def to_device(values: HostNumbers, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Numbers that the host knows, where kernels read them."""
+    """Copy numbers of the host to `device`. On a CPU the tensor may share memory with an array `values`."""
     if device.type == "cpu" and dtype in _NUMPY:
         # A third of what torch.tensor takes for lists of lists, as block tables are.
         return torch.from_numpy(np.asarray(values, dtype=_NUMPY[dtype]))
@@ -31,7 +31,7 @@ def to_device(values: HostNumbers, device: torch.device, dtype: torch.dtype = to
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy that the host may read once everything launched so far is complete; on a CPU the tensor itself."""
+    """Start a copy that the host may read once everything launched so far is complete; on a CPU, the tensor itself."""
     if not tensor.is_cuda:
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Row-exact matrix products: a row's result must not depend on how many rows are computed with it.
+"""Row-exact matrix products: a row's bits don't depend on how many rows are computed with it.
 
 A GEMM library chooses kernels by the number of rows: the last one to three rows of a batch, or a batch of one, may
 take another path with another order of additions. So batches are padded to a multiple of a *quantum*. Which quantum
@@ -7,8 +7,8 @@ model's own weights and shapes are multiplied with random rows in many batch siz
 products of one fixed tile. The smallest quantum that passes is used. Where none does, every product is computed in
 tiles of `TILE_ROWS` rows: slow, but the same call each time.
 
-The project's own kernels (engine/native) need none of that: there, an element of a product is one chain of additions
-over the inner axis, however many rows are computed with it.
+Twinpool's own kernels (engine/native) need no quantum: there, an element of a product is one chain of additions over
+the inner axis, however many rows are computed with it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from engine.native.current_kernels import kernels_for
 from engine.native.native_kernels import PackedWeight
 
 TILE_ROWS = 16
+"""Rows of the fixed tile that the probe compares with."""
 _CPU = torch.device("cpu")
 _QUANTA = (4, 8, 16)
 _PROBE_ROWS = 528
@@ -34,18 +35,19 @@ _PROBE_BYTES = 1 << 25
 
 
 class RowExactLinear:
-    """A weight [n, k] and its bias in the layout that its products are fastest in.
+    """A weight [n, k] and its bias, in the layout that its products are fastest in.
 
-    On CPU that is our own kernels' where they are in use, else the one oneDNN packs: with few rows, its products read
-    the weight up to twice as fast as with plain rows (measured; see the benchmarks page). The plain weight isn't kept.
+    On a CPU that is the layout of Twinpool's kernels where they are in use, else oneDNN's packed one: with few rows,
+    packed products read the weight up to twice as fast as plain ones (measured; see the benchmarks page). In both cases
+    the plain weight isn't kept.
     """
 
     heads = 1
-    """Matrices that work side by side, each on its own part of the columns."""
+    """How many matrices the weight is made of, each for its own part of the columns (`HeadLinear`)."""
 
     def __init__(self, weight_nk: Tensor, bias_n: Tensor | None = None, *, partial: bool = False) -> None:
         self.partial = partial
-        """Whether the columns are a rank's part, and its product a part of the sum."""
+        """Whether the columns are a rank's part, so that the product is a part of a sum over ranks."""
         self.shape = (weight_nk.shape[0], weight_nk.shape[1])
         self.dtype, self.device = weight_nk.dtype, weight_nk.device
         self._bias = bias_n
@@ -55,7 +57,7 @@ class RowExactLinear:
 
     @property
     def row_exact(self) -> bool:
-        """Whether rows don't depend on each other by construction."""
+        """Whether rows are exact by construction, so that `probe` may leave this product out."""
         return self._native is not None
 
     @property
@@ -63,7 +65,7 @@ class RowExactLinear:
         return self.shape[0] * self.shape[1] * self.dtype.itemsize
 
     def __call__(self, x_mk: Tensor) -> Tensor:
-        """``x @ weight.T + bias``."""
+        """Compute ``x @ weight.T + bias``: [m, k] gives [m, n], in the dtype of the weight."""
         if self._native is not None:
             return self._native(x_mk)
         if self._packed is None:
@@ -102,7 +104,7 @@ class HeadLinear(RowExactLinear):
 
 
 def _packed(weight_nk: Tensor) -> Tensor | None:
-    """The weight in oneDNN's own layout, or None where there is none."""
+    """The weight in oneDNN's own layout, or None where oneDNN can't pack or multiply it."""
     if weight_nk.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
     try:
@@ -115,7 +117,7 @@ def _packed(weight_nk: Tensor) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Numerics:
-    """How products are computed so that rows are exact, or as fast as can be."""
+    """How products are computed: with exact rows (`invariant`), or as fast as possible."""
 
     quantum: int
     """Batches are padded to a multiple of this many rows; 1: not at all."""
@@ -129,13 +131,13 @@ class Numerics:
         return -(-rows // self.quantum) * self.quantum
 
     def linear(self, x_mk: Tensor, linear: RowExactLinear) -> Tensor:
-        """The product of a padded batch."""
+        """Compute the product of a batch whose rows are padded to whole quanta."""
         if not self.tiled:
             return linear(x_mk)
         return torch.cat([linear(tile) for tile in torch.split(x_mk, TILE_ROWS)])
 
     def bmm(self, a_bmk: Tensor, b_bkn: Tensor, out_bmn: Tensor) -> None:
-        """Batched products whose row count is padded, into `out_bmn`."""
+        """Compute batched products, whose m rows are padded to whole quanta, into `out_bmn`."""
         if not self.tiled:
             torch.bmm(a_bmk, b_bkn, out=out_bmn)
             return
@@ -151,9 +153,9 @@ def probe(
 ) -> Numerics:
     """Find the cheapest way to row-exact products for these weights and batched products.
 
-    `products` are (batch, k, n) of the batched products of attention, computed in float32. Takes well under a second
-    for small models: weights of equal shape are tried once, large ones with fewer rows, since a kernel is chosen by
-    shape.
+    `products` are (batch, k, n) of batched products of activations, computed in float32. Takes well under a second for
+    small models: since a library chooses its kernel by shape, weights of equal shape are tried once, and large ones
+    with fewer rows.
     """
     generator = torch.Generator().manual_seed(0)
     trials: list[tuple[Callable[[Tensor], Tensor], Tensor, int]] = []
@@ -174,13 +176,13 @@ def probe(
 
 
 def _batched(b_bkn: Tensor, rows: Tensor) -> Tensor:
-    """The same rows against each matrix of a batch; differing results across the batch would show as NaN."""
+    """Multiply the same rows with each matrix of a batch of equal ones; NaN where results differ across the batch."""
     out = torch.bmm(rows.expand(len(b_bkn), -1, -1).contiguous(), b_bkn)
     return torch.where((out == out[:1]).all(), out[0], torch.nan)
 
 
 def _rows_exact(function: Callable[[Tensor], Tensor], x: Tensor, quantum: int, budget: int) -> bool:
-    """Whether `function` of any whole number of quanta of rows gives each row the bits that a fixed tile gives it."""
+    """Whether `function` gives each row the bits of a fixed tile, for any tried number of rows that is whole quanta."""
     limit = max(4 * TILE_ROWS, min(len(x), budget)) // TILE_ROWS * TILE_ROWS
     x = x[:limit]
     reference = torch.cat([function(tile) for tile in torch.split(x, TILE_ROWS)])
@@ -206,5 +208,5 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def tanh(x: Tensor) -> Tensor:
-    """The hyperbolic tangent of float32, exact by element as `silu` is, within 1e-7. Changes `x`."""
+    """The hyperbolic tangent of float32, to 1e-7: the same bits for an element wherever it lies. Changes `x`."""
     return x.mul_(2.0).exp_().add_(1.0).reciprocal_().mul_(-2.0).add_(1.0)

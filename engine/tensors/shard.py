@@ -1,6 +1,6 @@
-"""Which part of a model one tensor-parallel rank holds.
+"""Shards: the part of a model that one tensor-parallel rank holds.
 
-Heads and the inner units of feed-forward layers are divided among the ranks; everything else each rank has whole. A
+Heads and the inner units of feed-forward layers are divided among the ranks; each rank has everything else whole. A
 product over a divided axis gives each rank a part of the sum, and the ranks add their parts up (`ForwardContext.sum`).
 """
 
@@ -13,7 +13,7 @@ from contracts.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ShardAxis:
-    """One axis of a weight: its whole length, and what of it is here."""
+    """One axis of a weight: its whole length, and the range that this rank holds."""
 
     whole: int
     first: int
@@ -30,15 +30,15 @@ class ShardAxis:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rank `rank` of `size`."""
+    """The shard of rank `rank` of `size` ranks."""
 
     rank: int = 0
     size: int = 1
 
     def heads(self, count: int, what: str = "heads") -> range:
-        """Which of `count` heads are here: an equal part, or one head on several ranks where there are more ranks.
+        """The heads of `count` that this rank holds: an equal part, or one head that several ranks share.
 
-        Raises `ConfigError` where neither goes.
+        Raises `ConfigError` where neither number divides the other; `what` names the heads in its text.
         """
         if count % self.size == 0:
             here = count // self.size
@@ -49,7 +49,7 @@ class Shard:
         raise ConfigError(f"tp={self.size} doesn't divide the {count} {what} of this model, nor they it")
 
     def axis(self, units: int, width: int = 1, what: str = "units") -> ShardAxis:
-        """An axis of `units` units of `width` elements each, divided like heads."""
+        """An axis of `units` units of `width` elements each, divided as `heads` divides."""
         here = self.heads(units, what)
         return ShardAxis(units * width, here.start * width, len(here) * width)
 

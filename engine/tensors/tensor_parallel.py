@@ -1,13 +1,13 @@
-"""What tensor-parallel ranks do together within a step: sums in an order of their own, and word from the leader.
+"""Tensor-parallel groups: sums over ranks within a step, in the order of the ranks, and broadcasts of the leader.
 
 A product over a divided axis leaves each rank with a part of the sum. A library's all-reduce adds parts in an order
 that depends on its ring and its chunks, and so on the number of rows; then a row's result would depend on its batch.
 So every rank gathers all parts and adds them itself, in the order of the ranks, in float32, rounding once: the same
-bits on every rank, for a row in any batch. It moves (n-1) parts a rank where a ring moves 2(n-1)/n of one; with the few
-ranks of one host, and activations of some rows, latency decides and not that.
+bits on every rank, for a row in any batch. A gather moves (n-1) parts a rank where a ring moves 2(n-1)/n of one; with
+the few ranks of one host, and activations of some rows, latency matters more than these bytes.
 
-A rank that dies breaks its connections, and the others' collectives end with an error. One that is merely silent ends
-them at the deadline. Either way the worker ends as a whole.
+When a rank dies, its connections break and the others' collectives end with an error. When a rank is merely silent,
+they end at the deadline. Either way the worker ends as a whole.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from contracts.errors import PeerDead
 
 
 class TensorParallelGroup(Protocol):
-    """The ranks of one worker. Every rank calls the same methods in the same order with tensors of equal shapes."""
+    """The ranks of one worker. Each must call the same methods in the same order, with tensors of equal shapes."""
 
     @property
     def rank(self) -> int: ...
@@ -34,17 +34,17 @@ class TensorParallelGroup(Protocol):
     def size(self) -> int: ...
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of every rank's `x`: added in the order of the ranks, in float32, in the dtype of `x`."""
+        """Sum every rank's `x`: added in the order of the ranks, in float32, rounded once to the dtype of `x`."""
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """Every rank's `x`, in order."""
+        """Return every rank's `x`, in the order of the ranks."""
 
     def first(self, x: Tensor) -> Tensor:
-        """Rank 0's `x`; others give one of its shape and dtype."""
+        """Return rank 0's `x` on every rank; the others pass a tensor of its shape and dtype."""
 
 
 class _SingleRank:
-    """One rank: nothing to do."""
+    """The group of a worker with one rank."""
 
     rank = 0
     size = 1
@@ -63,11 +63,11 @@ ALONE: TensorParallelGroup = _SingleRank()
 
 
 class TorchDistributedGroup:
-    """Ranks in processes of their own: over gloo for tensors on a CPU, over NCCL for those on NVIDIA GPUs. One thread.
+    """Ranks in processes of their own: over gloo for tensors on a CPU, over NCCL on NVIDIA GPUs. For one thread.
 
-    `store`: where the ranks find each other, for this group alone. `host`: the address of this rank's interface. The
-    constructor waits for all ranks, up to `deadline_s`. Raises `PeerDead` when they don't come; so do all methods when
-    a rank is gone, or silent for longer than the deadline.
+    `store`: where the ranks find each other; it serves this group alone. `host`: the address of this rank's network
+    interface, for gloo. The constructor waits up to `deadline_s` seconds for all ranks and raises `PeerDead` when they
+    don't come. All methods raise `PeerDead` when a rank is gone, or silent for longer than the deadline.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class TorchDistributedGroup:
             raise PeerDead(f"a rank of this worker is gone: {_first_line(error)}") from None
 
     def close(self) -> None:
-        """Leave the group. Others' collectives end as this process does, or at the deadline."""
+        """Leave the group. The other ranks' collectives fail when this process ends, or at the deadline."""
         held = [self._group]
         self._group = None
         # Dropping the last reference joins the library's threads, which may take until the deadline.

@@ -1,7 +1,7 @@
-"""A checkpoint's tensors by name: checked against the shapes that the model asks for, read rank by rank.
+"""The weight loader: a checkpoint's tensors by name, checked against the model's shapes, each rank's part read.
 
-A model is built once from the headers alone (`dry`: tensors on torch's meta device, nothing read) to see that the
-checkpoint is whole, and once from the files. Both are the same code, so there is no second list of tensors.
+A model is built once from the headers alone (`dry`: tensors on torch's meta device, nothing read) to check that the
+checkpoint is complete, and once from the files. Both are the same code, so there is no second list of tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ROOTS = {
     "model.": ("model.language_model.", "language_model.model.", "model.text_model.", "backbone.", "model."),
     "lm_head.": ("language_model.lm_head.", "lm_head."),
 }
-"""How published folders spell the two roots of a text model's names; the plain one last."""
+"""How published checkpoints spell the two roots of a text model's tensor names; the plain spelling last."""
 _META = torch.device("meta")
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ def _axes(shape: Sequence[int | ShardAxis]) -> list[ShardAxis]:
 
 
 def dtype_for(spec: ModelSpec, config: EngineConfig) -> torch.dtype:
-    """The dtype to compute in: the configured one, else the checkpoint's own.
+    """The dtype to compute in: the configured one, or the checkpoint's own with ``auto``.
 
     A float16 checkpoint computes in float32 unless told otherwise: float16 overflows where bfloat16 and float32
     don't, and it is slow on CPUs.
@@ -48,7 +48,7 @@ def dtype_for(spec: ModelSpec, config: EngineConfig) -> torch.dtype:
 
 @dataclass
 class _Files:
-    """What all scopes of one load share."""
+    """The state that all scopes of one load share."""
 
     open: dict[Path, Any] = field(default_factory=dict)
     linears: list[RowExactLinear] = field(default_factory=list)
@@ -59,7 +59,10 @@ class _Files:
 
 
 class Weights:
-    """Tensors of one checkpoint, as one rank holds them. Raises `CheckpointError` for what is missing or misshapen."""
+    """The tensors of one checkpoint, as one rank holds them, below a prefix of names (`scope`).
+
+    Methods raise `CheckpointError` for a tensor that is missing, has another shape or dtype, or can't be read.
+    """
 
     def __init__(
         self,
@@ -79,11 +82,11 @@ class Weights:
 
     @classmethod
     def dry(cls, spec: ModelSpec, dtype: torch.dtype = torch.float32, shard: Shard = WHOLE) -> Weights:
-        """Shapes without contents."""
+        """Weights on the meta device: shapes are checked, nothing is read."""
         return cls(spec, dtype, _META, shard)
 
     def scope(self, prefix: str) -> Weights:
-        """The tensors below a name, e.g. ``model.layers.3.``."""
+        """The tensors whose names begin with `prefix`, e.g. ``model.layers.3.``, below this scope."""
         return Weights(self.spec, self.dtype, self.device, self.shard, prefix=self._prefix + prefix, files=self._files)
 
     @property
@@ -93,12 +96,12 @@ class Weights:
 
     @property
     def linears(self) -> list[RowExactLinear]:
-        """Every product with a weight that was made: what `engine.tensors.row_exact_linear.probe` tries."""
+        """Every product with a weight made so far in this load, for `engine.tensors.row_exact_linear.probe`."""
         return self._files.linears
 
     @property
     def products(self) -> list[tuple[int, int, int]]:
-        """(batch, k, n) of batched float32 products of activations, for `engine.tensors.row_exact_linear.probe`."""
+        """(batch, k, n) of batched float32 products of activations, for `probe` as well; layers append theirs."""
         return self._files.products
 
     @property
@@ -110,16 +113,16 @@ class Weights:
         return self._found(name) in self.spec.headers
 
     def tensor(self, name: str, *shape: int | ShardAxis, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor of that name, whose whole shape must be `shape`; of a divided axis, what is here.
+        """Read the tensor of that name, whose whole shape must be `shape`; of a divided axis, this rank's range.
 
-        In the dtype to compute in unless another is given.
+        It is converted to `dtype`, by default the dtype to compute in.
         """
         taken = self._take(name, _axes(shape), dtype or self.dtype, FLOATS)
         self._files.nbytes += taken.nbytes
         return taken
 
     def mxfp4(self, name: str, *shape: int | ShardAxis) -> Tensor:
-        """The same for a tensor that is stored as ``name_blocks`` and ``name_scales`` (see `engine.tensors.mxfp4`)."""
+        """`tensor` for one that is stored as ``name_blocks`` and ``name_scales`` (see `engine.tensors.mxfp4`)."""
         *rows, columns = _axes(shape)
         first, last = columns.first // GROUP, -(-(columns.first + columns.count) // GROUP)
         groups = ShardAxis(-(-columns.whole // GROUP), first, last - first)
@@ -156,10 +159,11 @@ class Weights:
         bias: bool = False,
         suffix: str = ".weight",
     ) -> RowExactLinear:
-        """Products with weights [rows, columns] that read the same input, stacked into one by rows.
+        """Make one product of weights [rows, columns] that read the same input, stacked by rows in the order given.
 
-        With `bias`, each has one. Where the columns are divided each rank has a part of the sum
-        (`RowExactLinear.partial`).
+        `rows` are the rows of each weight by name; with `bias`, each weight has one. Where the columns are divided,
+        each rank's product is a part of the sum (`RowExactLinear.partial`). Raises `ConfigError` where ranks would
+        share columns, since their parts would be added twice.
         """
         weights = [self.tensor(name + suffix, axis, columns) for name, axis in rows.items()]
         biases = [self.tensor(name + ".bias", axis) for name, axis in rows.items()] if bias else []
@@ -174,26 +178,26 @@ class Weights:
         return self.made(torch.cat(weights), torch.cat(biases) if biases else None, partial=partial)
 
     def made(self, weight_nk: Tensor, bias_n: Tensor | None = None, *, partial: bool = False) -> RowExactLinear:
-        """A product with a weight that was taken before."""
+        """Make a product with a weight that was read before."""
         linear = RowExactLinear(weight_nk, bias_n, partial=partial)
         self._files.linears.append(linear)
         return linear
 
     def by_head(self, weight_hkn: Tensor) -> HeadLinear:
-        """A product with a matrix [k, n] a head, of a weight that was taken before."""
+        """Make a product with one matrix [k, n] a head, of a weight that was read before."""
         linear = HeadLinear(weight_hkn)
         self._files.linears.append(linear)
         return linear
 
     def once(self, key: str, make: Callable[[], T]) -> T:
-        """What all layers of this load share, made by the first that asks."""
+        """Return the object under `key` that all layers of this load share; the first call makes it."""
         if key not in self._files.shared:
             self._files.shared[key] = make()
         found: T = self._files.shared[key]
         return found
 
     def _found(self, name: str) -> str:
-        """The name as this folder spells it."""
+        """The full name of a tensor, as this checkpoint spells it."""
         full = self._prefix + name
         for root, spellings in _ROOTS.items():
             if full.startswith(root):
@@ -203,7 +207,7 @@ class Weights:
         return full
 
     def _root(self, root: str) -> str:
-        """How this folder begins the names below a root, to name what it lacks as it would spell it."""
+        """How this checkpoint spells a root, so that an error names a missing tensor in that spelling."""
         spellings = _ROOTS[root]
         return next((s for s in spellings if any(name.startswith(s) for name in self.spec.headers)), root)
 
@@ -219,7 +223,7 @@ class Weights:
             raise CheckpointError(f"cannot read {path}: {' '.join(str(error).split())}") from None
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files. Tensors read before stay valid."""
         for file in self._files.open.values():
             file.__exit__(None, None, None)
         self._files.open.clear()

@@ -1,1 +1,1 @@
-"""HTTP: routes, operators' endpoints, connections."""
+"""The router's HTTP side: routes, operators' endpoints, connections."""

@@ -1,17 +1,18 @@
-"""Operators' endpoints by which workers go: drain, undrain, and change of role, of a worker or of a whole node.
+"""Operators' endpoints that take workers out of service: drain and undrain of a worker or a node, and change of role.
 
-    POST /cluster/drain/NAME            stop its admission; it leaves when its work is done or handed on
-    POST /cluster/drain/NAME?now=true   of one that drains: start over elsewhere whatever it still has
-    POST /cluster/undrain/NAME          admit again; what has left is started again
-    POST /cluster/role/NAME?role=ROLE   drain it, and have it started in the other pool
+    POST /cluster/drain/NAME            stop admission; a worker leaves when its requests have ended or migrated
+    POST /cluster/drain/NAME?now=true   start the requests that draining workers still have over on other workers
+    POST /cluster/undrain/NAME          admit again; workers that have left are started again
+    POST /cluster/role/NAME?role=ROLE   drain a worker, and have it started in the other pool of workers
 
-NAME is a worker's, or a node's: its host name or its Ray node id. `force=true` drains even the last worker of a role.
+NAME is the name of a worker, or a node's host name or Ray node id; only a worker can change its role. With `force=true`
+even the last worker of a role is drained.
 
-A drain is a state of the worker, and of the controller: nothing of it is kept here, so a router that is started again
-has lost nothing, and whoever asks again finds it under way. Of a node the controller hears first: it cordons it, so
-that no worker lands there. Then each worker is told directly, and one that can't be reached from here by the
-controller, with its next heartbeat. What became of each is in its row's ``outcome``; one that can't be reached hides no
-other's.
+A drain is state of the worker and of the controller, and no state of this router: a router that is restarted has lost
+nothing, and an operator who asks again finds the drain under way. For a node the controller is told first; it cordons
+the node, so that no worker is placed there. Then the router tells each worker directly. A worker that the router can't
+reach is told by the controller, with its next heartbeat. The answer has a row for each worker, with its ``outcome``,
+also when one of them can't be reached.
 """
 
 from __future__ import annotations
@@ -32,25 +33,29 @@ from router.service.router_service import RouterService
 from router.state.worker_table import GONE, WorkerEntry
 
 ANSWER_DEADLINE_S = STATUS_DEADLINE_S + 4.0
+"""How long the controller, or a worker, may take to answer an order."""
 NODE_ID_CHARS = 8
-"""So much of a Ray node id is enough to name it."""
+"""A Ray node id may be given by its first characters, if there are at least so many."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrainTarget:
-    """What an operator has named."""
+    """The worker or node that an operator has named."""
 
     name: str
     is_node: bool
     entries: tuple[WorkerEntry, ...]
-    """The worker, or all of the node, in whatever state; empty for a node that only the controller may know."""
+    """The worker, or all workers of the node, in any state; empty for a node that only the controller may know."""
 
     def in_state(self, *states: str) -> list[WorkerEntry]:
         return [entry for entry in self.entries if entry.status.state in states]
 
 
 async def drain(service: RouterService, exchange: HttpExchange) -> None:
-    """Stop admission; refused where nobody of a role would be left, unless ``force``."""
+    """Stop the admission of a worker or of all workers of a node.
+
+    Answers 409 where a role would be left without a worker, unless ``force``. With ``now`` it starts requests over.
+    """
     target = _find(service, exchange, _name(exchange, "/cluster/drain/"))
     if isinstance(target, ApiError):
         return await exchange.fail(target)
@@ -61,7 +66,7 @@ async def drain(service: RouterService, exchange: HttpExchange) -> None:
     ready = target.in_state("ready")
     under_way = [_line(e.status, "drains already") for e in target.in_state("draining")]
     under_way += [_line(e.status, "is started elsewhere") for e in target.in_state("starting")]
-    for entry in ready:  # Before they have answered: another operator may ask for the others meanwhile.
+    for entry in ready:  # Before the workers answer: meanwhile another operator may drain the others of the role.
         entry.request_drain(service.clock.now())
     if target.is_node and isinstance(refusal := await _ask_controller(service, target, drain=True), ApiError):
         for entry in ready:
@@ -70,7 +75,7 @@ async def drain(service: RouterService, exchange: HttpExchange) -> None:
     lines = await _tell(service, ready, drain=True)
     failed, unheard = [line for line in lines if line["state"] == "unreachable"], ""
     if failed and not target.is_node:
-        # Only then: an order that is under way by heartbeat could overtake an undrain that comes soon after.
+        # Only for a worker that wasn't reached: an order by heartbeat could arrive after an undrain that comes soon.
         answer = await _ask_controller(service, target, drain=True)
         unheard = answer.message if isinstance(answer, ApiError) else answer
     for line in [] if unheard else failed:
@@ -79,7 +84,7 @@ async def drain(service: RouterService, exchange: HttpExchange) -> None:
 
 
 def _undrainable(service: RouterService, target: DrainTarget, *, force: bool) -> ApiError | None:
-    """Why it can't be drained, if so."""
+    """Return the error if the target can't be drained, else None."""
     ready = target.in_state("ready")
     if not ready and not target.is_node and not target.in_state("draining"):
         return _conflict(f"{target.name} is {target.entries[0].status.state}: only a ready worker can be drained")
@@ -92,7 +97,10 @@ def _undrainable(service: RouterService, target: DrainTarget, *, force: bool) ->
 
 
 async def _hurry(service: RouterService, exchange: HttpExchange, target: DrainTarget) -> None:
-    """What is left at draining workers starts over elsewhere; what nobody else can take stays."""
+    """Start requests of draining workers over elsewhere; a request that no other worker can take stays.
+
+    Answers with ``taken`` and ``kept``, counts of requests.
+    """
     draining = target.in_state("draining")
     if not draining:
         return await exchange.fail(_conflict(f"{target.name} is not draining: drain it first"))
@@ -102,7 +110,7 @@ async def _hurry(service: RouterService, exchange: HttpExchange, target: DrainTa
 
 
 async def undrain(service: RouterService, exchange: HttpExchange) -> None:
-    """Let draining workers admit again, have those started that had left, and let workers land on the node."""
+    """Let draining workers admit again, have workers that had left started again, and uncordon the node."""
     target = _find(service, exchange, _name(exchange, "/cluster/undrain/"))
     if isinstance(target, ApiError):
         return await exchange.fail(target)
@@ -118,12 +126,16 @@ async def undrain(service: RouterService, exchange: HttpExchange) -> None:
     for entry in draining:
         entry.cancel_drain()
     lines += await _tell(service, draining, drain=False)
-    # Unlike a drain, this can't come by heartbeat: the worker itself must hear it before it has left.
+    # Unlike a drain, an undrain can't come by heartbeat: the worker must hear it before it has left.
     await _answer(exchange, target, lines, "" if target.is_node else "it goes on draining")
 
 
 async def _ask_controller(service: RouterService, target: DrainTarget, *, drain: bool) -> str | ApiError:
-    """Tell the controller; empty, or why it has not heard, or the failure where that can't be."""
+    """Order a drain or undrain from the controller.
+
+    Returns an empty string once the controller has taken the order; the reason when it can't be reached and the workers
+    can still be told directly; an `ApiError` when the controller refuses, or the order can't be done without it.
+    """
     directory = service.worker_links.directory
     try:
         async with asyncio.timeout(ANSWER_DEADLINE_S):
@@ -142,7 +154,11 @@ async def _ask_controller(service: RouterService, target: DrainTarget, *, drain:
 
 
 async def _answer(exchange: HttpExchange, target: DrainTarget, lines: Sequence[dict[str, Any]], hopeless: str) -> None:
-    """A line for each worker; a failure where one can't be reached and, as `hopeless` says, won't be."""
+    """Answer with a row for each worker, by name.
+
+    `hopeless`, if not empty, says why a worker that can't be reached now won't hear of the order later either; the
+    answer is then an error if there is such a worker.
+    """
     failed = [line for line in lines if line["state"] == "unreachable"]
     if failed and hopeless:
         message = f"{target.name} {failed[0]['outcome']}; {hopeless}"
@@ -153,7 +169,7 @@ async def _answer(exchange: HttpExchange, target: DrainTarget, lines: Sequence[d
 
 
 async def role(service: RouterService, exchange: HttpExchange) -> None:
-    """Drain a worker, and have it started again in the other pool."""
+    """Drain a worker, and have it started again in the other role. Answers with the incarnation that leaves."""
     name = _name(exchange, "/cluster/role/")
     target = _find(service, exchange, name, nodes=False)
     if isinstance(target, ApiError):
@@ -190,7 +206,11 @@ def _asked(exchange: HttpExchange, flag: str) -> bool:
 
 
 def _find(service: RouterService, exchange: HttpExchange, name: str, *, nodes: bool = True) -> DrainTarget | ApiError:
-    """The worker of that name, or the node with all that is known to be on it."""
+    """Return the worker of that name, else the node of that name with all its known workers; or the error.
+
+    The error is 403 for a client that may not operate the cluster, 503 before the workers are known, 404 for an unknown
+    worker where nodes aren't allowed.
+    """
     if failure := forbidden(exchange) or unknown_as_yet(service):
         return failure
     workers = service.core.workers
@@ -198,7 +218,7 @@ def _find(service: RouterService, exchange: HttpExchange, name: str, *, nodes: b
     if entry is not None:
         return DrainTarget(name, False, (entry,))
     if nodes and name:
-        # Of a node without workers only the controller knows, which refuses those that it doesn't.
+        # Only the controller knows a node without workers; it refuses names that are no node's.
         return DrainTarget(name, True, tuple(e for e in workers if _is_node(e, name)))
     message = f"no worker is named {name!r}; there are: {_known(service)}"
     return ApiError(404, message, "invalid_request_error", "unknown")
@@ -218,7 +238,7 @@ def _conflict(message: str) -> ApiError:
 
 
 async def _tell(service: RouterService, entries: Sequence[WorkerEntry], *, drain: bool) -> list[dict[str, Any]]:
-    """Tell all of them at once; a line for each, also for those that can't be reached."""
+    """Tell all workers at once; returns a row for each, in order, also for those that can't be reached."""
     answers = await asyncio.gather(*(_tell_one(service, entry, drain=drain) for entry in entries))
     lines = []
     for entry, answer in zip(entries, answers, strict=True):
@@ -236,7 +256,7 @@ def _line(status: WorkerStatus, outcome: str) -> dict[str, Any]:
 
 
 async def _tell_one(service: RouterService, target: WorkerEntry, *, drain: bool) -> WorkerStatus | str:
-    """The worker's status afterwards, or why it can't be had."""
+    """Return the worker's status after the order, or the reason why the worker can't be reached."""
     port = service.worker_links.port(target.key)
     if port is None:
         return "there is no link to it"

@@ -1,9 +1,8 @@
-"""Operators' endpoints: status and check (`router.api.admin_drain` has drain, undrain and role).
+"""Operators' endpoints for status and check (`router.api.admin_drain` has drain, undrain and role).
 
-With ``TWINPOOL_ADMIN_TOKEN`` set the token is always asked for. Without one, only clients on this machine are answered,
-and of those neither a browser's page nor what comes through a proxy that runs here: for the router it would come from
-loopback too. A worker that doesn't answer is shown as ``unreachable``; nothing here waits longer than the ports' own
-deadlines.
+With ``TWINPOOL_ADMIN_TOKEN`` set every request needs the token. Without it only clients on this machine are answered,
+and neither pages of a browser nor requests through a proxy on this machine, both of which reach the router from
+loopback too. A worker that doesn't answer within `STATUS_DEADLINE_S` or `CHECK_DEADLINE_S` is shown as unreachable.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ TOKEN_VARIABLE = "TWINPOOL_ADMIN_TOKEN"
 STATUS_DEADLINE_S = 1.0
 CHECK_DEADLINE_S = 10.0
 FORWARDED = (b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"via")
-"""What a proxy adds."""
+"""Headers that a proxy adds."""
 STARTING = "starting"
-"""Code of the error of a router that doesn't know the workers yet."""
+"""Error code of a router that has not received the controller's table of workers yet."""
 
 
 def forbidden(exchange: HttpExchange) -> ApiError | None:
-    """Why this client may not operate the cluster; None if it may."""
+    """Return the error if this client may not operate the cluster, else None."""
     token = os.environ.get(TOKEN_VARIABLE, "")
     if token:
         given = exchange.header(b"authorization").removeprefix("Bearer ").strip()
@@ -42,7 +41,7 @@ def forbidden(exchange: HttpExchange) -> ApiError | None:
         return _forbidden(f"cluster endpoints need the token of {TOKEN_VARIABLE}, as Authorization: Bearer TOKEN")
     if not _is_loopback(exchange.client_host):
         return _forbidden(f"cluster endpoints answer on loopback only, unless {TOKEN_VARIABLE} is set for serve")
-    # A page in the operator's browser can reach loopback too; browsers name their origin, tools don't.
+    # A page in the operator's browser can reach loopback too; browsers send an Origin header, tools don't.
     if exchange.header(b"origin") or any(exchange.header(name) for name in FORWARDED) or not _names_this_host(exchange):
         text = f"set {TOKEN_VARIABLE} for serve and for its operators"
         return _forbidden(f"cluster endpoints don't answer browsers and proxies on this machine: {text}")
@@ -61,7 +60,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _names_this_host(exchange: HttpExchange) -> bool:
-    """Whether the client meant this machine: a name elsewhere that resolves to loopback is a trick or a proxy's."""
+    """Whether the Host header names this machine: another name that resolves to loopback is an attack or a proxy's."""
     host = exchange.header(b"host")
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
     name = name.strip("[]").lower()
@@ -69,7 +68,10 @@ def _names_this_host(exchange: HttpExchange) -> bool:
 
 
 def unknown_as_yet(service: RouterService) -> ApiError | None:
-    """A router that has just started has not seen the controller's table yet: it says so, not that nobody is there."""
+    """Return the error (503) of a router that has not received the controller's table of workers yet, else None.
+
+    Such a router must not answer that there are no workers.
+    """
     if service.worker_links.known:
         return None
     message = "this router has just started and doesn't know the workers yet; ask again"
@@ -77,7 +79,7 @@ def unknown_as_yet(service: RouterService) -> ApiError | None:
 
 
 async def status(service: RouterService, exchange: HttpExchange) -> None:
-    """Every worker the controller knows, asked now."""
+    """Answer with a row for each worker that the controller knows, asked now; prefill first, then by name."""
     if failure := forbidden(exchange) or unknown_as_yet(service):
         await exchange.fail(failure)
         return
@@ -102,11 +104,12 @@ async def _status_of(service: RouterService, view: WorkerView) -> WorkerStatus:
 
 
 def node_of(view: WorkerView) -> dict[str, Any]:
-    """What the controller knows of the worker's node; the worker itself does not."""
+    """Return a row's keys about the worker's node, which the controller knows and the worker doesn't."""
     return {"node": view.record.node, "node_id": view.record.node_id, "cordoned": view.cordoned}
 
 
 def status_line(s: WorkerStatus) -> dict[str, Any]:
+    """Return the part of a worker's row that comes from its status; `stalled_s` in seconds, with one decimal."""
     return {
         "name": s.name,
         "role": str(s.role),
@@ -126,7 +129,7 @@ def status_line(s: WorkerStatus) -> dict[str, Any]:
 
 
 def _breaker_of(service: RouterService, s: WorkerStatus) -> dict[str, str]:
-    """Whether this router sends the worker requests (`router.state.circuit_breaker`)."""
+    """Return a row's key about this router's circuit breaker for the worker; empty for a worker it doesn't know."""
     entry = service.core.workers.get((s.name, s.incarnation))
     return {"breaker": str(entry.breaker.state)} if entry is not None else {}
 
@@ -136,12 +139,13 @@ def _order(s: WorkerStatus) -> tuple[bool, tuple[str, int]]:
 
 
 def natural(name: str) -> tuple[str, int]:
+    """Return the sorting key of a worker's name, by which ``decode-2`` comes before ``decode-10``."""
     head, _, number = name.rpartition("-")
     return (head, int(number)) if number.isdigit() else (name, 0)
 
 
 async def check(service: RouterService, exchange: HttpExchange) -> None:
-    """Every worker recounts its books; so does the router."""
+    """Have every worker and the router recount their books; answer with the violations of each."""
     if failure := forbidden(exchange) or unknown_as_yet(service):
         await exchange.fail(failure)
         return

@@ -1,4 +1,4 @@
-"""The HTTP face: OpenAI's endpoints, operators' endpoints, and the order in which a request passes through them."""
+"""The HTTP application: routes of OpenAI's and of operators' endpoints, and the handlers of the former."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ from router.state.router_log import log
 from router.tokenizer_pool.tokenizer_process import FrameKind
 
 LAST_WORD_S = 5.0
+"""How long writing the error of an answer that was cut short may take."""
 CLIENT_GRACE_S = 30.0
+"""How long after its deadline a request may end before the handler itself gives up on it."""
 
 App = Callable[[AsgiScope, AsgiReceive, AsgiSend], Awaitable[None]]
 Handler = Callable[[RouterService, HttpExchange], Awaitable[None]]
 
 
 def create_app(service: RouterService) -> App:
-    """The ASGI application; its lifespan starts and closes `service`."""
+    """Return the ASGI application of one router; its lifespan events start and close `service`."""
 
     async def app(scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
         if scope["type"] == "http":
@@ -103,7 +105,7 @@ async def _chat(service: RouterService, exchange: HttpExchange) -> None:
 
 
 async def _generate(service: RouterService, exchange: HttpExchange, kind: FrameKind) -> None:
-    service.check_room()  # before the body takes memory
+    service.check_room()  # Before the body takes memory.
     raw = await exchange.body(service.body_limit, service.buffer)
     wants_timeline = exchange.header(b"x-twinpool-timeline") == "1"
     gone = False
@@ -121,7 +123,7 @@ async def _generate(service: RouterService, exchange: HttpExchange, kind: FrameK
     del raw
     exchange.forget_body()
     try:
-        # The request's own deadline is the router core's; this one is for a router core that doesn't keep it.
+        # The router core ends the request at its deadline; this timeout is for a router core that fails to.
         async with asyncio.timeout(stream.timeout_s + CLIENT_GRACE_S):
             if gone:
                 return
@@ -139,11 +141,14 @@ async def _generate(service: RouterService, exchange: HttpExchange, kind: FrameK
         log("request was not ended in time", id=stream.id, level=logging.ERROR)
         await _give_up(exchange, ApiError(504, f"no end after {stream.timeout_s:g} s", "server_error", "deadline"))
     finally:
-        service.abandon(stream)  # nothing to do unless the answer was cut short
+        service.abandon(stream)  # Does nothing unless the answer was cut short.
 
 
 async def _stream(service: RouterService, exchange: HttpExchange, stream: ResponseStream, wants_timeline: bool) -> None:
-    """Events as they come. A failure before the first is a plain error; later it is an event, without ``[DONE]``."""
+    """Write the stream's events as they come, and its end.
+
+    A failure before the first event is a plain HTTP error; a later one is an event, without ``[DONE]``.
+    """
     beat = StreamHeartbeat(stream, service.config.stream_keepalive_s)
     try:
         while events := await stream.more():
@@ -165,7 +170,7 @@ async def _stream(service: RouterService, exchange: HttpExchange, stream: Respon
 
 
 async def _give_up(exchange: HttpExchange, failure: ApiError) -> None:
-    """End an answer that was cut short with an error; a client that takes nothing gets nothing."""
+    """End an answer that was cut short with an error, unless the client takes nothing for `LAST_WORD_S`."""
     with suppress(TimeoutError):
         async with asyncio.timeout(LAST_WORD_S):
             if exchange.started:
@@ -218,7 +223,7 @@ def _model(service: RouterService, name: str) -> dict[str, Any]:
 
 
 async def _health(service: RouterService, exchange: HttpExchange) -> None:
-    """200 while requests can be served and work advances."""
+    """Answer 200 while both roles have a worker that serves and waiting work advances, else 503 with the problems."""
     core = service.core
     serving = {str(role): len(core.serving(role)) for role in Role}
     problems = [f"no {role} worker can serve" for role, count in serving.items() if not count]
@@ -243,7 +248,7 @@ async def _version(service: RouterService, exchange: HttpExchange) -> None:
 
 
 async def _load(service: RouterService, exchange: HttpExchange) -> None:
-    """The name is vLLM's: answers that have not ended."""
+    """Answer with the number of choices that have not ended, under vLLM's name ``server_load``."""
     await exchange.answer_json(200, {"server_load": service.core.requests.in_flight})
 
 

@@ -1,7 +1,7 @@
-"""The little of ASGI that the router needs: bounded bodies, JSON answers, streams, and word of a client that left.
+"""One HTTP request and its answer over ASGI: bounded bodies, JSON answers, event streams, and calls at disconnects.
 
-No framework: requests are checked by `router.openai.request_fields`, so a framework's validation, middleware and
-response objects would only cost time. What is here is plain ASGI 3 and runs on any ASGI server.
+There is no web framework: `router.openai.request_fields` checks requests, so a framework's validation, middleware and
+response objects would only cost time. The code is plain ASGI 3 and runs on any ASGI server.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ AsgiSend = Callable[[AsgiMessage], Awaitable[None]]
 
 REST_TIMEOUT_S = 5.0
 REST_BYTES = 64 * 1024**2
-"""So much of a body that is refused is read and thrown away, so that the client can hear why."""
+"""How much of a refused body is read and thrown away at most, so that its client gets to read the error."""
 FREE_BYTES = 64 * 1024
-"""Of every body, what doesn't count against the memory for all: ordinary requests get in beside any number of large
-ones. Connections are bounded."""
+"""How much of every body doesn't count against the `BodyBuffer`: ordinary requests get in beside any number of large
+ones, and the limit on connections bounds the sum."""
 
 JSON_KIND = b"application/json"
 EVENT_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
@@ -36,11 +36,15 @@ _UNCLEAN = re.compile(r"[^A-Za-z0-9._:\-]")
 
 
 class BodyTooLarge(TwinpoolError):
-    """Raised while reading a body that is above `router.max_body_bytes`."""
+    """Raised while reading a body that is larger than the limit (`router.max_body_bytes`)."""
 
 
 class HttpExchange:
-    """One HTTP request and its answer."""
+    """One HTTP request and its answer.
+
+    It is answered once: by an `answer` method, `fail`, `refuse_body`, or `begin_events` and `write`. Call `release` at
+    the end in any case.
+    """
 
     __slots__ = (
         "_buffer",
@@ -68,16 +72,19 @@ class HttpExchange:
         self.query: bytes = scope.get("query_string", b"")
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.started = False
+        """Whether the answer's status has been sent."""
         self.body_done = False
+        """Whether the whole body has been received."""
         given = _UNCLEAN.sub("", self.header(b"x-request-id"))[:CLIENT_ID_CHARS]
         self.client_id = given or secrets.token_hex(8)
-        """The client's own name for the request, cleaned, or a minted one; it goes back with every answer."""
+        """The client's X-Request-Id, cleaned and shortened, or a minted one; every answer carries it."""
         self._gone: asyncio.Task[None] | None = None
         self._on_gone: list[Callable[[], object]] = []
         self._buffer: BodyBuffer | None = None
         self._held = 0
 
     def header(self, name: bytes) -> str:
+        """Return the value of a header, empty where it is missing; `name` in lower case."""
         return self.headers.get(name, b"").decode("latin-1")
 
     @property
@@ -86,9 +93,10 @@ class HttpExchange:
         return client[0] if client else ""
 
     async def body(self, limit: int, buffer: BodyBuffer) -> bytes:
-        """The whole body, booked in `buffer` until `forget_body`.
+        """Read the whole body; what of it is above `FREE_BYTES` is booked in `buffer` until `forget_body`.
 
-        Raises `BodyTooLarge` as soon as it is known to be above `limit` bytes, `BufferFull`, `ClientGone`.
+        Raises `BodyTooLarge` as soon as the body is known to be above `limit` bytes, `BufferFull` when `buffer` has no
+        room, and `ClientGone` when the client disconnects.
         """
         length = self.headers.get(b"content-length", b"")
         if length.isdigit() and (len(length) > 18 or int(length) > limit):
@@ -113,13 +121,16 @@ class HttpExchange:
                 return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def forget_body(self) -> None:
-        """What the body held is free again. Idempotent."""
+        """Give the body's bytes back to the `BodyBuffer`. Idempotent."""
         if self._buffer is not None:
             self._buffer.give_back(self._held)
             self._held = 0
 
     def on_gone(self, call: Callable[[], object]) -> None:
-        """Call back when the client closes its connection before the answer is complete."""
+        """Have `call` called when the client disconnects before the answer is complete.
+
+        Call it only once the body has been read: from then on the exchange itself receives the ASGI messages.
+        """
         self._on_gone.append(call)
         if self._gone is None:
             self._gone = asyncio.get_running_loop().create_task(self._watch())
@@ -131,6 +142,7 @@ class HttpExchange:
             call()
 
     def release(self) -> None:
+        """Give back the body's bytes and stop watching for a disconnect. Idempotent."""
         self.forget_body()
         if self._gone is not None:
             self._gone.cancel()
@@ -147,7 +159,7 @@ class HttpExchange:
         await self._send({"type": "http.response.body", "body": body})
 
     async def answer_parts(self, status: int, parts: Sequence[bytes]) -> None:
-        """An answer in pieces, which may share large ones with other answers."""
+        """Send a JSON answer in parts that aren't joined, so that a large part can be shared with other answers."""
         size = sum(map(len, parts))
         await self._begin(status, [(b"content-type", JSON_KIND), (b"content-length", b"%d" % size)])
         for part in parts:
@@ -170,9 +182,10 @@ class HttpExchange:
         await self.answer(failure.status, failure.to_json(), headers=headers)
 
     async def refuse_body(self, failure: ApiError) -> None:
-        """Answer before the body has been read, then throw some of the rest away and close the connection.
+        """Answer with an error before the body has been read, throw the rest away and close the connection.
 
-        The last byte of the answer is held until then: a server stops reading once an answer is complete.
+        At most `REST_BYTES` are thrown away, for `REST_TIMEOUT_S`. The last byte of the answer is held back until then,
+        because an ASGI server stops reading once an answer is complete.
         """
         body = failure.to_json()
         head = [(b"content-type", JSON_KIND), (b"content-length", b"%d" % len(body)), (b"connection", b"close")]

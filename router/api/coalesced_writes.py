@@ -1,7 +1,7 @@
-"""One system call for what is written in one turn of the loop.
+"""Joins all writes to a socket within one turn of the event loop into one system call.
 
 Uvicorn writes an answer's head and body apart, and the last event of a stream apart from its end. A write to a socket
-wakes the client's process and is the dearest thing that the router does for a request, so writes are joined.
+wakes the client's process and is the most expensive thing that the router does for a request, so writes are joined.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 
 class CoalescingTransport:
-    """A transport whose writes leave together before the loop waits again; all else is the transport's own."""
+    """A transport whose writes leave together before the loop waits again; all else is the wrapped transport's."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport
@@ -39,7 +39,7 @@ class CoalescingTransport:
 
 
 class CoalescingHttpProtocol(HttpToolsProtocol):
-    """Uvicorn's protocol on a corked transport."""
+    """Uvicorn's HTTP protocol on a `CoalescingTransport`."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(CoalescingTransport(transport, self.loop))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""`/openapi.json`, made from the very tables that requests are read with, so that it can't promise another API."""
+"""The document at `/openapi.json`, made from the same tables that requests are read with, so that the two agree."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _OPERATIONS = {
 
 @cache
 def openapi_document() -> dict[str, Any]:
-    """The whole document."""
+    """Return the whole document, an OpenAPI 3.1 tree. It is cached: don't change it."""
     paths: dict[str, Any] = {}
     for path, (summary, fields, others) in _POSTS.items():
         schema = {"type": "object", "properties": {**others, **{name: _schema(f) for name, f in fields.items()}}}
@@ -86,9 +86,10 @@ def openapi_document() -> dict[str, Any]:
 
 
 def version() -> str:
+    """Return the version of the installed package, ``0`` when run from a source tree."""
     try:
         return metadata.version("twinpool")
-    except metadata.PackageNotFoundError:  # run from a source tree
+    except metadata.PackageNotFoundError:
         return "0"
 
 

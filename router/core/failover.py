@@ -1,15 +1,15 @@
 """Failover: what becomes of a request whose attempt has failed. A function of values; it changes nothing.
 
-Several kinds of trouble, as many prices:
+Each kind of failure has its own cost:
 
 - A worker is lost or reports a retryable error: one replay of `router.replay_limit`. The worker at fault is avoided
-  for a while that doubles, so that a request neither burns its replays on a dead worker nor gives up a live one.
+  for a time that doubles, so that a request neither burns its replays on a dead worker nor gives up a live one.
 - A worker refuses because it drains: no replay is spent, but refusals are bounded too.
-- A worker's logits for it are no finite numbers: it is computed once more, on other workers where there are any, from
-  its tokens alone (nothing cached is taken), and ends with an error if that comes to the same.
-- Decode has no memory for it any more (retracted): nobody is avoided, and where the attempt has brought a token nothing
-  is spent; else it counts as a refusal.
-- All of its tokens had been told: nothing is missing, and it ends well.
+- A worker's logits for the request aren't finite: one replay, on other workers where there are any, from the request's
+  tokens alone (no cached state is used). If its logits aren't finite again, the request ends with an error.
+- Decode has no memory for the request any more (retracted): no worker is avoided. An attempt that has brought a token
+  costs nothing; else it counts as a refusal.
+- All tokens of the request were emitted before: nothing is missing, and it ends without an error.
 """
 
 from __future__ import annotations
@@ -24,31 +24,35 @@ from router.state.routed_request import AttemptCost, RoutedRequest
 from router.state.worker_table import WorkerKey
 
 REFUSAL_LIMIT = 64
+"""Refusals that a request may meet; one more ends it with an error."""
 NONFINITE_REPLAYS = 1
-"""How often a request is computed once more because its logits were no finite numbers."""
+"""How often a request is computed again because its logits weren't finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailure:
-    """An attempt that has failed: by a worker's word, by its loss, or by an end that can't be true."""
+    """A failed attempt: a worker reported an error or was lost, or its `Done` contradicts the tokens."""
 
     reason: str
     at_fault: WorkerKey | None = None
-    """Who is avoided, where the attempt costs a replay."""
+    """The worker to avoid, where the attempt costs a replay; None: no worker is at fault."""
     cost: AttemptCost = AttemptCost.REPLAY
     kind: ErrorKind = ErrorKind.WORKER
     ended: tuple[Role, ...] = ()
-    """Legs that have ended themselves: they needn't be cancelled."""
+    """Roles whose legs have ended by themselves and needn't be cancelled."""
     reporter: WorkerKey | None = None
-    """Who says so, which counts against the worker at fault. Absent for a loss, which is counted once, however many
-    requests it struck."""
+    """The worker that reports the failure, which counts against the worker at fault. None for a loss, which is counted
+    once, however many requests it struck."""
     fatal: str = ""
-    """Why no other attempt can help; empty where one may."""
+    """Why no other attempt can help, for the client's error; empty where another one may."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """The next attempt may begin at `not_before`; until `avoid_until` not on the worker `avoid`."""
+    """The request may begin its next attempt at `not_before`, and until `avoid_until` not on the worker `avoid`.
+
+    Times are seconds of the router core's clock.
+    """
 
     cost: AttemptCost
     not_before: float
@@ -58,7 +62,7 @@ class Retry:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The request ends with an error. `cost` None: what is left of its limits has nothing to do with it."""
+    """The request ends with an error. `cost`: of the attempt that exceeded a limit, if one did."""
 
     kind: ErrorKind
     message: str
@@ -67,21 +71,21 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The request has its whole answer."""
+    """The request has its whole answer, and ends with `done`."""
 
     done: Done
 
 
 class Failover:
-    """What follows a failed attempt, within the limits of the configuration."""
+    """Decides what follows a failed attempt, within the limits of the configuration."""
 
     def __init__(self, limits: RouterConfig) -> None:
         self._limits = limits
 
     def of_error(self, r: RoutedRequest, worker: WorkerKey, done: Done) -> AttemptFailure:
-        """The failure that a worker of a request reports."""
+        """The failure that a worker reports with an error `Done` of the current attempt."""
         kind = done.error or ErrorKind.WORKER
-        # What one worker took can't be the client's fault at the next: it may still hold an attempt that was lost here.
+        # What one worker took can't be invalid at the next: the latter may still hold an attempt that was lost here.
         if not kind.retryable and not (kind is ErrorKind.INVALID and r.attempt):
             message = done.message or f"{worker[0]} failed the request: {kind}"
             return AttemptFailure(message, kind=kind, fatal=message)
@@ -101,8 +105,8 @@ class Failover:
     def after(
         self, r: RoutedRequest, failure: AttemptFailure, now: float, *, replaceable: bool
     ) -> Retry | Fail | Finish:
-        """What follows. `replaceable`: whether another worker is or will be there that can do what the worker at fault
-        does."""
+        """Decide what follows a failed attempt. `replaceable`: whether the role of the worker at fault has another
+        worker, up or coming back."""
         if failure.fatal:
             return Fail(failure.kind, failure.fatal)
         if done := r.ending:

@@ -1,16 +1,16 @@
 """The router's scheduler: which prefill and which decode worker a request goes to, and what each has in flight.
 
-Who may be chosen: whoever is ready and linked, has room for the whole sequence, isn't left alone by its circuit breaker
-and isn't avoided by this request; and of a pair both compute alike (numerics classes). Who of them is, is one
-expression a role:
+A worker can be chosen when it is ready and linked, has room for the whole sequence, is admitted by its circuit breaker
+and isn't avoided by this request. Both workers of a pair must be of the same numerics class. Among such workers one
+expression a role decides:
 
-- Prefill is routed by KV cache: the worker with the least work in front of the first token, which is its prompt tokens
-  in flight and those of this prompt that it doesn't hold, as far as the indexes know.
-- Decode is routed by load: the worker with the fewest sequences. One to which the chosen prefill worker has failed to
-  hand this request over comes last.
+- Prefill is routed by KV cache: to the worker with the fewest tokens to compute before the request's first token, which
+  are its prompt tokens in flight and the tokens of this prompt that it doesn't hold, as far as the indexes know.
+- Decode is routed by load: to the worker with the fewest sequences. A worker to which the chosen prefill worker has
+  failed to hand this request over comes last.
 
-Ties go to whoever has waited longest for a request. What was picked is booked until it is unbooked, and `check` counts
-the books again from the requests.
+Ties go to the worker that was chosen longest ago. A pair that was picked is booked by the caller until it is unbooked,
+and `check` recounts the books from the requests.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
 
 @dataclass(frozen=True, slots=True)
 class WorkerPair:
-    """Who takes a request."""
+    """The prefill and the decode worker of one attempt."""
 
     prefill: WorkerEntry
     decode: WorkerEntry | None
-    """None where one token is asked for: that is prefill's."""
+    """None where only one token is left to draw: prefill draws it."""
 
 
 class Placement:
-    """See the module's prose. Times are seconds of the router core's clock."""
+    """Picks and books the workers of requests. Times are seconds of the router core's clock."""
 
     def __init__(self, workers: WorkerTable, indexes: WorkerIndexes) -> None:
         self._workers, self._indexes = workers, indexes
         self._turn = 0
-        """Of the latest choice."""
+        """The number of the latest choice."""
 
     # ------------------------------------------------------------ pick
 
@@ -48,11 +48,11 @@ class Placement:
         to_decode = r.max_len - r.next_position > 1
         classes = {r.numerics} if r.told else None
         if to_decode:
-            # Only where somebody computes alike can it go on.
+            # The request can only go on where a decode worker is of the same numerics class.
             there = self._workers.classes(Role.DECODE, r.max_len, r.avoid, now)
             classes = there if classes is None else classes & there
             if not classes:
-                return None  # before what prefill holds of it is counted: many may wait
+                return None  # before the indexes are asked: many requests may wait
         prefill = self.pick_prefill(r, now, classes)
         if prefill is None:
             return None
@@ -63,7 +63,10 @@ class Placement:
         return WorkerPair(prefill, decode) if decode is not None else None
 
     def pick_prefill(self, r: RoutedRequest, now: float, classes: Container[str] | None = None) -> WorkerEntry | None:
-        """`classes`: the numerics classes to choose from; None: all."""
+        """A prefill worker for a request; None while there is none.
+
+        `classes`: the numerics classes to choose from; None: all.
+        """
 
         def cost(e: WorkerEntry) -> tuple[int, int, int]:
             uncached = self._uncached(r, e)
@@ -79,8 +82,8 @@ class Placement:
         classes: Container[str],
         spoiled: Container[WorkerKey] = (),
     ) -> WorkerEntry | None:
-        """A decode worker for a sequence of `max_len` positions, of one of these numerics classes. `avoid`: until when
-        whom not; `spoiled`: the last choice."""
+        """A decode worker for a sequence of `max_len` positions, of one of these numerics classes; None while there is
+        none. `avoid`: workers not to choose, each with the time until when; `spoiled`: workers to choose last."""
         return self._pick(Role.DECODE, max_len, avoid, now, lambda e: (e.key in spoiled, e.load, e.turn), classes)
 
     def _pick(
@@ -105,7 +108,7 @@ class Placement:
         return r.next_position - self._indexes.overlap(prefill.key, r.hashes) * self._indexes.page_tokens
 
     def missing(self, r: RoutedRequest, now: float) -> str:
-        """What there is no worker for, in words."""
+        """Why a queued request has no workers, in words for its error message."""
         roles = [role for role in Role if not self._workers.serving(role, now)]
         if not roles and (unlike := self._workers.unlike(now)):
             return unlike
@@ -119,7 +122,7 @@ class Placement:
     # ------------------------------------------------------------ book, unbook
 
     def book(self, r: RoutedRequest, pair: WorkerPair) -> None:
-        """The request goes to this pair."""
+        """Book the request on this pair, and note its blocks as sent to the prefill worker."""
         prefill, decode = pair.prefill, pair.decode
         r.prefill, r.prefill_loaded = prefill.key, self._uncached(r, prefill)
         r.workers = {Role.PREFILL: prefill.record.name}
@@ -131,21 +134,21 @@ class Placement:
             decode.book(r.id, 1)
 
     def prefilled(self, r: RoutedRequest) -> None:
-        """Prefill has computed the prompt: no token of it is in flight any more. Idempotent."""
+        """Unbook the prompt's tokens, which prefill has computed; the request stays booked. Idempotent."""
         entry = self._workers.get(r.prefill) if r.prefill else None
         if entry is not None:
             entry.load -= r.prefill_loaded
         r.prefill_loaded = 0
 
     def unbook_prefill(self, r: RoutedRequest) -> None:
-        """The request is gone from its prefill worker. Idempotent."""
+        """Unbook the request from its prefill worker. Idempotent."""
         entry = self._workers.get(r.prefill) if r.prefill else None
         if entry is not None:
             entry.unbook(r.id, r.prefill_loaded)
         r.prefill, r.prefill_loaded = None, 0
 
     def unbook(self, r: RoutedRequest) -> None:
-        """The request is gone from both of its workers. Idempotent."""
+        """Unbook the request from both of its workers. Idempotent."""
         self.unbook_prefill(r)
         entry = self._workers.get(r.decode) if r.decode else None
         if entry is not None:
@@ -153,8 +156,8 @@ class Placement:
         r.decode = None
 
     def check(self, requests: Iterable[tuple[RoutedRequest, WorkerKey | None]]) -> list[str]:
-        """Recount the books from all requests, each with the worker that it is migrating to; returns what doesn't
-        agree."""
+        """Recount the books from all requests, each with the worker that it migrates to, if any; returns a line for
+        each disagreement."""
         found = []
         load: dict[WorkerKey, int] = {}
         members: dict[WorkerKey, set[RequestId]] = {}

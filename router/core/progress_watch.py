@@ -1,4 +1,7 @@
-"""How long nothing has advanced although there is work: by the workers' events and, between those, their steps."""
+"""A watch for stalls: for how long no request has advanced although there is work.
+
+Workers' events count as progress and, between events, their steps.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ from router.state.worker_table import WorkerKey
 
 
 class ProgressWatch:
-    """One router's."""
+    """The time since any request of one router advanced."""
 
     def __init__(self, clock: Clock, requests: RoutedRequests) -> None:
         self._clock, self._requests = clock, requests
         self._advanced = clock.now()
         self._steps: dict[WorkerKey, int] = {}
-        """That workers had made in the latest table."""
+        """Steps that each worker had made in the latest table."""
 
     @property
     def stalled_s(self) -> float:
@@ -25,14 +28,14 @@ class ProgressWatch:
         return self._clock.now() - self._advanced if self._requests.in_flight else 0.0
 
     def advanced(self) -> None:
-        """A request was brought on, or the first one has come."""
+        """Note that a request has advanced, or that one has arrived when there was none."""
         self._advanced = self._clock.now()
 
     def on_view(self, views: Sequence[WorkerView], busy: Iterable[WorkerKey]) -> None:
-        """Take the controller's table; `busy` have requests from here.
+        """Take in the controller's table; `busy` are the workers that have requests of this router.
 
-        A long prompt takes many steps before its first event. What workers compute for somebody else is no progress,
-        nor is a start, from which they count anew.
+        A long prompt takes many steps before its first event, so a step of a busy worker is progress. A step of another
+        worker is not, as it computes for another router; nor is a restart, after which a worker counts anew.
         """
         steps = {(view.record.name, view.record.incarnation): view.status.steps for view in views}
         if any(steps.get(key, 0) > self._steps.get(key, steps.get(key, 0)) for key in busy):

@@ -1,4 +1,4 @@
-"""The requests of one router that haven't ended, and what each of them waits for."""
+"""The table of one router's requests that haven't ended, and of what each waits for."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from router.state.routed_request import RoutedRequest, RoutingPhase
 
 
 class RoutedRequests:
-    """All requests, in order of arrival. Those that wait for workers are queued; those that lack nothing but prefill's
-    report are held."""
+    """All requests of one router, in order of arrival. `queued` requests wait for workers; `held` ones lack nothing but
+    prefill's report."""
 
     def __init__(self) -> None:
         self._requests: dict[RequestId, RoutedRequest] = {}
@@ -21,7 +21,7 @@ class RoutedRequests:
         return request_id in self._requests
 
     def __iter__(self) -> Iterator[RoutedRequest]:
-        """Over those of this moment: what is done with one may end it."""
+        """Iterate over a copy, since the loop's body may end requests."""
         return iter(list(self._requests.values()))
 
     @property
@@ -39,28 +39,28 @@ class RoutedRequests:
         return self._requests.get(request_id)
 
     def those(self, ids: Iterable[RequestId]) -> list[RoutedRequest]:
-        """Those of these ids, in the order of the ids. Raises `KeyError` for one that has ended."""
+        """The requests of these ids, sorted by id. Raises `KeyError` for a request that has ended."""
         return [self._requests[rid] for rid in sorted(ids)]
 
     def add(self, request: RoutedRequest) -> None:
-        """A new request, which waits for workers."""
+        """Add a new request, queued for workers."""
         assert request.id not in self._requests, "request ids are minted once"
         self._requests[request.id] = request
         self.queued[request.id] = request
 
     def remove(self, request: RoutedRequest) -> None:
-        """The request has ended."""
+        """Remove a request that has ended."""
         del self._requests[request.id]
         self.queued.pop(request.id, None)
         self.held.pop(request.id, None)
 
     def check(self) -> list[str]:
-        """What of the table doesn't agree with the requests' phases."""
+        """Compare the table with the requests' phases; returns a line for each disagreement."""
         found = []
         for rid, r in self._requests.items():
             if (r.phase is RoutingPhase.WAITING) != (rid in self.queued):
                 found.append(f"request {rid} is {r.phase} but {'in' if rid in self.queued else 'not in'} the queue")
             if r.phase is RoutingPhase.ENDED:
                 found.append(f"request {rid} has ended and is still held")
-        found += [f"{rid} is queued but not in the house" for rid in self.queued if rid not in self._requests]
-        return found + [f"{rid} is held but not in the house" for rid in self.held if rid not in self._requests]
+        found += [f"{rid} is queued but not in flight" for rid in self.queued if rid not in self._requests]
+        return found + [f"{rid} is held but not in flight" for rid in self.held if rid not in self._requests]

@@ -1,4 +1,4 @@
-"""What the router core decides, as values that the service carries out, and what it has counted."""
+"""The router core's actions, as values that the service carries out, and the core's counters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SendCommand:
 
 @dataclass(frozen=True, slots=True)
 class DeliverTokens:
-    """The next tokens of a request, in order."""
+    """The next tokens of a request, in order. `logprobs`: one a token when the client asked for them, else empty."""
 
     request_id: RequestId
     tokens: Sequence[int]
@@ -33,7 +33,7 @@ class DeliverTokens:
 
 @dataclass(frozen=True, slots=True)
 class DeliverScores:
-    """The prompt's log-probabilities; before any token."""
+    """The prompt's log-probabilities, once a request and before any token."""
 
     request_id: RequestId
     scores: tuple[TokenLogprob, ...]
@@ -61,7 +61,7 @@ RouterAction = SendCommand | DeliverTokens | DeliverScores | EndRequest | NoteRe
 
 @dataclass(slots=True)
 class RouterCounts:
-    """What happened since the start; read by the metrics."""
+    """Counters of requests and attempts since the router's start; read by the metrics."""
 
     submitted: int = 0
     ended: int = 0
@@ -71,13 +71,13 @@ class RouterCounts:
     refusals: int = 0
     damaged: int = 0
     recomputed: int = 0
-    """Attempts that decode ended because prefill can compute their state again sooner than it would be back."""
+    """Attempts that decode retracted after they had brought a token; their state is computed again from the tokens."""
     late_events: int = 0
     fallbacks: int = 0
     """Legs in which decode had to compute a part of the prompt itself, instead of receiving all of it."""
 
     def charge(self, cost: AttemptCost) -> None:
-        """An attempt has failed, at this cost."""
+        """Count a failed attempt by its cost."""
         self.replays += cost is AttemptCost.REPLAY
         self.refusals += cost is AttemptCost.REFUSAL
         self.recomputed += cost is AttemptCost.FREE

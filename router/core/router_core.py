@@ -1,13 +1,13 @@
-"""The router's decisions, without I/O: what happened goes in, actions come out, the clock is injected.
+"""The router's decisions, without I/O: views, events and requests go in, actions come out, the clock is injected.
 
 A request is in exactly one phase (`router.state.routed_request`). Placement picks a prefill and a decode worker for it
 (`router.core.placement`); the router core sends it to both, turns their events into one ordered stream, and ends it.
-When a leg is lost or fails, failover says what follows (`router.core.failover`): the request ends, or is replayed from
-its tokens with the next attempt, a new room, and the prompt and everything emitted as tokens. Only when prefill is lost
-after decode has sent tokens and the first one is here, nothing is missing, and nothing happens.
+When a leg is lost or fails, failover decides what follows (`router.core.failover`): the request ends, or is replayed
+as its next attempt, in a new room, with the prompt and all emitted tokens as its tokens. One loss costs nothing: that
+of the prefill worker once its token has arrived (and the prompt's scores, if asked for) and decode has sent tokens.
 
-Every wait ends: for a worker after `router.worker_wait_s`, for the whole request after `router.request_timeout_s`.
-`tick` drives both and must be called every 100 ms or so.
+Every wait is bounded: for workers by `router.worker_wait_s`, for the whole request by `router.request_timeout_s`.
+`tick` enforces both and must be called every 100 ms or so.
 """
 
 from __future__ import annotations
@@ -44,11 +44,14 @@ from router.verification.audits import Audits
 from router.verification.damage_totals import DamageTotals
 
 REPORT_GRACE_S = 0.25
-"""How long an end waits for prefill's report once every token is in."""
+"""Seconds from `Done` on for which a request that lacks only prefill's report is held before it ends without it."""
 
 
 class RouterCore:
-    """The requests of one router, the order of their tokens, and their ends."""
+    """The requests of one router, the order of their tokens, and their ends.
+
+    After each call the caller takes the actions (`take_actions`) and carries them out, until there are none.
+    """
 
     def __init__(
         self,
@@ -81,7 +84,7 @@ class RouterCore:
         return actions
 
     def check(self) -> list[str]:
-        """Recount the books from the requests themselves; returns what doesn't agree."""
+        """Recount all books from the requests themselves; returns a line for each disagreement."""
         placed = [(r, move.target if (move := self.migrations.of(r)) else None) for r in self.requests]
         found = self.migrations.check() + self.requests.check()
         return found + self._placement.check(placed) + self.audits.check()
@@ -113,7 +116,7 @@ class RouterCore:
             self._lose(entry, reason)
 
     def on_status(self, status: WorkerStatus) -> None:
-        """A worker answered for itself (a drain, say), before the view did."""
+        """Take in a status that a worker answered with (to a drain, say), before the controller's table shows it."""
         entry = self.workers.get((status.name, status.incarnation))
         if entry is not None:
             entry.status = status
@@ -132,14 +135,14 @@ class RouterCore:
                 self._finish_if_complete(r)
                 continue
             self._retry(r, AttemptFailure(f"lost {entry.record.name}: {reason}", entry.key))
-        # An entry that a newer incarnation has replaced can't be found by its key any more: clear its own books here.
+        # An entry that a newer incarnation has replaced can't be found by its key any more: clear its books here.
         entry.requests.clear()
         entry.load = 0
 
     def fail_over(self, key: WorkerKey) -> int:
-        """Start over elsewhere what this worker has, at no cost to any request; what nobody else can take stays.
+        """Start this worker's requests over on other workers, at the cost of a refusal each; returns how many.
 
-        Returns how many.
+        Requests that no other worker can take stay.
         """
         entry, taken = self.workers.get(key), 0
         for r in self.requests.those(entry.requests) if entry is not None else []:
@@ -162,7 +165,10 @@ class RouterCore:
         self._place([request])
 
     def cancel(self, request_id: RequestId, *, finished: bool = False) -> None:
-        """Take a request back on both legs; idempotent. `finished`: its answer is whole (a stop string matched)."""
+        """Cancel a request on both workers; idempotent. No `EndRequest` follows.
+
+        `finished`: its answer is whole (a stop string matched).
+        """
         request = self.requests.get(request_id)
         if request is None:
             return
@@ -174,7 +180,7 @@ class RouterCore:
         self._end(request)
 
     def tick(self) -> None:
-        """Let time pass: deadlines, waits, back-offs, and ends that wait for a report."""
+        """Act on the time: deadlines, waits for workers, back-offs, held requests, migrations and audits."""
         now = self._clock.now()
         for r in self.requests:
             if now >= r.deadline:
@@ -191,7 +197,7 @@ class RouterCore:
         self.audits.tick()
 
     def _place(self, requests: Iterable[RoutedRequest]) -> None:
-        """Send to workers those that have waited out their back-off and for whom there is a pair."""
+        """Send to workers the requests whose back-off is over and for which there is a pair of workers."""
         for r in list(requests):
             now = self._clock.now()
             pair = self._placement.pick(r, now) if now >= r.not_before else None
@@ -224,11 +230,11 @@ class RouterCore:
         elif isinstance(event, Done) and (event.error is not None or event.reason == "error"):
             self._retry(r, self._failover.of_error(r, worker, event))
         else:
-            self.progress.advanced()  # An attempt that failed has brought nobody on.
+            self.progress.advanced()  # A failed attempt is no progress.
             self._on_progress(r, Role.PREFILL if worker == r.prefill else Role.DECODE, event)
 
     def _on_progress(self, r: RoutedRequest, role: Role, event: Event) -> None:
-        """A leg of the current attempt has done a part of its work."""
+        """Take in an event of the current attempt from the worker of `role`; it is no error."""
         now = self._clock.now()
         match event:
             case Tokens():
@@ -271,7 +277,7 @@ class RouterCore:
     # ------------------------------------------------------------ retry and end
 
     def _retry(self, r: RoutedRequest, failure: AttemptFailure) -> None:
-        """An attempt has failed: the request begins its next one, or ends."""
+        """End a failed attempt: the request is queued for its next one, or ends."""
         now, at_fault = self._clock.now(), failure.at_fault
         self.counts.damaged += failure.kind is ErrorKind.DAMAGED
         if at_fault and failure.kind is ErrorKind.DRAINING:
@@ -301,7 +307,7 @@ class RouterCore:
                 self._place([r])
 
     def _leave(self, r: RoutedRequest, ended: tuple[Role, ...]) -> None:
-        """Leave both workers; those whose legs haven't ended themselves are told."""
+        """Take the request off both workers; send a cancel to a linked worker whose role isn't in `ended`."""
         self.migrations.leave(r)
         for role, key in ((Role.PREFILL, r.prefill), (Role.DECODE, r.decode)):
             entry = self.workers.get(key) if key else None
@@ -311,7 +317,7 @@ class RouterCore:
         self.requests.held.pop(r.id, None)
 
     def _end(self, r: RoutedRequest, done: Done | None = None, ended: tuple[Role, ...] = ()) -> None:
-        """The one exit: every path out of the house ends here. `done` None: nobody waits for it any more."""
+        """End a request; every end goes through here. `done` None: no client waits, so no `EndRequest` follows."""
         self._leave(r, ended)
         if done is not None:
             if done.error is None:
@@ -326,7 +332,7 @@ class RouterCore:
 
 
 def _submit(r: RoutedRequest, room: RoomId, now: float) -> Submit:
-    """The command that begins an attempt, but for the peer."""
+    """The command that begins an attempt on a worker; the caller sets its `peer`."""
     sampling = r.sampling
     if r.attempt and r.scores_in and sampling.prompt_logprobs is not None:
         sampling = replace(sampling, prompt_logprobs=None)  # delivered by an earlier attempt

@@ -1,10 +1,9 @@
-"""Follows a publisher of KV events and keeps an index equal to what it holds, or says that it can't.
+"""Replay of KV events: keeps an index equal to what a publisher of KV events holds, or says that it can't.
 
 Messages get lost: a subscriber joins late, a queue overflows, a connection breaks, the publisher dies and a new one
-counts from 0 again. The sequence number alone shows a gap, but not that a new publisher happens to be where the old
-one was. So the reader remembers what the last batch looked like, and **every question on the replay socket starts
-at the last batch that was applied**, whose answer must be that very batch (its timestamp makes it unlike any of
-another publisher):
+counts from 0 again. Sequence numbers alone show a gap, but not that a new publisher happens to be where the old one
+was. So the reader keeps a digest of the last batch, and **every question on the replay socket starts at the last batch
+that was applied**. The answer must begin with that very batch (its timestamp makes it unlike any of another publisher):
 
     the answer begins with the same batch      nothing was lost but what follows in the answer
     it begins later                            the loss is older than the publisher's buffer
@@ -13,12 +12,14 @@ another publisher):
 A question is asked at a gap, at a batch that doesn't fit, and when the connection broke, since the batches may fit by
 chance. Meanwhile live batches are held back, and applied after the answer. A publisher answers with all that it sent
 before: so a batch that came before the question and lies behind the answer's end is from a publisher that is gone, and
-is dropped. When the connection breaks while a question is open, its answer may be one of the dead: it is asked again.
+is dropped. When the connection breaks while a question is open, the answer may be a dead publisher's: the question is
+asked again.
 
-When something is lost for good, the index is emptied, `complete` becomes False, and the reader asks for the truth (see
-the publisher), whose answer begins with the last batch as well: the next question has to start somewhere. Without an
-answer it goes on from there: the index then holds less than the publisher, never more than the events say. It is
-complete again when the publisher clears everything, or starts anew.
+When batches are lost for good, the index is emptied, `complete` becomes False, and the reader asks for the publisher's
+whole content (`contracts.messages.kv_events.TRUTH`). That answer begins with the last batch as well, since the next
+question has to start at one. Without an answer the reader goes on with the batches that follow: the index then holds
+less than the publisher, never more than the events say. It is complete again when the publisher clears everything, or
+starts anew.
 
 This is the logic, without I/O; `KVEventSubscriber` (router/kv_indexer/kv_event_subscriber.py) has the sockets.
 """
@@ -35,15 +36,16 @@ from router.kv_indexer.kv_index import KVIndex
 _RECENT = 4096
 """Applied batches whose digests are remembered, to tell a duplicate from another publisher's batch."""
 _HELD = 4096
-"""Live batches held back during a question; what overflows is asked for again."""
+"""Live batches held back during a question; the oldest overflow, and are asked for again."""
 _TRIES = 3
-"""Questions in a row that brought nothing new, before the loss is accepted, until the connection breaks."""
+"""Questions in a row that bring nothing new before a loss is accepted, until the connection breaks."""
 
 
 class KVEventReplay:
-    """Live batches and answers in; the index and the next question out.
+    """The reader's logic for one publisher: live batches and answers go in, the index and the next question come out.
 
-    `can_ask`: whether there is a replay socket. `question` is what is to be asked, or has been and isn't answered yet.
+    `can_ask`: whether there is a replay socket. `question`: the frame that is to be asked, or has been and isn't
+    answered yet (8 bytes of a sequence number, or `TRUTH`); None: none.
     """
 
     def __init__(self, can_ask: bool) -> None:
@@ -53,24 +55,24 @@ class KVEventReplay:
         self._can_ask = can_ask
         self.question: bytes | None = bytes(8) if can_ask else None
         self._last: tuple[int, bytes | None] | None = None
-        """The last batch accounted for, and its digest where it is known."""
+        """The sequence number of the last batch accounted for, and its digest (None where it isn't known)."""
         self._recent: OrderedDict[int, bytes] = OrderedDict()
         self._held: OrderedDict[int, bytes] = OrderedDict()
         self._early: dict[int, bytes] = {}
-        """What was held back when the question was sent: its answer goes at least as far, or this is another's."""
+        """Batches held back when the question was sent: those that the answer doesn't reach are another publisher's."""
         self._doubt = False
-        """The connection broke: what fits may be another publisher's."""
+        """Whether the connection broke, so that a batch that fits may be another publisher's."""
         self._broke = False
-        """The connection broke since the question was sent: the answer may be a dead publisher's."""
+        """Whether the connection broke since the question was sent, so that the answer may be a dead publisher's."""
         self._wants_truth = False
         self._untold = 0
-        """Questions for the truth in a row that got no answer."""
+        """Questions for the whole content in a row that got no answer."""
         self._tries = 1 if can_ask else 0
         self._answers = 0
         self._again = False
-        """The rest of this answer is another publisher's: ask it from 0."""
+        """Whether the rest of this answer is another publisher's, which is to be asked from 0."""
         self._truth: list[tuple[int, bytes]] = []
-        """The answer to the question for the truth."""
+        """The parts of the answer to the question for the whole content."""
 
     @property
     def complete(self) -> bool:
@@ -79,11 +81,11 @@ class KVEventReplay:
 
     @property
     def next(self) -> int:
-        """The sequence number that would fit."""
+        """The sequence number of the batch that fits next."""
         return 0 if self._last is None else self._last[0] + 1
 
     def live(self, seq: int, payload: bytes) -> None:
-        """A batch from the subscription."""
+        """Take in a batch from the subscription."""
         if self.question is None and not self._doubt:
             if seq == self.next:
                 self._take(seq, payload)
@@ -97,7 +99,7 @@ class KVEventReplay:
             self._ask()
 
     def disconnected(self) -> None:
-        """The connection to the publisher broke; batches that come after this may still be from before."""
+        """Note that the connection to the publisher broke; a batch that arrives later may still be from before."""
         self._doubt = True
         self._held.clear()
         self._broke = self.question is not None
@@ -106,11 +108,11 @@ class KVEventReplay:
             self._ask()
 
     def asked(self) -> None:
-        """`question` is sent now: to be told after all that had come until then was given to `live`."""
+        """Note that `question` is sent now. All batches that have arrived must have been given to `live` before."""
         self._early, self._broke = dict(self._held), False
 
     def answer(self, seq: int, payload: bytes) -> None:
-        """A batch of the answer to `question`."""
+        """Take in a batch of the answer to `question`."""
         first, self._answers = self._answers == 0, self._answers + 1
         if self.question == TRUTH:
             self._truth.append((seq, payload))
@@ -129,7 +131,7 @@ class KVEventReplay:
             self._take(seq, payload)
 
     def answered(self) -> None:
-        """The end of the answer."""
+        """Take in the end of the answer."""
         question, self.question, answers = self.question, None, self._answers
         told = True
         if question == TRUTH:
@@ -152,7 +154,7 @@ class KVEventReplay:
             self._catch_up()
 
     def unanswered(self) -> None:
-        """The answer did not come in time, or broke off."""
+        """Note that the answer did not come in time, or broke off."""
         question, self.question = self.question, None
         if question == TRUTH:
             self._untold += 1
@@ -164,12 +166,13 @@ class KVEventReplay:
             self._ask()
 
     def _drop_strangers(self) -> None:
+        """Drop the batches that the answer should have reached, and didn't: their publisher is gone."""
         for seq, payload in self._early.items():
             if seq >= self.next and self._held.get(seq) == payload:
                 del self._held[seq]
 
     def _catch_up(self) -> None:
-        """Apply what was held back; ask again where it still doesn't fit."""
+        """Apply the batches held back; ask again where one still doesn't fit."""
         for seq in sorted(self._held):
             if seq > self.next:
                 return self._ask()
@@ -180,6 +183,7 @@ class KVEventReplay:
         self._settle()
 
     def _ask(self) -> None:
+        """Ask from the last batch on; once tried often enough, accept the loss and apply the batches held back."""
         if self._can_ask and self._tries < _TRIES:
             self._tries += 1
             self._pose((0 if self._last is None else self._last[0]).to_bytes(8, "big"))
@@ -196,6 +200,7 @@ class KVEventReplay:
         self._settle()
 
     def _settle(self) -> None:
+        """Ask for the whole content, where that is wanted and no other question is open."""
         if self._wants_truth and self.question is None:
             self._wants_truth = False
             if not self._whole:
@@ -206,7 +211,7 @@ class KVEventReplay:
         self._early, self._truth = {}, []
 
     def _take(self, seq: int, payload: bytes) -> None:
-        """Apply the batch that is next; what can't be read is lost."""
+        """Apply the batch that is next; one that can't be read counts as lost."""
         try:
             batch = decode_batch(payload)
         except WireError:
@@ -222,8 +227,10 @@ class KVEventReplay:
             self._recent.popitem(last=False)
 
     def _adopt(self) -> bool:
-        """Take over the whole content, if it is there: first the last batch, unless there was none, then the content
-        in pieces that carry the next number."""
+        """Make the answer for the whole content the index; returns False where the answer isn't whole or can't be read.
+
+        The answer is the last batch, unless there was none, then the content in pieces that carry the next number.
+        """
         answer, digest = self._truth, None
         if len(answer) > 1 and answer[1][0] == answer[0][0] + 1:
             digest, answer = _digest(answer[0][1]), answer[1:]
@@ -247,7 +254,7 @@ class KVEventReplay:
         self._last, self._wants_truth = None, False
 
     def _give_up(self, through: int) -> None:
-        """All batches up to `through` are accounted for as lost."""
+        """Count all batches up to `through` as lost: empty the index, and want the whole content."""
         self.lost += 1
         self._forget()
         self._last, self._wants_truth, self._untold = (through, None), self._can_ask, 0

@@ -1,4 +1,4 @@
-"""Reads a publisher's KV events from its sockets: the hands of the `KVEventReplay`, which knows what they mean."""
+"""The subscriber of a worker's KV events: reads the publisher's sockets and keeps a KV index."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from zmq.utils.monitor import recv_monitor_message
 from contracts.clock import Clock
 from contracts.messages.kv_events import END
 from router.kv_indexer.event_replay import KVEventReplay
-from router.kv_indexer.kv_index import KVIndex
+from router.kv_indexer.kv_index import BlockEntry, KVIndex
+
+__all__ = ["BlockEntry", "KVEventReplay", "KVEventSubscriber", "KVIndex"]
 
 _READ = 4096
-"""Messages of a socket read in one `poll`, so that a fast publisher can't keep the reader there."""
+"""Most messages of a socket that one `poll` reads, so that a fast publisher can't keep the reader there."""
 
 
 class KVEventSubscriber:
-    """Subscribes to one publisher, and asks it. One thread; call `poll` often enough.
+    """Subscribes to one publisher, and asks it for lost batches. One thread; call `poll` often enough.
 
     `endpoint` and `replay_endpoint` are the publisher's (the second may be empty: then every loss is for good).
-    `answer_s`: how long an answer may take before the question is asked anew.
+    `answer_s`: seconds without a part of the answer after which the question is asked anew.
     """
 
     def __init__(
@@ -42,14 +44,14 @@ class KVEventSubscriber:
 
     @property
     def index(self) -> KVIndex:
-        """What the publisher holds, as far as it is known here."""
+        """The index of the publisher's pages, as far as they are known here."""
         return self._follower.index
 
     @property
     def complete(self) -> bool:
         """Whether `index` is all that the publisher held when it sent the last batch that arrived here.
 
-        False for long means that what is lost could not be had again: the index holds less than the publisher.
+        False for long means that lost batches could not be recovered: the index holds less than the publisher.
         """
         return self._follower.complete
 
@@ -60,22 +62,22 @@ class KVEventSubscriber:
 
     @property
     def damaged(self) -> int:
-        """Payloads that could not be read."""
+        """How many payloads could not be read."""
         return self._follower.damaged
 
     @property
     def restarts(self) -> int:
-        """How often another publisher was found in the place of the last one."""
+        """How often a new publisher was found in the place of the last one."""
         return self._follower.restarts
 
     def poll(self, timeout_s: float = 0.0) -> None:
-        """Read what has come, waiting up to `timeout_s` for the first of it; never longer."""
+        """Read the messages that have arrived, waiting up to `timeout_s` seconds for the first; never longer."""
         poller = zmq.Poller()
         for socket in (self._sub, self._monitor, self._dealer):
             if socket is not None:
                 poller.register(socket, zmq.POLLIN)
         poller.poll(int(timeout_s * 1000))
-        # What had come before a question is sent must be with the follower by then: the answers go last.
+        # Batches that arrived before a question is sent must be with the follower by then: answers are read last.
         self._notice_breaks()
         self._read_batches()
         self._ask()
@@ -105,7 +107,7 @@ class KVEventSubscriber:
             if not self._sub.poll(0):
                 return
             message = self._sub.recv_multipart()
-            # The break first: whatever a new connection brings comes after it was told.
+            # Breaks first: what a new connection brings arrives after the break was reported.
             self._notice_breaks()
             match message:
                 case [_, seq, payload] if len(seq) == 8:
@@ -123,7 +125,7 @@ class KVEventSubscriber:
                     self._follower.answered()
                     self._ask()
                 case [b"", seq, payload] if len(seq) == 8:
-                    # Each part is a sign of life: a long answer has its deadline from the last of them.
+                    # Each part is a sign of life: the deadline of a long answer counts from the latest one.
                     self._deadline = self._clock.now() + self._answer_s
                     self._follower.answer(int.from_bytes(seq, "big"), payload)
                 case _:
@@ -142,7 +144,7 @@ class KVEventSubscriber:
         self._dealer.send_multipart([b"", question], zmq.NOBLOCK)
 
     def _hang_up(self) -> None:
-        """A new socket for the next question, so that a late answer to the last one can't be taken for its own."""
+        """Close the replay socket: the next question gets a new one, where a late answer to the last can't arrive."""
         assert self._dealer is not None
         self._dealer.close(linger=0)
         self._dealer, self._asked = None, None

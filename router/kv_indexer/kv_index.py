@@ -1,4 +1,4 @@
-"""What each tier of a worker holds, by block hash, as its KV events tell."""
+"""The KV index: which pages each tier of a worker holds, by block hash, as the worker's KV events say."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contracts.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockSt
 
 @dataclass(frozen=True, slots=True)
 class BlockEntry:
-    """What the index knows of a page: its parent's hash and its token ids."""
+    """The index's entry of a page: the hash of its parent (None: it begins a sequence) and its token ids."""
 
     parent: bytes | None
     tokens: tuple[int, ...]
@@ -18,7 +18,7 @@ class BlockEntry:
 
 @dataclass(slots=True)
 class KVIndex:
-    """For each tier the pages that are in it, by hash."""
+    """The pages of each tier, by block hash."""
 
     pages: dict[EventMedium, dict[bytes, BlockEntry]] = field(
         default_factory=lambda: {tier: {} for tier in EventMedium}
@@ -37,7 +37,7 @@ class KVIndex:
                     self.clear(event.tier)
 
     def clear(self, tier: EventMedium | None = None) -> None:
-        """Forget a tier, or all."""
+        """Forget the pages of one tier; None: of all."""
         for one in EventMedium if tier is None else (tier,):
             self.pages[one].clear()
 

@@ -1,9 +1,9 @@
-"""Indexes of prefill workers: what of a prompt each of them has in its cache, by block hashes.
+"""Indexes of prefill workers: which blocks of a prompt each worker has in its cache, by block hash.
 
-There is one index for each prefill incarnation, and placement asks one question of it: `WorkerIndexes.overlap`. What is
-behind it is a guess: whatever a worker was sent, it has. So the memory has a bound, forgets the oldest, and dies with
-the worker's incarnation, as its cache does, unless the next incarnation says that it has adopted its host memory. A
-wrong guess costs a worse choice and nothing else.
+There is one index for each prefill incarnation, and placement asks one question of it: `WorkerIndexes.overlap`. The
+answer is a guess: a worker has every block that it was sent. So an index is bounded, forgets the oldest blocks, and
+dies with the worker's incarnation, as its cache does, unless the next incarnation reports that it has adopted the last
+one's host memory. A wrong guess costs a worse choice and nothing else.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ from router.state.prefix_hashes import PREFIX_BLOCK_TOKENS
 from router.state.worker_table import WorkerEntry, WorkerKey
 
 BLOCKS_REMEMBERED = 65_536
-"""A worker; at 64 tokens a block that is 4 M positions. A block takes about 160 bytes."""
+"""Most blocks of one worker; at 64 tokens a block that is 4 M positions. A block takes about 160 bytes."""
 BLOCKS_IN_ALL = 4 * 1024**2
-"""Of all workers together: where there are more than 64, each has its share."""
+"""Most blocks of all workers together: where there are more than 64 workers, each has its share."""
 
 NOTHING_ASKED: tuple[Sequence[bytes], int] = ((b"",), 0)
 
 
 class SentBlocks:
-    """The index of one incarnation: the blocks that it was sent, the longest unused first."""
+    """The index of one incarnation: the blocks that it was sent, the least recently sent first."""
 
     def __init__(self, incarnation: Incarnation, previous: Mapping[bytes, None]) -> None:
         """`previous`: the blocks that the worker's last incarnation was sent, until this one has said whether it
         adopted them."""
         self.incarnation = incarnation
         self.at_most = BLOCKS_REMEMBERED
-        """Blocks that are remembered."""
+        """Most blocks that are remembered."""
         self.blocks: OrderedDict[bytes, None] = OrderedDict()
         self._previous = previous
         self._last_asked = NOTHING_ASKED
-        """The hashes that were looked for last, and what was found: all choices of a prompt have the same."""
+        """The hashes that were looked up last, and how many were found: all choices of a prompt share one sequence."""
 
     def overlap(self, block_hashes: Sequence[bytes]) -> int:
-        """How many leading blocks the worker has."""
+        """How many leading blocks of a prompt the worker has."""
         if block_hashes is self._last_asked[0]:  # another choice of the same prompt
             return self._last_asked[1]
-        # Who was sent a chain's tail was sent its head (see `sent`), so the first gap is found by halving: of a 128k
-        # prompt there are 2,000 hashes, and hundreds of workers to ask.
+        # An index with a chain's tail has its head (see `sent`), so the first gap is found by halving: a 128k prompt
+        # has 2,000 hashes, and there are hundreds of workers to ask.
         found = bisect_left(block_hashes, True, key=lambda block: block not in self.blocks)
         self._last_asked = (block_hashes, found)
         return found
 
     def sent(self, block_hashes: Sequence[bytes]) -> None:
-        """A prompt of these blocks goes to the worker."""
+        """Enter the blocks of a prompt that goes to the worker."""
         if (
             block_hashes is self._last_asked[0]
             and self._last_asked[1] == len(block_hashes)
             and (not block_hashes or next(reversed(self.blocks)) == block_hashes[0])
-        ):  # the youngest already
+        ):  # they are the latest already
             return
         self._last_asked = NOTHING_ASKED
         # Deepest first, so that a chain's head is younger than its tail and outlives it, always.
@@ -65,7 +65,7 @@ class SentBlocks:
             self.blocks.popitem(last=False)
 
     def adopt(self) -> None:
-        """The worker has adopted its last incarnation's host memory: count on what that one was sent. Idempotent."""
+        """Enter what the last incarnation was sent, as the worker has adopted its host memory. Idempotent."""
         if self._previous:
             older = [block for block in self._previous if block not in self.blocks]
             self.blocks = OrderedDict.fromkeys([*older, *self.blocks])
@@ -81,14 +81,14 @@ class WorkerIndexes:
     """The indexes of all prefill workers of the table."""
 
     page_tokens = PREFIX_BLOCK_TOKENS
-    """Tokens of a page, which is what a block hash names."""
+    """Tokens of a block (a page of the indexes), which a block hash names."""
 
     def __init__(self) -> None:
         self._indexes: dict[WorkerName, SentBlocks] = {}
-        """Of the latest prefill incarnation; one whose role has changed keeps it for when that changes back."""
+        """For each worker the index of its latest prefill incarnation; kept while the worker has another role."""
 
     def follow(self, workers: Iterable[WorkerEntry]) -> None:
-        """Take the table of workers: an index for each new prefill incarnation, none for a worker that is gone."""
+        """Take in the table of workers: add an index for each new prefill incarnation, drop those of workers gone."""
         entries = list(workers)
         share = min(BLOCKS_REMEMBERED, BLOCKS_IN_ALL // max(1, len(entries)))
         known, self._indexes = self._indexes, {}
@@ -101,11 +101,11 @@ class WorkerIndexes:
                 self._indexes[entry.record.name] = index
 
     def overlap(self, worker: WorkerKey, block_hashes: Sequence[bytes]) -> int:
-        """How many leading pages of a prompt a prefill worker of the table has, as far as is known."""
+        """How many leading blocks of a prompt a prefill worker of the table has, as far as is known."""
         return self.of(worker).overlap(block_hashes)
 
     def sent(self, worker: WorkerKey, block_hashes: Sequence[bytes]) -> None:
-        """A prompt of these pages goes to a prefill worker of the table."""
+        """Enter the blocks of a prompt that goes to a prefill worker of the table."""
         self.of(worker).sent(block_hashes)
 
     def of(self, worker: WorkerKey) -> SentBlocks:

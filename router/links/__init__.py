@@ -1,1 +1,1 @@
-"""gRPC to workers and controller."""
+"""The router's gRPC links to the workers and the controller."""

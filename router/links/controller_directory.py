@@ -1,4 +1,4 @@
-"""The controller's table, watched over gRPC."""
+"""The controller's table of workers, watched over gRPC."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc.aio
 
-from contracts.authentication import access_metadata, cluster_secret
+from contracts.cluster_secret import access_metadata, cluster_secret
 from contracts.errors import RequestError
 from contracts.ids import Role, WorkerName
 from contracts.interfaces.discovery import WorkerClient
@@ -18,22 +18,22 @@ from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
 from contracts.wire.unknown_kinds import known
 from contracts.wire.worker_protobuf import view_from_proto
-from router.links.grpc_worker import CONNECT_TIMEOUT_S, LINK_TIMEOUT_S, GrpcPort, controller_options
+from router.links.grpc_worker import CONNECT_TIMEOUT_S, LINK_TIMEOUT_S, GrpcWorkerClient, controller_options
 from router.state.router_log import log
 
 
 class ControllerDirectory:
-    """The controller's table over its `Watch` stream, followed again whenever the stream breaks.
+    """The controller's table over its `Watch` stream, which is opened again whenever it breaks.
 
-    While the controller is away the last table stands: workers don't vanish because nobody reports them; their own
-    streams tell when they do.
+    While the controller is away the last table stands: a worker isn't gone because nobody reports it, and its own
+    stream tells when it is.
     """
 
     RETRY_FIRST_S = 0.05
     RETRY_MOST_S = 1.0
 
     def __init__(self, target: str, link_timeout_s: float = LINK_TIMEOUT_S) -> None:
-        """`link_timeout_s`: silence after which a connection counts as cut (`transfer.link_timeout_s`)."""
+        """`link_timeout_s`: seconds of silence after which a connection counts as cut (`transfer.link_timeout_s`)."""
         self._target = target
         self._link_timeout_s = link_timeout_s
         self._listeners: list[Callable[[tuple[WorkerView, ...]], None]] = []
@@ -57,10 +57,13 @@ class ControllerDirectory:
         return unwatch
 
     def port(self, record: WorkerRecord) -> WorkerClient:
-        return GrpcPort(record, self._link_timeout_s)
+        return GrpcWorkerClient(record, self._link_timeout_s)
 
     async def change_role(self, name: WorkerName, role: Role) -> None:
-        """Raises `RequestError` where the controller refuses, `ConnectionError` where it doesn't answer."""
+        """Have the controller drain a worker and start it in another role.
+
+        Raises `RequestError` where the controller refuses, `ConnectionError` where it doesn't answer.
+        """
         await self._ask("ChangeRole", pb.RoleChange(name=name, role=role))
 
     async def drain(self, target: str) -> tuple[WorkerName, ...]:
@@ -72,7 +75,7 @@ class ControllerDirectory:
         return tuple(WorkerName(name) for name in answer.workers)
 
     async def _ask(self, method: str, request: Any) -> Any:
-        """One call of the controller, on a connection of its own."""
+        """Make one call of the controller, on a connection of its own. Raises as `change_role` does."""
         metadata = access_metadata(cluster_secret())
         options = controller_options(self._link_timeout_s)
         async with grpc.aio.insecure_channel(self._target, options=options) as channel:

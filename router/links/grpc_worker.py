@@ -1,8 +1,9 @@
-"""Workers and the controller over gRPC: `contracts.interfaces.discovery` between processes.
+"""The client of a worker over gRPC: `contracts.interfaces.discovery` between processes.
 
-A port speaks to one incarnation of one worker. Every call carries the incarnation it means as metadata and the
-worker refuses another, so a restarted worker on the same address is never taken for its predecessor; frames carry it
-back. The stream is opened after a status call has answered: a stream alone would not tell a dead address in time.
+A client speaks to one incarnation of one worker. Every call carries that incarnation as metadata and the worker
+refuses any other, so a restarted worker on the same address is never taken for its predecessor; the worker's frames
+carry it back. The stream is opened after a status call has answered: a stream alone would not tell a dead address in
+time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import grpc.aio
 
-from contracts.authentication import access_metadata, cluster_secret
+from contracts.cluster_secret import access_metadata, cluster_secret
 from contracts.config.worker_config import TransferConfig
 from contracts.errors import WireError
 from contracts.ids import Incarnation
@@ -37,11 +38,11 @@ STATUS_TIMEOUT_S = 1.0
 CHECK_TIMEOUT_S = 10.0
 LINK_TIMEOUT_S = TransferConfig().link_timeout_s
 SERVE = f"/{pb.DESCRIPTOR.services_by_name['Worker'].full_name}/Serve"
-"""Called by name, as its frames are bytes already."""
+"""The full name of the stream's method, called by name as the frames to send are bytes already."""
 
 
 def channel_options(link_timeout_s: float) -> list[tuple[str, int]]:
-    """Options of a channel to a worker: a host that vanishes says nothing, and its silence is noticed."""
+    """Options of a channel to a worker: a host that vanishes says nothing, and is noticed after `link_timeout_s`."""
     return channels.channel_options(COMMANDS_BYTES, EVENTS_BYTES, link_timeout_s)
 
 
@@ -128,8 +129,11 @@ class GrpcSession:
             self._broken(f"the stream can't be written: {error}")
 
 
-class GrpcPort:
-    """One incarnation of one worker, at ``record.endpoint``."""
+class GrpcWorkerClient:
+    """The client of one incarnation of one worker, at ``record.endpoint``.
+
+    Calls raise `ConnectionError` when they fail or aren't answered in time.
+    """
 
     def __init__(self, record: WorkerRecord, link_timeout_s: float = LINK_TIMEOUT_S) -> None:
         self._record = record
@@ -166,7 +170,7 @@ class GrpcPort:
         await self._channel.close(None)
 
     async def _ask(self, method: Any, timeout_s: float) -> Any:
-        """One call; raises `ConnectionError` with the reason when it isn't answered in time."""
+        """Make one call; raises `ConnectionError`, with the reason, when it fails or isn't answered in `timeout_s`."""
         try:
             return await method(pb.Empty(), timeout=timeout_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
@@ -177,5 +181,5 @@ class GrpcPort:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            # Not whoever asks was cancelled, but the call: the channel was closed, as the worker is gone.
+            # The call was cancelled, not the task that makes it: the channel was closed, as the worker is gone.
             raise ConnectionError(f"{self._record.name}: its connection was closed in mid-call") from None

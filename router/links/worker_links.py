@@ -1,6 +1,6 @@
 """The router's open links: one session to every worker that the controller's table shows as alive.
 
-A link is retried as long as the table shows that incarnation; what a link's end means is the router core's business.
+A link is retried as long as the table shows that incarnation; the router core decides what a link's end means.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from router.state.worker_table import WorkerKey
 RETRY_FIRST_S = 0.05
 RETRY_MOST_S = 2.0
 REACHABLE = frozenset({"ready", "draining"})
+"""States of workers that get a link."""
 
 
 class WorkerLink:
-    """One worker's port, its session once connected, and the task that keeps it so."""
+    """The link to one incarnation of a worker: its client, the session while connected, the task that reconnects it."""
 
     __slots__ = ("port", "record", "session", "task")
 
@@ -34,7 +35,7 @@ class WorkerLink:
 
 
 class WorkerLinks:
-    """Keeps links in step with the directory; used from one event loop."""
+    """The links of one router, kept in step with the directory; used from one event loop."""
 
     def __init__(
         self,
@@ -55,13 +56,13 @@ class WorkerLinks:
         self._unwatch: Callable[[], None] | None = None
         self.views: tuple[WorkerView, ...] = ()
         self.known = False
-        """Whether the controller's table has come since the start: before, no worker is not no worker."""
+        """Whether the controller's table has arrived since the start: before, empty `views` don't mean no workers."""
 
     def start(self) -> None:
         self._unwatch = self.directory.watch(self._changed)
 
     async def close(self) -> None:
-        """End every link. Idempotent."""
+        """End every link, and wait until the clients are closed. Idempotent."""
         if self._unwatch is not None:
             self._unwatch()
             self._unwatch = None
@@ -71,12 +72,13 @@ class WorkerLinks:
             await asyncio.gather(*self._closing, return_exceptions=True)
 
     def send(self, key: WorkerKey, commands: Sequence[Command]) -> None:
-        """Queue commands on a link; on one that has just closed they are dropped, as the router core will be told."""
+        """Queue commands on a link. On a link that has just closed they are dropped, as the router core hears of it."""
         link = self._links.get(key)
         if link is not None and link.session is not None:
             link.session.send(commands)
 
     def port(self, key: WorkerKey) -> WorkerClient | None:
+        """The client of this incarnation; None where it has no link."""
         link = self._links.get(key)
         return link.port if link is not None else None
 
@@ -104,7 +106,7 @@ class WorkerLinks:
         task.add_done_callback(self._closing.discard)
 
     async def _keep(self, key: WorkerKey, link: WorkerLink) -> None:
-        """Connect, wait for the end, connect again, with a pause that doubles."""
+        """Keep one link: connect, wait for the stream's end, and connect again after a pause that doubles."""
         pause = RETRY_FIRST_S
         while self._links.get(key) is link:
             ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()

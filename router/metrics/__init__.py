@@ -1,1 +1,1 @@
-"""Prometheus."""
+"""The router's Prometheus metrics."""

@@ -1,4 +1,4 @@
-"""What the tiers of the workers' caches did, as Prometheus sees it: the counters of the workers' last heartbeats."""
+"""Prometheus metrics of the tiers of the workers' caches, from the counters of the workers' last heartbeats."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOVES = {
 
 
 def tier_metrics(workers: Iterable[WorkerEntry]) -> Iterator[Metric]:
-    """A sample for each counter that a worker reports; a worker without a tier has none of it."""
+    """Yield the families, with a sample for each counter that a worker reports: none for tiers that it lacks."""
     hits = CounterMetricFamily(
         "twinpool_cache_hit_tokens", "Prompt tokens found in a worker's cache", labels=["worker", "role", "tier"]
     )

@@ -1,7 +1,7 @@
-"""What Prometheus sees. Counting is plain arithmetic on the event loop; families are made when they are scraped.
+"""The router's Prometheus metrics. Counting is plain arithmetic on the event loop; families are made at each scrape.
 
-The library's own counters and histograms take a lock each time, which for every token would cost as much as the rest
-of its way through the router.
+The library's own counters and histograms take a lock each time, which for every token would cost as much as all other
+work of the router on it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ E2E_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 3
 
 
 class LatencyTally:
-    """A histogram of seconds; a value on a bound belongs below it."""
+    """A histogram of seconds; a bucket includes its upper bound."""
 
     __slots__ = ("_bounds", "_counts", "sum_s")
 
@@ -53,7 +53,7 @@ class LatencyTally:
 
 
 class PrometheusMetrics(Collector):
-    """One router's numbers."""
+    """The metrics of one router; used from its event loop."""
 
     def __init__(self, core: RouterCore, plane: str, watch: StreamWatch | None = None, model: str = "") -> None:
         self._core = core
@@ -72,12 +72,12 @@ class PrometheusMetrics(Collector):
         self.disconnects = 0
         self.slow_clients = 0
         self.sources: list[Callable[[], Iterator[Metric]]] = []
-        """Families of parts that exist only where there are clients: connections, bodies, readers."""
+        """Functions that yield further families at each scrape: of connections, bodies and readers."""
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
     def report(self, event: LegReport) -> None:
-        """Count what a leg says it did, whether or not its request still runs."""
+        """Count what a leg reports, whether or not its request still runs."""
         self._computed[event.worker, event.role] += event.computed_tokens
         if event.role is Role.PREFILL:
             self.cached_tokens += event.cached_tokens
@@ -85,6 +85,10 @@ class PrometheusMetrics(Collector):
             self.transfer_bytes += event.transfer_bytes
 
     def tokens(self, choice: ChoiceOutput, count: int, now: float) -> None:
+        """Count tokens delivered to a choice at `now`, and set its `first_at` and `last_at`.
+
+        The inter-token histogram gets one value a delivery, however many tokens that has.
+        """
         self.generated_tokens += count
         if choice.first_at:
             self._itl.observe(now - choice.last_at)
@@ -94,10 +98,12 @@ class PrometheusMetrics(Collector):
         choice.last_at = now
 
     def ended(self, choice: ChoiceOutput) -> None:
+        """Count a choice's duration, unless it ended in an error; its `ended_at` must be set."""
         if choice.error is None:
             self._e2e.observe(choice.ended_at - choice.request.arrived + choice.tokenise_s)
 
     def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     # ------------------------------------------------------------ at the scrape
@@ -133,7 +139,10 @@ class PrometheusMetrics(Collector):
         for source in self.sources:
             yield from source()
         yield self._ttft.family("twinpool_time_to_first_token_seconds", "From arrival to the first token")
-        yield self._itl.family("twinpool_inter_token_seconds", "Between tokens of an answer")
+        yield self._itl.family(
+            "twinpool_inter_token_seconds",
+            "Between deliveries of an answer's tokens, of one token each unless several came at once",
+        )
         yield self._e2e.family("twinpool_request_seconds", "From arrival to the end of an answer")
         yield from self._of_legs()
         yield from self._of_workers()
@@ -165,7 +174,7 @@ class PrometheusMetrics(Collector):
             "Prompt tokens whose state a worker computed",
             labels=["worker", "role"],
         )
-        # Workers that have computed nothing are there too: a decode worker must stay at 0, and be seen to.
+        # Workers that have computed nothing have a sample too: a decode worker must visibly stay at 0.
         known = {(str(e.record.name), str(e.record.role)): 0 for e in self._core.workers}
         for labels, value in sorted({**known, **self._computed}.items()):
             computed.add_metric(labels, value)

@@ -1,4 +1,4 @@
-"""What verification found, as Prometheus sees it: damage by place, audits, and streams that look broken."""
+"""Prometheus metrics of verification: damage by place, audits, and streams that look broken."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from router.verification.stream_watch import FlagReason, StreamWatch
 def verification_metrics(
     damage: DamageTotals, audits: Audits, watch: StreamWatch | None, model: str
 ) -> Iterator[Metric]:
-    """All of it; what never happened is there as 0."""
+    """Yield all families; audit results and reasons of flags that never occurred are there as 0."""
     found = CounterMetricFamily(
         "twinpool_state_damage",
         "State that a check found not to be what it should be; dropped and computed again (an audit's was served)",

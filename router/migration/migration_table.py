@@ -10,8 +10,8 @@ from contracts.state_table import StateTable
 from router.state.worker_table import WorkerKey
 
 AVOID_S, DOUBLINGS = 5.0, 4
-"""Seconds that a worker which could not take a request isn't chosen for it again, doubled so often at most, with each
-try."""
+"""Seconds for which a worker that could not take a request isn't chosen for its migration again. They double with each
+try, `DOUBLINGS` times at most."""
 
 
 class MigrationState(StrEnum):
@@ -20,7 +20,7 @@ class MigrationState(StrEnum):
     ASKED = "asked"
     """The source was told to pause the request."""
     OFFERED = "offered"
-    """The request is paused; the target was sent it, to receive the rest of its state."""
+    """The request is paused, and was submitted to the target, which receives the rest of its state."""
     GIVEN = "given"
     """The source says that the target has all of its state."""
     MOVED = "moved"
@@ -31,7 +31,7 @@ class MigrationState(StrEnum):
 
 class MigrationEvent(StrEnum):
     COPIED = "copied"
-    """The pages that could be copied ahead were, or none are worth it."""
+    """The copying of pages ahead has ended, or none are worth it."""
     PAUSED = "paused"
     """The source has paused the request."""
     GIVEN = "given"
@@ -78,13 +78,13 @@ class Migration:
     source: WorkerKey
     target: WorkerKey
     attempt: int
-    """The request's number at the target."""
+    """The number of the request's attempt at the target."""
     room: RoomId
-    """In which the target receives the state of the paused request."""
+    """The room in which the target receives the state of the paused request."""
     ahead: RoomId
-    """In which it receives the pages that are copied ahead."""
+    """The room in which the target receives the pages that are copied ahead."""
     heard: float
-    """When one of the two last spoke of it."""
+    """When the migration last got on."""
     state: MigrationState = MigrationState.AHEAD
     paused_at: float = 0.0
 
@@ -94,31 +94,32 @@ class Migration:
 
 @dataclass(slots=True)
 class DrainWish:
-    """A draining worker's wish that another one goes on with a request."""
+    """A draining worker's wish that another worker goes on with a request."""
 
     worker: WorkerKey
     started: bool
-    """Whether the worker has begun to decode it; one that hasn't starts over elsewhere."""
+    """Whether the worker has begun to decode the request; a request that hasn't begun starts over elsewhere."""
     tries: int = 0
     avoid: dict[WorkerKey, float] = field(default_factory=dict)
-    """Workers that could not take the request, until when they aren't chosen. A replay may well go there: it can
-    wait."""
+    """Workers that could not take the request, each with the time until which it isn't chosen as a target. A replay may
+    well go there, as it can wait in the worker's queue."""
 
     def refused(self, target: WorkerKey, now: float) -> None:
+        """Avoid a target to which a migration has failed, for longer with each try."""
         self.tries += 1
         self.avoid[target] = now + AVOID_S * 2 ** min(self.tries - 1, DOUBLINGS)
 
 
 @dataclass(slots=True)
 class MigrationCounts:
-    """What happened since the start; read by the metrics."""
+    """Counters of migrations since the router's start; read by the metrics."""
 
     begun: int = 0
     moved: int = 0
     stayed: int = 0
     restarted: int = 0
-    """Requests that had not begun at a draining worker, or that it was to leave at once, and began elsewhere."""
+    """Requests that began elsewhere: not yet begun at a draining worker, or taken off it at once (`fail_over`)."""
     moved_bytes: int = 0
     paused_s: float = 0.0
-    """Seconds that the requests which moved stood still, in all: from each pause until the target's first event."""
+    """Seconds that the moved requests stood still, in all: from each pause until the target's first event."""
     longest_pause_s: float = 0.0

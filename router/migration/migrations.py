@@ -1,20 +1,22 @@
-"""Requests that go from one decode worker to another in the middle of their answer, as the router drives it.
+"""Migrations: running requests go with their state from one decode worker to another, as the router drives it.
 
-A worker that drains says who should leave (`MigrationWanted`). The router picks who takes each, a few at a time:
+A worker that drains says which requests should leave (`MigrationWanted`). The router picks a target for each, and moves
+a few at a time:
 
-    ahead      its finished pages go to the target's tree while it runs on, if they are many (`PushPrefix`,
-               `PullPrefix`)
-    asked      the source was told to stop it (`PauseForMigration`)
-    offered    it stands still at the source; the target was sent it as the next attempt, with the source as its peer
-    given      the source says that the target has everything
-    moved      the target spoke: from now on it is the request's worker
-    stayed     the target failed or refused, or nothing happened in time: the source goes on with it. A target without
-               room for it now refuses at once: nobody stands still in a queue
+    ahead      the request's finished pages are copied to the target's tree while the request runs on, if they are many
+               (`PushPrefix`, `PullPrefix`)
+    asked      the source was told to pause the request (`PauseForMigration`)
+    offered    the request is paused at the source, and was submitted to the target as a new attempt, with the source as
+               its peer
+    given      the source says that the target has all state
+    moved      the target has sent an event of the request: from now on it is the request's decode worker
+    stayed     the target failed or refused, or nothing happened in time: the request goes on at the source. A target
+               without room now refuses at once, so that no paused request waits in a queue
 
-Whoever speaks first after the pause has the request, and the other is sent a cancel when it speaks, too: both would go
-on with the same tokens, so it can't be wrong. A migration costs no replay; but if both are lost, the request is
-replayed from its tokens like any other. One that stayed is offered again, to another worker first, and ever more
-rarely.
+The worker that sends an event first after the pause has the request, and the other is sent a cancel when it sends one,
+too: both would draw the same tokens, so neither choice is wrong. A migration costs no replay; but if both workers are
+lost, the request is replayed from its tokens like any other. A request that stayed is offered again, to another worker
+first, and ever more rarely.
 """
 
 from __future__ import annotations
@@ -62,16 +64,17 @@ from router.state.routed_request import RoutedRequest, RoutingPhase
 from router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
 
 PATIENCE_S = 15.0
-"""A migration that nobody spoke of for this long is taken back; the workers' own deadlines are shorter."""
+"""Seconds without progress after which a migration is given up; the workers' own deadlines are shorter."""
 
 
 _NO_FAULT = (
     ErrorKind.OVERLOADED, ErrorKind.DRAINING, ErrorKind.RETRACTED, ErrorKind.DEADLINE, ErrorKind.CANCELLED
 )  # fmt: skip
+"""Errors of a target that count against no worker's breaker."""
 
 
 class DecodePlacement(Protocol):
-    """Who picks the decode worker that a request migrates to; `router.core.placement` does."""
+    """The choice of the decode worker that a request migrates to; `router.core.placement` makes it."""
 
     def pick_decode(
         self, max_len: int, avoid: Mapping[WorkerKey, float], now: float, classes: Container[str]
@@ -79,7 +82,10 @@ class DecodePlacement(Protocol):
 
 
 class Migrations:
-    """All migrations of one router; the router core asks it about each event, loss and end. No I/O."""
+    """All migrations of one router; the router core passes each event, loss and end to it. No I/O.
+
+    It has more than twenty methods, one for each step of a migration and each way out of it.
+    """
 
     def __init__(
         self,
@@ -91,7 +97,7 @@ class Migrations:
         send: Callable[[WorkerKey, Command], None],
         replay: Callable[[RoutedRequest, str], None],
     ) -> None:
-        """`replay` starts a request over for a reason, at no cost to its limit of replays."""
+        """`replay` starts a request over for a reason, at the cost of a refusal and no replay."""
         self._config, self._clock, self._workers, self._placement = config, clock, workers, placement
         self._mint_room, self._send, self._replay = mint_room, send, replay
         self._wishes: dict[RequestId, tuple[RoutedRequest, DrainWish]] = {}
@@ -104,15 +110,17 @@ class Migrations:
         return found[1] if found is not None else None
 
     def waiting(self, worker: WorkerKey) -> int:
-        """Requests that this worker would be rid of and that haven't begun to migrate."""
+        """How many requests that a draining worker would hand to others haven't begun to migrate."""
         wished = (r for r, wish in self._wishes.values() if wish.worker == worker)
         return sum(r.id not in self._under_way for r in wished)
 
     # ------------------------------------------------------------ what workers say
 
     def on_event(self, r: RoutedRequest | None, worker: WorkerKey, event: Event) -> bool:
-        """Take an event in; True when it is about a migration and nothing else. May change who the request's worker
-        is."""
+        """Take in an event; returns True where it is about a migration and nothing else, so that the caller ignores it.
+
+        May change the request's decode worker and attempt.
+        """
         if isinstance(
             event,
             MigrationWanted | MigrationPaused | MigrationUndone | MigrationDone | PushReady | PullDone | PrefixOffered,
@@ -127,7 +135,7 @@ class Migrations:
             if r is not None and worker == r.decode and event.attempt == r.attempt:
                 self._of_source(r, worker, event)
             elif isinstance(event, MigrationPaused | MigrationUndone):
-                # The request has ended or is somewhere else: who would go on with it needn't.
+                # The request has ended or is somewhere else: a worker that would go on with it needn't.
                 self._send(worker, Cancel(event.request_id, event.attempt))
             return True
         if r is None:
@@ -147,8 +155,7 @@ class Migrations:
         return False
 
     def _blame(self, r: RoutedRequest, migration: Migration, done: Done) -> None:
-        """The target could not take the request: count it against the breaker of the worker at fault. Lack of room is
-        nobody's."""
+        """Count a target's error against the breaker of the worker at fault. Lack of room is no worker's fault."""
         if done.error not in _NO_FAULT:
             guilty = migration.source if done.blame == migration.source[0] else migration.target
             self._workers.failed(guilty, r.id, self._clock.now(), migration.target)
@@ -190,7 +197,7 @@ class Migrations:
     # ------------------------------------------------------------ one migration
 
     def begin(self, r: RoutedRequest) -> bool:
-        """Hand a running request to another worker, if there is one and the request is at a point where that can be."""
+        """Begin to migrate a running request; returns False where it can't be now or there is no worker to take it."""
         now = self._clock.now()
         source = self._workers.get(r.decode) if r.decode is not None else None
         if source is None or r.decode is None or r.id in self._under_way or not _can_migrate(r):
@@ -209,7 +216,7 @@ class Migrations:
         return True
 
     def _copy(self, r: RoutedRequest, migration: Migration, positions: int) -> None:
-        """Have the target pull the pages of so many positions, which the source keeps for it."""
+        """Have the target pull the pages of the first `positions` positions, which the source keeps for it."""
         source = self._workers.get(migration.source)
         if source is None or not positions:
             self._pause(r, migration)
@@ -221,7 +228,7 @@ class Migrations:
         )
 
     def _pause(self, r: RoutedRequest, migration: Migration) -> None:
-        """Have the source pause the request."""
+        """Have the source pause the request, or give up where it is about to end or the target is gone."""
         target = self._workers.get(migration.target)
         if target is None or not _can_migrate(r):
             self._give_up(r, migration, "it is about to end")
@@ -244,8 +251,8 @@ class Migrations:
         self._send(migration.target, submit)
 
     def _arrive(self, r: RoutedRequest, migration: Migration) -> None:
-        """The target goes on with the request. The source learns that from the hand-over; one that goes on as well says
-        so (`MigrationUndone`) and is sent a cancel."""
+        """Make the target the request's decode worker. The source learns that from the hand-over; a source that goes on
+        as well says so (`MigrationUndone`) and is sent a cancel."""
         now = self._clock.now()
         paused_s = now - migration.paused_at
         self.counts.moved += 1
@@ -265,14 +272,17 @@ class Migrations:
     def _give_up(
         self, r: RoutedRequest, migration: Migration, reason: str, *, over: bool = False, tell_source: bool = True
     ) -> None:
-        """The request stays at its source. `over`: the target has ended its attempt itself."""
+        """End a migration: the request stays at its source, or is replayed where the source has given all of it away.
+
+        `over`: the target has ended its attempt itself. `tell_source`: whether the source is to be told.
+        """
         given, ahead = migration.state is MigrationState.GIVEN, migration.state is MigrationState.AHEAD
         self._end(r, migration, over=over, event=MigrationEvent.END if given else MigrationEvent.BACK)
         self.counts.stayed += 1
         if r.id in self._wishes:
             self._wishes[r.id][1].refused(migration.target, self._clock.now())
         if given:
-            # The source has nothing of it any more, and what the target had is lost.
+            # The source has no state of the request any more, and the target's is lost.
             self._replay(r, f"it was lost on its way to {migration.target[0]}: {reason}")
         elif tell_source and not ahead:
             self._send(migration.source, ResumeHere(r.id, r.attempt))
@@ -290,7 +300,10 @@ class Migrations:
     # ------------------------------------------------------------ what the router core says
 
     def lost(self, r: RoutedRequest, worker: WorkerKey, reason: str, *, over: bool = True) -> bool:
-        """A worker is lost, or (not `over`) to leave; True when that was only where the request was going to."""
+        """Take in that a worker is lost or, not `over`, to be left by its requests.
+
+        Returns True where it was only the target of the request's migration, which is given up: no more is to be done.
+        """
         migration = self.of(r)
         if migration is None or worker != migration.target or worker == r.decode:
             return False
@@ -298,14 +311,14 @@ class Migrations:
         return True
 
     def leave(self, r: RoutedRequest) -> None:
-        """The request ends or starts over: so does its migration. Idempotent."""
+        """End the migration of a request that ends or starts over, and forget the wish for it. Idempotent."""
         migration = self.of(r)
         if migration is not None:
             self._end(r, migration, over=False, event=MigrationEvent.END)
         self._wishes.pop(r.id, None)
 
     def tick(self) -> None:
-        """Take back what nobody speaks of, and fulfil what can be fulfilled now."""
+        """Give up migrations and offers that stand still, and fulfil the wishes that can be fulfilled now."""
         self.offers.tick()
         now = self._clock.now()
         for r, migration in list(self._under_way.values()):
@@ -326,7 +339,7 @@ class Migrations:
             self.begin(r)
 
     def restart(self, r: RoutedRequest, worker: WorkerKey) -> bool:
-        """Start a request over without this worker, if there is another of its role."""
+        """Start a request over, if there is another worker of this one's role to take it; returns whether it did."""
         role = Role.DECODE if worker == r.decode else Role.PREFILL
         others = [e for e in self._workers.able(role, r.max_len, r.avoid, self._clock.now()) if e.key != worker]
         if not others or r.done is not None:
@@ -336,7 +349,7 @@ class Migrations:
         return True
 
     def check(self) -> list[str]:
-        """What of the books doesn't agree."""
+        """Compare the books with the requests; returns a line for each disagreement."""
         found = []
         for rid, (r, migration) in self._under_way.items():
             if MIGRATION.terminal(migration.state):
@@ -347,6 +360,6 @@ class Migrations:
 
 
 def _can_migrate(r: RoutedRequest) -> bool:
-    """Everything before it is told, and more of it is to come: prefill's part is over, and nothing waits for order."""
+    """Whether prefill's part is over, all tokens so far have been delivered in order, and more are to come."""
     begun = r.outlives_prefill and (r.reported or r.prefill_lost)
     return begun and not r.early and r.done is None and r.phase is RoutingPhase.RUNNING and r.next_position < r.max_len

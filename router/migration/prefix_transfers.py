@@ -1,6 +1,7 @@
-"""Prefixes that a decode worker which leaves has offered, on their way to others. No I/O.
+"""Transfers of prefixes that a draining decode worker has offered to other decode workers. No I/O.
 
-Each goes to one worker, the one with the most free pages at that moment; it takes only what fits beside what it holds.
+Each prefix goes to one worker: of those to which the fewest tokens are under way, the one with the most free pages. The
+target takes only what fits beside what it holds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from contracts.messages.worker_events import PrefixOffered, PullDone, PushReady
 from router.state.worker_table import WorkerKey, WorkerTable
 
 PATIENCE_S = 30.0
-"""After this long nobody is expected to speak of an offer any more."""
+"""Seconds after which an offer that hasn't ended is forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class _PrefixTransfer:
 
 
 class PrefixTransfers:
-    """All offers of one router."""
+    """All prefix transfers of one router."""
 
     def __init__(
         self,
@@ -41,7 +42,7 @@ class PrefixTransfers:
         self._clock, self._workers, self._mint_room, self._send = clock, workers, mint_room, send
         self._offers: dict[RequestId, _PrefixTransfer] = {}
         self._promised: Counter[WorkerKey] = Counter()
-        """Tokens of prefixes that are on their way to a worker; its status doesn't count them yet."""
+        """For each worker the tokens of prefixes under way to it; its status doesn't count them yet."""
         self.bytes = 0
         """Bytes of state that targets have taken over."""
 
@@ -49,7 +50,7 @@ class PrefixTransfers:
         return len(self._offers)
 
     def on_event(self, worker: WorkerKey, event: PrefixOffered | PushReady | PullDone) -> bool:
-        """Take an event in; False when it isn't about an offer."""
+        """Take in an event; returns False where it isn't about an offer."""
         if isinstance(event, PrefixOffered):
             self._place(worker, event)
             return True
@@ -74,11 +75,11 @@ class PrefixTransfers:
         able = self._workers.able(Role.DECODE, len(offered.tokens), {worker: float("inf")}, now)
         source = self._workers.get(worker)
         if source is not None:
-            # State of another numerics class is not what it would have computed.
+            # A worker of another numerics class would have computed other state.
             able = [e for e in able if e.numerics == source.numerics]
         if not able or offered.request_id in self._offers:
             return
-        # Pages of which worker are how large is the same everywhere: fewest promised, then most free.
+        # Pages are of one size on all workers, so their numbers can be compared: fewest promised, then most free.
         target = min(able, key=lambda e: (self._promised[e.key], -e.status.pages_free, e.turn))
         offer = _PrefixTransfer(worker, target.key, RoomId(self._mint_room()), offered, now + PATIENCE_S)
         self._offers[offered.request_id] = offer
@@ -92,7 +93,7 @@ class PrefixTransfers:
             del self._promised[offer.target]
 
     def tick(self) -> None:
-        """Forget what nobody speaks of any more."""
+        """Forget offers that haven't ended in time."""
         now = self._clock.now()
         for offer in [o for o in self._offers.values() if now >= o.until]:
             self._drop(offer)

@@ -1,1 +1,1 @@
-"""OpenAI requests in, OpenAI answers out."""
+"""OpenAI's API: requests read and checked, answers written."""

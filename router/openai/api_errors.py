@@ -1,4 +1,4 @@
-"""What went wrong, in OpenAI's words: status, type, code and message."""
+"""Errors in OpenAI's shape: the HTTP status, type, code and message of each failure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router.openai.generate_request import UnknownModel
 
 
 class QueueFull(TwinpoolError):
-    """Raised when `router.max_queue` choices are in the house."""
+    """Raised when `router.max_queue` choices are in flight."""
 
 
 class BufferFull(TwinpoolError):
@@ -19,12 +19,12 @@ class BufferFull(TwinpoolError):
 
 
 class ClientGone(TwinpoolError):
-    """Raised when the client has closed its connection: nobody waits for an answer."""
+    """Raised when the client has closed its connection: the request needs no answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiError:
-    """One error response."""
+    """One error response; `to_json` is its body."""
 
     status: int
     message: str
@@ -48,14 +48,14 @@ _OF_KIND: dict[ErrorKind, tuple[int, str, str]] = {
 
 
 def failure_of_done(done: Done) -> ApiError:
-    """The failure that a worker, or the router core, ended a request with."""
+    """Return the error response for a request that a worker or the router core has ended with an error."""
     status, kind, code = _OF_KIND.get(done.error or ErrorKind.WORKER, (503, "server_error", "worker_failed"))
     retry = 1 if status == 503 else None
     return ApiError(status, done.message or "the request failed", kind, code, retry_after_s=retry)
 
 
 def failure_of(error: TwinpoolError) -> ApiError:
-    """The failure for an exception that was raised while a request was read or admitted."""
+    """Return the error response for an exception raised while a request was read or admitted."""
     match error:
         case UnknownModel():
             return ApiError(404, str(error), "invalid_request_error", "model_not_found", error.param)
@@ -72,8 +72,8 @@ def failure_of(error: TwinpoolError) -> ApiError:
 
 
 class ReaderFailed(TwinpoolError):
-    """Raised when a reader failed inside over a body."""
+    """Raised when a reader process failed on a body by a fault of its own; the body may be fine."""
 
 
 class ReaderEnded(ReaderFailed):
-    """Raised when a reader's process ended over a body."""
+    """Raised when a reader process ended before it had answered a body."""

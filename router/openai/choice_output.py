@@ -1,8 +1,8 @@
-"""One answer on its way to the client: ordered tokens in, shown text out.
+"""The output of one choice: ordered tokens in, text for the client out.
 
-Tokens pass the detokenizer and the stop matcher one by one, so that the answer, its token count and its end don't
-depend on how the workers grouped them. The token that ends an answer counts and is among the token ids; its text is
-shown only with `include_stop_str_in_output`.
+Tokens pass the detokenizer and the stop matcher one by one, so that the text, the token count and the end of an answer
+don't depend on how the workers grouped the tokens. The stop token that ends an answer counts and is among the token
+ids; its text is shown only with `include_stop_str_in_output`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from router.text.tokenizer import ModelTokenizer
 
 @dataclass(slots=True)
 class OutputDelta:
-    """What one event added to an answer; `finish` is set in the last."""
+    """The part of a choice that one event added; `finish` (``stop`` or ``length``) is set in the last one."""
 
     index: int
     text: str
@@ -29,12 +29,13 @@ class OutputDelta:
     logprobs: Sequence[TokenLogprob]
     finish: str | None = None
     stop: str | int | None = None
-    """The stop string or stop token id that ended it; None for the model's end token."""
+    """The stop string or stop token id that ended the choice; None for the model's end token and for ``length``."""
     first: bool = False
+    """Whether this is the choice's first delta, with which the role and the prompt are sent."""
 
 
 class ChoiceOutput:
-    """State of one answer. Times are seconds of the service's clock."""
+    """The state of one choice: its tokens, text and end so far. Times are seconds of the service's clock."""
 
     __slots__ = (
         "_detokenizer",
@@ -74,6 +75,7 @@ class ChoiceOutput:
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.scores: tuple[TokenLogprob, ...] = ()
+        """Log-probabilities of the prompt's tokens from the second on, where asked for."""
         self.text: list[str] = []
         self.finish: str | None = None
         self.stop: str | int | None = None
@@ -95,7 +97,11 @@ class ChoiceOutput:
         return self.finish is not None or self.error is not None
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> OutputDelta:
-        """Take tokens in. The piece has `finish` set when a stop string matched: nothing more is to be taken."""
+        """Take the next tokens and their log-probabilities; returns what they add.
+
+        The delta has `finish` set when a stop string matched: tokens after the match are dropped, and the choice takes
+        nothing more.
+        """
         shown: list[str] = []
         used = 0
         for token in tokens:
@@ -116,7 +122,7 @@ class ChoiceOutput:
         return self._piece("".join(shown), tokens[:used], logprobs)
 
     def end(self, done: Done) -> OutputDelta | None:
-        """Take the end in; returns the last piece, None for an error."""
+        """Take the request's end; returns the last delta with the text that was held back, None for an error."""
         if done.error is not None:
             self.error = done
             return None
@@ -129,6 +135,7 @@ class ChoiceOutput:
         return self._piece(text, (), ())
 
     def fail(self, message: str) -> None:
+        """End the choice with an error of the router's own."""
         self.error = Done(self.request.id, self.request.attempt, "error", error=ErrorKind.WORKER, message=message)
 
     def _piece(self, text: str, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> OutputDelta:
@@ -139,6 +146,6 @@ class ChoiceOutput:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that prefill found in its cache, in the first attempt that told."""
+        """Prompt tokens that prefill found in its cache, by the first report of a prefill leg; 0 without one."""
         report = next((p for p in self.request.progress if p.role == "prefill"), None)
         return min(report.cached_tokens, len(self.request.prompt)) if report else 0

@@ -1,4 +1,4 @@
-"""A generation request, checked: what the client asks for."""
+"""A checked generation request, as `router.openai.parse_request` makes it of a client's JSON body."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ class UnknownModel(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One HTTP request for text. `max_tokens` None: the default, bounded by the context."""
+    """One HTTP request for text: a chat, or one or more prompts with `n` choices each.
+
+    Without `max_tokens` a chat takes what is left of the context, a completion `router.default_max_tokens` of it.
+    """
 
     chat: bool
     prompts: tuple[Prompt, ...]
@@ -38,13 +41,14 @@ class GenerateRequest:
     max_tokens: int | None
     logprobs: int | None
     sampling: SamplingParams
-    """With `max_tokens` and `choice` still to be set."""
+    """The sampling parameters of all choices; `max_tokens` and `choice` are set for each choice at admission."""
     eos: frozenset[int]
     salt: str
     priority: int
     timeout_s: float | None
-    """From its arrival; None: the server's default."""
+    """Seconds from the request's arrival to its deadline; None takes the server's default."""
 
     @property
     def choices(self) -> int:
+        """The number of answers; choice `i` is of prompt ``i // n``."""
         return len(self.prompts) * self.n if not self.chat else self.n

@@ -1,7 +1,7 @@
-"""What a client asks for: the JSON bodies of `/v1/completions` and `/v1/chat/completions` as one checked value.
+"""Parsing of the JSON bodies of `/v1/completions` and `/v1/chat/completions` into one checked `GenerateRequest`.
 
-Everything that can be known without the tokenizer is checked here; lengths are checked once the prompt has tokens
-(`router.service.router_service`).
+All checks that need no tokenizer are made here; lengths are checked once the prompt has been tokenised
+(`router.tokenizer_pool.prepare_request`, `router.service.router_service`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ BIASES_AT_MOST = 4096
 
 
 def read_completion(body: Mapping[str, Any], spec: ModelSpec) -> GenerateRequest:
-    """Raises `RequestError` naming the field that is wrong, `UnknownModel` for another model."""
+    """Read a body of `/v1/completions`.
+
+    Raises `RequestError` naming the field that is wrong, `UnknownModel` for a model that isn't served.
+    """
     check_model(body, spec)
     values = read_fields(body, COMPLETION, (*GENERATE_OTHERS, "prompt"))
     prompts = _read_prompts(body.get("prompt"), spec)
@@ -38,9 +41,12 @@ def read_completion(body: Mapping[str, Any], spec: ModelSpec) -> GenerateRequest
 
 
 def read_chat(body: Mapping[str, Any], spec: ModelSpec) -> GenerateRequest:
-    """Raises `RequestError` naming the field that is wrong, `UnknownModel` for another model."""
+    """Read a body of `/v1/chat/completions`; its prompt is rendered later.
+
+    Raises `RequestError` naming the field that is wrong, `UnknownModel` for a model that isn't served.
+    """
     check_model(body, spec)
-    if body.get("tool_choice") == "none":  # then they are not used
+    if body.get("tool_choice") == "none":  # The client itself says that no tool may be called.
         body = {name: value for name, value in body.items() if name != "tools"}
     values = read_fields(body, CHAT, (*GENERATE_OTHERS, "messages", "chat_template_kwargs"))
     if values.get("top_logprobs") and not values.get("logprobs"):
@@ -53,6 +59,10 @@ def read_chat(body: Mapping[str, Any], spec: ModelSpec) -> GenerateRequest:
 
 
 def check_model(body: Mapping[str, Any], spec: ModelSpec) -> None:
+    """Raise `UnknownModel` for a model that isn't served, and `RequestError` where `model` is no string.
+
+    A body without `model` is fine.
+    """
     model = body.get("model")
     if model is None:
         return
@@ -117,7 +127,7 @@ def _read_sampling(
     seed = values.get("seed")
     top_p = float(values.get("top_p", defaults.get("top_p", 1.0)))
     top_k = max(0, int(values.get("top_k", defaults.get("top_k", 0))))
-    if top_p == 0:  # the smallest nucleus
+    if top_p == 0:  # The smallest nucleus is the best token alone.
         top_p, top_k = 1.0, 1
     return SamplingParams(
         max_tokens=0,
@@ -152,7 +162,10 @@ def _read_prompts(prompt: object, spec: ModelSpec) -> tuple[Prompt, ...]:
 
 
 def read_tokens(tokens: object, spec: ModelSpec, param: str) -> tuple[int, ...]:
-    """An array of token ids of this model. Raises `RequestError` naming the first that isn't one."""
+    """Return an array of token ids as a tuple; `param` is the field's name for an error.
+
+    Raises `RequestError` naming the first entry that is no token id of this model.
+    """
     if not isinstance(tokens, list):
         raise RequestError(f"{param} must hold arrays of token ids; got {describe(tokens)}", param=param)
     if not all(type(t) is int for t in tokens):
@@ -212,7 +225,10 @@ def _read_stream_options(options: object, stream: bool) -> tuple[bool, bool]:
 
 
 def read_messages(messages: object) -> ChatMessages:
-    """Chat messages with their contents as text; parts of type text are joined by line breaks."""
+    """Return the chat's messages, each with its content as one string: parts of type text are joined by line breaks.
+
+    Raises `RequestError` for a message that isn't text.
+    """
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages must be an array of at least one message", param="messages")
     return tuple(_read_message(m, f"messages[{i}]") for i, m in enumerate(messages))
@@ -244,6 +260,7 @@ def _read_part(part: object, where: str) -> str:
 
 
 def read_template_args(args: object) -> dict[str, Any]:
+    """Return `chat_template_kwargs`, empty if not given. Raises `RequestError` where it is no object."""
     if args is None:
         return {}
     if not isinstance(args, dict):

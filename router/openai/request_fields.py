@@ -1,11 +1,11 @@
-"""The fields of a request body, as tables: kind, range, default and meaning of each; `openapi.json` is made of them.
+"""Tables of the fields of a request body: JSON type, bounds and meaning of each; `/openapi.json` is made of them.
 
-Reading is strict: ``"5"`` is no number, ``true`` is no number, NaN is no number. ``null`` means "not given", as in
-OpenAI's API. A whole number may be written as ``10.0``, as JSON knows one kind of number.
+Reading is strict: ``"5"``, ``true`` and NaN are no numbers. ``null`` means "not given", as in OpenAI's API. An integer
+may be written as ``10.0``, as JSON knows one kind of number.
 
-Every field has one of three fates. Those in an endpoint's table are done. Those in `IGNORED` can't change the answer
-here, whatever their value. All others would, or might: to ignore them would be to answer another question, so they are
-refused by name, known (`REFUSED`, which says what to do instead) or not.
+A field in an endpoint's table has its effect. A field in `IGNORED` is accepted without effect, as it can't change the
+answer here, whatever its value. Any other field would or might change the answer, so a request with one is refused by
+the field's name: with the reason and an alternative for fields in `REFUSED`, else as unknown.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ MOST_TOKENS = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class RequestField:
-    """One field: JSON type `kind`, bounds (inclusive), and what it means."""
+    """One field of a request body: its JSON type `kind`, inclusive bounds, and meaning (`doc`)."""
 
     kind: str
     low: float | None = None
     high: float | None = None
     doc: str = ""
     above: bool = False
-    """`low` itself is excluded."""
+    """Whether `low` itself is excluded."""
 
 
 SAMPLING: dict[str, RequestField] = {
@@ -95,7 +95,7 @@ STREAM_OPTIONS: dict[str, RequestField] = {
 DETOKENIZE: dict[str, RequestField] = {}
 
 GENERATE_OTHERS = ("model", "stop", "stop_token_ids", "logit_bias", "stream_options")
-"""Fields with a shape of their own, read where they are used."""
+"""Fields of generation requests that aren't plain values; `router.openai.parse_request` reads them."""
 
 IGNORED: dict[str, str] = {
     **dict.fromkeys(
@@ -123,14 +123,14 @@ IGNORED: dict[str, str] = {
     "log_metrics": "says what to log",
     "no_logs": "says what to log",
 }
-"""Known fields without effect on the answer here, and why."""
+"""Known fields that can't change the answer here, with the reason."""
 
 _EMPTY: tuple[object, ...] = (False, [], {}, "")
 
 
 @dataclass(frozen=True, slots=True)
 class FieldRefusal:
-    """Why a field is refused, and which values of it say nothing."""
+    """Why a field is refused, and its `neutral` values, which ask for nothing and are accepted."""
 
     why: str
     neutral: tuple[object, ...] = ()
@@ -221,7 +221,7 @@ _NAMES = {"integer": "an integer", "number": "a number", "boolean": "true or fal
 
 
 def read_json(body: bytes) -> dict[str, Any]:
-    """The request body as an object. Raises `RequestError` for anything that isn't strict JSON, or no object."""
+    """Return the request body as an object. Raises `RequestError` for a body that isn't strict JSON, or no object."""
     try:
         tree = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -237,8 +237,8 @@ def _refuse_constant(name: str) -> None:
 
 
 def describe(value: object) -> str:
-    """`value` for an error message, shortened."""
-    if isinstance(value, list | tuple | dict | str) and len(value) > 60:  # only its beginning is shown
+    """Return `value` as JSON for an error message, 60 characters at most."""
+    if isinstance(value, list | tuple | dict | str) and len(value) > 60:  # A large value isn't serialised as a whole.
         value = dict(itertools.islice(value.items(), 60)) if isinstance(value, dict) else value[:60]
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
@@ -247,8 +247,11 @@ def describe(value: object) -> str:
 def read_fields(
     body: Mapping[str, Any], fields: Mapping[str, RequestField], others: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The given fields that are in the table, checked. Raises `RequestError` naming the field that is wrong, refused or
-    unknown. `others`: fields of the same object that the caller reads."""
+    """Return the checked values of all fields that are in the table `fields` and given, by name.
+
+    `others`: fields of the same object that the caller reads itself. Raises `RequestError` naming a field that is
+    wrong, refused or unknown.
+    """
     values: dict[str, Any] = {}
     for name, value in body.items():
         if value is None:
@@ -275,7 +278,7 @@ def _refuse_field(name: str, value: object, known: Sequence[str]) -> None:
 
 
 def check_value(name: str, value: object, field: RequestField) -> Any:
-    """`value` if it is of the field's kind and within its bounds."""
+    """Return `value` (as an int for integers), or raise `RequestError` where its type or bounds are wrong."""
     if field.kind == "integer" and type(value) is float and value.is_integer():
         value = int(value)
     good = {
@@ -295,7 +298,7 @@ def check_value(name: str, value: object, field: RequestField) -> Any:
 
 
 _ELSEWHERE = frozenset({*COMPLETION, *CHAT, *TOKENIZE, "prompt", "messages", "tokens", *GENERATE_OTHERS})
-"""Fields of other endpoints: to switch one off where it doesn't exist says nothing."""
+"""Fields of all endpoints: where one doesn't exist, an empty value (`_EMPTY`) of it asks for nothing."""
 
 
 def _bounds(field: RequestField) -> str:

@@ -1,5 +1,8 @@
-"""Where a request's time went: the field `twinpool` of an answer. All times in seconds from the request's arrival
-at the router unless the key says otherwise; marks of the legs count from their arrival at that worker."""
+"""The timeline of a request: the field `twinpool` of an answer, which says where its time went.
+
+Times are in seconds. ``tokenise``, ``queue`` and ``transfer`` are durations; ``first_token`` and ``total`` count from
+the request's arrival at the router, and the marks of the prefill and decode legs from the leg's arrival at its worker.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from router.openai.choice_output import ChoiceOutput
 
 
 def timeline_of(choice: ChoiceOutput) -> dict[str, Any]:
-    """The journey of one choice."""
+    """Return the timeline, workers and counts of one choice, as JSON."""
     request = choice.request
     prefill = _last(request.progress, Role.PREFILL)
     decode = _last(request.progress, Role.DECODE)
@@ -38,12 +41,12 @@ def timeline_of(choice: ChoiceOutput) -> dict[str, Any]:
         "held_by_decode": decode.cached_tokens if decode else 0,
         "computed": computed,
         "attempts": request.starts,
-        "moves": request.migrations,
+        "migrations": request.migrations,
     }
 
 
 def _last(reports: list[LegReport], role: Role) -> LegReport | None:
-    """What that leg of the last attempt it reported from has said in all."""
+    """Return the leg's reports of the last attempt that has one, merged into one; None without any."""
     mine = [p for p in reports if p.role is role]
     if not mine:
         return None

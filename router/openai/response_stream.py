@@ -1,4 +1,4 @@
-"""One HTTP request in the house: its choices, and for a stream the events that the client has not taken yet."""
+"""The answer of one HTTP request in flight: its choices, and for a stream the events that wait to be written."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from contracts.messages.worker_events import Done
 from router.openai.choice_output import ChoiceOutput, OutputDelta
 from router.openai.generate_request import GenerateRequest
 from router.openai.request_timeline import timeline_of
-from router.openai.responses import ResponseWriter
+from router.openai.response_writer import ResponseWriter
 
 KEEP_ALIVE = b": keep-alive\n\n"
 WRITE_BYTES = 256 * 1024
-"""What is joined for one write of events with shared parts, besides the last part."""
+"""Parts of events are joined for one write until they have this size; the last of them may go beyond it."""
 
 
 class ResponseStream:
-    """Filled by the service, emptied by the HTTP side; both on one event loop."""
+    """The answer of one HTTP request: `RouterService` fills it, the HTTP handler empties it, on one event loop."""
 
     __slots__ = (
         "_buffer_events",
@@ -48,7 +48,7 @@ class ResponseStream:
     ) -> None:
         self.id = stream_id
         self.timeout_s = timeout_s
-        """What the request has from its arrival."""
+        """Seconds from the request's arrival to its deadline."""
         self.client_id = client_id
         self.request = request
         self.answer = answer
@@ -56,20 +56,23 @@ class ResponseStream:
         self.open = 0
         """Choices that have not ended."""
         self.failed: Done | None = None
+        """The first error, which ends the whole answer."""
         self.outbox: list[bytes | tuple[bytes, ...]] = []
-        """Events; one with parts that it shares with others in its parts."""
+        """Events that wait to be written. An event that shares large parts with others is a tuple of its parts."""
         self._shares = False
         self.overflowed = False
+        """Whether an event was dropped because the outbox was full: the stream must be ended."""
         self._buffer_events = buffer_events
         self._wake = asyncio.Event()
 
     def bind(self, choices: list[ChoiceOutput]) -> None:
+        """Set the choices; called once, before anything else."""
         self.choices = choices
         self.open = len(choices)
         self.answer.bind(choices)
 
     def push(self, piece: OutputDelta) -> None:
-        """Give the client a piece; in a whole answer it is in the choice already."""
+        """Queue the event of a delta. Does nothing for an answer that isn't streamed, which its choices hold."""
         if not self.request.stream:
             return
         chunk = self.answer.chunk(piece)
@@ -84,11 +87,12 @@ class ResponseStream:
         self._wake.set()
 
     def beat(self) -> None:
-        """A comment, which SSE clients skip: the stream lives."""
+        """Queue a comment, which SSE clients skip and which keeps the connection alive."""
         self.outbox.append(KEEP_ALIVE)
         self._wake.set()
 
     def close_one(self, choice: ChoiceOutput) -> None:
+        """Note that a choice has ended, well or with an error; call it once for each choice that ends."""
         self.open -= 1
         if choice.error is not None and self.failed is None:
             self.failed = choice.error
@@ -97,10 +101,11 @@ class ResponseStream:
 
     @property
     def over(self) -> bool:
+        """Whether every choice has ended, or one has failed."""
         return self.open == 0 or self.failed is not None
 
     async def more(self) -> bytes:
-        """The events since the last call, joined: one write. Empty at the end."""
+        """Wait for events and return those since the last call, joined for one write; empty when the answer is over."""
         while not self.outbox and not self.over:
             self._wake.clear()
             await self._wake.wait()
@@ -110,7 +115,7 @@ class ResponseStream:
         return b"".join(chunks)  # type: ignore[arg-type]
 
     def _more_of_shared(self) -> bytes:
-        """Some of what waits: parts that a hundred events share are not joined a hundred times at once."""
+        """Return about `WRITE_BYTES` of what waits: joining all would copy a large part once for each event with it."""
         parts = [p for chunk in self.outbox for p in ((chunk,) if isinstance(chunk, bytes) else chunk)]
         size = count = 0
         while count < len(parts) and size < WRITE_BYTES:
@@ -128,13 +133,13 @@ class ResponseStream:
             await self._wake.wait()
 
     def fail(self, message: str) -> None:
-        """End the whole stream with an error of the router's own."""
+        """End the whole answer with an error of the router's own, unless it has failed already."""
         if self.failed is None:
             self.failed = Done(RequestId(self.id), 0, "error", error=ErrorKind.CANCELLED, message=message)
         self._wake.set()
 
     def facts(self) -> dict[str, Any]:
-        """What a log line says about it."""
+        """Return the fields of a log line about this request."""
         first = self.choices[0].request
         return {
             "id": self.id,
@@ -145,17 +150,20 @@ class ResponseStream:
             "workers": sorted({name for c in self.choices for name in c.request.workers.values()}),
             "room": first.room,
             "attempts": first.starts,
-            "moves": first.migrations,
+            "migrations": first.migrations,
         }
 
     def timeline(self) -> object:
-        """The field `twinpool`: of the only choice, or a list of one per choice."""
+        """Return the field `twinpool`: the timeline of the only choice, or a list with one for each choice."""
         each = [timeline_of(c) for c in self.choices]
         return each[0] if len(each) == 1 else each
 
 
 class StreamHeartbeat:
-    """Has a stream say that it lives when it has said nothing for `every_s`; one timer a stream."""
+    """The timer that queues a keep-alive comment when a stream has written nothing for `every_s` seconds.
+
+    Call `written` after each write and `stop` at the end.
+    """
 
     def __init__(self, stream: ResponseStream, every_s: float) -> None:
         self._stream = stream
@@ -173,7 +181,7 @@ class StreamHeartbeat:
     def _due(self) -> None:
         left_s = self._last + self._every_s - self._loop.time()
         if left_s <= 0:
-            # A client that takes nothing needs no more to take.
+            # A client that doesn't read needs no more to read.
             if not self._stream.outbox and not self._stream.over:
                 self._stream.beat()
             left_s = self._every_s

@@ -1,1 +1,1 @@
-"""A request's life on the event loop."""
+"""The router's service: a request from admission to its end, on the event loop."""

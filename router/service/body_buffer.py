@@ -1,4 +1,4 @@
-"""A budget for the bytes of request bodies that are being received."""
+"""The memory budget of all request bodies that are being received."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from router.openai.api_errors import BufferFull
 
 
 class BodyBuffer:
-    """Counts the memory of all bodies between their first byte and their admission."""
+    """The count of bytes held by bodies between their first byte and their admission; `limit` in bytes."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.held = 0
 
     def take(self, size: int) -> None:
-        """Raises `BufferFull`, with nothing taken."""
+        """Book `size` bytes. Raises `BufferFull`, with nothing booked, where they go beyond the limit."""
         if self.held + size > self.limit:
             raise BufferFull(f"bodies of {self.held} bytes are being received; try again later")
         self.held += size

@@ -1,8 +1,9 @@
-"""The request's life: admitted, tokenised off the loop, placed, streamed, ended; and the loop that drives the core.
+"""The service behind the HTTP endpoints: admits, tokenises, places and ends requests, and drives the router core.
 
-`RouterService` joins the parts: the router core decides, the worker links carry, choices turn tokens into text, streams
-hold what a client has not taken yet. It runs on one event loop. After every event the router core's actions are carried
-out at once; commands to one worker leave as one batch.
+`RouterService` joins the parts: the router core decides, the worker links send commands and receive events, each
+`ChoiceOutput` turns tokens into text, and each `ResponseStream` holds events that its client has not read yet. It runs
+on one event loop. After every event the router core's actions are carried out at once; all commands to one worker leave
+as one batch.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from router.openai.api_errors import ClientGone, QueueFull
 from router.openai.choice_output import ChoiceOutput
 from router.openai.generate_request import GenerateRequest
 from router.openai.response_stream import ResponseStream
-from router.openai.responses import ResponseWriter
+from router.openai.response_writer import ResponseWriter
 from router.service.body_buffer import BodyBuffer
 from router.state.routed_request import RoutedRequest
 from router.state.router_log import log
@@ -51,6 +52,7 @@ INLINE_BYTES = 2048
 
 
 async def _unless_gone(reply: asyncio.Future[tuple[FrameKind, bytes]]) -> tuple[FrameKind, bytes]:
+    """Await a reader's reply. Raises `ClientGone` where the reply was cancelled because the client left."""
     try:
         return await reply
     except asyncio.CancelledError:
@@ -61,7 +63,11 @@ async def _unless_gone(reply: asyncio.Future[tuple[FrameKind, bytes]]) -> tuple[
 
 
 class RouterService:
-    """Everything behind the HTTP endpoints. Call `start` on the event loop, `close` at the end."""
+    """The router's service. Call `start` on the event loop, `close` at the end.
+
+    The class has more than twenty methods: it stands between the endpoints, the router core and the links, and each of
+    the three calls it. `mint` makes the ids of requests and rooms.
+    """
 
     def __init__(
         self,
@@ -102,7 +108,7 @@ class RouterService:
         self._mint = mint
         self._owners: dict[RequestId, tuple[ResponseStream, ChoiceOutput]] = {}
         self._reserved = 0
-        """Choices admitted and not ended, those still being tokenised included."""
+        """Choices that are admitted and have not ended; a body at the reader processes counts as one."""
         self._ticker: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -110,7 +116,7 @@ class RouterService:
         self._ticker = asyncio.get_running_loop().create_task(self._tick())
 
     async def close(self) -> None:
-        """Cancel what runs on the workers, close the links. Idempotent."""
+        """End all answers with an error, cancel them on the workers, and close readers and links. Idempotent."""
         for stream in {id(stream): stream for stream, _ in self._owners.values()}.values():
             self.abandon(stream)
             stream.fail("the server is shutting down")
@@ -126,25 +132,26 @@ class RouterService:
             try:
                 self.core.tick()
                 self._act()
-            except Exception:  # our own bug: without ticks no deadline would be kept
+            except Exception:  # Our own bug; without further ticks no deadline would be kept.
                 log("tick failed", level=logging.ERROR, trace=True)
 
     # ------------------------------------------------------------ admission
 
     def check_room(self, choices: int = 1) -> None:
-        """Raises `QueueFull` where no more choices can be in the house."""
+        """Raise `QueueFull` where so many more choices would be above `router.max_queue`. Books nothing."""
         limit = self.config.max_queue
         if self._reserved + choices > limit:
             self.metrics.refused_full += 1
-            raise QueueFull(f"the queue is full: {self._reserved} of {limit} answers are in the house; try again later")
+            raise QueueFull(f"the queue is full: {self._reserved} of {limit} answers are in flight; try again later")
 
     async def open(
         self, kind: FrameKind, raw: bytes, client_id: str, on_gone: Callable[[Callable[[], object]], None] | None = None
     ) -> ResponseStream:
-        """Admit a request, read and tokenise its body, and place its choices.
+        """Read and tokenise a request's body, admit the request, and submit its choices to the router core.
 
-        `on_gone` takes a call to be made when the client leaves, after which its body needn't be read. Raises
-        `QueueFull`, `RequestError` where the body is wrong or doesn't fit, `ReaderFailed`, and `ClientGone`.
+        `kind` is `COMPLETION` or `CHAT`. `on_gone` is called with a function that the caller must call when the client
+        leaves, so that a waiting body isn't read. Raises `QueueFull`, `RequestError` where the body is wrong or doesn't
+        fit, `ReaderFailed`, and `ClientGone`.
         """
         self.check_room()
         began = self.clock.now()
@@ -167,13 +174,13 @@ class RouterService:
         return self._admit(request, prepared.prompts, limits, client_id, began, timeout_s)
 
     async def text(self, kind: FrameKind, raw: bytes) -> bytes:
-        """The answer of ``/tokenize`` or ``/detokenize``. Raises `RequestError`, `ReaderFailed`."""
+        """Return the JSON answer of ``/tokenize`` or ``/detokenize``. Raises `RequestError`, `ReaderFailed`."""
         if len(raw) <= INLINE_BYTES:
             return self.intake.tokenize(raw) if kind is FrameKind.TOKENIZE else self.intake.detokenize(raw)
         return (await self.readers.submit(kind, raw))[1]
 
     def _timeout(self, request: GenerateRequest) -> float:
-        """Seconds that the request has. Raises `RequestError` for more than anybody gets."""
+        """Return the seconds from arrival to deadline. Raises `RequestError` above `router.max_timeout_s`."""
         if request.timeout_s is None:
             return self.config.request_timeout_s
         if request.timeout_s > self.config.max_timeout_s:
@@ -201,7 +208,7 @@ class RouterService:
             prompt, limit = prompts[index // request.n], limits[index // request.n]
             sampling = replace(request.sampling, max_tokens=limit, choice=index % request.n)
             if len(prompt.tokens) < 2 and sampling.prompt_logprobs is not None:
-                sampling = replace(sampling, prompt_logprobs=None)  # a first token has no log-probability
+                sampling = replace(sampling, prompt_logprobs=None)  # A prompt's first token has no log-probability.
             routed = RoutedRequest(
                 RequestId(f"{stream_id}-{index}"), prompt.tokens, sampling, now=now,
                 deadline=began + timeout_s, hashes=prompt.hashes, salt=request.salt,
@@ -220,7 +227,8 @@ class RouterService:
         return stream
 
     def _limit_tokens(self, request: GenerateRequest, prompt: PreparedPrompt) -> int:
-        """`max_tokens` of a prompt. Raises `RequestError`, with the numbers, where prompt and answer can't fit."""
+        """Return the prompt's `max_tokens`. Raises `RequestError`, with the numbers, where prompt and answer can't fit
+        into the context or into the workers' pools."""
         have, context = len(prompt.tokens), self.spec.context
         param = "messages" if request.chat else "prompt"
         wanted = 1 if request.max_tokens is None else request.max_tokens
@@ -254,7 +262,7 @@ class RouterService:
         return min(left, max(self.config.default_max_tokens, request.sampling.min_tokens))
 
     def abandon(self, stream: ResponseStream, *, slow: bool = False) -> None:
-        """The client left, or is too slow: take its choices back from the workers. Idempotent."""
+        """Cancel all choices that have not ended, because the client left or (`slow`) reads too slowly. Idempotent."""
         took = False
         for choice in stream.choices:
             if choice.request.id in self._owners:
@@ -270,7 +278,7 @@ class RouterService:
         self._act()
 
     def fail_over(self, key: WorkerKey) -> int:
-        """Start over elsewhere all that this worker has and another can take; returns how many requests."""
+        """Start the worker's requests over on other workers, as far as others can take them; returns how many."""
         taken = self.core.fail_over(key)
         self._act()
         return taken
@@ -332,7 +340,7 @@ class RouterService:
         try:
             piece = choice.take(action.tokens, action.logprobs)
             stream.push(piece)
-        except Exception:  # one answer's text must not take the others down
+        except Exception:  # A fault in one answer's text must not end the others.
             log("answer failed", trace=True, id=stream.id)
             choice.fail("the router failed to turn tokens into text")
             self.core.cancel(action.request_id)
@@ -365,7 +373,7 @@ class RouterService:
         self._release(choice)
         if choice.error is not None:
             log("request failed", error=choice.error.error, reason=choice.error.message, **stream.facts())
-            for other in stream.choices:  # the client gets one error: nobody waits for the rest
+            for other in stream.choices:  # The client gets one error, so the other choices are of no use.
                 if other.request.id in self._owners:
                     self.core.cancel(other.request.id)
                     self._release(other)
@@ -374,7 +382,7 @@ class RouterService:
             log("request ended", seconds=round(choice.ended_at - choice.request.arrived, 6), **stream.facts())
 
     def _release(self, choice: ChoiceOutput) -> None:
-        """The one way out of the house for a choice."""
+        """Give back what a choice holds in this service; every choice ends through this method. Idempotent."""
         if self._owners.pop(choice.request.id, None) is not None:
             self._reserved -= 1
             if self.watch is not None:
@@ -389,11 +397,11 @@ class RouterService:
         yield readers
 
     def check(self) -> list[str]:
-        """The router's own books, recounted; returns what doesn't agree."""
+        """Recount the router's books; returns a sentence for each disagreement."""
         found = self.core.check()
         owned, held = set(self._owners), set(self.core.requests.ids())
         found += [f"request {rid} runs and belongs to no client" for rid in sorted(held - owned)]
         found += [f"request {rid} has a client and runs nowhere" for rid in sorted(owned - held)]
         if self._reserved < len(owned):
-            found.append(f"{len(owned)} choices are in the house, {self._reserved} are booked")
+            found.append(f"{len(owned)} choices are in flight, {self._reserved} are booked")
         return found

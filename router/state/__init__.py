@@ -1,1 +1,1 @@
-"""Which workers there are, and which requests are under way."""
+"""The router's state: the workers, and the requests under way."""

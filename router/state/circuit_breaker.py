@@ -1,15 +1,15 @@
-"""Circuit breakers: a worker that keeps failing what it is given gets nothing for a while, then one request as a trial.
+"""Circuit breakers: a worker that keeps failing its requests gets none for a while, then one request as a trial.
 
 The states are drawn in docs/states.md.
 
-What counts is the worker at fault. An attempt that ends well speaks for both workers; one that fails speaks against the
-one that is blamed for it. Whoever reports that another is bad is believed, but remembered: who has complained about
-two different peers within the window is what their failures have in common, and each of its complaints counts against
-itself as well. So a prefill worker that sends damage is left alone and not the decode workers that say so, and a
-decode worker with a bad network card doesn't close every prefill worker behind it.
+An attempt that ends well counts for both of its workers; one that fails counts against the worker at fault. A worker
+that complains about a peer is believed, but its complaint is remembered: a worker that has complained about two
+different peers within the window is what the peers' failures have in common, so each of its complaints counts against
+itself as well. So a prefill worker that sends damage is left alone and not the decode workers that report it, and a
+decode worker with a bad network card doesn't open the breaker of every prefill worker.
 
-A breaker lives as long as its worker's incarnation. Requests that a worker refuses because it drains, that run out of
-time or that their client takes back say nothing about it.
+A breaker lives as long as its worker's incarnation. A request that a worker refuses because it drains, that runs out of
+time or that its client cancels doesn't count.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from contracts.ids import RequestId
 from contracts.state_table import StateTable
 
 MOST_PATIENCE = 8
-"""`breaker_open_s` doubles up to so many times itself."""
+"""The largest multiple of `breaker_open_s` for which a breaker is open; the multiple doubles with each failed trial."""
 ACCUSED_AT = 2
-"""Different peers that somebody complains about before it is suspected itself."""
+"""Different peers that a worker complains about before it is suspected itself."""
 
 
 class CircuitState(StrEnum):
     CLOSED = "closed"
-    """Gets requests."""
+    """The worker gets requests."""
     OPEN = "open"
-    """Gets none."""
+    """The worker gets no requests."""
     HALF_OPEN = "half-open"
-    """Gets one."""
+    """The worker gets one request as a trial."""
     OVER = "over"
 
 
 class CircuitEvent(StrEnum):
     TRIP = "trip"
-    """Too many of its latest attempts failed."""
+    """Too many of the worker's latest attempts failed."""
     COOLED = "cooled"
-    """It was left alone for long enough."""
+    """The worker was left alone for long enough."""
     PROVED = "proved"
-    """The one request went well."""
+    """The trial went well."""
     FAILED = "failed"
-    """It did not."""
+    """The trial failed."""
     OVER = "over"
-    """Its incarnation has ended."""
+    """The worker's incarnation has ended."""
 
 
 CIRCUIT = StateTable[CircuitState, CircuitEvent](
@@ -70,24 +70,24 @@ class _AttemptOutcome:
     at: float
     failed: bool
     about: str = ""
-    """The peer that it was a complaint about."""
+    """The peer that the worker complained about; empty for an outcome of its own."""
 
 
 class CircuitBreaker:
-    """One worker's. Times are seconds of the router core's clock, given with each call."""
+    """The breaker of one worker's incarnation. Times are seconds of the router core's clock, given with each call."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self.state = CircuitState.CLOSED
         self.opened = 0
-        """How often it has opened."""
+        """How often the breaker has opened."""
         self._outcomes: deque[_AttemptOutcome] = deque()
         self._until = 0.0
         self._patience = 1
         self._probe: RequestId | None = None
 
     def admits(self, now: float) -> bool:
-        """Whether a request may be sent; changes nothing."""
+        """Whether a request may be sent to the worker; changes nothing."""
         match self.state:
             case CircuitState.CLOSED:
                 return True
@@ -99,14 +99,14 @@ class CircuitBreaker:
                 return False
 
     def sent(self, request: RequestId) -> None:
-        """A request goes to the worker; `admits` said that it may: an open breaker has cooled."""
+        """Note that a request goes to the worker. `admits` must have allowed it: an open breaker has cooled."""
         if self.state is CircuitState.OPEN:
             self._step(CircuitEvent.COOLED)
         if self.state is CircuitState.HALF_OPEN:
             self._probe = request
 
     def succeeded(self, request: RequestId, now: float) -> None:
-        """An attempt got from the worker what it was to give."""
+        """Count an attempt in which the worker did its part. A trial that succeeds closes the breaker."""
         self._outcomes.append(_AttemptOutcome(now, False))
         if self.state is CircuitState.HALF_OPEN and request == self._probe:
             self._probe = None
@@ -115,7 +115,7 @@ class CircuitBreaker:
             self._step(CircuitEvent.PROVED)
 
     def failed(self, request: RequestId, now: float) -> None:
-        """An attempt failed, and this worker is at fault."""
+        """Count a failed attempt in which this worker is at fault; may open the breaker."""
         self._outcomes.append(_AttemptOutcome(now, True))
         if self.state is CircuitState.HALF_OPEN and request == self._probe:
             self._probe = None
@@ -125,37 +125,38 @@ class CircuitBreaker:
             self._judge(now)
 
     def complained(self, about: str, now: float) -> None:
-        """This worker reported that `about` is at fault."""
+        """Note that this worker reported its peer `about` as at fault; may open the breaker."""
         self._outcomes.append(_AttemptOutcome(now, False, about))
         if self.state is CircuitState.CLOSED:
             self._judge(now)
 
     def justified(self, about: str) -> None:
-        """The one that it complained about is dead: nothing speaks against who said so."""
+        """Drop the complaints about `about`: that peer is dead, so they were right."""
         self._outcomes = deque(o for o in self._outcomes if o.about != about)
 
     def left(self, request: RequestId) -> None:
-        """The request is gone from the worker. If it was the trial and nothing came of it, the next one is."""
+        """Note that the request is gone from the worker. If it was a trial without outcome, the next is one."""
         if request == self._probe:
             self._probe = None
 
     def over(self) -> None:
-        """Idempotent."""
+        """End the breaker with its worker's incarnation. Idempotent."""
         if self.state is not CircuitState.OVER:
             self._probe = None
             self._step(CircuitEvent.OVER)
 
     @property
     def probe(self) -> RequestId | None:
+        """The request that is the trial; None where none is under way."""
         return self._probe
 
     def _judge(self, now: float) -> None:
-        """One expression decides: enough failures, and enough of all."""
+        """Open the breaker where the window holds enough failures, and they are enough of all outcomes."""
         while self._outcomes and self._outcomes[0].at < now - self._config.breaker_window_s:
             self._outcomes.popleft()
         suspected = len({o.about for o in self._outcomes if o.about}) >= ACCUSED_AT
         bad = sum(o.failed or (suspected and bool(o.about)) for o in self._outcomes)
-        # Complaints that aren't held against it are no successes either.
+        # Complaints that aren't held against the worker are no successes either.
         judged = sum(o.failed or suspected or not o.about for o in self._outcomes)
         if bad >= self._config.breaker_failures and bad >= self._config.breaker_rate * judged:
             self._open(CircuitEvent.TRIP, now)

@@ -1,6 +1,7 @@
-"""Block hashes of prompts, by which the router knows that two begin alike.
+"""Block hashes of prompts, by which the router knows that two prompts begin alike.
 
 A block is `PREFIX_BLOCK_TOKENS` tokens; its hash is chained: it names every token up to the block's end, and the salt.
+Workers' pages have block hashes of their own (`contracts.block_hash`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ PREFIX_BLOCK_TOKENS = 64
 
 
 def prefix_hashes(tokens: Sequence[int], salt: str = "") -> tuple[bytes, ...]:
-    """Block hashes of the whole blocks of `tokens`: equal hashes mean equal prefixes (and equal salts)."""
+    """The 8-byte hashes of the whole blocks of `tokens`, in order: equal hashes mean equal prefixes and equal salts."""
     raw = array("I", tokens).tobytes()
     width = PREFIX_BLOCK_TOKENS * array("I").itemsize
     key = hashlib.blake2b(salt.encode(), digest_size=8).digest()

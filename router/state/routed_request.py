@@ -1,15 +1,16 @@
-"""One choice of one client request, as the router's state of it.
+"""The router's state of one choice of one client request.
 
 Two streams answer one request: prefill sends the first token of an attempt, decode all later ones and the end. They
 race, and attempts follow each other when workers die, so three rules make one stream of them:
 
-- Order is by absolute position. A token ahead of the next position waits in `early`; one behind it is a duplicate.
+- Order is by absolute position. A token ahead of the next position waits in `early`; one behind it is a duplicate and
+  dropped.
 - Only events of the current attempt count; the caller drops the others.
-- `Done` waits until nothing is missing before it: every earlier position, the prompt's scores when asked for, and
+- `Done` is held until all that precedes it has arrived: every earlier position, the prompt's scores when asked for, and
   (for a moment) prefill's report.
 
-What was emitted is the state: `tokens` is the prompt and everything delivered, and any pair of workers continues from
-it. The phases and their transitions are the table `TRANSITIONS`, drawn in docs/states.md.
+The tokens are all that a new attempt needs: `tokens` is the prompt and everything emitted, and any pair of workers can
+continue from it. The phases and their transitions are the table `TRANSITIONS`, drawn in docs/states.md.
 """
 
 from __future__ import annotations
@@ -26,25 +27,25 @@ from router.state.worker_table import WorkerKey
 
 
 class AttemptCost(StrEnum):
-    """What an attempt that failed costs its request."""
+    """The cost of a failed attempt to its request."""
 
     REPLAY = "replay"
     """One replay of `router.replay_limit`."""
     REFUSAL = "refusal"
-    """One refusal; there is a limit to those as well."""
+    """One refusal of `REFUSAL_LIMIT` (`router.core.failover`)."""
     FREE = "free"
-    """Nothing: the attempt has brought it on."""
+    """Nothing: the attempt has brought a token."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptLeg:
-    """Who emits a request's tokens from absolute position `base` on, until the next one begins."""
+    """The workers that draw a request's tokens from absolute position `base` on, until the next leg begins."""
 
     attempt: int
     base: int
     workers: Mapping[Role, str]
     first: Role = Role.PREFILL
-    """Who draws the token at `base`; all others are decode's."""
+    """The role that draws the token at `base`; decode draws all later ones."""
 
     def role_at(self, position: int) -> Role:
         return self.first if position == self.base else Role.DECODE
@@ -52,7 +53,7 @@ class AttemptLeg:
 
 class RoutingPhase(StrEnum):
     WAITING = "waiting"
-    """For workers of both roles, or for its back-off to end."""
+    """The request waits for workers, or for its back-off to end."""
     RUNNING = "running"
     ENDED = "ended"
 
@@ -66,7 +67,7 @@ TRANSITIONS: dict[tuple[RoutingPhase, str], RoutingPhase] = {
 
 
 class RoutedRequest:
-    """State of one choice; the router core alone changes it. Times are seconds of the router core's clock."""
+    """The state of one choice; the router core alone changes it. Times are seconds of the router core's clock."""
 
     __slots__ = (
         "arrived",
@@ -136,21 +137,21 @@ class RoutedRequest:
         self.replays = 0
         self.refusals = 0
         self.nonfinite = 0
-        """How often a worker's logits for it were no numbers."""
+        """How often a worker's logits for the request weren't finite."""
         self.migrations = 0
-        """How often another decode worker went on with it."""
+        """How often the request has migrated to another decode worker."""
         self.avoid: dict[WorkerKey, float] = {}
-        """Workers at fault, until when they are not chosen."""
+        """Workers at fault, each with the time until which it isn't chosen."""
         self.spoiled: set[tuple[WorkerKey, WorkerKey]] = set()
-        """Pairs of workers between which a hand-over of it has failed."""
+        """Pairs of a prefill and a decode worker between which a hand-over of the request has failed."""
         self.numerics = ""
-        """The numerics class of the workers that have the request. All that follows the first token that was told is
-        computed in the same class, whatever fails. Empty where any will do."""
+        """The numerics class of the latest attempt's workers. All that follows the first token or score that was
+        delivered is computed in the same class, whatever fails. Empty where any will do."""
         self.scores_in = sampling.prompt_logprobs is None
         self.progress: list[LegReport] = []
         """Every report of every attempt, in order of arrival."""
         self.workers: dict[Role, str] = {}
-        """Who serves, or served last, each leg."""
+        """For each role the name of the worker that serves the request, or served it last."""
         self.legs: list[AttemptLeg] = []
         """Every attempt that was placed, and every migration to another decode worker, in order."""
         self._clear_attempt()
@@ -169,7 +170,10 @@ class RoutedRequest:
         self.done_at = 0.0
 
     def step(self, name: str) -> None:
-        """Raises `IllegalTransition`, with nothing changed, for a transition that is not in the table."""
+        """Take the transition `name`; "replay" begins the next attempt.
+
+        Raises `IllegalTransition`, with nothing changed, for a transition that isn't in `TRANSITIONS`.
+        """
         target = TRANSITIONS.get((self.phase, name))
         if target is None:
             raise IllegalTransition(f"request {self.id}: no transition {name!r} from {self.phase}")
@@ -179,25 +183,25 @@ class RoutedRequest:
         self.phase = target
 
     def next_attempt(self) -> int:
-        """The number of a new attempt, which no worker has seen with this request: events of an earlier one, also of a
-        migration that failed, can't be taken for its own."""
+        """Take a number for a new attempt, which no worker has seen with this request: events of an earlier attempt,
+        also of a migration that failed, can't be taken for those of the new one."""
         self.last_attempt += 1
         return self.last_attempt
 
     def computed_by(self, numerics: str) -> None:
-        """A worker of this numerics class begins an attempt. Once a token was told, only one of the same class may."""
+        """Set the numerics class of a new attempt's workers; it can't change once something was delivered."""
         assert self.numerics == numerics or not self.told, "an answer stays in its numerics class"
         self.numerics = numerics
 
     @property
     def told(self) -> bool:
-        """Whether anything of its answer has been told."""
+        """Whether any token or score of the answer was delivered."""
         return bool(self.emitted) or (self.scores_in and self.sampling.prompt_logprobs is not None)
 
     def learn(self, kind: ErrorKind) -> None:
-        """An attempt has failed so: keep what the next ones are to do otherwise."""
+        """Remember of a failure of this kind what the next attempts must do differently."""
         if kind is ErrorKind.NONFINITE:
-            # State that is kept under the same tokens, on any tier, may be what was wrong. With a salt of its own the
+            # State that is cached for the same tokens, on any tier, may be what was wrong. With a salt of its own the
             # request is computed from its tokens alone.
             self.nonfinite += 1
             self.salt, self.hashes = f"{self.salt}|recomputed {self.id} {self.nonfinite}", ()
@@ -205,17 +209,17 @@ class RoutedRequest:
             self.spoiled.add((self.prefill, self.decode))
 
     def charge(self, cost: AttemptCost) -> None:
-        """Book what a failed attempt costs."""
+        """Count the cost of a failed attempt."""
         self.replays += cost is AttemptCost.REPLAY
         self.refusals += cost is AttemptCost.REFUSAL
 
     @property
     def starts(self) -> int:
-        """How often it was begun from its tokens."""
+        """How often the request was begun from its tokens; attempts after a failure that was free don't count."""
         return 1 + self.replays + self.refusals
 
     def hand_over(self, worker: WorkerKey, name: str, attempt: int, room: RoomId) -> None:
-        """Another decode worker goes on with it from where it is; the books of both are the caller's."""
+        """Enter another decode worker, which goes on at the next position; the caller keeps both workers' books."""
         self.decode, self.attempt, self.room = worker, attempt, room
         self.workers[Role.DECODE] = name
         self.migrations += 1
@@ -235,7 +239,7 @@ class RoutedRequest:
 
     @property
     def ending(self) -> Done | None:
-        """The end that the emitted tokens themselves prove, if they do: a stop token, or the last position."""
+        """The end that the emitted tokens themselves prove (a stop token, or the last position); None: they don't."""
         if self.emitted and self.emitted[-1] in self.sampling.stop_token_ids:
             return Done(self.id, self.attempt, "stop", stop_token=self.emitted[-1])
         if self.emitted and len(self.emitted) >= self.sampling.max_tokens:
@@ -243,7 +247,10 @@ class RoutedRequest:
         return None
 
     def accept(self, event: Tokens, role: Role) -> tuple[Sequence[int], Sequence[TokenLogprob]]:
-        """Take tokens of the current attempt in; returns those that are now in order, with their log-probs."""
+        """Take in tokens of the current attempt; returns the tokens that are in order now, with their log-probs.
+
+        The returned tokens count as emitted.
+        """
         if role is Role.DECODE:
             self.decode_spoke = True
         at = event.position
@@ -258,7 +265,7 @@ class RoutedRequest:
         return self.release_early()
 
     def release_early(self) -> tuple[Sequence[int], Sequence[TokenLogprob]]:
-        """Tokens that waited and are in order now."""
+        """Emit and return the waiting tokens that are in order now; none before the prompt's scores."""
         tokens: list[int] = []
         logprobs: list[TokenLogprob] = []
         if not self.scores_in:
@@ -275,18 +282,18 @@ class RoutedRequest:
 
     @property
     def outlives_prefill(self) -> bool:
-        """Whether prefill's work is done: its token and scores are here, and decode runs on what it sent."""
+        """Whether prefill's work is done: its token and scores have arrived, and decode runs on the state it sent."""
         return self.scores_in and self.next_position > self.base and self.decode_spoke
 
     @property
     def complete(self) -> bool:
-        """Nothing is missing before the `Done` that has arrived. Decode's end needs the first token, prefill's own."""
+        """Whether `Done` and all before it have arrived; decode's `Done` also needs the first token, from prefill."""
         if self.done is None or self.early or not self.scores_in:
             return False
         return self.done[0] is Role.PREFILL or self.next_position > self.base
 
     def contradiction(self) -> str | None:
-        """Why the `Done` that has arrived can't be true of the tokens that were emitted; None when it can."""
+        """Why the `Done` that has arrived contradicts the emitted tokens; None where it doesn't."""
         assert self.done is not None
         done, last = self.done[1], self.emitted[-1] if self.emitted else None
         if done.reason == "length" and len(self.emitted) == self.sampling.max_tokens:

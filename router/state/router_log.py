@@ -1,4 +1,4 @@
-"""The router's events for the log, at as little cost as can be; `contracts.json_logs` writes them."""
+"""The router's events for the log, at as little cost as possible; `contracts.json_logs` writes them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The workers as the router knows them: what each said of itself last, what it has in flight, and whether it serves.
+"""The workers as the router knows them: each one's latest status, what it has in flight, and whether it serves.
 
-Which of them a request goes to is placement's (`router/core/placement.py`).
+Placement chooses among them (`router/core/placement.py`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerV
 from router.state.circuit_breaker import CircuitBreaker
 
 WorkerKey = tuple[WorkerName, Incarnation]
-"""One life of one worker."""
+"""One incarnation of one worker."""
 
 REFUSAL_PAUSE_S = 0.5
-"""How long a worker that refused as draining is not asked again."""
+"""Seconds for which a worker that refused a request as draining gets no other."""
 
 DRAIN_ANSWER_S = 10.0
-"""A worker that was asked to drain and still serves after so long has not heard of it."""
+"""Seconds after which a worker that was asked to drain and still serves counts as not having heard of it."""
 
 GONE = frozenset({"left", "dead"})
 
@@ -36,17 +36,17 @@ class WorkerEntry:
     breaker: CircuitBreaker
     linked: bool = False
     refuses_until: float = 0.0
-    """It said that it is draining before the view did."""
+    """Until then the worker gets no requests: it refused one as draining, before the controller's table said so."""
     leaves_until: float = 0.0
-    """An operator has asked it to drain: until then nobody counts on it, whether it has answered or not."""
+    """Until then the worker doesn't count as staying: an operator has asked it to drain, answered or not."""
     drains: bool = False
-    """It has answered that it drains, and nobody has cancelled that since. A view may still show what was before."""
+    """Whether the worker has answered that it drains, and no operator has cancelled that. A view may be older."""
     load: int = 0
     """Prefill: prompt tokens in flight. Decode: sequences in flight."""
     turn: int = 0
-    """When it was last chosen; ties go to the one that has waited longest."""
+    """The number of the choice that last picked the worker; ties go to the lowest."""
     requests: set[RequestId] = field(default_factory=set)
-    """Those that are booked on it; `load` is of them."""
+    """The requests booked on the worker, which `load` counts."""
 
     @property
     def key(self) -> WorkerKey:
@@ -54,7 +54,7 @@ class WorkerEntry:
 
     @property
     def numerics(self) -> str:
-        """The numerics class that what it computes belongs to; empty where any will do (``fast``)."""
+        """The worker's numerics class; empty where any will do (``fast``)."""
         return binding_class(self.record.fingerprint)
 
     @property
@@ -62,35 +62,36 @@ class WorkerEntry:
         return PeerRef(self.record.name, self.record.incarnation, self.record.control)
 
     def serves(self, now: float) -> bool:
+        """Whether the worker can get requests: it is linked and ready and hasn't just refused one as draining."""
         return self.linked and self.status.state == "ready" and now >= self.refuses_until
 
     def stays(self, now: float) -> bool:
-        """Whether it serves and will go on to, as far as is known."""
+        """Whether the worker serves and, as far as is known, goes on serving."""
         return self.serves(now) and now >= self.leaves_until
 
     def request_drain(self, now: float) -> None:
-        """An operator asks it to drain, and its answer may take a while."""
+        """Note that an operator asks the worker to drain, as its answer may take a while."""
         self.leaves_until = now + DRAIN_ANSWER_S
 
     def cancel_drain(self) -> None:
-        """An operator has cancelled the drain, or it can't be."""
+        """Note that an operator has cancelled the drain, or that it was refused."""
         self.leaves_until, self.drains = 0.0, False
 
     def book(self, request: RequestId, load: int) -> None:
-        """A request goes to it; `load` as of the entry."""
+        """Book a request that goes to the worker; `load` in the entry's unit."""
         self.load += load
         self.requests.add(request)
         self.breaker.sent(request)
 
     def unbook(self, request: RequestId, load: int) -> None:
-        """The request is gone from it; `load` is what of it was still booked."""
+        """Unbook a request that is gone from the worker; `load`: the part of its load that is still booked."""
         self.load -= load
         self.requests.discard(request)
         self.breaker.left(request)
 
 
 class WorkerTable:
-    """The table: one entry a worker, its current incarnation only."""
+    """The worker table: one entry a worker, of its current incarnation only."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
@@ -107,7 +108,7 @@ class WorkerTable:
         return self._entries.get(WorkerName(name))
 
     def update(self, views: Iterable[WorkerView]) -> list[WorkerEntry]:
-        """Take the controller's table; returns the entries whose incarnation has ended."""
+        """Take in the controller's table; returns the entries whose incarnation has ended."""
         lost: list[WorkerEntry] = []
         seen = set()
         for view in views:
@@ -130,7 +131,7 @@ class WorkerTable:
         return lost
 
     def failed(self, key: WorkerKey, request: RequestId, now: float, reporter: WorkerKey) -> None:
-        """An attempt failed, and `key` is at fault, as `reporter` says."""
+        """Count a failed attempt against the worker `key`, and the complaint against `reporter`, if that's another."""
         guilty, witness = self.get(key), self.get(reporter)
         if guilty is not None:
             guilty.breaker.failed(request, now)
@@ -138,28 +139,29 @@ class WorkerTable:
             witness.breaker.complained(key[0], now)
 
     def refused(self, key: WorkerKey, now: float) -> None:
-        """A worker took nothing, because it drains; its view will say so."""
+        """Send nothing for a while to a worker that refused a request as draining; its view will say so."""
         entry = self.get(key)
         if entry is not None:
             entry.refuses_until = now + REFUSAL_PAUSE_S
 
     def succeeded(self, keys: Iterable[WorkerKey | None], request: RequestId, now: float) -> None:
+        """Count an attempt in which these workers did their part; None is skipped."""
         for entry in [self.get(key) for key in keys if key]:
             if entry is not None:
                 entry.breaker.succeeded(request, now)
 
     def gone(self, entry: WorkerEntry) -> None:
-        """Its incarnation has ended: who complained about it was right."""
+        """End the breaker of an incarnation that has ended, and drop the complaints about it: they were right."""
         entry.breaker.over()
         for other in self:
             other.breaker.justified(entry.record.name)
 
     def left_alone(self, now: float) -> list[WorkerName]:
-        """Those whose breakers keep requests from them."""
+        """The names of the serving workers whose breakers admit no request."""
         return [e.record.name for e in self if e.serves(now) and not e.breaker.admits(now)]
 
     def others_like(self, key: WorkerKey) -> bool:
-        """Whether there is another worker of this one's role, up or coming back."""
+        """Whether the role of the worker `key` has another worker, up or coming back."""
         entry = self.get(key)
         role = entry.record.role if entry is not None else None
         return any(e.record.role is role and e.record.name != key[0] and e.status.state != "left" for e in self)
@@ -171,19 +173,19 @@ class WorkerTable:
         return [e for e in self if e.record.role is role and e.serves(now)]
 
     def most_positions(self, role: Role) -> int | None:
-        """The longest sequence that any worker of `role` can hold; None while none is known.
+        """The most positions of a sequence that any worker of `role` can hold; None while no such worker is known.
 
-        A worker that is starting has not told yet what fits (0): requests wait for it.
+        A worker that is starting hasn't reported yet what fits (0): requests wait for it.
         """
         known = (e.record.fits.max_positions for e in self if e.record.role is role and e.status.state not in GONE)
         return max(filter(None, known), default=None)
 
     def classes(self, role: Role, need: int, avoid: Mapping[WorkerKey, float], now: float) -> set[str]:
-        """The numerics classes of those that could take a request of `need` positions now."""
+        """The numerics classes of the workers that could take a request of `need` positions now, as `able` says."""
         return {e.numerics for e in self.able(role, need, avoid, now)}
 
     def unlike(self, now: float) -> str:
-        """Why no prefill and no decode worker can serve a request together, where that is for their classes."""
+        """Why no pair of serving workers shares a numerics class; empty where one does, or a role has no worker."""
         prefill, decode = (self.serving(role, now) for role in (Role.PREFILL, Role.DECODE))
         if not prefill or not decode or {e.numerics for e in prefill} & {e.numerics for e in decode}:
             return ""
@@ -194,7 +196,10 @@ class WorkerTable:
         )
 
     def able(self, role: Role, need: int, avoid: Mapping[WorkerKey, float], now: float) -> list[WorkerEntry]:
-        """Who could take a request of `need` positions now."""
+        """The workers of `role` that could take a request of `need` positions now.
+
+        `avoid`: workers to leave out, each with the time until when.
+        """
         return [
             e
             for e in self._entries.values()

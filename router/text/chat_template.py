@@ -1,7 +1,7 @@
-"""Chat templates: the checkpoint's Jinja, sandboxed and bounded.
+"""Chat templates: the checkpoint's Jinja templates, rendered in a sandbox and with bounded output.
 
 A template is data from the checkpoint, messages are data from a client. The sandbox is immutable: a template can't
-reach Python's internals or change what it was given. Output is counted while it is rendered.
+reach Python's internals or change its arguments. Characters are counted while they are rendered.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from contracts.errors import CheckpointError, RequestError
 
 
 class ChatTemplate:
-    """One compiled template. `specials` are the token strings templates may name (``bos_token``, ...)."""
+    """One compiled template. `specials` are the token strings that templates may name (``bos_token``, ...).
+
+    Raises `CheckpointError` for a template that can't be compiled.
+    """
 
     def __init__(self, source: str, specials: Mapping[str, str], max_chars: int) -> None:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
@@ -37,7 +40,10 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, extra: Mapping[str, Any]
     ) -> str:
-        """The prompt's text. Raises `RequestError` where the template refuses the messages or grows too long."""
+        """Return the prompt's text; `extra` are the client's `chat_template_kwargs`.
+
+        Raises `RequestError` where the template refuses the messages or its output is above `max_chars`.
+        """
         values = {
             **self._specials,
             **extra,
@@ -62,8 +68,10 @@ class ChatTemplate:
 
 
 def read_chat_template(folder: Path, tokenizer_config: Mapping[str, Any], max_chars: int) -> ChatTemplate | None:
-    """The folder's template: `chat_template.jinja`, else `chat_template` of the tokenizer's config (its text, or the
-    entry named ``default`` of a list). None where there is none; raises `CheckpointError` for one that can't be read.
+    """Return the folder's template, None without one.
+
+    It is `chat_template.jinja`, else `chat_template` of the tokenizer's config: a text, or of a list the entry named
+    ``default``, else the first. Raises `CheckpointError` for a template that can't be compiled.
     """
     path = folder / "chat_template.jinja"
     source: object = path.read_text(encoding="utf-8") if path.is_file() else tokenizer_config.get("chat_template")
@@ -81,7 +89,7 @@ def read_chat_template(folder: Path, tokenizer_config: Mapping[str, Any], max_ch
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
-    # Jinja's own escapes for HTML; a prompt is no HTML.
+    # Jinja's own filter escapes for HTML; a prompt is no HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 

@@ -1,11 +1,13 @@
-"""Tokens to text, one at a time, without ever cutting a character.
+"""Incremental detokenizers: tokens to text, one token at a time, without ever cutting a character.
 
 Most published tokenizers are byte-level: a token is a run of bytes, and text is the UTF-8 of all bytes, with U+FFFD for
-what isn't UTF-8. Python's incremental decoder does exactly that, so joined pieces equal the whole-text decode, always.
+bytes that aren't UTF-8. Python's incremental decoder does exactly that, so the joined pieces always equal the decode of
+all tokens at once.
 
-Other decoders (metaspace, byte fallback) depend on neighbours. There a window of tokens is decoded again with each new
-one: `context` tokens whose text is already out, then the pending ones; what the window gained is the new text. It is
-held while it ends in U+FFFD, since the next token may complete the character, but not beyond `HELD_TOKENS`.
+With other decoders (metaspace, byte fallback) a token's text depends on its neighbours. So a window of tokens is
+decoded again with each new one: the last tokens whose text is already out (the context), then the pending ones. The new
+text is the part of the window's text after the context's. Text that ends in U+FFFD is held back, since the next token
+may complete the character, until `HELD_TOKENS` tokens are pending.
 """
 
 from __future__ import annotations
@@ -15,21 +17,23 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 HELD_TOKENS = 12
+"""Pending tokens at which text is given out though it ends in U+FFFD."""
 CONTEXT_TOKENS = 6
+"""Tokens already given out that are decoded again as context."""
 
 
 class Detokenizer(Protocol):
-    """Turns one answer's tokens into text."""
+    """Turns the tokens of one choice into text."""
 
     def feed(self, token: int) -> str:
-        """The text that is certain after `token`; may be empty."""
+        """Take the next token; returns the text that it settles, which may be empty."""
 
     def finish(self) -> str:
-        """The rest: U+FFFD for a character that never came to its end."""
+        """Return the text held back, after the last token: U+FFFD for a character that is incomplete."""
 
 
 class ByteDetokenizer:
-    """For byte-level tokenizers; `token_bytes` gives a token's bytes (none for one that is skipped)."""
+    """The detokenizer of byte-level tokenizers; `token_bytes` gives a token's bytes, empty for a skipped one."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
@@ -43,7 +47,10 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any tokenizer; `decode` turns a list of tokens into text. `context`: the prompt's last tokens."""
+    """The detokenizer of any other tokenizer; `decode` turns a list of tokens into text.
+
+    `context` are the tokens before the answer: the prompt, of which the last `CONTEXT_TOKENS` are used.
+    """
 
     def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int] = ()) -> None:
         self._decode = decode
@@ -70,7 +77,7 @@ class WindowDetokenizer:
 
 
 class NoText:
-    """For a checkpoint without a tokenizer: tokens in, tokens out."""
+    """The detokenizer of a checkpoint without a tokenizer: every token's text is empty."""
 
     def feed(self, token: int) -> str:
         return ""

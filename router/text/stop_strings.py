@@ -1,8 +1,8 @@
-"""Stop strings over a stream of text pieces.
+"""Matching of stop strings in a text that comes in pieces.
 
 The rule is stated on characters, so that it can't depend on where pieces are cut: the answer ends at the first
-character that completes any stop string; if it completes several, the longest counts. Text that may still become the
-beginning of a stop string is held back.
+character that completes any stop string; if it completes several, the longest counts. Text that may be the beginning of
+a stop string is held back.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Watches one answer's text for `stops`; `include` leaves the matched string in the text."""
+    """The matcher of one choice's text against `stops`; `include` leaves the matched string in the text.
+
+    `matched` is the stop string that was found, None until then.
+    """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self._stops = tuple(stops)
@@ -21,7 +24,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
-        """Take `text` in; returns what may be shown. After a match `matched` is set and nothing more is shown."""
+        """Take the next piece; returns the text that may be shown. After a match nothing more may be."""
         if not self._stops:
             return text
         if self.matched is not None:
@@ -41,17 +44,17 @@ class StopMatcher:
         return buffer[: len(buffer) - keep]
 
     def skip(self, text: str) -> str:
-        """Show `text`, and what was held, without looking for stops in it."""
+        """Take a piece that isn't searched for stop strings; returns the held text followed by it."""
         held, self._held = self._held, ""
         return held + text
 
     def finish(self) -> str:
-        """The held text: no more is coming."""
+        """Return the held text, after the last piece."""
         held, self._held = self._held, ""
         return held
 
     def _may_begin(self, buffer: str) -> int:
-        """Length of the longest end of `buffer` that is the beginning of a stop string."""
+        """Return the length of the longest suffix of `buffer` that is a proper prefix of a stop string."""
         for size in range(min(self._longest - 1, len(buffer)), 0, -1):
             tail = buffer[len(buffer) - size :]
             if any(len(stop) > size and stop.startswith(tail) for stop in self._stops):

@@ -1,6 +1,6 @@
-"""The checkpoint's words: tokenizer, chat template, and what a single token looks like.
+"""The checkpoint's tokenizer: text to tokens and back, chat prompts, and the bytes of a single token.
 
-`ModelTokenizer` is shared by all requests and threads; after construction it only fills caches.
+All requests and threads share one `ModelTokenizer`; after construction it only fills caches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ NO_TEMPLATE = "this checkpoint has no chat template: use /v1/completions"
 
 
 class ModelTokenizer:
-    """Text to tokens and back. Without `tokenizer` text is refused and answers have tokens only."""
+    """A checkpoint's tokenizer and chat template; `tree` is the content of its `tokenizer.json`.
+
+    Without `tokenizer` text is refused and answers have tokens only.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None, tree: Mapping[str, Any]) -> None:
         self._tokenizer = tokenizer
@@ -41,32 +44,39 @@ class ModelTokenizer:
             tokenizer.no_truncation()
             tokenizer.no_padding()
             if _keeps_all_text(tree):
-                # A composed character stands for up to four of the text.
+                # After NFC a composed character stands for up to four characters of the text.
                 shrink = 4 if tree.get("normalizer") else 1
                 self._longest = shrink * max((len(piece) for piece in tokenizer.get_vocab()), default=0)
 
     @property
     def has_text(self) -> bool:
+        """Whether there is a tokenizer."""
         return self._tokenizer is not None
 
     def encode(self, text: str, *, add_special: bool, param: str = "prompt") -> tuple[int, ...]:
-        """Raises `RequestError` without a tokenizer, or for text that isn't Unicode (lone surrogates)."""
+        """Return the token ids of `text`; `add_special` has the tokenizer add its special tokens.
+
+        Raises `RequestError`, naming the field `param`, without a tokenizer or for text with lone surrogates.
+        """
         if self._tokenizer is None:
             raise RequestError(NO_TOKENIZER, param=param)
         try:
-            # The batch call lets go of the interpreter's lock, and the fast one makes no offsets.
+            # The batch call releases the interpreter's lock, and the fast one computes no offsets.
             return tuple(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
         except (UnicodeError, TypeError):
             raise RequestError("the text holds lone surrogates, which no Unicode text has", param=param) from None
 
     def least_tokens(self, text: str) -> int:
-        """A number of tokens that `text` has for certain, found without tokenising; 0 where nothing is certain."""
+        """Return a lower bound on the number of tokens of `text`, without tokenising; 0 where none is known."""
         return len(text) // self._longest if self._longest else 0
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, extra: Mapping[str, Any]
     ) -> str:
-        """The chat's prompt. Raises `RequestError` without a template or where it refuses."""
+        """Return the text of a chat's prompt; `extra` are the client's `chat_template_kwargs`.
+
+        Raises `RequestError` without a tokenizer or template, or where the template refuses the messages.
+        """
         if self._tokenizer is None:
             raise RequestError(NO_TOKENIZER, param="messages")
         if self._template is None:
@@ -74,12 +84,14 @@ class ModelTokenizer:
         return self._template.render(messages, add_generation_prompt, extra)
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = False) -> str:
+        """Return the text of all tokens. Raises `RequestError` without a tokenizer."""
         if self._tokenizer is None:
             raise RequestError(NO_TOKENIZER, param="tokens")
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special)
         return text
 
     def detokenizer(self, prompt: Sequence[int], *, skip_special: bool) -> Detokenizer:
+        """Return a new detokenizer for one choice's answer to `prompt`."""
         if self._tokenizer is None:
             return NoText()
         if self._byte_level:
@@ -87,17 +99,18 @@ class ModelTokenizer:
         return WindowDetokenizer(lambda tokens: self.decode(tokens, skip_special=skip_special), prompt)
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes a token stands for, specials by their name."""
+        """Return the bytes that a token stands for; of a special token its name. Empty for an unknown token."""
         found = self._bytes.get(token)
         if found is None:
             found = self._bytes[token] = self._read_bytes(token)
         return found
 
     def token_text(self, token: int) -> str:
+        """Return `token_bytes` as text, with U+FFFD for bytes that aren't UTF-8."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
     def token_piece(self, token: int) -> str:
-        """The tokenizer's own name for a token."""
+        """Return the vocabulary's own string for a token, empty for an unknown token or without a tokenizer."""
         piece = self._tokenizer.id_to_token(token) if self._tokenizer is not None else None
         return piece if piece is not None else ""
 
@@ -122,7 +135,8 @@ class ModelTokenizer:
 def read_model_tokenizer(folder: Path, max_chars: int) -> ModelTokenizer:
     """Read `tokenizer.json`, `tokenizer_config.json` and the chat template of a checkpoint folder.
 
-    Raises `CheckpointError` for a file that is there and can't be read. A missing tokenizer is no error.
+    `max_chars` bounds a rendered chat prompt. Raises `CheckpointError` for a file that is there and can't be read. A
+    missing tokenizer is no error.
     """
     config = _read_json(folder / "tokenizer_config.json")
     template = read_chat_template(folder, config, max_chars)
@@ -134,7 +148,7 @@ def read_model_tokenizer(folder: Path, max_chars: int) -> ModelTokenizer:
     tree = _read_json(path)
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
+    except Exception as error:  # The library raises bare `Exception`.
         raise CheckpointError(f"{path} is not a tokenizer: {' '.join(str(error).split())}") from None
     return ModelTokenizer(tokenizer, template, tree)
 
@@ -161,7 +175,7 @@ def _is_byte_level(decoder: object) -> bool:
 
 
 def _keeps_all_text(tree: Mapping[str, Any]) -> bool:
-    """Whether each character of a text is in some token: nothing is dropped, stripped, or fused into one unknown."""
+    """Whether each character of a text is in some token: none is dropped, stripped, or fused into an unknown token."""
     model, normalizer = tree.get("model") or {}, tree.get("normalizer") or {}
     parts = [tree.get("pre_tokenizer") or {}]
     parts = [p for part in parts for p in part.get("pretokenizers", [part])]
@@ -178,7 +192,7 @@ def _keeps_all_text(tree: Mapping[str, Any]) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes: printable Latin-1 stands for itself, the rest from U+0100 up."""
+    """Return GPT-2's characters for bytes: printable Latin-1 stands for itself, the rest is from U+0100 up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(b): b for b in printable}
     others = [b for b in range(256) if b not in set(printable)]

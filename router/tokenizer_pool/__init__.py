@@ -1,1 +1,1 @@
-"""Processes that read, check and tokenise large bodies."""
+"""The reader processes, which parse, check and tokenise large bodies."""

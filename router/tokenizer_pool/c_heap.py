@@ -1,19 +1,20 @@
-"""The C library's heap: what large bodies took of it goes back to the system (glibc; elsewhere these do nothing)."""
+"""Settings of the C library's heap, by which memory of large bodies goes back to the system. They need glibc; with
+another C library both functions do nothing."""
 
 from __future__ import annotations
 
 import ctypes
 
 M_MMAP_THRESHOLD = -3
-"""glibc, malloc.h: allocations from so many bytes on are mappings of their own."""
+"""Parameter of `mallopt` (glibc, malloc.h): the size in bytes from which an allocation is a mapping of its own."""
 LARGE_BYTES = 256 * 1024
 
 
 def map_large_buffers() -> None:
     """Give each allocation of `LARGE_BYTES` and more a mapping of its own, which ends as soon as it is freed.
 
-    Unless told, glibc raises that limit to the largest that was freed, up to 32 MiB: buffers of bodies would lie in the
-    heap from then on, and what is kept behind one keeps its pages.
+    By default glibc raises that size to the largest mapping that was freed, up to 32 MiB. From then on buffers of
+    bodies would lie in the heap, where a small allocation behind a freed buffer keeps its memory from the system.
     """
     adjust = getattr(ctypes.CDLL(None), "mallopt", None)
     if adjust is not None:

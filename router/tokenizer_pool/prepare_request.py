@@ -1,8 +1,8 @@
-"""From the bytes of a body to what can be placed: parsed, checked, rendered, tokenised, hashed.
+"""Preparation of requests: a body is parsed and checked, its prompts are rendered, tokenised and hashed.
 
-All of it is plain computation on one body, so that it can run on the router's loop for a small one and in a reader's
-process for a large one (`router.tokenizer_pool.tokenizer_pool`): the standard parser and some of the tokenizer's calls
-hold the interpreter's lock for as long as they take, and a thread would stop every stream with them.
+All of it is plain computation on one body, so that it can run on the router's event loop for a small body and in a
+reader process for a large one (`router.tokenizer_pool.tokenizer_pool`). A thread wouldn't do: the standard JSON parser
+and some calls of the tokenizer hold the interpreter's lock while they run, and every stream would stand still.
 """
 
 from __future__ import annotations
@@ -31,39 +31,40 @@ from router.text.tokenizer import ModelTokenizer
 
 BODY_BYTES_LEAST = 1024**2
 BODY_BYTES_A_POSITION = 32
-"""A token id takes up to 8 bytes of a body, a token of text about 5, of text that is escaped four times that."""
+"""A token id takes up to 8 bytes of a body, a token of text about 5 bytes, and of escaped text four times that."""
 BODY_BYTES_MOST = 64 * 1024**2
 CONTAINERS_AT_MOST = 65_536
-"""Lists and objects in one body."""
+"""Limit on the number of lists and objects in one body."""
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 
 
 def body_limit(config: RouterConfig, spec: ModelSpec) -> int:
-    """Bytes that a body may have."""
+    """Return the limit on a body in bytes: `router.max_body_bytes`, or if that is 0 one from the model's context."""
     derived = min(BODY_BYTES_LEAST + BODY_BYTES_A_POSITION * spec.context, BODY_BYTES_MOST)
     return config.max_body_bytes or derived
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """A prompt as tokens."""
+    """A tokenised prompt."""
 
     tokens: tuple[int, ...]
     text: str
-    """What `echo` shows; empty without it."""
+    """The prompt's text as `echo` shows it; empty without `echo`."""
     hashes: tuple[bytes, ...]
+    """Block hashes of the prompt's whole blocks (`router.state.prefix_hashes`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request for text, and its prompts in the order of `request.prompts`; a chat has one."""
+    """A generation request with its tokenised prompts in the order of `request.prompts`; a chat has one prompt."""
 
     request: GenerateRequest
     prompts: tuple[PreparedPrompt, ...]
 
 
 class BodyReader:
-    """Reads bodies for one model. Every method raises `RequestError` naming what is wrong."""
+    """Reads bodies for one model. Every method raises `RequestError` naming the field or limit at fault."""
 
     def __init__(self, spec: ModelSpec, model_tokenizer: ModelTokenizer, config: RouterConfig) -> None:
         self._spec = spec
@@ -77,7 +78,7 @@ class BodyReader:
         return self.prepare(read_chat(self._tree(raw), self._spec))
 
     def prepare(self, request: GenerateRequest) -> PreparedRequest:
-        """Prompts to tokens and prefix keys."""
+        """Render and tokenise the prompts of a checked request, and hash their blocks."""
         limit = self._config.max_queue
         if request.choices > limit:
             raise RequestError(f"{request.choices} answers in one request are above the server's queue of {limit}")
@@ -93,7 +94,7 @@ class BodyReader:
         return prepared
 
     def tokenize(self, raw: bytes) -> bytes:
-        """The answer of ``/tokenize``."""
+        """Return the JSON answer of ``/tokenize``."""
         body = self._tree(raw)
         check_model(body, self._spec)
         values, prompt = read_fields(body, TOKENIZE, ("prompt", "messages")), body.get("prompt")
@@ -114,7 +115,7 @@ class BodyReader:
         return json.dumps(answer).encode()
 
     def detokenize(self, raw: bytes) -> bytes:
-        """The answer of ``/detokenize``."""
+        """Return the JSON answer of ``/detokenize``."""
         body = self._tree(raw)
         check_model(body, self._spec)
         read_fields(body, DETOKENIZE, ("tokens",))
@@ -123,7 +124,7 @@ class BodyReader:
 
     @staticmethod
     def _tree(raw: bytes) -> dict[str, Any]:
-        # Brackets within strings don't count, and only a body that is full of brackets is looked at so closely.
+        # Brackets within strings don't count; only a body with many brackets is worth the search for strings.
         if raw.count(b"[") + raw.count(b"{") > CONTAINERS_AT_MOST:
             bare = _STRING.sub(b"", raw)
             if bare.count(b"[") + bare.count(b"{") > CONTAINERS_AT_MOST:
@@ -149,12 +150,15 @@ class BodyReader:
             if self._spec.bos_token_id is None:
                 raise RequestError("the prompt is empty, and this model has no token to begin with", param=param)
             tokens = (self._spec.bos_token_id,)
-        if len(tokens) > self._spec.context:  # told here, before anything is made of it
+        if len(tokens) > self._spec.context:  # Refused here, before it is hashed and sent on.
             raise too_long(len(tokens), self._spec.context, param)
         return PreparedPrompt(tokens, text if request.echo else "", prefix_hashes(tokens, request.salt))
 
     def _check_scores(self, prepared: PreparedRequest) -> None:
-        """Scores of a prompt take hundreds of bytes a position and choice, all of it in one answer."""
+        """Raise `RequestError` for prompt log-probabilities above `router.max_prompt_logprobs`.
+
+        They take hundreds of bytes for each position and choice, all of it in one answer.
+        """
         wanted = prepared.request.sampling.prompt_logprobs
         if wanted is None:
             return
@@ -169,4 +173,5 @@ class BodyReader:
 
 
 def too_long(tokens: int, context: int, param: str) -> RequestError:
+    """Return the error for a prompt of so many tokens in the field `param`."""
     return RequestError(f"the prompt has {tokens} tokens; the context of {context} has no room for it", param=param)

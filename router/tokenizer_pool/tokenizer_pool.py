@@ -1,7 +1,8 @@
-"""The readers of one router: child processes for large bodies, and the queue in front of them.
+"""The pool of reader processes of one router, child processes that prepare large bodies, and the queue of bodies.
 
-Of several readers one takes no body above `LARGE_BYTES`: whoever sends 8 MB waits for others who do, and nobody else
-waits for them. A reader that takes too long costs its one body; over one that ended, a body is tried once more.
+With several readers one of them takes no body above `LARGE_BYTES`, so that smaller bodies needn't wait behind larger
+ones. A body that takes a reader too long is refused and the reader ended; a body whose reader ended by itself is tried
+once more.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from router.tokenizer_pool.tokenizer_process import HEAD, FrameKind, refusal_of
 
 LARGE_BYTES = 256 * 1024
 START_TIMEOUT_S = 30.0
+"""How much longer the first body of a new reader process may take, which has to load the tokenizer first."""
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A body that waits or is read."""
+    """A body that waits for a reader or is being read; `number` is its place in the order of arrival."""
 
     number: int
     kind: FrameKind
@@ -37,7 +39,7 @@ class _Job:
 
 
 class _TokenizerChild:
-    """One child and this end of its socket."""
+    """One reader process, and the router's end of its socket."""
 
     def __init__(self, setup: bytes, start: Callable[[int], subprocess.Popen[bytes]]) -> None:
         self.channel, theirs = socket.socketpair()
@@ -51,14 +53,18 @@ class _TokenizerChild:
             theirs.close()
         self._setup: bytes | None = setup
         self.over = False
-        """It ends after the answer that it has given."""
+        """Whether the process ends after the answer that it has given."""
 
     @property
     def pid(self) -> int:
         return self._child.pid
 
     async def ask(self, kind: FrameKind, raw: bytes) -> tuple[FrameKind, bytes]:
-        """One body's answer. Raises `ReaderEnded` when the child ends before it has given one."""
+        """Send one body and return the answer's kind and content; one call at a time.
+
+        Raises `ReaderEnded` when the process ends before it has answered. After a cancelled call the process is of no
+        use any more: close it.
+        """
         loop = asyncio.get_running_loop()
         try:
             if self._setup is not None:
@@ -89,14 +95,14 @@ class _TokenizerChild:
         return "its socket was closed"
 
     def close(self) -> None:
-        """End the child. Idempotent."""
+        """Kill the process and wait for its end. Idempotent."""
         self.channel.close()
         self._child.kill()
         self._child.wait()
 
 
 class TokenizerPool:
-    """Used from one event loop."""
+    """The pool of reader processes; used from one event loop. Processes start when they are first needed."""
 
     def __init__(
         self,
@@ -106,7 +112,10 @@ class TokenizerPool:
         *,
         start: Callable[[int], subprocess.Popen[bytes]] | None = None,
     ) -> None:
-        """`start` starts a child that speaks on the given descriptor."""
+        """`setup` is the first frame's content (`setup_frame`), `timeout_s` the time that one body may take.
+
+        `start` starts a reader process on the given descriptor; it is `start_reader` by default.
+        """
         self._setup = setup
         self._timeout_s = timeout_s
         self._start = start or start_reader
@@ -122,6 +131,7 @@ class TokenizerPool:
 
     @property
     def waiting(self) -> int:
+        """The number of bodies that wait for a reader."""
         return sum(not job.reply.done() for job in (*self._small, *self._large))
 
     @property
@@ -129,8 +139,11 @@ class TokenizerPool:
         return [process.pid for process in self._processes.values()]
 
     def submit(self, kind: FrameKind, raw: bytes) -> asyncio.Future[tuple[FrameKind, bytes]]:
-        """Have a body read. The future raises `RequestError` where it is refused and `ReaderFailed` where its reader
-        ended over it; when it is cancelled, a body that still waits is never read."""
+        """Queue a body; returns a future of the answer's kind and content.
+
+        The future raises `RequestError` where the body is refused or takes too long, and `ReaderFailed` where a reader
+        failed or two ended on it. Cancel the future, and a body that still waits is never read.
+        """
         loop = asyncio.get_running_loop()
         if not self._tasks:
             self._tasks = [loop.create_task(self._read(manager)) for manager in range(self._count)]
@@ -140,7 +153,7 @@ class TokenizerPool:
         return job.reply
 
     async def close(self) -> None:
-        """End the children; what they were reading fails. Idempotent."""
+        """End the reader processes; bodies that are waiting or being read fail with `ReaderFailed`. Idempotent."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
@@ -159,7 +172,7 @@ class TokenizerPool:
                 future.set_result(None)
 
     def _take(self, manager: int) -> _Job | None:
-        """The body that has waited longest, of those that this child may have: the first keeps free for small ones."""
+        """Take the body that has waited longest of those that this reader may read: reader 0 reads no large ones."""
         queues = [self._small] if manager == 0 and self._count > 1 else [self._small, self._large]
         for queue in queues:
             while queue and queue[0].reply.done():
@@ -178,7 +191,7 @@ class TokenizerPool:
             try:
                 try:
                     answer = await self._ask(manager, job)
-                except ReaderEnded:  # it may have been another body's fault, or the system's
+                except ReaderEnded:  # The end may be another body's fault, or the system's.
                     answer = await self._ask(manager, job)
             except asyncio.CancelledError:
                 _fail(job, ReaderFailed("the server is shutting down"))
@@ -230,5 +243,6 @@ def _fail(job: _Job, error: Exception) -> None:
 
 
 def start_reader(descriptor: int) -> subprocess.Popen[bytes]:
+    """Start a reader process that inherits `descriptor`, its end of the socket pair."""
     command = [sys.executable, "-m", "router.tokenizer_pool.tokenizer_process", str(descriptor)]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[descriptor])

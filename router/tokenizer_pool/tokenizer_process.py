@@ -1,10 +1,13 @@
-"""A reader: a child process of the router that prepares requests with large bodies, one at a time.
+"""A reader process: a child process of the router that prepares requests with large bodies, one at a time.
 
-It is started by `router.tokenizer_pool.tokenizer_pool` as ``python -m router.tokenizer_pool.tokenizer_process FD``,
-with one end of a socket pair. Frames both ways are a head (`HEAD`: kind, whether it is the last, length of the body)
-and a body. The first frame says which model; each later one is a request body of some kind, and is answered by one
-frame. It ends when its socket does, when the router dies, when a body takes it too long (by SIGALRM, should the router
-not end it first), or, after its answer, when it stays much larger than it was though it has given back what it could.
+`router.tokenizer_pool.tokenizer_pool` starts it as ``python -m router.tokenizer_pool.tokenizer_process FD``, with one
+end of a socket pair. A frame, either way, is a head (`HEAD`: kind, whether it is the sender's last, length of the
+content in bytes) and its content. The first frame has the model and the configuration (`setup_frame`). Each later one
+is a request body of some kind, and is answered by one frame.
+
+The process ends when its socket is closed; when the router dies; when a body takes more than twice
+`router.reader_timeout_s` (by SIGALRM, should the router not end the process first); or after an answer, when its memory
+stays above `KEEP_BYTES` more than at its start though the heap's free memory was given back.
 """
 
 from __future__ import annotations
@@ -37,17 +40,17 @@ from router.tokenizer_pool.prepare_request import BodyReader, PreparedPrompt, Pr
 
 HEAD = struct.Struct("<B?Q")
 KEEP_BYTES = 48 * 1024**2
-"""A reader that stays larger by more than this ends, so that one body's memory doesn't stay."""
+"""A reader process whose resident memory has grown by more than this, the answer left out, ends after the answer."""
 NICENESS = 10
-"""Added to the router's own: a large body takes the time that nobody's stream needs."""
+"""Added to the router's own niceness: a large body takes the processor time that no stream needs."""
 PR_SET_PDEATHSIG = 1
-"""Linux: the signal that a process gets when the one that started it has died."""
+"""Option of Linux's `prctl`: the signal that a process gets when its parent has died."""
 KEY_BYTES = 8
-"""Of a prefix hash."""
+"""Length of a block hash of a prompt (`router.state.prefix_hashes`)."""
 
 
 class FrameKind(IntEnum):
-    """What a frame is: a request body of some endpoint, or an answer."""
+    """The kind of a frame: a request body of an endpoint, the setup, or an answer."""
 
     COMPLETION = 1
     CHAT = 2
@@ -55,16 +58,20 @@ class FrameKind(IntEnum):
     DETOKENIZE = 4
     SETUP = 10
     PREPARED = 20
+    """A `PreparedRequest`."""
     BYTES = 21
     """The body of the HTTP answer."""
     REFUSED = 22
+    """A `RequestError`."""
     FAILED = 23
+    """The text of any other exception."""
 
 
 # ---------------------------------------------------------------- both ends
 
 
 def setup_frame(spec: ModelSpec, config: RouterConfig, max_chars: int) -> bytes:
+    """Pack the content of the first frame; `max_chars` bounds a rendered chat prompt."""
     tree = {
         "folder": str(spec.folder),
         "names": spec.names,
@@ -80,7 +87,7 @@ def setup_frame(spec: ModelSpec, config: RouterConfig, max_chars: int) -> bytes:
 
 
 def spec_of(setup: dict[str, Any]) -> ModelSpec:
-    """What `router.openai.parse_request` reads of a model; its tensors don't matter here."""
+    """Return the model of a setup frame, with only those fields that reading bodies needs."""
     folder, (name, *aliases) = Path(setup["folder"]), setup["names"]
     return ModelSpec(
         folder, name, "", setup["vocab_size"], 0, setup["context"], "", setup["bos"], setup["eos"], "",
@@ -89,7 +96,7 @@ def spec_of(setup: dict[str, Any]) -> ModelSpec:
 
 
 def prepared_frame(prepared: PreparedRequest) -> bytes:
-    """Without the messages and the prompts as they came: nobody needs them any more."""
+    """Pack a prepared request without its messages and original prompts, which aren't needed any more."""
     fields = {f.name: getattr(prepared.request, f.name) for f in dataclasses.fields(GenerateRequest)}
     fields |= {"prompts": (), "messages": (), "template_args": {}, "eos": sorted(fields["eos"])}
     fields["sampling"] = [getattr(prepared.request.sampling, f.name) for f in dataclasses.fields(SamplingParams)]
@@ -98,7 +105,7 @@ def prepared_frame(prepared: PreparedRequest) -> bytes:
 
 
 def prepared_of(frame: bytes) -> PreparedRequest:
-    """The inverse of `prepared_frame`; `GenerateRequest.prompts` holds empty ones, as many as there were."""
+    """Unpack a `prepared_frame`; `GenerateRequest.prompts` holds as many empty prompts as there were prompts."""
     fields, count, prompts = _unpack(frame)
     fields |= {
         "sampling": SamplingParams(*fields["sampling"]),
@@ -111,10 +118,12 @@ def prepared_of(frame: bytes) -> PreparedRequest:
 
 
 def refusal_frame(error: RequestError) -> bytes:
+    """Pack the error of a refused body."""
     return _pack((isinstance(error, UnknownModel), str(error), error.param))
 
 
 def refusal_of(frame: bytes) -> RequestError:
+    """Unpack a `refusal_frame`: an `UnknownModel` or another `RequestError`."""
     unknown, message, param = _unpack(frame)
     return (UnknownModel if unknown else RequestError)(message, param=param)
 
@@ -139,7 +148,7 @@ def _unpack(frame: bytes) -> Any:
 
 
 def answer(intake: BodyReader, kind: FrameKind, raw: bytes) -> tuple[FrameKind, bytes]:
-    """One body's answer; whatever it does to the reader is told, not raised."""
+    """Return the kind and content of one body's answer; every exception becomes an answer, none is raised."""
     try:
         match kind:
             case FrameKind.COMPLETION:
@@ -154,12 +163,12 @@ def answer(intake: BodyReader, kind: FrameKind, raw: bytes) -> tuple[FrameKind, 
         return FrameKind.REFUSED, refusal_frame(error)
     except MemoryError:
         return FrameKind.REFUSED, refusal_frame(RequestError("the body takes more memory than a reader may have"))
-    except Exception as error:  # our own bug: this body fails, the reader lives
+    except Exception as error:  # Our own bug: this body fails, the process goes on.
         return FrameKind.FAILED, f"{type(error).__name__}: {error}".encode("utf-8", "replace")
 
 
 def serve(channel: socket.socket) -> None:
-    """Answer frames until the socket ends."""
+    """Read the setup and answer frames, until the socket is closed or the process has to end for its memory."""
     frame = _receive(channel)
     if frame is None:
         return
@@ -167,7 +176,7 @@ def serve(channel: socket.socket) -> None:
     config = RouterConfig(**setup["config"])
     model_tokenizer: ModelTokenizer = read_model_tokenizer(Path(setup["folder"]), setup["max_chars"])
     intake = BodyReader(spec_of(setup), model_tokenizer, config)
-    # Bodies are trees without cycles, and looking for cycles in millions of lists takes longer than parsing them.
+    # Bodies are trees without cycles, and collecting cycles among millions of lists takes longer than parsing them.
     gc.freeze()
     gc.disable()
     at_start = _resident_bytes()
@@ -187,7 +196,7 @@ def serve(channel: socket.socket) -> None:
 
 
 def _receive(channel: socket.socket) -> tuple[int, bytes] | None:
-    """The next frame, None at the end. Its length is the router's, which bounds bodies."""
+    """Return the next frame's kind and content, None at the end. Its length is trusted: the router bounds bodies."""
     head = _exactly(channel, HEAD.size)
     if head is None:
         return None
@@ -216,12 +225,12 @@ def _resident_bytes() -> int:
 
 
 def _pages() -> list[int]:
-    """All of this process's, and those of them that are in memory."""
+    """Return this process's number of mapped memory pages, and of resident ones."""
     return list(map(int, Path("/proc/self/statm").read_text().split()[:2]))
 
 
 def main() -> None:
-    # A Ctrl-C in the terminal is the router's: it ends the readers by closing their sockets.
+    # A Ctrl-C in the terminal is for the router, which ends its readers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

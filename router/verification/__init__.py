@@ -1,1 +1,1 @@
-"""Audits, and streams that look broken."""
+"""The verification of answers: audits, the stream watch, and totals of damage."""

@@ -1,4 +1,4 @@
-"""One audit as the router drives it: its states and findings."""
+"""An audit as the router drives it: its states, its result and its finding."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from router.state.worker_table import WorkerKey
 
 
 class AuditResult(StrEnum):
-    """What became of an answer that was chosen."""
+    """The result of an answer that was chosen for an audit."""
 
     EXACT = "exact"
     """Every token came out the same."""
     DAMAGED = "damaged"
-    """At least one token was drawn from another state than the answer's own; computed twice, with the same result."""
+    """At least one token was drawn from state that wasn't the answer's own; computed twice, with the same result."""
     UNCLEAR = "unclear"
-    """numerics: fast: tokens differ within the margin."""
+    """With `numerics: fast`: tokens differ, but within `audit.margin`."""
     DISPUTED = "disputed"
     """Computed twice, with two results that differ from the answer and from each other."""
     DROPPED = "dropped"
-    """Left out: others came later and the queue was full, or requests took every worker."""
+    """Left out: later answers filled the queue, the audit was begun too often without an end, or it timed out."""
     FAILED = "failed"
-    """No worker could compute it."""
+    """The worker refused to compute the audit, or failed to."""
 
 
 class AuditCaseState(StrEnum):
@@ -55,26 +55,26 @@ STATES = StateTable[AuditCaseState, AuditCaseEvent](
 
 @dataclass(eq=False)
 class AuditCase:
-    """One answer to be audited."""
+    """The audit of one answer, until it is over."""
 
     audit: Audit
     legs: tuple[AttemptLeg, ...]
-    """Who served which part of it."""
+    """The workers that served each part of the answer."""
     salt: str
     numerics: str = ""
-    """The numerics class that the answer was computed in: only a worker of the same draws the same bits again."""
+    """The numerics class that the answer was computed in: only a worker of the same class draws the same bits."""
     state: AuditCaseState = AuditCaseState.QUEUED
     worker: WorkerKey | None = None
     sent_at: float = 0.0
     first: Audited | None = None
-    """What the first computation that found a difference came to."""
+    """The result of the first computation, where that found a difference."""
     auditors: list[str] = field(default_factory=list)
-    """Workers that have computed it."""
+    """The names of the workers that have computed the audit."""
 
 
 @dataclass(frozen=True, slots=True)
 class AuditFinding:
-    """An answer that didn't come out exact; for the log."""
+    """The finding of an audit whose result isn't exact; for the log."""
 
     request_id: RequestId
     result: AuditResult
@@ -82,27 +82,27 @@ class AuditFinding:
     differing: int
     differences: tuple[TokenDifference, ...]
     leg: AttemptLeg | None
-    """The attempt that the first position that differs is of."""
+    """The leg that emitted the first differing position."""
     role: Role | None
-    """Which worker of it drew that position."""
+    """The role of the leg's worker that drew that position."""
     auditors: tuple[str, ...]
     message: str = ""
 
 
 @dataclass(slots=True)
 class AuditCounts:
-    """What audits came to since the start."""
+    """Counters of audits since the router's start."""
 
     results: Counter[AuditResult] = field(default_factory=Counter)
     tokens: int = 0
-    """Tokens that were drawn again, of whole audits; a second computation doesn't count."""
+    """Tokens that finished audits drew again; one that was computed twice counts once."""
     differing: int = 0
-    """Those of damaged answers that came out otherwise."""
+    """Tokens of damaged answers that came out otherwise."""
     damage: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Damaged answers by worker and role that served the first wrong token."""
+    """Damaged answers by the name and role of the worker that drew the first wrong token."""
 
     @property
     def damage_rate(self) -> float:
-        """Share of the answers with a clear result that are damaged."""
+        """Share of damaged answers among those with a clear result (exact or damaged); 0 where there are none."""
         clear = self.results[AuditResult.EXACT] + self.results[AuditResult.DAMAGED]
         return self.results[AuditResult.DAMAGED] / clear if clear else 0.0

@@ -1,16 +1,17 @@
-"""Which answers are audited, when, on which worker, and what the findings come to. No I/O, the clock is injected.
+"""Audits: the choice of answers to compute again, the workers that do it, and the findings. No I/O, injected clock.
 
 A case is queued, sent, and judged (exact, damaged, unclear) or queued again: to be confirmed, or because it was
-preempted. One that was refused, lost too often or timed out is over without a finding (docs/states.md draws it).
+preempted or its worker was lost. One that was begun too often, timed out or fell off a full queue is over without a
+finding (docs/states.md draws it).
 
-Answers are chosen by a hash of their request's id, so it doesn't depend on load which are; those that the stream watch
+Answers are chosen by a hash of their request's id, so the choice doesn't depend on load; answers that the stream watch
 has flagged are chosen as well. They wait in a bounded queue for a prefill worker on which nothing runs or waits.
-Clients come first everywhere: a full queue leaves its oldest audits out, and a worker sends back what it has when a
-request comes.
+Requests come first everywhere: a full queue leaves its oldest audits out, and a worker sends its audit back when a
+request arrives.
 
-A difference is believed when a second computation, on another worker where there is one, comes to the same tokens.
-Where it comes to others, one of the two auditors is wrong: `disputed`. Of an answer that was damaged, whoever served it
-forgets all that it keeps of it, so that no later turn goes on from there.
+A difference is believed when a second computation, on another worker where there is one, draws the same tokens. Where
+it draws others, one of the two auditors is wrong: `disputed`. Every worker that served a part of a damaged answer
+invalidates all that its tree has of the answer, so that no later turn goes on from there.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ from router.verification.audit_cases import (
 )
 
 TRIES = 8
-"""How often an audit is begun before it is left out."""
+"""How often an audit is sent to a worker before it is left out."""
 PAUSE_S = 0.5
-"""How long a worker that sent an audit back gets none."""
+"""Seconds for which a worker that sent an audit back gets no other."""
 PREFIX = "audit-"
-"""Of the ids of audits: no request's begins so."""
+"""The beginning of the ids of audits; no request's id begins so."""
 
 
 def chosen(request_id: RequestId, fraction: float) -> bool:
@@ -52,19 +53,19 @@ def chosen(request_id: RequestId, fraction: float) -> bool:
 
 
 class Audits:
-    """See the module's prose. Commands come out of `take_commands`, findings out of `take_findings`."""
+    """The audits of one router. Commands come out of `take_commands`, findings out of `take_findings`."""
 
     def __init__(
         self, config: AuditConfig, clock: Clock, workers: WorkerTable, in_flight: Container[RequestId], waiting: Sized
     ) -> None:
-        """`in_flight`: all requests that haven't ended; `waiting`: those of them that wait for workers."""
+        """`in_flight`: all requests that haven't ended; `waiting`: the ones among them that wait for workers."""
         self.counts = AuditCounts()
         self._config, self._clock, self._workers = config, clock, workers
         self._in_flight, self._clients = in_flight, waiting
         self._cases: dict[RequestId, AuditCase] = {}
-        """All that aren't over, oldest first."""
+        """All cases that aren't over, oldest first."""
         self._flagged: set[RequestId] = set()
-        """Requests in the house whose streams look broken."""
+        """Requests in flight whose streams look broken."""
         self._paused: dict[WorkerKey, float] = {}
         self._commands: list[tuple[WorkerKey, Audit | Cancel | InvalidatePrefix]] = []
         self._findings: list[AuditFinding] = []
@@ -88,8 +89,8 @@ class Audits:
         return findings
 
     def check(self) -> list[str]:
-        """Recount; returns what doesn't agree."""
-        found = [f"{rid} is flagged but not in the house" for rid in self._flagged if rid not in self._in_flight]
+        """Recount the cases; returns a line for each disagreement."""
+        found = [f"{rid} is flagged but not in flight" for rid in self._flagged if rid not in self._in_flight]
         busy: Counter[WorkerKey] = Counter()
         for key, case in self._cases.items():
             if (case.state is AuditCaseState.SENT) != (case.worker is not None) or case.state is AuditCaseState.OVER:
@@ -101,24 +102,24 @@ class Audits:
             found.append(f"{self.queued} audits wait, at most {self._config.queue_answers} may")
         return found
 
-    # ------------------------------------------------------------ what comes
+    # ------------------------------------------------------------ requests and workers' events
 
     def flag(self, request_id: RequestId) -> None:
-        """The stream of a request looks broken: its answer is chosen, whatever its id, unless it has ended already."""
+        """Choose the answer of a request whose stream looks broken, whatever its id, unless it has ended already."""
         if request_id in self._in_flight:
             self._flagged.add(request_id)
 
     def forget(self, request_id: RequestId) -> None:
-        """The request has left the house. Idempotent."""
+        """Forget the flag of a request that has ended. Idempotent."""
         self._flagged.discard(request_id)
 
     def consider(self, r: RoutedRequest) -> None:
-        """A request has ended in its full answer: take it in if it is one of those to be audited."""
+        """Queue the full answer of a request that has ended, if it was flagged or is in the audited share."""
         fraction = self._config.fraction
         if not fraction or not r.emitted or not (r.id in self._flagged or chosen(r.id, fraction)):
             return
         key = RequestId(f"{PREFIX}{r.id}")
-        # What only concerns what is sent along with tokens costs time and decides nothing.
+        # Log-probabilities cost time and decide no token.
         sampling = replace(r.sampling, logprobs=None, prompt_logprobs=None)
         self._cases[key] = AuditCase(
             Audit(key, 0, r.tokens, len(r.prompt), sampling), tuple(r.legs), r.salt, r.numerics
@@ -128,7 +129,7 @@ class Audits:
             self._end(case, AuditResult.DROPPED)
 
     def on_event(self, worker: WorkerKey, event: Audited) -> bool:
-        """A worker's word on an audit; False when it isn't asked for any more."""
+        """Take in a worker's answer to an audit; returns False where it isn't asked for any more."""
         case = self._cases.get(event.request_id)
         if case is None or case.worker != worker or event.attempt != case.audit.attempt:
             return False
@@ -144,14 +145,14 @@ class Audits:
         return True
 
     def lost(self, worker: WorkerKey) -> None:
-        """A worker is gone, with what it computed."""
+        """Queue the audit of a lost worker again."""
         self._paused.pop(worker, None)
         for case in list(self._cases.values()):
             if case.worker == worker:
                 self._again(case)
 
     def tick(self) -> None:
-        """Let time pass."""
+        """End pauses and audits whose time is up, and send what waits."""
         now = self._clock.now()
         self._paused = {key: until for key, until in self._paused.items() if until > now}
         for case in list(self._cases.values()):
@@ -161,7 +162,7 @@ class Audits:
         self.pump()
 
     def pump(self) -> None:
-        """Give idle workers what waits, the oldest first."""
+        """Send waiting audits, the oldest first, to idle prefill workers; none while requests wait for workers."""
         waiting = [case for case in self._cases.values() if case.state is AuditCaseState.QUEUED]
         if not waiting or len(self._clients):
             return
@@ -177,7 +178,7 @@ class Audits:
                 if e.record.fits.max_positions >= len(case.audit.tokens) and e.numerics == case.numerics
             ]  # fmt: skip
             if able:
-                # Whoever has computed it comes last, and so does whoever served it.
+                # Workers that have computed the audit come last, and before them those that served the answer.
                 served = {leg.workers.get(Role.PREFILL) for leg in case.legs}
                 entry = min(able, key=lambda e: (e.record.name in case.auditors, e.record.name in served, e.turn))
                 idle.remove(entry)
@@ -188,7 +189,7 @@ class Audits:
         case.worker, case.sent_at = worker, now
         self._commands.append((worker, case.audit))
 
-    # ------------------------------------------------------------ what it comes to
+    # ------------------------------------------------------------ results
 
     def _judge(self, case: AuditCase, event: Audited) -> None:
         if case.first is None and not event.differences:
@@ -197,14 +198,14 @@ class Audits:
             case.first = event
             self._again(case)
         else:
-            # How far off a token is depends on who computed it; which token it is doesn't.
+            # How far off a token is depends on the worker that computed it; which token was drawn doesn't.
             same = [(d.position, d.drawn) for d in event.differences] == [
                 (d.position, d.drawn) for d in case.first.differences
             ]
             self._end(case, AuditResult.DAMAGED if same else AuditResult.DISPUTED, event)
 
     def _again(self, case: AuditCase) -> None:
-        """Back into the queue, under the next number, if it has not been tried too often."""
+        """Queue a case again, as its next attempt; one that was sent `TRIES` times is dropped."""
         if case.audit.attempt + 1 >= TRIES:
             self._end(case, AuditResult.DROPPED)
             return
@@ -213,7 +214,7 @@ class Audits:
         case.audit = replace(case.audit, attempt=case.audit.attempt + 1)
 
     def _end(self, case: AuditCase, result: AuditResult, event: Audited | None = None) -> None:
-        """The one way out."""
+        """End a case; every end goes through here. With `event`, a result other than exact becomes a finding."""
         case.state = STATES.next(case.state, AuditCaseEvent.END)
         del self._cases[case.audit.request_id]
         counts = self.counts
@@ -246,7 +247,7 @@ class Audits:
         )
 
     def _forget(self, case: AuditCase) -> None:
-        """Whoever served any of it may have kept the state that was wrong: nobody is to go on from that."""
+        """Have every worker that served a part of an answer invalidate it: it may have cached the wrong state."""
         request = RequestId(case.audit.request_id.removeprefix(PREFIX))
         for name in sorted({name for leg in case.legs for name in leg.workers.values()}):
             entry = self._workers.named(name)
@@ -255,10 +256,10 @@ class Audits:
 
 
 def _idle(entry: WorkerEntry) -> bool:
-    """Whether nothing of a client's is in front of a worker, by what was sent to it and what it said last."""
+    """Whether a worker has no requests, by what was sent to it and by its latest status."""
     return not (entry.load or entry.status.running or entry.status.waiting)
 
 
 def _leg_at(legs: tuple[AttemptLeg, ...], position: int) -> AttemptLeg | None:
-    """The attempt that emitted a position: the last that began before it."""
+    """The leg that emitted a position: the last that began at or before it."""
     return next((leg for leg in reversed(legs) if leg.base <= position), None)

@@ -1,8 +1,8 @@
-"""How much damage the workers have found, since this router started, whatever became of the workers.
+"""Totals of the damage that workers have reported since this router started, whatever became of the workers.
 
-A worker counts from its start and says so in every heartbeat. The router adds up what each incarnation has counted, so
-that a worker that is started again, or goes, takes nothing off the metric. What a worker found after its last heartbeat
-is in its log alone.
+A worker counts from its start and reports its counts in every heartbeat. The router adds up the counts of all
+incarnations, so that a worker that is started again, or leaves, takes nothing off the metric. Damage that a worker
+found after its last heartbeat is in the worker's log alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ K = TypeVar("K")
 
 @dataclass(frozen=True, slots=True)
 class DamageSample:
-    """One worker's count of one kind of damage."""
+    """One worker's count of one kind of damage (`where`, from `contracts.damage`)."""
 
     worker: str
     role: str
@@ -29,15 +29,15 @@ class DamageSample:
 
 
 class DamageTotals:
-    """Counts by worker, role and `where`; bounded by the workers that there ever were by name."""
+    """Damage counts by worker, role and `where`; bounded by the names that workers ever had."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[WorkerName, Role, str], float] = {}
-        """What earlier incarnations had counted."""
+        """The counts of earlier incarnations."""
         self._now: dict[WorkerName, tuple[Incarnation, Role, dict[str, float]]] = {}
 
     def on_statuses(self, statuses: Iterable[WorkerStatus]) -> None:
-        """Take in what workers say; an older incarnation than the one known is not believed."""
+        """Take in workers' statuses; that of an older incarnation than the one known is ignored."""
         for status in statuses:
             incarnation, role, known = self._now.get(status.name, (status.incarnation, status.role, {}))
             if incarnation > status.incarnation:
@@ -51,7 +51,7 @@ class DamageTotals:
             self._now[status.name] = (status.incarnation, status.role, {**known, **counts})
 
     def samples(self) -> Iterator[DamageSample]:
-        """A sample for each `where` that a worker has ever named, those that are 0 included."""
+        """A sample for each `where` that a worker has ever reported, also where the count is 0."""
         totals = dict(self._before)
         for name, (_, role, counts) in self._now.items():
             for where, value in counts.items():
@@ -61,7 +61,7 @@ class DamageTotals:
 
 
 def _counts(counters: Mapping[str, float]) -> dict[str, float]:
-    """By `where`: several counters may count the same."""
+    """The damage counters summed by `where`: several counters may count the same."""
     out: dict[str, float] = {}
     for name, value in counters.items():
         where = where_of(name)

@@ -1,19 +1,20 @@
-"""A cheap watch over streams that look broken: repetition, and rare tokens. No I/O; O(1) a token, bounded memory.
+"""A cheap watch for streams that look broken: repetition, and rare tokens. No I/O; O(1) a token, bounded memory.
 
-It proves nothing. A model may repeat itself for good reasons, and a client may ask for rare words. But state that was
-damaged without a trace shows as just this: nonsense, loops, strange characters. So the watch counts, logs and hands
-what it flags to the audits, which do prove something.
+A flag proves nothing. A model may repeat itself for good reasons, and a client may ask for rare words. But state that
+was damaged without a trace shows as just this: nonsense, loops, strange characters. So flags are counted and logged,
+and the flagged answers are audited, which does prove something.
 
-**Repetition.** A stream repeats itself with period p at a token that equals the one p before it. Which p to look at is
-told by the last place of the token's n-gram: one dictionary a stream, over its last tokens. While the guess at p holds,
-one comparison a token carries it on; where it breaks the n-gram offers the next. The length of the run is compared with
-`watch.repetition_tokens`, and must be three periods or more.
+**Repetition.** A stream repeats itself with period p at a token that equals the token p before it. The guess at p is
+the distance to the last place of the token's n-gram, from one dictionary a stream over its last tokens. While the guess
+holds, one comparison a token carries it on; where it breaks, the next n-gram that was seen before offers another. The
+length of the run is compared with `watch.repetition_tokens`, and must be three periods or more.
 
-**Rare tokens.** The model's usual is learned from all its streams: how often each token has been said lately (counts
-that are halved now and then). Rare are those said least that together make up `watch.rare_share` of it; how many of
-them streams usually have is counted. A stream's last `watch.window_tokens` tokens are bits of one number. It is flagged
-when they hold `rare_factor` times the usual number of rare ones, and so many more that chance alone would not do it in
-a million windows. A stream's tokens teach the watch once they have left the window, so garbage doesn't become usual.
+**Rare tokens.** The model's usual frequencies are learned from all its streams: how often each token was drawn lately
+(counts that are halved now and then). The rare tokens are the least frequent ones that together make up
+`watch.rare_share` of all; their usual rate is counted. A stream's last `watch.window_tokens` tokens are kept as bits of
+one number. The stream is flagged when they hold `watch.rare_factor` times the usual number of rare tokens, and so many
+more that chance alone would not do it in a million windows. A stream's tokens are learned once they have left the
+window, so garbage doesn't become usual.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from contracts.config.router_config import WatchConfig
 from contracts.ids import RequestId
 
 NGRAM = 3
-"""Tokens by which a stream's earlier self is looked for."""
+"""Tokens of an n-gram, by which an earlier place like the present one is found."""
 TIMES = 3
-"""Periods that a run must hold before it is a repetition."""
+"""Periods that a run must span before it counts as a repetition."""
 RECOUNT_TOKENS = 4096
-"""After so many tokens it is looked up again which are rare: one pass over the vocabulary, without sorting."""
+"""Tokens learned between two recounts of the rare ones; one is a pass over the vocabulary, without sorting."""
 _MOST_OFTEN = 1 << 12
-"""Counts from here on are one to that pass: no rare token is said so often."""
+"""A recount doesn't tell counts from here on apart: no rare token is drawn so often."""
 MEMORY_TOKENS = 1_000_000
-"""Tokens after which the model's counts are halved: about as many are remembered."""
+"""The sum of the model's counts at which they are halved: about as many tokens are remembered."""
 CHANCE = 1e-6
-"""How likely a window of an undisturbed stream may be flagged, were its tokens independent."""
+"""Probability with which a window of a healthy stream may be flagged at most, were its tokens independent."""
 
 
 class FlagReason(StrEnum):
@@ -51,14 +52,14 @@ class FlagReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StreamFlag:
-    """A stream looks broken from here on; told once a stream and reason."""
+    """The flag of a stream that looks broken; raised once a stream and reason."""
 
     request_id: RequestId
     why: FlagReason
     position: int
-    """Of the token that did it, counted from the answer's first."""
+    """The position of the token that raised the flag; the answer's first token is 0."""
     detail: dict[str, float]
-    """What was measured, and what it was measured against."""
+    """What was measured: `period` and `tokens` of a repetition; `share` of rare tokens and their `usual` share."""
 
 
 @dataclass(slots=True)
@@ -69,19 +70,21 @@ class _WatchedStream:
     ngram: tuple[int, ...] = ()
     """The last `NGRAM` tokens."""
     places: OrderedDict[tuple[int, ...], int] = field(default_factory=OrderedDict)
-    """Where each recent n-gram ended last."""
+    """For each recent n-gram the position at which it ended last."""
     period: int = 0
     run: int = 0
     """Tokens in a row that equal the one a period before."""
     rare: int = 0
-    """A bit for each of the window's tokens, the newest lowest."""
+    """A bit for each of the window's tokens, set for a rare one; the newest token's is the lowest."""
     pending: deque[tuple[int, bool]] = field(default_factory=deque)
-    """The window's tokens, and whether they were rare: they teach nothing before they have left it unsuspected."""
+    """The window's tokens, and whether each was rare. They are learned when they leave the window, or when the stream
+    ends; never once the stream is flagged for rare tokens."""
     told: set[FlagReason] = field(default_factory=set)
+    """Reasons for which the stream was flagged."""
 
 
 class StreamWatch:
-    """All streams of one model in one router."""
+    """The watch over all streams of one model in one router."""
 
     def __init__(self, config: WatchConfig, vocab: int) -> None:
         self._config = config
@@ -90,11 +93,11 @@ class StreamWatch:
         self._streams: dict[RequestId, _WatchedStream] = {}
         self._counts = array("I", bytes(4 * vocab)) if self._rare else array("I")
         self._total = 0
-        """What the counts add up to."""
+        """The sum of the counts."""
         self._seen = 0
-        """Tokens that taught it something, ever."""
+        """Tokens learned since the start."""
         self._rare_at_most = 0
-        """Tokens said no more often than this are rare."""
+        """Tokens whose count is no more than this are rare."""
         self._mask = (1 << config.window_tokens) - 1
         self._rare_rate = 0.0
         self._limit, self._limit_for = config.window_tokens + 1, -1.0
@@ -107,15 +110,15 @@ class StreamWatch:
 
     @property
     def rare_rate(self) -> float:
-        """Share of rare tokens in what the model says lately."""
+        """Share of rare tokens among the tokens that the model drew lately."""
         return self._rare_rate
 
     def __len__(self) -> int:
-        """Streams that it knows."""
+        """Number of streams under watch."""
         return len(self._streams)
 
     def feed(self, request_id: RequestId, tokens: Sequence[int]) -> list[StreamFlag]:
-        """The next tokens of a stream; what there is to say of them."""
+        """Take in the next tokens of a stream; returns the flags that they raise, mostly none."""
         stream = self._streams.get(request_id)
         if stream is None:
             stream = self._streams[request_id] = _WatchedStream()
@@ -129,7 +132,7 @@ class StreamWatch:
         return flags
 
     def end(self, request_id: RequestId) -> None:
-        """The stream has ended, somehow. Idempotent."""
+        """Forget a stream that has ended, well or not, and learn its last tokens. Idempotent."""
         stream = self._streams.pop(request_id, None)
         if stream is not None:
             self.ended += 1
@@ -154,7 +157,7 @@ class StreamWatch:
         if len(stream.places) > self._config.repetition_period:
             stream.places.popitem(last=False)
         if not stream.period and before is not None and at - before <= self._config.repetition_period:
-            # As far as the n-gram goes it has repeated itself already.
+            # The tokens of the n-gram are repeated already.
             stream.period, stream.run = at - before, NGRAM
         if (
             stream.run < max(self._config.repetition_tokens, TIMES * stream.period)
@@ -189,8 +192,8 @@ class StreamWatch:
         self._counts[token] += 1
         self._total += 1
         self._seen += 1
-        # At first everything is rare: the rate is counted from the second half of the warm-up on, as a mean over what
-        # there was, and later over about as many tokens as the warm-up has.
+        # At first every token is rare, so the rate is counted from the second half of the warm-up on: as a mean over
+        # all tokens since, and later over about as many as the warm-up has.
         counted = self._seen - self._config.warm_up_tokens // 2
         if counted > 0:
             self._rare_rate += (rare - self._rare_rate) / min(counted, self._config.warm_up_tokens)
@@ -203,7 +206,7 @@ class StreamWatch:
             self._recount()
 
     def _recount(self) -> None:
-        """Which tokens are rare by now: the least said ones, up to `rare_share` of everything."""
+        """Find the tokens that are rare by now: the least frequent ones, up to `rare_share` of all."""
         often = np.minimum(np.frombuffer(self._counts, dtype=np.uint32), _MOST_OFTEN)
         tokens_with = np.bincount(often, minlength=_MOST_OFTEN + 1)[:_MOST_OFTEN]
         said_up_to = np.cumsum(tokens_with * np.arange(_MOST_OFTEN))
@@ -211,7 +214,7 @@ class StreamWatch:
         self._rare_at_most = int(np.searchsorted(said_up_to, allowed, side="right")) - 1
 
     def _rare_limit(self) -> int:
-        """Rare tokens of a window from which on its stream is flagged; kept until the usual rate has moved."""
+        """The number of rare tokens in a window that flags its stream; kept until the usual rate has moved."""
         if abs(self._rare_rate - self._limit_for) > 0.02 * self._limit_for or self._limit_for < 0:
             self._limit_for = self._rare_rate
             window = self._config.window_tokens
@@ -228,7 +231,10 @@ class StreamWatch:
 
 
 def least_unlikely(trials: int, share: float, chance: float) -> int:
-    """The least count that so many independent trials of this share reach with at most this chance."""
+    """The least count of successes that independent trials reach with a probability of at most `chance`.
+
+    Each of the `trials` succeeds with probability `share`. Returns `trials` + 1 where no count is so unlikely.
+    """
     share = min(max(share, 1e-9), 1 - 1e-9)
     if share**trials > chance:
         return trials + 1

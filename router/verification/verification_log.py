@@ -1,4 +1,4 @@
-"""How findings of audits and flags of the stream watch are logged."""
+"""Log lines for the findings of audits and the flags of the stream watch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LEVELS = {AuditResult.DAMAGED: logging.ERROR, AuditResult.DISPUTED: logging.ERR
 
 
 def log_finding(finding: AuditFinding) -> None:
-    """One line an answer: where it goes wrong, who served it, who computed it again."""
+    """Log one line for a finding: the positions that differ, the workers that served them, and the auditors."""
     leg = finding.leg
     log(
         "state damage" if finding.result is AuditResult.DAMAGED else "audit",

@@ -1,1 +1,1 @@
-"""Time, network, memory, storage and engine as models."""
+"""The models of time, network, memory, storage and engine that stand in for the real ones."""

@@ -1,10 +1,9 @@
 """An engine whose tokens are a hash of exactly the state that it read.
 
-What position p writes into each pool is a function of its token and of every byte that p may see; the token drawn
-after p is a function of the same bytes and of everything that the request's sampling parameters say. So one stale,
-foreign or missing byte anywhere in the pages that a row's tables name, and one parameter that was lost on its way,
-changes every token from there on. `recite` works the same answers out from the tokens alone: it has no pages, tables
-or workers in it.
+The state that position p writes into each pool is a function of its token and of every byte that p may see; the token
+drawn after p is a function of the same bytes and of all the request's sampling parameters. So one stale, foreign or
+missing byte anywhere in the pages that a row's tables name, or one parameter that was lost on its way, changes every
+token from there on. `recite` computes the same answers from the tokens alone, without pages, tables or workers.
 
 A worker of several ranks has one engine here, which reads each head from every rank that holds it, and writes it to
 all of them.
@@ -29,12 +28,12 @@ VOCABULARY = 64
 
 
 def _mark(seen: Sequence[bytes], token: int) -> bytes:
-    """What stands for everything that a position saw, and its own token."""
+    """Hash everything that a position saw, and its own token."""
     return hashlib.blake2b(b"|".join(seen) + token.to_bytes(4, "little"), digest_size=16).digest()
 
 
 def _entry(pool: PoolSpec, mark: bytes) -> list[bytes]:
-    """What a position leaves in a pool: one entry for each layer of each buffer."""
+    """The entries that a position writes into a pool: one for each layer of each buffer."""
     widths = [buffer.shape_bytes for buffer in pool.buffers for _ in range(buffer.layers)]
     whole = hashlib.blake2b(mark + pool.name.encode(), digest_size=sum(widths)).digest()
     return [whole[sum(widths[:i]) : sum(widths[: i + 1])] for i in range(len(widths))]
@@ -42,7 +41,7 @@ def _entry(pool: PoolSpec, mark: bytes) -> list[bytes]:
 
 @lru_cache(maxsize=1024)
 def _manner(params: SamplingParams) -> bytes:
-    """Everything that says how to draw, but for what is looked at apart: lengths, stops and log-probabilities."""
+    """Encode the sampling parameters but lengths, stop tokens and log-probabilities, which are applied elsewhere."""
     biases = sorted(params.logit_bias)
     said = (
         params.temperature, params.top_p, params.top_k, params.min_p, params.repetition_penalty,
@@ -52,12 +51,12 @@ def _manner(params: SamplingParams) -> bytes:
 
 
 def penalised(params: SamplingParams) -> bool:
-    """Whether a draw looks at the tokens before it."""
+    """Whether a draw depends on the tokens before it: a penalty is set."""
     return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
 def _draw(mark: bytes, params: SamplingParams, before: Sequence[int], prompt_len: int, position: int) -> int:
-    """The token at `position`; under penalties, and under them alone, it depends on the tokens `before` it as such."""
+    """Draw the token at `position`; only penalties make it depend on the tokens `before` it directly."""
     said = mark + _manner(params) + position.to_bytes(4, "little")
     if penalised(params):
         assert len(before) >= position, "penalties look at all tokens before the drawn one"
@@ -71,7 +70,7 @@ def _draw(mark: bytes, params: SamplingParams, before: Sequence[int], prompt_len
 
 
 def _score(mark: bytes, token: int, best: int) -> TokenLogprob:
-    """Log-probabilities after a position: of `token`, and the best."""
+    """Log-probabilities after a position: of `token`, and of the `best` best tokens."""
     whole = hashlib.blake2b(mark + b"logprobs", digest_size=VOCABULARY).digest()
     ordered = sorted(range(VOCABULARY), key=lambda other: (whole[other], other))[:best] if best else ()
     return TokenLogprob(token, -whole[token] / 7.0, tuple((other, -whole[other] / 7.0) for other in ordered))
@@ -79,18 +78,18 @@ def _score(mark: bytes, token: int, best: int) -> TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedAnswer:
-    """What a request must come to."""
+    """The answer that a request must get."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
-    """One a token, where they were asked for."""
+    """One for each token of the answer, where the request asks for them; else empty."""
     scores: tuple[TokenLogprob, ...] | None
-    """Of the prompt's tokens from the second on, where they were asked for."""
+    """Log-probabilities of the prompt's tokens from the second on, where the request asks for them; else None."""
 
 
 @lru_cache(maxsize=256)
 def recite(spec: PoolSetSpec, prompt: tuple[int, ...], params: SamplingParams) -> ExpectedAnswer:
-    """The answer to a prompt: up to `max_tokens` tokens, a stop token included."""
+    """Compute the answer to a prompt: up to `max_tokens` tokens, a stop token included."""
     tokens, logprobs, scores = list(prompt), list[TokenLogprob](), list[TokenLogprob]()
     lanes = {pool.name: [bytearray() for buffer in pool.buffers for _ in range(buffer.layers)] for pool in spec.pools}
     widths = {pool.name: [b.shape_bytes for b in pool.buffers for _ in range(b.layers)] for pool in spec.pools}
@@ -125,7 +124,7 @@ def recite(spec: PoolSetSpec, prompt: tuple[int, ...], params: SamplingParams) -
 
 
 class HashStep:
-    """Implements `engine.runner.batch.Step`."""
+    """Implements `engine.runner.batch.StepHandle`."""
 
     def __init__(self) -> None:
         self.completion: Completion = DONE
@@ -142,7 +141,7 @@ class HashStep:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What one rank holds of a lane: so many bytes of each entry, from byte `first` of it on."""
+    """One rank's part of a lane: `width` bytes of each entry, from the entry's byte `first` on."""
 
     memory: memoryview
     layout: BufferLayout
@@ -168,7 +167,7 @@ class _Lane:
         self._alone = self._shares[0] if len(ranks) == 1 else None
 
     def read(self, index: int, entries: int) -> bytes | memoryview:
-        """The first entries of a page, or a slot."""
+        """Read the first `entries` entries of a page, or a slot (one entry), over all ranks."""
         if self._alone is not None:
             start = self._alone.page(index).start
             return self._alone.memory[start : start + entries * self.width]
@@ -178,7 +177,7 @@ class _Lane:
             for at in range(entries):
                 mine, to = page[at * share.width : (at + 1) * share.width], at * self.width + share.first
                 for place, byte in enumerate(mine, to):
-                    # Copies on several ranks that differ are like no copy of what belongs there.
+                    # Where copies on several ranks differ, the inverted byte stands for damage, so that tokens change.
                     whole[place] = byte if not known[place] else whole[place] if whole[place] == byte else ~byte & 0xFF
                     known[place] = 1
         return bytes(whole)
@@ -190,7 +189,7 @@ class _Lane:
 
 
 class HashEngine:
-    """Stands where `engine.runner.model_runner.Engine` does: `launch` and `device` are what workers use of it."""
+    """Stands in for `engine.runner.model_runner.ModelRunner`, with the `launch` and `device` that workers use."""
 
     def __init__(
         self,
@@ -199,8 +198,8 @@ class HashEngine:
         others: Sequence[PoolSet] = (),
         together: Callable[[], None] = lambda: None,
     ) -> None:
-        """`others`: the pool sets of the worker's other ranks. `together` is called when a step is computed: until
-        then every rank has carried out all that it was told before."""
+        """`others`: the pool sets of the worker's other ranks. `together` is called when a step is computed, and makes
+        every rank carry out the orders that were sent before."""
         self.device = device
         self._pools, self._spec, self._together = pools, pools.spec.whole, together
         ranks = [(memoryview(p.region.numpy()), p.layout.buffers) for p in (pools, *others)]  # type: ignore[arg-type]
@@ -247,7 +246,7 @@ class HashEngine:
 
     def _row(self, row: BatchRow, tables: Mapping[str, BlockTable]) -> RowOutput:
         for name, table in tables.items():
-            if tuple(self._pools.allocators[name].epochs_of(table.pages)) != tuple(table.epochs):
+            if tuple(self._pools.allocators[name].epochs.of(table.pages)) != tuple(table.epochs):
                 return RowOutput(stale=True)
         tokens = self._tokens(row)
         if tokens is None:
@@ -276,7 +275,7 @@ class HashEngine:
         return DrawnToken(token, None if params.logprobs is None else _score(mark, token, params.logprobs))
 
     def _tokens(self, row: BatchRow) -> Sequence[int] | None:
-        """None where the row goes on from a stale one, of which nothing was drawn: it is stale as well."""
+        """The row's tokens; None where it goes on from a stale row, for which nothing was drawn: it is stale too."""
         if not isinstance(row.tokens, TokenFromStep):
             return row.tokens
         step = row.tokens.step
@@ -285,7 +284,7 @@ class HashEngine:
         return [before.token] if before is not None else None
 
     def _seen(self, pool: PoolSpec, table: BlockTable, start: int) -> list[bytearray]:
-        """What the position `start` sees of a pool: a run of bytes for each lane."""
+        """The state that position `start` sees in a pool: a run of bytes for each lane."""
         lanes = self._lanes[pool.name]
         if pool.kind is PoolKind.STATE:
             return [bytearray(lane.read(table.pages[0], 1)) for lane in lanes]
@@ -305,7 +304,7 @@ class HashEngine:
     def _write(
         self, pool: PoolSpec, table: BlockTable, position: int, entry: Sequence[bytes], seen: Sequence[bytearray]
     ) -> None:
-        """Write what a position leaves; `seen` becomes what the next one sees."""
+        """Write a position's entries; `seen` is updated to the state that the next position sees."""
         number, at = divmod(position, self._spec.page_tokens)
         for lane, data, run in zip(self._lanes[pool.name], entry, seen, strict=True):
             if pool.kind is PoolKind.STATE:

@@ -1,4 +1,4 @@
-"""Host memory that outlives its workers: what the agent of a node lends them, one living process at a time."""
+"""Simulated arenas: a node agent's host memory, which outlives workers and is lent to one living process at a time."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from sim.fabric.sim_process import SimProcess
 
 
 class SimArenas:
-    """The segments of all nodes, by the worker that they were made for and by size."""
+    """The arenas of all nodes, by worker name and size in bytes."""
 
     def __init__(self) -> None:
         self._segments: dict[tuple[str, int], tuple[SimProcess, memoryview]] = {}
 
     def take(self, process: SimProcess, nbytes: int) -> memoryview | None:
-        """The segment of this worker, as its last incarnation left it; None while that is still alive."""
+        """Lend the arena of this worker, as its last incarnation left it; None while that one is still alive."""
         key = process.name, nbytes
         last = self._segments.get(key)
         if last is not None and last[0].alive:

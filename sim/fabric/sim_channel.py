@@ -1,7 +1,7 @@
-"""The rooms' carrier over the simulated network: implements `transfer.net.control_channel.Carrier`.
+"""The control channels of rooms over the simulated network: implements `transfer.net.control_channel.ControlTransport`.
 
-It behaves as ZMQ does: a connection to an endpoint that nobody serves waits for ever, and one that is reset comes back
-by itself, without what was under way.
+Channels behave as ZMQ's do: one to an endpoint that no process serves waits for ever, and one that is reset comes back
+by itself, without the messages that were in flight.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SimWake = Callable[[], None]
 
 
 class SimSwitch:
-    """What a name means on the network: endpoints and processes."""
+    """The directory of the network: inboxes by endpoint, and processes by pid."""
 
     def __init__(self, network: SimNetwork) -> None:
         self.network = network
@@ -26,7 +26,7 @@ class SimSwitch:
 
 
 class SimInbox:
-    """Implements `transfer.net.control_channel.Inbox`."""
+    """Implements `transfer.net.control_channel.ControlInbox`."""
 
     def __init__(self, exchange: SimSwitch, process: SimProcess, wake: SimWake) -> None:
         self.endpoint = f"sim://{process.label}"
@@ -77,7 +77,7 @@ class SimChannel:
             self._pipes[0].send(lambda: inbox.arrive(self, data))
 
     def back(self, data: bytes) -> None:
-        """The other end sends."""
+        """Send from the inbox's end to this one."""
         if self._pipes is not None:
             self._pipes[1].send(lambda: self._arrive(data))
 
@@ -90,7 +90,7 @@ class SimChannel:
         return self._arrived.popleft() if self._arrived else None
 
     def _reset(self) -> None:
-        """What is under way back is lost with what is under way there."""
+        """Handle a reset of the way there: messages in flight back are lost as well."""
         if self._pipes is not None and not self._closed:
             self._pipes[1].lose()
             self._cut, self._down = True, True
@@ -102,7 +102,7 @@ class SimChannel:
 
     @property
     def up(self) -> bool:
-        """It connects again as soon as it can."""
+        """Whether the channel is connected; it connects again as soon as its inbox can be reached."""
         inbox = self._inbox
         if inbox is None or not inbox.process.alive:
             return False
@@ -111,7 +111,7 @@ class SimChannel:
         return not self._down
 
     def close(self) -> None:
-        """What was sent is on its way all the same, as with a socket that is closed."""
+        """Receive nothing any more. Messages already sent still arrive, as with a closed socket."""
         self._closed = True
 
 
@@ -132,7 +132,7 @@ class SimWatch:
 
 
 class SimControlTransport:
-    """Implements `transfer.net.control_channel.Carrier` for one process; what comes wakes it."""
+    """Implements `transfer.net.control_channel.ControlTransport` for one process, which arriving messages wake."""
 
     def __init__(self, exchange: SimSwitch, process: SimProcess, wake: SimWake) -> None:
         self._exchange, self._process, self._wake = exchange, process, wake
@@ -148,7 +148,7 @@ class SimControlTransport:
         return SimChannel(self._exchange, self._process, endpoint, identity, self._wake)
 
     def watch(self, processes: Sequence[Mark]) -> SimWatch | None:
-        """A process can watch those of its own node."""
+        """Watch processes of this node; None for others. Raises `ProcessLookupError` where all are dead."""
         if any(node != self._process.node for _, _, node in processes):
             return None
         found = [self._exchange.processes[pid] for pid, _, _ in processes]

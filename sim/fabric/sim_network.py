@@ -1,13 +1,14 @@
-"""The network: connections as TCP gives them, between processes on nodes that may lose sight of each other.
+"""The simulated network: connections as TCP gives them, between processes on nodes that may be partitioned.
 
-    order       what is sent down one pipe arrives in that order, each once; two pipes know nothing of each other
+    order       messages in one pipe arrive in the order in which they were sent, each once; pipes are independent
     delay       drawn for each message, by the speed of the network at the moment
-    partition   between two nodes nothing arrives; it waits, as TCP repeats what isn't acknowledged, until they meet
-    stall       the same for two processes
-    reset       a connection is cut: what is in its pipes is lost, and its ends hear of it if they ask to
-    silence     heartbeats cut a connection whose ends didn't hear each other for `timeout_s`
+    partition   no message arrives between two nodes; messages wait until the partition ends, as TCP sends again
+                whatever isn't acknowledged
+    stall       a partition of two processes
+    reset       a connection is cut: messages in its pipes are lost, and `on_reset` of each pipe is called
+    silence     heartbeats reset a connection whose ends didn't hear each other for `timeout_s` seconds
 
-Whoever made a connection that was cut makes it anew.
+A connection that was cut must be made anew by the process that made it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from sim.fabric.virtual_time import VirtualTime
 
 
 class SimPipe:
-    """One direction of a connection."""
+    """One direction of a connection between two processes."""
 
     def __init__(
         self, network: SimNetwork, source: SimProcess, target: SimProcess, on_reset: Callable[[], None] | None = None
@@ -35,7 +36,7 @@ class SimPipe:
         self.closed = False
 
     def send(self, deliver: Callable[[], None]) -> None:
-        """Have `deliver` called when it arrives: it stands for the target's socket, so it works on a stopped target."""
+        """Call `deliver` when the message arrives. It stands for the target's socket: a stopped target receives too."""
         if self.closed:
             return
         self._last = max(self._last, self._network.arrival())
@@ -43,12 +44,12 @@ class SimPipe:
         self._go_on()
 
     def close(self) -> None:
-        """Lose what is under way; nothing can be sent any more."""
+        """Lose the messages in flight, and ignore all later ones."""
         self.closed = True
         self.lose()
 
     def lose(self) -> int:
-        """Lose what is under way; returns how many messages."""
+        """Lose the messages in flight; returns how many."""
         lost = len(self._under_way)
         self._under_way.clear()
         return lost
@@ -67,33 +68,33 @@ class SimPipe:
             return
         if not self._network.reaches(self.source, self.target):
             self._busy = True
-            self._network.park(self)
+            self._network.hold(self)
             return
         _, deliver = self._under_way.popleft()
         if self.target.alive:
             deliver()
         self._go_on()
 
-    def swap_in(self) -> None:
+    def resume(self) -> None:
         self._arrive()
 
 
 class SimNetwork:
-    """Who reaches whom, and how fast."""
+    """The pipes between processes, their partitions and their delays."""
 
     def __init__(self, agenda: VirtualTime, rng: random.Random, delay_s: float, timeout_s: float) -> None:
         self.agenda, self.timeout_s = agenda, timeout_s
         self._rng = rng
         self._delay_s = delay_s
         self.slow = 1.0
-        """Delays are so many times as long."""
+        """A factor on delays."""
         self._cut: list[tuple[str, str]] = []
-        """Pairs of nodes or processes that don't reach each other."""
-        self._parked: list[SimPipe] = []
+        """Pairs of nodes, or of names of processes, that don't reach each other; the second may be ``*``."""
+        self._held: list[SimPipe] = []
         self._pipes: list[SimPipe] = []
 
     def arrival(self) -> float:
-        """When what is sent now would arrive if nothing held it up."""
+        """Draw the time at which a message that is sent now arrives, if no partition holds it up."""
         delay = self._delay_s * self.slow * (0.2 + self._rng.expovariate(1.25))
         return self.agenda.now() + delay
 
@@ -107,7 +108,7 @@ class SimNetwork:
         return self._reset(lambda pipe: {pipe.source.name, pipe.target.name} == {one, other})
 
     def silence(self) -> None:
-        """Some ends have not heard each other for `timeout_s`."""
+        """Reset the connections whose ends haven't heard each other for `timeout_s` seconds."""
         self._reset(lambda p: p.source.stopped or p.target.stopped or not self.reaches(p.source, p.target))
 
     def _reset(self, chosen: Callable[[SimPipe], bool]) -> int:
@@ -120,26 +121,26 @@ class SimNetwork:
         return lost
 
     def part(self, one: str, other: str) -> None:
-        """From now on these two (nodes, or names of workers; ``*``: all others) don't reach each other."""
+        """Separate two nodes, or two names of processes, until `join`; `other` may be ``*``: all others."""
         pair = one, other
         self._cut.append(pair)
         self.agenda.after(self.timeout_s, lambda: self.silence() if pair in self._cut else None)
 
     def join(self, one: str, other: str) -> None:
-        """Undo one `part`; what waited arrives."""
+        """Undo one `part`; messages that waited arrive."""
         if (one, other) in self._cut:
             self._cut.remove((one, other))
-        parked, self._parked = self._parked, []
-        for pipe in parked:
-            pipe.swap_in()
+        held, self._held = self._held, []
+        for pipe in held:
+            pipe.resume()
 
     def reaches(self, one: SimProcess, other: SimProcess) -> bool:
         if one.node == other.node and not any(_is_name(pair) for pair in self._cut):
             return True
         return not any(_parts(pair, one, other) or _parts(pair, other, one) for pair in self._cut)
 
-    def park(self, pipe: SimPipe) -> None:
-        self._parked.append(pipe)
+    def hold(self, pipe: SimPipe) -> None:
+        self._held.append(pipe)
 
 
 def _is_name(pair: tuple[str, str]) -> bool:
@@ -147,7 +148,7 @@ def _is_name(pair: tuple[str, str]) -> bool:
 
 
 def _parts(pair: tuple[str, str], one: SimProcess, other: SimProcess) -> bool:
-    """Whether `pair` keeps these two apart. Processes of one node meet through the loopback, whatever its network."""
+    """Whether `pair` separates two processes. Partitions of nodes never separate processes of one node (loopback)."""
     if _is_name(pair):
         return pair[0] == one.name and pair[1] in ("*", other.name)
     return one.node != other.node and pair[0] == one.node and pair[1] in ("*", other.node)

@@ -1,8 +1,8 @@
-"""Data planes over the simulated network: implement `transfer.planes.data_plane.Plane`.
+"""Data planes over the simulated network: implement `transfer.planes.data_plane.DataPlane`.
 
-shm   the writer stores into the reader's memory, the second half of a write some time after the first: if it
-      stands still in between, it stores the rest whenever it goes on, whatever has become of those pages (A5)
-zmq   what is written travels, and the reader stores it if the room still exists
+shm   the writer stores into the reader's memory, the second half of a write some time after the first: a writer that
+      is stopped in between stores the rest when it goes on, even if those pages have another owner by then (A5)
+zmq   the bytes of a write travel, and the reader stores them if it still permits the room under the write's ticket
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from transfer.planes.rank_fan import fan, rank_cut, writers
 
 
 class WireDamage:
-    """Bytes that flip on their way: how many of a kind are to, and how many have."""
+    """Damage on the wire, by kind: how many items are still to be damaged, and how many were."""
 
     def __init__(self) -> None:
         self.due: Counter[str] = Counter()
         self.done: Counter[str] = Counter()
 
     def strikes(self, kind: str) -> bool:
-        """Whether one of this kind is to flip now."""
+        """Whether to damage the present item of this kind; counts it."""
         if not self.due[kind]:
             return False
         self.due[kind] -= 1
@@ -48,12 +48,12 @@ class WireDamage:
         return True
 
     def strike(self, region: torch.Tensor, offset: int) -> None:
-        """Pages."""
+        """Flip a bit of a page, at `offset` of `region`, if one is due."""
         if self.strikes("corrupt"):
             region[offset] ^= 0x40
 
     def struck(self, kind: str, data: bytes, rng: random.Random) -> bytes:
-        """Bytes that may arrive otherwise."""
+        """Return `data`, with a bit flipped if one is due."""
         if not self.strikes(kind):
             return data
         at = rng.randrange(len(data))
@@ -62,18 +62,18 @@ class WireDamage:
 
 @dataclass(frozen=True, slots=True)
 class _Notice:
-    """A notice of plane zmq, which may have to wait for writes that take other ways."""
+    """A notice of plane zmq, which may have to wait for writes on other connections."""
 
     room: RoomId
     data: bytes
     writes: int
     sources: int
-    """Ranks of its writer."""
+    """How many ranks its writer has."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Frames:
-    """What one write of plane zmq sends: which of a room under a grant's ticket, from which rank of how many."""
+    """One write of plane zmq on the wire: its room, its ticket and its number, and the writer's rank of how many."""
 
     room: RoomId
     ticket: int
@@ -88,7 +88,7 @@ WireItem = bytes | _Notice | _Frames
 
 
 class SimPlane:
-    """One rank's end: implements `transfer.planes.data_plane.RankPlane`."""
+    """One rank's end of a data plane: implements `transfer.planes.data_plane.RankDataPlane`."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class SimPlane:
         return True
 
     def _unpack(self, frames: _Frames, pool: str, indices: tuple[int, ...], packed: torch.Tensor) -> None:
-        """Store what the writer's rank and this one have in common of these pages."""
+        """Store the head slices of these pages that the writer's rank and this one have in common."""
         layout = self.pools.layout
         if self.size == frames.sources == 1:
             scatter(packed, self.pools.region, layout, pool, indices)
@@ -213,13 +213,13 @@ class SimPlane:
 
 
 class _SimLink:
-    """What both kinds of link do alike."""
+    """The base of both kinds of write links."""
 
     frame_bytes: int | None = None
     up = True
 
     def __init__(self, writer: SimPlane, reader: SimPlane, cut: HeadSlice | None) -> None:
-        """`cut`: the buffers of which this rank writes what both hold; None: all of every page."""
+        """`cut`: the head slice that both ranks hold, which this link writes; None: all of every page."""
         self._writer, self._reader, self._parts = writer, reader, cut
         self._cut = False
         self._pipe = writer.network.pipe(writer.process, reader.process, self._reset)
@@ -263,7 +263,7 @@ class SentLink(_SimLink):
         return DONE
 
     def _packed(self, pool: str, indices: tuple[int, ...]) -> torch.Tensor:
-        """What the reader's rank is to have of these pages: uint8 [pages, bytes], contiguous."""
+        """Pack the part of these pages that the reader's rank holds: uint8 [pages, bytes], contiguous."""
         pools, size = self._writer.pools, self._writer.pools.spec.page_tokens
         if self._parts is None:
             return gather(pools.region, pools.layout, pool, indices)
@@ -317,7 +317,7 @@ class StoredLink(_SimLink):
 
     @staticmethod
     def _first_byte(mine: BufferLayout, its: BufferLayout, index: int) -> int:
-        """Where this link writes its first byte of a page."""
+        """The offset, in the reader's region, of the first byte of a page that this link writes."""
         spec = its.spec
         ahead = (common(mine.spec, spec).start - spec.first_head) * (spec.shape_bytes // spec.shape[0])
         return its.offset(0, index) + (ahead if spec.heads else 0)
@@ -327,7 +327,7 @@ class StoredLink(_SimLink):
 
 
 class _DelayedStore:
-    """The rest of a write: done by whoever comes first, the time or somebody who waits for it."""
+    """The second half of a write: a completion that runs at its time, or earlier if it is waited for."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self._run: Callable[[], None] | None = run
@@ -346,7 +346,7 @@ class _DelayedStore:
 
 
 def _halves(move: PageMove) -> tuple[PageMove, PageMove]:
-    """The first half of what it moves of each pool, and the rest."""
+    """Split a move into the first half of each pool's pages, and the rest."""
     cuts = [(part, (len(part.sources) + 1) // 2) for part in move.parts]
     first = tuple(PoolMove(p.pool, p.sources[:cut], p.targets[:cut]) for p, cut in cuts)
     rest = tuple(PoolMove(p.pool, p.sources[cut:], p.targets[cut:]) for p, cut in cuts if len(p.sources) > cut)

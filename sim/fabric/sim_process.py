@@ -1,7 +1,7 @@
-"""A process of the simulated cluster: it runs, stands still, or is dead, and what reaches it depends on that.
+"""A process of the simulated cluster: running, stopped or dead.
 
-A process that stands still (SIGSTOP, a swapped-out machine, a long pause of its runtime) does nothing; what arrives
-meanwhile waits in its sockets. A dead one does nothing ever again, and what arrives is lost.
+A stopped process (SIGSTOP, a swapped-out machine, a long pause of its runtime) does nothing; messages that arrive
+meanwhile wait in its sockets. A dead process does nothing ever again, and messages that arrive are lost.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SimProcess:
         return self.label
 
     def do(self, run: Callable[[], None]) -> None:
-        """Run this in the process: now, once it goes on, or never."""
+        """Run a function in the process: now, or when it goes on if it is stopped, or never if it is dead."""
         if not self.alive:
             return
         if self.stopped:
@@ -37,7 +37,7 @@ class SimProcess:
             run()
 
     def later(self, delay_s: float, run: Callable[[], None]) -> TimerEntry:
-        """The same after some time."""
+        """`do` after `delay_s` seconds."""
         return self._agenda.after(delay_s, lambda: self.do(run))
 
     def stop(self) -> None:
@@ -55,11 +55,11 @@ class SimProcess:
             self.do(run)
 
     def on_death(self, run: Callable[[], None]) -> None:
-        """Called at once when it dies, by whoever is told by the system."""
+        """Call `run` as soon as the process dies, as the system tells watchers."""
         self._on_death.append(run)
 
     def die(self) -> None:
-        """Idempotent."""
+        """End the process, and call the listeners of `on_death`. Idempotent."""
         if not self.alive:
             return
         self.alive = False

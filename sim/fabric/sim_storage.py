@@ -1,8 +1,8 @@
-"""The third tier as simulated workers meet it: one store for all, with delays, errors, damage and no room.
+"""Simulated storage, the third tier: one store for all workers, with delays, errors, damage and a size limit.
 
-Each worker has its own way to the store, a `cache.storage.inline_queue.InlineIoQueue`, on which operations begin some
+Each worker has its own queue to the store, a `cache.storage.inline_queue.InlineIoQueue`, on which operations begin some
 time after they were submitted and end some time after that, if the worker's process runs then. Meanwhile their buffers
-are in use, and of a cancelled one no less. What was written outlives every worker.
+are in use, even those of a cancelled operation. Written objects outlive every worker.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ T = TypeVar("T")
 
 
 class SimStore:
-    """The objects of one run, and what is wrong with the medium at the moment."""
+    """The objects of one run, and the faults of the medium at the moment."""
 
     def __init__(self, name: str, max_bytes: int, rng: random.Random, delay_s: float) -> None:
         self.rng, self.delay_s = rng, delay_s
         self.failing = 0.0
-        """The share of names that meet an error."""
+        """The probability that an operation on a name fails."""
         self._name, self._max_bytes = name, max_bytes
         self._handles = [MemoryBackend(name, max_bytes)]
         self._queues: list[InlineIoQueue] = []
 
     def queue(self) -> InlineIoQueue:
-        """A worker's way to it."""
+        """Make a worker's queue to the store."""
         self._handles.append(MemoryBackend(self._name, self._max_bytes))
         self._queues.append(InlineIoQueue(self._handles[-1], fault=self.fault))
         return self._queues[-1]
 
     @property
     def cancelled_running(self) -> int:
-        """Operations that nobody wanted any more while they ran."""
+        """How many operations were cancelled while they ran."""
         return sum(queue.cancelled_running for queue in self._queues)
 
     def fault(self, op: StorageOp, name: ObjectName) -> str | None:
@@ -58,7 +58,7 @@ class SimStore:
         return True
 
     def lose(self) -> int:
-        """All objects are gone; returns how many."""
+        """Remove all objects; returns how many."""
         store = self._handles[0].store
         count = len(store.objects)
         for key in list(store.objects):
@@ -71,14 +71,14 @@ class SimStore:
 
 
 class SimQueue:
-    """Implements `cache.storage.Queue` for one process."""
+    """Implements `cache.storage.io_queue.IoQueue` for one process."""
 
     def __init__(self, store: SimStore, process: SimProcess, wake: Callable[[], None]) -> None:
         self._store, self._process, self._wake = store, process, wake
         self._inline = store.queue()
         self._closed = False
         self._behind = 0
-        """Tickets that could not be begun in their turn."""
+        """How many operations could not begin in their turn."""
 
     def submit_exists(self, names: Sequence[ObjectName]) -> StorageTicket[list[bool]]:
         return self._later(self._inline.submit_exists(names))
@@ -105,12 +105,12 @@ class SimQueue:
         return 0.5 * self._store.delay_s * self._store.rng.expovariate(1.0)
 
     def _begin(self) -> None:
-        """Operations of several threads begin and end in any order."""
+        """Begin an operation, any that can: those of several threads begin and end in any order."""
         end = None if self._closed else self._inline.begin_next(self._store.rng)
         if end is not None:
             self._process.later(self._takes(), partial(self._end, end))
         elif not self._closed:
-            # Those that wait are behind writes of their chains that run.
+            # The waiting operations are behind running writes of their chains.
             self._behind += 1
 
     def _end(self, end: Callable[[], None]) -> None:

@@ -1,6 +1,6 @@
-"""What crosses the gRPC connections of the simulated cluster, as the bytes that it crosses them as in production.
+"""The encoding of messages on the simulated gRPC connections, as the bytes of production.
 
-Everything is encoded where it is sent and decoded where it arrives, by `contracts.wire.command_protobuf` and the codecs
+Every message is encoded by its sender and decoded by its receiver, by `contracts.wire.command_protobuf` and the codecs
 beside the services: a field that they lose or round is lost or rounded here.
 """
 
@@ -27,7 +27,7 @@ from contracts.wire.worker_protobuf import (
 
 
 def pack_commands(commands: Sequence[Command]) -> list[bytes]:
-    """Frames of a router's stream."""
+    """Encode commands as frames of a router's stream."""
     return list(FrameWriter().frames(commands))
 
 
@@ -36,12 +36,12 @@ def unpack_commands(frame: bytes) -> list[Command]:
 
 
 def pack_events(incarnation: Incarnation, events: Sequence[Event]) -> bytes:
-    """A frame of a worker's stream."""
+    """Encode events as a frame of a worker's stream."""
     return pb.WorkerFrame(incarnation=incarnation, events=[event_to_proto(e) for e in events]).SerializeToString()
 
 
 def unpack_events(incarnation: Incarnation, frame: bytes) -> list[Event]:
-    """Raises `WireError` for a frame of another incarnation."""
+    """Decode a frame of a worker's stream. Raises `WireError` for a frame of another incarnation."""
     message = pb.WorkerFrame.FromString(frame)
     if message.incarnation != incarnation:
         raise WireError(f"a frame of incarnation {message.incarnation} came on {incarnation}'s stream")
@@ -49,17 +49,17 @@ def unpack_events(incarnation: Incarnation, frame: bytes) -> list[Event]:
 
 
 def status_there(status: WorkerStatus) -> WorkerStatus:
-    """A status as the other side reads it."""
+    """Return a status as its receiver decodes it."""
     return status_from_proto(pb.WorkerStatus.FromString(status_to_proto(status).SerializeToString()))
 
 
 def record_there(record: WorkerRecord) -> WorkerRecord:
-    """A worker's registration as the controller reads it."""
+    """Return a worker's registration as the controller decodes it."""
     return record_from_proto(pb.Registration.FromString(record_to_proto(record).SerializeToString()))
 
 
 def pack_views(views: Sequence[WorkerView]) -> bytes:
-    """The controller's whole table."""
+    """Encode the controller's whole table of workers."""
     workers = [pb.WorkerView(registration=record_to_proto(v.record), status=status_to_proto(v.status)) for v in views]
     return pb.ClusterView(workers=workers).SerializeToString()
 

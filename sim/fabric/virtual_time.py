@@ -1,4 +1,4 @@
-"""Virtual time: a clock that stands still while code runs, and the list of what happens next."""
+"""Virtual time: a clock that stands still while code runs, and the queue of events that are due."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class TimerEntry:
-    """Something that will happen, unless it is cancelled."""
+    """An event that will run, unless it is cancelled."""
 
     run: Callable[[], None] | None
 
@@ -18,7 +18,7 @@ class TimerEntry:
 
 
 class VirtualTime:
-    """Implements `contracts.clock.Clock`. What is due at the same time happens in the order in which it was entered."""
+    """Implements `contracts.clock.Clock`. Events that are due at the same time run in the order of their entry."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -29,14 +29,14 @@ class VirtualTime:
         return self._now
 
     def after(self, delay_s: float, run: Callable[[], None]) -> TimerEntry:
-        """Have `run` called so many seconds from now; a negative delay is none."""
+        """Call `run` in `delay_s` seconds; a negative delay counts as 0."""
         entry = TimerEntry(run)
         self._entered += 1
         heapq.heappush(self._heap, (self._now + max(0.0, delay_s), self._entered, entry))
         return entry
 
     def next(self) -> bool:
-        """Let the next thing happen; False when nothing is due any more."""
+        """Advance to the next event and run it; False when there is none."""
         while self._heap:
             at, _, entry = heapq.heappop(self._heap)
             if entry.run is not None:

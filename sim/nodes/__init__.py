@@ -1,1 +1,1 @@
-"""Workers, routers and the controller in the simulator."""
+"""The simulated processes: workers with their ranks, the router with its links, and the controller."""

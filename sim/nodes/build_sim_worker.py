@@ -1,4 +1,4 @@
-"""A simulated worker's world and parts."""
+"""The building of a simulated worker, and the world that all processes of a run share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cache.storage.tp_page_store import FollowerPageStore, TPPageStore
 from cluster.assembly.host_tier_memory import take_over
 from cluster.assembly.memory_plan import plan_memory, stride
 from cluster.controller.controller_actions import LeaseGrant
-from cluster.ranks.rank_line import LeaderChannel
+from cluster.ranks.leader_channel import LeaderChannel
 from contracts.config.cluster_config import Config
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.interfaces.worker_interface import Worker
@@ -41,17 +41,17 @@ from sim.scenario.scenario import CONTEXT, ClusterShape, pool_set
 from transfer.planes.data_plane import DataPlane
 from transfer.planes.tp_plane import FollowerLinks, TPDataPlane
 from transfer.rooms.compatibility import fingerprint
-from transfer.rooms.kv_receiver import KVReceiver
-from transfer.rooms.kv_sender import KVSender
+from transfer.rooms.receiver.kv_receiver import KVReceiver
+from transfer.rooms.sender.kv_sender import KVSender
 
 IDLE_S = 0.1
-"""As `WorkerThread`'s `idle_s`."""
+"""Seconds that an idle worker waits at most, as `WorkerThread`'s `idle_s`."""
 FINGERPRINT = "simulated"
 SPINS = 2000
 
 
 class ControllerClient(Protocol):
-    """What a worker's process is told to do by, and tells."""
+    """The controller as a worker's process sees it."""
 
     def register(self, record: WorkerRecord, answer: Callable[[LeaseGrant], None]) -> None: ...
 
@@ -67,12 +67,12 @@ class ControllerClient(Protocol):
     def leave(self, process: SimProcess, name: WorkerName, incarnation: Incarnation) -> None: ...
 
     def new_process(self, label: str, node: str) -> SimProcess:
-        """Another one of this node."""
+        """Make another process on `node`, for a rank."""
 
 
 @dataclass(frozen=True)
 class SimWorld:
-    """What all processes of a run share."""
+    """The objects that all processes of a run share."""
 
     agenda: VirtualTime
     rng: random.Random
@@ -84,12 +84,12 @@ class SimWorld:
     arenas: SimArenas
     store: SimStore | None
     say: Callable[[str, str], None]
-    """Writes a line of the log: who, and what."""
+    """Writes a line of the log: the process, and the text."""
     violated: Callable[[str], None]
 
 
 class SimSleep:
-    """Implements `worker.worker_loop.Sleep`: instead of sleeping, it notes until when its worker would."""
+    """Implements `worker.worker_loop.Sleeper`: instead of sleeping, notes for how long its worker would."""
 
     def __init__(self) -> None:
         self.asked: float | None = None
@@ -107,7 +107,7 @@ class SimSleep:
 
 @dataclass(frozen=True)
 class BuiltWorker:
-    """A worker, and of its parts those that are looked at when all is over."""
+    """A worker, and the parts of it that are checked at the end of a run."""
 
     worker: Worker
     manager: KVCacheManager
@@ -125,7 +125,7 @@ def build(
     sleep: SimSleep,
     home: ControllerClient,
 ) -> BuiltWorker:
-    """A worker with everything but a model: the engine hashes."""
+    """Build a worker of production parts with a `HashEngine`, over simulated planes and storage."""
     shape, config, agenda = world.shape, world.config, world.agenda
     cache, size = config.cache_for(role), config.tp_for(role)
     device: Device = AdversarialDevice(world.rng.randrange(1 << 30)) if shape.adversarial else CpuDevice()
@@ -197,7 +197,7 @@ def _rank(
     rank: int,
     size: int,
 ) -> SimRank:
-    """A follower, as `cluster.assembly.build_worker` builds it."""
+    """Build a follower, as `cluster.assembly.build_worker` does."""
     world.exchange.processes[process.pid] = process
 
     def wake() -> None:
@@ -228,7 +228,7 @@ def _host_tier(
     size: int,
     followers: SimFollowers | None,
 ) -> tuple[PoolSet | None, Arena | None]:
-    """A rank's mirror in host memory, in an arena where one is to be had; the leader's, with its `followers`."""
+    """Build a rank's host tier, in an arena where one is free; the leader's spans its `followers`."""
     cache = world.config.cache_for(role)
     if not cache.host_bytes:
         return None, None

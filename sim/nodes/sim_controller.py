@@ -1,6 +1,6 @@
-"""The controller's process and the supervisor beside it: messages to the production `Controller`, and its actions.
+"""The controller's process and the supervisor beside it: the production `Controller`, its messages and its actions.
 
-It doesn't fail here: a cluster whose head is gone is gone with it.
+The controller doesn't fail here: a cluster whose head is gone is gone with it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from sim.nodes.sim_worker import SimHost
 
 TICK_S = 0.1
 FOLD_S = 0.02
-"""As `cluster.controller.controller_service`."""
+"""Changes within this many seconds are published together, as in `cluster.controller.controller_service`."""
 
 
 class SimControl:
-    """Implements `sim.nodes.build_sim_worker.Home`."""
+    """Implements `sim.nodes.build_sim_worker.ControllerClient`."""
 
     def __init__(self, world: SimWorld) -> None:
         self.world = world
@@ -74,14 +74,14 @@ class SimControl:
         return self._pipes_of(worker)[0]
 
     def _pipes_of(self, worker: SimProcess) -> tuple[SimPipe, SimPipe]:
-        """The connection that a worker keeps: there, and back."""
+        """The connection that a worker keeps to the controller: there, and back."""
         if worker.pid not in self._pipes:
             network = self.world.exchange.network
             self._pipes[worker.pid] = network.pipe(worker, self.process), network.pipe(self.process, worker)
         return self._pipes[worker.pid]
 
     def _ask(self, worker: SimProcess, ask: Callable[[], LeaseGrant], answer: Callable[[LeaseGrant], None]) -> None:
-        """One call over the network: there, and back."""
+        """Make one call over the network: `ask` runs at the controller, `answer` in the worker's process."""
         there, back = self._pipes_of(worker)
 
         def asked() -> None:
@@ -107,7 +107,7 @@ class SimControl:
         self.world.agenda.after(TICK_S, self._tick)
 
     def _given_up(self, report: str) -> None:
-        """An operator reads it so as well: whom the controller doesn't start again."""
+        """Note a worker that the controller doesn't start again, by the text of its report to operators."""
         if "not restarted" in report or "left dead" in report:
             self.given_up.add(WorkerName(report.partition(" ")[0]))
 
@@ -117,7 +117,7 @@ class SimControl:
         process = self.new_process(label, f"node-{number % self.world.shape.nodes}")
         self.world.say("controller", f"starts {label} on {process.node}")
         self.world.exchange.processes[process.pid] = process
-        # Somebody on the node sees the process go, and tells, once the controller can be reached.
+        # The node's agent sees the process end, and reports it once the controller can be reached.
         agent = SimProcess(self.world.agenda, f"agent of {label}", process.node, 0)
         pipe = self.world.exchange.network.pipe(agent, self.process)
         reason = "its process is gone"
@@ -127,7 +127,7 @@ class SimControl:
         self.all_hosts.append(host)
 
     def _kill(self, kill: KillWorker) -> None:
-        """Its node hears of it when it can be reached."""
+        """Have the worker's node kill it; the message waits while the node can't be reached."""
         for host in self.all_hosts:
             if (host.name, host.incarnation) == (kill.name, kill.incarnation):
                 agent = SimProcess(self.world.agenda, f"agent of {host.process}", host.process.node, 0)

@@ -17,12 +17,12 @@ from sim.nodes.build_sim_worker import SimWorld
 from sim.nodes.sim_worker import SimHost
 
 KEEPALIVE_S = 20.0
-"""After so long without a sign of life gRPC closes a connection: `keepalive_time` and `keepalive_timeout`."""
+"""Seconds without a sign of life after which gRPC closes a connection: `keepalive_time` and `keepalive_timeout`."""
 CONNECT_S = 5.0
 
 
 class LinkOwner(Protocol):
-    """Whose connections they are."""
+    """The router, as its links see it."""
 
     world: SimWorld
     process: SimProcess
@@ -46,7 +46,7 @@ class SimLink:
         self._connect()
 
     def _connect(self) -> None:
-        """Ask for a session; what belongs to an earlier try counts no more."""
+        """Open a connection and ask for a session; messages of earlier tries are ignored from now on."""
         if self.closed:
             return
         self._number += 1
@@ -70,7 +70,7 @@ class SimLink:
                 back.send(lambda: self._broken(number, "the worker has ended"))
             else:
                 self._session = session
-                # Its own end of the connection tells it; a word from here might be lost with the next reset.
+                # The worker learns of a reset from its own end; a message from here might be lost with the next reset.
                 back.on_reset = lambda: self.host.close_session(session)
                 mine.on_death(lambda: there.send(lambda: self.host.close_session(session)))
                 back.send(lambda: self._opened(number))
@@ -82,7 +82,7 @@ class SimLink:
         self._watch(number)
 
     def _watch(self, number: int) -> None:
-        """Keepalive: a connection through which nothing comes back is closed."""
+        """Watch the connection as keepalive does: close it when nothing comes back for too long."""
 
         def look() -> None:
             if self.closed or number != self._number:

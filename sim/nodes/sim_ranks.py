@@ -1,10 +1,10 @@
-"""The other ranks of a worker: processes of their own that carry out their leader's orders, one by one and late.
+"""The followers of a worker: processes of their own that carry out their leader's orders, one by one and late.
 
-They are `cache.pool.tp_pool_set.FollowerPools`, `transfer.planes.tp_plane.FollowerLinks` and
+Each has `cache.pool.tp_pool_set.FollowerPools`, `transfer.planes.tp_plane.FollowerLinks` and
 `cache.storage.tp_page_store.FollowerPageStore`, as in `cluster.worker_process.follower_process`; orders travel as
-bytes. What is modelled is the line: an order reaches each rank some time after it was told, what is asked is answered
-some time later, and a leader that waits for an answer gets it, with everything that was told before it carried out. A
-rank that is gone ends the worker.
+bytes. Only the channel is a model: an order reaches each rank some time after it was sent, and is answered some time
+later; a leader that waits for an answer gets it at once, and all earlier orders are carried out first. The death of a
+rank ends the worker.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from sim.fabric.virtual_time import VirtualTime
 from transfer.planes.tp_plane import FollowerLinks
 
 LATE_S = 0.002
-"""An order is carried out so late at most, unless its leader waits for it."""
+"""Seconds after which an order is carried out at the latest; at once if its leader waits for it."""
 
 
 @dataclass(eq=False)
 class SimAnswers:
-    """Implements `contracts.messages.rank_order_codec.Answers`."""
+    """Implements `contracts.messages.rank_order_codec.OrderAnswers`."""
 
     line: SimFollowers
     wanted: int
@@ -79,12 +79,12 @@ class SimRank:
     arena: Arena | None
     orders: deque[tuple[bytes, SimAnswers | None]] = field(default_factory=deque)
     open: dict[int, SimAnswers] = field(default_factory=dict)
-    """What storage has still to answer."""
+    """The answers that storage still owes, by sequence number."""
     follower_notices: list[FollowerNotice] = field(default_factory=list)
     asked: int = 0
 
     def carry_out(self) -> None:
-        """Everything that it was told."""
+        """Carry out all orders that have been sent so far."""
         while self.orders:
             data, asked = self.orders.popleft()
             self._obey(decode(data), asked)
@@ -111,7 +111,7 @@ class SimRank:
             asked.answers[self.number] = answer
 
     def look(self) -> bool:
-        """Take in what has come by itself; whether there is something for the leader."""
+        """Poll links and storage; returns whether there is something new for the leader."""
         before = len(self.follower_notices), len(self.open)
         for sequence, answer in self.storage.answers() if self.storage is not None else ():
             self.open.pop(sequence).answers[self.number] = answer
@@ -120,13 +120,13 @@ class SimRank:
 
 
 class SimFollowers:
-    """Implements `contracts.messages.rank_order_codec.Followers` for one leader."""
+    """Implements `contracts.messages.rank_order_codec.OrderChannel` for one leader."""
 
     def __init__(self, agenda: VirtualTime, leader: SimProcess, rng: random.Random, wake: Callable[[], None]) -> None:
         self.ranks: list[SimRank] = []
         self._agenda, self._rng, self._wake = agenda, rng, wake
         self.late_orders = 0
-        """Orders that were carried out without anybody waiting for it."""
+        """How many orders were carried out without the leader waiting for them."""
         leader.on_death(self._orphaned)
 
     @property
@@ -150,7 +150,7 @@ class SimFollowers:
         return out
 
     def catch_up(self) -> None:
-        """Wait until all ranks have carried out what they were told. Raises `PeerDead`."""
+        """Make all ranks carry out their orders now. Raises `PeerDead` where a rank is dead."""
         for rank in self.ranks:
             if not rank.process.alive:
                 raise PeerDead(f"rank {rank.number} of this worker (pid {rank.process.pid}) died")
@@ -165,19 +165,19 @@ class SimFollowers:
             self.turn(rank.number)
 
     def turn(self, number: int) -> None:
-        """There is something to do for a rank."""
+        """Have a rank take a turn soon, since it has orders or arrivals."""
         rank = self.ranks[number - 1]
         rank.process.later(LATE_S * self._rng.random(), lambda: self._turned(rank))
 
     def _turned(self, rank: SimRank) -> None:
         self.late_orders += len(rank.orders)
         answered = any(asked is not None for _, asked in rank.orders)
-        # Orders first: what arrives is stored only for rooms that they permit.
+        # Orders come first: arriving writes are stored only for rooms that orders permit.
         rank.carry_out()
         if rank.look() or answered:
             self._wake()
 
     def _orphaned(self) -> None:
-        """They see their leader go a little later, and go themselves."""
+        """End the followers a little after their leader died, as each sees it."""
         for rank in self.ranks:
             self._agenda.after(0.01 * self._rng.random(), rank.process.die)

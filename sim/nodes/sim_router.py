@@ -1,4 +1,4 @@
-"""The router's process: the production `RouterCore`, and what its links and its service do around it, as events."""
+"""The router's process: the production `RouterCore`, with its links and its service as events."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sim.scenario.scenario import ScenarioRequest
 
 
 class RouterClients(Protocol):
-    """Who asked, as a router knows them."""
+    """The clients of a router, which receive its answers."""
 
     def on_tokens(self, ask: ScenarioRequest, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None: ...
 
@@ -36,11 +36,11 @@ class RouterClients(Protocol):
     def on_end(self, ask: ScenarioRequest, end: EndRequest) -> None: ...
 
     def on_progress(self, ask: ScenarioRequest, progress: LegReport) -> None:
-        """A worker reports of one of its requests; clients see what it counts in their usage."""
+        """A worker reports on its leg of a request; clients see the counts in their usage."""
 
 
 class SimRouter:
-    """One start of the router. What its clients are told, `client` hears."""
+    """One start of the router. Answers to all its requests go to `client`."""
 
     def __init__(
         self,
@@ -84,13 +84,13 @@ class SimRouter:
         self._act()
 
     def cancel(self, request_id: RequestId, *, finished: bool = False) -> None:
-        """The client has left, or has what it wanted."""
+        """Cancel a request: the client has left or, with `finished`, has all that it wanted."""
         self._asks.pop(request_id, None)
         self.core.cancel(request_id, finished=finished)
         self._act()
 
     def drain(self, name: WorkerName, *, undo: bool = False) -> bool:
-        """What the operators' endpoints do; False where they would refuse."""
+        """Drain a worker, or undo that, as the operators' endpoints do; False where they would refuse."""
         entry = self.core.workers.named(name)
         link = self.links.get(entry.key) if entry is not None else None
         if entry is None or link is None or not link.linked:
@@ -116,12 +116,12 @@ class SimRouter:
         return True
 
     def may_leave(self, entry: WorkerEntry) -> bool:
-        """As `router.api.admin_drain` decides it: somebody of its role must stay."""
+        """Whether a worker may be drained, as `router.api.admin_drain` decides: another of its role must stay."""
         staying = self.core.workers.staying(entry.record.role, self.world.agenda.now())
         return entry.status.state == "ready" and staying != [entry] and bool(staying)
 
     def change_role(self, name: WorkerName, role: Role) -> bool:
-        """What the operators' endpoint does; False where it would refuse."""
+        """Change a worker's role, as the operators' endpoint does; False where it would refuse."""
         entry = self.core.workers.named(name)
         if entry is None or entry.record.role is role or not self.may_leave(entry):
             return False

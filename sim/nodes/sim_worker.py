@@ -1,4 +1,4 @@
-"""A worker's process in the simulator: what its thread, its lease and gRPC do around a worker, as events.
+"""A worker's process in the simulator: the production worker, with its thread, its lease and gRPC as events.
 
 The worker itself, its KV cache manager, pools and rooms are built as `cluster.assembly.build_worker` builds them. The
 process steps it as the host does, asks the same lease before each step and each delivery, and sleeps as long as the
@@ -35,7 +35,10 @@ class _SimSession:
 
 
 class SimHost:
-    """One incarnation of one worker in its process."""
+    """One incarnation of one worker in its process.
+
+    It has more than twenty methods: it stands for a host, a session and a controller's client of a real cluster.
+    """
 
     def __init__(
         self,
@@ -119,7 +122,7 @@ class SimHost:
     # ------------------------------------------------------------ what reaches it
 
     def open_session(self, deliver: Callable[[bytes], None], ended: Callable[[str], None]) -> SessionId | None:
-        """`deliver` gets frames. None when the worker has ended."""
+        """Open a router's session: `deliver` gets frames, `ended` the reason of its end. None if the worker ended."""
         if self.ended is not None or not self.process.alive:
             return None
         session = SessionId(self._next_session)
@@ -160,7 +163,7 @@ class SimHost:
         self._turn = self.process.later(delay_s, self._run)
 
     def hang(self) -> None:
-        """From now on its loop makes no turn, although its lease is renewed."""
+        """Stop the worker's loop for good, while its lease is still renewed."""
         self._hung = True
 
     def _run(self) -> None:
@@ -206,7 +209,7 @@ class SimHost:
         return None
 
     def _look_for_spins(self, sound: bool) -> None:
-        """A loop that would not sleep, turn after turn, and has nothing to show for it, uses up a processor."""
+        """Report a loop that doesn't sleep for `SPINS` turns though it computes nothing."""
         self._spins = 0 if sound else self._spins + 1
         if self._spins == SPINS:
             self.world.violated(f"{self.process}: its loop has turned {SPINS} times for something that is due")
@@ -230,15 +233,15 @@ class SimHost:
     # ------------------------------------------------------------ rest
 
     def unrest(self) -> list[str]:
-        """Why nothing can be said of it yet, or never: what is still held although nobody asks for anything."""
+        """List the requests, rooms, pages and slots that the worker still holds; empty once it is at rest."""
         worker, manager, receiver = self.worker, self.built.manager, self.built.receiver
         status, report = worker.status(), worker.check()
         found = [f"{status.running} run, {status.waiting} wait"] if status.running or status.waiting else []
         found += [f"{report.rooms} rooms are open"] if report.rooms else []
         found += ["copies, loads or reads are under way"] if manager.busy else []
         for pool, allocator in manager.pools.allocators.items():
-            if manager.free_pages(pool) != allocator.total:
-                found.append(f"{pool}: {manager.free_pages(pool)} of {allocator.total} are free or only kept")
+            if manager.supply.free_pages(pool) != allocator.total:
+                found.append(f"{pool}: {manager.supply.free_pages(pool)} of {allocator.total} are free or only kept")
         if receiver is not None and receiver.slots.free != receiver.slots.total:
             found.append(f"{receiver.slots.free} of {receiver.slots.total} metadata slots are free")
         return [f"{self.process}: {line}" for line in found]
@@ -246,13 +249,13 @@ class SimHost:
     # ------------------------------------------------------------ ends
 
     def _end(self, end: WorkerEnd, reason: str) -> None:
-        """The way out that the worker's process itself takes."""
+        """End the worker's process with the steps that production takes for this `end`."""
         if self.ended is not None:
             return
         self.ended = end
         self.world.say(self.process.label, f"ends, {end}: {reason}")
         if end is WorkerEnd.LEFT:
-            # Who leaves in peace has finished everything and handed over everything.
+            # A worker that leaves after a drain has finished and handed over everything.
             for line in self.unrest():
                 self.world.violated(f"{line}, and it leaves")
         try:
@@ -271,11 +274,11 @@ class SimHost:
         self.process.die()
 
     def _lost_rank(self, which: str) -> None:
-        """Without one of its ranks a worker has no state that it could go on from."""
+        """End the worker: without one of its ranks it has no state to go on from."""
         self._end(WorkerEnd.DIED, f"{which} died")
 
     def _died(self) -> None:
-        """Its process is gone: the system closes its connections."""
+        """End all sessions of the dead process, as the system closes its connections."""
         if self.ended is None:
             self.ended = WorkerEnd.STOPPED
         sessions, self._sessions = list(self._sessions.values()), {}

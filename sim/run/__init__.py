@@ -1,1 +1,1 @@
-"""A scenario, run and judged."""
+"""The run of a scenario: faults, checks and the command."""

@@ -1,4 +1,4 @@
-"""What a fault of a plan does to a run. Each ends by itself, and says when."""
+"""The effects of a plan's faults on a run. Each fault ends by itself, at a time known in advance."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sim.scenario.scenario import PlannedFault
 
 
 class FaultTarget(Protocol):
-    """What a fault may touch of a running scenario."""
+    """The parts of a running scenario that faults act on."""
 
     agenda: Any
     counts: Counter[str]
@@ -33,7 +33,7 @@ _SLOW = 20.0
 
 
 def schedule(run: FaultTarget, fault: PlannedFault) -> float:
-    """Enter a fault into the run's agenda; returns when all of it is over."""
+    """Enter a fault into the run's agenda; returns the time at which it, and a restart after it, are over."""
 
     def begin() -> None:
         undo = _BEGIN[fault.kind](run, fault)
@@ -102,7 +102,7 @@ def _rank(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
 
 
 def _router(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
-    """Its clients lose their connections, and ask again."""
+    """Restart the router: its clients lose their connections, and ask again."""
     if not run.router.process.alive:
         return None
     run.router.process.die()
@@ -176,7 +176,7 @@ def _damage(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
 
 
 def _flip(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
-    """A byte of each page, but those of the null pages, which nothing can be lost from."""
+    """Flip a bit in each page of the host tier, except null pages, which no request depends on."""
     host = _host(run, fault.target)
     pools = host.built.manager.host if host is not None else None
     if pools is None:

@@ -1,16 +1,16 @@
-"""Runs a plan: builds the cluster, lets it happen, and says what was wrong.
+"""The run of a plan: builds the cluster, runs its events, and reports violations.
 
 What must hold, whatever the plan:
 
     ends        every request ends, within `GRACE_S` of virtual time after the last fault
-    answers     every token and log-probability is the one that `recite` works out from the prompt alone, each
+    answers     every token and log-probability is the one that `recite` computes from the prompt alone, each
                 delivered once; only a client that left, or whose own deadline was short, gets less
-    prefixes    what a request is said to have found was said before, under its own salt
-    damage      nothing is found damaged where nothing was damaged: a check that saves an answer has found a bug as well
-    audits      computing an answer again from its tokens never comes to another
+    prefixes    cached tokens that a worker reports of a request were in an earlier request under the same salt
+    damage      no state is found damaged where no fault damages state, even if a check saved the answer
+    audits      computing an answer again from its tokens never gives another answer
     rules       no worker, router or controller raises: an event outside its table, a broken assertion
-    books       `check()` of everybody finds nothing, now and then on the way and at the end
-    rest        when nobody asks for anything any more, every page and slot of every pool is back, within `GRACE_S`
+    books       `check()` of every worker and the router finds nothing, from time to time and at the end
+    rest        once all requests have ended, every page and slot of every pool is free or only cached, within `GRACE_S`
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ from sim.scenario.scenario import Scenario, ScenarioRequest, pool_set
 GRACE_S = 180.0
 _LINK_TIMEOUT_S = 3.0
 _RETRY_S = 0.5
-"""A client whose server is gone asks again after so long."""
+"""Seconds after which a client whose router is gone asks again."""
 _ENOUGH = 5
-"""Violations after which a run is stopped: the rest follows from the first ones."""
+"""How many violations stop a run: later ones follow from the first."""
 _TOLD = (
     "stale_pages", "pages_damaged", "late_messages", "preemptions", "pages_evicted", "pages_invalidated", "retractions",
     "resumptions", "recomputed", "arena_pages_adopted", "hit_tokens_device", "hit_tokens_host", "hit_tokens_storage",
     "prompt_tokens_held",
 )  # fmt: skip
-"""Counters of workers that say what a run has met."""
+"""Counters of workers that are reported as events of a run."""
 _SUSPECT = (
     "pages_damaged", "pages_invalidated", "stale_pages", "states_damaged_swapped", "pages_damaged_in_storage",
     "pages_damaged_on_host",
 )  # fmt: skip
-"""Counters of workers that say that state was found damaged."""
+"""Counters of workers that count state found damaged."""
 _DAMAGING = ("corrupt", "metadata", "notice", "flip", "rot")
 """Faults that damage state."""
 _runs = count()
@@ -68,12 +68,12 @@ _runs = count()
 
 @dataclass(frozen=True, slots=True)
 class ScenarioResult:
-    """What a run came to."""
+    """The result of a run."""
 
     seed: int
     violations: tuple[str, ...]
     seconds: float
-    """Of virtual time."""
+    """How many seconds of virtual time it took."""
     events: int
     counts: Counter[str]
     log: tuple[str, ...] = ()
@@ -94,7 +94,7 @@ class SimClient:
 
 
 class ScenarioRun:
-    """One run of one plan."""
+    """One run of one plan. It has more than twenty methods: one for each kind of event."""
 
     def __init__(self, plan: Scenario, keep_log: bool = False) -> None:
         self.plan = plan
@@ -147,7 +147,7 @@ class ScenarioRun:
         return SimRouter(self.world, self.control, self.routers, self)
 
     def restart_router(self) -> None:
-        """A new one comes up; whose connections went down with the old one asks again."""
+        """Start a new router; clients whose connections ended with the old one ask again."""
         self.router = self._new_router()
         for client in self.clients:
             if not client.over and client.request_id is not None:
@@ -220,7 +220,7 @@ class ScenarioRun:
             self.violated(f"{client.request_id} failed: {end.done.error}: {end.done.message}")
 
     def _count_kinds(self, client: SimClient) -> None:
-        """What of requests' kinds was answered."""
+        """Count the kinds of requests that were answered."""
         ask, sampling = client.ask, client.ask.sampling
         spec = pool_set(self.plan.shape.pools, self.plan.shape.page_tokens)
         free = replace(sampling, min_tokens=0)
@@ -237,7 +237,7 @@ class ScenarioRun:
         self.counts.update(kind for kind, so in kinds.items() if so)
 
     def on_progress(self, ask: ScenarioRequest, progress: LegReport) -> None:
-        """What was found of its prompt must have been there to find: said by somebody of the same salt, before."""
+        """Check that cached tokens of a prompt were in an earlier request under the same salt."""
         found = progress.cached_tokens
         if not found:
             return
@@ -255,7 +255,7 @@ class ScenarioRun:
             self.violated(f"request {ask.number} found {found} tokens of its prompt, which nobody of its salt has said")
 
     def _restarts(self, name: WorkerName) -> bool:
-        """Whether this worker has started requests over, which then find what they left in the tree themselves."""
+        """Whether this worker has started requests over, which then find their own pages in the tree."""
         counters = self.control.hosts[name].worker.status().counters
         return any(counters.get(counter, 0) for counter in ("preemptions", "pages_invalidated", "stale_pages"))
 
@@ -277,7 +277,7 @@ class ScenarioRun:
     # ------------------------------------------------------------ the run
 
     def run(self, until: Callable[[], bool] = lambda: False) -> ScenarioResult:
-        """To the end, or until what is asked before each event is true."""
+        """Run to the end, or until `until()`, which is called before each event, returns True."""
         for client in self.clients:
             self.agenda.after(client.ask.at, partial(self._ask, client))
             if client.ask.leaves_at is not None:
@@ -311,7 +311,7 @@ class ScenarioRun:
         return events
 
     def _rest(self, calm: float) -> int:
-        """Once the last fault is over, everything comes back."""
+        """Run until nothing is held any more, then check all parts; returns the number of events."""
         events = self._until(lambda: False, max(calm, self.agenda.now()) + 0.5)
         deadline, unrest = self.agenda.now() + GRACE_S, ["nothing was looked at"]
         while unrest and self.agenda.now() < deadline and not self.violations:
@@ -365,12 +365,12 @@ class ScenarioRun:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens that two sequences begin with alike."""
+    """The length of the longest common prefix of two sequences."""
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _config(drawn: dict[str, object]) -> dict[str, object]:
-    """Short leases and timeouts, so that little virtual time is spent on waiting; nobody gives up too early."""
+    """The configuration, with leases and timeouts short enough to save virtual time, and long enough for all faults."""
     return {
         "cluster": {"heartbeat_s": 0.25, "lease_s": 2.0, "start_timeout_s": 6.0, "stall_s": 4.0, "restart_limit": 100},
         "router": {"replay_limit": 100, "worker_wait_s": 120.0},
@@ -385,7 +385,7 @@ def _config(drawn: dict[str, object]) -> dict[str, object]:
 
 
 class _IntoLog(logging.Handler):
-    """What the router cores log goes into the run's log."""
+    """Copies the log lines of router cores into the run's log."""
 
     def __init__(self, say: Callable[[str, str], None]) -> None:
         super().__init__()
@@ -409,7 +409,7 @@ def _logging(run: ScenarioRun) -> Iterator[None]:
 
 
 def run_plan(plan: Scenario, *, keep_log: bool = False) -> ScenarioResult:
-    """Run a plan from beginning to end; deterministic."""
+    """Run a plan from beginning to end. Deterministic: the same plan gives the same result."""
     run = ScenarioRun(plan, keep_log)
     with _logging(run):
         return run.run()

@@ -1,4 +1,4 @@
-"""Many seeds, in several processes: each takes the next few as soon as it is done with the last."""
+"""Runs of many seeds in several processes, each of which takes the next few seeds as soon as it is free."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def run_seed(seed: int, *, keep_log: bool = False) -> ScenarioResult:
 
 
 def run_seeds(seeds: Sequence[int], jobs: int) -> Iterator[ScenarioResult]:
-    """Their results, in their order."""
+    """Run seeds in `jobs` processes; yields the results in the order of the seeds."""
     if jobs == 1 or len(seeds) <= _PORTION:
         yield from map(run_seed, seeds)
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=_one_thread) as pool:
         waiting = iter(range(0, len(seeds), _PORTION))
-        # A few portions ahead, so that who stops listening has not ordered all.
+        # Only a few portions ahead, so that a caller that stops early has not ordered all of them.
         ordered = [pool.submit(_portion, seeds[at : at + _PORTION]) for at in islice(waiting, 3 * jobs)]
         while ordered:
             yield from ordered.pop(0).result()

@@ -1,4 +1,4 @@
-"""`twinpool sim`: one seed with its log, or many with a summary."""
+"""The command `twinpool sim`: runs one seed and prints its log, or many and prints a summary."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_SHOWN = 20
 
 
 def sim(seed: int | None, seeds: str | None, jobs: int, shrinks: bool, first: bool, say: PrintLine) -> bool:
-    """Run what was asked for; whether nothing was violated. Raises `ConfigError` for what can't be asked."""
+    """Run one seed or a range; True if nothing was violated. Raises `ConfigError` for arguments that don't fit."""
     if (seed is None) == (seeds is None):
         raise ConfigError("sim takes either --seed N, to replay one, or --seeds A..B, to run many")
     if jobs < 1:
@@ -59,7 +59,7 @@ def _one(seed: int, shrinks: bool, say: PrintLine) -> bool:
 
 
 def describe(plan: Scenario) -> list[str]:
-    """The plan for people."""
+    """Describe the plan in lines that people can read."""
     shape = plan.shape
     lines = [
         f"seed {plan.seed}: {shape.prefill} prefill, {shape.decode} decode, pools {shape.pools}, plane {shape.plane}, "

@@ -1,1 +1,1 @@
-"""What a seed stands for."""
+"""Scenarios: the plans that seeds stand for."""

@@ -1,7 +1,7 @@
-"""What a seed stands for: a cluster, what is asked of it, and what goes wrong.
+"""The plan that a seed stands for: a cluster, its clients' requests, and faults.
 
-A plan is a value, apart from running it. So a failing one can be made smaller (`sim.scenario.shrink`) and run again,
-and what is drawn in a run (delays, say) is drawn from another stream than what is drawn here.
+A plan is a value, separate from its run. So a failing plan can be made smaller (`sim.scenario.shrink`) and run again,
+and draws of a run (delays, say) come from another random stream than the draws of its plan.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class ScenarioRequest:
     salt: str = ""
     priority: int = 0
     leaves_at: float | None = None
-    """When the client hangs up, if it still waits."""
+    """The time at which the client hangs up, if it still waits; None: never."""
     enough: int | None = None
-    """The client has what it wanted after so many tokens, as with a stop string."""
+    """The client stops the request after so many tokens, as a stop string does; None: never."""
     deadline_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedFault:
-    """Something that goes wrong, or that an operator does."""
+    """A fault, or an operator's action, of one of `KINDS`."""
 
     kind: str
     at: float
@@ -53,29 +53,29 @@ class PlannedFault:
 
 @dataclass(frozen=True, slots=True)
 class ClusterShape:
-    """The cluster."""
+    """The size, state, configuration and speed of the cluster."""
 
     prefill: int
     decode: int
     pools: str
-    """``full``, ``window``, ``state`` or ``all``."""
+    """The pools that the model keeps: ``full``, ``window``, ``state`` or ``all``."""
     page_tokens: int
     plane: str
     adversarial: bool
-    """Devices run operations late, in any order that is allowed."""
+    """Whether devices run operations late, in any order that is allowed."""
     delay_s: float
     step_s: float
     nodes: int
     kill_s: float = 2.0
-    """A node may take so long to carry out a kill: what it is for may live on beside its successor."""
+    """Seconds that a node may take for a kill, so that a worker may live on beside its next incarnation."""
     pressed: bool = False
-    """More is asked of decode at once than its pools can hold."""
+    """Whether requests ask more of decode at once than its pools can hold."""
     config: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """See the module's prose."""
+    """A plan: a cluster, its requests and its faults."""
 
     seed: int
     shape: ClusterShape
@@ -84,7 +84,7 @@ class Scenario:
 
 
 def pool_set(name: str, page_tokens: int) -> PoolSetSpec:
-    """A few bytes for each position and kind of state; heads of some, which ranks share."""
+    """Make a small pool set: a few bytes a position and kind of state, some with heads that ranks divide."""
     u8 = torch.uint8
     full = PoolSpec("full", (BufferSpec("kv", 2, (4, 2), u8, heads=4),))
     window = PoolSpec("window", (BufferSpec("kv", 1, (2, 4), u8, heads=2),), PoolKind.WINDOW, 7)
@@ -94,7 +94,7 @@ def pool_set(name: str, page_tokens: int) -> PoolSetSpec:
 
 
 def sampling_of(rng: random.Random, prompt: int, most: int) -> SamplingParams:
-    """How a request is to be drawn; half of them plainly."""
+    """Draw the sampling parameters of a request; half of the requests have plain ones."""
     stops = tuple(rng.sample(range(VOCABULARY), rng.choice((0, 0, 4))))
     sampling = SamplingParams(most, seed=rng.randrange(1 << 32), stop_token_ids=stops)
     if rng.random() < 0.5:
@@ -119,7 +119,7 @@ def sampling_of(rng: random.Random, prompt: int, most: int) -> SamplingParams:
 
 
 def rush(rng: random.Random, shape: ClusterShape, first: int, at: float) -> list[ScenarioRequest]:
-    """Short answers, from which decode learns what to expect, then more and longer ones than it expects, at once."""
+    """Draw requests with short answers, from which decode learns lengths, then many with longer ones at once."""
     asks = []
     short = shape.decode * rng.randint(8, 9)
     for number in range(short + shape.decode * rng.randint(4, 7)):

@@ -28,7 +28,7 @@ STEP_TOKENS = 8
 
 
 def draw(seed: int) -> Scenario:
-    """The plan of a seed. Memory is short in every third."""
+    """Draw the plan of a seed. In every third seed, memory is short."""
     rng = random.Random(f"plan {seed}")
     shape = _shape(rng, seed % 3 == 0)
     asks = _asks(rng, shape)
@@ -75,7 +75,7 @@ def _config(rng: random.Random, page: int, pressed: bool) -> dict[str, Any]:
     tp = rng.choice(((1, 1),) * 8 + ((2, 1), (1, 2), (2, 2), (4, 2)))
     decode = _sizes(rng, page, tight)
     if pressed:
-        # Room for one request that is as long as can be, or for many that turn out longer than those before them.
+        # Memory for one request of the largest length, or for many that get longer than the requests before them.
         decode = {"device_tokens": CONTEXT + page * rng.randrange(3), "device_requests": 8}
     return {
         "cache": cache,
@@ -100,13 +100,13 @@ def _config(rng: random.Random, page: int, pressed: bool) -> dict[str, Any]:
 
 
 def _sizes(rng: random.Random, page: int, tight: bool) -> dict[str, int]:
-    """A pool holds the longest request; how much more than that decides whether requests wait for each other."""
+    """Draw the sizes of pools. Each holds the longest request; the rest decides whether requests wait."""
     tokens = CONTEXT + page * rng.randrange(0, CONTEXT // page // (2 if tight else 1) * (1 if tight else 4))
     return {"device_tokens": tokens, "device_requests": rng.randint(1, 2) if tight else rng.randint(2, 8)}
 
 
 def _asks(rng: random.Random, shape: ClusterShape) -> tuple[ScenarioRequest, ...]:
-    """Conversations: some go on from what was said, some share what they begin with, some are asked several times."""
+    """Draw conversations: some continue an earlier answer, some share a prefix, some are repeated."""
     spec = pool_set(shape.pools, shape.page_tokens)
     system = [rng.randrange(VOCABULARY) for _ in range(rng.randint(0, 20))]
     said: list[list[int]] = []
@@ -140,7 +140,7 @@ def _asks(rng: random.Random, shape: ClusterShape) -> tuple[ScenarioRequest, ...
 
 
 def _faults(rng: random.Random, shape: ClusterShape, asks: Sequence[ScenarioRequest]) -> tuple[PlannedFault, ...]:
-    """None in some plans; in others some of a few kinds, so that each meets the others."""
+    """Draw faults: none in some plans; in others of a few kinds only, so that these kinds coincide."""
     count = rng.choice((0, 2, 5, 10, 16))
     names = [f"prefill-{n}" for n in range(shape.prefill)] + [f"decode-{n}" for n in range(shape.decode)]
     kinds = rng.sample(list(KINDS), rng.randint(1, 5))
@@ -150,7 +150,7 @@ def _faults(rng: random.Random, shape: ClusterShape, asks: Sequence[ScenarioRequ
     faults = []
     for _ in range(count):
         kind = rng.choice(kinds)
-        # Where something is under way.
+        # A time at which requests are in flight.
         at = rng.choice(asks).at + rng.expovariate(2.0)
         lasts = rng.choice((0.05, 0.5, 2.0, 6.0)) * rng.uniform(0.5, 1.5)
         target, other = rng.sample(ends, 2) if kind in PAIRS else (rng.choice(names), "")
@@ -164,7 +164,7 @@ def _faults(rng: random.Random, shape: ClusterShape, asks: Sequence[ScenarioRequ
             target, other = f"node-{rng.randrange(shape.nodes)}", "*"
         faults.append(PlannedFault(kind, at, target, other, lasts if kind in LASTING else 0.0))
     if shape.decode > 1 and rng.random() < 0.4:
-        # While something runs there, and somebody else could take it.
+        # While requests run there, and another decode worker could take them.
         at = rng.choice(asks).at + shape.step_s * rng.randrange(20)
         faults.append(
             PlannedFault("drain", at, f"decode-{rng.randrange(shape.decode)}", "", rng.choice((0.1, 0.5, 2.0)))

@@ -1,8 +1,8 @@
 """Makes a failing plan smaller: fewer requests, fewer faults, a plainer cluster, as long as it still fails.
 
 Delta debugging over the plan (Zeller and Hildebrandt, "Simplifying and isolating failure-inducing input", 2002): parts
-of a list are left out, first halves, then quarters and so on, and whatever isn't missed stays out. What is left fails
-for a reason that can be read, though not always for the one that was seen first.
+of a list are left out, first halves, then quarters and so on, and stay out if the plan fails without them. The smaller
+plan fails for a reason that can be read, though not always for the first plan's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ StillFails = Callable[[Scenario], bool]
 
 
 def shrink(plan: Scenario, fails: StillFails) -> Scenario:
-    """The smallest plan found that still `fails`; `plan` itself must."""
+    """Find the smallest plan that still `fails`; `plan` itself must fail."""
     before = None
     while before != plan:
         before = plan
@@ -31,7 +31,7 @@ def shrink(plan: Scenario, fails: StillFails) -> Scenario:
 
 
 def _fewer(items: Sequence[T], fails: Callable[[tuple[T, ...]], bool]) -> tuple[T, ...]:
-    """A part of `items` that still fails and of which no single one can be left out."""
+    """Find a part of `items` that still fails and of which no single item can be left out."""
     kept, size = tuple(items), max(1, len(items) // 2)
     while kept:
         for at in range(0, len(kept), size):
@@ -49,7 +49,7 @@ def _fewer(items: Sequence[T], fails: Callable[[tuple[T, ...]], bool]) -> tuple[
 
 
 def _plainer(plan: Scenario) -> list[Scenario]:
-    """The same plan on clusters that have a little less of something, each for itself."""
+    """List plans that differ from this one by one simplification of the cluster each."""
     shape = plan.shape
     changes: list[dict[str, Any]] = [
         {"adversarial": False},

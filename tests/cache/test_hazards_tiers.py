@@ -11,9 +11,9 @@ import pytest
 
 from cache.memory.page_moves import PageMove
 from cache.pool.page_allocator import PageAllocator
+from cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from cache.prefix_cache.nodes.tree_node import NO_LOCKS, PageOffer, Tier
 from cache.prefix_cache.radix_tree import RadixTree
-from cache.prefix_cache.token_prefix import TokenPrefix
-from cache.prefix_cache.tree_node import NO_LOCKS, PageOffer, Tier
 from cache.storage.io_queue import StorageOp
 from tests.cache_visitors import Visitor
 from tests.cache_world import World
@@ -97,15 +97,15 @@ def test_a8_a_slot_is_cleared_copied_and_written_in_the_order_of_one_stream() ->
         world.settle()
 
 
-def test_a9_a_claim_that_was_not_launched_is_not_settled() -> None:
+def test_a9_an_allocation_that_was_not_launched_is_not_ready() -> None:
     world = world_of("full+state", adversarial=True)
     visit(world, TOKENS)
     visitor = admitted(world, [*TOKENS, 9, 9])
     assert visitor.allocation is not None
-    assert not world.manager.settled(visitor.allocation), "its slot holds another's state still"
+    assert not world.manager.planner.ready(visitor.allocation), "its slot holds another's state still"
     world.manager.launch()
     answer(world)
-    assert world.manager.settled(visitor.allocation)
+    assert world.manager.planner.ready(visitor.allocation)
     world.settle()
 
 
@@ -124,7 +124,7 @@ def test_a9_a_load_whose_bytes_are_damaged_is_no_hit_whichever_pool_it_is(name: 
         world.compute(visitor, 1)
         answer(world, 2)
         assert visitor not in world.visitors, "it is told before anything of it is committed"
-        assert world.manager.counters["pages_invalidated"] == 0
+        assert world.manager.sharing.counters["pages_invalidated"] == 0
         assert world.manager.tree.match(visitor.prefix).depth == 0, "what is damaged is never found again"
         world.settle()
 
@@ -139,8 +139,7 @@ def test_a9_a_load_that_fails_halfway_is_no_hit() -> None:
     world.manager.launch()
     device._rate = 0.0
     answer(world, 2)
-    assert world.manager.load_back is not None
-    assert world.manager.load_back.counters["loads_failed"] == 1
+    assert world.manager.tiers.load_back.counters["loads_failed"] == 1
     assert visitor not in world.visitors
     assert world.manager.tree.match(visitor.prefix).depth == 0
     assert visit(world, [*TOKENS, 9, 9]) == PAGES, "storage still has it, and that is good"
@@ -375,13 +374,15 @@ def test_b9_a_prefix_is_locked_before_room_is_counted_and_let_go_when_there_is_n
     tree, free = world.manager.tree, world.pools.allocators["full"].free
     assert free == 4
     prefix = TokenPrefix.of([*TOKENS, *[9] * 10], PAGE_TOKENS)
-    assert world.manager.allocate(prefix, 2 * 9, "too much", reusable=PAGES) is None, "it would evict what it reuses"
+    assert world.manager.prefixes.allocate(prefix, 2 * 9, "too much", reusable=PAGES) is None, (
+        "it would evict what it reuses"
+    )
     assert tree.match(prefix).depth == PAGES, "nothing was taken from the tree for it"
     assert (len(tree.locks), world.pools.allocators["full"].free) == (0, free)
-    allocation = world.manager.allocate(prefix, 2 * 8, "fits", reusable=PAGES)
+    allocation = world.manager.prefixes.allocate(prefix, 2 * 8, "fits", reusable=PAGES)
     assert allocation is not None
     assert (allocation.depth, world.pools.allocators["full"].free) == (PAGES, 0)
-    world.manager.free(allocation)
+    world.manager.table.free(allocation)
     assert world.check() == []
     world.settle()
 
@@ -402,7 +403,7 @@ def test_c1_a_prefetch_is_over_when_every_pool_has_come_and_not_before(name: str
     world.poll()
     while queue.run_next():
         assert not prefetch.over
-        assert not world.manager.may_run(prefetch), "some pools have come, others have not"
+        assert not world.manager.tiers.prefetcher.may_run(prefetch), "some pools have come, others have not"
         world.poll()
     assert prefetch.over
     assert prefetch.gained == PAGES
@@ -416,14 +417,13 @@ def test_c2_nothing_in_storage_ends_a_prefetch_at_once_as_nothing_and_not_as_don
     world = world_of("all")
     visitor = world.arrive(TOKENS)
     assert visitor.prefetch is not None
-    assert not world.manager.may_run(visitor.prefetch), "not known yet is not nothing"
+    assert not world.manager.tiers.prefetcher.may_run(visitor.prefetch), "not known yet is not nothing"
     assert world.queue is not None
     world.queue.run_next()
     world.poll()
-    assert world.manager.may_run(visitor.prefetch)
+    assert world.manager.tiers.prefetcher.may_run(visitor.prefetch)
     assert (visitor.prefetch.gained, visitor.prefetch.target) == (0, 0)
-    assert world.manager.prefetcher is not None
-    assert set(world.manager.prefetcher.counters.values()) == {0.0}
+    assert set(world.manager.tiers.prefetcher.counters.values()) == {0.0}
     assert world.admit(visitor)
     assert visitor.allocation is not None
     assert visitor.allocation.cached.total == 0

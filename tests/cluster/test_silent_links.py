@@ -13,7 +13,7 @@ from cluster.worker_process.worker_thread import WorkerThread
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.worker_events import Event
 from contracts.messages.worker_status import WorkerLimits, WorkerRecord
-from router.links.grpc_worker import GrpcPort, GrpcSession, channel_options
+from router.links.grpc_worker import GrpcSession, GrpcWorkerClient, channel_options
 from tests.cluster.fake_worker import FakeWorker, submit
 from tests.proxy import Proxy, Relay, proxying
 
@@ -39,8 +39,8 @@ class Scene:
         name, endpoint = WorkerName("decode-0"), self.relay.endpoint
         return WorkerRecord(name, Role.DECODE, Incarnation(1), 1, "n", endpoint, "", WorkerLimits(1, 1))
 
-    async def open(self) -> tuple[GrpcPort, GrpcSession]:
-        port = GrpcPort(self.record(), LINK_S)
+    async def open(self) -> tuple[GrpcWorkerClient, GrpcSession]:
+        port = GrpcWorkerClient(self.record(), LINK_S)
         heard: list[Event] = []
 
         def hear(events: Sequence[Event]) -> None:

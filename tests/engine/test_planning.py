@@ -45,7 +45,7 @@ def test_devices_say_whether_they_check(device: Device) -> None:
     assert device.checks is isinstance(device, AdversarialDevice)
 
 
-def test_tables_as_claims_keep_them_and_as_lists_make_the_same_plan() -> None:
+def test_block_tables_as_allocations_keep_them_and_as_lists_make_the_same_plan() -> None:
     tables, epochs = [[5, 9, 2, 7], [3], [8, 1, 4]], [[0, 2, 0, 1], [4], [0, 0, 7]]
     sizes = ([37, 3, 40], [1, 2, 1])
     plans = [

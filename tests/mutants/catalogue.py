@@ -4,7 +4,7 @@ A mutant is a patch with a header:
 
     Hazard: A1
     Breaks: a step touches a layer without waiting for its loads
-    Test: tests/cache/test_hazards_device.py::test_a1_...
+    Test: tests/cache/device/test_hazards_device.py::test_a1_...
 
 `run.py` shows that each test passes without its mutant and fails with it.
 """

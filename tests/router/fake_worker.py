@@ -293,8 +293,8 @@ class FakeWorker:
         self.alive, self.state = True, "ready"
 
 
-class FakePort:
-    """`contracts.interfaces.discovery.Port` to one incarnation of a fake."""
+class FakeWorkerClient:
+    """`contracts.interfaces.discovery.WorkerClient` to one incarnation of a fake."""
 
     def __init__(self, worker: FakeWorker) -> None:
         self.worker = worker
@@ -337,7 +337,7 @@ class FakePort:
 
 
 class FakeCluster:
-    """`contracts.interfaces.discovery.Directory` over fakes."""
+    """`contracts.interfaces.discovery.WorkerDirectory` over fakes."""
 
     def __init__(self, prefill: int = 1, decode: int = 1) -> None:
         self.rooms = Rooms()
@@ -366,8 +366,8 @@ class FakeCluster:
         for watcher in list(self._watchers):
             watcher(self.views())
 
-    def port(self, record: WorkerRecord) -> FakePort:
-        return FakePort(self.workers[record.name])
+    def port(self, record: WorkerRecord) -> FakeWorkerClient:
+        return FakeWorkerClient(self.workers[record.name])
 
     def restart(self, name: str) -> None:
         self.workers[name].restart()

@@ -31,7 +31,7 @@ from contracts.messages.router_commands import Cancel, Command
 from contracts.messages.worker_events import Done, Event, Tokens
 from contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
 from contracts.wire.shared_frames import FRAME_COMMANDS
-from router.links.grpc_worker import GrpcPort
+from router.links.grpc_worker import GrpcWorkerClient
 from router.links.worker_links import WorkerLinks
 from router.state.worker_table import WorkerKey
 from sim.fabric.sim_arena import SimArenas
@@ -195,7 +195,7 @@ class _Table:
         self._listener(() if key is None else (WorkerView(_record(key, self._endpoint), _status(key)),))
 
     def port(self, record: WorkerRecord) -> WorkerClient:
-        return GrpcPort(record)
+        return GrpcWorkerClient(record)
 
     async def change_role(self, name: WorkerName, role: Role) -> None: ...
 
@@ -223,7 +223,7 @@ def simulated(incarnation: int = 1) -> Iterator[Scene]:
         agenda, rng, shape, config_from_dict({}), SimSwitch(network), {}, WireDamage(), SimArenas(), None,
         lambda who, what: None, wrong.append,
     )  # fmt: skip
-    home, made = _Home(agenda), list[Scripted]()
+    home, made = _Controller(agenda), list[Scripted]()
 
     def make(world: Any, process: Any, role: Any, name: Any, incarnation: Any, sleep: Any, home: Any) -> Any:
         made.append(Scripted(sleep, incarnation))
@@ -232,7 +232,7 @@ def simulated(incarnation: int = 1) -> Iterator[Scene]:
 
     process = home.new_process("decode-0#1", "node-0")
     host = SimHost(world, process, Role.DECODE, KEY[0], Incarnation(incarnation), home, make)
-    waiter, router = SimWaiter(agenda), _Linking(world, home.new_process("router-0#1", "node-head"))
+    waiter, router = SimWaiter(agenda), _LinkOwner(world, home.new_process("router-0#1", "node-head"))
     links: list[SimLink] = []
 
     def close() -> None:
@@ -252,8 +252,8 @@ def simulated(incarnation: int = 1) -> Iterator[Scene]:
     assert all("the step failed" in line for line in wrong), wrong
 
 
-class _Home:
-    """Implements `sim.nodes.build_sim_worker.Home`: every lease is granted at once."""
+class _Controller:
+    """Implements `sim.nodes.build_sim_worker.ControllerClient`: every lease is granted at once."""
 
     def __init__(self, agenda: VirtualTime) -> None:
         self._agenda, self._pids = agenda, iter(range(1, 100))
@@ -277,8 +277,8 @@ class _Home:
         return SimProcess(self._agenda, label, node, next(self._pids))
 
 
-class _Linking:
-    """Implements `sim.nodes.sim_link.Linking`."""
+class _LinkOwner:
+    """Implements `sim.nodes.sim_link.LinkOwner`."""
 
     scene: Scene
 

@@ -38,10 +38,10 @@ from transfer.planes.make_plane import make_plane
 from transfer.planes.zmq_link import ZmqLink
 from transfer.rooms import room_messages as m
 from transfer.rooms.compatibility import fingerprint
-from transfer.rooms.kv_receiver import KVReceiver
-from transfer.rooms.kv_sender import KVSender, _sealed
 from transfer.rooms.metadata_slots import HandoverMetadata, pack
+from transfer.rooms.receiver.kv_receiver import KVReceiver
 from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived, RoomReleased
+from transfer.rooms.sender.kv_sender import KVSender, _sealed
 
 SPEC = pool_sets()["all"]
 

@@ -29,9 +29,9 @@ from transfer.planes.data_plane import SLOT_BYTES, PageNumbers, RoomTarget
 from transfer.planes.ordered_notices import MOST_HELD, OrderedNotices
 from transfer.planes.zmq_link import ZmqLink
 from transfer.planes.zmq_plane import ZmqPlane
-from transfer.rooms import early_grants as early
 from transfer.rooms import room_messages as m
 from transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
+from transfer.rooms.sender import early_grants as early
 
 SPEC = pool_sets()["all"]
 FULL = pool_sets()["full"]

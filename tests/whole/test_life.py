@@ -47,9 +47,9 @@ def some_prompts(seed: int, count: int, longest: int) -> list[list[int]]:
 
 
 @pytest.mark.slow
-def test_b2_five_hundred_clients_that_leave_at_random_moments_leave_nothing_behind(scene: Scene) -> None:
+def test_b2_two_hundred_clients_that_leave_at_random_moments_leave_nothing_behind(scene: Scene) -> None:
     cluster, rng = scene.serving, random.Random(1)
-    prompts = some_prompts(2, 500, 400)
+    prompts = some_prompts(2, 200, 400)
     leaves = [rng.random() * 0.4 for _ in prompts]
 
     async def all_of_them() -> int:
@@ -69,7 +69,7 @@ def test_b2_five_hundred_clients_that_leave_at_random_moments_leave_nothing_behi
         return left
 
     left = asyncio.run(all_of_them())
-    assert left > 250, "most of them were to leave early"
+    assert left > 100, "most of them were to leave early"
     cluster.settle()
     (prompt,) = some_prompts(3, 1, 300)
     assert compare(scene.oracle, prompt, cluster.complete(prompt, max_tokens=20).tokens).equal

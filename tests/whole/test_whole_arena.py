@@ -153,6 +153,7 @@ def test_an_agent_that_is_killed_takes_nothing_along_that_somebody_still_has(tal
     assert computed <= most(asked, talks)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_worker_of_two_ranks_takes_over_what_both_have_or_nothing(tmp_path: Path) -> None:

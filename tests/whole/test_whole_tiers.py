@@ -37,6 +37,7 @@ def test_in_one_process_tiers_change_no_token_and_damage_is_counted(model: Path,
     expect_damage_is_counted(model, trace, tmp_path / "second", storage, "local", seed=1)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_under_ray_tiers_change_no_token_and_a_restart_keeps_what_storage_has(

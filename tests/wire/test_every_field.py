@@ -21,8 +21,8 @@ from google.protobuf.message import Message as Proto
 from cache.pool.pool_set import PoolSet
 from cluster.controller.controller_actions import LeaseGrant
 from cluster.controller.controller_service import ControllerService
-from cluster.ranks.follower_line import FollowerChannel
-from cluster.ranks.rank_line import LeaderChannel
+from cluster.ranks.follower_channel import FollowerChannel
+from cluster.ranks.leader_channel import LeaderChannel
 from cluster.worker_process.grpc_service import WorkerService
 from cluster.worker_process.lease_keeper import LeaseKeeper
 from contracts.clock import ManualClock
@@ -38,7 +38,7 @@ from contracts.wire.command_protobuf import command_to_proto
 from contracts.wire.event_protobuf import event_to_proto
 from contracts.wire.worker_protobuf import report_to_proto, status_to_proto
 from router.links.controller_directory import ControllerDirectory
-from router.links.grpc_worker import GrpcPort
+from router.links.grpc_worker import GrpcWorkerClient
 from tests.poolsets import pool_sets
 from tests.router.grpc_fakes import start
 from tests.router.http_server import eventually
@@ -128,12 +128,12 @@ class Host:
 
 
 @contextlib.asynccontextmanager
-async def worker() -> AsyncIterator[tuple[Host, GrpcPort]]:
+async def worker() -> AsyncIterator[tuple[Host, GrpcWorkerClient]]:
     host = Host()
     service: Any = WorkerService(host, INCARNATION)  # type: ignore[arg-type]
     server, number = await start(pb_grpc.add_WorkerServicer_to_server, service)
     record = dataclasses.replace(full(WorkerRecord), incarnation=INCARNATION, endpoint=f"127.0.0.1:{number}")
-    port = GrpcPort(record)
+    port = GrpcWorkerClient(record)
     try:
         yield host, port
     finally:

@@ -23,7 +23,7 @@ from contracts.proto import worker_pb2_grpc as pb_grpc
 from contracts.wire.command_protobuf import command_to_proto
 from contracts.wire.event_protobuf import event_from_proto, event_to_proto
 from router.links.controller_directory import ControllerDirectory
-from router.links.grpc_worker import GrpcPort
+from router.links.grpc_worker import GrpcWorkerClient
 from tests.cluster.fake_worker import FakeWorker as Engine
 from tests.cluster.fake_worker import submit
 from tests.router.fake_worker import FakeCluster, FakeWorker
@@ -93,7 +93,7 @@ async def test_a_router_leaves_out_an_event_that_it_does_not_know_and_an_unknown
     worker = FakeWorker("decode-0", Role.DECODE)
     server, port = await start(pb_grpc.add_WorkerServicer_to_server, NewerWorker(worker))
     worker.endpoint = f"127.0.0.1:{port}"
-    link, heard, closed = GrpcPort(worker.record), list[Event](), list[str]()
+    link, heard, closed = GrpcWorkerClient(worker.record), list[Event](), list[str]()
 
     def hear(events: Sequence[Event]) -> None:
         heard.extend(events)

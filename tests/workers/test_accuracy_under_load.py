@@ -16,7 +16,7 @@ from tests.pair import pair
 
 REQUESTS = 120
 WAVE = 12
-"""Requests that are in the house at the same time."""
+"""Requests that are in flight at the same time."""
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def test_many_run_at_once_in_a_pool_that_holds_one_context(small: Path) -> None:
         for _ in range(40):
             both.step()
         status = both.decode.status()
-        assert len(both.decode._running) == 6
+        assert len(both.decode._scheduler.running) == 6
         assert status.pages_total - status.pages_free <= 6 * (-(-50 // 16) + -(-40 // 16))
         assert not any(both.answers[rid].done for rid in asked)
         for rid in asked:

@@ -17,7 +17,7 @@ from cache.manager.kv_cache_manager import KVCacheManager
 from cache.memory.kv_cache_spec import PoolSetSpec
 from cache.memory.memory_layout import PoolSetLayout
 from cache.pool.pool_set import PoolSet, host_layout
-from cache.prefix_cache.tree_node import Tier
+from cache.prefix_cache.nodes.tree_node import Tier
 from cache.storage.backends.backend_factory import make_backend
 from cache.storage.io_queue import ThreadedIoQueue
 from cluster.assembly.memory_plan import stride
@@ -36,8 +36,8 @@ from transfer.net.waiter import Waiter
 from transfer.net.zmq_channel import ZmqControlTransport
 from transfer.planes.make_plane import make_plane
 from transfer.rooms.compatibility import fingerprint
-from transfer.rooms.kv_receiver import KVReceiver
-from transfer.rooms.kv_sender import KVSender
+from transfer.rooms.receiver.kv_receiver import KVReceiver
+from transfer.rooms.sender.kv_sender import KVSender
 
 PAGE = 4
 TOKENS = 9
@@ -173,7 +173,7 @@ def test_windows_go_back_to_the_pool_as_the_answer_goes_on() -> None:
         request = both.submit(prompt, SamplingParams(max_tokens=60, temperature=0.0))
         while len(both.answers[request].tokens) < 50:
             both.step()
-        (allocation,) = both.decode._manager._allocations.values()
+        (allocation,) = both.decode._manager.table
         seen = both.decode._manager.spec.window_pages("window")
         assert sum(page != 0 for page in allocation.tables["window"][: (60 + 48) // PAGE]) <= seen + 1
         assert both.decode._manager.tree.accounts.sizes[Tier.DEVICE, "window"] == 0

@@ -189,7 +189,7 @@ def test_an_audit_that_finds_a_page_of_it_given_away_is_no_verdict_and_is_counte
         running = both.prefill._auditor._running
         assert running is not None
         assert running.allocation is not None
-        both.prefill._pages.epochs.bump(running.allocation.tables["full"][:1])
+        both.prefill._manager.pools.allocators["full"].epochs.bump(running.allocation.tables["full"][:1])
         ((_, told),) = both.prefill.step()
         assert isinstance(told, Audited)
         assert (told.end, told.checked, told.differences) == (AuditEnd.REFUSED, 0, ())
@@ -214,7 +214,7 @@ def test_a_full_tree_makes_room_for_an_audit_and_no_more_than_it_needs(model: Pa
     with pair(model, tokens=512) as both:
         answers = [(words(n, 100), both.run(both.submit(words(n, 100), GREEDY))[0].list) for n in range(8, 14)]
         both.settle()
-        allocator = both.prefill._pages
+        allocator = both.prefill._manager.pools.allocators["full"]
         before, free = both.prefill.status().counters["device_pages_kept"], allocator.free
         assert audited(both, audit_of(*answers[-1], GREEDY)).differing == 0
         needs = -(-(100 + 12 - 1) // 16)

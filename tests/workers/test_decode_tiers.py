@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cache.device.adversarial_device import AdversarialDevice
-from cache.prefix_cache.tree_node import Tier
+from cache.prefix_cache.nodes.tree_node import Tier
 from contracts.errors import ErrorKind
 from contracts.ids import Role
 from contracts.sampling_params import SamplingParams
@@ -34,7 +34,7 @@ def turn(both: Pair, oracle: Oracle, prompt: list[int]) -> tuple[list[int], int]
 
 def to_the_host(worker: DecodeWorker) -> None:
     """Other requests need the device: what the tree has there goes."""
-    while worker._manager.evict("full", 1 << 20):
+    while worker._manager.supply.evict("full", 1 << 20):
         pass
 
 
@@ -73,7 +73,7 @@ def test_while_all_that_runs_is_being_loaded_the_worker_sleeps_between_two_looks
         device._polled = 0.0  # From now on nothing comes by itself.
         prompt = [*said, *tokens(10, 20)]
         request = both.submit(prompt, GREEDY)
-        while not both.decode._running:
+        while not both.decode._scheduler.running:
             both.step()
         for _ in range(3):
             both.step()
@@ -84,7 +84,7 @@ def test_while_all_that_runs_is_being_loaded_the_worker_sleeps_between_two_looks
         assert compare(oracle, prompt, answer.list).equal
         naps.clear()
         both.submit(tokens(11, 20), GREEDY)
-        while not both.decode._overlap:
+        while not both.decode._steps:
             both.step()
         both.decode.wait(0.1)
         assert not naps, "and not at all while there is something to compute"

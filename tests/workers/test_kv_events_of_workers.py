@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
+from cache.manager.absent_tiers import NoEvents
 from cache.manager.kv_cache_manager import KVCacheManager
-from cache.prefix_cache.token_prefix import TokenPrefix, token_ids
-from cache.prefix_cache.tree_node import IN_TREE, Tier, TreeNode
+from cache.prefix_cache.nodes.token_prefix import TokenPrefix, token_ids
+from cache.prefix_cache.nodes.tree_node import IN_TREE, Tier, TreeNode
+from cache.prefix_cache.nodes.tree_observer import NoObserver
 from cache.tiers.kv_event_publisher import KVEventLog
 from cache.tiers.kv_event_recorder import KVEventRecorder
 from cluster.assembly.build_parts import event_rank
@@ -48,8 +50,8 @@ def managers(both: Pair) -> list[KVCacheManager]:
 
 
 def publisher_of(manager: KVCacheManager) -> Any:
-    assert manager.event_recorder is not None
-    return manager.event_recorder.publisher
+    assert isinstance(manager.tiers.events, KVEventRecorder)
+    return manager.tiers.events.publisher
 
 
 def follow(manager: KVCacheManager) -> KVEventSubscriber:
@@ -185,9 +187,9 @@ def test_the_same_tokens_under_two_salts_are_pages_of_their_own(model: Path) -> 
 
 def recording(manager: KVCacheManager) -> list[KvEvent]:
     """What the KV cache manager's event recorder is told from now on."""
-    assert isinstance(manager.event_recorder, KVEventRecorder)
+    assert isinstance(manager.tiers.events, KVEventRecorder)
     found: list[KvEvent] = []
-    log = manager.event_recorder._log
+    log = manager.tiers.events._log
     assert isinstance(log, KVEventLog)
     emit = log.emit
 
@@ -229,7 +231,7 @@ def test_parents_come_first_also_where_one_insert_brings_several_nodes(model: Pa
         both.run(both.submit(other, greedy))
         catch_up(both, readers)
         heard = recording(manager)
-        assert manager.evict(manager.full, manager.tree.accounts.sizes[Tier.DEVICE, manager.full])
+        assert manager.supply.evict(manager.full, manager.tree.accounts.sizes[Tier.DEVICE, manager.full])
         assert len(manager.tree.walked(TokenPrefix.of(prompt, PAGE))) == 2
         removed = [key for event in heard if isinstance(event, BlockRemoved) for key in event.hashes]
         assert sorted(removed) == sorted({*block_hashes(prompt, PAGE), *block_hashes(other, PAGE)})
@@ -242,7 +244,7 @@ def test_parents_come_first_also_where_one_insert_brings_several_nodes(model: Pa
 
 
 @pytest.mark.slow
-def test_condemned_pages_are_told_as_gone_though_a_request_still_reads_them(model: Path) -> None:
+def test_invalidated_pages_are_told_as_gone_though_a_request_still_reads_them(model: Path) -> None:
     greedy = SamplingParams(max_tokens=30, temperature=0.0)
     with pair(model, cache={"host_bytes": 1 << 20, "events": events()}) as both, following(both) as readers:
         prefill, decode = managers(both)
@@ -254,7 +256,7 @@ def test_condemned_pages_are_told_as_gone_though_a_request_still_reads_them(mode
             both.step()
         heard = recording(decode)
         assert decode.tree.accounts.protected[Tier.DEVICE, decode.full], "a request reads them"
-        assert decode.invalidate(TokenPrefix.of(prompt, PAGE), 1)
+        assert decode.sharing.invalidate(TokenPrefix.of(prompt, PAGE), 1)
         assert decode.tree.accounts.invalidated
         keys = block_hashes(prompt, PAGE)
         gone = {key for event in heard if isinstance(event, BlockRemoved) for key in event.hashes}
@@ -262,8 +264,8 @@ def test_condemned_pages_are_told_as_gone_though_a_request_still_reads_them(mode
         assert keys[0] not in gone
         catch_up(both, readers)
         truth = KVIndex()
-        assert decode.event_recorder is not None
-        truth.apply(decode.event_recorder._truth())
+        assert isinstance(decode.tiers.events, KVEventRecorder)
+        truth.apply(decode.tiers.events._truth())
         assert told(truth) == held(decode), "who joins now isn't told of them either"
         # The same pages come anew while the invalidated ones are still read; their end isn't told again.
         both.run(both.submit([*prompt, 9], SamplingParams(max_tokens=2, temperature=0.0)))
@@ -271,7 +273,7 @@ def test_condemned_pages_are_told_as_gone_though_a_request_still_reads_them(mode
         both.settle()
         assert not decode.tree.accounts.invalidated
         catch_up(both, readers)
-        prefill.invalidate(TokenPrefix.of(prompt, PAGE))
+        prefill.sharing.invalidate(TokenPrefix.of(prompt, PAGE))
         catch_up(both, readers)
         assert not set(keys) & set(readers[0].index.pages[Medium.DEVICE])
 
@@ -280,8 +282,8 @@ def test_without_an_endpoint_nothing_listens_and_nothing_is_kept(model: Path) ->
     with pair(model) as both:
         both.run(both.submit(list(range(40)), SamplingParams(max_tokens=2, temperature=0.0)))
         for manager in managers(both):
-            assert manager.event_recorder is None
-            assert manager.tree.accounts.on_change.__name__ == "<lambda>"
+            assert isinstance(manager.tiers.events, NoEvents)
+            assert isinstance(manager.tree.accounts._nodes, NoObserver)
 
 
 def test_a_replay_endpoint_without_an_endpoint_is_refused() -> None:

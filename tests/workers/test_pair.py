@@ -370,7 +370,7 @@ def test_more_requests_than_fit_wait_for_pages_and_all_are_answered(model: Path,
 
 
 @pytest.mark.slow
-def test_c11_prefill_parks_what_has_no_grant_for_what_has_one(model: Path, oracle: Oracle) -> None:
+def test_c11_prefill_preempts_what_has_no_grant_for_what_has_one(model: Path, oracle: Oracle) -> None:
     """Prefill's pool is filled by requests that decode has not granted; the granted one still gets on."""
     first, *others = prompts(18, 100, 100, 100, 100)
     with pair(model, tokens=320, prefill={"cache": {"device_tokens": 320}}) as both:
@@ -390,7 +390,7 @@ def test_c11_prefill_parks_what_has_no_grant_for_what_has_one(model: Path, oracl
             expect_equal(oracle, prompt, answer)
 
 
-def test_what_was_parked_waits_without_a_page_and_its_worker_checks_out(model: Path) -> None:
+def test_what_was_swapped_out_waits_without_a_page_and_its_worker_checks_out(model: Path) -> None:
     first, *others = prompts(27, 100, 100, 100, 100)
     with pair(model, tokens=320, prefill={"cache": {"device_tokens": 320}}) as both:
         early = [both.submit(p, greedy(5), legs=(Role.PREFILL,)) for p in others]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cache.allocation.allocation import Allocation
-from cache.manager.kv_cache_manager import KVCacheManager
+from cache.manager.prefix.prefix_allocation import PrefixAllocation
 from contracts.ids import Role
 from contracts.sampling_params import SamplingParams
 from tests.checkpoints import VOCAB, Oracle, compare
@@ -30,15 +30,15 @@ def test_the_next_turn_of_a_conversation_goes_on_from_a_snapshot(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     snapshots: dict[int, int] = {}
-    allocate_of = KVCacheManager.allocate
+    allocate_of = PrefixAllocation.allocate
 
-    def noted(self: KVCacheManager, *args: object, **options: object) -> Allocation | None:
+    def noted(self: PrefixAllocation, *args: object, **options: object) -> Allocation | None:
         allocation = allocate_of(self, *args, **options)  # type: ignore[arg-type]
         if allocation is not None:
             snapshots[allocation.cached.total] = len(allocation.lock.of("state"))
         return allocation
 
-    monkeypatch.setattr(KVCacheManager, "allocate", noted)
+    monkeypatch.setattr(PrefixAllocation, "allocate", noted)
     folder = FAMILIES[name](tmp_path / "model")
     oracle = Oracle(folder)
     with pair(folder, prefill={"chunk_tokens": 40}, cache={"page_tokens": PAGE}) as both:

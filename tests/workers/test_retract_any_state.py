@@ -42,7 +42,7 @@ def test_every_kind_of_state_survives_a_pool_that_holds_a_tenth(name: str) -> No
     decode = {"retract": "copy", "cache": {"host_bytes": host_of(name, 400)}}
     with hash_pair(name, {Role.PREFILL: 300, Role.DECODE: 26}, decode=decode) as both:
         for _ in range(32):
-            decode_of(both)._pressure.output_lengths.ended(1)
+            decode_of(both)._lengths.ended(1)
         asked = [
             ([rng.randrange(300) for _ in range(rng.randint(1, 30))], rng.randint(20, 60)) for _ in range(12)
         ]  # fmt: skip
@@ -54,7 +54,7 @@ def test_every_kind_of_state_survives_a_pool_that_holds_a_tenth(name: str) -> No
         assert both.decode.status().counters["retractions"] > 1
 
 
-def test_a_shared_prefix_is_parked_once_and_comes_back_once() -> None:
+def test_a_shared_prefix_is_swapped_out_once_and_comes_back_once() -> None:
     """Requests that share a prefix which the host's tree has keep it there, all of them together."""
     name, count = "all", 3
     spec = pool_sets(PAGE)[name]
@@ -67,20 +67,20 @@ def test_a_shared_prefix_is_parked_once_and_comes_back_once() -> None:
         requests = [both.submit(prompt, SamplingParams(max_tokens=30, temperature=0.0)) for prompt in prompts]
         for _ in range(1000):
             both.step()
-            if sum(r.generated > 2 for r in worker._running) == count:
+            if sum(r.generated > 2 for r in worker._scheduler.running) == count:
                 break
-        for request in list(worker._running):
-            worker._retract(request)
-        worker._lose(worker._retraction.advance())
-        away = worker._retraction._away
+        for request in list(worker._scheduler.running):
+            worker._scheduler.retract(request)
+        worker._act(worker._scheduler.retraction.advance())
+        away = worker._scheduler.retraction._away
         assert [r.swapped.kept for r in away if r.swapped is not None] == [60 // PAGE] * count
         own = [r.swapped.leased("full") for r in away if r.swapped is not None]
         assert max(own) <= 3, "what they share isn't copied"
         assert worker.check().violations == ()
-        worker._manager.evict("full", 1000)
-        free = worker._pages.free
+        worker._manager.supply.evict("full", 1000)
+        free = worker._manager.pools.allocators["full"].free
         both.step(Role.DECODE)
-        held = free - worker._pages.free
+        held = free - worker._manager.pools.allocators["full"].free
         assert held <= 60 // PAGE + count * 4, "and comes back once for all of them"
         for prompt, answer in zip(prompts, both.run(*requests), strict=True):
             assert answer.list == recite(spec, prompt, 30)

@@ -60,7 +60,7 @@ def run_until(both: Pair, decode: DecodeWorker, *, generated: int = 3, count: in
     """Step until so many requests run that have drawn so many tokens."""
     for _ in range(2000):
         both.step()
-        good = [r for r in decode._running if r.generated >= generated]
+        good = [r for r in decode._scheduler.running if r.generated >= generated]
         if len(good) >= count:
             return good
     raise AssertionError("they never ran")
@@ -81,7 +81,7 @@ def undisturbed(model: Path, asked: list[tuple[list[int], int]]) -> list[list[in
 
 def hold_back(decode: DecodeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody comes back for now."""
-    monkeypatch.setattr(decode._pressure, "has_room_for", lambda request, everybody: False)
+    monkeypatch.setattr(decode._scheduler.pressure, "has_room_for", lambda request, everybody: False)
 
 
 # ------------------------------------------------------------ the life cycle
@@ -99,7 +99,7 @@ def test_a_request_that_was_retracted_gives_the_same_answer(model: Path) -> None
     with working(model) as (both, decode):
         requests = [both.submit(prompt, greedy(count)) for prompt, count in asked]
         for request in run_until(both, decode, count=2):
-            decode._retract(request)
+            decode._scheduler.retract(request)
         assert [answer.list for answer in both.run(*requests)] == expected
         counters = decode.status().counters
         assert counters["retractions"] == counters["resumptions"] == 2
@@ -112,18 +112,18 @@ def test_who_came_back_is_in_nobodys_way_before_it_took_a_step_and_its_copy_was_
         asked = [both.submit(prompt_of(seed, 20), greedy(30)) for seed in (1, 2)]
         first, second = run_until(both, decode, count=2)
         until(both, lambda: first.stepped and second.stepped)
-        assert decode._pressure.choose_victims([first], [first, second])
+        assert decode._scheduler.pressure.choose_victims([first], [first, second])
         for request in (first, second):
-            decode._retract(request)
+            decode._scheduler.retract(request)
         while first.under_way or second.under_way:
             both.step()
         for _ in range(2000):
             decode._admit()  # A round without its step.
             if first.phase is second.phase is DecodePhase.RUNNING:
                 break
-        assert decode._pressure.choose_victims([first], [first, second]) == []
-        assert decode._retraction.rates.out_bytes_per_s > 0
-        assert decode._retraction.rates.back_bytes_per_s > 0
+        assert decode._scheduler.pressure.choose_victims([first], [first, second]) == []
+        assert decode._scheduler.retraction.rates.out_bytes_per_s > 0
+        assert decode._scheduler.retraction.rates.back_bytes_per_s > 0
         both.run(*asked)
 
 
@@ -137,7 +137,7 @@ def test_sampled_answers_with_penalties_go_on_with_their_seed_and_history(model:
         again = both.submit(prompt, params)
         for generated in (4, 11):
             (request,) = run_until(both, decode, generated=generated)
-            decode._retract(request)
+            decode._scheduler.retract(request)
         (second,) = both.run(again)
         assert (second.list, second.logprobs) == (first.list, first.logprobs)
 
@@ -159,7 +159,7 @@ def test_a_recomputed_request_ends_its_attempt_and_goes_on_from_its_tokens(model
     with working(model, decode={"retract": "recompute"}) as (both, decode):
         first = both.submit(prompt, greedy(count))
         (request,) = run_until(both, decode, generated=6)
-        decode._retract(request)
+        decode._scheduler.retract(request)
         (answer,) = both.run(first)
         assert answer.done is not None
         assert answer.done.error is ErrorKind.RETRACTED
@@ -178,10 +178,10 @@ def test_what_is_quicker_by_the_rates_measured_is_done(model: Path, quicker: str
     with working(model, decode={"cache": {"host_bytes": HOST_BYTES}}) as (both, decode):
         asked = both.submit(prompt_of(1, 40), greedy(20))
         (request,) = run_until(both, decode)
-        rates = decode._retraction.rates
+        rates = decode._scheduler.retraction.rates
         assert rates.positions_per_s > 0, "measured with its own hand-over"
         rates.out_bytes_per_s = rates.back_bytes_per_s = 1e12 if quicker == "copying" else 1.0
-        decode._retract(request)
+        decode._scheduler.retract(request)
         (answer,) = both.run(asked)
         assert answer.done is not None
         assert answer.done.error is (None if quicker == "copying" else ErrorKind.RETRACTED)
@@ -192,7 +192,7 @@ def test_what_is_quicker_by_the_rates_measured_is_done(model: Path, quicker: str
 def test_without_room_on_the_host_it_is_computed_again(model: Path) -> None:
     with working(model, decode={"cache": {"host_bytes": 1 << 14}}) as (both, decode):
         request = both.submit(prompt_of(6, 200), greedy(20))
-        decode._retract(run_until(both, decode)[0])
+        decode._scheduler.retract(run_until(both, decode)[0])
         (answer,) = both.run(request)
         assert answer.done is not None
         assert answer.done.error is ErrorKind.RETRACTED
@@ -207,7 +207,7 @@ def test_what_only_the_tree_holds_on_the_host_makes_room(model: Path) -> None:
         while host.allocators["full"].free >= 3:
             both.run(both.submit(prompt_of(next(seeds), 200), greedy(2)))
         request = both.submit(prompt_of(7, 200), greedy(20))
-        decode._retract(run_until(both, decode)[0])
+        decode._scheduler.retract(run_until(both, decode)[0])
         (answer,) = both.run(request)
         assert answer.done is not None
         assert answer.done.error is None
@@ -234,7 +234,7 @@ def test_requests_grow_page_by_page(model: Path) -> None:
 def learned(decode: DecodeWorker, length: int) -> None:
     """Answers are known to be of this length."""
     for _ in range(32):
-        decode._pressure.output_lengths.ended(length)
+        decode._lengths.ended(length)
 
 
 def test_c10_who_was_retracted_comes_back_oldest_first_and_before_anybody_new(model: Path) -> None:
@@ -280,15 +280,15 @@ def test_c10_the_oldest_is_asked_first_and_who_cannot_come_holds_those_behind_it
     with working(model) as (both, decode):
         names = [both.submit(prompt_of(seed, 20), greedy(20)) for seed in range(3)]
         for request in sorted(run_until(both, decode, count=3), key=lambda r: -r.generated):
-            decode._retract(request)
-        decode._lose(decode._retraction.advance())
+            decode._scheduler.retract(request)
+        decode._act(decode._scheduler.retraction.advance())
         asked: list[str] = []
 
         def may(request: DecodeRequest) -> bool:
             asked.append(str(request.submit.request_id))
             return len(asked) < 3
 
-        decode._retraction.resume(may)
+        decode._scheduler.retraction.resume(may)
         assert asked == names
         assert [r.phase for r in decode._request_table] == [
             DecodePhase.RESUMING,
@@ -307,10 +307,10 @@ def test_c10_at_least_one_always_advances_in_a_pool_for_one(model: Path) -> None
         requests = [both.submit(prompt, greedy(count)) for prompt, count in asked]
         quiet = 0
         while any(both.answers[r].done is None for r in requests):
-            before = decode._counters["tokens_generated"]
+            before = decode._steps.counters["tokens_generated"]
             both.step()
             here = [r for r in decode._request_table if r.phase not in (DecodePhase.WAITING, DecodePhase.ARRIVING)]
-            quiet = 0 if decode._counters["tokens_generated"] > before or not here else quiet + 1
+            quiet = 0 if decode._steps.counters["tokens_generated"] > before or not here else quiet + 1
             assert quiet < 50, "nobody advances"
         assert [both.answers[r].list for r in requests] == expected
         assert decode.status().counters["retractions"] > 0
@@ -329,12 +329,12 @@ def test_after_the_limit_a_request_comes_back_with_all_its_pages_and_leaves_no_m
         both.submit(prompt_of(1, 30), greedy(90))
         for generated in (3, 8):
             (request,) = run_until(both, decode, generated=generated)
-            decode._retract(request)
+            decode._scheduler.retract(request)
         (request,) = run_until(both, decode, generated=12)
         assert request.allocation is not None
         assert len(request.allocation.tables["full"]) == -(-119 // PAGE)
-        assert decode._pressure.choose_victims([request], [request]) == []
-        assert not decode._pressure._may_go(request)
+        assert decode._scheduler.pressure.choose_victims([request], [request]) == []
+        assert not decode._scheduler.pressure._may_go(request)
 
 
 def test_admission_learns_how_long_answers_are(model: Path) -> None:
@@ -361,7 +361,7 @@ def test_an_answer_that_is_taken_back_says_how_long_answers_get(model: Path) -> 
             run_until(both, decode, generated=5)
             both.cancel(asked)
             both.step()
-        assert decode._pressure.output_lengths.expected(0, 50) < 10
+        assert decode._lengths.expected(0, 50) < 10
 
 
 # ------------------------------------------------------------ A: reads before ready, writes after free
@@ -379,7 +379,7 @@ def test_a2_what_prefill_handed_over_is_the_requests_own_whatever_becomes_of_its
     with working(model) as (both, decode):
         asked = both.submit(prompt_of(1, 20), greedy(20))
         (request,) = run_until(both, decode)
-        decode._retract(request)
+        decode._scheduler.retract(request)
         until(both, lambda: request.swapped is not None or request.stepped)
         decode._receiver._notices._arrivals._slots.fill_(255)
         both.run(asked)
@@ -388,13 +388,13 @@ def test_a2_what_prefill_handed_over_is_the_requests_own_whatever_becomes_of_its
         assert request.metadata.token == both.answers[asked].list[0]
 
 
-def test_a4_only_what_is_committed_is_parked_also_with_a_step_under_way(model: Path) -> None:
+def test_a4_only_what_is_committed_is_swapped_out_also_with_a_step_under_way(model: Path) -> None:
     with late(model) as (both, decode):
         asked = both.submit(prompt_of(1, 20), greedy(20))
-        until(both, lambda: any(r.under_way for r in decode._running))
-        (request,) = decode._running
+        until(both, lambda: any(r.under_way for r in decode._scheduler.running))
+        (request,) = decode._scheduler.running
         tokens = len(request.tokens)
-        decode._retract(request)
+        decode._scheduler.retract(request)
         decode._admit()
         assert request.under_way == 1
         assert request.swapped is None, "a step of it is still to land"
@@ -413,12 +413,12 @@ def test_a6_pages_of_a_request_that_leaves_are_nobodys_before_the_copy_is_comple
         # Its prompt's whole pages are the tree's and on the host by now: the copy is of the others.
         pages = {index for run in request.allocation.runs["full"] for index in run.lease.indices}
         assert pages
-        decode._retract(request)
+        decode._scheduler.retract(request)
         until(both, lambda: request.swapped is not None)
         assert request.swapped is not None
-        pool = decode._pages
-        assert not request.swapped.saved._transit._over  # type: ignore[union-attr]
-        decode._manager.evict("full", pool.total)
+        pool = decode._manager.pools.allocators["full"]
+        assert not request.swapped.saved._copy.ended
+        decode._manager.supply.evict("full", pool.total)
         assert not pages & set(pool._free), "the copy reads them"
         with pytest.raises(CapacityError):
             pool.lease(pool.free + 1, "a thief")
@@ -434,7 +434,7 @@ def test_what_was_damaged_on_the_device_is_found_as_it_leaves(model: Path, caplo
         assert request.allocation is not None
         pools, page = decode._manager.pools, request.allocation.tables["full"][1]
         pools.layout.buffers["full"][0].stack(pools.region, pools.layout.counts["full"])[0, page, 3] ^= 8
-        decode._retract(request)
+        decode._scheduler.retract(request)
         (answer,) = both.run(asked)
         assert answer.done is not None
         assert answer.done.error is ErrorKind.DAMAGED
@@ -476,11 +476,11 @@ def test_b1_b2_whoever_ends_while_it_is_off_the_device_leaves_nothing_behind(
     clock = ManualClock(100.0)
     with late(model, clock=clock) as (both, decode):
         both.submit(prompt_of(1, 40), greedy(30))
-        until(both, lambda: any(r.under_way and r.generated > 3 for r in decode._running))
-        (request,) = decode._running
+        until(both, lambda: any(r.under_way and r.generated > 3 for r in decode._scheduler.running))
+        (request,) = decode._scheduler.running
         if at == "retracted":
             hold_back(decode, monkeypatch)
-        decode._retract(request)
+        decode._scheduler.retract(request)
         if at != "landing":
             until(both, lambda: AT[at](request))
         assert AT[at](request)
@@ -504,14 +504,14 @@ def test_b9_a_request_comes_back_with_all_pools_or_takes_nothing(model: Path) ->
     with working(model, tokens=16 * PAGE) as (both, decode):
         asked = both.submit(prompt_of(1, 40), greedy(30))
         (request,) = run_until(both, decode)
-        thief = decode._pages
-        decode._retract(request)
-        decode._lose(decode._retraction.advance())
+        thief = decode._manager.pools.allocators["full"]
+        decode._scheduler.retract(request)
+        decode._act(decode._scheduler.retraction.advance())
         assert request.phase is DecodePhase.RETRACTED
-        decode._manager.evict("full", thief.total)
+        decode._manager.supply.evict("full", thief.total)
         taken = thief.lease(thief.free - 1, "a thief")
         free = thief.free
-        assert decode._retraction.resume(lambda r: True) == []
+        assert decode._scheduler.retraction.resume(lambda r: True) == []
         assert (request.phase, thief.free, request.allocation) == (DecodePhase.RETRACTED, free, None)
         taken.release()
         assert len(both.run(asked)[0].list) == 30
@@ -525,7 +525,7 @@ def test_a_drained_worker_is_one_without_retracted_requests(model: Path, monkeyp
         (request,) = run_until(both, decode)
         with monkeypatch.context() as patch:
             hold_back(decode, patch)
-            decode._retract(request)
+            decode._scheduler.retract(request)
             decode.drain()
             for _ in range(20):
                 both.step()

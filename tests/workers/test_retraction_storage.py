@@ -38,9 +38,9 @@ def small_host(model: Path, pages: int, **faults: Any) -> Iterator[tuple[Pair, D
 def all_away(both: Pair, decode: DecodeWorker, patch: pytest.MonkeyPatch) -> list[DecodeRequest]:
     """Everybody leaves the device and nobody comes back before `patch` is undone."""
     hold_back(decode, patch)
-    requests = list(decode._running)
+    requests = list(decode._scheduler.running)
     for request in requests:
-        decode._retract(request)
+        decode._scheduler.retract(request)
     for _ in range(100_000):
         both.step()
         if all(r.phase == "retracted" for r in requests if r.phase != "gone"):
@@ -79,7 +79,7 @@ def each_round(monkeypatch: pytest.MonkeyPatch, queues: Sequence[InlineIoQueue])
     monkeypatch.setattr(Pair, "step", stepped)
 
 
-def test_every_place_of_parked_state_reaches_the_end() -> None:
+def test_every_place_of_swapped_state_reaches_the_end() -> None:
     assert PLACES.dead_ends() == []
     assert all(place is SwapPlace.GONE or PLACES.rows[place] for place in SwapPlace)
 
@@ -162,9 +162,9 @@ def test_who_has_no_way_back_through_the_host_is_computed_again_and_the_answer_s
             def refuse(*_: object) -> None:
                 raise CapacityError("no room for it on the host")
 
-            patch.setattr(decode._manager, "fetch_from_storage", refuse)
-            patch.setattr(decode._retraction, "_make_room", lambda: False)
-            (lost,) = decode._retraction._bring_to_host(stored, stored.swapped)
+            patch.setattr(decode._manager.swap_out, "from_storage", refuse)
+            patch.setattr(decode._scheduler.retraction, "_make_room", lambda: False)
+            (lost,) = decode._scheduler.retraction._bring_to_host(stored, stored.swapped)
             assert (lost.request, lost.kind) == (stored, ErrorKind.RETRACTED)
             assert lost.message == "decode was short of pages: no room for it on the host"
             assert decode.status().counters["recomputed"] == 1
@@ -215,11 +215,11 @@ def test_b2_whoever_ends_while_its_state_is_on_storage_or_on_the_way_leaves_noth
     with small_host(model, 9) as (both, decode):
         asked = [both.submit(prompt, greedy(count)) for prompt, count in ASKED]
         run_until(both, decode, count=3)
-        requests = list(decode._running)
+        requests = list(decode._scheduler.running)
         with monkeypatch.context() as patch:
             hold_back(decode, patch)
             for request in requests:
-                decode._retract(request)
+                decode._scheduler.retract(request)
             for _ in range(20):
                 both.step()
             if place is not SwapPlace.STORING:

@@ -181,7 +181,7 @@ def test_when_prefill_is_lost_in_mid_transfer_every_answer_is_right(small: Path,
 
 
 @pytest.mark.parametrize("reached", [1, 8])
-def test_choices_move_to_another_worker_and_their_prompt_is_right_there(small: Path, reached: int) -> None:
+def test_choices_migrate_to_another_worker_and_their_prompt_is_right_there(small: Path, reached: int) -> None:
     prompt = words(11, 200)
     params = [replace(p, max_tokens=60) for p in choices(3)]
     want = alone(small, [prompt] * 3, params)
@@ -216,7 +216,7 @@ def test_in_short_memory_choices_fit_that_would_not_with_a_prompt_each(small: Pa
         most = 0
         for _ in range(400):
             both.step()
-            most = max(most, len(both.decode._running))
+            most = max(most, len(both.decode._scheduler.running))
         answers = both.run(*asked)
         assert [a.list for a in answers] == want
         assert most == 8

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cache.prefix_cache.tree_node import Tier
+from cache.prefix_cache.nodes.tree_node import Tier
 from contracts.damage import COUNTERS, PREFIX, DamageSite, where_of
 from contracts.ids import Role
 from contracts.sampling_params import SamplingParams
@@ -74,7 +74,7 @@ def damage_host(cell: Cell, role: Role) -> int:
         for index in part.lease.indices:
             host.layout.page(host.region, part.component, index)[0] ^= 0x10
     for pool in manager.spec.by_name:
-        manager.evict(pool, 1 << 30)
+        manager.supply.evict(pool, 1 << 30)
     return sum(len(part.lease) for part in parts)
 
 
@@ -137,7 +137,7 @@ def given_away(cell: Cell, role: Role) -> bool:
     worker = cell.both.prefill if role is Role.PREFILL else cell.both.decode
     for request in worker._request_table:
         if request.allocation is not None and request.committed > 10 and not request.submit.attempt:
-            worker._pages.epochs.bump(request.allocation.tables["full"][1:2])
+            worker._manager.pools.allocators["full"].epochs.bump(request.allocation.tables["full"][1:2])
             return True
     return False
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cache.manager.kv_cache_manager import KVCacheManager
-from cache.prefix_cache.tree_node import Tier
+from cache.prefix_cache.nodes.tree_node import Tier
 from cache.storage.inline_queue import InlineIoQueue
 from cache.storage.io_queue import StorageOp
 from cache.storage.storage_backend import ObjectName, StorageBackend
@@ -136,14 +136,14 @@ def test_a_request_that_waits_for_pages_is_not_woken_again_and_again_as_storage_
         *_, prefetch = [r.prefetch for r in both.prefill._request_table if r.allocation is None]
         assert prefetch is not None
         both.step(Role.PREFILL)
-        due = manager.prefetch_deadline(prefetch)
+        due = manager.tiers.prefetcher.deadline(prefetch)
         assert due is not None
         assert due > clock.now(), "it is woken as its patience with storage ends"
         clock.advance(2.0)
         both.step(Role.PREFILL)
-        assert manager.allocations == 1
+        assert len(manager.table) == 1
         assert not prefetch.over, "nobody has asked: who came before it lacks pages"
-        assert manager.prefetch_deadline(prefetch) is None, "and then sleeps on"
+        assert manager.tiers.prefetcher.deadline(prefetch) is None, "and then sleeps on"
         *_, answer = both.run(holder, first, second)
         assert answer.list == want
         settle(both, queues)
@@ -211,7 +211,7 @@ def test_a9_a_page_that_rotted_on_the_host_is_found_and_computed_again(model: Pa
         manager = manager_of(both)
         part = next(manager.tree.accounts.nodes()).parts[Tier.HOST]["full"]
         assert manager.host is not None
-        manager.evict("full", 1 << 20)
+        manager.supply.evict("full", 1 << 20)
         manager.host.layout.page(manager.host.region, "full", part.lease.indices[3])[11] ^= 4
         (answer,) = both.run(both.submit(prompt, GREEDY))
         assert answer.list == want
@@ -234,7 +234,7 @@ def test_b2_a_cancel_at_any_point_leaves_nothing_behind(
     sizes = {Role.PREFILL: 10 * PAGE, Role.DECODE: 20 * PAGE}
     with pair(model, tokens=sizes, cache=tiers(HOST_PAGES, **in_folder(tmp_path))) as both:
         for steps in range(18):
-            manager_of(both).evict("full", 1 << 20)
+            manager_of(both).supply.evict("full", 1 << 20)
             other: RequestId = both.submit(tokens(100 + steps, 3 * PAGE), GREEDY)
             request = both.submit(prompt, GREEDY)
             for at in range(steps):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cache.prefix_cache.tree_node import Tier
+from cache.prefix_cache.nodes.tree_node import Tier
 from contracts.ids import Role
 from tests.conversations import Seen, Turn, make_talks
 from tests.pair import Pair, pair
@@ -41,7 +41,7 @@ def cached(both: Pair, prompt: list[int]) -> dict[str, int]:
 def push_out(both: Pair) -> None:
     """Other requests need prefill's device: what its tree has there goes."""
     both.settle()
-    while both.prefill._manager.evict("full", 1 << 20):
+    while both.prefill._manager.supply.evict("full", 1 << 20):
         both.step()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cache.pool.page_allocator import Lease
+from cache.pool.page_allocator import Lease, PageAllocator
 from cache.swap.swapped_state import SwapPlace
 from cluster.serve.local_directory import LocalDirectory
 from cluster.worker_process.worker_thread import WorkerThread
@@ -25,6 +25,7 @@ from contracts.messages.router_commands import Audit, PeerRef
 from contracts.messages.worker_status import CheckReport, WorkerRecord
 from contracts.sampling_params import SamplingParams
 from decode.migration.migration_state import MigrationStage, OutgoingMigration
+from decode.request.request import DecodeRequest
 from decode.worker import DecodeWorker
 from prefill.audit_state import AuditRun, AuditRunState
 from prefill.worker import PrefillWorker
@@ -65,6 +66,15 @@ def its_lease(worker: PrefillWorker | DecodeWorker) -> Lease:
     return a_running(worker).allocation.runs["full"][0].lease  # type: ignore[attr-defined, no-any-return]
 
 
+def pages(worker: PrefillWorker | DecodeWorker) -> PageAllocator:
+    return worker._manager.pools.allocators["full"]
+
+
+def first(worker: DecodeWorker) -> DecodeRequest:
+    """Of those that run."""
+    return worker._scheduler.running[0]
+
+
 def grow(lease: object, index: int) -> None:
     lease.indices, lease.epochs = (*lease.indices, index), (*lease.epochs, 0)  # type: ignore[attr-defined]
 
@@ -86,24 +96,27 @@ def an_audition(**words: Any) -> AuditRun:
 
 def departs(worker: DecodeWorker, stage: MigrationStage) -> None:
     room, peer = RoomId("x"), PeerRef(WorkerName("decode-1"), Incarnation(1), "")
-    worker._migrations._by_room[room] = OutgoingMigration(worker._running[0], room, peer, stage)
+    worker._migrations._by_room[room] = OutgoingMigration(first(worker), room, peer, stage)
 
 
 def swaps_out(worker: DecodeWorker) -> None:
-    worker._running[0].swapped = SimpleNamespace(positions=10**6, place=SwapPlace.GONE)  # type: ignore[assignment]
-    worker._retraction._away.append(worker._running[0])
+    first(worker).swapped = SimpleNamespace(positions=10**6, place=SwapPlace.GONE)  # type: ignore[assignment]
+    worker._scheduler.retraction._away.append(first(worker))
 
 
 PREFILL: dict[str, tuple[Plant, str]] = {
-    "a page that nobody owns": (lambda p, d: p._pages._free.pop(), "belongs to nobody"),
+    "a page that nobody owns": (lambda p, d: pages(p)._free.pop(), "belongs to nobody"),
     "a page that two own": (
-        lambda p, d: p._pages._free.append(its_lease(p).indices[0]),
+        lambda p, d: pages(p)._free.append(its_lease(p).indices[0]),
         "and the free list",
     ),
-    "a page out of range": (lambda p, d: p._pages._free.append(10**6), "is out of range"),
-    "a lease that no request holds": (lambda p, d: p._pages.lease(1, "a thief"), "accounted for"),
-    "a pin that was lost": (lambda p, d: p._pages.pin([3], "a thief")._allocator._pins.clear(), "pin counts differ"),
-    "limbo without a pin": (lambda p, d: p._pages._limbo.add(p._pages._free.pop()), "in limbo without a pin"),
+    "a page out of range": (lambda p, d: pages(p)._free.append(10**6), "is out of range"),
+    "a lease that no request holds": (lambda p, d: pages(p).lease(1, "a thief"), "accounted for"),
+    "a pin that was lost": (lambda p, d: pages(p).pin([3], "a thief")._allocator._pins.clear(), "pin counts differ"),
+    "quarantine without a pin": (
+        lambda p, d: pages(p)._quarantined.add(pages(p)._free.pop()),
+        "in quarantine without a pin",
+    ),
     "a written null page": (
         lambda p, d: p._manager.pools.gates["full"].layer(0)["k"][0].fill_(1.0),
         "the null page of k",
@@ -148,14 +161,14 @@ PREFILL: dict[str, tuple[Plant, str]] = {
     ),
 }
 DECODE: dict[str, tuple[Plant, str]] = {
-    "a page that nobody owns": (lambda p, d: d._pages._free.pop(), "belongs to nobody"),
-    "a lease that neither room nor request holds": (lambda p, d: d._pages.lease(1, "a thief"), "accounted for"),
+    "a page that nobody owns": (lambda p, d: pages(d)._free.pop(), "belongs to nobody"),
+    "a lease that neither room nor request holds": (lambda p, d: pages(d).lease(1, "a thief"), "accounted for"),
     "a written null page": (
         lambda p, d: d._manager.pools.gates["full"].layer(1)["v"][0].fill_(1.0),
         "the null page of v",
     ),
     "an epoch that moved under a lease": (
-        lambda p, d: d._pages._epochs.__setitem__(its_lease(d).indices[0], 7),
+        lambda p, d: pages(d)._epochs.__setitem__(its_lease(d).indices[0], 7),
         "has an old epoch",
     ),
     "a slot that nobody owns": (lambda p, d: d._receiver.slots._free.pop(), "metadata slots: "),
@@ -164,24 +177,24 @@ DECODE: dict[str, tuple[Plant, str]] = {
         lambda p, d: opened(d._receiver._rooms.values(), ReceiverState.OPEN),
         "its leases say otherwise",
     ),
-    "a request outside its queue": (lambda p, d: d._running.append(d._running[0]), "are in that queue"),
+    "a request outside its queue": (lambda p, d: d._scheduler.running.append(first(d)), "are in that queue"),
     "a running request without pages": (lambda p, d: its_lease(d).release(), "its lease has ended"),
     "an allocation that no request holds": (
-        lambda p, d: setattr(d._running[0], "allocation", None),
+        lambda p, d: setattr(first(d), "allocation", None),
         "allocations, requests hold",
     ),
     "a running request without an allocation": (
-        lambda p, d: setattr(d._running[0], "allocation", None),
+        lambda p, d: setattr(first(d), "allocation", None),
         "is running and its allocation says otherwise",
     ),
-    "a request with more committed than drawn": (lambda p, d: more(d._running[0], "committed"), "positions and says"),
-    "a request with more planned than launched": (lambda p, d: more(d._running[0], "planned"), "positions and says"),
+    "a request with more committed than drawn": (lambda p, d: more(first(d), "committed"), "positions and says"),
+    "a request with more planned than launched": (lambda p, d: more(first(d), "planned"), "positions and says"),
     "a request with more launched than is under way": (
-        lambda p, d: more(d._running[0], "launched", "planned", by=10),
+        lambda p, d: more(first(d), "launched", "planned", by=10),
         "positions and says",
     ),
     "a request that waits for a migration nobody knows of": (
-        lambda p, d: setattr(d._running[0], "stopping", True),
+        lambda p, d: setattr(first(d), "stopping", True),
         "1 requests are leaving, 0 migrations are booked",
     ),
     "a migration that its request doesn't know of": (
@@ -193,11 +206,11 @@ DECODE: dict[str, tuple[Plant, str]] = {
         "is sending and running",
     ),
     "a running request among those that are away": (
-        lambda p, d: d._retraction._away.append(d._running[0]),
+        lambda p, d: d._scheduler.retraction._away.append(first(d)),
         "is running and in the queue of those retracted",
     ),
     "a request that is away and has its pages": (
-        lambda p, d: d._retraction._away.append(d._running[0]),
+        lambda p, d: d._scheduler.retraction._away.append(first(d)),
         "is retracted, and its allocation or its swapped out copy says otherwise",
     ),
     "a swapped out copy that nobody keeps": (lambda p, d: swaps_out(d), "0 swapped out copies, requests hold 1"),
@@ -265,7 +278,7 @@ def test_the_command_names_a_planted_violation_and_exits_1(model: Path) -> None:
 
         until(lambda: len(json.loads(check().stdout or '{"workers": []}')["workers"]) == 2, "both workers to be seen")
         assert check().returncode == 0
-        both.decode._pages._free.pop()
+        pages(both.decode)._free.pop()
         done = check()
         assert done.returncode == 1
         violations = {w["name"]: w["violations"] for w in json.loads(done.stdout)["workers"]}

@@ -61,14 +61,8 @@ def test_pages_that_the_window_has_left_go_back_while_prompt_and_answer_go_on(ge
         leased = 0
         while both.answers[request].done is None:
             both.step()
-            leased = max(
-                [leased, *(allocation.own("window") for allocation in both.prefill._manager._allocations.values())]
-            )
-            tables = [
-                allocation.tables["window"]
-                for allocation in both.decode._manager._allocations.values()
-                if allocation.tables
-            ]
+            leased = max([leased, *(allocation.own("window") for allocation in both.prefill._manager.table)])
+            tables = [allocation.tables["window"] for allocation in both.decode._manager.table if allocation.tables]
             held += [[page for page in table if page] for table in tables if any(table)]
         assert compare(Oracle(gemma3), words, both.answers[request].list).equal
         assert 0 < leased < 512 // PAGE // 2, "prefill takes pages for some chunks at a time"

@@ -1,4 +1,4 @@
-"""What rooms ask of whatever carries their control messages."""
+"""The protocols of the transport that carries the control messages of rooms."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from typing import Protocol
 
 ProcessIdentity = tuple[int, int, str]
-"""A process as `process.mine` names it: pid, start ticks, namespace."""
+"""A process as `process_watch.mine` names it: pid, start time in clock ticks since boot, kernel and pid namespace."""
 
 
 class ControlInbox(Protocol):
-    """Where readers connect to a writer."""
+    """A writer's end of its control connections: readers connect to it."""
 
     endpoint: str
-    """By which they find it."""
+    """The address that readers connect to."""
 
     def receive(self) -> list[tuple[bytes, bytes]]:
-        """What has come: identity of the connection, and message. Never waits, and takes so much at a time that nobody
-        who sends without end keeps its caller."""
+        """Return arrived messages as (identity of the connection, message), those of one connection in order. Never
+        waits, and takes in a bounded number, so that a peer that sends without end can't keep the caller."""
 
     def send(self, identity: bytes, data: bytes) -> None:
-        """To the newest connection of that identity; to nobody where there is none."""
+        """Send to the newest connection with that identity; drop `data` without one, or if too much waits for it."""
 
     def close(self) -> None: ...
 
@@ -31,10 +31,11 @@ class ControlChannel(Protocol):
     def send(self, data: bytes) -> None: ...
 
     def receive(self) -> bytes | None:
-        """The next message that has come, or None. Never waits."""
+        """Return the next message that has arrived, or None. Never waits."""
 
     def cut(self) -> bool:
-        """Whether it was cut since the last call. It connects again by itself, and what is sent meanwhile waits."""
+        """Return whether the connection was cut since the last call. The channel connects again by itself, and what is
+        sent meanwhile waits."""
 
     @property
     def up(self) -> bool:
@@ -47,26 +48,26 @@ class PeerWatch(Protocol):
     """Watches all processes of a worker."""
 
     pid: int
-    """Of the first of them."""
+    """The pid of the first process."""
 
     @property
     def dead(self) -> bool:
-        """Whether all of them have ended for certain."""
+        """Whether all processes have ended for certain."""
 
     def close(self) -> None: ...
 
 
 class ControlTransport(Protocol):
-    """One worker's way to its peers."""
+    """One worker's access to its peers: control connections, and watches on their processes."""
 
     def mine(self) -> ProcessIdentity:
-        """This process, as peers are told of it."""
+        """Return the identity of this process, as peers are told it."""
 
     def listen(self) -> ControlInbox: ...
 
     def connect(self, endpoint: str, identity: bytes) -> ControlChannel:
-        """Never fails: where nobody answers, nothing comes."""
+        """Connect to the inbox at `endpoint` as `identity`. Never fails: where nobody answers, no message arrives."""
 
     def watch(self, processes: Sequence[ProcessIdentity]) -> PeerWatch | None:
-        """None for processes that can't be watched from here. Raises `ProcessLookupError` when all are dead already,
-        and `WireError` for what can't be processes."""
+        """Watch all processes of a peer; None where one of them can't be watched from here. Raises `ProcessLookupError`
+        when all are dead already, and `WireError` for an identity that no process can have."""

@@ -1,7 +1,7 @@
-"""Who may connect: CURVE on every socket that leaves the loopback interface.
+"""Authentication of connections: CURVE on every socket that leaves the loopback interface.
 
 All workers of a cluster derive one key pair from the cluster's secret. A CURVE client must know the server's public
-key before it connects, and this one is never published, so only holders of the secret get through the handshake.
+key before it connects, and this key is never published, so only holders of the secret get through the handshake.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class CurveKeys:
         return cls(zmq.curve_public(key), key)
 
     def serve(self, socket: zmq.Socket[bytes]) -> None:
-        """Before `bind`."""
+        """Make `socket` a CURVE server. To be called before its `bind`."""
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
 
     def call(self, socket: zmq.Socket[bytes]) -> None:
-        """Before `connect`."""
+        """Make `socket` a CURVE client. To be called before its `connect`."""
         socket.curve_serverkey = self.public
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
 
@@ -45,9 +45,10 @@ class CurveKeys:
 def dial(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve: CurveKeys | None, link_timeout_s: float
 ) -> tuple[zmq.Socket[bytes], DisconnectWatch]:
-    """A PUSH socket to `endpoint` that never blocks its sender, and forgets what is unsent when it is closed.
+    """Open a PUSH socket to `endpoint`, and a watch on its connection. The socket never blocks its sender, and drops
+    what is unsent when it is closed.
 
-    Raises `LayoutMismatch` for what is no endpoint.
+    Raises `LayoutMismatch` where `endpoint` is no ``tcp://HOST:PORT``.
     """
     socket = context.socket(zmq.PUSH)
     socket.set(zmq.SNDHWM, 0)
@@ -68,7 +69,8 @@ def dial(
 
 
 def bind(socket: zmq.Socket[bytes], host: str, curve: CurveKeys | None) -> str:
-    """Bind to a free port of `host` and return the endpoint. Refuses other than loopback without keys."""
+    """Bind to a free port of `host` and return the endpoint. Raises `ValueError` for a host off the loopback without
+    keys."""
     if curve is not None:
         curve.serve(socket)
     elif not host.startswith("127.") and host != "localhost":

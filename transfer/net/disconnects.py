@@ -1,10 +1,11 @@
-"""Connections that are cut: how that is noticed, and what is known then.
+"""Cut connections: how workers notice them, and what may be lost then.
 
 TCP loses nothing of a connection that lives. When one is cut, what was under way may be lost, while ZMQ connects again
 by itself and goes on with what comes after: a hole in the middle of a conversation. So sockets between workers send
-heartbeats, which find a dead connection and a silent one within `transfer.link_timeout_s`, and whoever speaks on one
-asks its `DisconnectWatch`. The rule is then the same everywhere: what may be lost is said again where saying it twice
-does no harm (grants, aborts, confirmations, last words), and given up where it isn't (pages and the notices of them).
+heartbeats, which find a dead connection and a silent one within `transfer.link_timeout_s`, and the worker that sends on
+a socket asks its `DisconnectWatch`. The rule is then the same everywhere: messages that do no harm when they arrive
+twice are sent again (grants, aborts, confirmations, last words); pages and the notices of them are not, and their rooms
+are given up.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from zmq.utils.monitor import recv_monitor_message
 
 
 def keep_alive(socket: zmq.Socket[bytes], link_timeout_s: float) -> None:
-    """Before `bind` or `connect`: a connection that is silent for so long is cut, and made anew where it was made."""
+    """Have a connection cut that is silent for `link_timeout_s` seconds; the connecting end then connects again.
+
+    To be called before `bind` or `connect`.
+    """
     whole_ms = max(3, int(1000 * link_timeout_s))
     socket.set(zmq.HEARTBEAT_IVL, whole_ms // 3)
     socket.set(zmq.HEARTBEAT_TIMEOUT, whole_ms)
@@ -25,15 +29,15 @@ def keep_alive(socket: zmq.Socket[bytes], link_timeout_s: float) -> None:
 
 
 _OPEN: set[DisconnectWatch] = set()
-"""Those that were not closed yet. One that was forgotten must not be collected: where its monitor goes before its
-socket, the context's I/O thread waits for ever to tell of an event, and all connections of the process stand still."""
+"""Watches that were not closed yet. A forgotten watch must not be collected: where its monitor goes before its socket,
+the context's I/O thread waits for ever to tell of an event, and all connections of the process stand still."""
 
 
 class DisconnectWatch:
-    """What became of the connection of a socket that connects to one endpoint. One thread; to be closed."""
+    """Watches the connection of a socket that connects to one endpoint. For one thread; to be closed."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        """Before `connect`."""
+        """To be made before the socket's `connect`."""
         _OPEN.add(self)
         self._socket = socket
         # The stubs of pyzmq give sync and async sockets one type here.
@@ -42,7 +46,7 @@ class DisconnectWatch:
         self._cut = False
 
     def cut(self) -> bool:
-        """Whether the connection was cut since the last call."""
+        """Return whether the connection was cut since the last call."""
         self._look()
         cut, self._cut = self._cut, False
         return cut
@@ -55,7 +59,7 @@ class DisconnectWatch:
 
     @property
     def was_up(self) -> bool:
-        """The same, as far as the last call of `cut` or `up` saw."""
+        """`up` as of the last call of `cut` or `up`: nothing new is looked at."""
         return self._up
 
     def _look(self) -> None:
@@ -68,7 +72,7 @@ class DisconnectWatch:
             self._cut = self._cut or not self._up
 
     def close(self) -> None:
-        """Before the socket's own."""
+        """To be called before the socket's own `close`."""
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         _OPEN.discard(self)

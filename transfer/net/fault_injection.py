@@ -1,8 +1,9 @@
 """Faults on purpose, for tests and rehearsals: `faults.*` in the configuration.
 
-With `faults.proxy` endpoints are reached by way of a relay, so that a rehearsal can cut, slow and silence real
-connections. The relay is asked once for each endpoint: one line ``KIND NAME HOST:PORT`` on a connection to it, answered
-with the ``HOST:PORT`` that leads there. That is what the worker advertises then; nothing else changes.
+With `faults.proxy` peers reach a worker's endpoints by way of a relay, so that a rehearsal can cut, slow and silence
+real connections. The worker asks the relay once for each endpoint: it sends one line ``KIND NAME HOST:PORT`` on a
+connection of its own, and the relay answers with the ``HOST:PORT`` that leads to the endpoint. The worker advertises
+that address; nothing else changes.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ TIMEOUT_S = 5.0
 
 
 def via_proxy(endpoint: str, kind: str, name: str, proxy: str) -> str:
-    """`endpoint` (``host:port`` or ``tcp://host:port``) by way of `proxy`; itself without one.
+    """Return the address of `endpoint` (``host:port`` or ``tcp://host:port``) by way of the relay at `proxy`, in the
+    same form; `endpoint` itself where `proxy` is empty.
 
-    Raises `ConfigError` where the relay doesn't answer.
+    Raises `ConfigError` where the relay doesn't answer, or has no way to the endpoint.
     """
     scheme, separator, address = endpoint.rpartition("://")
     if not proxy or not address:
@@ -41,7 +43,7 @@ def via_proxy(endpoint: str, kind: str, name: str, proxy: str) -> str:
 
 
 class WriteFaults:
-    """Counts writes of pages and strikes at the n-th."""
+    """Counts writes of pages; stops the process in the n-th, or corrupts the n-th, as `config` says."""
 
     def __init__(self, config: FaultsConfig) -> None:
         self._config = config
@@ -49,13 +51,14 @@ class WriteFaults:
         self._corrupted = 0
 
     def in_write(self) -> None:
-        """Called in the middle of each write of pages: half of it is in the reader's memory."""
+        """To be called in the middle of each write of pages. In shared memory half of it is with the reader by then."""
         self._writes += 1
         if self._writes == self._config.stop_in_write:
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def after_seal(self, region: torch.Tensor, offset: int) -> None:
-        """Called with where the first byte of a page was written at the reader."""
+        """To be called once for each pool of a write. `offset`: a byte in `region` (uint8, flat) of a sealed page that
+        the reader gets."""
         self._corrupted += 1
         if self._corrupted == self._config.corrupt_page:
             region[offset] ^= 0x40

@@ -1,4 +1,4 @@
-"""Which process a peer is, and whether it is dead for certain."""
+"""Processes of peers: their identities, and proof of their death."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pathlib import Path
 from contracts.errors import WireError
 
 MOST_PID = 2**22
-"""Linux knows no larger ones."""
+"""The largest pid of Linux."""
 
 
 @cache
 def namespace() -> str:
-    """Names the running kernel and pid namespace: pids of equal namespaces can be compared."""
+    """Return the name of the running kernel and pid namespace. Pids can be compared only where these are equal."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
 
 
 def start_ticks(pid: int) -> int | None:
-    """When process `pid` started, in clock ticks since boot; None when there is none."""
+    """Return when process `pid` started, in clock ticks since boot; None when there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -32,29 +32,30 @@ def start_ticks(pid: int) -> int | None:
 
 
 def readable(fd: int) -> bool:
-    """Whether there is something to read now. By poll: select fails for descriptors from 1024 on."""
+    """Return whether `fd` is readable now. By poll: select fails for descriptors from 1024 on."""
     poller = select.poll()
     poller.register(fd, select.POLLIN)
     return bool(poller.poll(0))
 
 
 def mine() -> tuple[int, int, str]:
-    """This process as peers are told of it: pid, start ticks, namespace."""
+    """Return the identity of this process, as peers are told it: pid, start ticks, namespace."""
     pid = os.getpid()
     return pid, start_ticks(pid) or 0, namespace()
 
 
 @dataclass
 class PidfdWatch:
-    """Holds a pidfd of one process of this namespace: the one proof of death that a reused pid can't fake."""
+    """A pidfd of one process of this namespace: the one proof of death that a reused pid can't fake."""
 
     pid: int
     fd: int
 
     @classmethod
     def open(cls, pid: int, started: int, boot: str) -> PidfdWatch | None:
-        """None for a process that can't be watched from here. Raises `ProcessLookupError` when it is dead already, and
-        `WireError` for what is no process, or where the system has no descriptor for it."""
+        """Watch process `pid`, which started at tick `started` in namespace `boot`; None where it is another namespace
+        than this one. Raises `ProcessLookupError` when the process is dead already, and `WireError` where no process
+        can have this pid, or the system gives no descriptor for it."""
         if boot != namespace():
             return None
         if not 0 < pid <= MOST_PID:
@@ -65,7 +66,7 @@ class PidfdWatch:
             raise
         except OSError as error:
             raise WireError(f"process {pid} can't be watched: {error}") from None
-        # In this order: what the descriptor stands for can't change any more.
+        # In this order: an open descriptor always stands for the same process, while a pid can be reused.
         if start_ticks(pid) != started:
             os.close(fd)
             raise ProcessLookupError(f"pid {pid} is another process by now")
@@ -82,7 +83,7 @@ class PidfdWatch:
 
 
 class PidfdGroupWatch:
-    """Watches all processes of a worker: it is dead when the last of them is, since each may write."""
+    """Watches all processes of a worker: the worker is dead when the last of them is, since each may write."""
 
     def __init__(self, watches: Sequence[PidfdWatch]) -> None:
         self.pid = watches[0].pid
@@ -90,8 +91,8 @@ class PidfdGroupWatch:
 
     @classmethod
     def open(cls, processes: Sequence[tuple[int, int, str]]) -> PidfdGroupWatch | None:
-        """None where one can't be watched from here. Raises `ProcessLookupError` when all are dead already, and
-        `WireError` as `PidfdWatch.open` does."""
+        """Watch these processes; None where one can't be watched from here. Raises `ProcessLookupError` when all are
+        dead already, and `WireError` as `PidfdWatch.open` does."""
         watches: list[PidfdWatch] = []
         for pid, started, boot in processes:
             try:
@@ -113,11 +114,11 @@ class PidfdGroupWatch:
 
     @property
     def fds(self) -> list[int]:
-        """Of those that live, as far as is known: readable when they die."""
+        """The pidfds of processes not known to be dead: one becomes readable when its process dies."""
         return [watch.fd for watch in self._alive]
 
     def forget_dead(self, forget: Callable[[int], None]) -> None:
-        """Tell `forget` the descriptors of those that have died, and close them."""
+        """Close the pidfds of processes that have died, each after it was passed to `forget`."""
         for watch in [watch for watch in self._alive if watch.dead]:
             self._alive.remove(watch)
             forget(watch.fd)

@@ -1,4 +1,4 @@
-"""One place to sleep: sockets, process deaths and a wake-up from other threads."""
+"""The waiter: the one place where a worker sleeps, until a socket, a process's death or another thread wakes it."""
 
 from __future__ import annotations
 

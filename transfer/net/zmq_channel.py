@@ -1,13 +1,14 @@
-"""How the two ends of rooms reach each other: control messages, and the proof of a peer's death.
+"""The transport between the two ends of rooms: control messages, and proof of a peer's death.
 
-Rooms (`transfer.rooms.kv_sender`, `transfer.rooms.kv_receiver`) decide and do no I/O of their own: what they say and
-hear goes through a `ControlTransport`. What a transport promises is what the rooms rely on:
+Rooms (`KVSender`, `KVReceiver`) do no I/O of their own: their control messages go through a `ControlTransport`. They
+rely on three promises of it:
 
-    order    messages of one connection come in the order in which they were sent, each once
-    loss     of a live connection nothing is lost; where it is cut, what is lost is its end, and a channel tells it
-    death    a watch says dead only of a worker that will never write again
+    order    messages of one connection arrive in the order in which they were sent, each once
+    loss     a live connection loses nothing; a cut one may lose the end of what was sent, and its channel reports it
+    death    a watch reports a worker dead only if it will never write again
 
-`ZmqControlTransport` keeps these with a DEALER socket a connection, one ROUTER socket for all who connect, and pidfds.
+`ZmqControlTransport` keeps these with one DEALER socket for each connection, one ROUTER socket for all peers that
+connect, and pidfds.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from transfer.net.waiter import Waiter
 LINK_TIMEOUT_S = TransferConfig().link_timeout_s
 FRAME_BYTES = TransferConfig().control_frame_bytes
 _AT_ONCE = 1024
-"""Messages that are taken in by one call."""
+"""Messages that one call of `receive` takes in at most."""
 _WAITING = 64
-"""Messages of one connection that wait here to be taken in; more wait at the sender."""
+"""Messages of one connection that may wait here to be taken in; more wait at the sender."""
 _UNREAD = 4096
-"""Answers to one connection that wait for it to read them; what comes after them is lost, as with a cut."""
+"""Messages to one connection that may wait until the peer reads them; later ones are lost, as with a cut."""
 log = logging.getLogger("twinpool.transfer")
 
 
 class ZmqControlTransport:
-    """The transport of real workers; what comes wakes `waiter`."""
+    """The transport of real workers; arriving messages and deaths of peers wake `waiter`."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class ZmqControlTransport:
         link_timeout_s: float = LINK_TIMEOUT_S,
         frame_bytes: int = FRAME_BYTES,
     ) -> None:
-        """`frame_bytes`: the longest message that is taken in; who sends a longer one is cut off."""
+        """`frame_bytes`: the longest message that is taken in; a peer that sends a longer one is disconnected."""
         self._host, self._waiter, self._curve, self._link_timeout_s = host, waiter, curve, link_timeout_s
         self._frame_bytes = frame_bytes
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()

@@ -1,10 +1,10 @@
 """The data plane: five verbs, one-sided, RDMA in shape.
 
-    register   memory that peers may write into            Plane.register
-    describe   it to a peer, as plain values               Plane.describe
-    post       writes into a peer's memory                 Link.post
-    notify     the peer, ordered after the posted writes   Link.notify
-    poll       for notices that arrived                    Plane.poll
+    register   memory that peers may write into            DataPlane.register
+    describe   that memory to a peer, as plain values      DataPlane.describe
+    post       writes into a peer's memory                 WriteLink.post
+    notify     the peer, ordered after the posted writes   WriteLink.notify
+    poll       for notices that arrived                    DataPlane.poll
 
 A plane says whether it is `revocable`: whether `revoke` really ends a writer's access. Where it isn't, pages that
 were granted to a writer stay out of use until the writer has said it is done, or is dead.
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PageNumbers:
-    """Pages `first ..` of a sequence in one pool, and the pages or slots that hold them."""
+    """A run of page numbers of a sequence in one pool, from `first` on, with the page or slot that holds each."""
 
     first: int
     indices: tuple[int, ...]
@@ -44,7 +44,7 @@ class PageNumbers:
         return range(self.first, self.first + len(self.indices))
 
     def at(self, numbers: range) -> tuple[int, ...]:
-        """The indices of these numbers. Raises `IndexError` where it has some of them not."""
+        """Return the indices of these numbers. Raises `IndexError` where some of them are not in the run."""
         if numbers.start < self.first or numbers.stop > self.first + len(self.indices):
             raise IndexError(f"pages {numbers.start}..{numbers.stop - 1} aren't among {self.numbers}")
         return self.indices[numbers.start - self.first : numbers.stop - self.first]
@@ -52,16 +52,16 @@ class PageNumbers:
 
 @dataclass(frozen=True, slots=True)
 class RoomTarget:
-    """What a room may write at the reader: places by pool, and a slot."""
+    """The places that a room's writer may write at the reader: pages and slots by pool, and a metadata slot."""
 
     room: RoomId
     runs: Mapping[str, PageNumbers]
     slot: int
     ticket: int = 0
-    """The grant's: what arrives with another one is nobody's."""
+    """The grant's ticket; frames that arrive with another one are dropped."""
 
     def at(self, pool: str, numbers: range) -> tuple[int, ...]:
-        """The reader's pages for these numbers. Raises `IndexError` for what was not granted."""
+        """Return the reader's pages for these numbers. Raises `IndexError` for numbers that were not granted."""
         return self.runs.get(pool, _NO_RUN).at(numbers)
 
 
@@ -70,12 +70,13 @@ _NO_RUN = PageNumbers(0, ())
 
 @dataclass(frozen=True, slots=True)
 class PageWrite:
-    """Write these pages and slots of mine, all buffers, to the target's of the same numbers: one write, all pools."""
+    """A write of pages and slots of this worker, all their buffers, to the target's of the same numbers: one write for
+    all pools."""
 
     target: RoomTarget
     runs: Mapping[str, PageNumbers]
     number: int = 1
-    """Which write of its room this is, from 1."""
+    """Number of this write within its room, from 1."""
 
     @property
     def sources(self) -> dict[str, tuple[int, ...]]:
@@ -83,40 +84,40 @@ class PageWrite:
 
     @property
     def move(self) -> PageMove:
-        """From mine to the reader's. Raises `IndexError` for what was not granted."""
+        """The copy from this worker's pages to the reader's. Raises `IndexError` for numbers that were not granted."""
         return PageMove.of(self.sources, {pool: self.target.at(pool, run.numbers) for pool, run in self.runs.items()})
 
 
 @dataclass(frozen=True, slots=True)
 class SlotWrite:
-    """Write `data` to the start of the target's slot."""
+    """A write of `data`, at most `SLOT_BYTES`, to the start of the target's metadata slot."""
 
     target: RoomTarget
     data: bytes
 
 
 class WriteLink(Protocol):
-    """A writer's way into one reader's memory."""
+    """A link from a writer into one reader's memory."""
 
     frame_bytes: int | None
-    """What one write may have of each pool; None: everything."""
+    """Bytes of each pool that one write may have; None: any number."""
 
     def admit(self, target: RoomTarget) -> None:
-        """Raises `WireError` for places that the reader's memory, as it was described, doesn't have."""
+        """Check granted places. Raises `WireError` for places that the memory described by the reader doesn't have."""
 
     def post(self, write: PageWrite | SlotWrite) -> Completion:
-        """Start a write. What it reads must stay unchanged until the completion is done."""
+        """Start a write. The pages that it reads must stay unchanged until the completion is done."""
 
     def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:
-        """Tell the reader `data` of a room, after everything posted here so far has arrived, and the first `writes`
-        writes of the room from all other ranks."""
+        """Send the reader `data`, a notice of a room. The reader gets it after everything posted here so far has
+        arrived, and the first `writes` writes of the room from all other ranks."""
 
     def cut(self) -> bool:
-        """Whether its connection was cut since the last call: writes and notices may be lost."""
+        """Return whether the link's connection was cut since the last call: writes and notices may be lost then."""
 
     @property
     def up(self) -> bool:
-        """Whether there is a connection now, as far as `cut` has seen; always, where none is needed."""
+        """Whether there is a connection now, as far as `cut` has seen; always true where the link needs none."""
 
     def close(self) -> None: ...
 
@@ -125,36 +126,38 @@ class DataPlane(Protocol):
     """One worker's end of the data plane; every worker has one."""
 
     kind: str
+    """The plane's name in `transfer.plane`; both ends must have the same."""
     revocable: bool
+    """Whether `revoke` really ends a writer's access."""
     dropped: int
-    """Writes and notices that arrived for no room."""
+    """Writes and notices that were dropped: they came for no room, or could not be used."""
 
     def allocate(self, name: str, nbytes: int) -> torch.Tensor:
-        """Zeroed memory, uint8 [nbytes], that this plane can register."""
+        """Return zeroed memory, uint8 [nbytes], that this plane can register."""
 
     def register(self, pools: PoolSet, slots: torch.Tensor | None) -> None:
         """Let peers write into the pool set and the metadata slots, uint8 [slots, SLOT_BYTES]. A worker that only
-        writes has no slots; its pool set is what it writes from."""
+        writes has no slots (None); it writes from its pool set."""
 
     def describe(self) -> dict[str, Any]:
-        """What `connect` of a peer's plane needs, as plain values: a part for each rank, under ``ranks``."""
+        """Return the descriptor for `connect` of a peer, as plain values: a part for each rank, under ``ranks``."""
 
     def connect(self, descriptor: dict[str, Any]) -> WriteLink:
-        """Raises `LayoutMismatch` when the descriptor's memory can't be reached from here, saying why, and for anything
-        that is no descriptor: it is what a peer says, and nothing about it is certain."""
+        """Open a link to the reader with this descriptor. Raises `LayoutMismatch`, with the reason, when its memory
+        can't be reached from here, and for anything that is no descriptor: a peer sent it."""
 
     def permit(self, target: RoomTarget) -> None:
-        """Writes for this room may arrive from now on."""
+        """Accept writes for this room from now on. To be called before the writer hears of the grant."""
 
     def revoke(self, room: RoomId) -> None:
-        """Writes for this room are refused from now on, where the plane is revocable."""
+        """Refuse writes for this room from now on, where the plane is revocable."""
 
     def poll_followers(self) -> None:
-        """Take in what other ranks of this worker told: `poll` does so, too, but who only writes doesn't call it."""
+        """Take in reports of this worker's other ranks. `poll` does so, too; a worker that only writes calls this."""
 
     def poll(self) -> list[bytes]:
-        """Apply what has arrived; returns the notices, in order. Never blocks, and takes in so much at a time that
-        nobody who sends without end keeps its caller."""
+        """Apply the writes that have arrived, and return the notices, in order. Never blocks, and takes in a bounded
+        amount, so that a peer that sends without end can't keep the caller."""
 
     @property
     def waitable(self) -> Sequence[zmq.Socket[bytes]]:
@@ -164,20 +167,21 @@ class DataPlane(Protocol):
 
 
 class RankDataPlane(DataPlane, Protocol):
-    """One rank's end of the data plane of a worker of several."""
+    """One rank's end of the data plane of a worker of several ranks."""
 
     def settled(self, rank: int, settled: WriteArrived) -> None:
-        """A rank of this worker has taken in a write."""
+        """Record that rank `rank` of this worker has taken in a write. Called at the leader."""
 
     def take_settled(self) -> list[WriteArrived]:
-        """What this rank has taken in since the last call, for its leader; the leader's own is with the leader."""
+        """Return the writes that this rank has taken in since the last call, for its leader. Empty at the leader, which
+        records its own at once."""
 
 
 WakeCallback = Callable[[], None]
 
 
 def said(descriptor: object, name: str, kind: type[T]) -> T:
-    """Field `name` of a part of a peer's descriptor. Raises `LayoutMismatch` where it isn't there, or not a `kind`."""
+    """Return field `name` of a part of a peer's descriptor. Raises `LayoutMismatch` if it is missing, or no `kind`."""
     value = descriptor.get(name) if isinstance(descriptor, dict) else None
     if type(value) is not kind:
         raise LayoutMismatch(f"the descriptor's {name} must be of type {kind.__name__}, got {value!r:.80}")
@@ -185,4 +189,5 @@ def said(descriptor: object, name: str, kind: type[T]) -> T:
 
 
 SLOT_BYTES = 32 << 10
-"""Room for the hidden state of the widest models: 12,288 bfloat16 or 7,168 float32 and what goes with it."""
+"""Bytes of a metadata slot: room for the hidden state of the widest models, 12,288 bfloat16 or 7,168 float32, and
+what goes with it."""

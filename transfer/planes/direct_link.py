@@ -18,11 +18,11 @@ from transfer.net.fault_injection import WriteFaults
 from transfer.planes.data_plane import PageWrite, RoomTarget, SlotWrite
 
 HEAD = 64
-"""Bytes in front of a segment: a nonce, by which a writer knows that it mapped what was described."""
+"""Bytes in front of a segment: a nonce, by which a writer knows that it mapped the memory that was described."""
 
 
 class DirectLink:
-    """Writes into memory that is mapped here."""
+    """The `WriteLink` of planes `local` and `shm`: writes into a reader's memory that is mapped here."""
 
     frame_bytes: int | None = None
 
@@ -38,8 +38,9 @@ class DirectLink:
         faults: WriteFaults,
         cut: HeadSlice | None = None,
     ) -> None:
-        """`slots` and `notify` are the reader's leader's; notices go by a connection that `watch` watches. `cut`: the
-        buffers to write, and of them the heads that both hold; None: all of every page."""
+        """`region` and `layout`: the memory of the reader's rank. `slots` and `notify`: metadata slots and notices of
+        the reader's leader. `watch`: of the connection that notices take; None where there is none. `cut`: the buffers
+        to write, and of them the heads that both hold; None: all of every page."""
         self._source = source
         self._cut = cut
         self._region = region
@@ -90,7 +91,7 @@ class DirectLink:
         return layout.buffers[pool] if self._cut is None else chosen(layout.buffers[pool], self._cut.get(pool, ()))
 
     def _first_byte(self, buffer: BufferLayout) -> int:
-        """Where in an entry of the reader's buffer this link writes its first byte."""
+        """Return the offset, in bytes, at which this link writes first in an entry of the reader's buffer."""
         spec = buffer.spec
         if not spec.heads:
             return 0
@@ -115,7 +116,7 @@ class DirectLink:
 
 
 def _halves(move: PageMove) -> tuple[PageMove, PageMove]:
-    """The first half of what it moves of each pool, and the rest."""
+    """Split a move into the first half of the pages of each pool, and the rest."""
     cuts = [(part, (len(part.sources) + 1) // 2) for part in move.parts]
     first = tuple(PoolMove(p.pool, p.sources[:cut], p.targets[:cut]) for p, cut in cuts)
     rest = tuple(PoolMove(p.pool, p.sources[cut:], p.targets[cut:]) for p, cut in cuts if len(p.sources) > cut)

@@ -25,7 +25,7 @@ from transfer.planes.shm_plane import AT_ONCE
 
 
 class LocalPlane:
-    """Reader and writer in one process: for tests, and for trying things out without a cluster."""
+    """The data plane of reader and writer in one process: for tests, and for trying things out without a cluster."""
 
     kind = "local"
     revocable = False

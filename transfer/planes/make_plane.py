@@ -1,4 +1,4 @@
-"""The data plane that the configuration names, opened."""
+"""The choice of data plane: opens the one that the configuration names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from transfer.planes.zmq_plane import ZmqPlane
 def make_plane(
     config: Config, host: str, curve: CurveKeys | None, wake: WakeCallback, rank: int = 0, size: int = 1
 ) -> RankDataPlane:
-    """The plane that `transfer.plane` names, bound to free ports of `host`; of rank `rank` of a worker of `size`."""
+    """Open the plane that `transfer.plane` names, bound to a free port of `host`, for rank `rank` of a worker of `size`
+    ranks."""
     if config.transfer.plane == "local":
         return LocalPlane(config.faults, wake, rank, size)
     silence_s = config.transfer.link_timeout_s

@@ -1,9 +1,10 @@
-"""Notices that wait for writes which take other ways: between workers of several ranks over TCP.
+"""The order of notices after writes, between workers of several ranks over TCP.
 
-A notice tells of writes that every rank of the reader must have taken in by then, from every rank of the writer that
-has something for it. Writes come on sockets of their own, so a notice may overtake them. It says how many writes of its
-room went before it, and is held, with all later ones of its room, until each rank has taken in as many from each of its
-sources. A room that has ended holds nothing: what comes for it is dropped later anyway.
+A notice tells of writes. Before the receiver gets it, every rank of the reader must have taken them in, from every rank
+of the writer that writes to it. Each rank has a socket of its own, so a notice may overtake writes to another rank. A
+notice says how many writes of its room went before it, and is held, with all later notices of its room, until each rank
+has taken in as many from each of its sources. A room that has ended holds nothing: its notices are passed on at once,
+and the receiver drops them.
 """
 
 from __future__ import annotations
@@ -15,27 +16,28 @@ from dataclasses import dataclass, field
 from contracts.ids import RoomId
 
 MOST_HELD = 4096
-"""Notices of one room that wait for writes; no writer has as many on their way."""
+"""Notices of one room that may wait for writes; no writer has more under way."""
 
 
 @dataclass(frozen=True, slots=True)
 class _HeldNotice:
     data: bytes
     writes: int
-    """Writes of its room that were posted before it."""
+    """Writes of its room that were posted before the notice."""
     sources: int
-    """Ranks of its writer."""
+    """Number of ranks of its writer."""
 
 
 @dataclass(slots=True)
 class _NoticeRoom:
     taken: defaultdict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
-    """By rank here and source rank: the last write that was taken in."""
+    """The number of the last write that was taken in, by rank here and source rank."""
     notices: deque[_HeldNotice] = field(default_factory=deque)
 
 
 class OrderedNotices:
-    """The notices of a reader of `size` ranks. `writers(sources, rank)`: who of `sources` ranks writes to `rank`."""
+    """The held notices of a reader of `size` ranks. `writers(sources, rank)` returns the ranks of a writer with
+    `sources` ranks that write to rank `rank` of the reader."""
 
     def __init__(self, size: int, writers: Callable[[int, int], frozenset[int]]) -> None:
         self._size = size
@@ -46,16 +48,17 @@ class OrderedNotices:
         self._rooms.setdefault(room, _NoticeRoom())
 
     def settled(self, rank: int, room: RoomId, source: int, number: int) -> None:
-        """Rank `rank` has taken in write `number` of a room from rank `source` of the writer.
+        """Record that rank `rank` has taken in write `number` of a room from rank `source` of the writer.
 
-        They come in order, but for those that were lost with a connection: after a gap nothing counts any more.
+        Writes arrive in order, but a cut connection may lose some: after a gap no write of the pair counts any more.
         """
         entry = self._rooms.get(room)
         if entry is not None and number == entry.taken[rank, source] + 1:
             entry.taken[rank, source] = number
 
     def add(self, room: RoomId, data: bytes, writes: int, sources: int) -> list[bytes]:
-        """A notice has come; those that needn't wait, in order. Raises `ValueError` where too many wait."""
+        """Take in a notice, and return the notices of its room that needn't wait, in order. Raises `ValueError` where
+        too many wait already."""
         entry = self._rooms.get(room)
         if entry is None or not writes:
             return [data]  # An end of the room waits for nothing.
@@ -65,7 +68,7 @@ class OrderedNotices:
         return self._due(entry)
 
     def due(self) -> list[bytes]:
-        """Notices for which everything has been taken in by now."""
+        """Return the held notices whose writes have all been taken in by now."""
         return [data for entry in self._rooms.values() for data in self._due(entry)]
 
     def _due(self, entry: _NoticeRoom) -> list[bytes]:
@@ -82,6 +85,6 @@ class OrderedNotices:
         )
 
     def close(self, room: RoomId) -> list[bytes]:
-        """The room has ended: what it held, for whoever counts late messages."""
+        """End the room, and return the notices that it held, to be counted as late."""
         entry = self._rooms.pop(room, None)
         return [notice.data for notice in entry.notices] if entry is not None else []

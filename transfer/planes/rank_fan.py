@@ -1,4 +1,5 @@
-"""One rank's way into all ranks of a reader: who writes what to whom, worked out once when two workers meet."""
+"""One writing rank's links to the ranks of a reader: which rank writes what to which is worked out once, when two
+workers meet."""
 
 from __future__ import annotations
 
@@ -14,16 +15,16 @@ from contracts.ids import RoomId
 from transfer.planes.data_plane import PageWrite, RoomTarget, SlotWrite, WriteLink
 
 MOST_RANKS = 64
-"""More than this no worker has: a peer that says so is no peer."""
+"""Most ranks of a worker: a peer that claims more is refused."""
 
 _cuts = lru_cache(maxsize=64)(cuts)
 
 
 class RankFan:
-    """Links to those ranks of a reader that this rank has something for.
+    """The links of one writing rank to the ranks of a reader that it writes to.
 
-    `leader` goes to the reader's rank 0, which alone has metadata slots and takes notices; a rank that isn't the
-    writer's leader has none. Pages go down the links of `parts`.
+    `leader` goes to the reader's rank 0, which alone has metadata slots and takes notices; it is None at a rank that
+    isn't the writer's leader. Pages go down the links of `parts`.
     """
 
     def __init__(self, leader: WriteLink | None, parts: Sequence[WriteLink]) -> None:
@@ -47,7 +48,7 @@ class RankFan:
         self._leader.notify(room, data, writes)
 
     def cut(self) -> bool:
-        # All are asked: each forgets what it has told.
+        # No link may be left out: each tells of a cut once.
         return any([link.cut() for link in self._links()])
 
     @property
@@ -63,7 +64,7 @@ class RankFan:
 
 
 class AllWrites:
-    """Complete when all of them are."""
+    """A completion that is done when all of `completions` are."""
 
     def __init__(self, completions: Sequence[Completion]) -> None:
         self._completions = completions
@@ -82,12 +83,13 @@ class AllWrites:
 
 
 LinkOpener = Callable[[dict[str, Any], PoolSetSpec, HeadSlice | None], WriteLink]
-"""Opens the link to one rank of a reader: its part of the descriptor, what it holds, what is written to it; None: all
-of every page, as both hold the same."""
+"""Opens the link to one rank of a reader. It is given the rank's part of the descriptor, the pools that the rank
+holds, and what is written to it; None: all of every page, as both ranks hold the same."""
 
 
 def fan(whole: PoolSetSpec, rank: int, size: int, descriptor: Mapping[str, Any], open_link: LinkOpener) -> WriteLink:
-    """The way of rank `rank` of `size` into the reader that described itself. Raises `LayoutMismatch`."""
+    """Open the links of rank `rank` of `size` to the reader with this descriptor. Raises `LayoutMismatch` for what is
+    no descriptor, and where workers of so many ranks can't share the model's state."""
     ranks = descriptor.get("ranks")
     if not isinstance(ranks, list | tuple) or not 0 < len(ranks) <= MOST_RANKS:
         raise LayoutMismatch(f"the reader's descriptor must name 1 to {MOST_RANKS} ranks")
@@ -112,10 +114,11 @@ def fan(whole: PoolSetSpec, rank: int, size: int, descriptor: Mapping[str, Any],
 
 
 def rank_cut(whole: PoolSetSpec, source: tuple[int, int], target: tuple[int, int]) -> HeadSlice:
-    """What rank `source` (of how many) of a writer writes to rank `target` of a reader. Raises `LookupError`."""
+    """Return what one rank of a writer writes to one rank of a reader, each given as (rank, number of ranks). Raises
+    `LookupError` where it writes nothing, and `ConfigError` where so many ranks can't share the model's state."""
     return _cuts(whole, source[1], target[1])[source[0], target[0]]
 
 
 def writers(whole: PoolSetSpec, sources: int, rank: int, size: int) -> frozenset[int]:
-    """The ranks of a writer with `sources` ranks that write to rank `rank` of `size`."""
+    """Return the ranks of a writer with `sources` ranks that write to rank `rank` of a reader with `size` ranks."""
     return frozenset(source for source, target in _cuts(whole, sources, size) if target == rank)

@@ -37,16 +37,16 @@ from transfer.planes.rank_fan import fan
 LINK_TIMEOUT_S = TransferConfig().link_timeout_s
 FRAME_BYTES = TransferConfig().control_frame_bytes
 AT_ONCE = 4096
-"""Notices that one poll takes in."""
+"""Notices that one poll takes in at most."""
 WAITING = 64
-"""Messages of one connection that wait here; more wait at their sender."""
+"""Messages of one connection that may wait here; more wait at their sender."""
 _SEGMENT = "twinpool-"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MOST_COUNT = 2**40
 
 
 class ShmPlane:
-    """Writer and reader on one host, in two processes."""
+    """The data plane of a writer and a reader on one host, in two processes."""
 
     kind = "shm"
     revocable = False
@@ -80,7 +80,7 @@ class ShmPlane:
     def allocate(self, name: str, nbytes: int) -> torch.Tensor:
         fd = os.memfd_create(f"{_SEGMENT}{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, HEAD + nbytes)
-        # A writer that has it mapped would die if it shrank.
+        # A writer that has the segment mapped would die if it shrank.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         self._segments[name] = (fd, nbytes)
         memory = mmap.mmap(fd, HEAD + nbytes)
@@ -131,10 +131,10 @@ class ShmPlane:
         return DirectLink(self._pools, pages, layout, slots, socket.send, watch, socket.close, self._faults, cut)
 
     def _map(self, descriptor: dict[str, Any], name: str, wanted: int | None = None) -> torch.Tensor:
-        """Segment `name` of the reader, of `wanted` bytes; None: of any whole number of metadata slots.
+        """Map segment `name` of the reader, of `wanted` bytes; None: of any whole number of metadata slots.
 
-        What is opened is one of our own segments, of the size that it should have, which can't shrink any more:
-        whatever else a descriptor may name is not mapped.
+        Only a segment that a `ShmPlane` has made is mapped, of the right size and sealed so that it can't shrink.
+        Raises `LayoutMismatch` for anything else that a descriptor may name. Returns uint8 [bytes], without the head.
         """
         pid, segment = said(descriptor, "pid", int), said(descriptor, "segments", dict).get(name)
         where = f"plane shm: {name} of process {pid}"
@@ -190,7 +190,7 @@ def _no_notices(data: bytes) -> None:
 
 
 def drain(socket: zmq.Socket[bytes]) -> list[bytes]:
-    """Messages that have arrived, `AT_ONCE` at most. Those of several frames are nobody's."""
+    """Return the messages that have arrived, `AT_ONCE` at most. Messages of several frames are dropped."""
     out: list[bytes] = []
     for _ in range(AT_ONCE):
         try:

@@ -1,8 +1,8 @@
 """The data plane of a worker of several ranks: each rank writes its own heads, the leader speaks for all.
 
-Writing, every rank has links of its own to those ranks of the reader that it has something for. A write is posted by
-the leader, who tells the followers to post theirs; it is complete when all have, and then the reader is told of it.
-Reading, every rank's memory is described to the writer, and may be written by it as the leader has permitted.
+At the writer every rank has links of its own to the ranks of the reader that it writes to. The leader posts a write and
+orders the followers to post their parts; the write is complete when all parts are, and only then the reader is sent its
+notice. At the reader the leader describes the memory of every rank, and permits writes into all of them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TPDataPlane:
         self.followers = followers
         self._numbers = count(1)
         self._links: dict[int, _TPLink] = {}
-        """Those that aren't closed."""
+        """Open links, by the number that followers know them by."""
 
     @property
     def dropped(self) -> int:
@@ -81,7 +81,7 @@ class TPDataPlane:
         return self._links[number]
 
     def permit(self, target: RoomTarget) -> None:
-        # Before the writer hears of its grant, every rank must know: what it doesn't know of, it drops.
+        # Every rank must know of the grant before the writer does: a rank drops writes for rooms that it doesn't know.
         answers = self.followers.ask(PermitRoom(target.room, target.ticket, _places(target.runs)))
         self._plane.permit(target)
         answers.wait()
@@ -104,7 +104,7 @@ class TPDataPlane:
                 self._plane.settled(rank, notice)
 
     def forget(self, number: int) -> None:
-        """This link is closed."""
+        """Forget a link that is closed."""
         self._links.pop(number, None)
 
     @property
@@ -116,18 +116,18 @@ class TPDataPlane:
 
 
 class _TPLink:
-    """The links of all ranks to one reader."""
+    """The links of all ranks of this worker to one reader, as one."""
 
     def __init__(self, number: int, mine: WriteLink, plane: TPDataPlane) -> None:
         self._number = number
         self._mine = mine
         self._plane = plane
         self.severed = False
-        """Whether a follower has told that its part was cut."""
+        """Whether a follower has reported, since the last `cut`, that its part was cut."""
         self.frame_bytes = mine.frame_bytes
 
     def admit(self, target: RoomTarget) -> None:
-        """By the leader's own part: what all ranks of a reader describe has the same counts."""
+        """Check by the leader's own part: all ranks of a reader describe the same counts."""
         self._mine.admit(target)
 
     def post(self, write: PageWrite | SlotWrite) -> Completion:
@@ -142,13 +142,13 @@ class _TPLink:
         self._mine.notify(room, data, writes)
 
     def cut(self) -> bool:
-        """The leader's own, or that of a follower, as far as the plane has heard."""
+        """Return whether the leader's own part was cut, or a follower's, as far as the plane has heard."""
         severed, self.severed = self.severed, False
         return self._mine.cut() or severed
 
     @property
     def up(self) -> bool:
-        """The leader's own part: a follower's that is down shows in what is cut."""
+        """Whether the leader's own part is up; a follower's part that is down shows in `cut`."""
         return self._mine.up
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class _TPLink:
 
 
 class _Answered:
-    """Complete when all followers have answered."""
+    """A completion that is done when all followers have answered."""
 
     def __init__(self, answers: OrderAnswers) -> None:
         self._answers = answers
@@ -175,7 +175,7 @@ class _Answered:
 
 
 class FollowerLinks:
-    """A follower's plane and its links, and the orders about them."""
+    """A follower's plane and its links: carries out the leader's orders about them."""
 
     def __init__(self, plane: RankDataPlane) -> None:
         self._plane = plane
@@ -184,7 +184,7 @@ class FollowerLinks:
     def carry_out(
         self, order: DescribeMemory | OpenLink | CloseLink | PostWrite | PermitRoom | RevokeRoom
     ) -> dict[str, Any] | str | bool | None:
-        """Carry an order out; what is returned is the answer, None: there is none."""
+        """Carry an order out, and return its answer; None for an order without one."""
         match order:
             case DescribeMemory():
                 return self._plane.describe()
@@ -210,7 +210,7 @@ class FollowerLinks:
         return None
 
     def poll(self) -> list[FollowerNotice]:
-        """Store what has come; what the leader is to hear of it, and of connections that were cut."""
+        """Store what has arrived. Returns reports for the leader: writes taken in, and links that were cut."""
         self._plane.poll()
         severed = [LinkLost(number) for number, link in self._links.items() if link.cut()]
         return [*self._plane.take_settled(), *severed]

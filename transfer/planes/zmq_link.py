@@ -24,7 +24,8 @@ PAGES_FRAME, SLOT_FRAME, NOTICE_FRAME = b"P", b"S", b"N"
 
 @dataclass(frozen=True, slots=True)
 class PoolPacking:
-    """One pool's part of the frames from one rank: where it goes, and how it lies in them."""
+    """The layouts of one pool's part of the frames from one writing rank: of the buffers here that it goes to (`mine`),
+    and of the frame that it comes in (`frames`)."""
 
     pool: str
     mine: tuple[BufferLayout, ...]
@@ -32,11 +33,12 @@ class PoolPacking:
 
     @property
     def page_bytes(self) -> int:
+        """Bytes of one page in a frame."""
         return self.frames[0].index_stride
 
 
 class ZmqLink:
-    """Sends pages, slots and notices down one socket, so they arrive in order."""
+    """The `WriteLink` of plane `zmq`: sends pages, slots and notices down one socket, so they arrive in order."""
 
     def __init__(
         self,
@@ -49,8 +51,9 @@ class ZmqLink:
         cut: HeadSlice | None = None,
         frame_bytes: int | None = None,
     ) -> None:
-        """`ranks` is which of how many this writer is. `target`, with a `cut` for it: what the reader's rank holds.
-        `frame_bytes`: the longest frame that it takes in."""
+        """`ranks`: this writer's rank, and the number of ranks of its worker. `target`: the pools of the reader's rank.
+        `cut`: the buffers that are written to it, and of them the heads that both hold; None: all of every page.
+        `frame_bytes`: the longest frame that the reader takes in."""
         self.frame_bytes = frame_bytes
         self._ranks, self._target, self._cut = ranks, target, cut
         self._source = source
@@ -58,7 +61,7 @@ class ZmqLink:
         self._watch = watch
         self._faults = faults
 
-    def admit(self, target: RoomTarget) -> None: ...  # The reader looks up itself what it has granted.
+    def admit(self, target: RoomTarget) -> None: ...  # The reader itself looks up what it has granted.
 
     def post(self, write: PageWrite | SlotWrite) -> Completion:
         target = write.target
@@ -79,7 +82,7 @@ class ZmqLink:
         return DONE
 
     def _packed(self, pool: str, indices: tuple[int, ...]) -> torch.Tensor:
-        """What the reader's rank is to have of these pages: uint8 [pages, bytes], contiguous."""
+        """Return what the reader's rank is to have of these pages: uint8 [pages, bytes], contiguous."""
         region, layout = self._source.region, self._source.layout
         if self._cut is None or self._target is None:
             return gather(region, layout, pool, indices)

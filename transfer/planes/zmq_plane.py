@@ -6,8 +6,7 @@ Pages travel in the canonical page layout, one frame a pool, which ZMQ sends wit
 pools is one message, stored whole or not at all.
 
 Between workers of several ranks each rank has its own socket at the reader, and a frame holds what the two ranks have
-in common. Notices go to the leader, where they wait for writes that take other ways
-(`transfer.planes.ordered_notices`).
+in common. Notices go to the leader, where they wait for the writes to other ranks (`transfer.planes.ordered_notices`).
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ from transfer.planes.rank_fan import MOST_RANKS, fan, rank_cut, writers
 from transfer.planes.shm_plane import AT_ONCE, WAITING
 from transfer.planes.zmq_link import NOTICE_FRAME, PAGES_FRAME, SLOT_FRAME, PoolPacking, ZmqLink
 
-# A received frame is read-only memory, and only read.
+# A received frame is read-only memory, and is only read.
 warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning, "transfer.planes.zmq_plane")
 
 
 LINK_TIMEOUT_S = TransferConfig().link_timeout_s
 FRAME_BYTES = TransferConfig().frame_bytes
 _POLL_BYTES = 32 * 1024 * 1024
-"""Taken in by one poll at most, so that a decode step never waits long."""
+"""Bytes that one poll takes in at most, so that a decode step never waits long."""
 
 
 class ZmqPlane:
-    """Writer and reader anywhere that TCP reaches."""
+    """The data plane of a writer and a reader that TCP connects."""
 
     kind = "zmq"
     revocable = True
@@ -64,7 +63,7 @@ class ZmqPlane:
         link_timeout_s: float = LINK_TIMEOUT_S,
         frame_bytes: int = FRAME_BYTES,
     ) -> None:
-        """`frame_bytes`: the longest frame that is taken in, unless one page has more."""
+        """`frame_bytes`: the longest frame that is taken in, unless one page or a metadata slot has more."""
         self._rank, self._size = rank, size
         self._link_timeout_s, self._frame_bytes = link_timeout_s, frame_bytes
         self._host, self._endpoint = host, ""
@@ -88,7 +87,7 @@ class ZmqPlane:
     def register(self, pools: PoolSet, slots: torch.Tensor | None) -> None:
         self._pools, self._slots = pools, slots
         if not self._endpoint:
-            # Only now is it known what the longest frame is, and a socket takes its bounds from before `bind`.
+            # Only now is the longest frame known, and limits of a socket must be set before `bind`.
             whole = pools.spec.whole
             self._frame_bytes = max(self._frame_bytes, SLOT_BYTES, *(whole.unit_bytes(p.name) for p in whole.pools))
             self._inbound.set(zmq.MAXMSGSIZE, self._frame_bytes)
@@ -157,7 +156,8 @@ class ZmqPlane:
             return []
 
     def _store(self, kind: bytes, frames: Sequence[memoryview]) -> bool:
-        """Store a write into its room's places or slot; False, with nothing stored, for what was not granted."""
+        """Store a write into its room's places or slot. Returns False, with nothing stored, where it can't be read or
+        was not granted."""
         if kind == SLOT_FRAME and len(frames) == 2:
             try:
                 room, ticket = msgpack.unpackb(frames[0])
@@ -201,14 +201,14 @@ class ZmqPlane:
         return True
 
     def _granted(self, room: str, ticket: int) -> RoomTarget:
-        """Raises `LookupError` for a room that has no such grant."""
+        """Return the room's places. Raises `LookupError` for a room without a grant of this ticket."""
         target = self._targets[RoomId(room)]
         if target.ticket != ticket:
             raise LookupError(f"room {room} was granted to somebody else")
         return target
 
     def _packings(self, source: int, sources: int) -> dict[str, PoolPacking]:
-        """What the frames of a writer's rank hold, by pool. Worked out once for each."""
+        """Return the layouts of frames from rank `source` of a writer of `sources` ranks, by pool; worked out once."""
         found = self._from.get((source, sources))
         if found is None:
             whole, layout = self._pools.spec.whole, self._pools.layout

@@ -1,1 +1,1 @@
-"""The hand-over of one request."""
+"""Rooms: hand-overs of requests between workers, with their messages and states."""

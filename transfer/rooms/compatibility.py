@@ -14,13 +14,14 @@ from transfer.rooms import room_messages as m
 
 
 def fingerprint(weights: str, spec: PoolSetSpec, numerics: str) -> Fingerprint:
-    """Of a worker of this build whose pool set, over all its ranks, is `spec`."""
+    """Return the fingerprint of a worker of this build. `spec`: its pool set, of which the layout over all its ranks
+    counts."""
     described = json.dumps(describe_spec(spec.whole), sort_keys=True)
     return Fingerprint(PROTOCOL, hashlib.blake2b(described.encode(), digest_size=16).hexdigest(), numerics, weights)
 
 
 def refuse_mismatch(name: WorkerName, mine: Fingerprint, layout: dict[str, object], plane: str, hello: m.Hello) -> None:
-    """Raises `LayoutMismatch` naming the first difference, with both values."""
+    """Check the hello of a peer. Raises `LayoutMismatch` that names the first difference, with both values."""
     if plane != hello.plane:
         raise LayoutMismatch(f"transfer.plane: {name} has {plane}, {hello.worker} has {hello.plane}")
     if mine.protocol == hello.fingerprint.protocol:

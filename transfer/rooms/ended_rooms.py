@@ -1,7 +1,8 @@
 """Ended rooms: which rooms are over, the last word about each, and which peers were told it; all of it bounded.
 
-A room is used once, so both ends remember those that have ended. A last word may be lost with a connection: whoever was
-told it is told again once the connection is back, and whoever asks about an ended room later hears the same word.
+A last word is the message that ends a room. A room is used once, so both ends remember the rooms that have ended. A
+last word may be lost with a connection: the peer that was told it is told again once the connection is back, and a peer
+that asks about an ended room later gets the same word.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from contracts.ids import RoomId
 
 WordT = TypeVar("WordT")
 _REMEMBERED = 65536
-"""Rooms that are remembered."""
+"""Ended rooms that are remembered; the oldest are forgotten first."""
 _TOLD = 256
-"""The latest words that one peer was told, which are said again."""
+"""Last words to one peer that are kept to be sent again: the newest."""
 
 
 class EndedRooms(Generic[WordT]):
-    """Ended rooms of one end, oldest first. `WordT`: what that end says last about a room."""
+    """Ended rooms of one end, oldest first. `WordT`: the type of that end's last word about a room."""
 
     def __init__(self) -> None:
         self._words: OrderedDict[RoomId, WordT | None] = OrderedDict()
@@ -30,23 +31,24 @@ class EndedRooms(Generic[WordT]):
         return room in self._words
 
     def remember(self, room: RoomId, word: WordT | None = None) -> None:
-        """`room` has ended. `word`: the last one about it; None where nothing needs to be said again."""
+        """Record that `room` has ended. `word`: the last word about it; None where nothing needs to be sent again."""
         self._words[room] = word
         while len(self._words) > _REMEMBERED:
             self._words.popitem(last=False)
 
     def last_word(self, room: RoomId) -> WordT | None:
+        """Return the last word about `room`; None where it has none, or the room isn't remembered."""
         return self._words.get(room)
 
     def told(self, peer: Hashable, room: RoomId) -> None:
-        """`peer` is told the last word about `room`."""
+        """Record that `peer` is told the last word about `room`."""
         self._told.setdefault(peer, deque(maxlen=_TOLD)).append(room)
 
     def resend_to(self, peer: Hashable) -> list[WordT]:
-        """What `peer` was told last, in order; of rooms that are still remembered."""
+        """Return the last words that `peer` was told, in order, of rooms that are still remembered."""
         words = [self._words.get(room) for room in self._told.get(peer, ())]
         return [word for word in words if word is not None]
 
     def forget(self, peer: Hashable) -> None:
-        """Nobody tells `peer` anything again. The rooms stay remembered."""
+        """Forget what `peer` was told: nothing is sent to it again. The rooms stay remembered."""
         self._told.pop(peer, None)

@@ -1,11 +1,12 @@
 """Metadata slots: everything prefill computed that is not a page, one slot a hand-over.
 
-What a draft model goes on from has its place here: the hidden state after the prompt and the likeliest next tokens
-with their probabilities (DeepSeek-V3's multi-token prediction, arXiv 2412.19437, reads the one, EAGLE's trees,
-arXiv 2406.16858, grow from the others). No engine drafts as yet, so prefill leaves it out.
+A slot also has space for the state that a draft model goes on from: the hidden state after the prompt, and the
+likeliest next tokens with their probabilities (DeepSeek-V3's multi-token prediction, arXiv 2412.19437, reads the hidden
+state; EAGLE's trees, arXiv 2406.16858, grow from the tokens). No engine drafts as yet, so prefill leaves it out.
 
-A slot is `SLOT_BYTES` of registered memory: a length, a checksum, then msgpack. The reader takes a *copy* out and
-returns the slot; nothing keeps a view into it. Room and epoch are inside, so that a stranger's metadata is refused.
+A slot is `SLOT_BYTES` of registered memory: a length and a CRC-32 of 4 bytes each, then msgpack. The reader takes a
+*copy* out and returns the slot; nothing keeps a view into it. Room and epoch are inside, so that metadata of another
+room is refused.
 """
 
 from __future__ import annotations
@@ -26,24 +27,25 @@ _HEADER = 8
 
 @dataclass(frozen=True, slots=True)
 class DraftState:
-    """What a draft model goes on from behind the prompt's last position."""
+    """The state that a draft model goes on from after the prompt's last position."""
 
     dtype: str
-    """Of the hidden state, as ``bfloat16``."""
+    """Dtype of the hidden state, as ``bfloat16``."""
     hidden: bytes
     """The last layer's output at the last position, [hidden]."""
     tokens: tuple[int, ...] = ()
     """The likeliest next tokens, best first."""
     probabilities: tuple[float, ...] = ()
-    """Theirs, in the distribution that the first token was drawn from."""
+    """Probabilities of `tokens`, in the distribution that the first token was drawn from."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandoverMetadata:
-    """What decode needs to go on from prefill's last position."""
+    """The metadata of a hand-over: what decode needs besides pages to go on from prefill's last position."""
 
     room: RoomId
     slot_epoch: int
+    """Epoch of the metadata slot, from the grant: `KVSender.seal` fills it in."""
     token: int
     """The first token, drawn by prefill."""
     logprob: TokenLogprob | None
@@ -55,7 +57,7 @@ class HandoverMetadata:
 
 
 def pack(metadata: HandoverMetadata) -> bytes:
-    """Raises `ValueError` when it doesn't fit into a slot."""
+    """Return the bytes of a slot with this metadata. Raises `ValueError` when they don't fit into a slot."""
     logprob = metadata.logprob and (metadata.logprob.token, metadata.logprob.logprob, metadata.logprob.top)
     draft = metadata.draft and (
         metadata.draft.dtype, metadata.draft.hidden, metadata.draft.tokens, metadata.draft.probabilities
@@ -99,7 +101,7 @@ def copy_out(slots: torch.Tensor, slot: int, room: RoomId, epoch: int) -> Handov
 
 
 def _whole(*numbers: object) -> None:
-    """Raises `TypeError` for anything but token ids and counts."""
+    """Check token ids and counts. Raises `TypeError` for anything else."""
     if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
         raise TypeError(f"these must be whole numbers from 0 on: {numbers!r:.80}")
 

@@ -1,9 +1,9 @@
-"""What a room still has to hand over, pool by pool.
+"""Shares of pools: what a room still has to hand over, pool by pool.
 
-Each pool's share is a run of numbers, handed over from its first to its last. The room is done when all of them are
+Each pool's share is a run of page numbers, handed over from its first to its last. The room is done when all shares are
 (hazard C1: pages that came without their windows and states are no hand-over), and a pool of which nothing was wanted
-is in a state of its own, not "all of none" (hazard C2). Both ends keep one: the writer of what it has still to write,
-the reader of what has still to come.
+is in a state of its own, not "all of none" (hazard C2). Both ends keep a `RoomProgress`: the writer of the pages that
+it has still to write, the reader of the pages that have still to arrive.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from enum import StrEnum
 
 
 class PoolProgress(StrEnum):
-    """How far one pool is."""
+    """How far the share of one pool is."""
 
     NOTHING = "nothing"
-    """Nothing of it was wanted."""
+    """Nothing of the pool was wanted."""
     COMING = "coming"
     DONE = "done"
 
 
 class RoomProgress:
-    """Numbers wanted of each pool, and how many of them are through."""
+    """The numbers that are wanted of each pool, and how many of them have been handed over."""
 
     def __init__(self, wanted: Mapping[str, range]) -> None:
         self._wanted = dict(wanted)
@@ -34,17 +34,17 @@ class RoomProgress:
         return PoolProgress.COMING if self.left(pool) else PoolProgress.DONE
 
     def left(self, pool: str) -> range:
-        """What is wanted of `pool` and not through; empty for a pool of which nothing is."""
+        """Return the numbers of `pool` that are wanted and not handed over yet; empty where nothing is wanted."""
         wanted = self._wanted.get(pool, range(0))
         return range(self._next.get(pool, 0), wanted.stop)
 
     def takes(self, pool: str, numbers: range) -> bool:
-        """Whether `numbers` come next."""
+        """Return whether `numbers` are the next ones of `pool`: not empty, without a gap, and wanted."""
         left = self.left(pool)
         return bool(numbers) and numbers.start == left.start and numbers.stop <= left.stop
 
     def advance(self, pool: str, numbers: range) -> None:
-        """`numbers` are through. They come in order."""
+        """Record that `numbers` are handed over. `takes` must hold for them."""
         assert self.takes(pool, numbers), f"{pool} {numbers}: {self.left(pool)} is left"
         self._next[pool] = numbers.stop
 
@@ -54,6 +54,6 @@ class RoomProgress:
         return all(self.share(pool) is not PoolProgress.COMING for pool in self._wanted)
 
     def __str__(self) -> str:
-        """What is left, for people."""
+        """The numbers that are left, in words for logs and errors."""
         left = {pool: self.left(pool) for pool in self._wanted if self.share(pool) is PoolProgress.COMING}
         return ", ".join(f"{pool} {r.start}..{r.stop - 1}" for pool, r in left.items()) or "nothing"

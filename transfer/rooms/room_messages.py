@@ -1,8 +1,8 @@
 """Messages between prefill and decode: frozen values, an explicit tag for each, msgpack on the wire.
 
 Control messages go over the control socket. Notices go through the data plane, ordered after the writes they tell
-of, each with a checksum behind it: they say which pages are right, and one that a bit was turned of on its way could
-say something else that can be read. Nothing but the types in `TAGS` can come out of bytes; anything else raises
+of. Each has a checksum behind it: a notice says which pages are right, and one with a bit flipped on its way could
+still be read, as something else. Nothing but the types in `TAGS` can come out of bytes; anything else raises
 `WireError`.
 """
 
@@ -19,32 +19,40 @@ from contracts.errors import ErrorKind, WireError
 from contracts.ids import RoomId
 from contracts.messages.fingerprint import Fingerprint
 
+_REASON_CHARS = 500
+
+
+def reason_of(error: Exception | str) -> str:
+    """Return the reason that a message carries: cut short, since it may quote what a peer sent."""
+    return str(error)[:_REASON_CHARS]
+
+
 # ---------------------------------------------------------------- control: decode -> prefill
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The first message of a connection: who I am, how my state is laid out, where to write it."""
+    """The first message of a connection: the reader's identity, the layout of its state, and where to write it."""
 
     worker: str
     incarnation: int
     expects: int
-    """The incarnation that this hello is for."""
+    """The writer's incarnation that this hello is for."""
     fingerprint: Fingerprint
     layout: dict[str, Any]
-    """The layout that the fingerprint has a digest of, so that a difference can be named."""
+    """The layout of the pools, of which the fingerprint has only a digest, so that a difference can be named."""
     plane: str
     descriptor: dict[str, Any]
     pid: int
     started: int
     """Start time of the process in clock ticks since boot, so that a reused pid isn't taken for it."""
     boot: str
-    """Which running kernel and pid namespace `pid` belongs to."""
+    """Name of the running kernel and pid namespace that `pid` belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrantedPages:
-    """Where pages `first ..` of a sequence go in one pool: its pages or slots, with their epochs."""
+    """The places of pages `first ..` of a sequence in one pool: pages or slots of the reader, with their epochs."""
 
     pool: str
     first: int
@@ -54,32 +62,32 @@ class GrantedPages:
 
 @dataclass(frozen=True, slots=True)
 class PageGrant:
-    """These places and this metadata slot are yours to write. Of a pool that isn't named nothing is wanted."""
+    """Gives the writer these places and this metadata slot to write. Of a pool that isn't named nothing is wanted."""
 
     room: RoomId
     places: tuple[GrantedPages, ...]
     slot: int
     slot_epoch: int
     ticket: int
-    """Drawn for this grant and told to nobody else. What tells of its writes, and that there are none any more, has
-    it: so only who was granted the places can give them back."""
+    """A random number above 0, drawn for this grant and told to nobody else. Notices of its writes, and last words
+    about them, carry it: so only the writer that was granted the places can give them back."""
 
 
 @dataclass(frozen=True, slots=True)
 class AbortRoom:
-    """The room is given up: write no more, then answer `WriterQuiesced`."""
+    """Decode gives the room up: the writer must write no more, then answer `WriterQuiesced`."""
 
     room: RoomId
     reason: str
     damaged: bool
-    """What arrived did not match its tags."""
+    """Whether pages or metadata arrived that did not match their tags."""
     ticket: int
-    """The grant's, for the answer."""
+    """The grant's ticket, for the answer; 0 where there was no grant."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandoverReceived:
-    """Everything arrived, was verified and copied out."""
+    """Decode has everything: all pages arrived and were verified, and the metadata was copied out."""
 
     room: RoomId
 
@@ -89,7 +97,7 @@ class HandoverReceived:
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """The process of one more rank of a worker; as in `Welcome`."""
+    """The process of one of a worker's other ranks; fields as in `Welcome`."""
 
     pid: int
     started: int
@@ -98,7 +106,7 @@ class RankProcess:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The layouts meet; the process that will write is this one."""
+    """The writer's answer to a hello that fits: its identity, and the processes that will write."""
 
     worker: str
     incarnation: int
@@ -107,16 +115,16 @@ class Welcome:
     started: int
     """Start time of the process in clock ticks since boot, so that a reused pid isn't taken for it."""
     boot: str
-    """Which running kernel and pid namespace `pid` belongs to."""
+    """Name of the running kernel and pid namespace that `pid` belongs to."""
     others: tuple[RankProcess, ...]
-    """The worker's other ranks, which will write, too."""
+    """Processes of the worker's other ranks, which will write, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerRefused:
-    """You are no peer of this worker: say hello, or another one. It writes nothing to you.
+    """The reader is no peer of this writer, which writes nothing to it: its hello is missing, or doesn't fit.
 
-    That is no proof about rooms which this worker was granted before: their places come back by their own last words.
+    This proves nothing about rooms that the writer was granted before: their places come back by last words about them.
     """
 
     reason: str
@@ -124,11 +132,11 @@ class PeerRefused:
 
 @dataclass(frozen=True, slots=True)
 class MessageRejected:
-    """One message of yours could not be used, and nothing has changed by it. All else goes on."""
+    """One message of the reader could not be used and has changed nothing. Everything else goes on."""
 
     reason: str
     room: str
-    """The room that it was about; empty where that isn't known."""
+    """The room that the message was about; empty where that isn't known."""
 
 
 # ---------------------------------------------------------------- notices: prefill -> decode, after the writes
@@ -136,7 +144,7 @@ class MessageRejected:
 
 @dataclass(frozen=True, slots=True)
 class PageTags:
-    """Pages `first ..` of one pool are in their places, finished; one (block hash, digest) each."""
+    """Content tags (block hash, digest) of pages `first ..` of one pool, which are finished and in their places."""
 
     pool: str
     first: int
@@ -150,13 +158,13 @@ class PagesWritten:
 
     room: RoomId
     ticket: int
-    """The grant's; here and below."""
+    """The grant's ticket, in all notices."""
     parts: tuple[PageTags, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SlotWritten:
-    """The metadata slot is written, and with it everything."""
+    """The metadata slot is written, as the last of all that the room hands over."""
 
     room: RoomId
     ticket: int
@@ -176,7 +184,7 @@ class RoomFailed:
 
     room: RoomId
     ticket: int
-    """0: the room was given up before its grant came. The grant is answered once more, with its ticket."""
+    """The grant's; 0 where the room ended before its grant came, which is then answered once more, with its ticket."""
     kind: ErrorKind
     message: str
 
@@ -208,11 +216,12 @@ TAGS: dict[int, type[Any]] = {
     19: RoomFailed,
     20: NothingToDecode,
 }
+"""The number on the wire of each message type; a number that was used is never given to another type."""
 _TAG_OF = {cls: tag for tag, cls in TAGS.items()}
 _OF_ROOMS = (4, 5, 6)
 _SUM_BYTES = 4
 MOST_NAME = 256
-"""Characters of a room's name."""
+"""Most characters of a room's name."""
 _HINTS = {cls: typing.get_type_hints(cls) for cls in (*TAGS.values(), GrantedPages, PageTags, RankProcess, Fingerprint)}
 
 
@@ -222,17 +231,18 @@ def encode(message: RoomMessage) -> bytes:
 
 
 def encode_notice(notice: Notice) -> bytes:
-    """A notice as the data plane carries it: packed, with its checksum behind it."""
+    """Return a notice as the data plane carries it: packed, with its checksum behind it."""
     return summed(encode(notice))
 
 
 def summed(packed: bytes) -> bytes:
-    """A packed notice with its checksum behind it: CRC-32, 4 bytes, little-endian."""
+    """Return a packed notice with its checksum behind it: CRC-32, 4 bytes, little-endian."""
     return packed + zlib.crc32(packed).to_bytes(_SUM_BYTES, "little")
 
 
 def decode_notice(data: bytes | memoryview) -> Notice:
-    """Raises `WireError` for what was changed on its way, for a message of another kind, and as `decode` does."""
+    """Return the notice in `data`. Raises `WireError` for bytes that were changed on their way, for a message of
+    another kind, and as `decode` does."""
     packed = data[:-_SUM_BYTES]
     if data[-_SUM_BYTES:] != zlib.crc32(packed).to_bytes(_SUM_BYTES, "little"):
         raise WireError("a notice's checksum is that of something else")
@@ -247,7 +257,7 @@ def _values(value: Any) -> list[Any]:
 
 
 def decode(data: bytes | memoryview) -> RoomMessage:
-    """Raises `WireError` for anything but a message of `TAGS` with fields of its types."""
+    """Return the message in `data`. Raises `WireError` for all but a message of `TAGS` with fields of its types."""
     try:
         parts = msgpack.unpackb(data, use_list=False)
     except (ValueError, msgpack.UnpackException) as error:
@@ -259,7 +269,7 @@ def decode(data: bytes | memoryview) -> RoomMessage:
 
 
 def room_of(data: bytes) -> str:
-    """The room that a message which can't be read is about, as far as can be told; else empty. Never raises."""
+    """Return the room of a message that can't be decoded, as far as it can be told; else empty. Never raises."""
     try:
         parts = msgpack.unpackb(data, use_list=False)
     except (ValueError, msgpack.UnpackException):
@@ -270,7 +280,7 @@ def room_of(data: bytes) -> str:
 
 
 def _build(cls: type[Any], values: tuple[Any, ...]) -> Any:
-    """Fields behind those that are known here are a newer build's, and skipped."""
+    """Build a message of `cls`. Values beyond its fields come from a newer build, and are skipped."""
     hints = _HINTS[cls]
     if len(values) < len(hints):
         raise WireError(f"{cls.__name__} has {len(hints)} fields, got {len(values)}")

@@ -1,4 +1,4 @@
-"""What rooms come to, as values for the workers."""
+"""Outcomes of rooms, as values for the workers."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class RoomGranted:
 
 @dataclass(frozen=True, slots=True)
 class RoomReleased:
-    """The room is over; nothing of its request is needed for it any more."""
+    """The room is over; the sender needs nothing of its request any more."""
 
     room: RoomId
     received: bool
-    """Whether decode has everything."""
+    """Whether decode has received everything."""
     reason: str = ""
     damaged: bool = False
-    """What arrived did not match its tags: the fault may be in the pages that were sent."""
+    """Whether pages or metadata arrived that did not match their tags: the fault may be in the pages that were sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class SendablePages:
-    """Pages `first ..` of a sequence in one pool, finished: where they are, and their tags."""
+    """Finished pages `first ..` of a sequence in one pool: their indices, and their content tags."""
 
     first: int
     indices: tuple[int, ...]
@@ -42,7 +42,7 @@ class SendablePages:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedPrompt:
-    """What a room is to receive: the block hash of each prompt page, and how many positions there are."""
+    """The prompt that a room is to receive: the block hash of each of its pages, and the number of its positions."""
 
     keys: tuple[bytes, ...]
     positions: int
@@ -50,22 +50,22 @@ class ExpectedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptArrived:
-    """Everything is here and verified; the leases, by pool, are the caller's now."""
+    """Everything of the room arrived and is verified; the leases, by pool, are the caller's now."""
 
     room: RoomId
     leases: Mapping[str, Lease]
     metadata: HandoverMetadata
     received: Mapping[str, int]
-    """Bytes by pool."""
+    """Bytes that were handed over, by pool."""
     digests: Mapping[str, Mapping[int, int]]
-    """Of what was handed over, by pool and number."""
+    """Digests of the pages that were handed over, by pool and page number."""
 
     @property
     def bytes(self) -> int:
         return sum(self.received.values())
 
     def release(self) -> None:
-        """Nobody wants it any more."""
+        """Release all leases: nobody wants the prompt any more."""
         for lease in self.leases.values():
             lease.release()
 

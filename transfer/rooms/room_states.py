@@ -18,7 +18,7 @@ Rules, each kept by the tables below:
   timeout alone.
 - Every terminal event of one side reaches the other: `RoomFailed` and `NothingToDecode` go to decode, `AbortRoom` to
   prefill.
-- Terminal states are final; a late message for an ended room is dropped and counted by whoever looks it up.
+- Terminal states are final; each end drops and counts a late message for an ended room.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Where objects lie: in files, in memory, on a Redis server."""
+"""The storage backends: objects in files, in memory, or on a Redis server."""

@@ -1,4 +1,4 @@
-"""The storage backend that the configuration names, opened: one of ours, or one that a package brings."""
+"""The factory of storage backends: it opens the one that the configuration names, built in or of another package."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from contracts.config.cache_config import StorageConfig
 from contracts.errors import ConfigError
 
 ENTRY_POINTS = "twinpool.storage"
-"""The group in which other packages offer a `Callable[[StorageConfig], StorageBackend]`."""
+"""The group of entry points in which other packages offer a `Callable[[StorageConfig], StorageBackend]`."""
 
 
 def make_backend(config: StorageConfig) -> StorageBackend | None:
     """Open the backend that `cache.storage.backend` names; None for `none`.
 
-    Raises `ConfigError` for an unknown name and for settings that the backend can't do anything with.
+    Raises `ConfigError` for an unknown name, for a backend that can't be loaded or opened, and for settings that the
+    backend doesn't have.
     """
     if config.backend == "none":
         return None
@@ -33,7 +34,7 @@ def make_backend(config: StorageConfig) -> StorageBackend | None:
         )
     try:
         factory: Callable[[StorageConfig], StorageBackend] = others[config.backend].load()
-    except Exception as error:  # Whatever a stranger's module raises, the operator is to see which one it was.
+    except Exception as error:  # A third-party module may raise anything; the operator must see which one it was.
         raise ConfigError(f"cache.storage.backend {config.backend!r} can't be loaded: {error}") from error
     return factory(config)
 

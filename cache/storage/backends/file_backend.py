@@ -1,13 +1,14 @@
-"""Objects as files in a folder of this host, shared by any number of processes; `file_folder` keeps it whole.
+"""The `file` backend: objects as files in a folder of this host, which any number of processes share.
 
-A read is open, one `preadv` of payload and seal straight into the caller's page, and a check. Nothing about single
-objects is kept in memory: a name is looked up in the file system each time, as another process may have written or
-deleted it in the meantime.
+`file_folder` keeps the folder consistent. A read is open, one `preadv` of payload and seal straight into the caller's
+page, and a check. Nothing about single objects is kept in memory: a name is looked up in the file system each time, as
+another process may have written or deleted the object in the meantime.
 
-When a folder is opened, a thread goes through it shard by shard: it counts, sweeps, and evicts what is over the cap.
-Nobody waits for it, but for a folder without counts, to which nothing is written until it has been through. Short of
-room, what was used longest ago goes: of a folder of a few thousand objects exactly that, of a larger one what is among
-the oldest eighth of its shard, shard after shard, so that a write never looks at all there is.
+When a folder is opened, a thread scans it shard by shard: it counts objects, sweeps files of dead writers, and evicts
+objects that are over the cap. No call waits for the thread; but in a folder without counts nothing is written until it
+has scanned all shards. When room is short, the least recently used objects are evicted: in a folder of a few thousand
+objects exactly these, in a larger one the oldest eighth of a shard, shard after shard, so that a write never looks at
+all objects.
 """
 
 from __future__ import annotations
@@ -48,19 +49,20 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SLACK = 16
 """Evicting from a small folder frees this part of the cap (1/16) beyond what is needed, as each time costs a scan."""
 _SMALL = 4096
-"""Objects of a folder that is small: all of them may be looked at at once."""
+"""The most objects of a small folder, all of which may be looked at at once."""
 _OLDEST = 8
-"""Of a shard of a larger one this part (1/8) may go at a time."""
+"""In a larger folder this part (1/8) of a shard's objects may be evicted at a time."""
 _MOST_SHARDS = 32
-"""Shards that are looked at to make room for one write."""
+"""Shards that are scanned, at most, to make room for one write."""
 
 
 class FileBackend:
-    """Objects under `root`, at most `max_bytes` of them with their seals.
+    """Objects under `root`, at most `max_bytes` with their seals.
 
-    A call waits `timeout_s` at most for other processes and starts no file after it. `wall_ns` gives the use times
+    A call waits at most `timeout_s` for other processes, and begins no file after that. `wall_ns` gives the use times
     (None: the file system's own clock), `writev` writes. With `group`, the folder's group may read and write there.
-    Raises `ConfigError` when the folder can't be used.
+    Raises `ConfigError` when the folder can't be used. The class has more than twenty methods: a third of them are the
+    interface of a backend, the others their steps, which share the folder's lock and the call's deadline.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class FileBackend:
                     counted.known = True
                     self._folder.write_counts(counted)
         except (FolderBusy, OSError):
-            pass  # It is counted before anything is written.
+            pass  # Without counts, nothing is written before the thread has counted.
         self._wanted.set()
         self._scanner = threading.Thread(target=self._go_through_when_wanted, name="storage-scan", daemon=True)
         self._scanner.start()
@@ -96,7 +98,8 @@ class FileBackend:
     # ------------------------------------------------------------ counting
 
     def wait_counted(self, timeout_s: float) -> bool:
-        """Whether the folder has been gone through since it was opened, after at most so long."""
+        """Wait up to `timeout_s` until all shards have been scanned since the folder was opened; returns whether they
+        have. Other calls needn't wait for that."""
         return self._through.wait(timeout_s)
 
     def _go_through_when_wanted(self) -> None:
@@ -108,7 +111,8 @@ class FileBackend:
             self._through.set()
 
     def _go_through(self) -> bool:
-        """Count every shard, each under the lock for itself; whether all of that could be done."""
+        """Scan every shard, holding the lock for one at a time, then evict what is over the cap; returns whether all
+        of that could be done."""
         foreign = 0
         try:
             for shard in range(SHARDS):
@@ -133,7 +137,7 @@ class FileBackend:
         return True
 
     def _too_much(self) -> bool:
-        """Evict some of what is over the cap; whether there is more."""
+        """Evict some of the objects that are over the cap; returns whether there are more that can be evicted."""
         with self._folder.locked(self._deadline()):
             counted = self._folder.read_counts()
             before = counted.used
@@ -234,7 +238,7 @@ class FileBackend:
         return outcomes
 
     def _keep(self, path: str) -> bool:
-        """Whether the file is there; it counts as used now."""
+        """Whether the file is there; if so, it counts as used now."""
         try:
             if not os.access(path, os.F_OK):
                 return False
@@ -244,7 +248,10 @@ class FileBackend:
         return True
 
     def _reserve(self, keys: Sequence[str], sizes: Sequence[int], deadline: float) -> list[ObjectOutcome | None]:
-        """Take room in the counts for each object in turn, evicting if need be; an outcome for those that get none."""
+        """Reserve room in the counts for each object in turn, evicting if need be.
+
+        Returns None for each object that got room, else its outcome.
+        """
         if not sizes:
             return []
         answers: list[ObjectOutcome | None] = []
@@ -277,8 +284,8 @@ class FileBackend:
         return answers
 
     def _make_room(self, counted: ShardCounts, keep_bytes: int, slack: int) -> None:
-        """Scan shards and delete what was used longest ago in them until `keep_bytes` stay; in a small folder `slack`
-        fewer, if it has to be begun with. The lock is held."""
+        """Scan shards and delete their least recently used objects until at most `keep_bytes` stay; in a small folder,
+        `slack` bytes fewer stay. The caller holds the lock and writes the counts."""
         if counted.objects <= _SMALL:
             found = {shard: self._folder.scan(shard, sweep=False) for shard in range(SHARDS)}
             for shard, one in found.items():
@@ -298,7 +305,10 @@ class FileBackend:
             self._evict(counted, oldest, 0 if counted.used > keep_bytes else counted.used)
 
     def _evict(self, counted: ShardCounts, objects: Sequence[tuple[int, int, str]], keep_bytes: int) -> None:
-        """Delete these, in order, until `keep_bytes` stay."""
+        """Delete these objects, in order, until at most `keep_bytes` stay in the whole folder.
+
+        An object is (use time in ns, bytes, file name).
+        """
         for _, size, file in objects:
             if counted.used <= keep_bytes:
                 return
@@ -355,7 +365,7 @@ class FileBackend:
         self._give_back(gone, self._deadline())
 
     def _give_back(self, gone: Sequence[tuple[str, int]], deadline: float) -> None:
-        """Keys and sizes of objects that are no more, or never came."""
+        """Give back, in the counts, the room of objects (key, bytes) that were deleted, or never written."""
         if not gone:
             return
         try:
@@ -380,7 +390,7 @@ class FileBackend:
         self._closing.set()
         self._wanted.set()
         self._scanner.join(2 * self._timeout_s + 1)
-        if not self._scanner.is_alive():  # Else it uses what would be closed; it ends by itself.
+        if not self._scanner.is_alive():  # Else it still uses the folder's files; it ends by itself.
             self._folder.close()
 
 

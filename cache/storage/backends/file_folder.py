@@ -1,4 +1,4 @@
-"""The folder of the `file` backend: where things lie, who is at work in it, and how much it holds.
+"""The folder of the `file` backend: the files in it, the processes that work in it, and its counts.
 
     ROOT/ledger                     its flock is the folder's lock
     ROOT/counts                     bytes and objects under each two digits (`ShardCounts`)
@@ -6,26 +6,27 @@
     ROOT/ab/ab12...ef.page          an object, under the first two digits of its key
     ROOT/ab/.ab12...ef.ID.N.tmp     an object that the backend ID is writing
 
-Any number of processes of one host work in a folder, and each may be killed at any moment. Three rules carry that:
+Any number of processes of one host work in a folder, and each may be killed at any moment. Three rules make that safe:
 
-* An object appears by rename, complete or not at all. A temp file whose owner's lock is free is nobody's: it is swept
-  when a folder has been opened. Locks are asked and not process numbers, so containers may share a folder.
+* An object appears by rename, complete or not at all. A temp file whose owner's lock is free was left by a dead
+  process; the next backend that opens the folder sweeps it. The test is a lock and not a process number, so containers
+  may share a folder.
 * The files are the truth, the counts are an estimate that errs upward: room is taken from them *before* a file is
-  written and given back *after* one is gone, so a killed process leaves them too high. Each time a shard is scanned
-  its counts are set right. What another process has taken and not yet begun to write is unknown to a scan, so the cap
-  can be passed by one batch a process, until the next scan. Where there are no counts, or none that can be read,
+  written and given back *after* one is deleted, so a killed process leaves them too high. Each scan of a shard sets its
+  counts right. A scan doesn't know the room that another process has taken for files it hasn't begun to write, so the
+  cap can be passed by one batch a process, until the next scan. Where there are no counts, or none that can be read,
   nothing is written until all shards have been scanned.
 * Use times are the files' modification times, so they outlive a restart and are common to all processes.
 
 A folder may hold millions of files, so nothing is done to all of them at once: the lock is held for one shard of 256.
 
-What lies here is made of prompts. Files and folders are their owner's alone, or the group's too where the operator says
-so (`cache.storage.group_access`); shards that an earlier version left open to others are closed. The mode of a folder
-that was there is the operator's.
+Objects are made of prompts. So files and folders are open to their owner alone, or to the group too where the operator
+says so (`cache.storage.group_access`); shards that an earlier version left open to others are closed. A `ROOT` that was
+there before keeps its mode.
 
-Nothing is ever synced to the disk: a power cut may lose or tear what was written shortly before, which a seal shows
-when it is read, and what is lost is computed again. A scan trusts names and sizes; files that are not called as above
-are foreign, left alone and not counted.
+Nothing is ever synced to the disk: a power cut may lose or tear objects that were written shortly before. The seal
+shows that when one is read, and lost pages are computed again. A scan trusts names and sizes; files whose names aren't
+of the forms above are foreign: left alone and not counted.
 """
 
 from __future__ import annotations
@@ -60,20 +61,24 @@ class FolderBusy(Exception):
 
 @dataclass(slots=True)
 class FolderScan:
-    """What lies in a shard: the objects with their use times, and what else was met."""
+    """The content of a shard: the objects with their use times, files being written, and foreign files."""
 
     objects: list[tuple[int, int, str]] = field(default_factory=list)
     """(use time in ns, bytes, file name), in no order."""
     temps: int = 0
     temp_bytes: int = 0
-    """Being written by others: so far."""
+    """`temps` and `temp_bytes`: files that other backends are writing, and their bytes so far."""
     coming: list[int] = field(default_factory=list)
-    """Bytes of each object that this process has taken room for and that isn't there yet."""
+    """Bytes of each object that this backend has reserved room for and that isn't there yet."""
     foreign: int = 0
+    """The number of foreign files."""
 
 
 class ShardCounts:
-    """Bytes and objects in use, shard by shard. `known`: whether that is what was counted once."""
+    """Bytes and objects in use, by shard. `known`: whether all shards have been counted once.
+
+    `raw` that can't be read gives zeros that aren't known.
+    """
 
     FORMAT = struct.Struct(f"<8s{2 * SHARDS}q")
     KNOWN, UNKNOWN = b"tpcount1", b"tpcount?"
@@ -92,12 +97,12 @@ class ShardCounts:
         return sum(self._figures[1::2])
 
     def add(self, shard: int, size: int, objects: int) -> None:
-        """These have come, or with a minus gone."""
+        """Add `size` bytes and `objects` objects to a shard's counts; negative numbers take them away."""
         self._figures[2 * shard] = max(0, self._figures[2 * shard] + size)
         self._figures[2 * shard + 1] = max(0, self._figures[2 * shard + 1] + objects)
 
     def set(self, shard: int, found: FolderScan) -> None:
-        """What a scan has found."""
+        """Set a shard's counts to the result of a scan."""
         size = sum(size for _, size, _ in found.objects) + found.temp_bytes + sum(found.coming)
         self._figures[2 * shard : 2 * shard + 2] = [size, len(found.objects) + found.temps + len(found.coming)]
 
@@ -106,13 +111,14 @@ class ShardCounts:
 
 
 def shard_of(key: str) -> int:
+    """Returns the number of the shard that an object with this key lies in."""
     return int(key[:2], 16)
 
 
 class ObjectFolder:
-    """An open folder: this process's place in it, the lock and the counts. With `group`, the folder's group has access.
+    """An open folder: the backend's owner file in it, the lock and the counts.
 
-    Raises `ConfigError` when the folder can't be made or written to.
+    With `group`, the folder's group has access. Raises `ConfigError` when the folder can't be made or written to.
     """
 
     def __init__(self, root: Path, clock: Clock, group: bool = False) -> None:
@@ -123,7 +129,7 @@ class ObjectFolder:
         self._thread_lock = threading.Lock()
         self._next_temp = 0
         self.coming: dict[str, int] = {}
-        """Keys of objects that this process has taken room for, and their bytes, until they are there. Whoever gives
+        """Bytes, by key, of objects that this backend has reserved room for, until they are there. A caller that gives
         room back holds the lock."""
         self._closed = False
         opened: list[int] = []
@@ -142,7 +148,7 @@ class ObjectFolder:
             ) from None
 
     def _make_folder(self, path: str) -> None:
-        """Make it, if it isn't there, with what leads to it."""
+        """Make a folder with its parents, if it isn't there."""
         parent = os.path.dirname(path)
         if parent and not os.path.isdir(parent):
             os.makedirs(parent, exist_ok=True)
@@ -154,7 +160,8 @@ class ObjectFolder:
             os.chmod(path, self._folder_mode)  # Whatever the umask says.
 
     def open_new(self, path: str, flags: int) -> int:
-        """Open a file that is made if it isn't there, for those only who may see it."""
+        """Open a file with `flags`, and give it the folder's file mode if it is this user's; returns the
+        descriptor."""
         fd = os.open(path, flags, self._file_mode)
         status = os.fstat(fd)
         if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) != self._file_mode:
@@ -162,6 +169,7 @@ class ObjectFolder:
         return fd
 
     def _enter(self) -> tuple[str, int]:
+        """Make and lock an owner file; returns the backend's id and the descriptor that holds the lock."""
         while True:
             owner = uuid.uuid4().hex
             path = self._owner_path(owner)
@@ -169,12 +177,13 @@ class ObjectFolder:
             fcntl.flock(fd, fcntl.LOCK_EX)
             if os.path.exists(path):
                 return owner, fd
-            os.close(fd)  # A sweeper came between the two calls and took it for a dead one's.
+            os.close(fd)  # A sweep came between the two calls and took the file for that of a dead process.
 
     def _owner_path(self, owner: str) -> str:
         return os.path.join(self.root, "owners", owner)
 
     def close(self) -> None:
+        """Remove the owner file and close all descriptors. Idempotent."""
         if not self._closed:
             self._closed = True
             remove(self._owner_path(self._owner))
@@ -182,20 +191,26 @@ class ObjectFolder:
                 os.close(fd)
 
     def path(self, key: str) -> str:
+        """Returns the path of the object with this key."""
         return f"{self.root}/{key[:2]}/{key}.page"
 
     def temp_path(self, key: str) -> str:
+        """Returns a new path at which to write the object with this key, before it is renamed to `path`."""
         with self._thread_lock:
             self._next_temp += 1
             return f"{self.root}/{key[:2]}/.{key}.{self._owner}.{self._next_temp}.tmp"
 
     def make_shard(self, key: str) -> None:
+        """Make the folder of the shard that `key` lies in, if it isn't there."""
         self._make_folder(self.root)
         self._make_folder(f"{self.root}/{key[:2]}")
 
     @contextmanager
     def locked(self, deadline: float) -> Iterator[None]:
-        """Hold the folder's lock against threads and processes; raises `FolderBusy` when it isn't had by `deadline`."""
+        """Hold the folder's lock against other threads and processes; not reentrant.
+
+        Raises `FolderBusy` when the lock isn't free by `deadline` (seconds by the folder's clock).
+        """
         if not self._thread_lock.acquire(timeout=max(0.0, deadline - self._clock.now())):
             raise FolderBusy
         try:
@@ -215,22 +230,25 @@ class ObjectFolder:
             self._thread_lock.release()
 
     def read_counts(self) -> ShardCounts:
+        """Returns the counts. A caller that goes on to write them holds the lock."""
         return ShardCounts(os.pread(self._counts, ShardCounts.FORMAT.size, 0))
 
     def write_counts(self, counted: ShardCounts) -> None:
-        """The caller holds the lock."""
+        """Write the counts. The caller holds the lock."""
         os.pwrite(self._counts, counted.packed(), 0)
 
     @property
     def empty(self) -> bool:
-        """Whether there is no shard."""
+        """Whether the folder has no shards."""
         return not any(_SHARD.fullmatch(entry.name) for entry in self._entries(self.root))
 
     def scan(self, shard: int, *, sweep: bool) -> FolderScan:
-        """Look at every file of a shard by name and size; with `sweep`, delete what dead writers left behind, and keep
-        strangers out."""
+        """Look at every file of a shard by name and size.
+
+        With `sweep`, delete temp files of dead writers, and close the shard to users who may not read it.
+        """
         name = f"{shard:02x}"
-        # Asked before the files are: what is there by then is met among them.
+        # Taken before the files are listed: an object that is written by then is found among them.
         coming = {f"{key}.page": size for key, size in self.coming.copy().items() if key[:2] == name}
         found = self._files(name, sweep)
         there = {file for _, _, file in found.objects} if coming else ()
@@ -253,7 +271,7 @@ class ObjectFolder:
         return found
 
     def tidy(self) -> int:
-        """Remove the marks of dead processes; returns how many strangers' files lie beside the shards."""
+        """Remove the owner files of dead processes; returns how many foreign files lie beside the shards."""
         for entry in self._entries(os.path.join(self.root, "owners")):
             if _OWNER.fullmatch(entry.name):
                 self._alive(entry.name)
@@ -280,7 +298,7 @@ class ObjectFolder:
             found.temp_bytes += status.st_size
 
     def _alive(self, owner: str) -> bool:
-        """Whether the process of `owner` lives; the mark of a dead one is removed."""
+        """Whether the process of the backend `owner` lives; the owner file of a dead one is removed."""
         if owner == self._owner:
             return True
         path = self._owner_path(owner)
@@ -307,7 +325,7 @@ class ObjectFolder:
 
 
 def remove(path: str) -> bool:
-    """Whether this call is the one that removed the file."""
+    """Remove a file; returns whether this call removed it (False after any `OSError`)."""
     try:
         os.unlink(path)
     except OSError:

@@ -1,4 +1,4 @@
-"""Objects in this process's memory; workers of one process share a store by its name."""
+"""The `memory` backend: objects in this process's memory; workers of one process share a store by its name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from contracts.errors import ConfigError
 
 
 class MemoryStore:
-    """Sealed objects by key, the one used longest ago first. Its lock guards everything in it."""
+    """Sealed objects by key, the least recently used first. `lock` guards all attributes; callers of methods hold it.
+
+    `max_bytes` bounds payloads with seals.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -32,14 +35,16 @@ class MemoryStore:
         self.objects: OrderedDict[str, bytes] = OrderedDict()
         self.used_bytes = 0
         self.users = 0
+        """Open backends on this store."""
 
     def pop(self, key: str) -> bytes | None:
+        """Remove and return an object, None if it isn't there."""
         stored = self.objects.pop(key, None)
         self.used_bytes -= len(stored) if stored is not None else 0
         return stored
 
     def make_room(self, size: int) -> int:
-        """Evict until `size` bytes fit; how many went."""
+        """Evict objects until `size` bytes fit; returns how many. `size` is at most `max_bytes`."""
         evicted = 0
         while self.used_bytes + size > self.max_bytes:
             self.pop(next(iter(self.objects)))
@@ -52,9 +57,9 @@ _stores_lock = threading.Lock()
 
 
 class MemoryBackend:
-    """A handle on the store called `name`, made by its first handle and freed with its last.
+    """A handle on the store called `name`, which its first handle makes and its last one frees.
 
-    Raises `ConfigError` when the store is open with another size.
+    Raises `ConfigError` when the store is open with another `max_bytes`.
     """
 
     def __init__(self, name: str, max_bytes: int) -> None:

@@ -1,12 +1,12 @@
-"""The seal of a stored object: what tells it from everything else that could lie under its name.
+"""The seal of a stored object, by which a reader knows it from any other bytes under the same name.
 
     payload (n bytes) | magic 8 | version u16 | name length u16 | zero u32 | n u64 | digest u64 | checksum u64 | name
 
-It follows the payload, so that reading a file into a page copies aligned memory (a header in front cost a tenth of
-the bandwidth). A reader knows the name it asks for and the size it expects, hence where each byte must be: a file
+The seal follows the payload, so that reading a file into a page copies aligned memory (a header in front cost a tenth
+of the bandwidth). A reader knows the name it asks for and the size it expects, hence where each byte must be: a file
 that is cut or too long shows by its length, one of another object by the name, flipped bits by the checksum, which
-covers payload, seal and name. The checksum is XXH3 with 64 bits (20 GB/s and more a core, where CRC-32 gives 4). It
-guards against accidents, not against an adversary who can write to the store.
+covers payload, seal and name. Numbers are little-endian. The checksum is XXH3 with 64 bits (20 GB/s and more a core,
+where CRC-32 gives 4). It guards against accidents, not against an adversary who can write to the store.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NAME_AT = _NUMBERS_AT + _NUMBERS.size
 
 
 def seal(name: ObjectName, digest: int, payload: Payload) -> bytes:
-    """The bytes that follow `payload` in the stored object."""
+    """Returns the seal: the bytes that follow `payload` in the stored object. `digest` is stored in it."""
     encoded = name.encoded
     size = memoryview(payload).nbytes
     covered = _mark(len(encoded)) + _COVERED_NUMBERS.pack(size, digest)
@@ -37,7 +37,7 @@ def seal(name: ObjectName, digest: int, payload: Payload) -> bytes:
 
 
 def seal_bytes(name: ObjectName) -> int:
-    """Length of the seal of an object of this name."""
+    """Returns the length of the seal of an object of this name."""
     return _NAME_AT + len(name.encoded)
 
 
@@ -56,7 +56,10 @@ def check_seal(name: ObjectName, payload: Payload, found: bytes | bytearray) -> 
 
 
 def unpack(name: ObjectName, stored: bytes, into: memoryview) -> ObjectOutcome:
-    """Check a whole stored object and copy its payload into `into`."""
+    """Check a whole stored object (payload and seal), and copy its payload into `into` if it is `FOUND`.
+
+    `into` has exactly the expected payload's size; an object of another size is `DAMAGED`.
+    """
     size = into.nbytes
     if len(stored) != size + seal_bytes(name):
         return wrong_size(len(stored), size + seal_bytes(name))
@@ -68,10 +71,12 @@ def unpack(name: ObjectName, stored: bytes, into: memoryview) -> ObjectOutcome:
 
 
 def damaged(reason: str) -> ObjectOutcome:
+    """Returns the outcome `DAMAGED`, with this reason."""
     return ObjectOutcome(ObjectVerdict.DAMAGED, reason=reason)
 
 
 def wrong_size(found: int, expected: int) -> ObjectOutcome:
+    """Returns the outcome of an object of `found` bytes, seal included, where `expected` were to be there."""
     return damaged(f"it has {found} bytes instead of {expected}")
 
 

@@ -1,9 +1,9 @@
-"""Objects in a Valkey or Redis server, shared by any number of hosts.
+"""The `redis` backend: objects in a Valkey or Redis server, shared by any number of hosts.
 
-The server bounds its own memory (`maxmemory`, and for a cache `maxmemory-policy allkeys-lru`): what it evicts is
-simply missing later. Every call goes in a few round trips of bounded size. A server that does not answer makes the
-call's outcomes `FAILED`, and for a short while after that calls fail at once, so that the threads that serve storage
-are not all found waiting for a dead host; then the next call connects again.
+The server bounds its own memory (`maxmemory`, and for a cache `maxmemory-policy allkeys-lru`): objects that it evicts
+are missing later. Every call takes round trips of bounded size. A server that does not answer makes the call's
+outcomes `FAILED`, and for a short while after that calls fail at once, so that the threads that serve storage don't all
+wait for a dead host; then the next call connects again.
 """
 
 from __future__ import annotations
@@ -121,13 +121,14 @@ class RedisBackend:
         stored = self._store(fresh, deadline)
         bad = next((at for at, outcome in enumerate(stored) if not outcome.ok), len(stored))
         if rest := [_key(item.name) for item, outcome in zip(fresh[bad:], stored[bad:], strict=True) if outcome.ok]:
-            # The server took some behind one that it didn't take.
+            # The server stored objects behind one that it refused: none of them may stay.
             self._ask(lambda: self._client.delete(*rest), deadline)
         answers = iter([*stored[: bad + 1], *[_failed(CUT_OFF)] * (len(stored) - bad - 1)])
         return [KEPT if kept else next(answers) for kept in there]
 
     def _refresh(self, keys: Sequence[str], deadline: float) -> list[bool] | ObjectOutcome:
-        """Which are there, their use and their expiry renewed."""
+        """Returns, for each key, whether it is there, and refreshes its expiry (or its use time, without a TTL); one
+        `FAILED` outcome for all keys if the server doesn't answer."""
         pipe = self._client.pipeline(transaction=False)
         for key in keys:
             if self._ttl_s:
@@ -156,7 +157,7 @@ class RedisBackend:
             self._ask(lambda keys=keys: self._client.delete(*keys), deadline)
 
     def capacity(self) -> BackendCapacity:
-        """Of the whole server, whatever else it holds; all zero while it can't be reached."""
+        """The capacity and use of the whole server, other users' keys included; all zero while it can't be reached."""
         deadline = self._clock.now() + self._timeout_s
         memory = self._ask(lambda: self._client.info("memory"), deadline)
         objects = self._ask(self._client.dbsize, deadline)
@@ -171,7 +172,7 @@ class RedisBackend:
         self._client.close()
 
     def _ask(self, call: Any, deadline: float) -> Any:
-        """The server's reply, or the outcome of every name of this round when there is none."""
+        """Returns the server's reply to `call`; without one, the `FAILED` outcome of every name of this round."""
         now = self._clock.now()
         if now < self._rest_until:
             return _failed("the server could not be reached a moment ago")
@@ -187,7 +188,7 @@ class RedisBackend:
 
 
 def _rounds(values: Sequence[T], sizes: Sequence[int]) -> Iterator[list[T]]:
-    """Split into runs of bounded count and bytes, none empty."""
+    """Yields `values`, of these `sizes` in bytes, in runs of bounded count and bytes, none empty."""
     part: list[T] = []
     held = 0
     for value, size in zip(values, sizes, strict=True):

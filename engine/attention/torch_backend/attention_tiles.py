@@ -1,4 +1,4 @@
-"""How the queries of a step are cut into tiles and items of one shape."""
+"""The tiles of queries, and their items of one shape, that the torch backend cuts a step into."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _TILE_SCORES = 1 << 22
 GATHER_ELEMENTS = 1 << 18
 """Elements of keys gathered at once, so that they are still in the cache when they are multiplied."""
 MASKED = -1e30
-"""The score of a hidden position. Finite, so that a row with nothing but hidden positions in a block has a softmax
-there, of which its weight of 0 leaves nothing."""
+"""The score of a hidden position. Finite, so that the softmax of a row that sees nothing of a block is defined; its
+weight of 0 then removes it."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class QueryTile:
     """Absolute position of the first query."""
     count: int
     low: int
-    """The first position that any of them sees."""
+    """The first position that any of these queries sees."""
 
     @property
     def first_block(self) -> int:
@@ -56,19 +56,20 @@ class TileBatch:
     query_ur: Tensor
     """[U, R] int64: the tile's queries on the packed axis; padding repeats the first."""
     out_rows: Tensor
-    """[n] int64: which of the U * R rows are real, and"""
+    """[n] int64: the places, among U * R, of queries that are no padding."""
     out_queries: Tensor
-    """[n] int64: which queries they are."""
+    """[n] int64: these queries' places on the packed axis."""
     tile_w: Tensor
-    """[W] int64: each item's tile."""
+    """[W] int64: the tile of each item."""
     cell_w: Tensor
-    """[W] int64: each item's place in a full table of blocks by tiles."""
+    """[W] int64: the place of each item in a full table of blocks by tiles."""
     chunks: tuple[tuple[slice, Tensor], ...]
-    """Items in runs whose keys fit a cache: which of the W * kv_heads products, and the (slot, kv head) rows of keys
-    and values that they read, [w * kv_heads * BLOCK_TOKENS] int64."""
+    """Items in runs whose keys fit a cache: a run's slice of the W * kv_heads products, and the (slot, kv head) rows of
+    keys and values that it reads, [w * kv_heads * BLOCK_TOKENS] int64."""
     mask_wrn: Tensor
     """[W, 1, rows, BLOCK_TOKENS] float32: 0 or `MASKED`; rows is 1 where all queries of a tile are one position."""
     widths: tuple[int, ...]
+    """How many tiles, from the first on, have a j-th block."""
 
 
 def lowest_seen(position: int, window: int) -> int:
@@ -77,7 +78,7 @@ def lowest_seen(position: int, window: int) -> int:
 
 
 def tile_queries(count: int, length: int, heads: int, window: int) -> int:
-    """Queries of a tile for a sequence with `count` of them: the next power of two, less where the context is long.
+    """How many queries a tile of a sequence with `count` queries has: the next power of two, fewer in a long context.
 
     Any choice gives the same bits; this one keeps padding low, and the scores of one tile within their bound.
     """
@@ -90,7 +91,7 @@ def tile_queries(count: int, length: int, heads: int, window: int) -> int:
 
 
 def split_tiles(tiles: list[QueryTile], limit: int) -> list[list[QueryTile]]:
-    """Runs of tiles with at most `limit` items, or a single tile."""
+    """Cut tiles into runs with at most `limit` items each; a tile with more is a run by itself."""
     parts: list[list[QueryTile]] = []
     items = 0
     for tile in tiles:

@@ -1,4 +1,4 @@
-"""Paged attention with the C++ kernels: what CPUs use where they can be compiled (engine/native/attention.h)."""
+"""Paged attention with the C++ kernels (engine/native/attention.h), for CPUs where they can be compiled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from engine.tensors.row_exact_linear import Numerics
 
 
 class NativeAttention(TorchAttention):
-    """Rows are exact whatever the numerics: each is computed by itself, in the order of absolute positions."""
+    """Attention by the C++ kernels, the rest in torch operations. Attention is row-exact whatever the numerics: a row
+    is computed by itself, in the order of absolute positions."""
 
     def __init__(self, numerics: Numerics, kernels: NativeKernels) -> None:
         super().__init__(numerics)

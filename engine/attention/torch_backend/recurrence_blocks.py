@@ -1,4 +1,4 @@
-"""How the rows of a step are laid into blocks of absolute positions."""
+"""The layout of a step's rows in blocks of absolute positions, for the torch recurrence."""
 
 from __future__ import annotations
 
@@ -13,47 +13,50 @@ from engine.attention.attention_plan import SlotPlan
 from engine.attention.recurrence_backend import BLOCK
 
 LARGE = 1 << 15
-"""Elements of a sequence's matrices from which on it is slower to gather them than to read each where it is."""
+"""Elements of a sequence's matrices from which on gathering them is slower than reading each in its slot."""
 
 
 @dataclass(frozen=True)
 class _BlockRound:
-    """One block of each sequence that takes part: the first `width` sequences, with items from `first` on."""
+    """One round of the scan: a block of each of the first `width` sequences, whose items are `first` and following."""
 
     first: int
     width: int
     full: int
-    """Of the first so many the block gets full."""
+    """How many sequences, from the first on, get this block full."""
 
 
 ScanStep = tuple[slice | Tensor, int | Tensor]
-"""Rows of T to find at once: the same row of some items, or each item's own."""
+"""Items and rows of T to compute at once: the same row of some items, or a row of each item's own."""
 
 
 @dataclass(frozen=True)
 class StepBlocks:
-    """How the rows of one step lie in blocks. B sequences in the order of the scan, W items; integers are int64."""
+    """The places of one step's rows in blocks. B sequences in the order of the scan, W items; integers are int64."""
 
     cells_t: Tensor
-    """[T]: of each packed row, its place on the axis of W * BLOCK rows."""
+    """[T]: the place of each packed row on the axis of W * BLOCK rows."""
     items: int
+    """W."""
     slots_b: Tensor
     muted_b: Tensor | None
     rounds: Sequence[_BlockRound]
     last_b: Tensor
-    """[B]: each sequence's last item."""
+    """[B]: the last item of each sequence."""
     gone_bc: Tensor
-    """[B, BLOCK] bool: rows that the slot keeps nothing of after the step."""
+    """[B, BLOCK] bool: rows that are zeros in the slot after the step."""
     known_bc: Tensor | None
-    """[B, BLOCK] bool: rows that the slot had of the first block. None: every sequence begins with a block."""
+    """[B, BLOCK] bool: rows of the first block that the slot holds from earlier steps. None: every sequence begins at a
+    block's first position."""
     row_b: Tensor | None
-    """[B]: each sequence's row of its block where all have one (decode)."""
+    """[B]: the row of each sequence in its block, where every sequence has one row (decode); else None."""
     steps: Sequence[ScanStep]
-    """In an order in which each row of T finds the earlier ones of its item."""
+    """Ordered so that a row of T is computed after the earlier rows of its item."""
 
 
 def by_block(x_th: Tensor, blocks: StepBlocks, before: Tensor | None = None) -> Tensor:
-    """Rows [T, H, ...] in blocks, [W, H, BLOCK, ...]; the first block of each sequence on top of what slots had."""
+    """Lay rows [T, H, ...] into blocks, [W, H, BLOCK, ...]. `before` is a state buffer that has earlier rows of each
+    sequence's first block."""
     x_wch = x_th.new_zeros(blocks.items, BLOCK, *x_th.shape[1:])
     if before is not None and blocks.known_bc is not None:
         x_wch[: len(blocks.slots_b)] = before[blocks.slots_b].transpose(1, 2)
@@ -102,7 +105,7 @@ def laid_out(plan: SlotPlan) -> StepBlocks:
 
 
 def _steps(fresh: Sequence[tuple[int, int]], device: torch.device) -> list[ScanStep]:
-    """`fresh` are the new rows of each item, half-open."""
+    """The steps in which rows of T are computed; `fresh` are the new rows of each item, half-open."""
     if all(stop - first == 1 for first, stop in fresh):  # decode: all at once
         return [(torch.arange(len(fresh), device=device), torch.tensor([first for first, _ in fresh], device=device))]
     steps: list[ScanStep] = []
@@ -115,9 +118,9 @@ def _steps(fresh: Sequence[tuple[int, int]], device: torch.device) -> list[ScanS
 
 
 def conv_lines(plan: SlotPlan, taps: int) -> tuple[Tensor, Tensor]:
-    """Where inputs lie when those of the slots ([B * taps]) come before those of the step ([T]).
+    """Find the inputs of a convolution on an axis that has the slots' inputs ([B * taps]), then the step's ([T]).
 
-    Of each row and tap, [taps + 1, T], and of each sequence's last `taps` inputs, [B, taps]; int64.
+    Returns the places of each row's taps, [taps + 1, T], and of each sequence's last `taps` inputs, [B, taps]; int64.
     """
     lines: list[list[int]] = []
     last: list[list[int]] = []

@@ -1,6 +1,6 @@
 """Paged attention in plain torch: the reference for every kernel, and the path on CPU.
 
-How a result is made to depend on positions alone. The keys of a sequence are cut into blocks of `BLOCK_TOKENS`
+This is how a result comes to depend on positions alone. The keys of a sequence are cut into blocks of `BLOCK_TOKENS`
 *absolute* positions, whatever the page size. Queries are cut into *tiles* of neighbouring positions; an *item* is one
 tile against one block. All items of a step have one shape, so they share a gather, a product for the scores and a
 product for the values, and the products of a row are the same calls with the same inner length in every step:
@@ -14,9 +14,9 @@ product for the values, and the products of a row are the same calls with the sa
 A block beyond a query's position, or before its window, contributes zeros, and adding zeros is exact; so it doesn't
 matter which queries share a tile, which blocks their neighbours need, or whether the query came alone. Blocks before
 the window of a tile's first query are no items at all. Rows of a product are padded to the quantum that
-`row_exact_linear` found. Positions that none of a tile's queries sees are read from the null page: what another owner
-left in a page's tail is never touched, not even to be multiplied by zero. A sink, which is a score of nothing, takes
-part in the row maximum and is added last to the sum of weights.
+`row_exact_linear` found. Positions that none of a tile's queries sees are read from the null page: bytes that another
+owner left in a page's tail are never read, not even to be multiplied by zero. A sink, which is a score without a value,
+takes part in the row maximum and is added last to the sum of weights.
 
 Keys, values and queries are raised to float32 (exact); the result is rounded once.
 """
@@ -46,7 +46,7 @@ from engine.tensors.row_exact_linear import Numerics, tanh
 
 
 class TorchAttention:
-    """The attention interface in torch operations; with `FAST` numerics rows are not padded."""
+    """Implements `AttentionBackend` in torch operations; with `FAST` numerics rows are not padded."""
 
     def __init__(self, numerics: Numerics) -> None:
         self._numerics = numerics
@@ -56,7 +56,7 @@ class TorchAttention:
     def attend(
         self, q_thd: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scores: ScoreOptions
     ) -> Tensor:
-        """As `Attention.attend`; values may have another width than keys."""
+        """As `AttentionBackend.attend`; values may have another width than keys."""
         heads, kv_heads, dim = q_thd.shape[1], k_pages.shape[2], k_pages.shape[3]
         key = f"torch attention {heads} {kv_heads} {dim} {scores.window}"
         batches: list[TileBatch] | None = plan.scratch.get(key)
@@ -72,7 +72,7 @@ class TorchAttention:
     def stale(self, plan: BackendPlan, epochs_e: Tensor) -> Tensor:
         assert plan.epochs_bp is not None, "the plan has epochs"
         if plan.tables_bp.is_cpu:
-            # numpy's way from one small operation to the next is shorter, and this is done in every step.
+            # numpy has less overhead for small operations, and this runs in every step.
             found = epochs_e.numpy().take(plan.tables_bp.numpy()) != plan.epochs_bp.numpy()
             return torch.from_numpy(found.any(1))
         return epochs_e[plan.tables_bp.long()].ne(plan.epochs_bp).any(1)
@@ -153,7 +153,7 @@ class TorchAttention:
 
 
 def _expanded(mask_wrn: Tensor, group: int, rows: int) -> Tensor:
-    """The mask of queries as a mask of rows: each query `group` times, padding visible."""
+    """The mask by query as a mask by row: each query repeated `group` times, padding rows not masked."""
     if mask_wrn.shape[2] == 1:
         return mask_wrn
     mask = mask_wrn.repeat_interleave(group, dim=2) if group > 1 else mask_wrn
@@ -163,7 +163,7 @@ def _expanded(mask_wrn: Tensor, group: int, rows: int) -> Tensor:
 def _weights(batch: TileBatch, s_wkrn: Tensor, sink_kr: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """exp(block maximum - row maximum) of each item's rows, [W, kv_heads, rows]: exactly 0 where all is masked.
 
-    With sinks, also theirs: [U, kv_heads, rows].
+    With sinks, also exp(sink - row maximum), [U, kv_heads, rows]; else None.
     """
     high_wkr = s_wkrn.amax(-1)
     tiles, blocks = len(batch.query_ur), len(batch.widths)
@@ -178,7 +178,7 @@ def _weights(batch: TileBatch, s_wkrn: Tensor, sink_kr: Tensor | None) -> tuple[
 
 
 def _sinks_of_rows(sinks_h: Tensor, kv_heads: int, queries: int, rows: int) -> Tensor:
-    """The sink of each row of a tile, [kv_heads, rows]: a row is a query and a head, padding has any."""
+    """The sink of each row of a tile, [kv_heads, rows]. A row is a query and a head; padding rows get 0."""
     sink_kg = sinks_h.view(kv_heads, -1)
     sink_kr = sink_kg.repeat(1, queries)
     return F.pad(sink_kr, (0, rows - sink_kr.shape[1]))

@@ -1,13 +1,13 @@
 """Latent attention, the indexer and sparse attention in torch operations: the reference for the kernels.
 
-Latent attention is attention with one key head whose values are the first part of its keys, so `TorchAttention` does
-it, and its promise of exact rows holds. Sparse attention is the same with a table of its own for each query: each
+Latent attention is attention with one key head whose values are the first part of its keys, so `TorchAttention`
+computes it, with exact rows. Sparse attention is the same with a block table of its own for each query, in which each
 selected position is a page of one token.
 
 Index scores are computed as attention's are, by items of neighbouring queries (a *tile*) against blocks of absolute
 positions, in batched products whose rows are padded to the numerics' quantum. The sum over heads is a tree of halves:
-additions of whole slices, which round alike wherever an element lies. Queries that see no more than top_k positions
-are not scored at all.
+additions of whole slices, whose rounding doesn't depend on where an element lies. Queries that see no more than top_k
+positions are not scored at all.
 """
 
 from __future__ import annotations
@@ -35,30 +35,31 @@ class _Tiles:
     """U tiles of R neighbouring queries each, padded by repeating the last query."""
 
     query_ur: Tensor
-    """[U, R] int64: on the packed axis."""
+    """[U, R] int64: each query's place on the packed axis."""
     position_ur: Tensor
     sequence_u: Tensor
     end_u: Tensor
     """[U]: positions that the tile's last query sees."""
     real_ur: Tensor
-    """[U, R] bool"""
+    """[U, R] bool: False for padding."""
     blocks: tuple[int, ...]
-    """Blocks of each tile."""
+    """How many blocks each tile is scored against."""
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """A step's queries, cut into those that see no more than top_k positions and the others."""
+    """A step's queries, cut into dense ones, which see no more than top_k positions, and sparse ones."""
 
     plan: AttentionPlan | None
-    """Of the former; `slots_t` is empty, nothing is written by it."""
+    """The plan of the dense queries; its `slots_t` is empty, since nothing is written by it. None: there are none."""
     rows_d: Tensor
+    """[D] int64: the dense queries, by their place on the packed axis."""
     tiles: tuple[_Tiles, ...]
-    """The others."""
+    """The sparse queries, tiles of one size together."""
 
 
 class TorchLatent:
-    """The latent interface over the torch attention."""
+    """Implements `LatentBackend` in torch operations, over the torch attention."""
 
     def __init__(self, numerics: Numerics, attention: AttentionBackend) -> None:
         self._numerics, self._attention = numerics, attention
@@ -116,7 +117,7 @@ class TorchLatent:
     def _choose(
         self, tiles: _Tiles, q_thd: Tensor, weights_th: Tensor, keys: IndexKeys, plan: AttentionPlan, top_k: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The tiles' queries, with slots and positions of what each of them reads."""
+        """Select for the tiles' queries: [S] queries, and [S, top_k] slots and positions that each reads."""
         scores_urn = self._scores(tiles, q_thd, weights_th, keys, plan)
         position_n = torch.arange(scores_urn.shape[2], device=q_thd.device)
         scores_urn.masked_fill_(position_n > tiles.position_ur.unsqueeze(2), _HIDDEN)
@@ -127,7 +128,7 @@ class TorchLatent:
         return tiles.query_ur[tiles.real_ur], slots_sk.int(), positions_sk.int()
 
     def _scores(self, tiles: _Tiles, q_thd: Tensor, weights_th: Tensor, keys: IndexKeys, plan: AttentionPlan) -> Tensor:
-        """[U, R, n] float32: scores of positions 0 to n, which is whole blocks."""
+        """[U, R, n] float32: scores of positions 0 to n, a whole number of blocks."""
         device, (heads, dim), per_tile = q_thd.device, q_thd.shape[1:], tiles.query_ur.shape[1]
         used = per_tile * heads
         rows = self._numerics.padded(used)
@@ -149,7 +150,7 @@ class TorchLatent:
 
 
 def sum_of_heads(x_wrhn: Tensor) -> Tensor:
-    """The sum over axis 2, [W, R, n], by halves; `x_wrhn` is overwritten."""
+    """Sum over axis 2 by halves: [W, R, n]. `x_wrhn` is overwritten."""
     count = x_wrhn.shape[2]
     while count > 1:
         half = count // 2
@@ -159,7 +160,7 @@ def sum_of_heads(x_wrhn: Tensor) -> Tensor:
 
 
 def best(scores_rn: Tensor, count: int) -> Tensor:
-    """Positions of the `count` highest scores of each row, rising, [R, count] int64; of equal ones the earlier."""
+    """Find the positions of each row's `count` highest scores, rising: [R, count] int64. Earlier ones win ties."""
     scores_rn = scores_rn.masked_fill(scores_rn.isnan(), _HIDDEN)
     least_r1 = scores_rn.topk(count, sorted=False).values.amin(1, keepdim=True)
     above_rn, tied_rn = scores_rn > least_r1, scores_rn == least_r1
@@ -169,7 +170,7 @@ def best(scores_rn: Tensor, count: int) -> Tensor:
 
 
 def _block_keys(tiles: _Tiles, tile_w: Tensor, block_w: Tensor, keys: IndexKeys, plan: AttentionPlan) -> Tensor:
-    """Keys of items, [w, INDEX_BLOCK, dim] float32; those of positions that a tile doesn't see are the null page's."""
+    """The keys of items, [w, INDEX_BLOCK, dim] float32; positions that a tile doesn't see have the null page's."""
     position_wn = block_w[:, None] * INDEX_BLOCK + torch.arange(INDEX_BLOCK, device=block_w.device)
     seen_wn = position_wn < tiles.end_u[tile_w][:, None]
     page_wn = torch.where(seen_wn, position_wn // plan.page_tokens, 0)
@@ -228,7 +229,7 @@ def _tiles(size: int, tiles: list[tuple[int, int, int, int]], device: torch.devi
 
 
 def _subplan(plan: AttentionPlan, parts: list[tuple[int, int, int, int]]) -> AttentionPlan:
-    """The plan of some neighbouring queries of some sequences, packed anew, for reading."""
+    """The plan of runs of queries (sequence, row, start, count), packed anew, for reading only."""
     device = plan.tables_bp.device
     counts = [count for *_, count in parts]
     starts_b = torch.tensor([start for _, _, start, _ in parts], dtype=torch.int32, device=device)
@@ -244,7 +245,7 @@ def _subplan(plan: AttentionPlan, parts: list[tuple[int, int, int, int]]) -> Att
 
 
 def _single_token_plan(slots_sk: Tensor) -> AttentionPlan:
-    """Each query as a sequence of its own, whose pages are the selected slots."""
+    """The plan with each query as a sequence of its own, whose pages of one token are the selected slots."""
     count, top_k = slots_sk.shape
     device = slots_sk.device
     return AttentionPlan(

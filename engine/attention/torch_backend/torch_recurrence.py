@@ -1,9 +1,9 @@
 """Recurrences in plain torch: the reference for the kernels, and the path on CPU.
 
 The rows of a step are laid into blocks of `BLOCK` absolute positions (engine/attention/recurrence_backend.py says why),
-one *item* a block that a sequence touches. Items are ordered by their number within the sequence, and sequences by
-falling number of items: round n of the scan works on the first so many sequences, and those whose block is full come
-first.
+with one *item* for each block that a sequence has rows in. Items are ordered by their number within the sequence, and
+sequences by falling number of items: round n of the scan works on a leading run of the sequences, in which sequences
+whose block gets full come first.
 
 In one block, with G_i the sum of the logarithms of decays up to position i, S the matrix before the block, and for
 the delta rule (arXiv 2406.06484, section 3; arXiv 2412.06464, section 3.2)
@@ -15,12 +15,12 @@ the delta rule (arXiv 2406.06484, section 3; arXiv 2412.06464, section 3.2)
     S'   = exp(G_last) S + sum_j exp(G_last - G_j) outer(k_j, U_j)
 
 T needs no S, so it is found for all blocks at once, in at most `BLOCK` steps; the rest is a few batched products a
-block. Rows i of T and R depend on positions up to i alone: they are what a slot keeps of an unfinished block. Without
-`beta` U is v.
+block. Rows i of T and R depend on positions up to i alone, so a slot keeps them for an unfinished block. Without
+`beta`, U is v.
 
 Why this is exact: each product has one shape, whatever the step is (a block's rows, padded with zeros), and row i of
-it reads rows up to i of the block: later ones are masked, and adding zeros is exact. Batched products compute each
-matrix by its shape alone. The rest is by element.
+it reads rows up to i of the block: later ones are masked, and adding zeros is exact. In a batched product, the
+computation of each matrix depends on its shape alone. All other operations are by element.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from engine.tensors.row_exact_linear import Numerics
 
 
 class TorchRecurrence:
-    """The interface of recurrences in torch operations."""
+    """Implements `RecurrenceBackend` in torch operations."""
 
     def __init__(self, numerics: Numerics) -> None:
         self._numerics = numerics
@@ -115,10 +115,10 @@ class TorchRecurrence:
         state: ScanState,
         blocks: StepBlocks,
     ) -> Tensor:
-        """Block after block: the output, [W, H, BLOCK, value_dim]; the matrices go to their slots.
+        """Compute block after block: the output, [W, H, BLOCK, value_dim]; writes the matrices into their slots.
 
-        `reads` are rows that are multiplied with the matrix before the block: of each query and, with `solved_whcc`,
-        of each key; then `v_whcv` become R.
+        `reads` are the rows that are multiplied with the matrix before the block: each query's and, with `solved_whcc`,
+        then each key's; `v_whcv` is overwritten with R in that case.
         """
         out_whcv = torch.empty_like(v_whcv)
         changed = blocks.rounds[0].full
@@ -145,7 +145,7 @@ class TorchRecurrence:
         return out_whcv
 
     def _before(self, reads: Tensor, matrix_bhkv: Tensor, state: ScanState, blocks: StepBlocks) -> Tensor:
-        """Rows of some sequences times their matrices; those without one in `matrix_bhkv` only read, from the slot."""
+        """Multiply rows of some sequences with their matrices: from `matrix_bhkv`, and past its end from the slots."""
         changed, shape = len(matrix_bhkv), state.matrix.shape[1:]
         if changed == len(reads):
             return self._products(reads, matrix_bhkv)
@@ -159,7 +159,7 @@ class TorchRecurrence:
         return found
 
     def _products(self, a_whmk: Tensor, b_whkn: Tensor) -> Tensor:
-        """[W, H, m, n] float32. Each of the W * H products is computed by its own shape, however many there are."""
+        """Batched products, [W, H, m, n] float32. How each of the W * H is computed doesn't depend on their number."""
         out = a_whmk.new_empty(*a_whmk.shape[:3], b_whkn.shape[3])
         self._numerics.bmm(a_whmk.flatten(0, 1), b_whkn.flatten(0, 1), out.flatten(0, 1))
         return out
@@ -176,7 +176,7 @@ def _within(sum_whc: Tensor) -> Tensor:
 
 
 def _solve(a_whcc: Tensor, blocks: StepBlocks, state: ScanState) -> Tensor:
-    """T = (1 + A)^-1, row by row: [W, H, BLOCK, BLOCK]. Rows that slots had are taken from there."""
+    """T = (1 + A)^-1, row by row: [W, H, BLOCK, BLOCK]. Rows of earlier steps are taken from the slots."""
     assert state.solved is not None, "the delta rule keeps T"
     t_whcc = torch.zeros_like(a_whcc)
     if blocks.known_bc is not None:
@@ -194,7 +194,7 @@ def _solve(a_whcc: Tensor, blocks: StepBlocks, state: ScanState) -> Tensor:
 
 
 def _keep(buffer: Tensor, x_wh: Tensor, blocks: StepBlocks) -> None:
-    """Write each sequence's last block into its slot: the rows that are of an unfinished one, zeros for the rest."""
+    """Write each sequence's last block into its slot: its rows where it is unfinished, zeros for all others."""
     if blocks.row_b is not None:
         changed = blocks.rounds[0].full
         items, slots, row = blocks.last_b[changed:], blocks.slots_b[changed:], blocks.row_b[changed:]

@@ -1,8 +1,8 @@
 """Triton kernels over paged keys and values, with one order of reduction for everything.
 
-The promise to keep is that a query's result depends on its own sequence alone: not on who shares its batch, where a
-chunk of its prompt ended, how large a page is, or whether it was computed as the last of 512 queries or as one. So
-the order in which a query meets its keys is tied to absolute positions and to nothing else:
+The kernels guarantee that a query's result depends on its own sequence alone: not on the other sequences of the batch,
+where a chunk of its prompt ended, how large a page is, or whether it was computed as the last of 512 queries or alone.
+So the order in which a query reads its keys depends on absolute positions and on nothing else:
 
     positions   0        64       128      192      256      320  ...
     blocks      |--------|--------|--------|--------|--------|---      `BLOCK_N` keys, one online-softmax update each
@@ -21,11 +21,12 @@ Decode waits for memory, so the idle rows cost little.
 
 A *window* hides positions before it as the causal mask hides those after a query; splits and blocks that a tile's
 first query can't see are left out, which is as exact: a block or a split that is masked as a whole changes nothing.
-A *sink*, a score of nothing, is merged last, like a split of one key whose value is zero. Soft-capping is by element.
+A *sink*, a score without a value, is merged last, like a split of one key whose value is zero. Soft-capping is by
+element.
 
 Masks: rows past a sequence's queries have position -1 and see nothing; columns past `HEAD_DIM` (a head of 48 in a
 tile of 64) and keys past the sequence's length or before the tile's window load as zero. Nothing past a length is ever
-used, so what the null page or a page's tail holds, NaN included, is of no matter.
+used, so the bytes of the null page or of a page's tail, NaN included, don't matter.
 
 Triton's interpreter multiplies bfloat16 wrongly; there (`UPCAST`) operands are cast to float32 first, which is exact.
 float32 operands are multiplied as such, never as TF32.

@@ -1,20 +1,20 @@
 """Triton kernels over latents and index keys.
 
 Attention to latents has one key for all heads, and the key's first part is the value: a block of latents is loaded
-once and multiplied twice. The order of reduction is the one of `triton_kernels`, tied to positions: blocks within
+once and multiplied twice. The order of reduction is that of `attention_kernels`, by position: blocks within
 splits, splits merged from the first to the last, in extend by a loop and in decode by a second kernel. For sparse
-attention positions count by rank among the selected, and the table has one slot a rank; nothing else changes, so a
+attention a position is its rank among the selected ones, and the table has one slot a rank; nothing else changes, so a
 selection of everything gives the very bits of attention to everything.
 
 A tile is `ROWS` rows: `ROWS / GROUP` queries times `GROUP` heads; where there are more heads than rows, further
-programs take them. The latent part of a row (512 numbers in the published models) and the turning part (64) are two
+programs take them. The latent part of a row (512 numbers in the published models) and the rotated part (64) are two
 tiles, each padded to a power of two.
 
-Choosing what to read is three steps. *Scores*: one program takes a block of keys and a run of queries, and for each
+A selection takes three steps. *Scores*: one program takes a block of keys and a run of queries, and for each
 query multiplies all index heads by the keys at once; the sum over heads is within a program, of one shape always.
 *Threshold*: the k-th highest score is found digit by digit, four bits at a time, by counting how many scores share the
 digits found so far; floats are compared as integers of the same order. No sort, no atomics, hence no dependence on
-scheduling. *Writing*: in rising positions, what lies above the threshold, and of what equals it the first ones.
+scheduling. *Writing*: positions in rising order, all whose score is above the threshold, and of equal scores the first.
 """
 
 # The compiler reads these functions, Python does not run them: they have no types that mypy could check.

@@ -1,4 +1,4 @@
-"""Triton kernels of recurrences: what `torch_recurrence` computes, block by block of absolute positions.
+"""Triton kernels of recurrences: the computation of `torch_recurrence`, block by block of absolute positions.
 
 One program of `scan_kernel` has one head of one sequence and some columns of its matrix, which it keeps in registers
 over all blocks that the step touches:
@@ -8,11 +8,12 @@ over all blocks that the step touches:
     a chunk            [..............]           rows 11 .. 39
     programs           ^^ ^^^^^^^^ ^^^^^^         three turns: the end of a block, a whole one, a beginning
 
-Each turn is the same tile of 16 rows whatever of it is new: rows that the slot had of the block are loaded from there,
+Each turn is the same tile of 16 rows, however many of them are new: the block's earlier rows are loaded from the slot,
 rows beyond the sequence are zero. So a decode step, one new row of a tile, gives the very bits of an extend, and no
 chunk end shows. The solve of the delta rule's triangular system goes row by row, for the rows that are new.
 
-What all programs of a group or head read, `keep_keys_kernel` and `keep_rows_kernel` write only afterwards.
+`keep_keys_kernel` and `keep_rows_kernel` write the parts of a slot that all programs of a group or head read, so they
+run afterwards.
 
 Float32 throughout, and multiplied as such, never as TF32.
 """

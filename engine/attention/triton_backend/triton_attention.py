@@ -1,7 +1,7 @@
-"""Attention over paged keys and values on an NVIDIA GPU: shapes, grids and limits; the kernels are next door.
+"""Attention over paged keys and values on an NVIDIA GPU: shapes, grids and limits of `attention_kernels`.
 
-`triton_kernels` says how the order of reduction is fixed. Where Triton's interpreter is on (``TRITON_INTERPRET=1``),
-the same kernels run on CPU tensors, slowly: that is how they are tested without a GPU.
+`attention_kernels` says how the order of reduction is fixed. With Triton's interpreter (``TRITON_INTERPRET=1``) the
+same kernels run on CPU tensors, slowly: so they are tested without a GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class _Call:
-    """What one layer asks for."""
+    """The arguments of one call of `attend`."""
 
     q_thd: Tensor
     k_pages: Tensor
@@ -53,22 +53,22 @@ class _Call:
 
     @property
     def firsts(self) -> Tensor:
-        """Something to point at where there are none."""
+        """The first pages, or any tensor where there are none: the kernel doesn't read it then."""
         return self.plan.starts_b if self.plan.firsts_b is None else self.plan.firsts_b
 
     @property
     def sinks(self) -> Tensor:
-        """The same."""
+        """The sinks, or any tensor where there are none."""
         return self.plan.starts_b if self.scores.sinks_h is None else self.scores.sinks_h
 
     @property
     def kind(self) -> dict[str, int]:
-        """What is known of the layer when its kernel is compiled."""
+        """The compile-time numbers of the kernels that depend on the call."""
         return {"WINDOW": self.scores.window, "FIRSTS": self.plan.firsts_b is not None, "CAPPED": self.cap_log2 > 0}
 
 
 class TritonAttention:
-    """Causal attention of packed queries over paged keys and values.
+    """Implements `AttentionBackend` in Triton kernels.
 
     `tile_rows`, `block_tokens` and `split_tokens` (powers of two) are the shape of the work: changing one changes the
     last bits of results, so all workers of a cluster use the same. The defaults are for GPUs of Ampere and later.
@@ -93,7 +93,7 @@ class TritonAttention:
     def attend(
         self, q_thd: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scores: ScoreOptions
     ) -> Tensor:
-        """Each query attends to its sequence's positions up to its own that it sees.
+        """Attend each query to the positions up to its own that it sees.
 
         q_thd: [T, heads, head_dim] float32, float16 or bfloat16, packed by `plan.offsets_b`; k_pages and v_pages:
         [pages, page_tokens, kv_heads, head_dim] of the same dtype, the new tokens' entries already stored.
@@ -113,7 +113,7 @@ class TritonAttention:
         return out_thd
 
     def stale(self, plan: BackendPlan, epochs_e: Tensor) -> Tensor:
-        """Which sequences' tables name a page whose epoch in `epochs_e` ([pages] int32) is another by now: [B] bool."""
+        """Flag sequences whose table names a page whose epoch in `epochs_e` ([pages] int32) has changed: [B] bool."""
         assert plan.epochs_bp is not None, "the plan has epochs"
         batch, width = plan.tables_bp.shape
         stale_b = torch.empty(batch, dtype=torch.int8, device=epochs_e.device)

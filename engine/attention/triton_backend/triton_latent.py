@@ -1,7 +1,7 @@
 """Latent attention, the indexer and sparse attention on an NVIDIA GPU: shapes, grids and limits.
 
-The kernels are in `latent_kernels`. Under Triton's interpreter they run on CPU tensors. Nothing here
-asks the device for a number: grids come from what the plan knows on the host.
+The kernels are in `latent_kernels`. Under Triton's interpreter they run on CPU tensors. Nothing here waits for the
+device: grids come from numbers of the plan that the host has.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SELECT_BLOCK = 1024
 
 
 class TritonLatent:
-    """The latent interface in Triton kernels.
+    """Implements `LatentBackend` in Triton kernels.
 
     `tile_rows`, `block_tokens` and `split_tokens` (powers of two) are the shape of the work: changing one changes the
     last bits of results. In float32 tiles and blocks are at most 16, so that they fit into shared memory.
@@ -66,7 +66,7 @@ class TritonLatent:
     def select(
         self, q_thd: Tensor, weights_th: Tensor, keys: IndexKeys, plan: AttentionPlan, top_k: int
     ) -> SparseSelection | None:
-        """As `LatentBackend.select`; every query is in `rows_s`, and those that see less than top_k say how much."""
+        """As `LatentBackend.select`. `rows_s` has every query; the scratch says how many positions each reads."""
         count, heads, dim = q_thd.shape
         width = plan.tables_bp.shape[1] * plan.page_tokens
         if width <= top_k or count == 0:
@@ -118,7 +118,7 @@ class TritonLatent:
         return out_thd
 
     def _by_query(self, selection: SparseSelection) -> AttentionPlan:
-        """Each query as a sequence of its own, whose pages are the selected slots."""
+        """The plan with each query as a sequence of its own, whose pages of one token are the selected slots."""
         if "plan" not in selection.scratch:
             counts_s = selection.scratch["counts"]
             selection.scratch["plan"] = AttentionPlan(

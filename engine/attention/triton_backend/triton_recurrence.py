@@ -1,4 +1,4 @@
-"""Recurrences on an NVIDIA GPU: shapes and grids; the kernels are next door (`recurrence_kernels`)."""
+"""Recurrences on an NVIDIA GPU: shapes and grids of the kernels in `recurrence_kernels`."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _SCAN_COLUMNS = 64
 
 @dataclass(frozen=True)
 class _Rows:
-    """Where the sequences of a step are. B sequences; integers on the compute device."""
+    """The rows and slots of a step's sequences. B sequences; integer tensors on the compute device."""
 
     offsets_b: Tensor
-    """[B+1] int32"""
+    """[B+1] int32: where the rows of each sequence begin on the packed axis."""
     starts_b: Tensor
-    """[B] int32"""
+    """[B] int32: the absolute position of each sequence's first row."""
     slots_b: Tensor
-    """[B] int32"""
+    """[B] int32: the slot of each sequence."""
     muted_b: Tensor
     """[B]: not zero for stale sequences; of any content where `muted` is not set."""
     muted: bool
@@ -38,7 +38,7 @@ class _Rows:
 
 
 class TritonRecurrence:
-    """The interface of recurrences (`RecurrenceBackend`) on CUDA tensors, or in Triton's interpreter."""
+    """Implements `RecurrenceBackend` on CUDA tensors, or on CPU tensors in Triton's interpreter."""
 
     def conv(
         self, x_tc: Tensor, states: Sequence[Tensor], weight_kc: Tensor, bias_c: Tensor | None, plan: SlotPlan
@@ -149,12 +149,12 @@ class TritonRecurrence:
 
 
 def _width(size: int) -> int:
-    """Of a tile that holds `size` columns."""
+    """The width of a tile that holds `size` columns: a power of two of `BLOCK` or more."""
     return max(BLOCK, int(triton.next_power_of_2(size)))
 
 
 def _rows(plan: SlotPlan) -> _Rows:
-    """Worked out once a step."""
+    """The rows of a plan, computed once a step."""
     if "triton rows" not in plan.scratch:
         device = plan.tables_bp.device
         offsets_b = to_device([0, *accumulate(plan.counts)], device, torch.int32)

@@ -1,4 +1,4 @@
-"""The short causal convolution in front of a recurrence: each channel by itself, over the last few positions."""
+"""The short causal convolution in front of a recurrence: depthwise (each channel by itself), over a few positions."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from engine.tensors.weight_loader import Weights
 def conv_buffer(
     name: str, layers: int, units: int, width: int, taps: int, dtype: torch.dtype, shard: Shard
 ) -> BufferSpec:
-    """The last `taps` inputs of `units` heads or groups with `width` channels each: [units, taps, width] a slot.
+    """Declare a buffer of the last `taps` inputs of `units` heads or groups of `width` channels: [units, taps, width] a
+    slot.
 
-    Channels that are divided among ranks in different ways need a buffer each.
+    Parts of the channels that ranks divide in different ways need a buffer each.
     """
     here = shard.heads(units, "heads of a convolution")
     shape = (len(here), taps, width)
@@ -27,7 +28,7 @@ def conv_buffer(
 
 
 class CausalConv:
-    """silu(convolution), with the channels of one rank. Its inputs before a step are in buffers of the state pool."""
+    """silu(convolution) of one rank's channels. The inputs before a step are read from buffers of the state pool."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class CausalConv:
         *,
         bias: bool,
     ) -> None:
-        """`parts` are the channels of each of `buffers`: ranges of the whole axis, `ShardAxis.whole`."""
+        """`parts` are the channels of each of `buffers`, as ranges of one axis of all channels."""
         whole = parts[0].whole
         self._place, self._buffers = place, tuple(buffers)
         self._weight_kc = torch.cat([weights.tensor("weight", part, 1, kernel) for part in parts])[:, 0].float().t()
@@ -48,7 +49,7 @@ class CausalConv:
         assert all(part.whole == whole for part in parts), "the channels are parts of one axis"
 
     def __call__(self, x_tc: Tensor, ctx: ForwardContext) -> Tensor:
-        """Of tokens, [T, channels] in the model's dtype; the slots get the last inputs."""
+        """Convolve [T, channels] in the model's dtype, without padding; writes the last inputs into the slots."""
         buffers = ctx.buffers(self._place)
         states = [buffers[name] for name in self._buffers]
         out_tc = ctx.attention.recurrence.conv(x_tc, states, self._weight_kc, self._bias_c, ctx.slots[self._place.pool])

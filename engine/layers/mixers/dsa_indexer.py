@@ -1,9 +1,9 @@
-"""The indexer of DeepSeek sparse attention (arXiv 2512.02556): which positions a layer's attention reads.
+"""The indexer of DeepSeek sparse attention (arXiv 2512.02556): selects the positions that a layer's attention reads.
 
-One shared key a token, LayerNorm(wk x) with its first dimensions turned by position, is kept beside the latents, page
+One shared key a token, LayerNorm(wk x) with its first dimensions rotated by position, is kept beside the latents, page
 by page; the queries of many small heads come from the layer's compressed queries. The score of a position is the sum
-over heads of weight * relu(q . key), and the `top_k` best are read. Every rank has all of it: the choice needs all
-heads, and it is the same for all of attention's.
+over heads of weight * relu(q . key), and the `top_k` best positions are read. Every rank computes the whole indexer: a
+selection needs all index heads, and all heads of attention share it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class IndexShape:
     rope_dim: int
     top_k: int
     interleaved: bool
-    """Turning dimensions come in neighbouring pairs, not as two halves."""
+    """Whether rotated dimensions come in neighbouring pairs, not as two halves."""
 
 
 def index_buffers(
     layers: int, shape: IndexShape, dtype: torch.dtype, page_tokens: int, *, float8: bool
 ) -> tuple[BufferSpec, ...]:
-    """Buffer ``index_k`` by page and, with float8 keys, ``index_scale`` with a float32 a token: on every rank."""
+    """Declare buffer ``index_k`` and, with float8 keys, ``index_scale`` (a float32 a token), whole on every rank."""
     keys = (page_tokens, shape.dim)
     if not float8:
         return (BufferSpec("index_k", layers, keys, dtype, IndexSpace.PAGE),)
@@ -54,10 +54,10 @@ def index_buffers(
 
 
 class DSAIndexer:
-    """Chooses what a layer reads, and leaves the choice for the layers after it that share it."""
+    """Selects the positions that a layer reads; leaves the selection in the scratch for layers that share it."""
 
     def __init__(self, weights: Weights, place: LayerPlace, rope: RopeTable, shape: IndexShape) -> None:
-        """`place` counts the layers that have index keys."""
+        """`place.layer` counts only the layers that have index keys."""
         self._place, self._rope, self._shape = place, rope, shape
         keys = weights.tensor("wk.weight", shape.dim, shape.hidden)
         scores = weights.tensor("weights_proj.weight", shape.heads, shape.hidden)
@@ -90,6 +90,6 @@ class DSAIndexer:
 
 
 def shared_selection(h_mh: Tensor, low_mr: Tensor, ctx: ForwardContext) -> SparseSelection | None:
-    """What the last layer before that has an indexer chose."""
+    """Return the selection of the last layer before this one that has an indexer."""
     found: SparseSelection | None = ctx.scratch[_SELECTION]
     return found

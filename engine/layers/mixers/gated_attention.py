@@ -1,4 +1,4 @@
-"""Attention by head whose output is gated, as Qwen3-Next has it in its full-attention layers."""
+"""Attention by head with a gate on its output, as in the full-attention layers of Qwen3-Next."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from engine.tensors.weight_loader import Weights
 
 
 class GatedAttention:
-    """Grouped-query attention; rope turns the first dimensions of a head, and sigmoid(gate) scales what comes out.
+    """Grouped-query attention; rope rotates the first dimensions of a head, and sigmoid(gate) multiplies the output.
 
-    The rows of ``q_proj`` are, head after head, the query's and the gate's. Queries and keys are normed by head with
-    weights around zero (one is added to them).
+    The rows of ``q_proj`` are the query's, then the gate's, head after head. Queries and keys are normed by head, with
+    weights that are stored around zero (one is added to them).
     """
 
     def __init__(

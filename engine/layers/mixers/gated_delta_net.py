@@ -1,4 +1,4 @@
-"""Gated DeltaNet (arXiv 2412.06464) as Qwen3-Next and Qwen3.5 have it: a linear recurrence instead of attention."""
+"""Gated DeltaNet (arXiv 2412.06464) as in Qwen3-Next and Qwen3.5: a linear recurrence instead of attention."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CONVS = ("conv_q", "conv_k", "conv_v")
 
 @dataclass(frozen=True)
 class DeltaShape:
-    """Numbers of all gated delta layers of a model."""
+    """The numbers of a model's gated delta layers, which all have the same."""
 
     hidden: int
     key_heads: int
@@ -31,7 +31,7 @@ class DeltaShape:
     key_dim: int
     value_dim: int
     kernel: int
-    """Positions that the convolution sees, its own included."""
+    """Positions that an output of the convolution depends on, its own included."""
 
     @property
     def group(self) -> int:
@@ -39,9 +39,9 @@ class DeltaShape:
 
 
 def delta_buffers(layers: int, shape: DeltaShape, dtype: torch.dtype, shard: Shard) -> tuple[BufferSpec, ...]:
-    """The state of `layers` layers; the inputs of the convolution in the model's `dtype`, the rest in float32.
+    """Declare the buffers of `layers` layers: inputs of the convolution in the model's `dtype`, the rest in float32.
 
-    Queries, keys and values are divided among ranks each by its own heads.
+    Queries and keys are divided among ranks by key heads, values by value heads.
     """
     units = (shape.key_heads, shape.key_heads, shape.value_heads)
     dims = (shape.key_dim, shape.key_dim, shape.value_dim)
@@ -54,11 +54,11 @@ def delta_buffers(layers: int, shape: DeltaShape, dtype: torch.dtype, shard: Sha
 
 
 Projection = Callable[[Weights, DeltaShape], list[Tensor]]
-"""Reads the weights of queries, keys, values, output gates, write strengths and decays: [rows here, hidden] each."""
+"""Reads this rank's weights of queries, keys, values, output gates, write strengths and decays: [rows, hidden] each."""
 
 
 def separate(weights: Weights, shape: DeltaShape) -> list[Tensor]:
-    """Qwen3.5: ``in_proj_qkv``, all heads of queries before keys before values, ``in_proj_z``, ``_b`` and ``_a``."""
+    """The projection of Qwen3.5: ``in_proj_qkv`` (all queries, keys, then values), ``in_proj_z``, ``_b`` and ``_a``."""
     z, b = _axes(shape, weights.shard)[2], weights.shard.axis(shape.value_heads)
     parts = [weights.tensor("in_proj_qkv.weight", part, shape.hidden) for part in _conv_parts(shape, weights.shard)]
     parts.append(weights.tensor("in_proj_z.weight", z, shape.hidden))
@@ -66,7 +66,7 @@ def separate(weights: Weights, shape: DeltaShape) -> list[Tensor]:
 
 
 def grouped(weights: Weights, shape: DeltaShape) -> list[Tensor]:
-    """Qwen3-Next: ``in_proj_qkvz`` and ``in_proj_ba``, in which each key head's rows lie together."""
+    """The projection of Qwen3-Next: ``in_proj_qkvz`` and ``in_proj_ba``, with the rows of a key head together."""
     group, shard = shape.group, weights.shard
     widths = [shape.key_dim, shape.key_dim, group * shape.value_dim, group * shape.value_dim]
     keys = shard.heads(shape.key_heads, "key heads")
@@ -125,7 +125,7 @@ def _axes(shape: DeltaShape, shard: Shard) -> tuple[ShardAxis, ShardAxis, ShardA
 
 
 def _conv_parts(shape: DeltaShape, shard: Shard) -> list[ShardAxis]:
-    """Queries, keys and values of this rank, as ranges of the axis that has all of them one after the other."""
+    """This rank's queries, keys and values, as ranges of the axis on which all of them lie one after the other."""
     axes = _axes(shape, shard)
     whole, parts, at = sum(axis.whole for axis in axes), [], 0
     for axis in axes:
@@ -135,5 +135,5 @@ def _conv_parts(shape: DeltaShape, shard: Shard) -> list[ShardAxis]:
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Each row of the last axis at length one."""
+    """Scale each row of the last axis to length one."""
     return x * x.square().sum(-1, keepdim=True).add_(_L2_EPS).rsqrt_()

@@ -1,4 +1,4 @@
-"""Attention with keys and values by head: projections, norms, rope, the store into pages, and the way out."""
+"""Attention with keys and values by head: projections, norms, rope, the store into pages, and the output projection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.tensors.weight_loader import Weights
 
 
 def kv_buffers(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, shard: Shard) -> tuple[BufferSpec, ...]:
-    """Buffers ``k`` and ``v`` of `layers` layers, with the heads of one rank."""
+    """Declare buffers ``k`` and ``v`` of `layers` layers, with the heads of one rank."""
     here = shard.heads(kv_heads, "key-value heads")
     return tuple(
         BufferSpec(name, layers, (len(here), head_dim), dtype, heads=kv_heads, first_head=here.start)
@@ -52,9 +52,9 @@ class HeadAttention:
         window: int = 0,
         sinks: bool = False,
     ) -> None:
-        """`qk_norm_eps`: queries and keys are normed by head before rope, with this epsilon. `rope` is None where
-        positions are not turned, `scale` the factor on scores where it isn't the usual one. `window`: positions that
-        a query sees; 0: all. `sinks`: each head has a learned score of nothing (arXiv 2309.17453)."""
+        """`rope`: None: no rotation. `qk_norm_eps`: queries and keys are normed by head before rope, with this epsilon.
+        `scale`: the factor on scores; None: ``head_dim**-0.5``. `window`: how many positions a query sees; 0: all.
+        `sinks`: each head has a learned attention sink (arXiv 2309.17453)."""
         shard = weights.shard
         self._place, self._rope, self._dim = place, rope, head_dim
         self._heads, self._kv = len(shard.heads(heads)), len(shard.heads(kv_heads, "key-value heads"))
@@ -69,7 +69,7 @@ class HeadAttention:
             self._qk_norm_nd = torch.cat((q_norm.expand(self._heads, -1), k_norm.expand(self._kv, -1)))
         self._triton = weights.triton
         if in_use():
-            return  # The kernels' attention has no such products.
+            return  # The C++ kernels' attention has no batched products to probe.
         for k, n in ((head_dim, BLOCK_TOKENS), (BLOCK_TOKENS, head_dim)):
             weights.products.extend((batch, k, n) for batch in (self._kv, 5 * self._kv))
 

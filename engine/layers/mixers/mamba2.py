@@ -1,7 +1,7 @@
-"""Mamba-2 (arXiv 2405.21060) as Falcon-H1 and Nemotron-H have it: a convolution, a recurrence of scalar decays, a norm.
+"""Mamba-2 (arXiv 2405.21060) as in Falcon-H1 and Nemotron-H: a convolution, a recurrence with scalar decays, a norm.
 
-In the words of linear attention (engine/attention/recurrence_backend.py) the state's C is the query, its B the key, and
-an input scaled by its own time step the value; heads of one group share B and C.
+In the words of linear attention (engine/attention/recurrence_backend.py), C is the query, B is the key, and an input
+multiplied by its time step is the value; heads of one group share B and C.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CONVS = ("conv_x", "conv_b", "conv_c")
 
 @dataclass(frozen=True)
 class MambaShape:
-    """Numbers of all Mamba-2 layers of a model."""
+    """The numbers of a model's Mamba-2 layers, which all have the same."""
 
     hidden: int
     heads: int
@@ -33,21 +33,22 @@ class MambaShape:
     groups: int
     state_dim: int
     kernel: int
-    """Positions that the convolution sees, its own included."""
+    """Positions that an output of the convolution depends on, its own included."""
     eps: float
     in_bias: bool = False
     conv_bias: bool = True
     out_bias: bool = False
     normed: bool = True
-    """Whether what comes out is normed by group; else it is gated alone."""
+    """Whether the output is normed by group and gated; else it is gated only."""
     norm_first: bool = False
-    """Whether it is gated after the norm."""
+    """Whether the gate comes after the norm, not before it."""
     time_limit: tuple[float, float] = (0.0, float("inf"))
+    """Time steps are clamped to this range."""
     multipliers: tuple[float, ...] = (1.0,) * 5
-    """Of the input projection's gates, inputs, B, C and time steps."""
+    """Factors on the input projection's gates, inputs, B, C and time steps, in this order."""
 
     def check(self, config: JsonFields) -> None:
-        """Raises `CheckpointError` for numbers that can't be."""
+        """Raise `CheckpointError` for numbers that no layer can have."""
         if self.heads % self.groups:
             raise config.refuse(f"{self.heads} Mamba heads do not divide among {self.groups} groups")
         if self.kernel < 2:
@@ -55,7 +56,7 @@ class MambaShape:
 
 
 def mamba_buffers(layers: int, shape: MambaShape, dtype: torch.dtype, shard: Shard) -> tuple[BufferSpec, ...]:
-    """The state of `layers` layers; the inputs of the convolution in the model's `dtype`, the rest in float32."""
+    """Declare the buffers of `layers` layers: inputs of the convolution in the model's `dtype`, the rest in float32."""
     units = (shape.heads, shape.groups, shape.groups)
     dims = (shape.head_dim, shape.state_dim, shape.state_dim)
     convs = (
@@ -139,15 +140,16 @@ class _GroupNorm:
 
 
 def time_limit(config: JsonFields) -> tuple[float, float]:
-    """The least and the largest time step, by the key `time_step_limit`."""
+    """Read the least and the largest time step, by the key `time_step_limit`."""
     low, high = numbers(config, "time_step_limit", 2, (0.0, float("inf")))
     return low, high
 
 
 def numbers(config: JsonFields, key: str, count: int, default: tuple[float, ...] = ()) -> tuple[float, ...]:
-    """`count` numbers; ones where none are given, unless there is another default.
+    """Read `count` numbers under `key`; without the key, `default`, or ones. Raises `CheckpointError` for anything
+    else.
 
-    transformers writes an infinite one as ``{"__float__": "Infinity"}``.
+    transformers writes an infinite number as ``{"__float__": "Infinity"}``.
     """
     values = config.values.get(key, list(default) or [1.0] * count)
     if isinstance(values, list):
@@ -158,7 +160,7 @@ def numbers(config: JsonFields, key: str, count: int, default: tuple[float, ...]
 
 
 def _ranges(axes: list[ShardAxis]) -> list[ShardAxis]:
-    """Parts that lie one after the other on one axis, as ranges of it."""
+    """Turn axes into ranges of one axis on which they lie one after the other."""
     whole, out, at = sum(axis.whole for axis in axes), [], 0
     for axis in axes:
         out.append(ShardAxis(whole, at + axis.first, axis.count))

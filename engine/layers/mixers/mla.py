@@ -1,11 +1,11 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), with or without a selection of what to read.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), to all positions or to a selection of them.
 
-    what the layer computes          q_h = [plain | turned],  k_h = [K_h latent | key],  v_h = V_h latent
-    and how, since everything        q_h . k_h = (K_h^T plain) . latent + turned . key
+    the layer's definition           q_h = [plain | turned],  k_h = [K_h latent | key],  v_h = V_h latent
+    its computation, since all       q_h . k_h = (K_h^T plain) . latent + turned . key
     is linear in the latent          out_h = V_h (sum of weights * latent)
 
-So attention reads one vector [latent | key] a token for all heads, and keys and values by head are never made. Ranks
-divide the heads; the latents each of them has whole.
+Here `turned` and `key` are rotated by rope, `plain` is not. So attention reads one vector [latent | key] a token for
+all heads, and keys and values by head are never made. Ranks divide the heads; each rank has the latents whole.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from engine.tensors.row_exact_linear import HeadLinear, RowExactLinear
 from engine.tensors.weight_loader import Weights
 
 _NORM_EPS = 1e-6
-"""Of the norms of the two compressed vectors, whatever the model's own is."""
+"""Epsilon of the norms of compressed queries and latents, whatever epsilon the model's other norms have."""
 
 SparseSelector = Callable[[Tensor, Tensor, ForwardContext], SparseSelection | None]
-"""Chooses what a layer reads, from its normed input [M, hidden] and the normed compressed queries [M, q_rank]."""
+"""Selects the positions that a layer reads, from its input [M, hidden] and compressed queries [M, q_rank] (normed)."""
 
 
 @dataclass(frozen=True)
@@ -40,22 +40,22 @@ class MLAShape:
     hidden: int
     heads: int
     q_rank: int | None
-    """Queries are compressed to this many numbers first; None: they aren't."""
+    """Queries are compressed to this many numbers first; None: not at all."""
     rank: int
-    """Of the latent: what keys and values are compressed to."""
+    """Numbers of a latent, to which keys and values are compressed."""
     plain_dim: int
-    """Dimensions of a head's queries and keys that know no position."""
+    """Dimensions of a head's queries and keys without rope."""
     rope_dim: int
-    """And those that turn with it; all heads share one such key."""
+    """Dimensions of a head's queries and keys with rope; all heads share this part of the key."""
     value_dim: int
     scale: float
     interleaved: bool = True
-    """Turning dimensions come in neighbouring pairs, not as two halves."""
+    """Whether rotated dimensions come in neighbouring pairs, not as two halves."""
     bias: bool = False
 
     @property
     def entry_dim(self) -> int:
-        """Of what is kept a token."""
+        """Numbers that are kept a token: latent and shared key."""
         return self.rank + self.rope_dim
 
     @property
@@ -64,21 +64,21 @@ class MLAShape:
 
 
 def latent_buffer(layers: int, shape: MLAShape, dtype: torch.dtype) -> BufferSpec:
-    """Buffer ``latent`` of `layers` layers: the same on every rank."""
+    """Declare buffer ``latent`` of `layers` layers, whole on every rank."""
     return BufferSpec("latent", layers, (shape.entry_dim,), dtype)
 
 
 def halves(weight: Tensor, first: int, count: int) -> Tensor:
-    """Axis 0 with its `count` dimensions from `first` on, neighbouring pairs, sorted apart into two halves.
+    """Reorder `count` dimensions of axis 0 from `first` on, from neighbouring pairs to two halves.
 
-    Done once, in the weights; then the rotation by halves serves both kinds of rope.
+    Applied to the weights once; then the rotation by halves serves both kinds of rope.
     """
     turning = weight[first : first + count]
     return torch.cat((weight[:first], turning[0::2], turning[1::2], weight[first + count :]))
 
 
 class MLA:
-    """The attention sub-layer."""
+    """The attention sub-layer with latents."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class MLA:
         shape: MLAShape,
         selector: SparseSelector | None = None,
     ) -> None:
-        """`selector` chooses what is read; without one it is everything."""
+        """`selector` selects the positions that are read; without one, all are."""
         self._place, self._rope, self._shape, self._selector = place, rope, shape, selector
         self._heads = len(weights.shard.heads(shape.heads))
         self._down, self._q_norm_r, self._q_up = self._queries(weights)
@@ -124,11 +124,11 @@ class MLA:
 
     @property
     def _low(self) -> int:
-        """Width of what `down` gives for queries: compressed ones, or the queries themselves."""
+        """Columns of the down product that belong to queries: compressed ones, or the queries themselves."""
         return self._shape.q_rank or self._heads * self._shape.q_dim
 
     def _queries(self, weights: Weights) -> tuple[RowExactLinear, Tensor | None, RowExactLinear | None]:
-        """The product that reads the layer's input; the norm of compressed queries and the product behind it."""
+        """The product that reads the layer's input; the norm and up product of compressed queries, or None twice."""
         shape = self._shape
         key_value, key_bias = _taken(weights, "kv_a_proj_with_mqa", shape.entry_dim, shape.hidden, bias=shape.bias)
         key_value, key_bias = self._sorted(key_value, shape.rank), self._sorted(key_bias, shape.rank)
@@ -155,7 +155,7 @@ class MLA:
         return halves(weight, first, self._shape.rope_dim) if self._shape.interleaved else weight
 
     def _head_matrices(self, weights: Weights) -> tuple[HeadLinear, HeadLinear]:
-        """What takes a head's plain query to a query of latents, and a weighted latent to the head's value."""
+        """The matrices from a head's plain query to a query of latents, and from a weighted latent to its value."""
         shape = self._shape
         rows = weights.shard.axis(shape.heads, shape.plain_dim + shape.value_dim, "heads")
         both = weights.tensor("kv_b_proj.weight", rows, shape.rank).view(self._heads, -1, shape.rank)
@@ -164,6 +164,6 @@ class MLA:
 
 
 def _taken(weights: Weights, name: str, rows: int, columns: int, *, bias: bool) -> tuple[Tensor, Tensor]:
-    """A weight and its bias, zeros where it has none."""
+    """Read a weight and its bias; zeros where it has no bias."""
     weight = weights.tensor(f"{name}.weight", rows, columns)
     return weight, weights.tensor(f"{name}.bias", rows) if bias else weight.new_zeros(rows)

@@ -1,15 +1,8 @@
-"""Triton kernels by row: what stands between two products of attention, and the draw of a token.
-
-Both read a row in blocks of fixed size from its begin, so a row's result is the same in any batch.
+"""The Triton kernel between the projection of queries, keys and values and attention: norms, rope and the store.
 
 `store_heads_kernel` takes the product of queries, keys and values and does in one pass what would be seven: norms by
-head, rope, and the store into pages. It rounds where the operations that it replaces would round.
-
-`draw_kernel` draws from logits without sorting them. What top-k and top-p keep is a bound on the value: the k-th
-largest, and the smallest that the nucleus needs. Both are the largest bound for which a count (or a weight) of what
-lies at or above it is still enough, so they are searched for like digits of a number: floats are ordered as integers
-(`_ordered`), and each round tries 15 bounds at once and fixes four bits, eight rounds for all 32. A whole row is read
-18 times at most, and it stays in the device's cache. Ties at a bound are kept, as in `engine.runner.sampler`.
+head, rope, and the store into pages. It rounds where the operations that it replaces would round. Each program has one
+head of one token, so a row's result is the same in any batch.
 """
 
 # The compiler reads these functions, Python does not run them: they have no types that mypy could check.

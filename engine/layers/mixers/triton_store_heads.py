@@ -1,4 +1,4 @@
-"""Norms, rope and the store into pages in one kernel, on an NVIDIA GPU: shapes and grid."""
+"""Norms, rope and the store into pages in one kernel on an NVIDIA GPU: shapes and grid of `store_heads_kernel`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def store_heads(
     qkv_tn: [T, (heads + 2 * kv_heads) * head_dim], heads of queries, keys, values; norm_nd: [heads + kv_heads,
     head_dim] weights of their norms with epsilon `eps`, or None; turns: cos and sin as `ForwardContext.rope` gives
     them, [T or more, 1, head_dim] each, or None; pages [pages, page_tokens, kv_heads, head_dim]; all of one dtype.
-    slots_t [T] int64; muted_t [T] bool or None: tokens whose zeros are stored instead.
+    slots_t [T] int64; muted_t [T] bool or None: tokens for which zeros are stored instead.
     """
     tokens, kv_heads, dim = len(qkv_tn), k_pages.shape[2], k_pages.shape[3]
     total = qkv_tn.shape[1] // dim

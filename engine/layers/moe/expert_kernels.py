@@ -9,8 +9,8 @@ Every block is multiplied in tiles of one shape, `ROWS` by `BLOCK_N`, over the i
 its begin, whether it came from one decoded token or from a long prompt: so a row's result is one chain of additions,
 whatever shares its batch. Decode fills few rows of a tile; it waits for the weights anyway.
 
-The number of blocks isn't known to the host, and it doesn't ask: the grid is as large as it can get, and programs
-past the last block end at once.
+The host doesn't know the number of blocks, and doesn't wait for it: the grid has as many programs as there can be
+blocks, and programs past the last block end at once.
 """
 
 # The compiler reads these functions, Python does not run them: they have no types that mypy could check.

@@ -1,7 +1,7 @@
-"""Routers: which experts a token goes to, and what each of them counts for.
+"""Routers of mixtures of experts: choose the experts of each token, and their weights in the token's sum.
 
-All by row: a row's experts and weights are the same bits in any batch. Ties are broken by `torch.topk`, which sees a
-row alone.
+They are row-exact: a row's experts and weights are the same bits in any batch. Ties are broken by `torch.topk`, which
+looks at each row alone.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from engine.tensors.weight_loader import Weights
 
 @dataclass(frozen=True, slots=True)
 class ExpertRoutes:
-    """Where the rows of a step go."""
+    """The experts of each row of a step, and their weights."""
 
     experts_mk: Tensor
     """[M, k] int64: k different experts of each row."""
     weights_mk: Tensor
-    """[M, k] float32: what each counts for in the row's sum."""
+    """[M, k] float32: the weight of each in the row's sum."""
 
 
 ExpertRouter = Callable[[Tensor, ForwardContext], ExpertRoutes]
-"""From activations [M, hidden], padding included."""
+"""Routes activations [M, hidden], padding rows included."""
 
 
 class SoftmaxRouter:
-    """A softmax over all experts, of which the `top_k` likeliest are chosen (Qwen's)."""
+    """The router by a softmax over all experts, of which the `top_k` likeliest are chosen (Qwen's)."""
 
     def __init__(
         self, weights: Weights, hidden: int, experts: int, top_k: int, *, normalise: bool, name: str = "gate"
     ) -> None:
-        """`normalise`: the weights of the chosen add up to 1."""
+        """`normalise`: the weights of the chosen experts are scaled to add up to 1."""
         self._linear = weights.linear({name: experts}, hidden)
         self._top_k, self._normalise = top_k, normalise
 
@@ -50,11 +50,11 @@ class SoftmaxRouter:
 
 
 class ScaledSoftmaxRouter:
-    """A softmax over all experts of the normed and scaled input; the chosen add up to 1, then count for their expert's
-    own factor (Gemma 4's)."""
+    """The router by a softmax over all experts, of the normed and scaled input; the weights of the chosen are scaled to
+    add up to 1, then multiplied by a learned factor of each expert (Gemma 4's)."""
 
     def __init__(self, weights: Weights, hidden: int, experts: int, top_k: int, eps: float) -> None:
-        """Reads below ``router.``."""
+        """Reads its tensors below ``router.``."""
         mine = weights.scope("router.")
         self._linear = mine.linear({"proj": experts}, hidden)
         self._scale_h = mine.tensor("scale", hidden)
@@ -70,7 +70,7 @@ class ScaledSoftmaxRouter:
 
 
 class ChosenSoftmaxRouter:
-    """The `top_k` largest logits, and a softmax over them alone (gpt-oss's)."""
+    """The router by the `top_k` largest logits, with a softmax over those alone (gpt-oss's)."""
 
     def __init__(
         self, weights: Weights, hidden: int, experts: int, top_k: int, *, bias: bool = True, name: str = "router"
@@ -85,11 +85,11 @@ class ChosenSoftmaxRouter:
 
 
 class SigmoidRouter:
-    """Sigmoid scores, chosen with a learned correction from the best groups of experts (DeepSeek-V3's).
+    """The router by sigmoid scores, with a learned correction and a choice of groups first (DeepSeek-V3's).
 
-    A group's merit is the sum of its two best corrected scores; experts of the `top_groups` best groups may be
-    chosen. What a chosen expert counts for is its score without the correction. Scores are computed in float32
-    whatever the model's dtype. DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.1.2.
+    A group is rated by the sum of its two best corrected scores; experts of the `top_groups` best groups may be
+    chosen, by corrected score. The weight of a chosen expert is its score without the correction. Scores are computed
+    in float32 whatever the model's dtype. DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.1.2.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class SigmoidRouter:
         return ExpertRoutes(experts_mk, weights_mk * self._scale)
 
     def _in_groups(self, scores_me: Tensor) -> Tensor:
-        """The scores, with those outside the best groups out of reach."""
+        """The scores, set to minus infinity outside the best groups."""
         if self._top_groups == self._groups:
             return scores_me
         scores_mge = scores_me.view(len(scores_me), self._groups, -1)

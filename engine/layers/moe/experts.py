@@ -1,4 +1,4 @@
-"""Experts: their activations, their weights, and the torch path."""
+"""Experts of a mixture: their activations, the reading of their weights, and their computation in torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from engine.tensors.shard import ShardAxis
 from engine.tensors.weight_loader import Weights
 
 Activation = Callable[[Tensor], Tensor]
-"""From an expert's first product [S, width] to what its second takes, [S, inner], in the same dtype."""
+"""Maps an expert's first product [S, width] to the input of its second, [S, inner], in the same dtype."""
 
 
 def gated_silu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, of a product that holds gate, then up."""
+    """silu(gate) * up, of a product that holds gate, then up, on its last axis."""
     kernels = kernels_for(gate_up)
     if kernels is not None:
         return kernels.silu_product(gate_up)
@@ -29,13 +29,13 @@ def gated_silu(gate_up: Tensor) -> Tensor:
 
 
 def gated_gelu(gate_up: Tensor) -> Tensor:
-    """gelu(gate) * up, by its hyperbolic-tangent approximation."""
+    """gelu(gate) * up, with GELU's hyperbolic-tangent approximation; the same layout."""
     gate, up = gate_up.chunk(2, dim=-1)
     return gelu_tanh(gate.float()).to(gate.dtype).mul_(up)
 
 
 def clamped_swiglu(limit: float, alpha: float) -> Activation:
-    """gpt-oss's: (up + 1) * gate * sigmoid(alpha * gate), both clamped; of a product that holds gate, then up."""
+    """Make gpt-oss's activation: (up + 1) * gate * sigmoid(alpha * gate), both clamped to `limit`; the same layout."""
 
     def activation(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.float().chunk(2, dim=-1)
@@ -46,7 +46,7 @@ def clamped_swiglu(limit: float, alpha: float) -> Activation:
 
 
 def relu_squared(up: Tensor) -> Tensor:
-    """relu(up)², of experts without a gate."""
+    """relu(up)², for experts without a gate."""
     return up.relu().square_()
 
 
@@ -55,16 +55,16 @@ class ExpertWeights:
     """One expert's weights, as one rank holds them."""
 
     up_nh: Tensor
-    """[width, hidden]: the first product; of gated experts all of gate, then all of up."""
+    """[width, hidden]: the weight of the first product; in gated experts all rows of gate, then all of up."""
     down_hi: Tensor
-    """[hidden, inner]"""
+    """[hidden, inner]: the weight of the second product."""
     up_bias_n: Tensor | None = None
     down_bias_h: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSizes:
-    """The experts of one layer. `inner` is one expert's, over all ranks."""
+    """The sizes of one layer's experts. `inner` counts one expert's inner units over all ranks."""
 
     experts: int
     hidden: int
@@ -72,11 +72,11 @@ class ExpertSizes:
 
 
 ExpertReader = Callable[[Weights, int, ExpertSizes, ShardAxis], ExpertWeights]
-"""Reads expert `number` below ``experts.``; the axis is that of the inner units, as divided among ranks."""
+"""Reads expert `number` below ``experts.``; the axis is the inner units', as divided among ranks."""
 
 
 def plain_expert(weights: Weights, number: int, sizes: ExpertSizes, units: ShardAxis) -> ExpertWeights:
-    """An expert with a gate: one by one as published, or fused as [experts, 2 * inner, hidden]."""
+    """Read an expert with a gate: from tensors of its own, as published, or a fused [experts, 2 * inner, hidden]."""
     if not _fused(weights):
         mine = weights.scope(f"{number}.")
         gate_up = [mine.tensor(f"{name}.weight", units, sizes.hidden) for name in ("gate_proj", "up_proj")]
@@ -87,7 +87,7 @@ def plain_expert(weights: Weights, number: int, sizes: ExpertSizes, units: Shard
 
 
 def ungated_expert(weights: Weights, number: int, sizes: ExpertSizes, units: ShardAxis) -> ExpertWeights:
-    """An expert without a gate: one by one, or fused as [experts, inner, hidden]."""
+    """Read an expert without a gate: from tensors of its own, or from a fused [experts, inner, hidden]."""
     if not _fused(weights):
         mine = weights.scope(f"{number}.")
         return ExpertWeights(
@@ -101,7 +101,7 @@ def ungated_expert(weights: Weights, number: int, sizes: ExpertSizes, units: Sha
 
 
 def interleaved_expert(weights: Weights, number: int, sizes: ExpertSizes, units: ShardAxis) -> ExpertWeights:
-    """gpt-oss's: fused, gate and up taking turns, with biases; transposed, or packed in four bits as published."""
+    """Read an expert of gpt-oss: fused, gate and up rows alternating, with biases; transposed, or in MXFP4."""
     one, both = ShardAxis(sizes.experts, number, 1), ShardAxis(2 * units.whole, 2 * units.first, 2 * units.count)
     if weights.has("gate_up_proj_blocks") or weights.has("gate_up_proj_scales"):
         up_nh = weights.mxfp4("gate_up_proj", one, both, sizes.hidden)[0]
@@ -115,24 +115,24 @@ def interleaved_expert(weights: Weights, number: int, sizes: ExpertSizes, units:
         torch.cat((up_nh[::2], up_nh[1::2])),
         down_hi,
         torch.cat((bias_n[::2], bias_n[1::2])),
-        # Each rank has a part of the sum; the bias is added once, by the first.
+        # Each rank has a part of the sum; the bias is added once, by the first rank.
         torch.zeros_like(down_bias_h) if weights.shard.rank and units.divided else down_bias_h,
     )
 
 
 def _fused(weights: Weights) -> bool:
-    """Whether all experts are in one tensor a product. Either one tells, so that the other's absence is named."""
+    """Whether experts are fused, one tensor a product. One such tensor is enough: an error then names the other."""
     return any(weights.has(name) for name in ("gate_up_proj", "up_proj", "down_proj"))
 
 
 def _halves(units: ShardAxis) -> tuple[ShardAxis, ShardAxis]:
-    """A rank's part of gate and of up where both lie on one axis."""
+    """A rank's part of gate and of up, where gate and up lie one after the other on one axis."""
     whole = 2 * units.whole
     return ShardAxis(whole, units.first, units.count), ShardAxis(whole, units.whole + units.first, units.count)
 
 
 class TorchExperts:
-    """The experts' part in torch operations: one product an expert."""
+    """The experts in torch operations: implements `RoutedExperts` with one product an expert."""
 
     def __init__(self, ups: Sequence[RowExactLinear], downs: Sequence[RowExactLinear], activation: Activation) -> None:
         self._ups, self._downs, self._activation = ups, downs, activation
@@ -146,7 +146,7 @@ class TorchExperts:
         chosen = [expert for expert, count in enumerate(counts) if count]
         sizes = [numerics.padded(counts[expert]) for expert in chosen]
 
-        # Where each of the sorted pairs lies once every expert's rows are padded.
+        # Where each of the sorted pairs lies once the rows of every expert are padded.
         place_s = torch.arange(len(order_s), device=h_th.device)
         behind = lacking = 0
         for expert, size in zip(chosen, sizes, strict=True):

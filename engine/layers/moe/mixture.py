@@ -1,12 +1,12 @@
 """A mixture of experts: each token goes to a few of many feed-forward layers.
 
-The tokens of a step are sorted by expert, each expert computes its own in one product, and each token adds up what its
-experts answered. So a decode step reads the weights of the chosen experts only, and a long prefill is one large
+The tokens of a step are sorted by expert, each expert computes its tokens in one product, and each token adds up the
+outputs of its experts. So a decode step reads the weights of the chosen experts only, and a long prefill is one large
 product an expert.
 
-A row stays exact: an expert's rows are padded to the numerics' quantum like any batch (the products of all experts of
-a model have one shape, which the probe has tried), and a row's answers are weighted and added in float32 in the order
-of its experts' numbers. Neither hangs on what else is in the batch. Padding rows of the step are sent nowhere.
+Rows stay exact: an expert's rows are padded to the numerics' quantum like any batch (the products of all experts of a
+model have one shape, which the probe has tried), and a row's outputs are weighted and added in float32 in the order of
+its experts' numbers. Neither depends on the rest of the batch. Padding rows of the step go to no expert.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from engine.tensors.weight_loader import Weights
 
 
 class MixtureOfExperts:
-    """sum over a token's experts of weight * expert(x), and a shared expert for all where there is one."""
+    """The feed-forward layer that sums weight * expert(x) over a token's experts, plus a shared expert if any."""
 
     def __init__(
         self,
@@ -45,7 +45,8 @@ class MixtureOfExperts:
         activation: Activation = gated_silu,
         shared: Sublayer | None = None,
     ) -> None:
-        """Experts are read below ``experts.``, their inner units divided among ranks; `shared` is added as it is."""
+        """Reads the experts below ``experts.``, their inner units divided among ranks. The output of `shared` is added
+        without a weight."""
         self._router, self._shared = router, shared
         units = weights.shard.axis(sizes.inner, what="inner units of an expert")
         self._divided = units.divided
@@ -54,7 +55,7 @@ class MixtureOfExperts:
         self._experts = (_triton if weights.triton else _torch)(weights, experts, activation)
 
     def __call__(self, h_mh: Tensor, ctx: ForwardContext, routed_by: Tensor | None = None) -> Tensor:
-        """`routed_by`: what the router reads, if not what the experts are given."""
+        """Compute [M, hidden]. `routed_by`: the router's input, where it isn't `h_mh`."""
         routes = self._router(h_mh if routed_by is None else routed_by, ctx)
         real = ExpertRoutes(routes.experts_mk[: ctx.count], routes.weights_mk[: ctx.count])
         sum_th = self._experts(h_mh[: ctx.count], real, ctx.numerics)
@@ -65,7 +66,7 @@ class MixtureOfExperts:
 
 
 RoutedExperts = Callable[[Tensor, ExpertRoutes, Numerics], Tensor]
-"""From rows of tokens [T, hidden] and where they go to each row's weighted sum, [T, hidden] float32."""
+"""Computes, from rows of tokens [T, hidden] and their routes, each row's weighted sum: [T, hidden] float32."""
 
 
 def _torch(weights: Weights, experts: Sequence[ExpertWeights], activation: Activation) -> RoutedExperts:

@@ -1,4 +1,4 @@
-"""A mixture of experts on an NVIDIA GPU, without asking the device what was routed where."""
+"""A mixture of experts on an NVIDIA GPU, without waiting for the device to learn the routes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from engine.layers.moe.expert_router import ExpertRoutes
 from engine.tensors.row_exact_linear import FAST, Numerics
 
 ROWS, BLOCK_N, BLOCK_K = 64, 64, 64
-"""The shape of the work. Changing one changes the last bits of results."""
+"""The tile of a product: rows of a block, columns, and steps of the inner axis. Other sizes change last bits."""
 _SUM_COLUMNS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class StackedProducts:
-    """One product of each expert, their weights one after the other in memory."""
+    """One of the products of all experts, with weights one after the other in memory."""
 
     weight_enk: Tensor
     """[experts, width, inner]"""
@@ -41,23 +41,23 @@ class _Groups:
     expert_b: Tensor
     """[B] int64: each block's expert; past the last block the number of experts."""
     first_b: Tensor
-    """[B] int64: its first place, and"""
+    """[B] int64: each block's first place."""
     count_b: Tensor
-    """[B] int64: how many places are its own."""
+    """[B] int64: how many places each block has."""
 
 
 class TritonExperts:
-    """What `engine.layers.moe.experts.TorchExperts` computes, in three kernels."""
+    """The experts in Triton kernels: computes what `engine.layers.moe.experts.TorchExperts` does."""
 
     def __init__(
         self, ups: StackedProducts, downs: StackedProducts, activation: Callable[[Tensor], Tensor], rows: int = ROWS
     ) -> None:
-        """`rows` of a block: a power of two of 16 or more."""
+        """`rows` of a block must be a power of two of 16 or more."""
         self._ups, self._downs, self._activation, self._rows = ups, downs, activation, rows
         self._interpreted = bool(triton.knobs.runtime.interpret)
 
     def __call__(self, h_th: Tensor, routes: ExpertRoutes, numerics: Numerics = FAST) -> Tensor:
-        """Each row's weighted sum, [T, hidden] float32; row-exact whatever the numerics."""
+        """Compute each row's weighted sum, [T, hidden] float32; row-exact whatever the numerics."""
         tokens, top_k = routes.experts_mk.shape
         sum_th = torch.empty(tokens, h_th.shape[1], dtype=torch.float32, device=h_th.device)
         if tokens == 0:
@@ -76,7 +76,7 @@ class TritonExperts:
         return sum_th
 
     def _product(self, x_rk: Tensor, row_s: Tensor, stacked: StackedProducts, groups: _Groups) -> Tensor:
-        """Row `row_s[s]` of x times the weight of place s's expert: [S, width] in the dtype of x."""
+        """Multiply row `row_s[s]` of x with the weight of place s's expert: [S, width] in the dtype of x."""
         weight, bias = stacked.weight_enk, stacked.bias_en
         experts, width, inner = weight.shape
         x_rk = x_rk.contiguous()
@@ -98,7 +98,7 @@ def _grouped(experts_s: Tensor, experts: int, rows: int) -> _Groups:
     counts_e.scatter_add_(0, experts_s, torch.ones_like(experts_s))
     blocks_e = (counts_e + rows - 1) // rows
     last_e, begin_e = blocks_e.cumsum(0), counts_e.cumsum(0) - counts_e
-    # A block is full, or the last of an expert that has pairs.
+    # Every block is full, or the last one of an expert that has pairs: this many at most.
     most = len(experts_s) // rows + min(experts, len(experts_s))
     number_b = torch.arange(most, device=experts_s.device)
     expert_b = torch.searchsorted(last_e, number_b, right=True)

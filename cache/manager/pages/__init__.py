@@ -1,0 +1,1 @@
+"""Pages and slots of running requests: leased, loaded, grown, sealed."""

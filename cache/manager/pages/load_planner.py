@@ -1,0 +1,104 @@
+"""The load planner: which loads from the host a request needs before it runs, whether they pay, fit, and are done."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from cache.allocation.allocation import Allocation
+from cache.device.device_port import Completion
+from cache.manager.absent_tiers import NoLoadBack
+from cache.manager.allocation_table import AllocationTable
+from cache.manager.pages.page_supply import PageSupply
+from cache.memory.kv_cache_spec import PoolKind
+from cache.pool.page_allocator import Lease
+from cache.prefix_cache.nodes.tree_node import NodeLock
+from cache.prefix_cache.radix_tree import PrefixMatch, RadixTree
+from cache.tiers.load_back import LoadBack
+from contracts.config.cache_config import CacheConfig
+
+
+class LoadPlanner:
+    """Plans loads of parts that a request's lock keeps on the host, into pages that are leased with the request's."""
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        load_back: LoadBack | NoLoadBack,
+        table: AllocationTable,
+        supply: PageSupply,
+        config: CacheConfig,
+    ) -> None:
+        self._tree, self._load_back, self._table, self._supply = tree, load_back, table, supply
+        self._spec = tree.spec
+        self._policy, self._most_bytes = config.load_back, config.load_bytes
+        paged = [pool.name for pool in tree.spec.pools if pool.kind is not PoolKind.STATE]
+        self._page_bytes = sum(map(tree.spec.unit_bytes, paged))
+        self._tokens_per_s = 0.0
+        """A moving average of tokens computed per second; 0 before the first step."""
+        self.counters = {"loads_skipped": 0.0}
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the policy (`load_back` of the cache configuration) allows any loads."""
+        return self._policy != "never"
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """Record a step's speed; `worth_loading` weighs loading against it."""
+        if seconds > 0:
+            rate = tokens / seconds
+            self._tokens_per_s = rate if not self._tokens_per_s else 0.8 * self._tokens_per_s + 0.2 * rate
+
+    def worth_loading(self, match: PrefixMatch) -> bool:
+        """Whether to load the pages that the host has below the device's anchor, rather than compute them again."""
+        below, loaded_per_s = match.depth - match.device_depth, self._load_back.bytes_per_s
+        if not below or not self.enabled:
+            return False
+        if self._policy == "always" or not self._tokens_per_s or not loaded_per_s:
+            return True
+        worth = below * self._page_bytes / loaded_per_s < below * self._spec.page_tokens / self._tokens_per_s
+        self.counters["loads_skipped"] += not worth
+        return worth
+
+    def loads(self, lock: NodeLock) -> Counter[str]:
+        """Pages (and slots) by pool that must be loaded from the host before the parts of `lock` can be used."""
+        loads = Counter[str]()
+        for part in self._load_back.missing(lock):
+            loads[part.component] += len(part)
+        return loads
+
+    def lease(self, lock: NodeLock, loads: Mapping[str, int], needs: Mapping[str, int]) -> dict[str, Lease] | None:
+        """Lease `needs` for the owner of `lock`, and further pages into which `loads` are planned.
+
+        All pools or none: returns None without room, and has given `lock` back then. The tree owns the pages of loads.
+        """
+        leases = None
+        if self._fit(loads):
+            leases = self._supply.lease_all({pool: needs[pool] + loads.get(pool, 0) for pool in needs}, lock.owner)
+        if leases is None:
+            self._tree.locks.unlock(lock)
+            return None
+        if loads:
+            into = {pool: leases[pool].split(count, lock.owner) for pool, count in loads.items()}
+            self._load_back.plan(lock, into)
+        return leases
+
+    def _fit(self, loads: Mapping[str, int]) -> bool:
+        """Whether `loads` and those under way stay within `load_bytes`; with none under way, always."""
+        if not loads or not self._load_back.nbytes:
+            return True
+        nbytes = sum(count * self._spec.unit_bytes(pool) for pool, count in loads.items())
+        return self._load_back.nbytes + nbytes <= self._most_bytes
+
+    def ready(self, allocation: Allocation) -> bool:
+        """Whether all state loaded for the allocation has arrived undamaged, so that its steps may be committed."""
+        if self._table.is_fresh(allocation):
+            # The operations that fill its state slots aren't even submitted, so `started` is still empty.
+            return False
+        if not all(c.done for c in allocation.started) or allocation.start_failed:
+            return False
+        return not allocation.invalid and not self._load_back.under_way(allocation.lock)
+
+    def completions(self, allocation: Allocation) -> list[Completion]:
+        """Operations that must be complete before the allocation's pages may be read without a gate."""
+        return self._load_back.completions(allocation.lock)

@@ -1,0 +1,104 @@
+"""Page growth: pages of running requests are leased for new positions, and given back as windows move on."""
+
+from __future__ import annotations
+
+from cache.allocation.allocation import Allocation
+from cache.allocation.block_table import NULL_PAGE, BlockTable, PageRun
+from cache.manager.pages.page_supply import PageSupply
+from cache.manager.pool_kinds import PoolKinds
+from cache.pool.page_allocator import Lease
+from cache.pool.pool_set import PoolSet
+
+
+class PageGrowth:
+    """Extends allocations to the positions of the next step, frees pages that windows left, and makes block tables."""
+
+    def __init__(self, pools: PoolSet, kinds: PoolKinds, supply: PageSupply) -> None:
+        self._pools, self._kinds, self._supply = pools, kinds, supply
+        self._spec = pools.spec
+
+    def extend(self, allocation: Allocation, end: int) -> int:
+        """Extend all tables to positions up to `end`; returns the position that every table reaches, at most `end`.
+
+        Less than `end` where a pool has no free or evictable page left, and where a window can't move on before steps
+        under way are committed.
+        """
+        for pool in self._kinds.paged:
+            table = allocation.tables[pool]
+            if len(table) * self._spec.page_tokens < end:
+                self._extend_pool(allocation, pool, self._pools.pages_for(end) - len(table))
+            end = min(end, len(table) * self._spec.page_tokens)
+        return end
+
+    def _extend_pool(self, allocation: Allocation, pool: str, lacking: int) -> None:
+        """Append up to `lacking` pages: of a window, its spare pages, then the rest of what it may hold at once."""
+        spare = allocation.spare.get(pool)
+        if spare is not None and len(spare):
+            taken = spare.split(min(lacking, len(spare)), allocation.owner)
+            lacking -= len(taken)
+            self._append(allocation, pool, taken)
+        if pool in self._kinds.windows:
+            lacking = min(lacking, self._kinds.windows[pool] - allocation.own(pool))
+        leases = self._supply.lease_all({pool: lacking}, allocation.owner) if lacking > 0 else None
+        if leases is not None:
+            self._append(allocation, pool, leases[pool])
+
+    def _append(self, allocation: Allocation, pool: str, lease: Lease) -> None:
+        """Append the pages of `lease` to the table of `pool`."""
+        runs, first = allocation.runs[pool], len(allocation.tables[pool])
+        allocation.put(pool, first, lease.indices, lease.epochs)
+        if runs and runs[-1].end == first:
+            last = runs.pop()
+            first, lease = last.first, self._pools.allocators[pool].join([last.lease, lease], allocation.owner)
+        runs.append(PageRun(first, lease))
+
+    def block_tables(self, allocation: Allocation, start: int, end: int) -> dict[str, BlockTable]:
+        """The block table of each pool for a forward pass over positions `start .. end-1`.
+
+        A window's table begins at the first page that the pass reads; a state pool's has the one slot.
+        """
+        stop = self._pools.pages_for(end)
+        out = {}
+        for pool in self._kinds.paged:
+            window = self._spec.by_name[pool].window_tokens
+            first = max(0, start - window + 1) // self._spec.page_tokens if window else 0
+            out[pool] = BlockTable(first, allocation.tables[pool][first:stop], allocation.epochs[pool][first:stop])
+        return out | {pool: BlockTable(0, lease.indices, lease.epochs) for pool, lease in allocation.slots.items()}
+
+    def free_window_pages(self, allocation: Allocation, committed: int) -> None:
+        """Give back the window pages that no position from the last page boundary on can see.
+
+        As many as the request still needs are leased again at once, under new epochs.
+        """
+        for pool in self._kinds.windows:
+            window = self._spec.by_name[pool].window_tokens
+            boundary = committed // self._spec.page_tokens * self._spec.page_tokens
+            first = max(0, boundary - window + 1) // self._spec.page_tokens
+            self._free_before(allocation, pool, first)
+            self._set_aside(allocation, pool)
+
+    def _free_before(self, allocation: Allocation, pool: str, first: int) -> None:
+        """Give back pages of `pool` before page `first` that the allocation leased itself."""
+        kept = []
+        for run in allocation.runs[pool]:
+            gone = max(0, min(first, run.end) - run.first)
+            run.lease.split(gone, allocation.owner).release()
+            if len(run.lease):
+                kept.append(PageRun(run.first + gone, run.lease))
+            else:
+                run.lease.release()
+            for page in range(run.first, run.first + gone):
+                allocation.tables[pool][page], allocation.epochs[pool][page] = NULL_PAGE, 0
+                if page < len(allocation.digests[pool]):
+                    allocation.digests[pool][page] = None
+        allocation.runs[pool] = kept
+
+    def _set_aside(self, allocation: Allocation, pool: str) -> None:
+        """Lease spare pages for positions still to come, up to what the allocation may hold at once."""
+        spare = allocation.spare.get(pool)
+        to_come = allocation.pages - len(allocation.tables[pool]) - (len(spare) if spare is not None else 0)
+        again = min(to_come, self._kinds.windows[pool] - allocation.own(pool), self._pools.allocators[pool].free)
+        if again > 0:
+            more = self._pools.allocators[pool].lease(again, allocation.owner)
+            join = self._pools.allocators[pool].join
+            allocation.spare[pool] = join([spare, more], allocation.owner) if spare is not None else more

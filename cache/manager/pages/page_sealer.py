@@ -1,0 +1,61 @@
+"""The page sealer: takes the digests of finished pages, and of the end of a prompt that is handed over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cache.allocation.allocation import Allocation
+from cache.allocation.block_table import NULL_PAGE
+from cache.device.device_port import DEVICE, Device, PageSpanUse
+from cache.manager.pool_kinds import PoolKinds
+from cache.pool.pool_set import PoolSet
+
+
+class PageSealer:
+    """Takes digests from the device's bytes, of committed positions only."""
+
+    def __init__(self, pools: PoolSet, kinds: PoolKinds, device: Device) -> None:
+        self._pools, self._kinds, self._device = pools, kinds, device
+
+    def seal(self, finished: Sequence[tuple[Allocation, int]]) -> None:
+        """Digest the pages of each allocation that have become whole at its committed length (positions)."""
+        size = self._pools.spec.page_tokens
+        for pool in self._kinds.paged:
+            todo: list[tuple[Allocation, int]] = []
+            for allocation, committed in finished:
+                digests, table = allocation.digests[pool], allocation.tables[pool]
+                first = len(digests)
+                digests += [None] * max(0, committed // size - first)
+                todo += [(allocation, page) for page in range(first, len(digests)) if table[page] != NULL_PAGE]
+            indices = [allocation.tables[pool][page] for allocation, page in todo]
+            firsts = [page * size for _, page in todo]
+            self._device.touch("seal", reads=[PageSpanUse(DEVICE, pool, indices)])
+            found = self._pools.digest(pool, indices, firsts, [at + size for at in firsts])
+            for (allocation, page), digest in zip(todo, found, strict=True):
+                allocation.digests[pool][page] = digest
+
+    def end_digests(self, allocation: Allocation, committed: int) -> dict[str, int]:
+        """Digests of the last, partly filled pages and of the recurrent states at `committed` positions, by pool.
+
+        No step may have been launched beyond `committed`.
+        """
+        return self._tail_digests(allocation, committed) | self._state_digests(allocation, committed)
+
+    def _tail_digests(self, allocation: Allocation, committed: int) -> dict[str, int]:
+        """Digests of the last, partly filled page at `committed` positions, by pool; empty at a page boundary."""
+        size = self._pools.spec.page_tokens
+        page = committed // size
+        if committed % size == 0:
+            return {}
+        return {
+            pool: self._pools.digest(pool, [allocation.tables[pool][page]], [page * size], [committed])[0]
+            for pool in self._kinds.paged
+        }
+
+    def _state_digests(self, allocation: Allocation, committed: int) -> dict[str, int]:
+        """Digests of the recurrent states by pool; a slot has the state after all launched positions."""
+        out = {}
+        for pool, lease in allocation.slots.items():
+            self._device.touch("seal state", reads=[PageSpanUse(DEVICE, pool, lease.indices)])
+            out[pool] = self._pools.digest(pool, lease.indices, [committed], [committed + 1])[0]
+        return out

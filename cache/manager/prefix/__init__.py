@@ -1,0 +1,1 @@
+"""Prefixes of requests: allocated from the tiers, shared with the tree, handed over, pushed and pulled."""

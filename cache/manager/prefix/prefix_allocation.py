@@ -1,0 +1,77 @@
+"""Prefix allocation: state for prompts that this worker computes, the prefix from the tiers, the rest leased."""
+
+from __future__ import annotations
+
+from cache.allocation.allocation import Allocation, CachedTokens, page_digests
+from cache.allocation.block_table import PageRun
+from cache.manager.absent_tiers import NoPrefetcher
+from cache.manager.allocation_table import AllocationTable
+from cache.manager.pages.load_planner import LoadPlanner
+from cache.manager.pages.page_supply import PageSupply
+from cache.manager.pool_kinds import PoolKinds
+from cache.pool.pool_set import PoolSet
+from cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from cache.prefix_cache.nodes.tree_node import Tier
+from cache.prefix_cache.radix_tree import RadixTree
+from cache.tiers.prefetch import Prefetcher
+from cache.tiers.prefetch_request import PrefetchRequest
+
+
+class PrefixAllocation:
+    """Allocates for admitted requests: locks cached pages of a prefix, and leases the rest, all pools or none."""
+
+    def __init__(
+        self,
+        pools: PoolSet,
+        kinds: PoolKinds,
+        tree: RadixTree,
+        table: AllocationTable,
+        supply: PageSupply,
+        planner: LoadPlanner,
+        prefetcher: Prefetcher | NoPrefetcher,
+    ) -> None:
+        self._pools, self._kinds, self._tree = pools, kinds, tree
+        self._table, self._supply, self._planner, self._prefetcher = table, supply, planner, prefetcher
+
+    def allocate(
+        self, prefix: TokenPrefix, positions: int, owner: str, *, reusable: int, prefetch: PrefetchRequest | None = None
+    ) -> Allocation | None:
+        """Allocate for `positions` positions: at most `reusable` pages of `prefix` from the tiers, the rest leased.
+
+        All pools or none: returns None when there isn't room now, with nothing taken. Releases `prefetch` on success.
+        """
+        allocation = self._allocate(prefix, positions, owner, reusable, prefetch)
+        if allocation is None and reusable and not len(self._table):
+            # No other allocation is open, so the locked prefix itself may leave no room for the rest: try without it.
+            allocation = self._allocate(prefix, positions, owner, 0, prefetch)
+        return allocation
+
+    def _allocate(
+        self, prefix: TokenPrefix, positions: int, owner: str, reusable: int, prefetch: PrefetchRequest | None
+    ) -> Allocation | None:
+        match = self._tree.match(prefix.head(reusable))
+        tier = Tier.HOST if self._planner.worth_loading(match) else Tier.DEVICE
+        depth = match.depth if tier is Tier.HOST else match.device_depth
+        pages = self._pools.pages_for(positions)
+        needs = self._kinds.needs(dict.fromkeys(self._kinds.paged, pages - depth))
+        if not self._supply.fits(needs):
+            return None
+        lock = self._tree.lock(match, owner, tier=tier)
+        leases = self._planner.lease(lock, self._planner.loads(lock), needs)
+        if leases is None:
+            return None
+        loaded = depth - match.device_depth
+        stored = min(loaded, prefetch.gained) if prefetch is not None else 0
+        if prefetch is not None:
+            self._prefetcher.release(prefetch)
+        size = self._pools.spec.page_tokens
+        cached = CachedTokens((depth - loaded) * size, (loaded - stored) * size, stored * size)
+        allocation = Allocation(owner, prefix, pages, lock, depth, cached)
+        for pool in self._kinds.paged:
+            held = lock.on_device(pool)
+            allocation.enter(pool, held, depth)
+            allocation.digests[pool] = page_digests(held, depth)
+            allocation.put(pool, depth, leases[pool].indices, leases[pool].epochs)
+            allocation.runs[pool] = [PageRun(depth, leases[pool])]
+        allocation.slots = {pool: leases[pool] for pool in self._kinds.states}
+        return self._table.open(allocation, fresh=True)

@@ -1,0 +1,138 @@
+"""The tier set: host memory and storage below a worker's device, the parts that copy pages between tiers, KV events.
+
+`TierSet.build` decides once which tiers there are. For a tier that a worker doesn't have there is a stand-in
+(`cache.manager.absent_tiers`), so callers need not ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cache.arena.arena import Arena
+from cache.arena.arena_keeper import ArenaKeeper
+from cache.device.device_port import Device
+from cache.manager.absent_tiers import NoArena, NoBackup, NoEvents, NoLoadBack, NoPrefetcher, NoSwapStorage
+from cache.manager.page_accounts import unaccounted
+from cache.pool.pool_set import PoolSet
+from cache.prefix_cache.nodes.tree_node import Tier
+from cache.prefix_cache.radix_tree import RadixTree
+from cache.storage.io_queue import IoQueue
+from cache.storage.page_store import PageStore
+from cache.swap.swap_storage import SwapStorage
+from cache.tiers.host_backup import HostBackup
+from cache.tiers.kv_event_recorder import KVEventRecorder
+from cache.tiers.load_back import LoadBack
+from cache.tiers.prefetch import Prefetcher
+from contracts.config.cache_config import CacheConfig
+
+
+@dataclass(frozen=True)
+class TierSet:
+    """The tiers below one prefix tree. `host` is None without host memory; the tiers below are absent too then."""
+
+    tree: RadixTree
+    host: PoolSet | None
+    backup: HostBackup | NoBackup
+    load_back: LoadBack | NoLoadBack
+    prefetcher: Prefetcher | NoPrefetcher
+    swap_storage: SwapStorage | NoSwapStorage
+    keeper: ArenaKeeper | NoArena
+    events: KVEventRecorder | NoEvents
+    storage: IoQueue | PageStore | None
+    """The storage whose threads read and write for the other tiers; `close` ends them."""
+
+    @classmethod
+    def build(
+        cls,
+        tree: RadixTree,
+        pools: PoolSet,
+        device: Device,
+        config: CacheConfig,
+        now: Callable[[], float],
+        host: PoolSet | None,
+        page_store: PageStore | None,
+        storage: IoQueue | PageStore | None,
+        arena: Arena | None,
+        events: KVEventRecorder | NoEvents,
+    ) -> TierSet:
+        """Build the tiers that `host` and `page_store` allow; the others are absent.
+
+        `now` is in seconds. `arena`: the memory that `host` lies in, if it outlives this process.
+        """
+        if host is None:
+            nothing = NoBackup(), NoLoadBack(), NoPrefetcher(), NoSwapStorage(), NoArena()
+            return cls(tree, None, *nothing, events, storage)
+        backup = HostBackup(tree, pools, host, device, page_store, config.copy_chunk_bytes, now, config.storage.retry_s)
+        keeper = ArenaKeeper(tree, host, arena, device, now) if arena is not None else NoArena()
+        load_back = LoadBack(tree, pools, host, device, now, config.verify, keeper)
+        prefetcher: Prefetcher | NoPrefetcher = NoPrefetcher()
+        swap_storage: SwapStorage | NoSwapStorage = NoSwapStorage()
+        if page_store is not None:
+            prefetcher = Prefetcher(tree, host, page_store, config.prefetch, now, backup)
+            swap_storage = SwapStorage(host, page_store, backup.lease)
+        return cls(tree, host, backup, load_back, prefetcher, swap_storage, keeper, events, storage)
+
+    def poll(self, *, idle: bool) -> None:
+        """Take in completed operations of all tiers but load back (its `poll` comes last, from the manager).
+
+        `idle`: no allocation is open.
+        """
+        self.events.round()
+        self.backup.poll()
+        self.prefetcher.poll()
+        self.swap_storage.poll()
+        self.keeper.poll(idle)
+
+    @property
+    def busy(self) -> bool:
+        """Whether copies, loads or reads are under way that `poll` is to take in."""
+        return bool(self.backup.busy or self.load_back.busy or len(self.prefetcher) or self.swap_storage.busy)
+
+    @property
+    def locks(self) -> int:
+        """Locks in the tree that copies under way hold."""
+        return self.backup.locks + self.load_back.locks + self.prefetcher.locks
+
+    def stats(self) -> dict[str, float]:
+        """Counters of what happened in the tiers, and how full they are."""
+        out: dict[str, float] = {}
+        for tier in (self.backup, self.load_back, self.prefetcher, self.swap_storage, self.keeper):
+            out |= tier.counters
+        if self.host is not None:
+            accounts = self.tree.accounts
+            allocator = self.host.allocators[self.tree.full]
+            out |= {"stores_missed": accounts.missed, "stores_waiting": len(accounts.unstored)}
+            out |= {"host_pages_total": allocator.total, "host_pages_used": allocator.total - allocator.free}
+        return out
+
+    def check(self, swapped: Callable[[str], int]) -> list[str]:
+        """Return a line for each account of the host that doesn't add up.
+
+        `swapped` returns how many host pages (or slots) of a pool swapped out requests hold.
+        """
+        if self.host is None:
+            return []
+        held = {
+            pool: self.tree.accounts.sizes[Tier.HOST, pool]
+            + self.backup.leased(pool)
+            + self.prefetcher.leased(pool)
+            + swapped(pool)
+            for pool in self.host.allocators
+        }
+        return [
+            *self.host.check(),
+            *self.backup.check(),
+            *unaccounted(self.host, held, "host"),
+            *self.keeper.check(),
+            *self.prefetcher.check(),
+        ]
+
+    def close(self, timeout_s: float) -> bool:
+        """End the threads of storage and KV events; storage operations under way get `timeout_s` seconds.
+
+        Returns False where a storage thread may still write to host memory: this memory must outlive the thread, and
+        nothing of it may be freed then.
+        """
+        self.events.close()
+        return self.storage is None or self.storage.close(timeout_s)

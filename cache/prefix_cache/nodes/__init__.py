@@ -1,0 +1,1 @@
+"""Nodes of the prefix tree, their parts, components and locks."""

@@ -1,0 +1,283 @@
+"""The building blocks of the prefix tree: nodes, the parts they hold, and locks.
+
+A leaf is evicted from its end, often a page at a time, so cutting the end off a node costs what is cut and not what
+stays: of keys, digests and leases only the counts are reduced at first. The entries that were cut off are dropped when
+the rest is read next, or when less than half is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from operator import attrgetter
+from typing import Any
+
+from cache.pool.page_allocator import Lease
+from contracts.block_hash import KEY_BYTES
+
+
+class Tier(IntEnum):
+    """The tier that state is in: device, host or storage. Storage is content-addressed and outside the tree."""
+
+    DEVICE = 0
+    HOST = 1
+    STORAGE = 2
+
+
+IN_TREE = (Tier.DEVICE, Tier.HOST)
+"""The tiers whose state hangs on nodes of the tree."""
+
+QueueEntry = list[Any]
+"""An entry of an eviction queue, see `cache.prefix_cache.eviction_policy.EvictionQueue`."""
+
+
+NO_LOCKS: frozenset[NodeLock] = frozenset()
+
+
+class NodePart:
+    """The state of one component at one node in one tier: a lease, and the digest of each page or slot in it."""
+
+    __slots__ = ("_count", "_digests", "component", "entry", "lease", "locks", "node", "stored", "tier")
+
+    def __init__(
+        self,
+        node: TreeNode,
+        component: str,
+        tier: Tier,
+        lease: Lease,
+        digests: tuple[int, ...],
+        locks: frozenset[NodeLock] = NO_LOCKS,
+    ) -> None:
+        self.node = node
+        self.component = component
+        self.tier = tier
+        self.lease = lease
+        self._digests, self._count = digests, len(digests)
+        self.locks = locks
+        """The locks that keep this part. Parts with the same locks mostly share one set."""
+        self.entry: QueueEntry | None = None
+        """The part's entry in an eviction queue; None while it isn't queued."""
+        self.stored = 0
+        """For a part on the host: how many of its first pages are known to be in storage."""
+
+    def __len__(self) -> int:
+        return self.lease.count
+
+    @property
+    def digests(self) -> tuple[int, ...]:
+        """The digest of each page or slot, in the order of the lease's indices."""
+        if len(self._digests) != self._count:
+            self._digests = self._digests[: self._count]
+        return self._digests
+
+    @property
+    def live(self) -> bool:
+        """Whether the node still holds this part."""
+        return self.node.parts[self.tier].get(self.component) is self
+
+    @property
+    def queued(self) -> bool:
+        return self.entry is not None
+
+    def split(self, upper: TreeNode, pages: int) -> NodePart:
+        """Hand the first `pages` pages, with all locks, to a new part of `upper`, and return the new part.
+
+        The caller hangs it on `upper`, and enters it in its locks.
+        """
+        digests = self.digests
+        lease = self.lease.split(pages, self.lease.owner)
+        head = NodePart(upper, self.component, self.tier, lease, digests[:pages], self.locks)
+        self._digests, self._count = digests[pages:], len(digests) - pages
+        head.stored, self.stored = min(self.stored, pages), max(0, self.stored - pages)
+        return head
+
+    def split_end(self, lower: TreeNode, pages: int) -> NodePart:
+        """Keep the first `pages` pages, and hand the others, with all locks, to a new part of `lower`; return that.
+
+        The caller hangs it on `lower`, and enters it in its locks.
+        """
+        digests = self._digests[pages : self._count]
+        lease = self.lease.split(self.lease.count - pages, self.lease.owner, start=pages)
+        end = NodePart(lower, self.component, self.tier, lease, digests, self.locks)
+        end.stored = max(0, self.stored - pages)
+        self._keep(pages)
+        return end
+
+    def cut(self, pages: int) -> None:
+        """Keep the first `pages` pages, and release the others."""
+        self.lease.cut(pages)
+        self._keep(pages)
+
+    def _keep(self, pages: int) -> None:
+        self.stored, self._count = min(self.stored, pages), pages
+        if 2 * pages < len(self._digests):
+            self._digests = self._digests[:pages]
+
+
+class TreeNode:
+    """A run of whole pages that follows its parent's, with the parts that each component holds in each tier."""
+
+    __slots__ = (
+        "_chain", "below", "busy", "busy_below", "children", "created", "hits", "latest", "linked", "newer", "older",
+        "pages", "parent", "parts", "priority", "run", "salt", "start", "trimmed", "used",
+    )  # fmt: skip
+
+    def __init__(
+        self, raw: bytes, chain: bytes, parent: TreeNode | None, *, start: int = 0, salt: str = "", priority: int = 0
+    ) -> None:
+        self.run = raw
+        """Tokens, 4 bytes each: those of the node's pages (`raw`), and perhaps of pages behind them that were cut
+        off."""
+        self._chain = chain
+        self.pages = len(chain) // KEY_BYTES
+        """The number of pages in `run` that are the node's."""
+        self.trimmed = True
+        """False: `run` and the block hashes may still have pages that were cut off."""
+        self.parent = parent
+        self.children: dict[bytes, TreeNode] = {}
+        """Children by the tokens of their first page, 4 bytes each."""
+        self.latest: TreeNode | None = None
+        """The child that was visited last, if it is still one: most nodes have one child, found so without a
+        look-up."""
+        self.parts: tuple[dict[str, NodePart], dict[str, NodePart]] = ({}, {})
+        """For device and host (indexed by `Tier`): the part of each component, by its name."""
+        self.below = [0, 0]
+        """The numbers of children with full state on the device and on the host (indexed by `Tier`)."""
+        self.start = start
+        """The number, in the sequence, of the node's first page."""
+        self.salt = salt
+        """The salt under which the node was inserted."""
+        self.linked = True
+        """Whether the node can be matched: it hangs on a root, and neither it nor a node above it was invalidated."""
+        self.used = self.created = self.hits = 0
+        """Ticks of the tree's clock (`TreeAccounts.tick`) at the last use and at the insertion; how often it was
+        locked or held."""
+        self.priority = priority
+        self.busy = self.busy_below = 0
+        """Counted in a tree that is written back: locked parts of this node, and children with locked parts in or
+        below them."""
+        self.older: TreeNode | None = None
+        self.newer: TreeNode | None = None
+        """`older` and `newer`: the neighbours in the tree's list of nodes."""
+
+    def __len__(self) -> int:
+        """The number of pages."""
+        return self.pages
+
+    @property
+    def raw(self) -> bytes:
+        """The tokens of the node's pages, 4 bytes each."""
+        if not self.trimmed:
+            self._trim()
+        return self.run
+
+    @property
+    def chain(self) -> bytes:
+        """The block hashes of the node's pages, 16 bytes each."""
+        if not self.trimmed:
+            self._trim()
+        return self._chain
+
+    def _trim(self) -> None:
+        page_bytes = len(self.run) * KEY_BYTES // len(self._chain)
+        self.run, self._chain = self.run[: self.pages * page_bytes], self._chain[: KEY_BYTES * self.pages]
+        self.trimmed = True
+
+    def first(self, page_bytes: int) -> bytes:
+        """Returns the tokens of the first page, 4 bytes each: the node's key in its parent's `children`."""
+        return self.run[:page_bytes]
+
+    def end(self, pages: int, page_bytes: int) -> tuple[bytes, bytes]:
+        """Returns `raw` and `chain` without the first `pages` pages."""
+        stop = self.pages
+        return self.run[pages * page_bytes : stop * page_bytes], self._chain[KEY_BYTES * pages : KEY_BYTES * stop]
+
+    def cut(self, pages: int) -> None:
+        """Keep the first `pages` pages. Parts are the caller's affair."""
+        self.pages, self.trimmed = pages, False
+        if 2 * KEY_BYTES * pages < len(self._chain):
+            self._trim()
+
+    def drop_head(self, pages: int, page_bytes: int) -> None:
+        """Drop the first `pages` pages. Parts are the caller's affair."""
+        self.run, self._chain = self.end(pages, page_bytes)
+        self.trimmed = True
+        self.pages -= pages
+        self.start += pages
+
+    @property
+    def parent_key(self) -> bytes | None:
+        """The block hash of the page before the first; None at the start of a prefix."""
+        assert self.parent is not None
+        return self.parent.chain[-KEY_BYTES:] or None
+
+    def part(self, component: str) -> NodePart | None:
+        """Returns the part of `component` in the fastest tier that has one; None where neither has."""
+        device, host = self.parts
+        part = device.get(component)
+        return host.get(component) if part is None else part
+
+    @property
+    def keys(self) -> list[bytes]:
+        """The block hash of each page."""
+        chain = self.chain
+        return [chain[at : at + KEY_BYTES] for at in range(0, len(chain), KEY_BYTES)]
+
+
+def subtree(top: TreeNode) -> Iterator[TreeNode]:
+    """Yields `top` and all its descendants, parents first."""
+    stack = [top]
+    while stack:
+        node = stack.pop()
+        yield node
+        stack.extend(node.children.values())
+
+
+start_of = attrgetter("node.start")
+"""Returns the number, in the sequence, of the first page of a part's node."""
+
+
+def digests_of(parts: Sequence[NodePart]) -> list[int]:
+    """Returns the digests of all `parts`, one part after the other."""
+    digests = list[int]()
+    for part in parts:
+        digests += part._digests if len(part._digests) == part._count else part.digests
+    return digests
+
+
+@dataclass(eq=False, slots=True)
+class NodeLock:
+    """A token that keeps the named parts from eviction until `TreeLocks.unlock` gives it back.
+
+    When a node is split, both halves of a locked part are in `parts`, in order. `TreeLocks.add` appends to them.
+    """
+
+    number: int
+    owner: str
+    parts: list[NodePart]
+
+    def of(self, component: str) -> list[NodePart]:
+        """Returns the locked parts of one component, in the order in which they were locked."""
+        return [p for p in self.parts if p.component == component]
+
+    def on_device(self, component: str) -> list[NodePart]:
+        """Returns the locked parts of one component that are on the device, in the order of the sequence.
+
+        That can differ from the order of locking: pages of a window may be loaded, and so locked, after others that
+        follow them in the sequence.
+        """
+        device = Tier.DEVICE
+        return sorted([p for p in self.parts if p.component == component and p.tier is device], key=start_of)
+
+
+@dataclass(frozen=True, slots=True)
+class PageOffer:
+    """State that is offered to the tree: `lease` holds pages `first ..` of the sequence, with a digest for each.
+
+    For a state component: one slot, which holds the snapshot after `first` pages.
+    """
+
+    first: int
+    lease: Lease
+    digests: Sequence[int]

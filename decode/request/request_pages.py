@@ -1,0 +1,98 @@
+"""The pages of decode's requests: sealed and shared with other requests as they are finished, and freed once.
+
+The parts that need pages for a request take them from the KV cache manager themselves: the transfer queue for its
+prompt, memory pressure for its next step, retraction for its way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from cache.device.device_port import Completion
+from cache.manager.kv_cache_manager import KVCacheManager
+from cache.memory.required_pages import due, extents
+from cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from contracts.block_hash import block_hashes
+from contracts.config.cache_config import CacheConfig
+from decode.request.reasoning_spans import ReasoningSpans
+from decode.request.request import DecodeRequest
+from worker.sendable_pages import finished
+
+
+class DecodePages:
+    """The KV cache manager as decode's requests use it. `reuse`: whether pages come from the tree and go to it."""
+
+    def __init__(self, manager: KVCacheManager, config: CacheConfig) -> None:
+        self.manager = manager
+        self.page_tokens = manager.spec.page_tokens
+        self.reuse = config.prefix_reuse
+        self._reasoning = ReasoningSpans.of(config)
+
+    def reusable(self, request: DecodeRequest) -> TokenPrefix:
+        """Return the leading pages of its prompt that may come from the tree."""
+        return request.prefix if self.reuse else request.prefix.head(0)
+
+    def settled(self, request: DecodeRequest) -> bool:
+        """Whether all state that was loaded for the request has arrived and is verified; only then it joins a batch."""
+        return request.allocation is not None and self.manager.planner.ready(request.allocation)
+
+    def cache_prompt(self, request: DecodeRequest) -> None:
+        """Give the tree the prompt's pages of the full pool, for requests with the same prompt, from now on."""
+        if self.reuse and request.allocation is not None and not request.allocation.invalid:
+            self.manager.sharing.cache_pages(
+                request.allocation, request.prefix, request.submit.priority, full_only=True
+            )
+
+    def cache(self, request: DecodeRequest) -> None:
+        """Give the tree the committed state, for the next turn of the conversation; where reasoning spans are stripped,
+        only the state before the answer's first one."""
+        allocation = request.allocation
+        if not self.reuse or allocation is None or allocation.invalid:
+            return
+        tokens = request.tokens[: request.committed]
+        if self._reasoning is not None:
+            tokens = tokens[: self._reasoning.keeps(tokens, request.submit.prompt_len)]
+        self.manager.sealer.seal([(allocation, request.committed)])
+        known = request.prefix.head(len(tokens) // self.page_tokens)
+        prefix = known.longer(tokens[len(known) * self.page_tokens :])
+        self.manager.sharing.cache_pages(allocation, prefix, request.submit.priority)
+
+    def seal(self, request: DecodeRequest) -> tuple[list[bytes], dict[str, int]]:
+        """Digest all committed state; returns the block hashes of its pages, and by pool the digests of what is at its
+        end: of the last page where that is partly filled, and of the recurrent state."""
+        allocation, committed = request.held, request.committed
+        self.manager.sealer.seal([(allocation, committed)])
+        ends = self.manager.sealer.end_digests(allocation, committed)
+        return block_hashes(request.tokens[:committed], self.page_tokens, request.submit.salt), ends
+
+    def intact(self, request: DecodeRequest, chain: Sequence[bytes], ends: Mapping[str, int]) -> bool:
+        """Whether all state that the request would go on from still matches its tags, which `seal` returned."""
+        allocation, spec, committed = request.held, self.manager.spec, request.committed
+        wanted = due(spec, committed)
+        for pool, pages in finished(wanted, allocation, chain, ends).items():
+            firsts, stops = extents(spec, pool, wanted[pool], committed)
+            now = self.manager.pools.digest(pool, pages.indices, firsts, stops)
+            if now != [tag.digest for tag in pages.tags]:
+                return False
+        return True
+
+    def distrust(self, request: DecodeRequest) -> None:
+        """Invalidate the request's prompt in the tree and its allocation: none of that state is used again."""
+        self.manager.sharing.invalidate(request.prefix)
+        request.held.invalid = True
+
+    def free(self, request: DecodeRequest) -> None:
+        """Give committed state to the tree and free the rest. Idempotent: nothing is held afterwards."""
+        if request.allocation is None:
+            return
+        if request.in_place:
+            self.cache(request)
+        under_way: list[Completion] = [request.latest.step.completion] if request.latest is not None else []
+        if request.returning is not None:
+            under_way.append(request.returning.restored)
+        self.manager.table.free(request.allocation, under_way)
+        request.allocation = None
+
+    def close(self) -> None:
+        """Give nothing to the tree from here on: the worker closes."""
+        self.reuse = False

@@ -1,0 +1,199 @@
+"""The decode scheduler: which requests get pages for their prompt, and which take the next step.
+
+Requests that are here already come before new ones: a retracted request comes back before any new one is admitted.
+New requests are admitted first come, first served. Where memory is short, running requests are retracted
+(`decode.retraction`). All queues of requests are here and, for retracted ones, there.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator
+
+from contracts.clock import Clock
+from contracts.config.cluster_config import Config
+from contracts.errors import ErrorKind
+from decode.request.output_length import OutputLengths
+from decode.request.request import OFF_DEVICE, DecodeEvent, DecodePhase, DecodeRequest
+from decode.request.request_outcomes import RequestFailed
+from decode.request.request_pages import DecodePages
+from decode.retraction.memory_pressure import MemoryPressure
+from decode.retraction.retraction import Retraction
+from decode.transfer_queue import TransferQueue
+from worker.request_table import RequestTable
+
+
+class DecodeScheduler:
+    """The queues of one decode worker; see the module's prose."""
+
+    def __init__(
+        self,
+        requests: RequestTable[DecodeRequest],
+        pages: DecodePages,
+        transfers: TransferQueue,
+        lengths: OutputLengths,
+        config: Config,
+        clock: Clock,
+    ) -> None:
+        self._requests, self._pages, self._transfers = requests, pages, transfers
+        self._config, self._faults, self._clock = config.decode, config.faults, clock
+        self.waiting: deque[DecodeRequest] = deque()
+        """Requests that wait for pages, in order of arrival."""
+        self.running: deque[DecodeRequest] = deque()
+        """Requests of the continuous batch; the one that has waited longest for a step comes first."""
+        self.retraction = Retraction(pages.manager, config.decode, clock)
+        self.pressure = MemoryPressure(pages.manager, self.retraction, lengths)
+        self._steps = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is in the batch, or retracted and to come back to it."""
+        return bool(self.running or len(self.retraction))
+
+    @property
+    def counters(self) -> dict[str, float]:
+        return {**self.retraction.counters, "retracted": len(self.retraction)}
+
+    # ------------------------------------------------------------ admission
+
+    def add(self, request: DecodeRequest) -> None:
+        """Queue a new request, which waits for pages."""
+        self.waiting.append(request)
+
+    def admit(self) -> Iterator[RequestFailed]:
+        """Give pages to retracted requests, then to waiting ones, as far as there are any; yields requests that fail.
+
+        A migrating request that gets none now fails at once: its stream stands still elsewhere.
+        """
+        yield from self.retraction.advance()
+        yield from self.retraction.resume(self._has_room)
+        if not self.retraction.first_in_line:
+            self._grant()
+        for request in [r for r in self.waiting if r.submit.migrating]:
+            yield RequestFailed(request, ErrorKind.OVERLOADED, "there is no room for it now")
+
+    def returned(self) -> list[RequestFailed]:
+        """Take requests into the batch whose state is back on the device; returns failures of damaged ones."""
+        back, lost = self.retraction.returned()
+        self.running += back
+        return lost
+
+    def _has_room(self, request: DecodeRequest) -> bool:
+        return self.pressure.has_room_for(request, self._requests)
+
+    def _grant(self) -> None:
+        """Grant pages to waiting requests, first come, first served.
+
+        Each gets pages for its prompt and its next step, if there is room for the growth that is expected of it and of
+        all requests that hold pages; otherwise it and all behind it wait. A request that waits for another one's prompt
+        holds up no other.
+        """
+        for request in list(self.waiting):
+            if self._waits_for_another(request):
+                continue
+            if not (self._has_room(request) and self._transfers.preallocate(request)):
+                return
+            self.waiting.remove(request)
+            request.behind = None
+            request.step(DecodeEvent.GRANT)
+            request.marks["grant"] = self._clock.now() - request.arrived
+
+    def _waits_for_another(self, request: DecodeRequest) -> bool:
+        """Whether another request is receiving pages that this one can have from the tree afterwards.
+
+        This one waits only where at least half of the other prompt's pages are in common, so that it doesn't wait long
+        for little, and for `decode.prompt_wait_s` at most. When the other request ends without its prompt, this one
+        goes on by itself, or waits for the next.
+        """
+        if not self._pages.reuse or request.submit.migrating or not len(request.prefix):
+            return False
+        if request.behind is None or request.behind.phase is not DecodePhase.ARRIVING:
+            request.behind = self._receiving(request)
+        if request.behind is None:
+            return False
+        now = self._clock.now()
+        request.behind_since = now if request.behind_since is None else request.behind_since
+        return now - request.behind_since < self._config.prompt_wait_s
+
+    def _receiving(self, request: DecodeRequest) -> DecodeRequest | None:
+        """Return a request that is receiving more of this request's prompt than the device has; None without one."""
+        arriving = [
+            r for r in self._requests if r.phase is DecodePhase.ARRIVING and r.submit.salt == request.submit.salt
+        ]
+        there = self._pages.manager.supply.cached_pages(request.prefix) if arriving else 0
+        for other in arriving:
+            most = min(len(request.prefix), len(other.prefix))
+            # Keys are chained: pages are in common up to the first that differs.
+            common = bisect_left(range(most), True, key=lambda n: request.prefix.key(n) != other.prefix.key(n))
+            if common > there and 2 * common >= len(other.prefix):
+                return other
+        return None
+
+    # ------------------------------------------------------------ the batch
+
+    def start(self, request: DecodeRequest) -> None:
+        """Take a request whose prompt has arrived into the batch."""
+        assert request.metadata is not None
+        if request.metadata.computed_tokens:  # 0 from another decode worker: then the time isn't prefill's.
+            seconds = request.marks["arrived"] - request.marks["grant"]
+            self.retraction.rates.saw_prefill(len(request.submit.tokens), seconds)
+        self.running.append(request)
+
+    def next_batch(self) -> list[DecodeRequest]:
+        """Return the requests of the next step, those that have waited longest first; plans one position for each.
+
+        There are at most `decode.max_batch_tokens`. Where a request lacks pages for its step, others are retracted.
+        """
+        able = (r for r in self.running if r.can_go_on and self._pages.settled(r))
+        batch, short = self.pressure.backed(able, self._config.max_batch_tokens)
+        for victim in self.pressure.choose_victims(short, self.running):
+            self.retract(victim)
+        batch = [request for request in batch if request.phase is DecodePhase.RUNNING]
+        for request in batch:
+            request.planned += 1
+        return batch
+
+    def launched(self, batch: list[DecodeRequest]) -> None:
+        """Move the requests of a launched step behind the others. `faults.retract_every` acts here."""
+        went = set(map(id, batch))
+        self.running = deque([r for r in self.running if id(r) not in went] + batch)
+        self._steps += 1
+        if self._faults.retract_every and self._steps % self._faults.retract_every == 0:
+            for request in [r for r in self.running if r.stepped or r.under_way]:
+                self.retract(request, on_purpose=True)
+
+    def retract(self, request: DecodeRequest, *, on_purpose: bool = False) -> None:
+        """Retract a running request. `on_purpose`: for a fault, not for lack of pages."""
+        self.running.remove(request)
+        self.retraction.retract(request, on_purpose=on_purpose)
+
+    def pause(self, request: DecodeRequest) -> None:
+        """Take a request out of the batch: its state is held for another worker."""
+        self.running.remove(request)
+        request.step(DecodeEvent.DEPART)
+
+    def resume(self, request: DecodeRequest) -> None:
+        """Take a paused request back into the batch; it goes on from where it was paused."""
+        request.step(DecodeEvent.BACK)
+        self.running.append(request)
+
+    # ------------------------------------------------------------ ends
+
+    def remove(self, request: DecodeRequest) -> None:
+        """Out of whatever queue it is in. Its allocation, if it has one, is the caller's to release."""
+        self.retraction.leave(request)
+        queue = {DecodePhase.WAITING: self.waiting, DecodePhase.RUNNING: self.running}.get(request.phase)
+        if queue is not None:
+            queue.remove(request)
+
+    def check(self) -> list[str]:
+        """Recount; returns what doesn't agree."""
+        found = self.retraction.check()
+        queues = {DecodePhase.WAITING: list(self.waiting), DecodePhase.RUNNING: list(self.running)}
+        queues |= {phase: [r for r in self.retraction if r.phase is phase] for phase in OFF_DEVICE}
+        for phase, queue in queues.items():
+            members = [r for r in self._requests if r.phase is phase]
+            if {id(r) for r in members} != {id(r) for r in queue} or len(members) != len(queue):
+                found.append(f"{len(members)} requests are {phase}, {len(queue)} are in that queue")
+        return found

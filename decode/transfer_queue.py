@@ -1,0 +1,129 @@
+"""The transfer queue: opens the rooms of decode's requests, grants pages for their prompts, and takes in what arrived.
+
+A room is opened when its request comes. Once the scheduler admits the request, pages and slots for what this worker
+lacks of the prompt are granted to the room. When everything has arrived and is verified, they are the request's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cache.device.device_port import DEVICE, Device, spans
+from cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from contracts.block_hash import block_hashes
+from contracts.clock import Clock
+from contracts.errors import ErrorKind, WireError
+from contracts.interfaces.worker_interface import SessionId
+from contracts.messages.router_commands import Submit
+from decode.request.request import DecodeEvent, DecodeRequest
+from decode.request.request_outcomes import RequestFailed, RequestLeft
+from decode.request.request_pages import DecodePages
+from transfer.rooms.receiver.kv_receiver import KVReceiver
+from transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
+from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
+from worker.admission_check import AdmissionRefusal
+from worker.request_table import RequestTable
+
+log = logging.getLogger("twinpool.decode")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReceived:
+    """The request has all state of its prompt, and its first token; `bytes` of it came through the room."""
+
+    request: DecodeRequest
+    bytes: int
+
+
+class TransferQueue:
+    """The receiving end of the rooms of decode's requests; see the module's prose."""
+
+    def __init__(
+        self,
+        receiver: KVReceiver,
+        requests: RequestTable[DecodeRequest],
+        pages: DecodePages,
+        device: Device,
+        clock: Clock,
+    ) -> None:
+        self._receiver, self._requests, self._pages = receiver, requests, pages
+        self._manager, self._device, self._clock = pages.manager, device, clock
+        self.counters = {"prompt_tokens_held": 0.0, "received_bytes": 0.0}
+
+    def open(self, session: SessionId, submit: Submit) -> DecodeRequest | AdmissionRefusal:
+        """Open the room of a request; returns the request, or why it can't be taken."""
+        if submit.peer is None:
+            return AdmissionRefusal(ErrorKind.INVALID, "decode needs a prefill worker to receive from")
+        page_tokens = self._pages.page_tokens
+        keys = block_hashes(submit.tokens, page_tokens, submit.salt)
+        try:
+            self._receiver.open(submit.room, submit.peer, ExpectedPrompt(tuple(keys), len(submit.tokens)))
+        except WireError as error:
+            return AdmissionRefusal(ErrorKind.ROOM, str(error))
+        now, prefix = self._clock.now(), TokenPrefix.of(submit.tokens, page_tokens, submit.salt, keys)
+        return DecodeRequest(session, submit, now, now + submit.deadline_s, prefix)
+
+    def preallocate(self, request: DecodeRequest) -> bool:
+        """Allocate pages for the request's prompt and its next step, and grant its room what is lacking of them.
+
+        Returns False without room for them, or where the grant is refused, with nothing taken.
+        """
+        submit = request.submit
+        prompt, owner = len(submit.tokens), f"room {submit.room}"
+        reserved = self._manager.handover.preallocate(
+            self._pages.reusable(request), prompt, request.positions_for(prompt + 1), owner, request.positions
+        )
+        if reserved is None:
+            return False
+        allocation, leases = reserved
+        # From here on the prefill worker may write to them, so nothing that was launched may still use them.
+        granted = {pool: lease.indices for pool, lease in leases.items()}
+        self._device.touch(f"grant of {submit.room}", writes=spans(DEVICE, granted))
+        if not self._receiver.grant(submit.room, leases, allocation.held()):
+            self._manager.table.free(allocation)
+            for lease in leases.values():
+                lease.release()
+            return False
+        request.allocation = allocation
+        self.counters["prompt_tokens_held"] += allocation.cached.total
+        return True
+
+    def poll(self) -> Iterator[PromptReceived | RequestFailed | RequestLeft | ReceiverOutcome]:
+        """Yield what became of rooms, one by one. The outcome of a room without a request (that of a prefix pull) is
+        yielded as it is."""
+        outcomes = self._receiver.poll()
+        if not outcomes:
+            return
+        by_room = {r.submit.room: r for r in self._requests}
+        for outcome in outcomes:
+            request = by_room.get(outcome.room)
+            if request is None:
+                yield outcome
+            elif self._requests.holds(request):
+                yield self._end(request, outcome)
+            elif isinstance(outcome, PromptArrived):
+                outcome.release()
+
+    def _end(self, request: DecodeRequest, outcome: ReceiverOutcome) -> PromptReceived | RequestFailed | RequestLeft:
+        if isinstance(outcome, PromptArrived):
+            return self._receive(request, outcome)
+        if isinstance(outcome, HandoverFailed):
+            log.warning("request %s: room %s failed: %s", request.submit.request_id, outcome.room, outcome.message)
+            return RequestFailed(request, outcome.kind, outcome.message, outcome.blame)
+        return RequestLeft(request, "prefill ended it")
+
+    def _receive(self, request: DecodeRequest, arrived: PromptArrived) -> PromptReceived:
+        request.step(DecodeEvent.ARRIVED)
+        self._manager.handover.commit_transfer(
+            request.held, len(request.submit.tokens), arrived.leases, arrived.digests
+        )
+        request.start(arrived.metadata)
+        request.marks["arrived"] = self._clock.now() - request.arrived
+        self.counters["received_bytes"] += arrived.bytes
+        return PromptReceived(request, arrived.bytes)
+
+    def abort(self, request: DecodeRequest, reason: str) -> None:
+        """Give up the request's room, if that is still open. The room releases what it holds by its own rules."""
+        self._receiver.abort(request.submit.room, reason)

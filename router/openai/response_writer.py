@@ -1,0 +1,202 @@
+"""Writing of answers in OpenAI's JSON shapes. The JSON is put together by hand: a streamed chunk costs a few joins.
+
+Extensions: `stop_reason`, `token_ids` and `prompt_token_ids` as in vLLM (the stop token is among `token_ids`), and the
+field `twinpool` for requests with the header ``X-Twinpool-Timeline: 1``. `prompt_token_ids` is in each choice, in a
+stream in the first chunk of each choice; chat answers have it beside `choices` as well.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from contracts.sampling_params import TokenLogprob
+from router.openai.choice_output import ChoiceOutput, OutputDelta
+from router.openai.generate_request import GenerateRequest
+from router.text.tokenizer import ModelTokenizer
+
+_dumps = json.JSONEncoder(separators=(",", ":")).encode
+_quote = json.encoder.encode_basestring_ascii
+
+
+class ResponseWriter:
+    """The writer of one HTTP answer, streamed or whole."""
+
+    def __init__(
+        self, request: GenerateRequest, answer_id: str, created: int, model: str, model_tokenizer: ModelTokenizer
+    ) -> None:
+        self._request = request
+        self._model_tokenizer = model_tokenizer
+        self._choices: list[ChoiceOutput] = []
+        self._offsets: dict[int, int] = {}
+        self._prompts: dict[tuple[int, str], bytes] = {}
+        self._plain = request.logprobs is None and not request.return_token_ids and not request.continuous_usage
+        """Whether events between a choice's first and last carry nothing but text."""
+        self._starts: list[str] = []
+        prefix = "chatcmpl" if request.chat else "cmpl"
+        self._common = {"id": f"{prefix}-{answer_id}", "created": created, "model": model}
+        kind = "chat.completion" if request.chat else "text_completion"
+        self._object = kind
+        chunk = kind + ".chunk" if request.chat else kind
+        self._head = "data: " + _dumps({**self._common, "object": chunk})[:-1]
+        self._tail = ',"usage":null}\n\n' if request.include_usage else "}\n\n"
+        self._end = f'{"}" if request.chat else ""},"logprobs":null,"finish_reason":null}}]{self._tail}'
+
+    def bind(self, choices: list[ChoiceOutput]) -> None:
+        """Set the choices; called once, before anything is written."""
+        self._choices = choices
+        body = '"delta":{"content":' if self._request.chat else '"text":'
+        self._starts = [f'{self._head},"choices":[{{"index":{c.index},{body}' for c in choices]
+
+    # ------------------------------------------------------------ streamed
+
+    def chunk(self, piece: OutputDelta) -> bytes | tuple[bytes, ...]:
+        """Return the event of a delta: empty when it would carry nothing, in parts when it carries the prompt."""
+        if self._plain and piece.finish is None and not piece.first:  # nearly all of them
+            return f"{self._starts[piece.index]}{_quote(piece.text)}{self._end}".encode() if piece.text else b""
+        request = self._request
+        text, logprobs = piece.text, None
+        choice = self._choices[piece.index]
+        tells_prompt = piece.first and (request.echo or request.return_token_ids)
+        if request.logprobs is not None:
+            logprobs = self._logprobs(choice, piece.logprobs, echo=piece.first and request.echo)
+        has_news = text or piece.finish or (piece.tokens and (request.return_token_ids or logprobs)) or piece.first
+        if not has_news:
+            return b""
+        finish = f'"{piece.finish}"' if piece.finish else "null"
+        stop = f',"stop_reason":{_dumps(piece.stop)}' if piece.finish else ""
+        ids = f',"token_ids":{_dumps(list(piece.tokens))}' if request.return_token_ids else ""
+        tail = f',"usage":{_dumps(self.usage())}}}\n\n' if request.continuous_usage else self._tail
+        shown = _dumps(logprobs) if logprobs else "null"
+        start = f'{self._head},"choices":[{{"index":{piece.index},'
+        end = f',"logprobs":{shown},"finish_reason":{finish}{stop}{ids}'
+        if tells_prompt:
+            first = (start.encode(), *self._text(choice, text, first=True), end.encode())
+            return (*first, *self._prompt_ids(choice), b"}]", *(self._prompt_ids(choice) if request.chat else ()),
+                    tail.encode())  # fmt: skip
+        if request.chat:
+            role = '"role":"assistant",' if piece.first else ""
+            body = f'"delta":{{{role}"content":{_dumps(text)}}}'
+        else:
+            body = f'"text":{_dumps(text)}'
+        return f"{start}{body}{end}}}]{tail}".encode()
+
+    def _text(self, choice: ChoiceOutput, text: str, *, first: bool) -> tuple[bytes, ...]:
+        """Return the text of a choice, or of its first event, in parts, after the prompt if that is echoed."""
+        if self._request.chat:
+            name = "delta" if first else "message"
+            return (f'"{name}":{{"role":"assistant","content":{_dumps(text)}}}'.encode(),)
+        if not self._request.echo:
+            return (f'"text":{_dumps(text)}'.encode(),)
+        return b'"text":"', self._shared(choice, "text"), _dumps(text)[1:].encode()
+
+    def _prompt_ids(self, choice: ChoiceOutput) -> tuple[bytes, ...]:
+        if not self._request.return_token_ids:
+            return ()
+        return b',"prompt_token_ids":', self._shared(choice, "ids")
+
+    def _shared(self, choice: ChoiceOutput, what: str) -> bytes:
+        """Return the prompt's JSON (`what`: its ``ids`` or ``text``), which all choices of the prompt share."""
+        key = (choice.index // self._request.n, what)
+        found = self._prompts.get(key)
+        if found is None:
+            shape = _dumps(choice.request.prompt) if what == "ids" else _dumps(choice.prompt_text)[1:-1]
+            found = self._prompts[key] = shape.encode()
+        return found
+
+    def closing(self, twinpool: object | None) -> bytes:
+        """Return the end of a stream: an event with the usage and the timeline, where asked for, and ``[DONE]``."""
+        if not self._request.include_usage and twinpool is None:
+            return b"data: [DONE]\n\n"
+        event: dict[str, Any] = {"choices": []}
+        if self._request.include_usage:
+            event["usage"] = self.usage()
+        if twinpool is not None:
+            event["twinpool"] = twinpool
+        return f"{self._head},{_dumps(event)[1:]}\n\ndata: [DONE]\n\n".encode()
+
+    # ------------------------------------------------------------ whole
+
+    def whole(self, twinpool: object | None) -> list[bytes]:
+        """Return the body of an answer that isn't streamed, in parts to be sent one after another."""
+        parts = [_dumps({**self._common, "object": self._object})[:-1].encode(), b',"choices":[']
+        for c in self._choices:
+            parts += (b",{" if c.index else b"{", *self._whole_choice(c), b"}")
+        parts.append(b"]")
+        if self._request.chat:
+            parts += self._prompt_ids(self._choices[0])
+        tree: dict[str, Any] = {"usage": self.usage()}
+        if twinpool is not None:
+            tree["twinpool"] = twinpool
+        parts.append(b"," + _dumps(tree)[1:].encode())
+        return parts
+
+    def _whole_choice(self, c: ChoiceOutput) -> list[bytes]:
+        request = self._request
+        shape: dict[str, Any] = {"index": c.index}
+        logprobs = self._logprobs(c, c.logprobs, echo=request.echo) if request.logprobs is not None else None
+        shape |= {"logprobs": logprobs, "finish_reason": c.finish, "stop_reason": c.stop}
+        if request.return_token_ids:
+            shape["token_ids"] = c.tokens
+        text = self._text(c, "".join(c.text), first=False)
+        return [*text, b"," + _dumps(shape)[1:-1].encode(), *self._prompt_ids(c)]
+
+    def usage(self) -> dict[str, Any]:
+        """Return the token counts so far. A prompt counts once, however many choices it has."""
+        firsts = self._choices[:: self._request.n]
+        prompt = sum(len(c.request.prompt) for c in firsts)
+        completion = sum(len(c.tokens) for c in self._choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(c.cached_tokens for c in firsts)},
+        }
+
+    # ------------------------------------------------------------ log-probabilities
+
+    def _logprobs(self, choice: ChoiceOutput, logprobs: Sequence[TokenLogprob], *, echo: bool) -> dict[str, Any] | None:
+        if self._request.chat:
+            return {"content": [self._chat_logprob(t) for t in logprobs]} if logprobs else None
+        entries: list[tuple[int, TokenLogprob | None]] = []
+        if echo:
+            prompt = choice.request.prompt
+            entries.append((prompt[0], None))
+            entries += zip(prompt[1:], choice.scores, strict=True)
+        entries += [(t.token, t) for t in logprobs]
+        if not entries:
+            return None
+        offset = self._offsets.get(choice.index, 0 if self._request.echo else len(choice.prompt_text))
+        shape: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token, scored in entries:
+            text = self._model_tokenizer.token_text(token)
+            shape["tokens"].append(text)
+            shape["token_logprobs"].append(None if scored is None else _finite(scored.logprob))
+            shape["top_logprobs"].append(None if scored is None else self._top(scored))
+            shape["text_offset"].append(offset)
+            offset += len(text)
+        self._offsets[choice.index] = offset
+        return shape
+
+    def _top(self, scored: TokenLogprob) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for token, value in (*scored.top, (scored.token, scored.logprob)):
+            top.setdefault(self._model_tokenizer.token_text(token), _finite(value))
+        return top
+
+    def _chat_logprob(self, scored: TokenLogprob) -> dict[str, Any]:
+        wanted = self._request.logprobs or 0
+        entry = self._chat_token(scored.token, scored.logprob)
+        entry["top_logprobs"] = [self._chat_token(token, value) for token, value in scored.top[:wanted]]
+        return entry
+
+    def _chat_token(self, token: int, value: float) -> dict[str, Any]:
+        raw = self._model_tokenizer.token_bytes(token)
+        return {"token": raw.decode("utf-8", "replace"), "logprob": _finite(value), "bytes": list(raw)}
+
+
+def _finite(value: float) -> float:
+    """Return `value`, or -9999 as OpenAI does for an infinite one, which JSON can't write."""
+    return value if math.isfinite(value) else -9999.0

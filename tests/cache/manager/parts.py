@@ -1,0 +1,120 @@
+"""Parts of a KV cache manager, put together by hand: pools of a full, a window and a state pool, nothing below them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from cache.allocation.allocation import Allocation, CachedTokens
+from cache.device.device_backends import CpuDevice
+from cache.manager.absent_tiers import NoBackup
+from cache.manager.allocation_table import AllocationTable
+from cache.manager.pages.load_planner import LoadPlanner
+from cache.manager.pages.page_supply import PageSupply
+from cache.manager.pool_kinds import PoolKinds
+from cache.pool.in_flight import InFlightPins
+from cache.pool.page_allocator import Lease
+from cache.pool.pool_set import PoolSet
+from cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from cache.prefix_cache.nodes.tree_node import NodeLock, NodePart, PageOffer
+from cache.prefix_cache.radix_tree import RadixTree
+from contracts.config.cache_config import CacheConfig
+from tests.poolsets import pool_sets
+
+PAGE_TOKENS = 4
+PAGES = 10
+
+
+@dataclass
+class Operation:
+    """A launched operation, complete when a test says so."""
+
+    done: bool = False
+    error: BaseException | None = None
+
+    def wait(self) -> None:
+        assert self.done
+        if self.error is not None:
+            raise self.error
+
+
+@dataclass
+class Loads:
+    """A load back that is told what is missing and what is under way."""
+
+    lacking: list[Any] = field(default_factory=list)
+    planned: list[dict[str, int]] = field(default_factory=list)
+    loading: bool = False
+    nbytes: int = 0
+    bytes_per_s: float = 0.0
+
+    def missing(self, lock: NodeLock) -> list[NodePart]:
+        return self.lacking
+
+    def plan(self, lock: NodeLock, leases: dict[str, Lease]) -> None:
+        self.planned.append({pool: len(lease) for pool, lease in leases.items()})
+        for lease in leases.values():
+            lease.release()
+
+    def under_way(self, lock: NodeLock) -> bool:
+        return self.loading
+
+    def completions(self, lock: NodeLock) -> list[Any]:
+        return []
+
+
+class Sized:
+    """A part of a pool with so many pages."""
+
+    def __init__(self, component: str, pages: int) -> None:
+        self.component, self._pages = component, pages
+
+    def __len__(self) -> int:
+        return self._pages
+
+
+class Parts:
+    """The lower parts of a manager; `loads` stands for the host."""
+
+    def __init__(self, name: str = "all", load_back: str = "auto", load_bytes: int = 1 << 30) -> None:
+        spec = pool_sets(PAGE_TOKENS)[name]
+        self.pools = PoolSet(spec, spec.even(1 + PAGES))
+        self.kinds = PoolKinds.of(spec, stride=PAGE_TOKENS)
+        self.tree = RadixTree(spec)
+        self.device, self.in_flight, self.loads = CpuDevice(), InFlightPins(), Loads()
+        self.config = CacheConfig(page_tokens=PAGE_TOKENS, load_back=load_back, load_bytes=load_bytes)  # type: ignore[arg-type]
+        self.table = AllocationTable(self.pools, self.kinds, self.tree.locks, self.in_flight)
+        self.supply = PageSupply(self.pools, self.kinds, self.tree, NoBackup())
+        loads: Any = self.loads
+        self.planner = LoadPlanner(self.tree, loads, self.table, self.supply, self.config)
+
+    def free(self) -> dict[str, int]:
+        return {pool: allocator.free for pool, allocator in self.pools.allocators.items()}
+
+    def open(self, pages: int = 2, owner: str = "a request") -> Allocation:
+        """An allocation of so many pages of the full pool, and a slot of the state pool if there is one."""
+        lock = self.tree.locks.keep((), owner)
+        allocation = Allocation(owner, self.prefix(0), pages, lock, 0, CachedTokens(4, 3, 2))
+        allocation.enter_nothing(self.kinds.paged)
+        leases = self.supply.lease_all({self.kinds.full: pages} | dict.fromkeys(self.kinds.states, 1), owner)
+        assert leases is not None
+        lease = leases[self.kinds.full]
+        allocation.put(self.kinds.full, 0, lease.indices, lease.epochs)
+        allocation.spare[self.kinds.full] = lease
+        allocation.slots = {pool: leases[pool] for pool in self.kinds.states}
+        return self.table.open(allocation)
+
+    def prefix(self, pages: int, first: int = 0) -> TokenPrefix:
+        return TokenPrefix.of(range(first, first + pages * PAGE_TOKENS), PAGE_TOKENS)
+
+    def share(self, prefix: TokenPrefix) -> None:
+        """Put full pages of `prefix` into the tree, which nobody keeps."""
+        lease = self.pools.allocators[self.kinds.full].lease(len(prefix), "whoever computed it")
+        self.tree.insert(prefix, {self.kinds.full: [PageOffer(0, lease, list(range(len(prefix))))]})
+        lease.release()
+
+
+def match(depth: int, device_depth: int) -> Any:
+    """What a tree says that has so many pages of a prefix in any tier, and on the device."""
+    return SimpleNamespace(depth=depth, device_depth=device_depth)

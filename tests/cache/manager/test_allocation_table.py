@@ -1,0 +1,68 @@
+"""The table of allocations: what is in it, and the one way out of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.cache.manager.parts import PAGES, Operation, Parts
+
+
+def test_an_allocation_is_freed_once_and_gives_back_everything(parts: Parts) -> None:
+    allocation = parts.open()
+    assert list(parts.table) == [allocation]
+    assert (parts.table.own("full"), parts.table.own("state")) == (2, 1)
+    parts.table.free(allocation)
+    parts.table.free(allocation)
+    assert allocation.released
+    assert len(parts.table) == len(parts.tree.locks) == 0
+    assert set(parts.free().values()) == {PAGES}
+
+
+def test_pages_that_an_operation_names_are_free_when_it_is_complete_and_not_before(parts: Parts) -> None:
+    operation: Any = Operation()
+    parts.table.free(parts.open(), [operation])
+    assert parts.free()["full"] == PAGES - 2
+    parts.in_flight.sweep()
+    assert parts.free()["full"] == PAGES - 2
+    operation.done = True
+    parts.in_flight.sweep()
+    assert set(parts.free().values()) == {PAGES}
+
+
+def test_only_those_that_were_not_freed_are_launched_and_each_once(parts: Parts) -> None:
+    first, second = parts.open(), parts.open()
+    for allocation in (first, second):
+        parts.table.open(allocation, fresh=True)
+    parts.table.free(first)
+    assert parts.table.is_fresh(second)
+    assert parts.table.take_fresh() == [second]
+    assert not parts.table.is_fresh(second)
+    assert parts.table.take_fresh() == []
+
+
+def test_who_relied_on_damage_is_told_of_once_and_in_order(parts: Parts) -> None:
+    failed, relied, other = parts.open(), parts.open(), parts.open()
+    broken: Any = Operation(done=True, error=RuntimeError("it broke"))
+    failed.started.append(broken)
+    stranger = parts.tree.locks.keep((), "a copy")
+    assert parts.table.failed() == [failed]
+    locks = [relied.lock, stranger, failed.lock, relied.lock]
+    assert parts.table.invalidate_reliant(parts.table.failed(), locks) == [failed, relied]
+    assert failed.invalid
+    assert relied.invalid
+    assert not other.invalid
+    assert parts.table.failed() == parts.table.invalidate_reliant([], locks) == []
+
+
+def test_what_was_found_is_counted_when_an_allocation_is_opened(parts: Parts) -> None:
+    parts.open()
+    parts.open()
+    assert parts.table.counters == {"hit_tokens_device": 8, "hit_tokens_host": 6, "hit_tokens_storage": 4}
+
+
+def test_check_names_strangers_and_old_epochs_in_a_table(parts: Parts) -> None:
+    allocation = parts.open()
+    allocation.epochs["full"][0] += 1
+    strangers, old = parts.table.check()
+    assert strangers == "a request: full pages [1, 2] of its table are neither its own nor locked"
+    assert old == "a request: its full table has old epochs"

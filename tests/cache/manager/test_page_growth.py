@@ -1,0 +1,103 @@
+"""Windows get their pages a step at a time, and use again what they have left: however long a request is, its share of
+the window pool is the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cache_visitors import Visitor
+from tests.cache_world import World
+from tests.poolsets import pool_sets
+
+PAGE_TOKENS = 2
+SPEC = pool_sets(PAGE_TOKENS)["full+window"]
+STRIDE = 2 * PAGE_TOKENS
+HOLD = SPEC.window_hold("window", STRIDE)
+LONG = [n % 3 for n in range(PAGE_TOKENS * 30)]
+
+
+def world_of(window_pages: int, **options: object) -> World:
+    counts = {"window": 1 + window_pages}
+    return World(SPEC, 1, pages=70, host_pages=0, storage=False, stride=STRIDE, counts=counts, **options)  # type: ignore[arg-type]
+
+
+def compute(world: World, visitor: Visitor) -> int:
+    """Two steps of a page under way at a time, to its end; returns the most window pages that it held."""
+    most = 0
+    while visitor.done < len(visitor.prefix):
+        while visitor.launched < min(visitor.done + 2, len(visitor.prefix)):
+            assert world.compute(visitor, 1), "a page of its window is there for each step"
+        assert visitor.allocation is not None
+        most = max(most, visitor.allocation.own("window"))
+        assert world.commit(visitor, share=False)
+        world.manager.growth.free_window_pages(visitor.allocation, visitor.done * PAGE_TOKENS)
+        assert world.check() == []
+    return most
+
+
+def test_a_request_of_any_length_holds_no_more_of_a_window_pool_than_its_share() -> None:
+    """Every byte that its steps read is checked as well."""
+    world = world_of(HOLD)
+    visitor = world.arrive(LONG)
+    assert world.admit(visitor)
+    assert compute(world, visitor) <= HOLD < len(visitor.prefix)
+    assert visitor.allocation is not None
+    seen = [page for page in visitor.allocation.tables["window"] if page]
+    assert len(seen) <= HOLD
+    world.leave(visitor)
+    world.settle()
+
+
+def test_pages_that_a_window_uses_again_come_under_new_epochs() -> None:
+    world = world_of(HOLD)
+    visitor = world.arrive(LONG)
+    assert world.admit(visitor)
+    allocation = visitor.allocation
+    assert allocation is not None
+    before = dict(zip(allocation.tables["window"], allocation.epochs["window"], strict=True))
+    compute(world, visitor)
+    now = [(i, e) for i, e in zip(allocation.tables["window"], allocation.epochs["window"], strict=True) if i]
+    assert {i for i, _ in now} <= before.keys(), "they are the same pages"
+    assert all(epoch > before[index] for index, epoch in now), "who has an old table of them is stale"
+    world.leave(visitor)
+    world.settle()
+
+
+def test_a_window_waits_for_the_step_under_way_and_not_for_anybody_else() -> None:
+    world = world_of(2 * HOLD)
+    first, other = world.arrive(LONG), world.arrive([7, *LONG])
+    assert world.admit(first)
+    assert world.admit(other), "each has its own share"
+    third = world.arrive([8, *LONG])
+    assert not world.admit(third), "who can't have a share waits"
+    for visitor in (first, other):
+        compute(world, visitor)
+        world.leave(visitor)
+    assert world.admit(third)
+    compute(world, third)
+    world.leave(third)
+    world.settle()
+
+
+def test_a_request_alone_does_without_its_prefix_where_that_leaves_no_room_for_the_rest() -> None:
+    world = world_of(HOLD)
+    visitor = world.arrive(LONG[: 2 * 8])
+    assert world.admit(visitor)
+    compute(world, visitor)
+    assert visitor.allocation is not None
+    world._share(visitor, visitor.allocation)
+    world.leave(visitor)
+    tree = world.manager.tree
+    longer = world.arrive(LONG)
+    assert tree.match(longer.prefix).device_depth == 8, "the tree has a window for it"
+    allocation = world.manager.prefixes.allocate(longer.prefix, len(LONG), "longer", reusable=20)
+    assert allocation is not None, "nobody else would ever give it room"
+    assert allocation.depth == 0
+    world.manager.table.free(allocation)
+    world.visitors.remove(longer)
+    world.settle()
+
+
+@pytest.mark.parametrize(("window_pages", "most"), [(HOLD, 69), (HOLD - 1, HOLD - 1)])
+def test_what_can_never_be_held_is_said_beforehand(window_pages: int, most: int) -> None:
+    assert world_of(window_pages).manager.supply.max_positions == most * PAGE_TOKENS

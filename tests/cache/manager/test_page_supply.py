@@ -1,0 +1,50 @@
+"""Leases of the device's pages: all pools or none, at the cost of what only the tree holds."""
+
+from __future__ import annotations
+
+from tests.cache.manager.parts import PAGE_TOKENS, PAGES, Parts
+
+
+def test_all_pools_are_leased_or_none(parts: Parts) -> None:
+    leases = parts.supply.lease_all({"full": 3, "window": 1, "state": 1}, "a request")
+    assert leases is not None
+    assert {pool: len(lease) for pool, lease in leases.items()} == {"full": 3, "window": 1, "state": 1}
+    before = parts.free()
+    assert parts.supply.lease_all({"full": 1, "window": PAGES}, "another") is None
+    assert parts.free() == before, "nothing was taken"
+
+
+def test_what_only_the_tree_holds_makes_room_and_is_counted() -> None:
+    parts = Parts("full")
+    prefix = parts.prefix(6)
+    parts.share(prefix)
+    assert parts.supply.free_pages("full") == PAGES
+    assert parts.supply.cached_pages(prefix) == 6
+    assert parts.supply.lease_all({"full": 8}, "a request") is not None
+    assert parts.supply.counters["pages_evicted"] == 4
+    assert parts.supply.cached_pages(prefix) == 2
+
+
+def test_kept_pages_are_those_that_somebody_locks() -> None:
+    parts = Parts("full")
+    prefix = parts.prefix(6)
+    parts.share(prefix)
+    assert parts.supply.kept_pages(prefix) == 0
+    lock = parts.tree.lock(parts.tree.match(prefix.head(4)), "a request")
+    assert parts.supply.kept_pages(prefix) == 4
+    assert parts.supply.free_pages("full") == PAGES - 4
+    parts.tree.locks.unlock(lock)
+    assert parts.supply.kept_pages(prefix) == 0
+
+
+def test_positions_of_a_request_are_bounded_by_the_smallest_pool_that_it_fills() -> None:
+    parts = Parts("full+window")
+    assert parts.supply.max_positions == PAGES * PAGE_TOKENS
+    assert parts.supply.fits({"full": PAGES, "window": PAGES})
+    assert not parts.supply.fits({"full": 1, "window": PAGES + 1})
+
+
+def test_check_says_which_pages_nobody_accounts_for(parts: Parts) -> None:
+    assert parts.supply.check(dict.fromkeys(parts.pools.allocators, 0)) == []
+    parts.pools.allocators["window"].lease(2, "a thief")
+    assert parts.supply.check(dict.fromkeys(parts.pools.allocators, 0)) == ["window pages: 2 in use, 0 accounted for"]

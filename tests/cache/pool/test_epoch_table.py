@@ -1,0 +1,28 @@
+import torch
+
+from cache.pool.epoch_table import EpochTable
+from cache.pool.page_allocator import PageAllocator
+
+
+def test_releases_are_in_the_table_that_the_allocator_shares() -> None:
+    pages = PageAllocator("pages", 6, first=1)
+    table = pages.epochs.on(torch.device("cpu"))
+    lease = pages.lease(3, "r1")
+    lease.split(1, "tree").release()
+    assert table.tolist() == [0, 1, 0, 0, 0, 0]
+    lease.release()
+    assert table.tolist() == [0, 1, 1, 1, 0, 0]
+    assert pages.epochs.of([0, 3]) == (0, 1)
+
+
+def test_a_copy_elsewhere_changes_with_the_steps_and_not_between_them() -> None:
+    table, here = EpochTable(6), torch.device("cpu")
+    table.bump([4])
+    copy = table._follow(here)
+    assert copy.data_ptr() != table.host.data_ptr()
+    assert copy.tolist() == [0, 0, 0, 0, 1, 0]
+    table.bump([1, 2])
+    table.bump([2, 5])
+    assert copy.tolist() == [0, 0, 0, 0, 1, 0], "a step that was launched before saw no later free"
+    assert table._follow(here) is copy
+    assert copy.tolist() == table.host.tolist() == [0, 1, 2, 0, 1, 1]

@@ -1,0 +1,162 @@
+"""What goes first, policy by policy, and what goes alone, with its leaf, or not at all."""
+
+from __future__ import annotations
+
+import pytest
+
+from cache.pool.pool_set import PoolSet
+from cache.prefix_cache.eviction_policy import POLICIES
+from cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from cache.prefix_cache.nodes.tree_node import PageOffer, Tier
+from cache.prefix_cache.radix_tree import RadixTree
+from tests.poolsets import pool_sets
+
+PAGE_TOKENS = 2
+A, B, C = [1, 1, 1, 1], [2, 2, 2, 2], [3, 3, 3, 3]
+
+
+class Grove:
+    """A tree and its pools, filled as requests would."""
+
+    def __init__(self, name: str = "full", policy: str = "lru") -> None:
+        spec = pool_sets(PAGE_TOKENS)[name]
+        self.tree, self.pools = RadixTree(spec, POLICIES[policy]), PoolSet(spec, spec.even(30))
+
+    def put(self, tokens: list[int], *pools: str, priority: int = 0, salt: str = "") -> None:
+        """Insert what `tokens` computed of these pools, or of the full one alone."""
+        prefix = TokenPrefix.of(tokens, PAGE_TOKENS, salt)
+        offers = {}
+        for pool in pools or ("full",):
+            point = self.tree.component(pool).point
+            count = 1 if point else len(prefix)
+            lease = self.pools.allocators[pool].lease(count, "a request")
+            keys = [prefix.key(len(prefix) - 1 if point else page)[:8] for page in range(count)]
+            offers[pool] = [PageOffer(len(prefix) if point else 0, lease, [int.from_bytes(key) for key in keys])]
+        self.tree.insert(prefix, offers, Tier.DEVICE, priority)
+        for (offer,) in offers.values():
+            offer.lease.release()
+        assert self.tree.check() == []
+
+    def depth(self, tokens: list[int], salt: str = "") -> int:
+        return self.tree.match(TokenPrefix.of(tokens, PAGE_TOKENS, salt)).depth
+
+    def use(self, tokens: list[int]) -> None:
+        self.tree.locks.unlock(self.tree.lock(self.tree.match(TokenPrefix.of(tokens, PAGE_TOKENS)), "a use"))
+
+    def evict(self, count: int, pool: str = "full") -> int:
+        freed = self.tree.eviction.evict(Tier.DEVICE, pool, count)
+        assert self.tree.check() == []
+        return freed
+
+    def left(self) -> list[str]:
+        return [name for name, tokens in (("a", A), ("b", B), ("c", C)) if self.depth(tokens) == 2]
+
+
+@pytest.mark.parametrize(
+    ("policy", "left"),
+    [("lru", ["b", "c"]), ("fifo", ["b", "c"]), ("lfu", ["a", "b"]), ("priority", ["a", "b"]), ("slru", ["b", "c"])],
+)
+def test_the_policy_says_which_leaf_goes_first(policy: str, left: list[str]) -> None:
+    grove = Grove(policy=policy)
+    grove.put(A, priority=1)
+    grove.put(B, priority=2)
+    grove.put(C)
+    grove.use(A)
+    for _ in range(3):
+        grove.use(B)
+    grove.use(C) if policy in ("lru", "slru") else None
+    assert grove.evict(2) == 2
+    assert grove.left() == left
+
+
+def test_what_was_hit_twice_outlives_what_was_seen_once_however_lately() -> None:
+    grove = Grove(policy="slru")
+    for tokens in (A, B, C):
+        grove.put(tokens)
+    grove.use(A)
+    grove.use(A)
+    grove.use(B)
+    grove.use(C)
+    grove.evict(2)
+    assert grove.left() == ["a", "c"]
+    grove.evict(2)
+    assert grove.left() == ["a"]
+
+
+def test_a_leaf_goes_from_its_end_and_before_what_is_above_it() -> None:
+    grove = Grove()
+    grove.put([*A, 7, 7])
+    grove.put([*A, 8, 8])
+    grove.use([*A, 8, 8])
+    assert grove.evict(1) == 1
+    assert (grove.depth([*A, 7, 7]), grove.depth([*A, 8, 8])) == (2, 3)
+    assert grove.evict(2) == 2
+    assert grove.depth(A) == 1, "the run that both shared, from its end"
+    assert grove.evict(100) == 1
+    assert grove.pools.allocators["full"].free == grove.pools.allocators["full"].total
+
+
+def test_what_is_locked_stays_with_all_above_it() -> None:
+    grove = Grove()
+    grove.put([*A, 7, 7])
+    grove.put(B)
+    lock = grove.tree.lock(grove.tree.match(TokenPrefix.of(A, PAGE_TOKENS)), "a request")
+    assert grove.tree.eviction.evictable("full") == 3
+    assert grove.evict(100) == 3
+    assert grove.depth(A) == 2
+    grove.tree.locks.unlock(lock)
+    assert grove.evict(100) == 2
+
+
+def test_a_window_goes_alone_above_and_is_healed_by_the_same_tokens() -> None:
+    grove, tokens = Grove("full+window"), [*A, 5, 5, 6, 6, 7, 7, 8, 8]
+    grove.put(A, "full", "window")
+    grove.put(tokens, "full", "window")
+    assert grove.evict(2, "window") == 2
+    assert grove.tree.accounts.sizes[Tier.DEVICE, "full"] == 6, "only the window's part of the inner node went"
+    assert (grove.depth(A), grove.depth(tokens)) == (0, 6), "deep enough, the window doesn't reach the tombstone"
+    grove.put(A, "full", "window")
+    assert (grove.depth(A), grove.depth(tokens)) == (2, 6)
+
+
+def test_a_state_goes_alone_above_and_with_its_leaf_below() -> None:
+    grove = Grove("full+state")
+    grove.put(A, "full", "state")
+    grove.put([*A, 5, 5], "full", "state")
+    assert grove.evict(1, "state") == 1
+    assert (grove.depth(A), grove.depth([*A, 5, 5])) == (0, 3)
+    assert grove.evict(1, "state") == 1
+    assert grove.tree.accounts.sizes[Tier.DEVICE, "full"] == 2, "the leaf has gone with its state"
+
+
+def test_salts_share_nothing() -> None:
+    grove = Grove()
+    grove.put(A, salt="tenant")
+    assert (grove.depth(A), grove.depth(A, "tenant")) == (0, 2)
+    grove.put(A)
+    assert grove.tree.accounts.sizes[Tier.DEVICE, "full"] == 4
+
+
+def test_a_match_is_whole_pages_and_a_part_of_a_node_will_do() -> None:
+    grove = Grove()
+    grove.put([*A, 5, 5])
+    assert grove.depth([*A, 5, 9]) == 2
+    assert grove.depth([*A, 5]) == 2
+    assert grove.depth([1, 1]) == 1
+    assert grove.depth([1]) == 0
+
+
+def test_what_was_invalidated_is_never_found_and_leaves_with_its_last_lock() -> None:
+    grove = Grove("full+window")
+    grove.put([*A, 5, 5], "full", "window")
+    lock = grove.tree.lock(grove.tree.match(TokenPrefix.of([*A, 5, 5], PAGE_TOKENS)), "a reader")
+    assert grove.tree.invalidate(TokenPrefix.of([*A, 5, 5], PAGE_TOKENS), 1) == 2
+    assert grove.depth([*A, 5, 5]) == 1
+    assert grove.pools.allocators["full"].leases == 2
+    grove.put([*A, 5, 5], "full", "window")
+    assert grove.depth([*A, 5, 5]) == 3, "computed anew, it is as good as any"
+    grove.tree.locks.unlock(lock)
+    assert grove.tree.accounts.invalidated == []
+    assert grove.tree.eviction.clear() == 3
+    for allocator in grove.pools.allocators.values():
+        assert allocator.free == allocator.total

@@ -1,0 +1,331 @@
+"""What is on the host comes to storage whole and in order, whatever storage refuses; what comes back is compared."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from cache.device.device_backends import CpuDevice
+from cache.manager.kv_cache_manager import KVCacheManager
+from cache.memory.memory_layout import LayoutOrder
+from cache.pool.epoch_table import EpochTable
+from cache.pool.pool_set import PoolSet
+from cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from cache.prefix_cache.nodes.tree_node import Tier
+from cache.storage.backends.memory_backend import MemoryBackend
+from cache.storage.backends.object_seal import seal
+from cache.storage.inline_queue import InlineIoQueue
+from cache.storage.io_queue import StorageOp, StorageTicket, WriteChain
+from cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome
+from contracts.clock import ManualClock
+from contracts.config.cache_config import CacheConfig, PrefetchConfig
+from tests.poolsets import pool_sets
+
+PAGE_TOKENS = 2
+
+
+class ShortLine(InlineIoQueue):
+    """Takes so many writes into its line, and fails the others as a full line does."""
+
+    def __init__(self, backend: MemoryBackend, most: int) -> None:
+        super().__init__(backend)
+        self.most, self.dropped, self.written = most, 0, [list[ObjectName]()]
+
+    def submit_write(
+        self, items: Sequence[ObjectBuffer], chain: WriteChain | None = None
+    ) -> StorageTicket[list[ObjectOutcome]]:
+        ticket = super().submit_write(items, chain)
+        if self.waiting > self.most:
+            self.dropped += 1
+            ticket.cancel()
+        return ticket
+
+
+class Office:
+    """A KV cache manager with a host tier and storage, to which requests of one page a token pair come."""
+
+    def __init__(
+        self,
+        pages: int = 600,
+        *,
+        line: int = 1 << 20,
+        host: int = 600,
+        name: str = "",
+        model: str = "m",
+        batch: int = 32,
+    ) -> None:
+        spec = pool_sets(PAGE_TOKENS)["full"]
+        self.clock = ManualClock()
+        self.backend = MemoryBackend(name or uuid.uuid4().hex, 1 << 30)
+        self.queue = ShortLine(self.backend, line)
+        self.pools = PoolSet(spec, {"full": pages})
+        self.host = PoolSet(spec, {"full": host}, order=LayoutOrder.PAGE_FIRST, tier="host")
+        prefetch = PrefetchConfig(policy="wait_complete", batch_pages=batch)
+        config = CacheConfig(write_policy="through", prefetch=prefetch)
+        self.manager = KVCacheManager(
+            self.pools, CpuDevice(), config, self.clock.now, host=self.host, storage=self.queue, fingerprint=model
+        )
+
+    def ask(self, tokens: Sequence[int]) -> TokenPrefix:
+        """A request computes all of `tokens` and shares them."""
+        prefix = TokenPrefix.of(tokens, PAGE_TOKENS)
+        allocation = self.manager.prefixes.allocate(prefix, len(tokens) + 1, "a request", reusable=0)
+        assert allocation is not None
+        for page, index in enumerate(allocation.tables["full"][: len(prefix)]):
+            for buffer in self.pools.layout.buffers["full"]:
+                buffer.stack(self.pools.region, self.pools.layout.counts["full"])[:, index] = tokens[2 * page] % 251
+        self.manager.sealer.seal([(allocation, len(tokens))])
+        self.manager.sharing.cache_pages(allocation, prefix)
+        self.manager.table.free(allocation)
+        self.manager.poll()
+        return prefix
+
+    def work(self, rounds: int = 1, rng: random.Random | None = None) -> None:
+        for _ in range(rounds):
+            self.queue.run_all(rng)
+            self.clock.advance(1.0)
+            self.manager.poll()
+            assert self.manager.check() == []
+
+    def stored(self, prefix: TokenPrefix) -> list[int]:
+        """The page numbers of `prefix` that storage has."""
+        names = [ObjectName("m", "full", prefix.key(page)) for page in range(len(prefix))]
+        return [page for page, there in enumerate(self.backend.exists(names)) if there]
+
+    def found(self, tokens: Sequence[int]) -> int:
+        """Pages that a request gets from storage alone."""
+        prefix = TokenPrefix.of(tokens, PAGE_TOKENS)
+        prefetch = self.manager.tiers.prefetcher.start(prefix, "a request")
+        assert prefetch is not None
+        while not self.manager.tiers.prefetcher.may_run(prefetch):
+            self.work()
+        allocation = self.manager.prefixes.allocate(
+            prefix, len(tokens) + 1, "a request", reusable=len(prefix), prefetch=prefetch
+        )
+        assert allocation is not None
+        self.manager.launch()
+        self.work()
+        pages = allocation.cached.storage // PAGE_TOKENS
+        self.manager.table.free(allocation)
+        return pages
+
+
+def test_what_storage_s_line_did_not_take_is_written_later() -> None:
+    office = Office(line=2)
+    prompts = [office.ask(range(1000 * n, 1000 * n + 260)) for n in range(4)]
+    assert office.queue.waiting <= 2
+    assert office.queue.dropped, "the line was never full: this shows nothing"
+    office.work(40)
+    assert [len(office.stored(prompt)) for prompt in prompts] == [130] * 4
+    said = office.manager.stats()
+    assert said["pages_stored"] == 4 * 130
+    assert said["stores_failed"] > 0
+    assert said["stores_waiting"] == said["stores_missed"] == 0
+
+
+@pytest.mark.slow
+def test_at_any_moment_storage_has_a_page_only_with_all_pages_before_it() -> None:
+    for seed in range(3):
+        rng = random.Random(seed)
+        office = Office()
+        office.queue.fault = lambda op, name, rng=rng: "io" if op is StorageOp.WRITE and rng.random() < 0.01 else None
+        prompts: list[TokenPrefix] = []
+        for _ in range(5):
+            # Prompts fork anywhere from one another, so nodes are split while they are written.
+            old = list(rng.choice(prompts).tokens()) if prompts else []
+            tokens = [*old[: 2 * rng.randrange(0, len(old) // 2 + 1)], *(rng.randrange(10**6) for _ in range(200))][
+                :320
+            ]
+            prompts.append(office.ask(tokens))
+            for _ in range(rng.randrange(6)):
+                office.queue.run_next(rng)
+                office.manager.poll()
+                for prompt in prompts:
+                    stored = office.stored(prompt)
+                    assert stored == list(range(len(stored))), f"seed {seed}: holes in front of stored pages"
+        office.work(150, rng)
+        assert all(len(office.stored(prompt)) == len(prompt) for prompt in prompts), f"seed {seed}"
+
+
+def test_what_storage_refuses_is_offered_again_later_and_later_and_then_is_there() -> None:
+    office = Office()
+    tries: list[float] = []
+
+    def refuse(op: StorageOp, name: ObjectName) -> str | None:
+        if op is StorageOp.WRITE:
+            tries.append(office.clock.now())
+            return "the disk is full"
+        return None
+
+    office.queue.fault = refuse
+    prompt = office.ask(range(6))
+    office.work(200)
+    times = sorted(set(tries))
+    waits = [b - a for a, b in pairwise(times)]
+    assert waits == sorted(waits)
+    assert 64 <= waits[-1] <= 66
+    assert len(times) < 12, "a medium that is away isn't asked all the time"
+    assert office.manager.stats()["stores_waiting"] == 1
+    office.queue.fault = None
+    office.work(70)
+    assert office.stored(prompt) == [0, 1, 2]
+
+
+@pytest.mark.slow
+def test_what_leaves_the_host_before_storage_took_it_is_counted() -> None:
+    office = Office(host=120)
+    office.queue.fault = lambda op, name: "away" if op is StorageOp.WRITE else None
+    for n in range(5):
+        office.ask(range(1000 * n, 1000 * n + 200))
+        office.work(70)
+    assert office.manager.tree.accounts.sizes[Tier.HOST, "full"] <= 119
+    assert office.manager.stats()["stores_missed"] >= 5 * 100 - 119
+    assert office.manager.stats()["stores_waiting"] <= 2
+
+
+def test_what_waits_for_storage_is_not_kept_from_making_room() -> None:
+    office = Office(host=120)
+    office.ask(range(200))
+    assert office.queue.waiting, "its writes are in line, and nobody runs them"
+    # Of the first prompt what is in line is locked; of the others nothing is, since the line has room for no more.
+    office.queue.most = 0
+    for n in range(1, 4):
+        office.ask(range(1000 * n, 1000 * n + 40))
+    office.queue.run_all()
+    office.work(3)
+    assert office.manager.supply.evict("full", 10) == 10
+    assert office.manager.tree.eviction.evict(Tier.HOST, "full", 119) > 0
+
+
+def _resealed(name: ObjectName, payload: bytes, digest: int) -> bytes:
+    return payload + seal(name, digest, payload)
+
+
+LIES = ("another's name", "another's tokens", "another's layout", "other bytes", "another's digest", "cut short")
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_comes_from_storage_is_compared_by_name_tokens_layout_bytes_and_digest(lie: str) -> None:
+    name, tokens = uuid.uuid4().hex, range(20)
+    writer = Office(name=name)
+    prefix = writer.ask(tokens)
+    writer.ask(range(500, 520))
+    writer.work(4)
+    other = TokenPrefix.of(range(500, 520), PAGE_TOKENS)
+    objects, wanted = writer.backend.store.objects, ObjectName("m", "full", prefix.key(4))
+    mine, its = objects[wanted.key], objects[ObjectName("m", "full", other.key(4)).key]
+    size = writer.host.spec.unit_bytes("full")
+    sealed = int.from_bytes(mine[size + 24 : size + 32], "little")
+    assert _resealed(wanted, mine[:size], sealed) == mine, "this test knows what an object looks like"
+    objects[wanted.key] = {
+        "another's name": its,
+        "another's tokens": _resealed(replace(wanted, chain=other.key(4)), mine[:size], sealed),
+        "another's layout": _resealed(replace(wanted, fingerprint="n"), mine[:size], sealed),
+        "other bytes": _resealed(wanted, bytes([mine[0] ^ 1]) + mine[1:size], sealed),
+        "another's digest": _resealed(wanted, mine[:size], sealed ^ 1),
+        "cut short": mine[: size - 1] + mine[size:],
+    }[lie]
+    reader = Office(name=name)
+    assert reader.found(tokens) == 4, "what lies before it is of use, and nothing behind it"
+    said = reader.manager.stats()
+    assert said["pages_damaged_in_storage"] == 1
+    assert said["hit_tokens_storage"] == 4 * PAGE_TOKENS
+    assert reader.manager.tree.match(prefix).depth == 4
+
+
+def test_another_model_s_pages_are_nobody_s() -> None:
+    name = uuid.uuid4().hex
+    writer = Office(name=name)
+    writer.ask(range(20))
+    writer.work(4)
+    assert Office(name=name).found(range(20)) == 10
+    assert Office(name=name, model="another").found(range(20)) == 0
+
+
+@pytest.mark.slow
+def test_a_disk_load_that_failed_is_never_taken_for_loaded() -> None:
+    """A read that fails leaves whatever it likes in the page; another request's state may have been there before."""
+    name, tokens = uuid.uuid4().hex, range(40)
+    writer = Office(name=name)
+    writer.ask(tokens)
+    writer.work(4)
+    for failing in range(20):
+        reader = Office(name=name)
+        key = TokenPrefix.of(tokens, PAGE_TOKENS).key(failing)
+        reader.queue.fault = lambda op, n, key=key: "io" if op is StorageOp.READ and n.chain == key else None
+        assert reader.found(tokens) == failing
+        (allocate_depth,) = {reader.manager.tree.match(TokenPrefix.of(tokens, PAGE_TOKENS)).depth}
+        assert allocate_depth == failing, "what failed is not in the tree, nor what lies behind it"
+        held = [node.parts[Tier.HOST]["full"] for node in reader.manager.tree.accounts.nodes()]
+        for part in held:
+            firsts = [PAGE_TOKENS * (part.node.start + i) for i in range(len(part))]
+            ends = [first + PAGE_TOKENS for first in firsts]
+            assert tuple(reader.host.digest("full", part.lease.indices, firsts, ends)) == part.digests
+        assert reader.manager.check() == []
+
+
+def test_cancels_leak_nothing_however_often_a_request_is_given_up_while_storage_reads_for_it() -> None:
+    name, tokens = uuid.uuid4().hex, range(40)
+    writer = Office(name=name)
+    writer.ask(tokens)
+    writer.work(4)
+    reader, prefix, rng = Office(name=name), TokenPrefix.of(tokens, PAGE_TOKENS), random.Random(5)
+    for _ in range(60):
+        prefetch = reader.manager.tiers.prefetcher.start(prefix, "a request")
+        assert prefetch is not None
+        for _ in range(rng.randrange(5)):
+            reader.queue.run_next(rng)
+            reader.manager.poll()
+        allocation = None
+        if rng.random() < 0.5:
+            allocation = reader.manager.prefixes.allocate(
+                prefix, 41, "a request", reusable=len(prefix), prefetch=prefetch
+            )
+            reader.manager.launch() if rng.random() < 0.5 else None
+        reader.manager.tiers.prefetcher.release(prefetch)
+        if allocation is not None:
+            reader.manager.table.free(allocation)
+        if rng.random() < 0.3:
+            reader.manager.tree.eviction.clear()
+    reader.work(5)
+    assert len(reader.manager.tree.locks) == len(reader.manager.table) == 0
+    assert not reader.manager.busy
+    reader.manager.tree.eviction.clear()
+    for pools in (reader.pools, reader.host):
+        assert pools.allocators["full"].free == pools.allocators["full"].total, "everything moves still"
+    assert reader.found(tokens) == 20
+
+
+def test_a_prefetch_never_asks_for_more_at_once_than_storage_s_line_takes() -> None:
+    name, tokens = uuid.uuid4().hex, range(2 * 400)
+    writer = Office(name=name)
+    writer.ask(tokens)
+    writer.work(8)
+    reader = Office(name=name, batch=2)
+    prefetch, most = reader.manager.tiers.prefetcher.start(TokenPrefix.of(tokens, PAGE_TOKENS), "a request"), 0
+    assert prefetch is not None
+    while not reader.manager.tiers.prefetcher.may_run(prefetch):
+        most = max(most, reader.queue.waiting)
+        for _ in range(40):
+            reader.queue.run_next()
+        reader.clock.advance(0.0)
+        reader.manager.poll()
+    assert 64 < most <= 128, "400 pages are 200 reads, and the line takes 256 of all requests"
+    assert prefetch.gained == 400
+    reader.manager.tiers.prefetcher.release(prefetch)
+    assert reader.manager.check() == []
+
+
+def test_pages_that_come_and_go_while_no_step_runs_are_remembered_in_bounded_memory() -> None:
+    table = EpochTable(64)
+    table._follow(torch.device("cpu"))
+    for turn in range(20_000):
+        table.bump([turn % 64])
+    assert len(table._bumped) <= 4096 + 1
+    assert table._follow(torch.device("cpu")).tolist() == table.host.tolist()

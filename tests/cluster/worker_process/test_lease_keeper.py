@@ -1,0 +1,405 @@
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+
+import grpc.aio
+import pytest
+
+from cluster.controller.controller import Controller
+from cluster.controller.controller_actions import StartWorker
+from cluster.controller.controller_service import ControllerServer
+from cluster.controller.incarnation_ledger import FileLedger, MemoryLedger
+from cluster.worker_process import lease_keeper as lease
+from cluster.worker_process.lease_keeper import LeaseKeeper, LeaseRefused, WorkerLease
+from contracts.clock import ManualClock
+from contracts.config.cluster_config import ClusterConfig
+from contracts.errors import RequestError
+from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages.fingerprint import Fingerprint
+from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerView
+from contracts.proto import worker_pb2 as pb
+from contracts.proto import worker_pb2_grpc as pb_grpc
+from contracts.wire.grpc_channels import channel_options
+from router.links.controller_directory import ControllerDirectory
+from tests.cluster.fake_worker import FakeWorker
+
+NAME = WorkerName("decode-0")
+MARK = Fingerprint(41, "a layout", "fast:avx2 and more", "a checkpoint")
+WAIT_S = 5.0
+
+
+def test_a_lease_ends_at_the_worker_before_it_ends_at_the_controller() -> None:
+    clock = ManualClock(100.0)
+    lease = WorkerLease(clock)
+    assert not lease.held
+    lease.granted(sent_at=100.0, lease_s=10.0)
+    clock.advance(8.9)
+    assert lease.held
+    clock.advance(0.2)
+    assert not lease.held
+
+
+def test_a_late_answer_counts_from_when_its_question_was_sent() -> None:
+    clock = ManualClock()
+    lease = WorkerLease(clock)
+    clock.advance(8.0)
+    lease.granted(sent_at=0.0, lease_s=10.0)
+    clock.advance(1.5)
+    assert not lease.held
+
+
+def test_an_answer_that_overtakes_does_not_shorten_the_lease() -> None:
+    clock = ManualClock()
+    lease = WorkerLease(clock)
+    lease.granted(sent_at=5.0, lease_s=10.0)
+    lease.granted(sent_at=0.0, lease_s=10.0)
+    clock.advance(12.0)
+    assert lease.held
+
+
+def test_a_fenced_lease_never_holds_again() -> None:
+    lease = WorkerLease(ManualClock())
+    lease.granted(0.0, 10.0)
+    lease.fence()
+    lease.granted(5.0, 10.0)
+    assert not lease.held
+
+
+class Wired:
+    """A controller behind real gRPC with a clock moved by hand."""
+
+    def __init__(self, secret: str = "") -> None:
+        self.clock = ManualClock()
+        self.secret = secret
+        self.core = Controller(self.clock, ClusterConfig(lease_s=10.0), MemoryLedger())
+        self.server = ControllerServer(self.core, secret=secret)
+        self.server.call(lambda core: core.add(NAME, Role.DECODE))
+        assert [a for a in self.server.call(Controller.tick) if isinstance(a, StartWorker)]
+
+    def keeper(
+        self, incarnation: int, on_lost: Callable[[str], None] = lambda reason: None, endpoint: str = ""
+    ) -> LeaseKeeper:
+        fits = WorkerLimits(1024, 2048)
+        record = WorkerRecord(
+            NAME, Role.DECODE, Incarnation(incarnation), 7, "n", "127.0.0.1:1", "tcp://x", fits, "a node", MARK
+        )
+        worker = FakeWorker(incarnation=incarnation)
+        where = endpoint or self.server.endpoint
+        return LeaseKeeper(record, where, self.clock, 0.01, worker.status, on_lost, self.secret)
+
+    def state(self) -> str:
+        return self.server.call(lambda core: core.views()[0].status.state)
+
+
+@pytest.fixture
+def wired() -> Iterator[Wired]:
+    wired = Wired()
+    yield wired
+    wired.server.close()
+
+
+def test_register_renew_and_leave_over_the_wire(wired: Wired) -> None:
+    async def life() -> None:
+        keeper = wired.keeper(1)
+        await keeper.start(WAIT_S)
+        assert keeper.lease.held
+        while wired.server.call(lambda core: core.views()[0].status.pages_total) == 0:
+            await asyncio.sleep(0)
+        await keeper.leave()
+
+    asyncio.run(asyncio.wait_for(life(), WAIT_S))
+    assert wired.state() == "left"
+
+
+def test_where_there_is_a_secret_every_word_of_a_worker_carries_its_token() -> None:
+    wired = Wired("5e" * 32)
+
+    async def life() -> None:
+        keeper = wired.keeper(1)
+        await keeper.start(WAIT_S)
+        while wired.server.call(lambda core: core.views()[0].status.pages_total) == 0:
+            await asyncio.sleep(0)
+        await keeper.leave()
+        assert keeper.failures == 0
+
+    try:
+        asyncio.run(asyncio.wait_for(life(), WAIT_S))
+        assert wired.state() == "left"
+    finally:
+        wired.server.close()
+
+
+def test_who_has_left_renews_no_more(wired: Wired) -> None:
+    async def life() -> None:
+        lost: list[str] = []
+        keeper = wired.keeper(1, lost.append)
+        await keeper.start(WAIT_S)
+        (renewing,) = [task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__name__", "") == "_renew"]
+        await keeper.leave()
+        await asyncio.wait([renewing])
+        assert renewing.cancelled()
+        assert lost == [], "a lease that was given back is not lost"
+
+    asyncio.run(asyncio.wait_for(life(), WAIT_S))
+
+
+@pytest.mark.parametrize(("heartbeat_s", "timeout_s"), [(0.01, lease.RENEWAL_TIMEOUT_S), (3.0, 6.0)])
+def test_a_renewal_may_take_two_heartbeats_and_no_less_than_a_second(heartbeat_s: float, timeout_s: float) -> None:
+    given: list[float] = []
+
+    class Stub:
+        async def Renew(self, renewal: pb.Renewal, *, timeout: float, **_: object) -> pb.LeaseGrant:
+            given.append(timeout)
+            return pb.LeaseGrant(fenced=True)
+
+    record = WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", "e", "c", WorkerLimits(1, 1))
+    keeper = LeaseKeeper(
+        record, "nowhere", ManualClock(), heartbeat_s, FakeWorker(incarnation=1).status, lambda _: None
+    )
+    asyncio.run(keeper._renew(Stub()))
+    assert given == [timeout_s]
+
+
+@pytest.mark.parametrize("undrained", [False, True])
+def test_an_order_to_leave_that_an_undrain_has_overtaken_is_not_obeyed(undrained: bool) -> None:
+    undrains, obeyed, answers = [0], list[str](), iter([pb.LeaseGrant(drain=True), pb.LeaseGrant(fenced=True)])
+
+    class Stub:
+        async def Renew(self, renewal: pb.Renewal, **_: object) -> pb.LeaseGrant:
+            undrains[0] += undrained  # while the answer is under way
+            return next(answers)
+
+    record = WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", "e", "c", WorkerLimits(1, 1))
+    status = FakeWorker(incarnation=1).status
+    keeper = LeaseKeeper(
+        record, "nowhere", ManualClock(), 0.0, status, lambda _: None,
+        on_drain=lambda: obeyed.append("leaves"), undrains=lambda: undrains[0],
+    )  # fmt: skip
+    asyncio.run(keeper._renew(Stub()))
+    assert obeyed == ([] if undrained else ["leaves"])
+
+
+def test_a_lease_carries_the_fingerprint_over_the_wire(wired: Wired) -> None:
+    """Every field, none of them a default, as the worker has it and as routers see it."""
+    assert all(replace(MARK, **{f.name: type(getattr(MARK, f.name))()}) != MARK for f in fields(MARK))
+
+    async def life() -> None:
+        keeper = wired.keeper(1)
+        await keeper.start(WAIT_S)
+        assert wired.server.call(lambda core: core.views()[0].record.fingerprint) == MARK
+        seen: list[Fingerprint | None] = []
+        directory = ControllerDirectory(wired.server.endpoint)
+        stop = directory.watch(lambda views: seen.extend(view.record.fingerprint for view in views))
+        while not seen:
+            await asyncio.sleep(0)
+        stop()
+        assert set(seen) == {MARK}
+        await keeper.close()
+
+    asyncio.run(asyncio.wait_for(life(), WAIT_S))
+
+
+def test_an_unwanted_incarnation_is_refused(wired: Wired) -> None:
+    with pytest.raises(LeaseRefused, match="incarnation 2 is no longer wanted"):
+        asyncio.run(wired.keeper(2).start(WAIT_S))
+
+
+def test_a_worker_is_told_when_its_lease_is_ended(wired: Wired) -> None:
+    async def life() -> tuple[str, bool]:
+        lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        keeper = wired.keeper(1, lost.set_result)
+        await keeper.start(WAIT_S)
+        wired.server.call(lambda core: core.died(NAME, Incarnation(1), "operator"))
+        reason = await asyncio.wait_for(lost, WAIT_S)
+        held = keeper.lease.held
+        await keeper.close()
+        return reason, held
+
+    assert asyncio.run(life()) == ("the controller has ended the lease", False)
+
+
+def test_a_controller_that_is_gone_ends_the_lease_in_time(wired: Wired, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "RENEWAL_TIMEOUT_S", 0.05)
+
+    async def life() -> str:
+        lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        keeper = wired.keeper(1, lost.set_result)
+        await keeper.start(WAIT_S)
+        await asyncio.to_thread(wired.server.close)
+        assert keeper.lease.held
+        wired.clock.advance(9.5)
+        assert not keeper.lease.held
+        reason = await asyncio.wait_for(lost, WAIT_S)
+        await keeper.close()
+        return reason
+
+    assert "could not be reached" in asyncio.run(life())
+
+
+class Line:
+    """The only way between a worker and the controller, which can be cut: then whoever connects is hung up on."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.host, _, port = endpoint.partition(":")
+        self.port = int(port)
+        self.cut = False
+        self.attempts = 0
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._pumps: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> str:
+        self._server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
+        return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.attempts += 1
+        if self.cut:
+            return writer.close()
+        there, back = await asyncio.open_connection(self.host, self.port)
+        self._writers |= {writer, back}
+        for source, target in ((reader, back), (there, writer)):
+            task = asyncio.create_task(self._pump(source, target))
+            self._pumps.add(task)
+
+    async def _pump(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await source.read(65536):
+                target.write(data)
+                await target.drain()
+        target.close()
+
+    def sever(self) -> None:
+        self.cut = True
+        for writer in self._writers:
+            writer.close()
+        self._writers.clear()
+
+    async def close(self) -> None:
+        self.sever()
+        self._server.close()
+        for task in self._pumps:
+            task.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+
+
+async def until_so(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60.0):
+        while not is_so():
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.slow
+def test_a_lost_connection_is_tried_again_with_every_renewal(wired: Wired, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC's own back-off would wait longer than any lease: of twelve attempts its last comes after two minutes."""
+
+    monkeypatch.setattr(lease, "RENEWAL_TIMEOUT_S", 0.05)
+
+    async def life() -> None:
+        line = Line(wired.server.endpoint)
+        endpoint = await line.open()
+        lost: list[str] = []
+        keeper = wired.keeper(1, lost.append, endpoint)
+        await keeper.start(WAIT_S)
+        line.sever()
+        before = line.attempts
+        await until_so(lambda: line.attempts >= before + 12)
+        assert keeper.failures > 0
+        wired.clock.advance(8.5)
+        assert keeper.lease.held
+        line.cut = False
+        # What is asked from now on counts from now on.
+        renewed = 8.5 + 9.0
+        await until_so(lambda: (keeper.lease._until or 0.0) >= renewed)
+        assert lost == []
+        await keeper.close()
+        await line.close()
+
+    asyncio.run(life())
+
+
+def test_a_worker_registers_though_the_environment_names_a_proxy(wired: Wired, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing listens at port 9: whoever asks the proxy has lost."""
+    for name in ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+    async def life() -> None:
+        keeper = wired.keeper(1)
+        await keeper.start(WAIT_S)
+        assert keeper.lease.held
+        directory = ControllerDirectory(wired.server.endpoint)
+        assert await directory.drain(NAME) == (NAME,)
+        await keeper.leave()
+
+    asyncio.run(asyncio.wait_for(life(), 2 * WAIT_S))
+    assert wired.state() == "left"
+
+
+def test_no_channel_within_the_cluster_asks_a_proxy() -> None:
+    """Every channel is opened with options of `contracts.wire.grpc_channels`, which turn that off."""
+    assert dict(channel_options(1, 1))["grpc.enable_http_proxy"] == 0
+    root = Path(__file__).parents[3]
+    opened = [
+        call
+        for folder in ("cluster", "router", "transfer", "worker", "prefill", "decode", "cache", "engine", "sim")
+        for path in (root / folder).rglob("*.py")
+        if "ecure_channel" in path.read_text()
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(("insecure_channel", "secure_channel"))
+    ]
+    assert len(opened) >= 4
+    for call in opened:
+        assert [k.arg for k in call.keywords] == ["options"], ast.unparse(call)
+
+
+def test_drain_and_undrain_of_a_node_over_the_wire(wired: Wired) -> None:
+    async def life() -> None:
+        keeper = wired.keeper(1)
+        await keeper.start(WAIT_S)
+        directory = ControllerDirectory(wired.server.endpoint)
+        views: list[tuple[WorkerView, ...]] = []
+        unwatch = directory.watch(views.append)
+        with pytest.raises(RequestError, match="no worker or node is named 'elsewhere'; nodes: n"):
+            await directory.drain("elsewhere")
+        assert await directory.drain("n") == (NAME,)
+        await until_so(lambda: bool(views) and views[-1][0].cordoned)
+        await keeper.leave()
+        assert await directory.undrain("n") == (NAME,)
+        await until_so(lambda: not views[-1][0].cordoned)
+        unwatch()
+
+    asyncio.run(asyncio.wait_for(life(), 60.0))
+
+
+def test_a_watcher_gets_the_table_now_and_at_each_change(wired: Wired) -> None:
+    async def watch() -> list[str]:
+        states = []
+        async with grpc.aio.insecure_channel(wired.server.endpoint) as channel:
+            call = pb_grpc.ControllerStub(channel).Watch(pb.Empty())  # type: ignore[no-untyped-call]
+            keeper = wired.keeper(1)
+            states.append((await asyncio.wait_for(call.read(), WAIT_S)).workers[0].status.state)
+            await keeper.start(WAIT_S)
+            states.append((await asyncio.wait_for(call.read(), WAIT_S)).workers[0].status.state)
+            await keeper.leave()
+            while states[-1] != "left":
+                states.append((await asyncio.wait_for(call.read(), WAIT_S)).workers[0].status.state)
+            call.cancel()
+        return states
+
+    states = asyncio.run(watch())
+    assert states[:2] == ["starting", "ready"]
+
+
+def test_the_ledger_survives_its_process_and_never_goes_back(tmp_path: Path) -> None:
+    path = tmp_path / "incarnations.json"
+    FileLedger(path).record("decode-0", 4)
+    core = Controller(ManualClock(), ClusterConfig(), FileLedger(path))
+    core.add(NAME, Role.DECODE)
+    assert [a.incarnation for a in core.tick() if isinstance(a, StartWorker)] == [5]
+    assert FileLedger(path).load() == {"decode-0": 5}

@@ -1,0 +1,91 @@
+"""The decode scheduler by itself: admission, the batch, and the one queue that each request is in."""
+
+from __future__ import annotations
+
+from contracts.errors import ErrorKind
+from decode.request.output_length import KNOWN
+from decode.request.request import DecodePhase
+from decode.request.request_outcomes import RequestFailed
+from tests.decode_parts import DecodeParts
+
+
+def test_requests_are_admitted_first_come_first_served() -> None:
+    parts = DecodeParts(pages=8)
+    first, second, third = (parts.ask(name, prompt=12, most=4) for name in "abc")
+    assert list(parts.scheduler.admit()) == []
+    assert (first.phase, second.phase) == (DecodePhase.ARRIVING, DecodePhase.WAITING)
+    assert third.phase is DecodePhase.WAITING, "the one before it goes first"
+    assert list(parts.scheduler.waiting) == [second, third]
+    parts.leave(first)
+    list(parts.scheduler.admit())
+    assert second.phase is DecodePhase.ARRIVING
+    assert "grant" in second.marks
+    parts.leave(second, third)
+    assert parts.scheduler.check() == parts.manager.check() == []
+
+
+def test_who_migrates_and_finds_no_room_is_told_at_once() -> None:
+    parts = DecodeParts(pages=8)
+    first = parts.ask("a", prompt=20, most=4)
+    moving = parts.ask("b", prompt=20, most=4, migrating=True)
+    assert list(parts.scheduler.admit()) == [RequestFailed(moving, ErrorKind.OVERLOADED, "there is no room for it now")]
+    assert first.phase is DecodePhase.ARRIVING
+
+
+def test_a_batch_takes_its_budget_and_who_waited_longest_comes_first() -> None:
+    parts = DecodeParts(decode={"max_batch_tokens": 2})
+    first, second, third = parts.run("a", "b", "c")
+    batch = parts.scheduler.next_batch()
+    assert batch == [first, second]
+    assert [r.planned - r.launched for r in (first, second, third)] == [1, 1, 0]
+    parts.scheduler.launched(batch)
+    assert list(parts.scheduler.running) == [third, first, second]
+
+
+def test_who_is_paused_is_in_no_batch_and_resumes_last() -> None:
+    parts = DecodeParts()
+    first, second = parts.run("a", "b")
+    parts.scheduler.pause(first)
+    assert str(first.phase) == "leaving"
+    assert parts.scheduler.next_batch() == [second]
+    parts.scheduler.resume(first)
+    assert str(first.phase) == "running"
+    assert list(parts.scheduler.running) == [second, first]
+    assert parts.scheduler.check() == []
+
+
+def test_who_lacks_a_page_for_its_step_has_another_leave_the_device() -> None:
+    parts = DecodeParts(pages=5)
+    for _ in range(KNOWN):
+        parts.lengths.ended(1)  # So both are let in, with two pages each.
+    first, second = parts.run("a", "b", prompt=4, most=8)
+    for _ in range(5):
+        for request in parts.scheduler.next_batch():
+            request.launched = request.planned
+            request.commit(1)
+    assert {first.phase, second.phase} == {DecodePhase.RUNNING, DecodePhase.RETRACTING}
+    assert parts.scheduler.busy
+    assert len(parts.scheduler.running) == 1
+    assert parts.scheduler.check() == []
+
+
+def test_every_so_many_steps_all_leave_on_purpose() -> None:
+    parts = DecodeParts(faults={"retract_every": 2})
+    requests = parts.run("a", "b")
+    parts.scheduler.launched(parts.scheduler.next_batch())
+    assert {r.phase for r in requests} == {DecodePhase.RUNNING}
+    parts.scheduler.launched([])
+    assert {r.phase for r in requests} == {DecodePhase.RETRACTING}
+    assert [r.retractions for r in requests] == [0, 0], "it says nothing of how often they were in the way"
+
+
+def test_whoever_ends_is_in_no_queue_any_more() -> None:
+    parts = DecodeParts()
+    waiting, (running, retracted, paused) = parts.ask("w"), parts.run("a", "b", "c")
+    parts.scheduler.retract(retracted)
+    parts.scheduler.pause(paused)
+    parts.leave(waiting, running, retracted, paused)
+    assert not parts.scheduler.waiting
+    assert not parts.scheduler.busy
+    assert parts.scheduler.check() == parts.manager.check() == []
+    assert len(parts.manager.table) == 0

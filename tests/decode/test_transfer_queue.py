@@ -1,0 +1,103 @@
+"""The transfer queue by itself: rooms that are opened, granted and end, without a worker and without prefill."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from contracts.errors import ErrorKind
+from contracts.ids import RoomId, WorkerName
+from decode.request.request import DecodePhase, DecodeRequest
+from decode.request.request_outcomes import RequestFailed, RequestLeft
+from decode.transfer_queue import PromptReceived
+from tests.decode_parts import SESSION, DecodeParts
+from transfer.rooms.room_outcomes import HandoverFailed, PromptAnswered
+from worker.admission_check import AdmissionRefusal
+
+
+def test_a_request_expects_every_page_of_its_prompt() -> None:
+    parts = DecodeParts()
+    request = parts.ask("a", prompt=6)
+    expected = parts.receiver.opened[RoomId("a")]
+    assert (expected.positions, len(expected.keys)) == (6, 2)
+    assert len(request.prefix) == 1, "the last page isn't whole"
+    assert request.deadline == request.submit.deadline_s
+
+
+def test_who_has_no_peer_or_a_room_that_was_used_is_refused_and_says_why() -> None:
+    parts = DecodeParts()
+    submit = parts.submit("a")
+    alone = parts.transfers.open(SESSION, replace(submit, peer=None))
+    assert isinstance(alone, AdmissionRefusal)
+    assert alone.kind is ErrorKind.INVALID
+    assert isinstance(parts.transfers.open(SESSION, submit), DecodeRequest)
+    again = parts.transfers.open(SESSION, submit)
+    assert isinstance(again, AdmissionRefusal)
+    assert (again.kind, again.message) == (ErrorKind.ROOM, "room a exists already")
+
+
+def test_without_a_slot_nothing_is_taken() -> None:
+    parts = DecodeParts()
+    request, free = parts.ask("a"), parts.manager.supply.free_pages("full")
+    parts.receiver.slots = False
+    assert not parts.transfers.preallocate(request)
+    assert request.allocation is None
+    assert (parts.manager.supply.free_pages("full"), len(parts.manager.table)) == (free, 0)
+
+
+def test_without_pages_nothing_is_taken() -> None:
+    parts = DecodeParts(pages=4)
+    request = parts.ask("a", prompt=40, most=4)
+    assert not parts.transfers.preallocate(request)
+    assert parts.receiver.granted == {}
+
+
+def test_what_has_arrived_is_the_requests_with_the_first_token() -> None:
+    parts = DecodeParts()
+    request = parts.ask("a", prompt=6)
+    list(parts.scheduler.admit())
+    parts.clock.advance(2.0)
+    parts.receiver.outcomes.append(parts.arrived(request, token=9))
+    assert list(parts.transfers.poll()) == [PromptReceived(request, 100)]
+    assert request.phase is DecodePhase.RUNNING
+    assert (request.tokens[-1], request.committed) == (9, 6)
+    assert request.marks["arrived"] == 2.0
+    assert parts.transfers.counters["received_bytes"] == 100
+    assert parts.manager.check() == []
+
+
+def test_each_end_of_a_room_is_told_with_its_request() -> None:
+    parts = DecodeParts()
+    lost, answered = parts.ask("lost"), parts.ask("answered")
+    blame = WorkerName("prefill-0")
+    parts.receiver.outcomes += [
+        HandoverFailed(RoomId("lost"), ErrorKind.ROOM, "it died", blame),
+        PromptAnswered(RoomId("answered")),
+    ]
+    assert list(parts.transfers.poll()) == [
+        RequestFailed(lost, ErrorKind.ROOM, "it died", blame),
+        RequestLeft(answered, "prefill ended it"),
+    ]
+
+
+def test_the_end_of_a_room_that_is_no_requests_is_told_as_it_is() -> None:
+    parts = DecodeParts()
+    parts.receiver.outcomes.append(PromptAnswered(RoomId("of a pull")))
+    assert list(parts.transfers.poll()) == [PromptAnswered(RoomId("of a pull"))]
+
+
+def test_what_arrives_for_a_request_that_has_ended_meanwhile_is_given_back() -> None:
+    """Two rooms end in one poll, and the first of them takes the other's request with it."""
+    parts = DecodeParts()
+    first, second = parts.ask("a"), parts.ask("b")
+    free = parts.manager.supply.free_pages("full")
+    list(parts.scheduler.admit())
+    parts.receiver.outcomes += [parts.arrived(first), parts.arrived(second)]
+    told = []
+    for outcome in parts.transfers.poll():
+        told.append(outcome)
+        parts.leave(second)
+    assert told == [PromptReceived(first, 100)]
+    parts.scheduler.start(first)
+    parts.leave(first)
+    assert parts.manager.supply.free_pages("full") == free
+    assert parts.manager.check() == []

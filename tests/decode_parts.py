@@ -1,0 +1,133 @@
+"""The parts of a decode worker without the worker: requests that are admitted, receive their prompts and take steps.
+
+Nobody is at the other end of the rooms: a test says when a prompt has arrived, and what becomes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from cache.device.device_backends import CpuDevice
+from cache.manager.kv_cache_manager import KVCacheManager
+from cache.pool.page_allocator import Lease
+from cache.pool.pool_set import PoolSet
+from contracts.clock import ManualClock
+from contracts.config.load_config import config_from_dict
+from contracts.errors import WireError
+from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
+from contracts.interfaces.worker_interface import SessionId
+from contracts.messages.router_commands import PeerRef, Submit
+from contracts.messages.worker_status import WorkerLimits
+from contracts.sampling_params import SamplingParams
+from decode.request.output_length import OutputLengths
+from decode.request.request import DecodeRequest
+from decode.request.request_pages import DecodePages
+from decode.scheduler import DecodeScheduler
+from decode.step_commit import DecodeStepCommit
+from decode.transfer_queue import TransferQueue
+from engine.runner.model_runner import ModelRunner
+from tests.hash_engine import HashEngine
+from tests.poolsets import pool_sets
+from transfer.rooms.metadata_slots import HandoverMetadata
+from transfer.rooms.receiver.kv_receiver import KVReceiver
+from transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
+from transfer.rooms.room_outcomes import ExpectedPrompt, PromptArrived
+from worker.nonfinite_rows import NonfiniteRows
+from worker.request_table import RequestTable
+
+PAGE = 4
+SESSION = SessionId(1)
+PEER = PeerRef(WorkerName("prefill-0"), Incarnation(1), "inproc://prefill-0")
+
+
+class ReceiverByHand:
+    """Stands in for `KVReceiver`: rooms that come to what `outcomes` says."""
+
+    def __init__(self) -> None:
+        self.opened: dict[RoomId, ExpectedPrompt] = {}
+        self.granted: dict[RoomId, Mapping[str, Lease]] = {}
+        self.aborted: dict[RoomId, str] = {}
+        self.outcomes: list[ReceiverOutcome] = []
+        self.slots = True
+
+    def open(self, room: RoomId, peer: PeerRef, expected: ExpectedPrompt) -> None:
+        if room in self.opened:
+            raise WireError(f"room {room} exists already")
+        self.opened[room] = expected
+
+    def grant(self, room: RoomId, leases: Mapping[str, Lease], held: object) -> bool:
+        if self.slots:
+            self.granted[room] = leases
+        return self.slots
+
+    def abort(self, room: RoomId, reason: str) -> None:
+        self.aborted[room] = reason
+        for lease in self.granted.pop(room, {}).values():
+            lease.release()
+
+    def poll(self) -> list[ReceiverOutcome]:
+        outcomes, self.outcomes = self.outcomes, []
+        return outcomes
+
+
+class DecodeParts:
+    """See the module's prose. `pages` of four tokens each are in the pool."""
+
+    def __init__(self, pages: int = 32, **sections: Any) -> None:
+        self.config = config = config_from_dict({"cache": {"page_tokens": PAGE}, **sections})
+        spec, self.clock = pool_sets(PAGE)["full"], ManualClock()
+        pools, device = PoolSet(spec, {"full": pages}), CpuDevice()
+        cache = config.cache_for(Role.DECODE)
+        self.manager = KVCacheManager(pools, device, cache, self.clock.now)
+        self.requests = RequestTable[DecodeRequest](WorkerName("decode-0"), WorkerLimits(4 * pages, 400), self.clock)
+        self.pages = DecodePages(self.manager, cache)
+        self.lengths = OutputLengths(config.decode.output_length_quantile, config.decode.first_answer_tokens)
+        self.receiver = ReceiverByHand()
+        receiver = cast(KVReceiver, self.receiver)
+        self.transfers = TransferQueue(receiver, self.requests, self.pages, device, self.clock)
+        self.scheduler = DecodeScheduler(self.requests, self.pages, self.transfers, self.lengths, config, self.clock)
+        self.fitness = NonfiniteRows(8, 60.0, self.clock)
+        engine = cast(ModelRunner, HashEngine(pools, device))
+        self.steps = DecodeStepCommit(
+            self.requests, self.pages, engine, self.fitness, config, self.clock, self.clock.advance
+        )
+
+    def submit(self, name: str, prompt: int = 6, most: int = 8, **fields: Any) -> Submit:
+        """A request of so many tokens, that nobody else's prompt begins with."""
+        tokens = tuple(sum(name.encode()) * 1000 + n for n in range(prompt))
+        sampling = SamplingParams(max_tokens=most, temperature=0.0)
+        return Submit(RequestId(name), 0, RoomId(name), tokens, prompt, sampling, PEER, **fields)
+
+    def ask(self, name: str, prompt: int = 6, most: int = 8, **fields: Any) -> DecodeRequest:
+        """A request that waits."""
+        request = self.transfers.open(SESSION, self.submit(name, prompt, most, **fields))
+        assert isinstance(request, DecodeRequest)
+        self.requests.add(request)
+        self.scheduler.add(request)
+        return request
+
+    def arrived(self, request: DecodeRequest, token: int = 7) -> PromptArrived:
+        """What its room comes to when all is there."""
+        room = request.submit.room
+        assert request.allocation is not None
+        digests = {"full": dict.fromkeys(request.allocation.lacking["full"], 1)}
+        metadata = HandoverMetadata(room, 0, token, None, 0, len(request.submit.tokens))
+        return PromptArrived(room, self.receiver.granted.pop(room), metadata, {"full": 100}, digests)
+
+    def run(self, *names: str, **fields: Any) -> list[DecodeRequest]:
+        """Requests that have received their prompts and run."""
+        requests = [self.ask(name, **fields) for name in names]
+        assert list(self.scheduler.admit()) == []
+        for request in requests:
+            self.receiver.outcomes.append(self.arrived(request))
+            assert len(list(self.transfers.poll())) == 1
+            self.scheduler.start(request)
+        return requests
+
+    def leave(self, *requests: DecodeRequest) -> None:
+        for request in requests:
+            self.transfers.abort(request, "it left")
+            self.pages.free(request)
+            self.scheduler.remove(request)
+            self.requests.remove(request)

@@ -1,0 +1,215 @@
+"""The write queue of one reader by itself: a pool, a link that only notes what it is told, and no room anywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cache.device.device_backends import CpuDevice
+from cache.device.device_port import Completion
+from cache.pool.pool_set import PoolSet
+from contracts.errors import ErrorKind
+from contracts.ids import RoomId, WorkerName
+from tests.poolsets import pool_sets
+from tests.rooms import LateDevice
+from transfer.planes.data_plane import PageNumbers, PageWrite, RoomTarget, SlotWrite
+from transfer.rooms import room_messages as m
+from transfer.rooms.sender import write_queue
+from transfer.rooms.sender.write_queue import WriteQueue
+
+SPEC = pool_sets()["all"]
+A, B = RoomId("room-a"), RoomId("room-b")
+
+
+class Held:
+    """A write that is over when a test says so, well or with an error."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.error: RuntimeError | None = None
+
+    def wait(self) -> None:
+        self.done = True
+        if self.error is not None:
+            raise self.error
+
+    order = wait
+
+
+class Link:
+    """A reader's memory that takes everything, as slowly as a test likes."""
+
+    frame_bytes: int | None = None
+    up = True
+
+    def __init__(self) -> None:
+        self.posted: list[Held] = []
+        self.said: list[tuple[m.Notice, int]] = []
+
+    def admit(self, target: RoomTarget) -> None: ...
+
+    def post(self, write: PageWrite | SlotWrite) -> Held:
+        self.posted.append(Held())
+        return self.posted[-1]
+
+    def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:
+        notice = m.decode_notice(data)
+        assert notice.room == room
+        self.said.append((notice, writes))
+
+    def cut(self) -> bool:
+        return False
+
+    def close(self) -> None: ...
+
+
+class Bench:
+    """A queue, and what it works with."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.link, self.pools = Link(), PoolSet(SPEC, SPEC.even(9))
+        self.queue = WriteQueue(WorkerName("decode-0"), self.link, self.pools, device or CpuDevice())
+
+    def write(self, room: RoomId, number: int = 1, after: tuple[Completion, ...] = ()) -> m.Notice:
+        """Posts pages of two pools."""
+        runs = {"full": PageNumbers(0, (1, 2)), "state": PageNumbers(0, (3,))}
+        notice = m.PagesWritten(room, 7, ())
+        self.queue.post(PageWrite(RoomTarget(room, runs, 0), runs, number), notice, number, after)
+        return notice
+
+    @property
+    def said(self) -> list[m.Notice]:
+        return [notice for notice, _ in self.link.said]
+
+    def pinned(self) -> set[str]:
+        """Pools of which pages are kept for a write."""
+        return {name for name, allocator in self.pools.allocators.items() if allocator._pins}
+
+
+def ends(held: Held, error: str = "") -> None:
+    held.done, held.error = True, RuntimeError(error) if error else None
+
+
+def test_a_notice_follows_its_write_and_names_how_many_writes_it_comes_after() -> None:
+    bench = Bench()
+    notice = bench.write(A, 3)
+    bench.queue.flush()
+    assert (bench.said, len(bench.queue)) == ([], 1)
+    ends(bench.link.posted[0])
+    bench.queue.flush()
+    assert bench.link.said == [(notice, 3)]
+    assert not len(bench.queue)
+
+
+def test_notices_and_last_words_keep_their_order_whichever_write_is_complete_first() -> None:
+    bench = Bench()
+    first, second = bench.write(A), bench.write(B)
+    word = m.NothingToDecode(B, 7)
+    bench.queue.say(word)
+    ends(bench.link.posted[1])
+    bench.queue.flush()
+    assert bench.said == []
+    ends(bench.link.posted[0])
+    bench.queue.flush()
+    assert bench.said == [first, second, word]
+
+
+def test_a_last_word_with_nothing_before_it_is_said_at_once() -> None:
+    bench = Bench()
+    bench.queue.say(m.WriterQuiesced(A, 7))
+    assert bench.said == [m.WriterQuiesced(A, 7)]
+
+
+def test_pages_of_every_pool_are_pinned_from_the_post_until_the_write_is_complete() -> None:
+    bench = Bench()
+    assert bench.pinned() == set()
+    bench.write(A)
+    assert bench.pinned() == {"full", "state"}
+    ends(bench.link.posted[0])
+    bench.queue.flush()
+    assert bench.pinned() == set()
+
+
+def test_a7_nothing_is_posted_before_the_operations_that_it_comes_after() -> None:
+    device, made = LateDevice(), Held()
+    bench = Bench(device)
+    bench.write(A, after=(made,))
+    assert (bench.link.posted, made.done) == ([], False)
+    device.run_all()
+    assert made.done
+    assert len(bench.link.posted) == 1
+
+
+def test_a_write_that_failed_is_not_announced_and_neither_is_a_later_one_of_its_room() -> None:
+    bench = Bench()
+    bench.write(A, 1)
+    other = bench.write(B)
+    bench.write(A, 2)
+    for held, error in zip(bench.link.posted, ("CUDA error", "", ""), strict=True):
+        ends(held, error)
+    bench.queue.flush()
+    assert bench.said == [other]
+    assert bench.queue.failed(A) == "a write to decode-0 failed: CUDA error"
+    assert bench.queue.failed(B) == ""
+    assert bench.pinned() == set()
+    word = m.RoomFailed(A, 7, ErrorKind.WORKER, "why")
+    bench.queue.withdraw(A)
+    bench.queue.say(word)
+    assert bench.said == [other, word]
+    assert bench.queue.failed(A) == ""
+
+
+def test_writes_of_a_withdrawn_room_stay_pinned_and_are_not_announced_and_its_last_word_waits_for_them() -> None:
+    bench = Bench()
+    bench.write(A)
+    other = bench.write(B)
+    bench.queue.withdraw(A)
+    word = m.WriterQuiesced(A, 7)
+    bench.queue.say(word)
+    assert (bench.said, bench.pinned()) == ([], {"full", "state"})
+    ends(bench.link.posted[0], "it failed, and nobody asks any more")
+    ends(bench.link.posted[1])
+    bench.queue.flush()
+    assert bench.said == [other, word]
+    assert bench.queue.failed(A) == ""
+
+
+def test_metadata_is_a_write_without_pages() -> None:
+    bench = Bench()
+    notice = m.SlotWritten(A, 7)
+    bench.queue.post(SlotWrite(RoomTarget(A, {}, 0), b"data"), notice, 2, ())
+    assert bench.pinned() == set()
+    ends(bench.link.posted[0])
+    bench.queue.flush()
+    assert bench.link.said == [(notice, 2)]
+
+
+def test_one_write_too_many_fails_its_room_and_pins_and_posts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_queue, "_QUEUED", 1)
+    bench = Bench()
+    bench.write(A)
+    bench.write(B)
+    assert bench.queue.failed(B) == "1 writes to decode-0 are under way already"
+    assert (len(bench.queue), len(bench.link.posted)) == (1, 1)
+
+
+def test_settling_waits_for_all_that_is_under_way_and_says_what_can_be_said() -> None:
+    bench = Bench()
+    bench.write(A)
+    said = bench.write(B)
+    bench.link.posted[0].error = RuntimeError("lost")
+    bench.queue.settle()
+    assert all(held.done for held in bench.link.posted)
+    assert bench.said == [said]
+    assert bench.pinned() == set()
+    assert not len(bench.queue)
+
+
+def test_one_write_has_no_more_pages_than_the_readers_frames_and_a_notice_take() -> None:
+    bench, page = Bench(), SPEC.unit_bytes("full")
+    assert bench.queue.most_pages("full") == write_queue._NOTICE_PAGES
+    bench.link.frame_bytes = 3 * page + 1
+    assert bench.queue.most_pages("full") == 3
+    bench.link.frame_bytes = page - 1
+    assert bench.queue.most_pages("full") == 1

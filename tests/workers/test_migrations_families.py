@@ -1,0 +1,70 @@
+"""State of every kind goes from decode worker to decode worker bit for bit: the answers are those of who stayed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cache.memory.required_pages import due
+from contracts.messages.worker_events import MigrationDone
+from contracts.sampling_params import SamplingParams
+from tests.company import company, generated, hears
+from tests.families import FAMILIES
+from tests.family_scenes import tokens_of
+
+PAGE = 16
+COUNT = 30
+FIRST = ["gemma3", "deepseek_v32", "qwen3_next", "falcon_h1"]
+"""One with windows, one with index keys, two with recurrent states; the others take as long and are the soak's."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.soak) for name in FAMILIES]
+)
+def test_a_migrated_request_goes_on_as_if_it_had_stayed(name: str, tmp_path: Path) -> None:
+    folder = FAMILIES[name](tmp_path / name)
+    prompts = [tokens_of(seed, length) for seed, length in enumerate((70, 131, 38))]
+    options = [SamplingParams(COUNT, temperature=0.8, seed=seed) for seed in range(3)]
+    with company(folder, cache={"page_tokens": PAGE}, prefill={"chunk_tokens": 48}) as c:
+        stayed = c.run(*[c.submit(p, o) for p, o in zip(prompts, options, strict=True)])
+    with company(folder, cache={"page_tokens": PAGE}, prefill={"chunk_tokens": 48}, tokens=4096) as c:
+        moved = hears(c, MigrationDone)
+        rids = [c.submit(p, o) for p, o in zip(prompts, options, strict=True)]
+        for number, rid in enumerate(rids):
+            # At different places within a page, and within what recurrent layers gather.
+            c.until(generated(c, rid, 9 + 3 * number), "it to run")
+            assert c.core.migrations.begin(c.told[rid].request)
+            c.act()
+        c.until(lambda: c.core.migrations.counts.moved == 3, "all to move")
+        assert c.run(*rids) == stayed
+        spec = c.decode("decode-0")._manager.spec
+        least = sum(min(len(n), 1) * spec.unit_bytes(pool) for pool, n in due(spec, 60).items())
+        assert min(event.bytes for event in moved if isinstance(event, MigrationDone)) >= least, (
+            "something of every pool"
+        )
+        assert all(not told.replays for told in c.told.values())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
+def test_what_is_sent_while_a_stream_stands_still_does_not_grow_with_its_length(name: str, tmp_path: Path) -> None:
+    """Full pages go ahead, but for the last ones; windows and states go in the pause, and are what they are."""
+    folder = FAMILIES[name](tmp_path / name)
+    sizes: list[int] = []
+    for length in (120, 600):
+        with company(folder, decode={"migration_precopy_bytes": 1}, prefill={"chunk_tokens": 128}) as c:
+            moved = hears(c, MigrationDone)
+            rid = c.submit(tokens_of(5, length), SamplingParams(COUNT, temperature=0.8, seed=1))
+            c.until(generated(c, rid, 9), "it to run")
+            assert c.core.migrations.begin(c.told[rid].request)
+            c.run(rid)
+            spec = c.decode("decode-0")._manager.spec
+            (event,) = moved
+            assert isinstance(event, MigrationDone)
+            sizes.append(event.bytes)
+    full = spec.unit_bytes(spec.full.name)
+    whole = sum(len(numbers) * spec.unit_bytes(pool) for pool, numbers in due(spec, 608).items())
+    assert abs(sizes[1] - sizes[0]) <= 2 * full + max(spec.unit_bytes(p.name) for p in spec.pools)
+    assert sizes[1] < whole - 20 * full

@@ -1,0 +1,237 @@
+"""The receiver's peers: the writers that it said hello to, and whether they can still be reached.
+
+This part knows nothing of rooms. Messages about rooms, and changes of a peer, come out of it as events, which the KV
+receiver (`kv_receiver.py`) applies to rooms. A peer counts as dead only when its death is proven: silence ends nothing
+that it may still write (hazard A5).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from cache.memory.page_moves import describe_spec
+from cache.pool.pool_set import PoolSet
+from contracts.clock import Clock
+from contracts.config.worker_config import TransferConfig
+from contracts.errors import WireError
+from contracts.ids import Incarnation, RoomId, WorkerName
+from contracts.messages.fingerprint import Fingerprint, mismatch
+from contracts.messages.router_commands import PeerRef
+from transfer.net.control_channel import ControlTransport
+from transfer.planes.data_plane import DataPlane
+from transfer.rooms import room_messages as m
+from transfer.rooms.receiver.receiver_peer_events import (
+    GrantsLeft,
+    MessageRefused,
+    MessageUnusable,
+    NoticeHeard,
+    PeerCut,
+    PeerDied,
+    PeerGone,
+    PeerKey,
+    PeerParted,
+    PeerUnreachable,
+    ReceiverPeer,
+    ReceiverPeerEvent,
+    WriterMessage,
+)
+
+log = logging.getLogger("twinpool.transfer")
+_AT_ONCE = 256
+"""Messages of one peer that one `hear` takes in at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A peer that was said hello to, and the older incarnations whose place it takes."""
+
+    peer: ReceiverPeer
+    gone: tuple[PeerGone, ...]
+
+
+class ReceiverPeers(Mapping[PeerKey, ReceiverPeer]):
+    """Peers by name and incarnation."""
+
+    def __init__(
+        self,
+        name: WorkerName,
+        incarnation: Incarnation,
+        fingerprint: Fingerprint,
+        plane: DataPlane,
+        pools: PoolSet,
+        config: TransferConfig,
+        transport: ControlTransport,
+        clock: Clock,
+    ) -> None:
+        self._name, self._incarnation, self._fingerprint = name, incarnation, fingerprint
+        self._plane, self._pools, self._config = plane, pools, config
+        self._transport, self._clock = transport, clock
+        self._peers: dict[PeerKey, ReceiverPeer] = {}
+
+    def __getitem__(self, key: PeerKey) -> ReceiverPeer:
+        return self._peers[key]
+
+    def __iter__(self) -> Iterator[PeerKey]:
+        return iter(self._peers)
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    # ------------------------------------------------------------ peers that come
+
+    def connect(self, ref: PeerRef) -> Connected:
+        """Say hello to a peer, unless it was done before and the peer isn't estranged."""
+        peer = self._peers.get((ref.name, ref.incarnation))
+        if peer is not None and not peer.estranged:
+            return Connected(peer, ())
+        deadline = self._clock.now() + self._config.connect_timeout_s
+        if peer is not None:
+            # The peer is known for its rooms in quarantine, and keeps them. Perhaps it welcomes this worker now.
+            peer.estranged, peer.welcome, peer.deadline = False, None, deadline
+        else:
+            channel = self._transport.connect(ref.control, f"{self._name}:{self._incarnation}".encode())
+            peer = self._peers[ref.name, ref.incarnation] = ReceiverPeer(ref, channel, deadline)
+        peer.channel.send(m.encode(self.hello(ref)))
+        # A worker has one live incarnation: what an older one still owed is lost. The places that it may still write
+        # aren't free for that: an old incarnation that lives, somewhere, keeps them until it says that it writes no
+        # more, or its death is proven.
+        gone, reason = list[PeerGone](), f"{ref.name} is now incarnation {ref.incarnation}"
+        for (name, incarnation), old in list(self._peers.items()):
+            if name == ref.name and incarnation < ref.incarnation and (old.watch is None or old.watch.dead):
+                gone.append(self._part(old, reason) if old.watch is None else self._forget_dead(old, reason))
+        return Connected(peer, tuple(gone))
+
+    def hello(self, ref: PeerRef) -> m.Hello:
+        return m.Hello(
+            self._name, self._incarnation, ref.incarnation, self._fingerprint, describe_spec(self._pools.spec.whole),
+            self._plane.kind, self._plane.describe(), *self._transport.mine(),
+        )  # fmt: skip
+
+    def late(self) -> list[PeerParted]:
+        """Part with the peers that did not answer the hello in time."""
+        late = [p for p in self._peers.values() if p.awaited and self._clock.now() >= p.deadline]
+        reason = f"did not answer within {self._config.connect_timeout_s:g} s"
+        return [self._part(peer, f"{peer.ref.name} {reason}") for peer in late]
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When the next peer is late with its answer, by the clock."""
+        return min((p.deadline for p in self._peers.values() if p.awaited), default=None)
+
+    # ------------------------------------------------------------ messages
+
+    def send(self, peer: ReceiverPeer, message: WriterMessage) -> bool:
+        """Send a message, and return whether it has left: until a peer's welcome the latest one of each room waits."""
+        if peer.awaited:
+            peer.queued[message.room] = message
+            return False
+        peer.channel.send(m.encode(message))
+        return True
+
+    def withdraw_grant(self, peer: ReceiverPeer, room: RoomId) -> None:
+        """Drop the grant of `room` if it still waits for the peer's welcome."""
+        if isinstance(peer.queued.get(room), m.PageGrant):
+            del peer.queued[room]
+
+    def hear(self, peer: ReceiverPeer) -> Iterator[ReceiverPeerEvent]:
+        """Yield the messages of a peer, and then the changes of its state, as events: each is looked at after the
+        caller has applied those before."""
+        for _ in range(_AT_ONCE):
+            data = peer.channel.receive()
+            if data is None:
+                break
+            try:
+                event = self._said(peer, m.decode(data))
+            except WireError as error:
+                event = MessageUnusable(peer, error)
+            if event is not None:
+                yield event
+            if self._peers.get(peer.key) is not peer:
+                return  # The peer was forgotten meanwhile.
+        if peer.watch is not None and peer.watch.dead:
+            yield self._forget_dead(peer, f"{peer.ref.name} (pid {peer.watch.pid}) died")
+            return
+        if peer.channel.cut():
+            log.warning("the connection to %s was cut", peer.ref.name)
+            if peer.awaited:
+                peer.channel.send(m.encode(self.hello(peer.ref)))
+            else:
+                yield PeerCut(peer)
+        yield from self._unreachable(peer)
+
+    def _said(self, peer: ReceiverPeer, message: m.RoomMessage) -> ReceiverPeerEvent | None:
+        """Return the event of a message, if any. Raises `WireError` for one not for decode; then nothing changed."""
+        if isinstance(message, m.Welcome):
+            return self._welcomed(peer, message)
+        if isinstance(message, m.PeerRefused):
+            return self._part(peer, f"{peer.ref.name} refused the hand-over: {message.reason:.500}")
+        if isinstance(message, m.MessageRejected):
+            if peer.welcome is None:
+                return self._part(peer, f"{peer.ref.name} refused the hand-over: {message.reason:.500}")
+            return MessageRefused(peer, RoomId(message.room), message.reason)
+        if isinstance(message, m.WriterQuiesced | m.RoomFailed):
+            return NoticeHeard(peer, message)
+        raise WireError(f"{type(message).__name__} is not for decode")
+
+    def _welcomed(self, peer: ReceiverPeer, welcome: m.Welcome) -> ReceiverPeerEvent | None:
+        if not peer.awaited:
+            return None  # Said again, as the hello was, or too late.
+        name = peer.ref.name
+        if welcome.incarnation != peer.ref.incarnation:
+            return self._part(peer, f"{name} is incarnation {welcome.incarnation}, not {peer.ref.incarnation}")
+        reason = mismatch(self._fingerprint, welcome.fingerprint, self._name, name)
+        if reason is not None:
+            return self._part(peer, reason)
+        try:
+            others = [(other.pid, other.started, other.boot) for other in welcome.others]
+            watch = self._transport.watch([(welcome.pid, welcome.started, welcome.boot), *others])
+        except ProcessLookupError:
+            return self._part(peer, f"{name} (pid {welcome.pid}) died")
+        except WireError as error:
+            return self._part(peer, f"{name}: {error}")
+        if watch is None and not self._plane.revocable:
+            # Its death could never be proven, and places that it was promised might never come back.
+            return self._part(peer, f"plane {self._plane.kind}: the processes of {name} can't be watched from here")
+        if peer.watch is not None:
+            peer.watch.close()
+        peer.welcome, peer.watch = welcome, watch
+        queued, peer.queued = peer.queued, {}
+        for message in queued.values():
+            self.send(peer, message)
+        return GrantsLeft(tuple(room for room, message in queued.items() if isinstance(message, m.PageGrant)))
+
+    # ------------------------------------------------------------ peers that go
+
+    def _unreachable(self, peer: ReceiverPeer) -> Iterator[PeerUnreachable]:
+        """Yield an event where a peer could not be reached for `transfer.link_timeout_s`."""
+        if peer.welcome is None or peer.channel.up:
+            peer.down_since = None
+            return
+        now, limit = self._clock.now(), self._config.link_timeout_s
+        peer.down_since = now if peer.down_since is None else peer.down_since
+        down = now - peer.down_since
+        if down >= limit:
+            reason = f"the connection to {peer.ref.name} was cut, and not back after {limit:g} s"
+            yield PeerUnreachable(peer, reason, down >= self._config.peer_forget_s)
+
+    def _part(self, peer: ReceiverPeer, reason: str) -> PeerParted:
+        peer.estranged, peer.queued = True, {}
+        return PeerParted(peer, reason)
+
+    def _forget_dead(self, peer: ReceiverPeer, reason: str) -> PeerDied:
+        self.forget(peer)
+        return PeerDied(peer, reason)
+
+    def forget(self, peer: ReceiverPeer) -> None:
+        if self._peers.get(peer.key) is not peer:
+            return
+        del self._peers[peer.key]
+        peer.channel.close()
+        if peer.watch is not None:
+            peer.watch.close()
+
+    def close(self) -> None:
+        for peer in list(self._peers.values()):
+            self.forget(peer)

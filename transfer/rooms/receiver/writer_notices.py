@@ -1,0 +1,97 @@
+"""Writer notices: a writer's notices about rooms to the receiver, each checked before anything changes.
+
+A notice carries the ticket of its room's grant, so that only the writer that was granted the places can say that they
+are written, or give them back (hazard A5).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+from cache.pool.pool_set import PoolSet
+from contracts.clock import Clock
+from contracts.damage import DamageSite, log_damage
+from contracts.errors import WireError
+from transfer.rooms import room_messages as m
+from transfer.rooms.metadata_slots import HandoverMetadata
+from transfer.rooms.receiver.arrival_check import ArrivalCheck, Damage, Hole
+from transfer.rooms.receiver.receiver_peer_events import NoticeHeard
+from transfer.rooms.receiver.receiver_rooms import ReceiverRoom, ReceiverRooms
+from transfer.rooms.room_outcomes import PromptArrived
+from transfer.rooms.room_states import ReceiverEvent, ReceiverState
+
+log = logging.getLogger("twinpool.transfer")
+
+
+class WriterNotices:
+    """Notices of writes, ends and answers, applied to rooms."""
+
+    def __init__(self, rooms: ReceiverRooms, arrivals: ArrivalCheck, pools: PoolSet, clock: Clock) -> None:
+        self._rooms, self._arrivals, self._pools, self._clock = rooms, arrivals, pools, clock
+        self.late = 0
+        """Messages that came for a room that had ended."""
+        self.damage: Counter[str] = Counter()
+        """Rooms in which something arrived that isn't what was promised, by pool, or by "metadata"."""
+
+    def hear_from(self, heard: NoticeHeard) -> None:
+        """Apply a notice that came over a peer's control connection, and not through the data plane. Raises `WireError`
+        for a room of another peer, and as `hear` does."""
+        room = self._rooms.get(heard.notice.room)
+        if room is not None and room.peer is not heard.peer:
+            raise WireError(f"room {room.id} is not {heard.peer.ref.name}'s")
+        self.hear(heard.notice)
+
+    def hear(self, notice: m.Notice) -> None:
+        """Apply a notice. Raises `WireError` for one without the room's ticket; nothing has changed then."""
+        room = self._rooms.get(notice.room)
+        if room is None:
+            self.late += 1
+            return
+        if notice.ticket != room.ticket:
+            if notice.ticket or not isinstance(notice, m.RoomFailed | m.NothingToDecode):
+                raise WireError(f"{type(notice).__name__} of room {room.id} has another ticket")
+            if room.promised:
+                self._rooms.ended_early(room, notice)
+                return
+        room.heard = self._clock.now()
+        if isinstance(notice, m.WriterQuiesced):
+            if room.aborting:
+                self._rooms.step(room, ReceiverEvent.QUIESCED)
+        elif isinstance(notice, m.NothingToDecode):
+            self._rooms.answered(room)
+        elif isinstance(notice, m.RoomFailed):
+            self._rooms.end_failed(room, ReceiverEvent.FAILED, notice.kind, notice.message)
+        elif room.state is not ReceiverState.GRANTED:
+            self.late += 1
+        elif isinstance(notice, m.PagesWritten):
+            self._wrote(room, notice)
+        else:
+            self._complete(room)
+
+    def _wrote(self, room: ReceiverRoom, wrote: m.PagesWritten) -> None:
+        """Check one write of several pools: all of it is right, or the room ends."""
+        wrong = self._arrivals.pages(room, wrote)
+        if wrong is None:
+            self._rooms.step(room, ReceiverEvent.WROTE)
+        else:
+            self._break(room, wrong)
+
+    def _complete(self, room: ReceiverRoom) -> None:
+        """Check the metadata, which has arrived, and complete the room with it."""
+        metadata = self._arrivals.metadata(room)
+        if not isinstance(metadata, HandoverMetadata):
+            self._break(room, metadata)
+            return
+        received = {pool: len(run) * self._pools.spec.whole.unit_bytes(pool) for pool, run in room.runs.items()}
+        self._rooms.complete(room, PromptArrived(room.id, room.leases, metadata, received, room.digests))
+
+    def _break(self, room: ReceiverRoom, wrong: Damage | Hole) -> None:
+        peer = room.peer.ref.name
+        if isinstance(wrong, Hole):
+            log.warning("room %s from %s: %s", room.id, peer, wrong.what)
+            self._rooms.fail(room, wrong.what)
+            return
+        self.damage[wrong.pool if wrong.pool in self._pools.spec.by_name else "metadata"] += 1
+        log_damage(log, DamageSite.HANDOVER, room=room.id, peer=peer, pool=wrong.pool, what=wrong.what)
+        self._rooms.damaged(room, f"{wrong.pool}: {wrong.what}")

@@ -1,0 +1,263 @@
+"""The KV sender, prefill's end of the rooms: takes grants, writes pages as chunks finish, seals with the metadata.
+
+Its parts are the rooms (`sender_rooms.py`), the peers (`sender_peers.py`), the queue of writes to each peer
+(`write_queue.py`), and the peers' messages about rooms (`reader_messages.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from cache.device.device_port import Completion, Device
+from cache.memory.page_digest import ContentTag
+from cache.pool.pool_set import PoolSet
+from contracts.clock import Clock
+from contracts.config.worker_config import TransferConfig
+from contracts.errors import ErrorKind, WireError
+from contracts.ids import Incarnation, RoomId, WorkerName
+from contracts.messages.fingerprint import Fingerprint
+from contracts.messages.router_commands import PeerRef
+from transfer.net.control_channel import ControlTransport, ProcessIdentity
+from transfer.planes.data_plane import DataPlane, PageNumbers, PageWrite, SlotWrite
+from transfer.rooms import room_messages as m
+from transfer.rooms.metadata_slots import HandoverMetadata, pack
+from transfer.rooms.room_outcomes import SendablePages
+from transfer.rooms.room_states import SenderEvent, SenderState
+from transfer.rooms.sender.reader_messages import ReaderMessages
+from transfer.rooms.sender.sender_peer_events import (
+    MessageHeard,
+    PeerLost,
+    SenderPeerEvent,
+    StrangerAborted,
+    identity_of,
+)
+from transfer.rooms.sender.sender_peers import SenderPeers
+from transfer.rooms.sender.sender_rooms import SenderOutcome, SenderRoom, SenderRooms
+
+log = logging.getLogger("twinpool.transfer")
+_LOOK_AGAIN_S = 0.002
+"""Seconds until a write that is under way is looked at again."""
+
+
+class KVSender:
+    """The sending end of all hand-overs of a worker. Single-threaded; `poll` never blocks, except until writes that are
+    under way to a lost peer are complete."""
+
+    def __init__(
+        self,
+        name: WorkerName,
+        incarnation: Incarnation,
+        fingerprint: Fingerprint,
+        plane: DataPlane,
+        pools: PoolSet,
+        device: Device,
+        config: TransferConfig,
+        *,
+        transport: ControlTransport,
+        clock: Clock,
+        others: Sequence[ProcessIdentity] = (),
+    ) -> None:
+        """`others`: the processes of the worker's other ranks."""
+        self.fingerprint = fingerprint
+        self._plane, self._pools, self._config, self._clock = plane, pools, config, clock
+        self._peers = SenderPeers(
+            name, incarnation, fingerprint, plane, pools, device, config, transport, clock, others
+        )  # fmt: skip
+        self.control = self._peers.control
+        plane.register(pools, None)
+        self._rooms = SenderRooms(self._peers)
+        self._messages = ReaderMessages(name, self._rooms)
+        self.refused = 0
+        """Messages that could not be used."""
+        self.sent: Counter[str] = Counter()
+        """Bytes posted, by pool."""
+
+    # ------------------------------------------------------------ called by prefill
+
+    def open(self, room: RoomId, peer: PeerRef) -> None:
+        """Open a room that hands over to `peer`, and take its grant if that came early. Raises `WireError` for a room
+        that exists or has existed, or was given up by decode before its request came."""
+        known = self._peers.get(identity_of(peer))
+        if room in self._rooms or room in self._rooms.ended or (known is not None and room in known.early.given_up):
+            raise WireError(f"room {room} exists already, or was given up")
+        entry = self._rooms.open(room, peer)
+        early = known.early.take(room) if known is not None else None
+        if known is not None and early is not None:
+            self._rooms.grant(entry, known, early)
+
+    def granted(self, room: RoomId) -> bool:
+        """Return whether pages of `room` can be written: it has its grant, and isn't sealed or over."""
+        entry = self._rooms.get(room)
+        return entry is not None and entry.state is SenderState.GRANTED
+
+    def wanted(self, room: RoomId) -> dict[str, range]:
+        """Return the numbers that are granted and not written yet, by pool, for every pool; empty before the grant."""
+        entry = self._rooms[room]
+        return {pool.name: entry.shares.left(pool.name) for pool in self._pools.spec.pools}
+
+    def write(self, room: RoomId, finished: Mapping[str, SendablePages], after: Sequence[Completion]) -> None:
+        """Write finished pages of a granted room, all pools together, after the operations `after` that made them.
+
+        Numbers that decode didn't ask for, or that were written before, are skipped; the rest of each pool goes in
+        order, in as many writes as the reader's frames need.
+        """
+        entry = self._rooms[room]
+        assert entry.peer is not None
+        assert entry.target is not None
+        while not entry.failed:
+            chosen = _next_of(entry, finished)
+            if not chosen:
+                return
+            self._rooms.step(entry, SenderEvent.WROTE)
+            entry.writes += 1
+            runs = {pool: PageNumbers(pages.first, pages.indices) for pool, pages in chosen.items()}
+            parts = tuple(_sealed(pool, pages.first, pages.tags) for pool, pages in chosen.items())
+            notice = m.PagesWritten(room, entry.ticket, parts)
+            entry.peer.writes.post(PageWrite(entry.target, runs, entry.writes), notice, entry.writes, after)
+            for pool, run in runs.items():
+                self.sent[pool] += len(run) * self._pools.spec.whole.unit_bytes(pool)
+
+    def seal(self, room: RoomId, metadata: HandoverMetadata) -> None:
+        """Write the metadata, as the last write of the room.
+
+        Raises `WireError` while something that decode wants is not written, and where a write has failed.
+        """
+        entry = self._rooms[room]
+        assert entry.peer is not None
+        assert entry.grant is not None
+        assert entry.target is not None
+        if entry.failed or not entry.shares.done:
+            raise WireError(f"room {room} can't be sealed: {entry.failed or f'{entry.shares} not written'}")
+        data = pack(replace(metadata, slot_epoch=entry.grant.slot_epoch))
+        entry.peer.writes.post(SlotWrite(entry.target, data), m.SlotWritten(room, entry.ticket), entry.writes, ())
+        entry.sent_at = self._clock.now()
+        self._rooms.step(entry, SenderEvent.SENT)
+
+    def finish(self, room: RoomId) -> None:
+        """End a room whose request ended with its first token, and tell decode. Nothing happens if the room is over."""
+        entry = self._rooms.get(room)
+        if entry is not None:
+            self._rooms.end(entry, SenderEvent.FINISHED, m.NothingToDecode(room, entry.ticket))
+
+    def fail(self, room: RoomId, kind: ErrorKind, message: str) -> None:
+        """Give a request up, and tell decode. No outcome follows; nothing happens when the room is over."""
+        entry = self._rooms.get(room)
+        if entry is not None:
+            self._rooms.end(entry, SenderEvent.FAILED, entry.failure(kind, message))
+
+    def poll(self) -> list[SenderOutcome]:
+        """Hear peers, send due notices, expire rooms; returns the outcomes since the last call."""
+        for event in self._peers.hear():
+            self._hear(event)
+        for lost in self._peers.dead():
+            self._rooms.lost(lost)
+        self._plane.poll_followers()
+        for peer in self._peers.disconnected():
+            self._rooms.disconnected(peer)
+        for peer in self._peers.values():
+            peer.writes.flush()
+        self._rooms.fail_unwritten()
+        for lost in self._peers.unreachable():
+            self._rooms.lost(lost)
+        self._rooms.expire(self._clock.now(), self._config.room_timeout_s)
+        return self._rooms.take_outcomes()
+
+    @property
+    def late(self) -> int:
+        """Messages that came for a room that had ended."""
+        return self._messages.late
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.sent.total()
+
+    @property
+    def rooms(self) -> int:
+        return len(self._rooms)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no room is left, and nothing of ended rooms is being written or waits to be sent."""
+        return not self._rooms and not self._peers.writing
+
+    @property
+    def outgoing(self) -> dict[str, float]:
+        """Numbers of rooms that have not ended, by the worker that receives them: counters of a status (hazard D2)."""
+        return dict(Counter(f"outgoing_to:{room.wants.name}" for room in self._rooms.values()))
+
+    @property
+    def unconfirmed(self) -> set[RoomId]:
+        """Rooms in which everything was sent and decode has not confirmed yet that it arrived."""
+        return {r.id for r in self._rooms.values() if r.state is SenderState.SENT}
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `poll` is due although nothing arrives, by the clock; None where no deadline runs."""
+        due = [r.sent_at + self._config.room_timeout_s for r in self._rooms.values() if r.state is SenderState.SENT]
+        if self._peers.writing or any(r.failed for r in self._rooms.values()):
+            due.append(self._clock.now() + _LOOK_AGAIN_S)
+        return min(due, default=None)
+
+    def check(self) -> list[str]:
+        found = []
+        for room in self._rooms.values():
+            wants = self._peers.get(identity_of(room.wants))
+            if room.peer is None and wants is not None and room.id in wants.early.grants:
+                found.append(f"room {room.id}: early grant and open")
+            if (room.state is SenderState.OPEN) != (room.grant is None):
+                found.append(f"room {room.id} is {room.state} and its grant says otherwise")
+            if room.peer is not None and self._peers.get(room.peer.identity) is not room.peer:
+                found.append(f"room {room.id} belongs to a peer that is gone")
+        return found
+
+    def close(self) -> None:
+        self._peers.close()
+        self._plane.close()
+
+    # ------------------------------------------------------------ messages of peers
+
+    def _hear(self, event: SenderPeerEvent) -> None:
+        if isinstance(event, PeerLost):
+            self._rooms.lost(event)
+        elif isinstance(event, MessageHeard):
+            try:
+                self._messages.hear(event.peer, event.message)
+            except WireError as error:
+                self._refuse(event.peer.identity, event.message.room, m.reason_of(error))
+        elif isinstance(event, StrangerAborted):
+            try:
+                self._peers.reply(event.identity, self._messages.stranger_aborted(event))
+            except WireError as error:
+                self._refuse(event.identity, event.abort.room, m.reason_of(error))
+        else:
+            self._refuse(event.identity, event.room, event.reason)
+
+    def _refuse(self, identity: bytes, room: str, reason: str) -> None:
+        """Reject a message and count it; few are logged, as a peer that sends one such message may send many."""
+        self.refused += 1
+        if self.refused & (self.refused - 1) == 0:  # Of a flood, the first, second, fourth, eighth ...
+            log.warning("control message refused, the %d.: %s", self.refused, reason)
+        self._peers.reject(identity, room, reason)
+
+
+def _next_of(room: SenderRoom, finished: Mapping[str, SendablePages]) -> dict[str, SendablePages]:
+    """Take from `finished` what the room has to write next of each pool, as much as goes into one write. It counts as
+    written from here on."""
+    assert room.peer is not None
+    chosen = {}
+    for pool, pages in finished.items():
+        left = room.shares.left(pool)
+        start, stop = max(pages.first, left.start), min(pages.first + len(pages.indices), left.stop)
+        stop = min(stop, start + room.peer.writes.most_pages(pool))
+        if start < stop:
+            run = slice(start - pages.first, stop - pages.first)
+            chosen[pool] = SendablePages(start, tuple(pages.indices[run]), pages.tags[run])
+            room.shares.advance(pool, range(start, stop))
+    return chosen
+
+
+def _sealed(pool: str, first: int, tags: Sequence[ContentTag]) -> m.PageTags:
+    return m.PageTags(pool, first, tuple(t.key for t in tags), tuple(t.digest for t in tags))

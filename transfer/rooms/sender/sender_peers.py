@@ -1,0 +1,208 @@
+"""The sender's peers: the readers that said hello, and whether they can still be reached.
+
+This part knows nothing of rooms. Messages about rooms, and losses of peers, come out of it as events, which the KV
+sender (`transfer/rooms/sender/kv_sender.py`) applies to rooms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from cache.device.device_port import Device
+from cache.memory.page_moves import describe_spec
+from cache.pool.pool_set import PoolSet
+from contracts.clock import Clock
+from contracts.config.worker_config import TransferConfig
+from contracts.errors import LayoutMismatch, WireError
+from contracts.ids import Incarnation, WorkerName
+from contracts.messages.fingerprint import Fingerprint
+from contracts.messages.router_commands import PeerRef
+from transfer.net.control_channel import ControlTransport, ProcessIdentity
+from transfer.planes.data_plane import DataPlane
+from transfer.rooms import room_messages as m
+from transfer.rooms.compatibility import refuse_mismatch
+from transfer.rooms.sender.promised_places import PromisedPlaces
+from transfer.rooms.sender.sender_peer_events import (
+    MessageHeard,
+    MessageInvalid,
+    PeerLost,
+    SenderPeer,
+    SenderPeerEvent,
+    StrangerAborted,
+    identity_of,
+)
+from transfer.rooms.sender.write_queue import WriteQueue
+
+_NAME_BYTES = 256
+_SWEEP_S = 1.0
+
+
+class SenderPeers(Mapping[bytes, SenderPeer]):
+    """Peers by identity, and the inbox that they send to."""
+
+    def __init__(
+        self,
+        name: WorkerName,
+        incarnation: Incarnation,
+        fingerprint: Fingerprint,
+        plane: DataPlane,
+        pools: PoolSet,
+        device: Device,
+        config: TransferConfig,
+        transport: ControlTransport,
+        clock: Clock,
+        others: Sequence[ProcessIdentity],
+    ) -> None:
+        """`others`: the processes of the worker's other ranks."""
+        self._name, self._incarnation, self._fingerprint = name, incarnation, fingerprint
+        self._plane, self._pools, self._device = plane, pools, device
+        self._config, self._transport, self._clock = config, transport, clock
+        self._others = tuple(m.RankProcess(*other) for other in others)
+        self._inbox = transport.listen()
+        self.control = self._inbox.endpoint
+        """Endpoint of the inbox, for peers."""
+        self._peers: dict[bytes, SenderPeer] = {}
+        self._swept = clock.now()
+
+    def __getitem__(self, identity: bytes) -> SenderPeer:
+        return self._peers[identity]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._peers)
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    @property
+    def writing(self) -> bool:
+        """Whether a write to any peer is under way, or a last word waits."""
+        return any(len(peer.writes) for peer in self._peers.values())
+
+    # ------------------------------------------------------------ messages
+
+    def hear(self) -> Iterator[SenderPeerEvent]:
+        """Yield the events of arrived messages: each message is looked at after the caller has applied those before."""
+        for identity, data in self._inbox.receive():
+            try:
+                yield from self._said(identity, m.decode(data))
+            except (WireError, LayoutMismatch) as error:
+                yield MessageInvalid(identity, m.room_of(data), m.reason_of(error))
+
+    def reply(self, identity: bytes, message: m.ControlMessage | m.WriterQuiesced) -> None:
+        self._inbox.send(identity, m.encode(message))
+
+    def reject(self, identity: bytes, room: str, reason: str) -> None:
+        """Reject one message, and nothing else: rooms that its sender has granted go on, or end by its own messages.
+
+        A sender that is no peer is told so. It has no rooms here, or none any more.
+        """
+        known = identity in self._peers
+        self.reply(identity, m.MessageRejected(reason, room) if known else m.PeerRefused(reason))
+
+    def _said(self, identity: bytes, message: m.RoomMessage) -> Sequence[SenderPeerEvent]:
+        """Return the events of a message. Raises `WireError` or `LayoutMismatch` for one that can't be used; nothing
+        has changed then."""
+        if isinstance(message, m.Hello):
+            return self._hello(identity, message)
+        peer = self._peers.get(identity)
+        if peer is None:
+            if isinstance(message, m.AbortRoom):
+                return [StrangerAborted(identity, message)]
+            self.reply(identity, m.PeerRefused("say hello first"))
+            return []
+        if not isinstance(message, m.PageGrant | m.AbortRoom | m.HandoverReceived):
+            raise WireError(f"{type(message).__name__} is not for prefill")
+        return [MessageHeard(peer, message)]
+
+    # ------------------------------------------------------------ peers that come
+
+    def _hello(self, identity: bytes, hello: m.Hello) -> list[PeerLost]:
+        """Welcome a reader that fits and can be reached. Returns the peers whose place it has taken."""
+        layout = describe_spec(self._pools.spec.whole)
+        refuse_mismatch(self._name, self._fingerprint, layout, self._plane.kind, hello)
+        if hello.expects != self._incarnation:
+            raise LayoutMismatch(f"{self._name} is incarnation {self._incarnation}, not {hello.expects}")
+        ref = PeerRef(WorkerName(hello.worker), Incarnation(hello.incarnation), "")
+        if identity != identity_of(ref) or not 0 < len(identity) <= _NAME_BYTES:
+            raise WireError(f"{hello.worker:.80} incarnation {hello.incarnation} speaks as {identity!r:.80}")
+        known = self._peers.get(identity)
+        if known is not None and known.hello == hello:
+            self._welcome(identity)  # Sent again, as the welcome may have been lost: its rooms go on.
+            return []
+        others = [p for p in self._peers.values() if p.name == hello.worker and p is not known]
+        for old in others:
+            if old.incarnation > hello.incarnation:
+                raise LayoutMismatch(f"{hello.worker} is incarnation {old.incarnation} by now, not {hello.incarnation}")
+        if known is None and len(self._peers) - len(others) >= self._config.most_peers:
+            raise LayoutMismatch(f"{self._name} has {len(self._peers)} peers already (transfer.most_peers)")
+        peer = self._meet(identity, ref, hello)
+        # Only now, as a reader that can't be reached must not take a peer's place.
+        lost = [self.lose(old, f"{old.name} is now incarnation {hello.incarnation}") for old in others]
+        if known is not None:
+            lost.append(self.lose(known, f"{hello.worker} connected again"))
+        self._peers[identity] = peer
+        self._welcome(identity)
+        return lost
+
+    def _meet(self, identity: bytes, ref: PeerRef, hello: m.Hello) -> SenderPeer:
+        """Connect to a reader. Raises `LayoutMismatch` where its memory can't be reached, or its process is dead."""
+        link = self._plane.connect(hello.descriptor)
+        try:
+            watch = self._transport.watch([(hello.pid, hello.started, hello.boot)])
+        except (ProcessLookupError, WireError) as error:
+            link.close()
+            raise LayoutMismatch(f"{hello.worker}: {error}") from None
+        writes = WriteQueue(ref.name, link, self._pools, self._device)
+        promised = PromisedPlaces(self._pools.spec.by_name, self._plane.revocable)
+        return SenderPeer(identity, ref.name, ref.incarnation, link, watch, hello, writes, promised)
+
+    def _welcome(self, identity: bytes) -> None:
+        process = self._transport.mine()
+        self.reply(identity, m.Welcome(self._name, self._incarnation, self._fingerprint, *process, self._others))
+
+    # ------------------------------------------------------------ peers that go
+
+    def lose(self, peer: SenderPeer, reason: str) -> PeerLost:
+        """Wait until nothing is being written to `peer` any more, and forget it."""
+        peer.writes.settle()
+        del self._peers[peer.identity]
+        _disconnect(peer)
+        return PeerLost(peer, reason)
+
+    def dead(self) -> list[PeerLost]:
+        """Lose the peers whose death is proven by now."""
+        dead = [p for p in self._peers.values() if p.watch is not None and p.watch.dead]
+        return [self.lose(peer, f"{peer.name} died") for peer in dead]
+
+    def disconnected(self) -> list[SenderPeer]:
+        """Return the peers whose connection was cut since the last call: pages, or notices of them, may be lost."""
+        return [p for p in self._peers.values() if p.link.cut()]
+
+    def unreachable(self) -> list[PeerLost]:
+        """Lose the peers that could not be reached for `transfer.peer_forget_s`: the death of a peer on another host
+        can't be proven, and nothing is written to it through a connection that isn't there."""
+        now, lost = self._clock.now(), list[PeerLost]()
+        if now - self._swept < _SWEEP_S:
+            return lost
+        self._swept = now
+        for peer in list(self._peers.values()):
+            if peer.link.up:
+                peer.down_since = None
+                continue
+            peer.down_since = now if peer.down_since is None else peer.down_since
+            if now - peer.down_since >= self._config.peer_forget_s:
+                reason = f"{peer.name} could not be reached for {self._config.peer_forget_s:g} s"
+                lost.append(self.lose(peer, reason))
+        return lost
+
+    def close(self) -> None:
+        for peer in self._peers.values():
+            peer.writes.settle()
+            _disconnect(peer)
+        self._inbox.close()
+
+
+def _disconnect(peer: SenderPeer) -> None:
+    peer.link.close()
+    if peer.watch is not None:
+        peer.watch.close()

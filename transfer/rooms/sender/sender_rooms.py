@@ -1,0 +1,162 @@
+"""The sender's rooms: their states, the last word about each, and the outcomes for the worker."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from contracts.errors import ErrorKind
+from contracts.ids import RoomId
+from contracts.messages.router_commands import PeerRef
+from transfer.planes.data_plane import PageNumbers, RoomTarget
+from transfer.rooms import room_messages as m
+from transfer.rooms.ended_rooms import EndedRooms
+from transfer.rooms.pool_shares import RoomProgress
+from transfer.rooms.room_outcomes import RoomGranted, RoomReleased
+from transfer.rooms.room_states import SENDER, SenderEvent, SenderState
+from transfer.rooms.sender.sender_peer_events import PeerLost, SenderPeer, identity_of
+
+log = logging.getLogger("twinpool.transfer")
+SenderOutcome = RoomGranted | RoomReleased
+
+
+@dataclass(eq=False)
+class SenderRoom:
+    id: RoomId
+    wants: PeerRef
+    """The reader that the router has named; only that reader's grant is taken."""
+    state: SenderState = SenderState.OPEN
+    peer: SenderPeer | None = None
+    grant: m.PageGrant | None = None
+    target: RoomTarget | None = None
+    shares: RoomProgress = field(default_factory=lambda: RoomProgress({}))
+    """The numbers that are still to be written."""
+    sent_at: float = 0.0
+    """When the metadata was posted, by the clock."""
+    writes: int = 0
+    """Writes of pages posted so far."""
+
+    @property
+    def ticket(self) -> int:
+        return self.grant.ticket if self.grant is not None else 0
+
+    @property
+    def failed(self) -> str:
+        """Why a write of the room failed; empty where none did. The room then ends at the next `poll`, and no later
+        write of it is announced."""
+        return self.peer.writes.failed(self.id) if self.peer is not None else ""
+
+    def failure(self, kind: ErrorKind, reason: str) -> m.RoomFailed:
+        """Return the last word of a room that is given up here."""
+        return m.RoomFailed(self.id, self.ticket, kind, reason)
+
+
+class SenderRooms(Mapping[RoomId, SenderRoom]):
+    """Rooms that have not ended, by id."""
+
+    def __init__(self, peers: Mapping[bytes, SenderPeer]) -> None:
+        self._peers = peers
+        self._rooms: dict[RoomId, SenderRoom] = {}
+        self._outcomes: list[SenderOutcome] = []
+        self.ended = EndedRooms[m.Notice]()
+
+    def __getitem__(self, room: RoomId) -> SenderRoom:
+        return self._rooms[room]
+
+    def __iter__(self) -> Iterator[RoomId]:
+        return iter(self._rooms)
+
+    def __len__(self) -> int:
+        return len(self._rooms)
+
+    def open(self, room: RoomId, wants: PeerRef) -> SenderRoom:
+        """Open a room without a grant."""
+        entry = self._rooms[room] = SenderRoom(room, wants)
+        return entry
+
+    def grant(self, room: SenderRoom, peer: SenderPeer, grant: m.PageGrant) -> None:
+        """Enter a grant into an open room. The caller has checked it."""
+        room.peer, room.grant, room.target = peer, grant, target_of(grant)
+        room.shares = RoomProgress({pool: run.numbers for pool, run in room.target.runs.items()})
+        peer.promised.promise(room.target)
+        self.step(room, SenderEvent.GRANT)
+        self._outcomes.append(RoomGranted(room.id))
+
+    def received(self, room: SenderRoom) -> None:
+        """End a room of which decode has received everything."""
+        self.step(room, SenderEvent.RECEIVED)
+        self._outcomes.append(RoomReleased(room.id, True))
+
+    def abort(self, room: SenderRoom, word: m.WriterQuiesced, reason: str, damaged: bool = False) -> None:
+        """End a room that decode gives up. The caller has still to answer decode with `word`."""
+        self.ended.remember(room.id, word)
+        self.step(room, SenderEvent.ABORT)
+        self._outcomes.append(RoomReleased(room.id, False, f"decode gave it up: {reason:.200}", damaged))
+
+    def end(self, room: SenderRoom, event: SenderEvent, word: m.Notice, peer: SenderPeer | None = None) -> None:
+        """End a room from here and tell decode, without an outcome. `peer`: the reader to tell if the room has none."""
+        self.ended.remember(room.id, word)
+        self.step(room, event)
+        peer = room.peer or peer or self._peers.get(identity_of(room.wants))
+        if peer is not None:
+            self.ended.told(peer, room.id)
+            peer.writes.say(word)
+
+    def fail(self, room: SenderRoom, word: m.RoomFailed, peer: SenderPeer | None = None) -> None:
+        """End a room whose hand-over went wrong, with an outcome. `peer`: as for `end`."""
+        self.end(room, SenderEvent.FAILED, word, peer)
+        self._outcomes.append(RoomReleased(room.id, False, word.message))
+
+    def fail_unwritten(self) -> None:
+        """Fail the rooms of which a write failed."""
+        for room in [r for r in self._rooms.values() if r.failed]:
+            log.warning("room %s: %s", room.id, room.failed)
+            self.fail(room, room.failure(ErrorKind.WORKER, room.failed))
+
+    def expire(self, now: float, timeout_s: float) -> None:
+        """Fail the rooms that were sent `timeout_s` seconds ago, or longer, and are not confirmed."""
+        for room in [r for r in self._rooms.values() if r.state is SenderState.SENT and r.sent_at <= now - timeout_s]:
+            self.fail(room, room.failure(ErrorKind.ROOM, f"decode did not confirm for {timeout_s:g} s"))
+
+    def lost(self, lost: PeerLost) -> None:
+        """End the rooms of a lost peer, with outcomes; there is nobody to tell."""
+        self.ended.forget(lost.peer)
+        for room in [r for r in self._rooms.values() if r.peer is lost.peer]:
+            self.ended.remember(room.id, room.failure(ErrorKind.ROOM, lost.reason))
+            self.step(room, SenderEvent.LOST)
+            self._outcomes.append(RoomReleased(room.id, False, lost.reason))
+
+    def disconnected(self, peer: SenderPeer) -> None:
+        """Send a peer last words again after its connection was cut, and fail its rooms of which something was sent; a
+        room that has not begun goes on."""
+        reason = f"the connection to {peer.name} was cut"
+        log.warning(reason)
+        for word in self.ended.resend_to(peer):
+            peer.writes.say(word)
+        for room in [r for r in self._rooms.values() if r.peer is peer and (r.writes or r.state is SenderState.SENT)]:
+            self.fail(room, room.failure(ErrorKind.ROOM, reason))
+
+    def step(self, room: SenderRoom, event: SenderEvent) -> None:
+        """Apply `event` to a room: the one place where a room changes state. An ended room is removed."""
+        room.state = SENDER.next(room.state, event)
+        peer, target = room.peer, room.target
+        if room.state is not SenderState.GRANTED and target is not None and peer is not None:
+            peer.promised.take_back(target)
+        if SENDER.terminal(room.state):
+            del self._rooms[room.id]
+            if peer is not None:
+                peer.writes.withdraw(room.id)
+            if room.id not in self.ended:
+                self.ended.remember(room.id, m.WriterQuiesced(room.id, room.ticket))
+
+    def take_outcomes(self) -> list[SenderOutcome]:
+        """Return the outcomes of rooms since the last call."""
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+
+def target_of(grant: m.PageGrant) -> RoomTarget:
+    """Return the places that a room with this grant may write."""
+    runs = {place.pool: PageNumbers(place.first, place.indices) for place in grant.places}
+    return RoomTarget(grant.room, runs, grant.slot, grant.ticket)
