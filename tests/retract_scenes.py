@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
 from cache.swap.swapped_state import SwappedState
 from contracts.errors import ErrorKind
 from contracts.ids import Role
@@ -133,15 +135,28 @@ def request_swapped(both: Pair, decode: DecodeWorker, request: DecodeRequest) ->
     assert request.phase == "retracted"
 
 
-def damage(buffer: Buffer, *, whole: bool) -> Change:
-    """Of all that is swapped out of a buffer, one bit of each page, or everything."""
+def flip_one(buffer: Buffer, damaged: list[int]) -> Change:
+    """One bit of one page or slot, the second one where the first has number 0; its number goes to `damaged`."""
+
+    def change(decode: DecodeWorker, swapped: SwappedState) -> None:
+        host, numbers = decode._manager.host, swapped.numbers[buffer.pool]
+        assert host is not None
+        at = 0 if numbers[0] else min(1, len(numbers) - 1)
+        buffer.flip(host, swapped.saved.leases[buffer.pool].indices[at : at + 1], 5)
+        damaged.append(numbers[at])
+
+    return change
+
+
+def scramble(buffer: Buffer) -> Change:
+    """All that is swapped out of a buffer."""
 
     def change(decode: DecodeWorker, swapped: SwappedState) -> None:
         host = decode._manager.host
         assert host is not None
         indices = swapped.saved.leases[buffer.pool].indices
         assert indices, f"nothing of {buffer} is swapped out"
-        (buffer.scramble if whole else buffer.flip)(host, indices, 5)
+        buffer.scramble(host, indices, 5)
 
     return change
 
@@ -153,12 +168,17 @@ def swapped_pair(family: Family, *, verify: bool) -> Any:
     return pair(family.folder, tokens=1024, cache={"page_tokens": PAGE, **family.cache}, decode=decode)
 
 
-def expect_swapped_damage_is_caught(family: Family) -> None:
-    """Each registered buffer, damaged by a bit while it is swapped out: the attempt ends as damaged, and is counted."""
+def expect_swapped_damage_is_caught(family: Family, caplog: pytest.LogCaptureFixture) -> None:
+    """Each registered buffer, damaged by a bit while it is swapped out: the attempt ends as damaged, is counted, and
+    the log names the page by its number in the request."""
     with swapped_pair(family, verify=True) as both:
         spec = both.decode._manager.spec
         for number, buffer in enumerate(buffers_of(spec), 1):
-            answer = once_swapped(both, tokens_of(number, 70), 6, damage(buffer, whole=False))
+            damaged: list[int] = []
+            caplog.clear()
+            answer = once_swapped(both, tokens_of(number, 70), 6, flip_one(buffer, damaged))
+            (logged,) = (record for record in caplog.records if record.message == "state damage")
+            assert vars(logged)["pages"] == {buffer.pool: damaged}
             assert answer.done is not None
             assert answer.done.error is ErrorKind.DAMAGED, (buffer, answer.done)
             assert both.decode.status().counters["states_damaged_swapped"] == number, buffer
@@ -174,5 +194,5 @@ def expect_each_buffer_is_swapped_and_read(family: Family) -> None:
             if number == 1:
                 (good,) = both.run(both.submit(prompt, greedy(12)))
                 assert same.list == good.list
-            other = once_swapped(both, prompt, 12, damage(buffer, whole=True))
+            other = once_swapped(both, prompt, 12, scramble(buffer))
             assert other.list != same.list, f"{buffer} was damaged while it was swapped out and nothing changed"

@@ -27,18 +27,29 @@ _BATCH_PAGES = 64
 """The most pages in one operation of storage: each operation has a deadline."""
 
 
+@dataclass(eq=False, slots=True)
+class _Batch:
+    """One operation of storage, on pages (or the slot) of one pool."""
+
+    pool: str
+    numbers: Sequence[int]
+    """The numbers of the pages in their request."""
+    digests: Sequence[int]
+    """The digests that they were swapped out with."""
+    pending: PendingResult[list[ObjectOutcome]]
+
+
 @dataclass(eq=False)
 class _SwapTransfer:
     """The store or the fetch of one swapped out request's state, under way."""
 
     swapped: SwappedState
     pins: list[Pin]
-    batches: list[tuple[Sequence[StoredPage], Sequence[int], PendingResult[list[ObjectOutcome]]]]
-    """By operation: its pages, their expected digests, and the outcomes that storage will give."""
+    batches: list[_Batch]
 
     @property
     def done(self) -> bool:
-        return all(pending.done for _, _, pending in self.batches)
+        return all(batch.pending.done for batch in self.batches)
 
 
 class SwapStorage:
@@ -93,8 +104,9 @@ class SwapStorage:
         for pool, pages in self._pages(swapped, keys).items():
             digests = swapped.saved.digests[pool]
             for at in range(0, len(pages), _BATCH_PAGES):
-                batch = slice(at, at + _BATCH_PAGES)
-                under.batches.append((pages[batch], digests[batch], way(pages[batch], digests[batch])))
+                part = slice(at, at + _BATCH_PAGES)
+                pending = way(pages[part], digests[part])
+                under.batches.append(_Batch(pool, swapped.numbers[pool][part], digests[part], pending))
 
     def _pages(self, swapped: SwappedState, keys: Sequence[bytes]) -> Mapping[str, list[StoredPage]]:
         out = {}
@@ -119,7 +131,7 @@ class SwapStorage:
 
     def _stored(self, under: _SwapTransfer) -> None:
         swapped = under.swapped
-        if all(outcome.ok for _, _, pending in under.batches for outcome in pending.result()):
+        if all(outcome.ok for batch in under.batches for outcome in batch.pending.result()):
             swapped.turn(SwapEvent.STORED)
             swapped.saved.release()
             self.counters["swapped_stored"] += 1
@@ -131,11 +143,11 @@ class SwapStorage:
     def _fetched(self, under: _SwapTransfer) -> None:
         swapped = under.swapped
         good = True
-        for pages, digests, pending in under.batches:
-            for page, digest, outcome in zip(pages, digests, pending.result(), strict=True):
+        for batch in under.batches:
+            for number, digest, outcome in zip(batch.numbers, batch.digests, batch.pending.result(), strict=True):
                 good = good and outcome.ok and outcome.digest == digest
                 if outcome.verdict is ObjectVerdict.DAMAGED:
-                    swapped.damage.setdefault(page.pool, []).append(page.first // self._host.spec.page_tokens)
+                    swapped.damage.setdefault(batch.pool, []).append(number)
         swapped.turn(SwapEvent.FETCHED if good else SwapEvent.FAILED)
         self.counters["swapped_fetched" if good else "swapped_lost"] += 1
         if not good:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from cache.arena.arena import Arena
@@ -73,10 +74,11 @@ def build_parts(
     clock: Clock,
     group: RankGroup | None,
     arenas: ArenaProvider | None,
+    undo: ExitStack,
 ) -> WorkerParts:
     """Build the common parts of a worker; see `build_worker` for parameters and errors.
 
-    A worker of several ranks waits here until all followers are built. Everything is released on an error.
+    A worker of several ranks waits here until all followers are built. `undo` gets what closes each part.
     """
     hold_to_class(config.engine)
     curve = curve_keys_for(host)
@@ -85,28 +87,26 @@ def build_parts(
     if (config.tp_for(role) > 1) != (group is not None):
         raise ConfigError(f"{role}.tp={config.tp_for(role)} needs a process for each rank")
     device = device or make_device("cpu")
-    waiter = Waiter()
     ranks, line = (ALONE, None) if group is None else (group.ranks, group.line)
+    waiter = Waiter()
+    undo.callback(waiter.close)
     own = make_plane(config, host, curve, waiter.wake, ranks.rank, ranks.size)
     plane: DataPlane = own if line is None else TPDataPlane(own, line)
-    try:
-        model, layout = rank_layout(role, spec, config, counts, ranks)
-        region = plane.allocate("pages", layout.nbytes)
-        pools = PoolSet(layout.spec, layout.counts, region) if line is None else TPPoolSet(
-            layout, region, line, DEVICE
-        )  # fmt: skip
-        if line is not None:
-            waiter.add(line.socket)
-        manager = _manager(pools, device, spec, config, role, name, clock, waiter, line, arenas)
-        epochs = {pool: allocator.epochs for pool, allocator in pools.allocators.items()}
-        engine = load_engine(model, config.engine, layout.spec, pools.gates, epochs, device, ranks, line)
-        if line is not None:
-            line.ask(AwaitReady(), config.cluster.start_timeout_s).wait()
-        take_over(manager, line)
-    except BaseException:
-        plane.close()
-        waiter.close()
-        raise
+    undo.callback(plane.close)
+    model, layout = rank_layout(role, spec, config, counts, ranks)
+    region = plane.allocate("pages", layout.nbytes)
+    pools = PoolSet(layout.spec, layout.counts, region) if line is None else TPPoolSet(
+        layout, region, line, DEVICE
+    )  # fmt: skip
+    if line is not None:
+        waiter.add(line.socket)
+    manager = _manager(pools, device, spec, config, role, name, clock, waiter, line, arenas, undo)
+    undo.callback(manager.close, 1.0)
+    epochs = {pool: allocator.epochs for pool, allocator in pools.allocators.items()}
+    engine = load_engine(model, config.engine, layout.spec, pools.gates, epochs, device, ranks, line)
+    if line is not None:
+        line.ask(AwaitReady(), config.cluster.start_timeout_s).wait()
+    take_over(manager, line)
     return WorkerParts(spec, config, device, waiter, plane, manager, engine, curve)
 
 
@@ -153,8 +153,9 @@ def _manager(
     waiter: Waiter,
     line: LeaderChannel | None,
     arenas: ArenaProvider | None,
+    undo: ExitStack,
 ) -> KVCacheManager:
-    """The KV cache manager over `pools`, with the tiers of the role's cache section."""
+    """The KV cache manager over `pools`, with the tiers of the role's cache section. `undo` closes its storage."""
     cache = config.cache_for(role)
     size = 1 if line is None else line.size
     tier = host_tier(pools.layout, config, role, size)
@@ -170,6 +171,8 @@ def _manager(
             host.on_copy = arena.count_copy
     backend = make_backend(cache.storage) if host is not None else None
     storage = ThreadedIoQueue(backend, wake=waiter.wake, clock=clock) if backend is not None else None
+    if storage is not None:
+        undo.callback(storage.close, 1.0)
     page_store: PageStore | None = None
     if storage is not None and isinstance(host, TPPoolSet) and line is not None:
         page_store = TPPageStore(RankPageStore(storage, host, fingerprint, 0, size), host, line)

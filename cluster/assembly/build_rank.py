@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from cache.arena.arena import Arena
@@ -63,11 +64,13 @@ def build_rank(
     """
     hold_to_class(config.engine)
     device = make_device("cpu")
-    waiter = Waiter()
-    plane = make_plane(config, host, curve_keys_for(host), waiter.wake, ranks.rank, ranks.size)
     storage: FollowerPageStore | None = None
     arena: Arena | None = None
-    try:
+    with ExitStack() as undo:
+        waiter = Waiter()
+        undo.callback(waiter.close)
+        plane = make_plane(config, host, curve_keys_for(host), waiter.wake, ranks.rank, ranks.size)
+        undo.callback(plane.close)
         model, layout = rank_layout(role, spec, config, counts, ranks)
         pools = PoolSet(layout.spec, layout.counts, plane.allocate("pages", layout.nbytes))
         plane.register(pools, None)
@@ -81,13 +84,11 @@ def build_rank(
             backend = make_backend(config.cache_for(role).storage)
             if backend is not None:
                 queue = ThreadedIoQueue(backend, wake=waiter.wake)
+                undo.callback(queue.close, 1.0)
                 storage = FollowerPageStore(RankPageStore(queue, mirror, named, ranks.rank, ranks.size))
         epochs = {pool: allocator.epochs for pool, allocator in pools.allocators.items()}
         engine = load_engine(model, config.engine, layout.spec, pools.gates, epochs, device, ranks)
-    except BaseException:
-        plane.close()
-        waiter.close()
-        raise
+        undo.pop_all()
     for socket in plane.waitable:
         waiter.add(socket)
     state = FollowerPools(places, ranks.size, lambda place: arena.count_copy() if arena and place == HOST else None)

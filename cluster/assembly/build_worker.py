@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 
 from cache.device.device_port import Device
 from cluster.arena.arena_client import ArenaProvider
@@ -45,30 +46,38 @@ def build_worker(
     taken over. Raises `CheckpointError`, `ConfigError`, or `PeerDead` for a rank that could not start.
     """
     clock = clock or SystemClock()
-    p = build_parts(role, name, spec, config, host, counts, device, clock, group, arenas)
-    transfer = config.transfer
-    transport = ZmqControlTransport(host, p.waiter, p.curve, transfer.link_timeout_s, transfer.control_frame_bytes)
-    common = fingerprint_of(spec.fingerprint, p.manager.pools.spec, _numerics(p))
-    sender = KVSender(
-        name, incarnation, common, p.plane, p.manager.pools, p.device, config.transfer,
-        transport=transport, clock=clock, others=group.line.processes if group else (),
-    )  # fmt: skip
-    if role is Role.PREFILL:
-        return PrefillWorker(
-            name, incarnation, config, p.engine, p.manager, sender, p.waiter,
-            context=spec.context, clock=clock, pause=time.sleep,
+    with ExitStack() as undo:
+        p = build_parts(role, name, spec, config, host, counts, device, clock, group, arenas, undo)
+        transport = ZmqControlTransport(
+            host, p.waiter, p.curve, config.transfer.link_timeout_s, config.transfer.control_frame_bytes
         )  # fmt: skip
-    # After the sender: this registers the pools with the plane again, with the metadata slots that only a receiver has.
-    receiver = KVReceiver(
-        name, incarnation, common, p.plane, p.manager.pools, config.decode.metadata_slots, config.transfer,
-        verify=config.cache_for(role).verify, transport=transport, clock=clock,
-    )  # fmt: skip
-    for socket in p.plane.waitable:
-        p.waiter.add(socket)
-    return DecodeWorker(
-        name, incarnation, config, p.engine, p.manager, receiver, p.waiter,
-        sender=sender, context=spec.context, clock=clock, pause=time.sleep,
-    )  # fmt: skip
+        common = fingerprint_of(spec.fingerprint, p.manager.pools.spec, _numerics(p))
+        sender = KVSender(
+            name, incarnation, common, p.plane, p.manager.pools, p.device, config.transfer,
+            transport=transport, clock=clock, others=group.line.processes if group else (),
+        )  # fmt: skip
+        undo.callback(sender.close)
+        worker: Worker
+        if role is Role.PREFILL:
+            worker = PrefillWorker(
+                name, incarnation, config, p.engine, p.manager, sender, p.waiter,
+                context=spec.context, clock=clock, pause=time.sleep,
+            )  # fmt: skip
+        else:
+            # After the sender: this registers the pools once more, with the metadata slots that only a receiver has.
+            receiver = KVReceiver(
+                name, incarnation, common, p.plane, p.manager.pools, config.decode.metadata_slots, config.transfer,
+                verify=config.cache_for(role).verify, transport=transport, clock=clock,
+            )  # fmt: skip
+            undo.callback(receiver.close)
+            for socket in p.plane.waitable:
+                p.waiter.add(socket)
+            worker = DecodeWorker(
+                name, incarnation, config, p.engine, p.manager, receiver, p.waiter,
+                sender=sender, context=spec.context, clock=clock, pause=time.sleep,
+            )  # fmt: skip
+        undo.pop_all()
+    return worker
 
 
 def _numerics(parts: WorkerParts) -> str:

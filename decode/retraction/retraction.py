@@ -235,7 +235,8 @@ class Retraction:
             if not returning.restored.done:
                 continue
             if not self._manager.swap_in.finished(returning):
-                lost.append(self._damaged(request, "on the way back", _by_pool(returning.restored.damage)))
+                pages = _by_pool(swapped, returning.restored.damage)
+                lost.append(self._damaged(request, "on the way back", pages))
             elif self._manager.planner.ready(allocation):
                 self.rates.saw_back(swapped.nbytes, self._clock.now() - self._began[request])
                 self.counters["resumptions"] += 1
@@ -290,8 +291,9 @@ class Retraction:
         return found
 
 
-def _by_pool(damage: Sequence[PageDamage]) -> dict[str, list[int]]:
+def _by_pool(swapped: SwappedState, damage: Sequence[PageDamage]) -> dict[str, list[int]]:
+    """Returns, by pool, the numbers of the damaged pages in their request."""
     pages: dict[str, list[int]] = {}
     for one in damage:
-        pages.setdefault(one.pool, []).append(one.at)
+        pages.setdefault(one.pool, []).append(swapped.numbers[one.pool][one.at])
     return pages

@@ -33,8 +33,10 @@ def test_fifty_requests_in_a_tenth_of_the_memory_get_the_answers_of_an_undisturb
     print(f"{family.name}: enough memory {calm}; a tenth {short}")
 
 
-def test_a3_each_buffer_of_a_swapped_out_request_has_a_tag_that_tells_of_damage(family: Family) -> None:
-    expect_swapped_damage_is_caught(family)
+def test_a3_each_buffer_of_a_swapped_out_request_has_a_tag_that_tells_of_damage(
+    family: Family, caplog: pytest.LogCaptureFixture
+) -> None:
+    expect_swapped_damage_is_caught(family, caplog)
 
 
 def test_a3_each_buffer_of_a_swapped_out_request_is_copied_and_read_again(family: Family) -> None:

@@ -130,7 +130,11 @@ def spoil(store: Any) -> None:
 
 @pytest.mark.parametrize(("harm", "error"), [(forget, ErrorKind.RETRACTED), (spoil, ErrorKind.DAMAGED)])
 def test_what_storage_has_lost_or_spoilt_is_computed_again(
-    model: Path, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Any], None], error: ErrorKind
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    harm: Callable[[Any], None],
+    error: ErrorKind,
 ) -> None:
     queues = queues_by_hand(monkeypatch, InlineIoQueue)
     each_round(monkeypatch, queues)
@@ -139,7 +143,7 @@ def test_what_storage_has_lost_or_spoilt_is_computed_again(
         run_until(both, decode, count=3)
         with monkeypatch.context() as patch:
             away = all_away(both, decode, patch)
-            assert SwapPlace.STORED in places(away)
+            (stored,) = [r.swapped for r in away if r.swapped and r.swapped.place is SwapPlace.STORED]
             for one in queues:
                 harm(one.backend.store)  # type: ignore[attr-defined]
         answers = both.run(*asked)
@@ -147,6 +151,8 @@ def test_what_storage_has_lost_or_spoilt_is_computed_again(
         assert sorted(map(str, errors)) == sorted(["None", "None", str(error)])
         counters = decode.status().counters
         assert (counters["swapped_lost"], counters["states_damaged_swapped"]) == (1, error is ErrorKind.DAMAGED)
+        logged = [vars(record)["pages"] for record in caplog.records if record.message == "state damage"]
+        assert logged == ([{"full": list(stored.numbers["full"])}] if error is ErrorKind.DAMAGED else [])
 
 
 def test_who_has_no_way_back_through_the_host_is_computed_again_and_the_answer_says_why(
