@@ -40,7 +40,7 @@ def timeline_of(choice: ChoiceOutput) -> dict[str, Any]:
         "cached_by_tier": dict(prefill.cached_by_tier) if prefill else {},
         "held_by_decode": decode.cached_tokens if decode else 0,
         "computed": computed,
-        "attempts": request.starts,
+        "attempts": request.attempts,
         "migrations": request.migrations,
     }
 

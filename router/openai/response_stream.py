@@ -149,7 +149,7 @@ class ResponseStream:
             "tokens": sum(len(c.tokens) for c in self.choices),
             "workers": sorted({name for c in self.choices for name in c.request.workers.values()}),
             "room": first.room,
-            "attempts": first.starts,
+            "attempts": first.attempts,
             "migrations": first.migrations,
         }
 

@@ -214,9 +214,9 @@ class RoutedRequest:
         self.refusals += cost is AttemptCost.REFUSAL
 
     @property
-    def starts(self) -> int:
-        """How often the request was begun from its tokens; attempts after a failure that was free don't count."""
-        return 1 + self.replays + self.refusals
+    def attempts(self) -> int:
+        """How many attempts were placed on a pair of workers; a migration goes on with the attempt that it is of."""
+        return len(self.legs) - self.migrations
 
     def hand_over(self, worker: WorkerKey, name: str, attempt: int, room: RoomId) -> None:
         """Enter another decode worker, which goes on at the next position; the caller keeps both workers' books."""

@@ -95,6 +95,7 @@ def test_whoever_speaks_first_after_the_pause_has_the_request(state: MigrationSt
     scene.on.finish()
     scene.on.assert_answered(scene.rid)
     assert scene.on.core.migrations.counts.moved == 1
+    assert (scene.request.migrations, scene.request.attempts) == (1, 1)
     assert not scene.cancelled()
 
 
