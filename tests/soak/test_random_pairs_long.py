@@ -1,0 +1,17 @@
+"""Four hundred pairs of workers drawn at random: ``make soak ARGS="tests/soak/test_random_pairs_long.py"``."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.random_pairs import run_seed
+
+PORTION = 20
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("first", range(8, 408, PORTION))
+def test_four_hundred_draws_violate_nothing(first: int) -> None:
+    for seed in range(first, first + PORTION):
+        run_seed(seed)

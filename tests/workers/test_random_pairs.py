@@ -1,0 +1,14 @@
+"""Whatever pools, tiers and policies two workers are given, every request of every burst ends in its exact answer, and
+every page comes back. Two hangs of a full host tier were found so; ``make soak`` draws four hundred more."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.random_pairs import run_seed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_is_drawn_every_answer_is_exact_and_nothing_is_left(seed: int) -> None:
+    run_seed(seed)
