@@ -50,9 +50,9 @@ class DrainProgress:
     """Rooms whose receiver has not confirmed yet."""
     outgoing_to: dict[str, int] = field(default_factory=dict)
     """The same rooms by the receiver's name."""
-    moved: int = 0
+    migrated: int = 0
     """Requests that have migrated to other workers."""
-    moved_bytes: int = 0
+    migrated_bytes: int = 0
     """Bytes of their state that were sent."""
     incarnation: int = 0
     """The incarnation that is to leave; 0 until a row has told it."""
@@ -63,8 +63,8 @@ class DrainProgress:
     def of(cls, row: Mapping[str, Any], before: DrainProgress | None, here: bool) -> DrainProgress:
         """Return the progress after one more row of the router's status; `before` is the progress until then.
 
-        A worker that has left keeps `moved` and `moved_bytes` of its last row. `here`: whether the row's worker is on
-        the node that is drained; True when a single worker is drained.
+        A worker that has left keeps `migrated` and `migrated_bytes` of its last row. `here`: whether the row's worker
+        is on the node that is drained; True when a single worker is drained.
         """
         state, counters = row["state"], row.get("counters") or {}
         before = before or cls(row["name"], "")
@@ -79,15 +79,24 @@ class DrainProgress:
             died = "died" if before.state else "not running"
             how = {"left": "left", "elsewhere": "elsewhere"}.get(state, died)
             zero = cls(row["name"], how, incarnation=before.incarnation, drained=before.drained)
-            return replace(zero, moved=before.moved, moved_bytes=before.moved_bytes)
+            return replace(zero, migrated=before.migrated, migrated_bytes=before.migrated_bytes)
         if state in ("unreachable", "starting"):
             return replace(before, state=state)
         to = {k.removeprefix(OUTGOING): int(v) for k, v in counters.items() if k.startswith(OUTGOING)}
         return cls(
-            row["name"], row["state"], row["running"], int(counters.get("left_to_finish", 0)), row["waiting"],
-            int(counters.get("leaving", 0)), row.get("outgoing", 0), to, int(counters.get("migrated_out", 0)),
-            int(counters.get("migrated_out_bytes", 0)), before.incarnation, before.drained or state == "draining",
-        )  # fmt: skip
+            name=row["name"],
+            state=row["state"],
+            running=row["running"],
+            finishing=int(counters.get("left_to_finish", 0)),
+            waiting=row["waiting"],
+            leaving=int(counters.get("leaving", 0)),
+            outgoing=row.get("outgoing", 0),
+            outgoing_to=to,
+            migrated=int(counters.get("migrated_out", 0)),
+            migrated_bytes=int(counters.get("migrated_out_bytes", 0)),
+            incarnation=before.incarnation,
+            drained=before.drained or state == "draining",
+        )
 
     @property
     def waits_for(self) -> str:
@@ -134,9 +143,14 @@ class DrainCommand:
     """One drain of a worker or a node; call `run` once."""
 
     def __init__(
-        self, operator: AdminClient, target: str, *, force: bool, timeout_s: float,
+        self,
+        operator: AdminClient,
+        target: str,
+        *,
+        force: bool,
+        timeout_s: float,
         show: Callable[[DrainReport], None] = lambda report: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Set up a drain that is waited for `timeout_s` seconds; `show` gets a report every `POLL_S` while it goes on.
 
         `force` drains even the last worker of a role, and after `timeout_s` has remaining requests started over on
@@ -246,10 +260,10 @@ class ProgressLines:
 
 def ending(report: DrainReport) -> str:
     """Return the line that is printed when all workers have left."""
-    moved = sum(w.moved for w in report.workers)
+    migrated = sum(w.migrated for w in report.workers)
     parts = [f"{report.target} has left after {report.seconds:.1f} s"]
-    if moved:
-        parts.append(f"{moved} requests handed on, {sum(w.moved_bytes for w in report.workers) / 1e6:.1f} MB")
+    if migrated:
+        parts.append(f"{migrated} requests migrated, {sum(w.migrated_bytes for w in report.workers) / 1e6:.1f} MB")
     if report.restarted:
         parts.append(f"{report.restarted} started over elsewhere")
     return "; ".join(parts)
@@ -272,12 +286,21 @@ def table(report: DrainReport) -> Any:
     from cli.admin_client import plain_table
 
     out = plain_table(
-        "worker", "state", "running", "to finish", "leaving", "waiting", "outgoing", "moved", "MB moved", "waits for"
+        "worker",
+        "state",
+        "running",
+        "to finish",
+        "leaving",
+        "waiting",
+        "outgoing",
+        "migrated",
+        "MB migrated",
+        "waits for",
     )
     for w in report.workers:
-        numbers = (w.running, w.finishing, w.leaving, w.waiting, w.outgoing, w.moved)
+        numbers = (w.running, w.finishing, w.leaving, w.waiting, w.outgoing, w.migrated)
         waits = "" if w.state in GONE else w.waits_for
-        out.add_row(w.name, w.state, *map(str, numbers), f"{w.moved_bytes / 1e6:.1f}", waits)
+        out.add_row(w.name, w.state, *map(str, numbers), f"{w.migrated_bytes / 1e6:.1f}", waits)
     return out
 
 

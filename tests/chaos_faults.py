@@ -49,7 +49,7 @@ COUNTED = {
     "arena_pages_adopted": "pages adopted from the dead",
 }  # fmt: skip
 """Counters of the workers, and what the books call them."""
-MOVES = ("moved", "stayed", "restarted")
+MOVES = ("migrated", "stayed", "restarted")
 """How requests of workers that drain go, as the router counts them."""
 
 

@@ -53,9 +53,7 @@ class CopyBlock:
     def word(self) -> torch.dtype:
         """The widest integer type whose size divides the runs' width and all their offsets, on both sides."""
         a, b = self.source, self.target
-        return word_dtype(
-            self.width, a.base, a.row_stride, a.index_stride, b.base, b.row_stride, b.index_stride
-        )  # fmt: skip
+        return word_dtype(self.width, a.base, a.row_stride, a.index_stride, b.base, b.row_stride, b.index_stride)
 
     def joined(self, following: CopyBlock) -> CopyBlock | None:
         """Both as one block where their rows are evenly spaced, else None."""

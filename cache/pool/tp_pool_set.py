@@ -140,9 +140,7 @@ class FollowerPools:
                 self._copied(order.target)
             case DigestPages():
                 region = self._pools[order.place].region
-                return self._digesters[order.place].digest(
-                    region, order.pool, order.indices, order.firsts, order.ends
-                )  # fmt: skip
+                return self._digesters[order.place].digest(region, order.pool, order.indices, order.firsts, order.ends)
             case CheckPages():
                 return self._pools[order.place].check()
         return None

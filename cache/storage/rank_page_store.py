@@ -165,12 +165,7 @@ class _PageLookup:
         yield from self._ask(list(range(len(self._wanted))), own)
         missing = [i for i, found in enumerate(self._found) if not found]
         firsts = {pool: key for pool, key in (self._wanted[i] for i in reversed(missing))}
-        others = [
-            (pool, plan)
-            for pool in firsts
-            for plan in page_store.slicer.plans(pool)
-            if plan != own[pool]
-        ]  # fmt: skip
+        others = [(pool, plan) for pool in firsts for plan in page_store.slicer.plans(pool) if plan != own[pool]]
         if not others:
             return
         ticket = page_store.queue.submit_exists(

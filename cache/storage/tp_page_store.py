@@ -43,8 +43,10 @@ class TPPageStore:
         both = _LeaderAndFollowers(self._mine.fetch_parts(pages), self._followers.ask(FetchPages(tuple(pages))))
 
         def together(found: list[list[Any]]) -> list[ObjectOutcome]:
-            parts = [[FetchedPages(ObjectVerdict(verdict), tuple(digests), reason) for verdict, digests, reason in one]
-                     for one in found]  # fmt: skip
+            parts = [
+                [FetchedPages(ObjectVerdict(verdict), tuple(digests), reason) for verdict, digests, reason in one]
+                for one in found
+            ]
             return merged_outcomes(self._host.spec, pages, parts)
 
         return MappedResult(both, together)

@@ -181,9 +181,10 @@ class ArenaAgent:
 
     def _forget(self, name: str, before: int | None) -> dict[str, Any]:
         mine = [
-            who for who, held in self._segments.items()
+            who
+            for who, held in self._segments.items()
             if who[0] == name and (before is None or held.incarnation < int(before))
-        ]  # fmt: skip
+        ]
         for who in mine:
             self._segments.pop(who).close()
         return {"forgotten": len(mine)}

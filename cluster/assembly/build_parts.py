@@ -95,9 +95,7 @@ def build_parts(
     undo.callback(plane.close)
     model, layout = rank_layout(role, spec, config, counts, ranks)
     region = plane.allocate("pages", layout.nbytes)
-    pools = PoolSet(layout.spec, layout.counts, region) if line is None else TPPoolSet(
-        layout, region, line, DEVICE
-    )  # fmt: skip
+    pools = PoolSet(layout.spec, layout.counts, region) if line is None else TPPoolSet(layout, region, line, DEVICE)
     if line is not None:
         waiter.add(line.socket)
     manager = _manager(pools, device, spec, config, role, name, clock, waiter, line, arenas, undo)
@@ -164,9 +162,11 @@ def _manager(
     fingerprint = worker_fingerprint(pools, spec, config, device)
     if tier is not None:
         memory, arena = host_memory(tier, device, arenas, 0, size, fingerprint)
-        host = PoolSet(tier.spec, tier.counts, memory, tier.order, "host") if line is None else TPPoolSet(
-            tier, memory, line, HOST, "host"
-        )  # fmt: skip
+        host = (
+            PoolSet(tier.spec, tier.counts, memory, tier.order, "host")
+            if line is None
+            else TPPoolSet(tier, memory, line, HOST, "host")
+        )
         if arena is not None and isinstance(host, TPPoolSet):
             host.on_copy = arena.count_copy
     backend = make_backend(cache.storage) if host is not None else None
@@ -177,10 +177,18 @@ def _manager(
     if storage is not None and isinstance(host, TPPoolSet) and line is not None:
         page_store = TPPageStore(RankPageStore(storage, host, fingerprint, 0, size), host, line)
     return KVCacheManager(
-        pools, device, cache, clock.now,
-        host=host, storage=storage, page_store=page_store, fingerprint=fingerprint, rank=event_rank(role, name),
-        stride=stride(config, role), arena=arena,
-    )  # fmt: skip
+        pools,
+        device,
+        cache,
+        clock.now,
+        host=host,
+        storage=storage,
+        page_store=page_store,
+        fingerprint=fingerprint,
+        rank=event_rank(role, name),
+        stride=stride(config, role),
+        arena=arena,
+    )
 
 
 def event_rank(role: Role, name: WorkerName) -> int:

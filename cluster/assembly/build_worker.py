@@ -50,32 +50,65 @@ def build_worker(
         p = build_parts(role, name, spec, config, host, counts, device, clock, group, arenas, undo)
         transport = ZmqControlTransport(
             host, p.waiter, p.curve, config.transfer.link_timeout_s, config.transfer.control_frame_bytes
-        )  # fmt: skip
+        )
         common = fingerprint_of(spec.fingerprint, p.manager.pools.spec, _numerics(p))
         sender = KVSender(
-            name, incarnation, common, p.plane, p.manager.pools, p.device, config.transfer,
-            transport=transport, clock=clock, others=group.line.processes if group else (),
-        )  # fmt: skip
+            name,
+            incarnation,
+            common,
+            p.plane,
+            p.manager.pools,
+            p.device,
+            config.transfer,
+            transport=transport,
+            clock=clock,
+            others=group.line.processes if group else (),
+        )
         undo.callback(sender.close)
         worker: Worker
         if role is Role.PREFILL:
             worker = PrefillWorker(
-                name, incarnation, config, p.engine, p.manager, sender, p.waiter,
-                context=spec.context, clock=clock, pause=time.sleep,
-            )  # fmt: skip
+                name,
+                incarnation,
+                config,
+                p.engine,
+                p.manager,
+                sender,
+                p.waiter,
+                context=spec.context,
+                clock=clock,
+                pause=time.sleep,
+            )
         else:
             # After the sender: this registers the pools once more, with the metadata slots that only a receiver has.
             receiver = KVReceiver(
-                name, incarnation, common, p.plane, p.manager.pools, config.decode.metadata_slots, config.transfer,
-                verify=config.cache_for(role).verify, transport=transport, clock=clock,
-            )  # fmt: skip
+                name,
+                incarnation,
+                common,
+                p.plane,
+                p.manager.pools,
+                config.decode.metadata_slots,
+                config.transfer,
+                verify=config.cache_for(role).verify,
+                transport=transport,
+                clock=clock,
+            )
             undo.callback(receiver.close)
             for socket in p.plane.waitable:
                 p.waiter.add(socket)
             worker = DecodeWorker(
-                name, incarnation, config, p.engine, p.manager, receiver, p.waiter,
-                sender=sender, context=spec.context, clock=clock, pause=time.sleep,
-            )  # fmt: skip
+                name,
+                incarnation,
+                config,
+                p.engine,
+                p.manager,
+                receiver,
+                p.waiter,
+                sender=sender,
+                context=spec.context,
+                clock=clock,
+                pause=time.sleep,
+            )
         undo.pop_all()
     return worker
 

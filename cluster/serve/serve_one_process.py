@@ -107,9 +107,16 @@ class ServeOneProcess:
             worker.close()
             raise
         record = WorkerRecord(
-            name, role, incarnation, os.getpid(), node_name(), "", host.control, host.fits,
+            name=name,
+            role=role,
+            incarnation=incarnation,
+            pid=os.getpid(),
+            node=node_name(),
+            endpoint="",
+            control=host.control,
+            fits=host.fits,
             fingerprint=worker.fingerprint,
-        )  # fmt: skip
+        )
         host.start()
         stack.callback(host.stop, FLUSH_S)
         self._terminal.step("worker", str(name))

@@ -102,14 +102,12 @@ def serve_rank(plan: WorkerPlan) -> str:
     processor.pin(config.engine.numerics_class)  # before the ranks meet, which computes
     size = config.tp_for(plan.role)
     cluster = config.cluster
-    follower = follow(
-        plan.meeting, plan.rank, size, deadline_s=cluster.rank_timeout_s, start_s=cluster.start_timeout_s
-    )  # fmt: skip
+    follower = follow(plan.meeting, plan.rank, size, deadline_s=cluster.rank_timeout_s, start_s=cluster.start_timeout_s)
     try:
         spec = read_model_spec(plan.model)
         parts = build_rank(
             plan.role, spec, config, host=plan.host, counts=plan.counts, ranks=follower.ranks, arenas=arenas_of(plan)
-        )  # fmt: skip
+        )
         try:
             return FollowerLoop(follower, parts).run()
         finally:

@@ -73,16 +73,30 @@ class WorkerProcess:
         link_timeout_s, proxy = plan.config.transfer.link_timeout_s, plan.config.faults.proxy
         server, endpoint = serve_worker(loop, host, plan.incarnation, plan.host, plan.secret, link_timeout_s)
         record = WorkerRecord(
-            plan.name, plan.role, plan.incarnation, os.getpid(), node_name(),
-            via_proxy(endpoint, "serve", plan.name, proxy), via_proxy(worker.control, "control", plan.name, proxy),
-            worker.fits, plan.node_id, worker.fingerprint,
-        )  # fmt: skip
+            name=plan.name,
+            role=plan.role,
+            incarnation=plan.incarnation,
+            pid=os.getpid(),
+            node=node_name(),
+            endpoint=via_proxy(endpoint, "serve", plan.name, proxy),
+            control=via_proxy(worker.control, "control", plan.name, proxy),
+            fits=worker.fits,
+            node_id=plan.node_id,
+            fingerprint=worker.fingerprint,
+        )
         try:
             heartbeat_s = plan.config.cluster.heartbeat_s
             starting = LeaseKeeper(
-                record, plan.controller, clock, heartbeat_s, host.heartbeat, self._on_lost, plan.secret,
-                on_drain=host.drain, undrains=lambda: host.undrains,
-            )  # fmt: skip
+                record,
+                plan.controller,
+                clock,
+                heartbeat_s,
+                host.heartbeat,
+                self._on_lost,
+                plan.secret,
+                on_drain=host.drain,
+                undrains=lambda: host.undrains,
+            )
             loop.run(starting.start(plan.config.cluster.lease_s), plan.config.cluster.lease_s + 5.0)
             keeper = starting
             host.start()
@@ -144,9 +158,12 @@ def _group(plan: WorkerPlan) -> RankGroup:
 
     cluster = plan.config.cluster
     group = lead(
-        plan.meeting, plan.config.tp_for(plan.role), SystemClock(),
-        deadline_s=cluster.rank_timeout_s, start_s=cluster.start_timeout_s,
-    )  # fmt: skip
+        plan.meeting,
+        plan.config.tp_for(plan.role),
+        SystemClock(),
+        deadline_s=cluster.rank_timeout_s,
+        start_s=cluster.start_timeout_s,
+    )
 
     def end(reason: str) -> None:
         log.error("a rank is gone", extra={"worker": plan.name, "reason": reason})

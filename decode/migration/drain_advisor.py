@@ -98,9 +98,9 @@ class DrainAdvisor:
         numbers: Mapping[str, range] = due(self._spec, request.committed)
         return sum(len(wanted) * self._spec.whole.unit_bytes(pool) for pool, wanted in numbers.items())
 
-    def moved(self, nbytes: int, seconds: float) -> None:
+    def migrated(self, nbytes: int, seconds: float) -> None:
         """Record a migration of `nbytes` bytes that took `seconds`."""
-        self.costs.moved(nbytes, seconds)
+        self.costs.migrated(nbytes, seconds)
 
     def stays(self, request: DecodeRequest) -> None:
         """Leave a request here for `JUDGE_EVERY_S` seconds: its migration came to nothing."""

@@ -23,7 +23,7 @@ class MigrationCosts:
         self._lengths = lengths
         self.bytes_per_s = FIRST_BYTES_PER_S
 
-    def moved(self, nbytes: int, seconds: float) -> None:
+    def migrated(self, nbytes: int, seconds: float) -> None:
         """Record a migration of `nbytes` bytes that took `seconds`."""
         rate = nbytes / max(seconds - OVERHEAD_S, 1e-3)
         self.bytes_per_s += _NEW * (rate - self.bytes_per_s)

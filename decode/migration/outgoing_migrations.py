@@ -194,7 +194,7 @@ class OutgoingMigrations:
             return
         migration.step(MigrationStageEvent.RECEIVED)
         del self._by_room[migration.room]
-        self._advisor.moved(migration.bytes, self._clock.now() - migration.began)
+        self._advisor.migrated(migration.bytes, self._clock.now() - migration.began)
         self._counters["migrated_out"] += 1
         self._counters["migrated_out_bytes"] += migration.bytes
         yield RouterEvent(request.session, MigrationDone(submit.request_id, submit.attempt, migration.bytes))

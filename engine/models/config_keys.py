@@ -102,17 +102,21 @@ KEYS: Mapping[str, ConfigKeys] = {
     "DeepseekV32": ConfigKeys(_LATENT, {"num_key_value_heads": SameKey("num_attention_heads")}),
     "GlmMoeDsa": ConfigKeys(_LATENT, {"num_key_value_heads": SameKey("num_attention_heads")}),
     "Gemma3": ConfigKeys(),
-    "Gemma4": ConfigKeys({
-        "num_experts": "only with enable_moe_block, which is read",
-        "moe_intermediate_size": "only with enable_moe_block, which is read",
-    }),
+    "Gemma4": ConfigKeys(
+        {
+            "num_experts": "only with enable_moe_block, which is read",
+            "moe_intermediate_size": "only with enable_moe_block, which is read",
+        }
+    ),
     "GptOss": ConfigKeys({"hidden_act": "its experts have an activation of their own"}),
     "Qwen3Next": ConfigKeys(_EXPERTS | _MTP),
     "Qwen35": ConfigKeys(_EXPERTS | _MTP),
-    "FalconH1": ConfigKeys({
-        "mamba_chunk_size": "how a sum is divided, not what it comes to",
-        "mamba_expand": "only without mamba_d_ssm, which is read",
-    }),
+    "FalconH1": ConfigKeys(
+        {
+            "mamba_chunk_size": "how a sum is divided, not what it comes to",
+            "mamba_expand": "only without mamba_d_ssm, which is read",
+        }
+    ),
     "NemotronH": ConfigKeys(
         {
             "chunk_size": "how a sum is divided, not what it comes to",
@@ -130,7 +134,7 @@ KEYS: Mapping[str, ConfigKeys] = {
         },
         {"mamba_hidden_act": "silu"},
     ),
-}  # fmt: skip
+}
 """The keys of each class in `engine/models`, by its name; a class that isn't here reads all keys that matter."""
 
 
@@ -161,5 +165,8 @@ def warn_of(unknown: tuple[str, ...], architecture: str, config: JsonFields) -> 
     if unknown:
         log.warning(
             "%s: %s doesn't know these keys, and they are left out (if the weights were made with them, answers will "
-            "be wrong): %s", config.path, architecture, ", ".join(unknown),
-        )  # fmt: skip
+            "be wrong): %s",
+            config.path,
+            architecture,
+            ", ".join(unknown),
+        )

@@ -117,9 +117,7 @@ class NemotronH(Model):
             scale=config.number("routed_scaling_factor", 1.0),
         )
         shared = self._mlp(weights.scope("shared_experts."), config.size("moe_shared_expert_intermediate_size"))
-        return MixtureOfExperts(
-            weights, router, sizes, read=ungated_expert, activation=relu_squared, shared=shared
-        )  # fmt: skip
+        return MixtureOfExperts(weights, router, sizes, read=ungated_expert, activation=relu_squared, shared=shared)
 
     def norm_weight(self, weights: Weights, name: str, size: int) -> Tensor:
         return weights.tensor(name, size).float()

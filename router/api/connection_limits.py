@@ -267,9 +267,11 @@ def _only_open_paths(app: ASGIApp) -> ASGIApp:
             await app(scope, receive, send)
             return
         failure = ApiError(
-            503, "the router has as many connections as it takes; try again later, or keep connections for several "
-            "requests", "server_error", "too_many_connections",
-        )  # fmt: skip
+            503,
+            "the router has as many connections as it takes; try again later, or keep connections for several requests",
+            "server_error",
+            "too_many_connections",
+        )
         body = failure.to_json()
         headers = [
             (b"content-type", b"application/json"),

@@ -68,10 +68,14 @@ class RouterCore:
         self._placement, self._failover = Placement(self.workers, self.indexes), Failover(config)
         self.audits = Audits(audit, clock, self.workers, self.requests, self.requests.queued)
         self.migrations = Migrations(
-            config, clock, self.workers, self._placement, mint_room,
+            config,
+            clock,
+            self.workers,
+            self._placement,
+            mint_room,
             send=lambda worker, command: self._actions.append(SendCommand(worker, command)),
             replay=lambda r, reason: self._retry(r, AttemptFailure(reason, cost=AttemptCost.REFUSAL)),
-        )  # fmt: skip
+        )
         self._actions: list[RouterAction] = []
 
     def serving(self, role: Role) -> list[WorkerEntry]:

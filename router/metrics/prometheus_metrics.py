@@ -152,11 +152,15 @@ class PrometheusMetrics(Collector):
         outcomes = CounterMetricFamily(
             "twinpool_migrations", "Requests handed from decode to decode", labels=["outcome"]
         )
-        for outcome, value in (("moved", counts.moved), ("stayed", counts.stayed), ("restarted", counts.restarted)):
+        for outcome, value in (
+            ("migrated", counts.migrated),
+            ("stayed", counts.stayed),
+            ("restarted", counts.restarted),
+        ):
             outcomes.add_metric([outcome], value)
         yield outcomes
         for name, text, total in (
-            ("twinpool_moved_bytes", "State sent along with requests that moved", float(counts.moved_bytes)),
+            ("twinpool_migrated_bytes", "State sent along with requests that migrated", float(counts.migrated_bytes)),
             (
                 "twinpool_offered_bytes",
                 "State taken over from trees of workers that left",

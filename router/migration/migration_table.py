@@ -23,7 +23,7 @@ class MigrationState(StrEnum):
     """The request is paused, and was submitted to the target, which receives the rest of its state."""
     GIVEN = "given"
     """The source says that the target has all of its state."""
-    MOVED = "moved"
+    MIGRATED = "migrated"
     """The target goes on with the request."""
     STAYED = "stayed"
     """The source goes on with the request, or the request has ended."""
@@ -59,12 +59,12 @@ MIGRATION = StateTable[MigrationState, MigrationEvent](
         },
         MigrationState.OFFERED: {
             MigrationEvent.GIVEN: MigrationState.GIVEN,
-            MigrationEvent.SPOKE: MigrationState.MOVED,
+            MigrationEvent.SPOKE: MigrationState.MIGRATED,
             MigrationEvent.BACK: MigrationState.STAYED,
             MigrationEvent.END: MigrationState.STAYED,
         },
         MigrationState.GIVEN: {
-            MigrationEvent.SPOKE: MigrationState.MOVED,
+            MigrationEvent.SPOKE: MigrationState.MIGRATED,
             MigrationEvent.END: MigrationState.STAYED,
         },
     },
@@ -115,11 +115,11 @@ class MigrationCounts:
     """Counters of migrations since the router's start; read by the metrics."""
 
     begun: int = 0
-    moved: int = 0
+    migrated: int = 0
     stayed: int = 0
     restarted: int = 0
     """Requests that began elsewhere: not yet begun at a draining worker, or taken off it at once (`fail_over`)."""
-    moved_bytes: int = 0
+    migrated_bytes: int = 0
     paused_s: float = 0.0
-    """Seconds that the moved requests stood still, in all: from each pause until the target's first event."""
+    """Seconds that the migrated requests stood still, in all: from each pause until the target's first event."""
     longest_pause_s: float = 0.0

@@ -9,7 +9,7 @@ a few at a time:
     offered    the request is paused at the source, and was submitted to the target as a new attempt, with the source as
                its peer
     given      the source says that the target has all state
-    moved      the target has sent an event of the request: from now on it is the request's decode worker
+    migrated   the target has sent an event of the request: from now on it is the request's decode worker
     stayed     the target failed or refused, or nothing happened in time: the request goes on at the source. A target
                without room now refuses at once, so that no paused request waits in a queue
 
@@ -67,9 +67,7 @@ PATIENCE_S = 15.0
 """Seconds without progress after which a migration is given up; the workers' own deadlines are shorter."""
 
 
-_NO_FAULT = (
-    ErrorKind.OVERLOADED, ErrorKind.DRAINING, ErrorKind.RETRACTED, ErrorKind.DEADLINE, ErrorKind.CANCELLED
-)  # fmt: skip
+_NO_FAULT = (ErrorKind.OVERLOADED, ErrorKind.DRAINING, ErrorKind.RETRACTED, ErrorKind.DEADLINE, ErrorKind.CANCELLED)
 """Errors of a target that count against no worker's breaker."""
 
 
@@ -128,7 +126,7 @@ class Migrations:
             if isinstance(event, PrefixOffered | PushReady | PullDone) and self.offers.on_event(worker, event):
                 return True
             if isinstance(event, MigrationDone | PullDone):
-                self.counts.moved_bytes += event.bytes
+                self.counts.migrated_bytes += event.bytes
             if isinstance(event, PullDone):
                 self._fetched(r, worker, event)
                 return True
@@ -244,10 +242,18 @@ class Migrations:
         migration.step(MigrationEvent.PAUSED, now)
         migration.paused_at = now
         submit = Submit(
-            r.id, migration.attempt, migration.room, r.tokens[:position], len(r.prompt),
-            replace(r.sampling, prompt_logprobs=None), source.peer, r.salt, max(r.deadline - now, 0.001), r.priority,
+            request_id=r.id,
+            attempt=migration.attempt,
+            room=migration.room,
+            tokens=r.tokens[:position],
+            prompt_len=len(r.prompt),
+            sampling=replace(r.sampling, prompt_logprobs=None),
+            peer=source.peer,
+            salt=r.salt,
+            deadline_s=max(r.deadline - now, 0.001),
+            priority=r.priority,
             migrating=True,
-        )  # fmt: skip
+        )
         self._send(migration.target, submit)
 
     def _arrive(self, r: RoutedRequest, migration: Migration) -> None:
@@ -255,7 +261,7 @@ class Migrations:
         as well says so (`MigrationUndone`) and is sent a cancel."""
         now = self._clock.now()
         paused_s = now - migration.paused_at
-        self.counts.moved += 1
+        self.counts.migrated += 1
         self.counts.paused_s += paused_s
         self.counts.longest_pause_s = max(self.counts.longest_pause_s, paused_s)
         migration.step(MigrationEvent.SPOKE, now)

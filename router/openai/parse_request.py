@@ -53,9 +53,14 @@ def read_chat(body: Mapping[str, Any], spec: ModelSpec) -> GenerateRequest:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     logprobs = values.get("top_logprobs", 0) if values.get("logprobs") else None
     return _read_common(
-        body, values, spec, chat=True, logprobs=logprobs, messages=read_messages(body.get("messages")),
+        body,
+        values,
+        spec,
+        chat=True,
+        logprobs=logprobs,
+        messages=read_messages(body.get("messages")),
         template_args=read_template_args(body.get("chat_template_kwargs")),
-    )  # fmt: skip
+    )
 
 
 def check_model(body: Mapping[str, Any], spec: ModelSpec) -> None:

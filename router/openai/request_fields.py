@@ -180,8 +180,11 @@ REFUSED: dict[str, FieldRefusal] = {
         False,
     ),
     **_refuse(
-        "use logprobs", "return_logprob top_logprobs_num token_ids_logprob logprob_token_ids "
-        "return_text_in_logprobs return_tokens_as_token_ids", False, [],
+        "use logprobs",
+        "return_logprob top_logprobs_num token_ids_logprob logprob_token_ids "
+        "return_text_in_logprobs return_tokens_as_token_ids",
+        False,
+        [],
     ),
     **_refuse("text is always made; token ids come with return_token_ids", "detokenize", True),
     **_refuse("stop takes strings, not patterns", "stop_regex", [], ""),
@@ -194,11 +197,14 @@ REFUSED: dict[str, FieldRefusal] = {
     **_refuse("use cache_salt", "extra_key", ""),
     **_refuse(
         "the router pairs prefill and decode itself",
-        "kv_transfer_params bootstrap_host bootstrap_port bootstrap_room disagg_prefill_dp_rank", {},
+        "kv_transfer_params bootstrap_host bootstrap_port bootstrap_room disagg_prefill_dp_rank",
+        {},
     ),
     **_refuse(
         "prompts are text or token ids",
-        "prompt_embeds input_embeds image_data audio_data video_data multi_modal_data", [], {},
+        "prompt_embeds input_embeds image_data audio_data video_data multi_modal_data",
+        [],
+        {},
     ),
     **_refuse("use prompt", "text input_ids prompt_token_ids inputs", ""),
     **_refuse("the parameters stand beside the prompt, not in an object", "sampling_params parameters", {}),
@@ -215,7 +221,7 @@ REFUSED: dict[str, FieldRefusal] = {
         "smoothing_factor smoothing_curve dynatemp_min dynatemp_max dynatemp_exponent temperature_last nsigma "
         "top_n_sigma no_repeat_ngram_size encoder_repetition_penalty do_sample num_beams sampling_seed",
     ),
-}  # fmt: skip
+}
 
 _NAMES = {"integer": "an integer", "number": "a number", "boolean": "true or false", "string": "a string"}
 

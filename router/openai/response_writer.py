@@ -74,8 +74,13 @@ class ResponseWriter:
         end = f',"logprobs":{shown},"finish_reason":{finish}{stop}{ids}'
         if tells_prompt:
             first = (start.encode(), *self._text(choice, text, first=True), end.encode())
-            return (*first, *self._prompt_ids(choice), b"}]", *(self._prompt_ids(choice) if request.chat else ()),
-                    tail.encode())  # fmt: skip
+            return (
+                *first,
+                *self._prompt_ids(choice),
+                b"}]",
+                *(self._prompt_ids(choice) if request.chat else ()),
+                tail.encode(),
+            )
         if request.chat:
             role = '"role":"assistant",' if piece.first else ""
             body = f'"delta":{{{role}"content":{_dumps(text)}}}'

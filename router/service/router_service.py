@@ -210,10 +210,15 @@ class RouterService:
             if len(prompt.tokens) < 2 and sampling.prompt_logprobs is not None:
                 sampling = replace(sampling, prompt_logprobs=None)  # A prompt's first token has no log-probability.
             routed = RoutedRequest(
-                RequestId(f"{stream_id}-{index}"), prompt.tokens, sampling, now=now,
-                deadline=began + timeout_s, hashes=prompt.hashes, salt=request.salt,
+                RequestId(f"{stream_id}-{index}"),
+                prompt.tokens,
+                sampling,
+                now=now,
+                deadline=began + timeout_s,
+                hashes=prompt.hashes,
+                salt=request.salt,
                 priority=request.priority,
-            )  # fmt: skip
+            )
             choice = ChoiceOutput(index, routed, request, self.model_tokenizer, prompt.text)
             choice.tokenise_s = tokenise_s
             choices.append(choice)

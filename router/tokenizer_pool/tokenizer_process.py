@@ -90,9 +90,21 @@ def spec_of(setup: dict[str, Any]) -> ModelSpec:
     """Return the model of a setup frame, with only those fields that reading bodies needs."""
     folder, (name, *aliases) = Path(setup["folder"]), setup["names"]
     return ModelSpec(
-        folder, name, "", setup["vocab_size"], 0, setup["context"], "", setup["bos"], setup["eos"], "",
-        setup["defaults"], aliases=tuple(aliases), config=JsonFields(folder, {}), headers={},
-    )  # fmt: skip
+        folder=folder,
+        name=name,
+        architecture="",
+        vocab_size=setup["vocab_size"],
+        layers=0,
+        context=setup["context"],
+        dtype="",
+        bos_token_id=setup["bos"],
+        eos_token_ids=setup["eos"],
+        fingerprint="",
+        generation_defaults=setup["defaults"],
+        aliases=tuple(aliases),
+        config=JsonFields(folder, {}),
+        headers={},
+    )
 
 
 def prepared_frame(prepared: PreparedRequest) -> bytes:

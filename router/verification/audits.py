@@ -169,14 +169,14 @@ class Audits:
         now = self._clock.now()
         taken = {case.worker for case in self._cases.values()}
         idle = [
-            e for e in self._workers.serving(Role.PREFILL, now)
+            e
+            for e in self._workers.serving(Role.PREFILL, now)
             if _idle(e) and e.key not in taken and self._paused.get(e.key, 0.0) <= now
-        ]  # fmt: skip
+        ]
         for case in waiting:
             able = [
-                e for e in idle
-                if e.record.fits.max_positions >= len(case.audit.tokens) and e.numerics == case.numerics
-            ]  # fmt: skip
+                e for e in idle if e.record.fits.max_positions >= len(case.audit.tokens) and e.numerics == case.numerics
+            ]
             if able:
                 # Workers that have computed the audit come last, and before them those that served the answer.
                 served = {leg.workers.get(Role.PREFILL) for leg in case.legs}

@@ -44,9 +44,17 @@ def _manner(params: SamplingParams) -> bytes:
     """Encode the sampling parameters but lengths, stop tokens and log-probabilities, which are applied elsewhere."""
     biases = sorted(params.logit_bias)
     said = (
-        params.temperature, params.top_p, params.top_k, params.min_p, params.repetition_penalty,
-        params.presence_penalty, params.frequency_penalty, biases, params.seed, params.choice,
-    )  # fmt: skip
+        params.temperature,
+        params.top_p,
+        params.top_k,
+        params.min_p,
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+        biases,
+        params.seed,
+        params.choice,
+    )
     return hashlib.blake2b(repr(said).encode(), digest_size=16).digest()
 
 

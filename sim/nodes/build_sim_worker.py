@@ -156,11 +156,18 @@ def build(
         if followers is not None and isinstance(host, TPPoolSet):
             page_store = TPPageStore(RankPageStore(queue, host, FINGERPRINT, 0, size), host, followers)
     manager = KVCacheManager(
-        pools, device, cache, agenda.now,
-        host=host, storage=queue, page_store=page_store, fingerprint=FINGERPRINT, stride=stride(config, role),
+        pools,
+        device,
+        cache,
+        agenda.now,
+        host=host,
+        storage=queue,
+        page_store=page_store,
+        fingerprint=FINGERPRINT,
+        stride=stride(config, role),
         wall=agenda.now,
         arena=arena,
-    )  # fmt: skip
+    )
     ranks = followers.ranks if followers is not None else []
     together = followers.catch_up if followers is not None else lambda: None
     engine = cast(ModelRunner, HashEngine(pools, device, [rank.pools for rank in ranks], together))
@@ -169,16 +176,32 @@ def build(
     common: dict[str, Any] = {"context": CONTEXT, "clock": agenda, "pause": lambda s: None}
     common_to_all = fingerprint(FINGERPRINT, spec, numerics_class(config.engine.numerics, "hashing"))
     sender = KVSender(
-        name, incarnation, common_to_all, plane, pools, device, config.transfer, transport=transport, clock=agenda,
+        name,
+        incarnation,
+        common_to_all,
+        plane,
+        pools,
+        device,
+        config.transfer,
+        transport=transport,
+        clock=agenda,
         others=[(rank.process.pid, 1, rank.process.node) for rank in ranks],
-    )  # fmt: skip
+    )
     if role is Role.PREFILL:
         worker = PrefillWorker(name, incarnation, config, engine, manager, sender, sleep, **common)
         return BuiltWorker(worker, manager, own, followers)
     receiver = KVReceiver(
-        name, incarnation, common_to_all, plane, pools, config.decode.metadata_slots, config.transfer,
-        verify=cache.verify, transport=transport, clock=agenda,
-    )  # fmt: skip
+        name,
+        incarnation,
+        common_to_all,
+        plane,
+        pools,
+        config.decode.metadata_slots,
+        config.transfer,
+        verify=cache.verify,
+        transport=transport,
+        clock=agenda,
+    )
     decode = DecodeWorker(name, incarnation, config, engine, manager, receiver, sleep, sender=sender, **common)
     return BuiltWorker(decode, manager, own, followers, receiver)
 

@@ -77,9 +77,15 @@ class SimRouter:
         now = self.world.agenda.now()
         self._asks[request_id] = ask
         request = RoutedRequest(
-            request_id, ask.prompt, ask.sampling, now=now, deadline=now + ask.deadline_s,
-            hashes=prefix_hashes(ask.prompt, ask.salt), salt=ask.salt, priority=ask.priority,
-        )  # fmt: skip
+            request_id,
+            ask.prompt,
+            ask.sampling,
+            now=now,
+            deadline=now + ask.deadline_s,
+            hashes=prefix_hashes(ask.prompt, ask.salt),
+            salt=ask.salt,
+            priority=ask.priority,
+        )
         self.core.submit(request)
         self._act()
 

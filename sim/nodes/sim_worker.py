@@ -81,9 +81,16 @@ class SimHost:
     def _record(self) -> WorkerRecord:
         worker, process = self.worker, self.process
         return WorkerRecord(
-            self.name, self.role, self.incarnation, process.pid, process.node, process.label, worker.control,
-            worker.fits, fingerprint=worker.fingerprint,
-        )  # fmt: skip
+            self.name,
+            self.role,
+            self.incarnation,
+            process.pid,
+            process.node,
+            process.label,
+            worker.control,
+            worker.fits,
+            fingerprint=worker.fingerprint,
+        )
 
     def _register(self) -> None:
         sent = self.world.agenda.now()

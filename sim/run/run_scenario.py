@@ -51,15 +51,30 @@ _RETRY_S = 0.5
 _ENOUGH = 5
 """How many violations stop a run: later ones follow from the first."""
 _TOLD = (
-    "stale_pages", "pages_damaged", "late_messages", "preemptions", "pages_evicted", "pages_invalidated", "retractions",
-    "resumptions", "recomputed", "arena_pages_adopted", "hit_tokens_device", "hit_tokens_host", "hit_tokens_storage",
+    "stale_pages",
+    "pages_damaged",
+    "late_messages",
+    "preemptions",
+    "pages_evicted",
+    "pages_invalidated",
+    "retractions",
+    "resumptions",
+    "recomputed",
+    "arena_pages_adopted",
+    "hit_tokens_device",
+    "hit_tokens_host",
+    "hit_tokens_storage",
     "prompt_tokens_held",
-)  # fmt: skip
+)
 """Counters of workers that are reported as events of a run."""
 _SUSPECT = (
-    "pages_damaged", "pages_invalidated", "stale_pages", "states_damaged_swapped", "pages_damaged_in_storage",
+    "pages_damaged",
+    "pages_invalidated",
+    "stale_pages",
+    "states_damaged_swapped",
+    "pages_damaged_in_storage",
     "pages_damaged_on_host",
-)  # fmt: skip
+)
 """Counters of workers that count state found damaged."""
 _DAMAGING = ("corrupt", "metadata", "notice", "flip", "rot")
 """Faults that damage state."""
@@ -357,7 +372,7 @@ class ScenarioRun:
             self.counts["pressed_out"] = self.counts["retractions"]
             self.counts["pressed_seeds"] = int(self.counts["retractions"] > 0)
         migrations = self.router.core.migrations.counts
-        self.counts["moved"], self.counts["stayed"] = migrations.moved, migrations.stayed
+        self.counts["migrated"], self.counts["stayed"] = migrations.migrated, migrations.stayed
         self.counts["replays"] = self.router.core.counts.replays
         return ScenarioResult(
             self.plan.seed, tuple(self.violations), self.agenda.now(), events, self.counts, tuple(self.log or ())

@@ -123,11 +123,16 @@ def _asks(rng: random.Random, shape: ClusterShape) -> tuple[ScenarioRequest, ...
         prompt = tuple(words[: CONTEXT - 26])
         sampling = sampling_of(rng, len(prompt), rng.choice((1, 2, 5, 12, 24)))
         ask = ScenarioRequest(
-            len(asks), at, prompt, sampling, rng.choice(salts), rng.choice((0, 0, 0, 0, 5, -3)),
+            len(asks),
+            at,
+            prompt,
+            sampling,
+            rng.choice(salts),
+            rng.choice((0, 0, 0, 0, 5, -3)),
             leaves_at=at + rng.expovariate(2.0) if rng.random() < impatient else None,
             enough=rng.randint(1, 4) if rng.random() < 0.08 else None,
             deadline_s=rng.expovariate(1.0) + 0.01 if rng.random() < 0.05 else 600.0,
-        )  # fmt: skip
+        )
         asks.append(ask)
         if rng.random() < 0.1:
             for choice in range(1, rng.randint(2, 4)):

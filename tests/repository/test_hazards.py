@@ -102,7 +102,7 @@ def test_c6_a_request_is_in_exactly_one_queue_whatever_happens_to_it(adversarial
     assert found == []
     assert result.violations == ()
     assert result.counts["retractions"] > 50, result.counts
-    assert result.counts["moved"] > (0 if adversarial else 5), result.counts
+    assert result.counts["migrated"] > (0 if adversarial else 5), result.counts
     assert result.counts["left"] > 3, result.counts
     # On a late device copies take a while, and whoever is away or on its way back is seen there.
     assert looked.keys() >= ({"resuming"} if adversarial else {"waiting", "running", "retracting", "leaving"})

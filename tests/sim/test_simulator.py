@@ -28,7 +28,7 @@ SEEDS: list[int] = known()["seeds"]
 """Few seeds that reach what 0..399 reach: `tests/sim/reach.py` chooses them."""
 BLOCK = 5
 OFTEN = {
-    "answered": 300, "left": 10, "stopped": 5, "late": 2, "replays": 50, "moved": 2, "retractions": 50,
+    "answered": 300, "left": 10, "stopped": 5, "late": 2, "replays": 50, "migrated": 2, "retractions": 50,
     "resumptions": 30, "recomputed": 5, "pressed_out": 10, "pressed_seeds": 5, "hit_tokens_host": 50,
     "hit_tokens_storage": 10, "pages_evicted": 200, "pages_invalidated": 5, "pages_damaged": 3, "preemptions": 3,
     "audited": 30, "arena_pages_adopted": 5, "salted": 20, "prioritised": 20, "penalised": 20, "biased": 20,

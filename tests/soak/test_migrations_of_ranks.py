@@ -28,7 +28,7 @@ def test_requests_migrate_between_workers_of_two_ranks(tmp_path: Path, plane: st
         c.until(generated(c, rid, 5), "it to run")
         assert c.core.migrations.begin(c.told[rid].request)
         c.act()
-        c.until(lambda: c.core.migrations.counts.moved == 1, "it to move")
+        c.until(lambda: c.core.migrations.counts.migrated == 1, "it to move")
         assert c.worker_of(rid) == "decode-1"
         assert c.run(rid) == c.run(c.submit(prompt, sampling))
         assert c.told[rid].replays == []

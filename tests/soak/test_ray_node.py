@@ -146,7 +146,7 @@ def test_d1_ray_drain_node_moves_what_runs_there_and_costs_no_stream_anything(tm
             until(lambda: cluster.status()[victim]["state"] == "left", f"{victim} to leave", 100)
             for prompt, answer in zip(prompts, answers, strict=True):
                 assert compare(oracle, prompt, answer.tokens).equal
-            assert cluster.metric("twinpool_migrations_total", outcome="moved") > 0
+            assert cluster.metric("twinpool_migrations_total", outcome="migrated") > 0
             assert cluster.metric("twinpool_replays_total") == 0
             assert any(f"{victim} drains: Ray takes its node" in line for line in cluster.lines), cluster.lines
             assert not any("died" in line for line in cluster.lines), cluster.lines

@@ -97,9 +97,9 @@ def test_d1_streams_of_a_drained_decode_worker_go_on_elsewhere_without_a_failed_
     figures: dict[str, Any] = json.loads(out.read_text())["figures"]
     print(figures)
     assert figures["failed"] == figures["altered"] == figures["started_over"] == 0
-    assert figures["moved"] > 0
+    assert figures["migrated"] > 0
     assert scene.serving.status()["decode-1"]["state"] == "left"
-    assert scene.serving.metric("twinpool_migrations_total", outcome="moved") == figures["moved"]
+    assert scene.serving.metric("twinpool_migrations_total", outcome="migrated") == figures["migrated"]
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def test_c8_what_has_migrated_or_stayed_does_so_for_good() -> None:
         for event in MigrationStageEvent:
             with pytest.raises(IllegalTransition):
                 STAGES.next(stage, event)
-    for state in (MigrationState.MOVED, MigrationState.STAYED):
+    for state in (MigrationState.MIGRATED, MigrationState.STAYED):
         for happening in MigrationEvent:
             with pytest.raises(IllegalTransition):
                 MIGRATION.next(state, happening)
@@ -287,7 +287,7 @@ def test_requests_migrate_on_every_data_plane(model: Path, plane: str) -> None:
         rid = _moving(c)
         assert c.core.migrations.begin(c.told[rid].request)
         c.act()
-        c.until(lambda: c.core.migrations.counts.moved == 1, "it to move")
+        c.until(lambda: c.core.migrations.counts.migrated == 1, "it to move")
         assert c.worker_of(rid) == "decode-1"
         assert c.run(rid) == c.run(c.submit(list(range(60)), SamplingParams(40, temperature=0.0)))
         assert c.told[rid].replays == []

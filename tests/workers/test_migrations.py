@@ -63,7 +63,7 @@ def test_d1_a_drained_worker_hands_its_running_requests_on_and_no_stream_is_alte
     c.until(lambda: c.decode("decode-0").drained, "decode-0 to be empty", 1_000_000)
     assert all(c.worker_of(rid) == "decode-1" for rid in rids if c.told[rid].done is None)
     assert c.run(*rids) == undisturbed
-    assert c.core.migrations.counts.moved == 4
+    assert c.core.migrations.counts.migrated == 4
     assert [c.told[rid].replays for rid in rids] == [[]] * 8, "nothing was computed again"
     assert c.decode("decode-1").status().counters["prompt_tokens_computed"] == 0
 
@@ -319,15 +319,15 @@ def test_a_request_migrates_and_comes_back_again(model: Path) -> None:
         counts, sent = c.core.migrations.counts, list[int]()
 
         def told(moves: int, before: int) -> bool:
-            return counts.moved == moves and counts.moved_bytes > before
+            return counts.migrated == moves and counts.migrated_bytes > before
 
         for moves in range(1, 5):
-            before = counts.moved_bytes
+            before = counts.migrated_bytes
             c.until(generated(c, rid, 5 * moves), "it to run")
             assert c.core.migrations.begin(c.told[rid].request)
             c.act()
             c.until(partial(told, moves, before), "it to move, and its source to say how much that was")
-            sent.append(counts.moved_bytes - before)
+            sent.append(counts.migrated_bytes - before)
         assert c.run(rid) == c.run(c.submit(prompt, seeded(1)))
         assert all(0 < later < sent[0] for later in sent[1:]), f"of what it left there it is sent nothing: {sent}"
 
@@ -376,7 +376,7 @@ def test_finished_pages_are_copied_ahead_while_the_stream_goes_on(large: tuple[C
     c.act()
     c.until(lambda: bool(c.decode("decode-0")._migrations), "it to be stopped")
     assert len(c.told[rid].tokens) > before + 8, "it went on meanwhile"
-    c.until(lambda: c.core.migrations.counts.moved == 1, "it to move")
+    c.until(lambda: c.core.migrations.counts.migrated == 1, "it to move")
     c.until(lambda: bool(gone), "the source to say so")
     (moved,) = gone
     assert isinstance(moved, MigrationDone)
@@ -420,6 +420,6 @@ def test_what_is_damaged_on_its_way_ahead_is_not_taken_and_the_migration_goes_on
             break
     index = room.runs[full].indices[0]
     pools.layout.buffers[full][0].stack(pools.region, pools.layout.counts[full])[0, index] += 1
-    c.until(lambda: c.core.migrations.counts.moved == 1, "it to move")
+    c.until(lambda: c.core.migrations.counts.migrated == 1, "it to move")
     assert target._receiver.damaged == 1
     assert c.run(rid) == c.run(c.submit(list(range(200)), seeded(1, 120)))

@@ -37,7 +37,7 @@ def test_a_migrated_request_goes_on_as_if_it_had_stayed(name: str, tmp_path: Pat
             c.until(generated(c, rid, 9 + 3 * number), "it to run")
             assert c.core.migrations.begin(c.told[rid].request)
             c.act()
-        c.until(lambda: c.core.migrations.counts.moved == 3, "all to move")
+        c.until(lambda: c.core.migrations.counts.migrated == 3, "all to move")
         assert c.run(*rids) == stayed
         spec = c.decode("decode-0")._manager.spec
         least = sum(min(len(n), 1) * spec.unit_bytes(pool) for pool, n in due(spec, 60).items())

@@ -57,7 +57,7 @@ def test_d1_who_is_retracted_at_a_draining_worker_comes_back_and_is_handed_on(
         c.until(lambda: worker.drained, "decode-0 to be empty", 1_000_000)
         assert [e.request_id for e in told if isinstance(e, MigrationWanted) and e.withdrawn] == [rids[3]]
         assert c.run(*rids) == undisturbed
-        assert c.core.migrations.counts.moved == 4, "nothing of any of them was computed again"
+        assert c.core.migrations.counts.migrated == 4, "nothing of any of them was computed again"
         assert c.core.counts.replays == c.core.migrations.counts.restarted == 0
 
 
@@ -89,7 +89,7 @@ def test_after_a_migration_the_table_says_who_drew_each_token(model: Path) -> No
         source = c.worker_of(rid)
         assert c.core.migrations.begin(request)
         c.act()
-        c.until(lambda: c.core.migrations.counts.moved == 1, "it to move")
+        c.until(lambda: c.core.migrations.counts.migrated == 1, "it to move")
         c.run(rid)
         first, second = request.legs
         assert isinstance(second, AttemptLeg)
@@ -123,7 +123,7 @@ def test_a_worker_that_was_left_alone_is_tried_with_one_migration(model: Path) -
         assert c.core.migrations.begin(c.told[one].request)
         assert not c.core.migrations.begin(c.told[two].request), "one at a time, until it has proved itself"
         c.act()
-        c.until(lambda: c.core.migrations.counts.moved == 1, "it to move")
+        c.until(lambda: c.core.migrations.counts.migrated == 1, "it to move")
         assert circuit(c) is CircuitState.CLOSED
         assert c.core.migrations.begin(c.told[two].request)
         c.act()

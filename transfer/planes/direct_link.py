@@ -82,10 +82,14 @@ class DirectLink:
             return
         for part in move.parts:
             copy_common(
-                self._chosen(ours, part.pool), self._source.region, (ours.counts[part.pool], part.sources),
-                self._chosen(theirs, part.pool), self._region, (theirs.counts[part.pool], part.targets),
+                self._chosen(ours, part.pool),
+                self._source.region,
+                (ours.counts[part.pool], part.sources),
+                self._chosen(theirs, part.pool),
+                self._region,
+                (theirs.counts[part.pool], part.targets),
                 ours.spec.page_tokens,
-            )  # fmt: skip
+            )
 
     def _chosen(self, layout: PoolSetLayout, pool: str) -> tuple[BufferLayout, ...]:
         return layout.buffers[pool] if self._cut is None else chosen(layout.buffers[pool], self._cut.get(pool, ()))

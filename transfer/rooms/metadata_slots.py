@@ -60,8 +60,11 @@ def pack(metadata: HandoverMetadata) -> bytes:
     """Return the bytes of a slot with this metadata. Raises `ValueError` when they don't fit into a slot."""
     logprob = metadata.logprob and (metadata.logprob.token, metadata.logprob.logprob, metadata.logprob.top)
     draft = metadata.draft and (
-        metadata.draft.dtype, metadata.draft.hidden, metadata.draft.tokens, metadata.draft.probabilities
-    )  # fmt: skip
+        metadata.draft.dtype,
+        metadata.draft.hidden,
+        metadata.draft.tokens,
+        metadata.draft.probabilities,
+    )
     body: bytes = msgpack.packb(
         (
             metadata.room,

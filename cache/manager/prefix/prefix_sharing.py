@@ -80,9 +80,11 @@ class PrefixSharing:
             mine = [
                 part
                 for pool in self._kinds.paged
-                if (part := here.get(pool)) is not None and allocation.lock not in part.locks and pages == node.pages
+                if (part := here.get(pool)) is not None
+                and allocation.lock not in part.locks
+                and pages == node.pages
                 and allocation.tables[pool][start : start + pages] == numbers(part.lease.indices)
-            ]  # fmt: skip
+            ]
             full = here.get(self._kinds.full)
             if mine and full is not None and full not in mine and allocation.lock not in full.locks:
                 mine.insert(0, full)

@@ -82,9 +82,14 @@ class SwapOut:
         try:
             self._make_room(host, {pool: len(extent) for pool, extent in taken.items()})
             saved = offload(
-                self._device, self._pools, host, taken,
-                chunk_bytes=self._chunk_bytes, owner=owner, verify=self._verify,
-            )  # fmt: skip
+                self._device,
+                self._pools,
+                host,
+                taken,
+                chunk_bytes=self._chunk_bytes,
+                owner=owner,
+                verify=self._verify,
+            )
         except (CapacityError, RuntimeError):
             self._tree.locks.unlock(above)
             raise

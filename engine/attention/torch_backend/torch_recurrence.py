@@ -98,8 +98,11 @@ class TorchRecurrence:
         k_until = k_whck * until_whc1
         out_whcv = self._rounds(reads, attend_whcc, solved_whcc, v_whcv, k_until, since_whc1[:, :, -1:], state, blocks)
         for buffer, found in (
-            (state.keys, k_wgck), (state.values, v_whcv), (state.decays, decay_whc), (state.solved, solved_whcc)
-        ):  # fmt: skip
+            (state.keys, k_wgck),
+            (state.values, v_whcv),
+            (state.decays, decay_whc),
+            (state.solved, solved_whcc),
+        ):
             if buffer is not None and found is not None:
                 _keep(buffer, found, blocks)
         return out_whcv.transpose(1, 2).flatten(0, 1)[blocks.cells_t]

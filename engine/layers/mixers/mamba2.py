@@ -63,9 +63,7 @@ def mamba_buffers(layers: int, shape: MambaShape, dtype: torch.dtype, shard: Sha
         conv_buffer(name, layers, count, dim, shape.kernel - 1, dtype, shard)
         for name, count, dim in zip(_CONVS, units, dims, strict=True)
     )
-    scan = scan_buffers(
-        layers, shape.heads, shape.groups, shape.state_dim, shape.head_dim, delta=False, shard=shard
-    )  # fmt: skip
+    scan = scan_buffers(layers, shape.heads, shape.groups, shape.state_dim, shape.head_dim, delta=False, shard=shard)
     return *convs, *scan
 
 

@@ -217,7 +217,7 @@ def test_a_drain_says_what_it_waits_for_and_what_it_did(stub: RouterStub) -> Non
         "decode-0 is draining: waits for 3 running (1 to finish here, 1 on the way to other workers), 1 waiting, "
         "2 outgoing transfers (2 to decode-2)"
     ]
-    assert ending(report) == "decode-0 has left after 2.0 s; 5 requests handed on, 3.0 MB"
+    assert ending(report) == "decode-0 has left after 2.0 s; 5 requests migrated, 3.0 MB"
     shown = json.loads(json.dumps(seen[0].as_json()))
     assert shown["workers"][0]["outgoing_to"] == {"decode-2": 2}
 

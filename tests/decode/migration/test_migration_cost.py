@@ -12,7 +12,7 @@ def test_finishing_is_chosen_where_it_is_quicker_than_moving() -> None:
     assert costs.worth_migrating(megabytes, 100, 0.01), "0.2 s against 1 s"
     assert not costs.worth_migrating(megabytes, 10, 0.01)
     for _ in range(60):
-        costs.moved(megabytes, 10.0)
+        costs.migrated(megabytes, 10.0)
     assert costs.bytes_per_s < FIRST_BYTES_PER_S / 20
     assert not costs.worth_migrating(megabytes, 100, 0.01), "moves turned out to be slow"
 

@@ -94,7 +94,7 @@ def test_whoever_speaks_first_after_the_pause_has_the_request(state: MigrationSt
     scene.on.legs.pop((SOURCE, scene.rid))
     scene.on.finish()
     scene.on.assert_answered(scene.rid)
-    assert scene.on.core.migrations.counts.moved == 1
+    assert scene.on.core.migrations.counts.migrated == 1
     assert (scene.request.migrations, scene.request.attempts) == (1, 1)
     assert not scene.cancelled()
 
@@ -127,7 +127,7 @@ def test_how_long_streams_stood_still_is_counted_from_pause_to_first_word() -> N
         scene.on.clock.advance(pause)
         scene.on.say_next(target[0], scene.rid)
         counts = scene.on.core.migrations.counts
-        assert (counts.moved, counts.longest_pause_s, counts.paused_s) == (attempt, longest, both)
+        assert (counts.migrated, counts.longest_pause_s, counts.paused_s) == (attempt, longest, both)
         scene.on.say_next(target[0], scene.rid)
         assert attempt == 2 or scene.begin()
 

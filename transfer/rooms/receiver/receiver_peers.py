@@ -105,9 +105,15 @@ class ReceiverPeers(Mapping[PeerKey, ReceiverPeer]):
 
     def hello(self, ref: PeerRef) -> m.Hello:
         return m.Hello(
-            self._name, self._incarnation, ref.incarnation, self._fingerprint, describe_spec(self._pools.spec.whole),
-            self._plane.kind, self._plane.describe(), *self._transport.mine(),
-        )  # fmt: skip
+            self._name,
+            self._incarnation,
+            ref.incarnation,
+            self._fingerprint,
+            describe_spec(self._pools.spec.whole),
+            self._plane.kind,
+            self._plane.describe(),
+            *self._transport.mine(),
+        )
 
     def late(self) -> list[PeerParted]:
         """Part with the peers that did not answer the hello in time."""

@@ -65,7 +65,7 @@ class KVSender:
         self._plane, self._pools, self._config, self._clock = plane, pools, config, clock
         self._peers = SenderPeers(
             name, incarnation, fingerprint, plane, pools, device, config, transport, clock, others
-        )  # fmt: skip
+        )
         self.control = self._peers.control
         plane.register(pools, None)
         self._rooms = SenderRooms(self._peers)
