@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import TracebackType
 
 import zmq
@@ -14,6 +15,8 @@ from router.kv_indexer.kv_index import BlockEntry, KVIndex
 
 __all__ = ["BlockEntry", "KVEventReplay", "KVEventSubscriber", "KVIndex"]
 
+FRAME_BYTES = 128 * 1024**2
+"""The longest frame that is taken in: more than a publisher keeps of all its batches (`cache.events.buffer_bytes`)."""
 _READ = 4096
 """Most messages of a socket that one `poll` reads, so that a fast publisher can't keep the reader there."""
 
@@ -22,18 +25,28 @@ class KVEventSubscriber:
     """Subscribes to one publisher, and asks it for lost batches. One thread; call `poll` often enough.
 
     `endpoint` and `replay_endpoint` are the publisher's (the second may be empty: then every loss is for good).
-    `answer_s`: seconds without a part of the answer after which the question is asked anew.
+    `answer_s`: seconds without a part of the answer after which the question is asked anew. `frame_bytes`: a publisher
+    that sends a longer frame is disconnected, and what was lost by that is asked for like any other loss.
     """
 
     def __init__(
-        self, endpoint: str, clock: Clock, replay_endpoint: str = "", topic: str = "", answer_s: float = 5.0
+        self,
+        endpoint: str,
+        clock: Clock,
+        replay_endpoint: str = "",
+        topic: str = "",
+        answer_s: float = 5.0,
+        frame_bytes: int = FRAME_BYTES,
     ) -> None:
-        self._clock, self._answer_s, self._replay_endpoint = clock, answer_s, replay_endpoint
+        self._clock, self._answer_s = clock, answer_s
+        self._endpoint, self._replay_endpoint = endpoint, replay_endpoint
+        self._frame_bytes = frame_bytes
         self._follower = KVEventReplay(can_ask=bool(replay_endpoint))
         self.malformed = 0
         """Messages that don't have the format's frames."""
         self._context = zmq.Context()
         self._sub = self._context.socket(zmq.SUB)
+        self._sub.set(zmq.MAXMSGSIZE, frame_bytes)
         self._sub.subscribe(topic)
         self._monitor = self._sub.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._sub.connect(endpoint)
@@ -101,6 +114,10 @@ class KVEventSubscriber:
         while self._monitor.poll(0):
             recv_monitor_message(self._monitor)
             self._follower.disconnected()
+            # ZeroMQ connects again by itself, but not after a frame that was too long.
+            with suppress(zmq.ZMQError):
+                self._sub.disconnect(self._endpoint)
+            self._sub.connect(self._endpoint)
 
     def _read_batches(self) -> None:
         for _ in range(_READ):
@@ -138,6 +155,7 @@ class KVEventSubscriber:
         if self._dealer is None:
             self._dealer = self._context.socket(zmq.DEALER)
             self._dealer.set(zmq.LINGER, 0)
+            self._dealer.set(zmq.MAXMSGSIZE, self._frame_bytes)
             self._dealer.connect(self._replay_endpoint)
         self._asked, self._deadline = question, self._clock.now() + self._answer_s
         self._follower.asked()
