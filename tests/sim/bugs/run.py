@@ -28,7 +28,6 @@ ALSO = (
     "a5-promised-pages-come-back-at-once",
     "a9-load-not-verified",
     "a11-page-free-under-a-launched-step",
-    "b1-release-twice",
     "b2-host-memory-of-the-retracted-left-behind",
     "b10-death-unnoticed",
 )
