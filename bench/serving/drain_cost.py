@@ -152,19 +152,19 @@ def compare(calm: Round, drained: Round) -> dict[str, Any]:
     """The figures; times are in seconds."""
     pairs = list(zip(calm.streams, drained.streams, strict=True))
     at = drained.drained_at_s
-    moved = [s for s in drained.streams if s.migrations]
-    # What each of the moved had still to come, at the pace of the run in which nothing happened.
+    migrated = [s for s in drained.streams if s.migrations]
+    # What each of the migrated had still to come, at the pace of the run in which nothing happened.
     waits = [
         quiet.at_s[-1] - quiet.at_s[s.had(at) - 1] for quiet, s in pairs if s.migrations and s.had(at) and quiet.at_s
     ]
-    pauses = [s.longest_gap_s(at) for s in moved]
+    pauses = [s.longest_gap_s(at) for s in migrated]
     others = [s.longest_gap_s(at) for s in drained.streams if not s.migrations]
     return {
         "streams": len(pairs),
         "failed": sum(bool(s.error) for s in drained.streams),
         "altered": sum(quiet.tokens != s.tokens for quiet, s in pairs),
         "started_over": sum(s.attempts > 1 for s in drained.streams),
-        "moved": len(moved),
+        "migrated": len(migrated),
         "left_s": drained.left_s,
         "waiting_would_take_s": max(waits, default=0.0),
         "pause_p50_s": _quantile(pauses, 0.5),
