@@ -11,7 +11,7 @@ import pytest
 from contracts.errors import ErrorKind
 from contracts.ids import Role, WorkerName
 from contracts.messages.router_commands import Command, PauseForMigration, ResumeHere
-from contracts.messages.worker_events import Done, MigrationDone, MigrationPaused, PushReady
+from contracts.messages.worker_events import Done, MigrationDone, MigrationPaused, MigrationWanted, PushReady
 from router.migration.migration_table import MigrationState
 from router.migration.migrations import PATIENCE_S
 from router.state.circuit_breaker import CircuitState
@@ -97,6 +97,19 @@ def test_whoever_speaks_first_after_the_pause_has_the_request(state: MigrationSt
     assert scene.on.core.migrations.counts.migrated == 1
     assert (scene.request.migrations, scene.request.attempts) == (1, 1)
     assert not scene.cancelled()
+
+
+def test_a_wish_is_over_when_the_request_has_migrated() -> None:
+    """What is counted as waiting is what `drain` reports: it may not grow again with requests that are elsewhere."""
+    scene = Scene()
+    migrations = scene.on.core.migrations
+    scene.on.hear(scene.source, MigrationWanted(scene.rid, 0, started=True))
+    scene.bring_to(MigrationState.GIVEN)
+    assert migrations.waiting(scene.source) == 0, "it is under way"
+    scene.on.rooms_in.add(scene.on.legs[TARGET, scene.rid].submit.room)
+    scene.on.say_next(TARGET, scene.rid)
+    assert scene.request.decode == scene.target
+    assert migrations.waiting(scene.source) == 0, "and now it is over"
 
 
 def test_the_target_is_sent_what_the_source_has_and_the_time_that_is_left_and_not_asked_for_scores_again() -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from contracts.config.router_config import RouterConfig
 from contracts.errors import ErrorKind, IllegalTransition
 from contracts.ids import RequestId, Role, WorkerName
 from contracts.messages.worker_events import Done
-from router.state.circuit_breaker import CIRCUIT, CircuitEvent, CircuitState
+from router.state.circuit_breaker import CIRCUIT, CircuitBreaker, CircuitEvent, CircuitState
 from tests.router.stage import Stage
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
@@ -202,3 +203,29 @@ def test_who_waits_in_vain_for_a_worker_that_is_left_alone_is_told() -> None:
     stage.tick(3.1)
     for rid in rids:
         assert "left alone after failures: decode-0" in stage.ends[rid].message
+
+
+@pytest.mark.parametrize(("later", "opens"), [(0.0, True), (0.001, False)])
+def test_an_outcome_counts_until_the_window_is_over(later: float, opens: bool) -> None:
+    config = RouterConfig(breaker_failures=2, breaker_window_s=30.0)
+    breaker = CircuitBreaker(config)
+    breaker.failed(RequestId("first"), 100.0)
+    breaker.failed(RequestId("second"), 130.0 + later)
+    assert (breaker.state is CircuitState.OPEN) is opens
+
+
+@pytest.mark.parametrize(("good", "opens"), [(2, True), (3, False)])
+def test_enough_failures_open_it_only_if_they_are_enough_of_all_outcomes(good: int, opens: bool) -> None:
+    breaker = CircuitBreaker(RouterConfig(breaker_failures=3, breaker_rate=0.6))
+    for number in range(good):
+        breaker.succeeded(RequestId(f"good-{number}"), 0.0)
+    for number in range(3):
+        breaker.failed(RequestId(f"bad-{number}"), 0.0)
+    assert (breaker.state is CircuitState.OPEN) is opens
+
+
+def test_failures_below_the_least_count_open_nothing_however_many_they_are_of_all() -> None:
+    breaker = CircuitBreaker(RouterConfig(breaker_failures=3, breaker_rate=0.6))
+    for number in range(2):
+        breaker.failed(RequestId(f"bad-{number}"), 0.0)
+    assert breaker.state is CircuitState.CLOSED

@@ -156,6 +156,7 @@ def test_an_audit_that_is_never_left_in_peace_is_left_out() -> None:
         idle(on)
         say(on, AuditEnd.PREEMPTED)
     assert results(on) == {AuditResult.DROPPED: 1}
+    assert on.core.audits.counts.tokens == 0, "nothing of it was checked"
     assert not on.core.audits.queued
 
 
