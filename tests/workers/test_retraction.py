@@ -107,6 +107,28 @@ def test_a_request_that_was_retracted_gives_the_same_answer(model: Path) -> None
         assert counters["recomputed"] == counters["retracted"] == 0
 
 
+def test_what_a_copy_would_cost_is_judged_by_the_bytes_that_it_would_have(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged: list[tuple[int, int]] = []
+
+    def cheaper(nbytes: int, positions: int, rates: object) -> bool:
+        judged.append((nbytes, positions))
+        return True
+
+    monkeypatch.setattr("decode.retraction.retraction.cheaper_to_copy", cheaper)
+    alone = {"retract": "auto", "cache": {"host_bytes": HOST_BYTES, "prefix_reuse": False}}
+    with working(model, decode=alone) as (both, decode):
+        request = both.submit(prompt_of(1, 40), greedy(30))
+        (running,) = run_until(both, decode, count=1)
+        decode._scheduler.retract(running)
+        positions = running.committed
+        until(both, lambda: decode.status().counters["retractions"] == 1)
+        both.run(request)
+        counters = decode.status().counters
+        assert judged == [(int(counters["retracted_bytes"]), positions)]
+
+
 def test_who_came_back_is_in_nobodys_way_before_it_took_a_step_and_its_copy_was_timed(model: Path) -> None:
     with working(model) as (both, decode):
         asked = [both.submit(prompt_of(seed, 20), greedy(30)) for seed in (1, 2)]
