@@ -388,7 +388,7 @@ def test_a_worker_that_raises_is_fenced_closed_once_and_not_linked_again(scene: 
 
 def test_what_a_step_made_after_the_lease_ended_is_not_delivered(scene: Scene) -> None:
     scene.linked()
-    scene.send([submit("a", 1000)])
+    scene.send([submit("a", 1_000_000)])
     scene.until(lambda: scene.events, "the first token")
     lost: list[int] = []
 
