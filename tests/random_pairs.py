@@ -17,7 +17,7 @@ from tests.hash_engine import recite
 from tests.poolsets import NAMES, pool_sets
 from tests.workers.test_any_state import CONTEXT, PAGE, HashPair, hash_pair
 
-ROUNDS = 20_000
+ROUNDS = 100_000
 """Rounds that a burst may take; one that waits for itself takes them all."""
 
 
