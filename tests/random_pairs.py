@@ -116,13 +116,13 @@ def _ask(drawn: Draw, texts: list[list[int]], rng: random.Random) -> Asked:
 def _ended(both: HashPair, asked: dict[RequestId, Asked], request: RequestId) -> None:
     one, answer = asked.pop(request), both.answers[request]
     assert answer.done is not None
-    one.told += answer.list
+    assert answer.done.error in (None, ErrorKind.RETRACTED), answer.done
+    one.told += answer.list if answer.tokens else []
     expected = recite(both.decode._manager.spec, one.prompt, one.sampling.max_tokens)
     assert one.told == expected[: len(one.told)], (one.told, expected)
     if answer.done.error is ErrorKind.RETRACTED:
         asked[both.submit(one.prompt, one.sampling, emitted=one.told)] = one
     else:
-        assert answer.done.error is None, answer.done
         assert len(one.told) == one.sampling.max_tokens
 
 

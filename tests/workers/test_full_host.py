@@ -22,7 +22,7 @@ from tests.poolsets import pool_sets
 from tests.random_pairs import Draw, serve
 from tests.workers.test_any_state import PAGE, HashPair, hash_pair
 
-ROUND_S = 0.001
+ROUND_S = 0.0001
 
 
 DRAWS = 60
