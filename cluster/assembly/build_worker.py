@@ -48,37 +48,26 @@ def build_worker(
     clock = clock or SystemClock()
     with ExitStack() as undo:
         p = build_parts(role, name, spec, config, host, counts, device, clock, group, arenas, undo)
-        transport = ZmqControlTransport(
-            host, p.waiter, p.curve, config.transfer.link_timeout_s, config.transfer.control_frame_bytes
-        )
-        common = fingerprint_of(spec.fingerprint, p.manager.pools.spec, _numerics(p))
+        transfer = config.transfer
+        transport = ZmqControlTransport(host, p.waiter, p.curve, transfer.link_timeout_s, transfer.control_frame_bytes)
+        pools, others = p.manager.pools, group.line.processes if group else ()
+        common = fingerprint_of(spec.fingerprint, pools.spec, _numerics(p))
         sender = KVSender(
             name,
             incarnation,
             common,
             p.plane,
-            p.manager.pools,
+            pools,
             p.device,
-            config.transfer,
+            transfer,
             transport=transport,
             clock=clock,
-            others=group.line.processes if group else (),
+            others=others,
         )
         undo.callback(sender.close)
         worker: Worker
         if role is Role.PREFILL:
-            worker = PrefillWorker(
-                name,
-                incarnation,
-                config,
-                p.engine,
-                p.manager,
-                sender,
-                p.waiter,
-                context=spec.context,
-                clock=clock,
-                pause=time.sleep,
-            )
+            worker = _prefill_worker(p, name, incarnation, sender, clock)
         else:
             # After the sender: this registers the pools once more, with the metadata slots that only a receiver has.
             receiver = KVReceiver(
@@ -86,31 +75,54 @@ def build_worker(
                 incarnation,
                 common,
                 p.plane,
-                p.manager.pools,
+                pools,
                 config.decode.metadata_slots,
-                config.transfer,
+                transfer,
                 verify=config.cache_for(role).verify,
                 transport=transport,
                 clock=clock,
             )
             undo.callback(receiver.close)
-            for socket in p.plane.waitable:
-                p.waiter.add(socket)
-            worker = DecodeWorker(
-                name,
-                incarnation,
-                config,
-                p.engine,
-                p.manager,
-                receiver,
-                p.waiter,
-                sender=sender,
-                context=spec.context,
-                clock=clock,
-                pause=time.sleep,
-            )
+            worker = _decode_worker(p, name, incarnation, sender, receiver, clock)
         undo.pop_all()
     return worker
+
+
+def _prefill_worker(
+    p: WorkerParts, name: WorkerName, incarnation: Incarnation, sender: KVSender, clock: Clock
+) -> PrefillWorker:
+    return PrefillWorker(
+        name,
+        incarnation,
+        p.config,
+        p.engine,
+        p.manager,
+        sender,
+        p.waiter,
+        context=p.spec.context,
+        clock=clock,
+        pause=time.sleep,
+    )
+
+
+def _decode_worker(
+    p: WorkerParts, name: WorkerName, incarnation: Incarnation, sender: KVSender, receiver: KVReceiver, clock: Clock
+) -> DecodeWorker:
+    for socket in p.plane.waitable:
+        p.waiter.add(socket)
+    return DecodeWorker(
+        name,
+        incarnation,
+        p.config,
+        p.engine,
+        p.manager,
+        receiver,
+        p.waiter,
+        sender=sender,
+        context=p.spec.context,
+        clock=clock,
+        pause=time.sleep,
+    )
 
 
 def _numerics(parts: WorkerParts) -> str:

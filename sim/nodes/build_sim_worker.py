@@ -148,26 +148,7 @@ def build(
             mine = home.new_process(f"{name}.rank{rank}#{incarnation}", process.node)
             followers.ranks.append(_rank(world, mine, role, layouts[rank], followers, rank, size))
         plane, pools = TPDataPlane(own, followers), TPPoolSet(layouts[0], region, followers, DEVICE)
-    host, arena = _host_tier(world, process, role, layouts[0], device, 0, size, followers)
-    queue: SimQueue | None = None
-    page_store: TPPageStore | None = None
-    if host is not None and world.store is not None:
-        queue = SimQueue(world.store, process, sleep.wake)
-        if followers is not None and isinstance(host, TPPoolSet):
-            page_store = TPPageStore(RankPageStore(queue, host, FINGERPRINT, 0, size), host, followers)
-    manager = KVCacheManager(
-        pools,
-        device,
-        cache,
-        agenda.now,
-        host=host,
-        storage=queue,
-        page_store=page_store,
-        fingerprint=FINGERPRINT,
-        stride=stride(config, role),
-        wall=agenda.now,
-        arena=arena,
-    )
+    manager = _manager(world, process, role, pools, layouts[0], device, followers, sleep)
     ranks = followers.ranks if followers is not None else []
     together = followers.catch_up if followers is not None else lambda: None
     engine = cast(ModelRunner, HashEngine(pools, device, [rank.pools for rank in ranks], together))
@@ -204,6 +185,41 @@ def build(
     )
     decode = DecodeWorker(name, incarnation, config, engine, manager, receiver, sleep, sender=sender, **common)
     return BuiltWorker(decode, manager, own, followers, receiver)
+
+
+def _manager(
+    world: SimWorld,
+    process: SimProcess,
+    role: Role,
+    pools: PoolSet,
+    layout: PoolSetLayout,
+    device: Device,
+    followers: SimFollowers | None,
+    sleep: SimSleep,
+) -> KVCacheManager:
+    """The KV cache manager of the leader, with the tiers that the role's configuration and the plan have."""
+    config, agenda = world.config, world.agenda
+    size = config.tp_for(role)
+    host, arena = _host_tier(world, process, role, layout, device, 0, size, followers)
+    queue: SimQueue | None = None
+    page_store: TPPageStore | None = None
+    if host is not None and world.store is not None:
+        queue = SimQueue(world.store, process, sleep.wake)
+        if followers is not None and isinstance(host, TPPoolSet):
+            page_store = TPPageStore(RankPageStore(queue, host, FINGERPRINT, 0, size), host, followers)
+    return KVCacheManager(
+        pools,
+        device,
+        config.cache_for(role),
+        agenda.now,
+        host=host,
+        storage=queue,
+        page_store=page_store,
+        fingerprint=FINGERPRINT,
+        stride=stride(config, role),
+        wall=agenda.now,
+        arena=arena,
+    )
 
 
 def _plane(world: SimWorld, process: SimProcess, wake: Callable[[], None], rank: int, size: int) -> SimPlane:

@@ -17,6 +17,7 @@ from cache.storage.inline_queue import InlineIoQueue
 from cache.storage.storage_backend import StorageBackend
 from contracts.clock import ManualClock
 from contracts.ids import Role
+from contracts.interfaces.worker_interface import Worker
 from decode.retraction.memory_pressure import MemoryPressure
 from tests.poolsets import pool_sets
 from tests.random_pairs import Draw, serve
@@ -69,11 +70,8 @@ def counters_after(
     by_hand = ByHand(monkeypatch, seed)
     with hash_pair(name, counts, clock=by_hand.clock, cache=cache) as both:
         serve(both, Draw(name, counts, {}, bursts=40, most=8), random.Random(seed))
-        return {role: dict(worker.status().counters) for role, worker in _workers(both).items()}
-
-
-def _workers(both: HashPair) -> dict[Role, Any]:
-    return {Role.PREFILL: both.prefill, Role.DECODE: both.decode}
+        workers: dict[Role, Worker] = {Role.PREFILL: both.prefill, Role.DECODE: both.decode}
+        return {role: dict(worker.status().counters) for role, worker in workers.items()}
 
 
 @pytest.mark.slow
