@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from cache.device.device_backends import CpuDevice
+from cache.device.device_port import Device
 from cache.manager.kv_cache_manager import KVCacheManager
 from cache.pool.page_allocator import Lease
 from cache.pool.pool_set import PoolSet
@@ -74,10 +75,10 @@ class ReceiverByHand:
 class DecodeParts:
     """See the module's prose. `pages` of four tokens each are in the pool."""
 
-    def __init__(self, pages: int = 32, **sections: Any) -> None:
+    def __init__(self, pages: int = 32, device: Device | None = None, **sections: Any) -> None:
         self.config = config = config_from_dict({"cache": {"page_tokens": PAGE}, **sections})
         spec, self.clock = pool_sets(PAGE)["full"], ManualClock()
-        pools, device = PoolSet(spec, {"full": pages}), CpuDevice()
+        pools, device = PoolSet(spec, {"full": pages}), device or CpuDevice()
         cache = config.cache_for(Role.DECODE)
         self.manager = KVCacheManager(pools, device, cache, self.clock.now)
         self.requests = RequestTable[DecodeRequest](WorkerName("decode-0"), WorkerLimits(4 * pages, 400), self.clock)

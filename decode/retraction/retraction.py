@@ -288,6 +288,9 @@ class Retraction:
         swapped = sum(r.swapped is not None for r in self)
         if swapped != len(self._manager.swap_out):
             found.append(f"{len(self._manager.swap_out)} swapped out copies, requests hold {swapped}")
+        under_way = sum(r.swapped is not None for r in [*self._leaving, *self._coming])
+        if len(self._began) != under_way:
+            found.append(f"the begin of {len(self._began)} copies is kept, {under_way} are under way")
         return found
 
 

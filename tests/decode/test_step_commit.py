@@ -98,3 +98,12 @@ def test_requests_whose_pages_turned_out_damaged_fail() -> None:
     told = list(parts.steps.recover([first.allocation]))
     assert told == [RequestFailed(first, ErrorKind.DAMAGED, "a page loaded for it was damaged")]
     assert second.allocation is not None
+
+
+def test_a_fault_that_delays_steps_delays_each_and_without_it_none_pauses() -> None:
+    slow = DecodeParts(faults={"step_delay_s": 0.25})
+    slow.run("a")
+    step(slow)
+    assert slow.clock.now() == 0.25
+    step(slow)
+    assert slow.clock.now() == 0.5

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from contracts.errors import ErrorKind
+import pytest
+
+from cache.device.adversarial_device import AdversarialDevice
+from cache.device.device_port import DEVICE, DeviceOp, DeviceStream, spans
+from contracts.errors import ErrorKind, UnorderedAccess
 from contracts.ids import RoomId, WorkerName
 from decode.request.request import DecodePhase, DecodeRequest
 from decode.request.request_outcomes import RequestFailed, RequestLeft
@@ -101,3 +105,18 @@ def test_what_arrives_for_a_request_that_has_ended_meanwhile_is_given_back() -> 
     parts.leave(first)
     assert parts.manager.supply.free_pages("full") == free
     assert parts.manager.check() == []
+
+
+def test_pages_that_a_launched_operation_still_reads_are_granted_to_nobody() -> None:
+    """The prefill worker writes to them from the grant on, and no stream of this device orders that."""
+    device = AdversarialDevice(1, polled=0.0)
+    parts = DecodeParts(pages=8, device=device)
+    request, every = parts.ask("a"), list(range(8))
+    reading = DeviceOp("a step", DeviceStream.COMPUTE, reads=spans(DEVICE, {"full": every}))
+    device.submit(reading, lambda: None).wait()
+    assert parts.transfers.preallocate(request), "it is over"
+    parts.leave(request)
+    under_way = device.submit(reading, lambda: None)
+    with pytest.raises(UnorderedAccess, match="grant of b"):
+        parts.transfers.preallocate(parts.ask("b"))
+    under_way.wait()

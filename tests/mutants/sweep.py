@@ -92,9 +92,9 @@ TARGETS = (
     "cluster/worker_process/lease_keeper.py",
 )  # fmt: skip
 TESTS = (
-    "tests/router", "tests/cache", "tests/transfer", "tests/workers", "tests/decode", "tests/sim", "tests/cluster",
-    "tests/wire", "tests/engine/test_sampling.py", "tests/engine/test_launched_steps.py", "tests/engine/test_replay.py",
-    "tests/repository/test_hazards.py", "tests/repository/test_complaints.py",
+    "tests/router", "tests/cache", "tests/transfer", "tests/workers", "tests/prefill", "tests/decode", "tests/sim",
+    "tests/cluster", "tests/wire", "tests/engine/test_sampling.py", "tests/engine/test_launched_steps.py",
+    "tests/engine/test_replay.py", "tests/repository/test_hazards.py", "tests/repository/test_complaints.py",
 )  # fmt: skip
 """Those that run product code in their own process."""
 TEST_S = 8.0

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from contracts.config.load_config import config_from_dict
 from contracts.ids import RequestId, Role
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import Audit, Cancel
-from contracts.messages.worker_events import Audited, AuditEnd
+from contracts.messages.worker_events import Audited, AuditEnd, Event
 from contracts.sampling_params import SamplingParams
-from prefill.audit_runner import MOST_TOLD, MOST_WAITING
+from prefill.audit_runner import MOST_TOLD, MOST_WAITING, AuditRunner
 from tests.pair import SESSION, Pair, pair
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
@@ -233,3 +234,25 @@ def test_where_numbers_are_not_exact_only_what_is_beyond_the_margin_is_told(mode
         assert wrong.differing == len(answer.list)
         assert wrong.differences
         assert all(d.gap > 0.25 for d in wrong.differences)
+
+
+@pytest.mark.parametrize(("prefill", "decode", "exact"), [(1, 1, True), (2, 2, True), (2, 1, False), (1, 2, False)])
+def test_workers_of_unequal_ranks_are_held_to_the_margin_only(
+    model: Path, prefill: int, decode: int, exact: bool
+) -> None:
+    with pair(model) as both:
+        worker = both.prefill
+        config = config_from_dict(
+            {"prefill": {"tp": prefill}, "decode": {"tp": decode}, "audit": {"margin": 1e9}, "cache": {"host_bytes": 0}}
+        )
+        told: list[Event] = []
+        most = worker._manager.supply.max_positions
+        auditor = AuditRunner(
+            config, worker._engine, worker._manager, lambda _, event: told.append(event), lambda: None, most
+        )
+        auditor.handle(SESSION, audit_of(words(16, 30), [1, 2, 3], GREEDY), busy=False)
+        auditor.step()
+        (event,) = told
+        assert isinstance(event, Audited)
+        assert (event.end, event.exact, event.differing) == (AuditEnd.COMPUTED, exact, 3)
+        assert len(event.differences) == (3 if exact else 0), "no gap is beyond this margin"

@@ -11,7 +11,7 @@ from cache.prefix_cache.hot_prefixes import hottest
 from cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from contracts.clock import ManualClock
 from contracts.ids import Incarnation, RequestId, RoomId, WorkerName
-from contracts.messages.router_commands import PeerRef, PushPrefix
+from contracts.messages.router_commands import PeerRef, PullPrefix, PushPrefix
 from contracts.messages.worker_events import Event, PrefixOffered, PullDone
 from contracts.sampling_params import SamplingParams
 from decode.migration.prefix_offers import PATIENCE_S
@@ -121,6 +121,20 @@ def test_what_can_not_be_granted_any_more_is_told_and_keeps_nothing(
         c.until(lambda: len(told) == 2, "both to be told", 1000)
         assert [event.bytes for event in told if isinstance(event, PullDone)] == [0, 0]
         assert len(c.decode("decode-1")._manager.table) == 0
+
+
+def test_a_room_that_there_is_already_is_pulled_once_and_the_second_time_told_at_once(model: Path) -> None:
+    with company(model, **sections()) as c:
+        served(c)
+        puller, source = c.decode("decode-1"), c.workers[WorkerName("decode-0")]
+        peer = PeerRef(WorkerName("decode-0"), Incarnation(1), source.control)
+        for number in range(2):
+            puller.handle(SESSION, PullPrefix(RequestId(f"g{number}"), number, RoomId("g"), peer, tuple(HOT)))
+        assert len(puller._pulls) == 1
+        told = [event for session, event in puller.step() if session == SESSION]
+        assert told == [PullDone(RequestId("g1"), 1, 0)]
+        puller.drop_session(SESSION)
+        c.step()
 
 
 def test_nobody_waits_for_a_router_that_asks_for_nothing(model: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contracts.config.router_config import RouterConfig
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
-from router.kv_indexer.worker_indexes import WorkerIndexes
+from router.kv_indexer.worker_indexes import SentBlocks, WorkerIndexes
 from router.state.prefix_hashes import prefix_hashes
 from router.state.worker_table import WorkerTable
 
@@ -60,3 +60,15 @@ def test_what_a_worker_was_sent_is_believed_again_once_its_successor_says_that_i
     memory.see(view(4, "starting"))
     memory.see(view(4, arena_pages_adopted=16))
     assert memory.holds() == 256, "also over one that never came up"
+
+
+def test_a_prompt_that_is_sent_again_is_the_latest_also_where_its_blocks_were_just_looked_up() -> None:
+    blocks = SentBlocks(Incarnation(1), {})
+    blocks.at_most = 8
+    first, second, third = HASHES[:4], [bytes([n]) * 8 for n in range(4)], [bytes([9, n]) * 4 for n in range(4)]
+    blocks.sent(first)
+    blocks.sent(second)
+    assert blocks.overlap(first) == 4, "all of it is there, and yet it was sent before the other one"
+    blocks.sent(first)
+    blocks.sent(third)
+    assert (blocks.overlap(first), blocks.overlap(second)) == (4, 0), "the least recently sent has made room"

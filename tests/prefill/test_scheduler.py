@@ -1,0 +1,60 @@
+"""The prefill scheduler by itself: how a step's budget is divided, by how far each request has come."""
+
+from __future__ import annotations
+
+from prefill.request import PrefillPhase
+from tests.prefill_parts import PrefillParts
+
+
+def admitted(parts: PrefillParts) -> list[PrefillPhase]:
+    parts.scheduler.admit()
+    return [request.phase for request in parts.requests]
+
+
+def test_who_is_launched_to_its_end_is_not_the_oldest_any_more() -> None:
+    """Its last step is under way: it needs nothing, and short prompts have their share before the one behind it."""
+    parts = PrefillParts(chunk_tokens=16, short_share=0.25)
+    parts.ask("done", 12)
+    assert admitted(parts) == [PrefillPhase.RUNNING]
+    assert parts.step() == {"done": list(range(12))}
+    parts.ask("long", 80)
+    parts.ask("short", 6)
+    admitted(parts)
+    assert parts.step() == {"long": list(range(12)), "short": [0, 1, 2, 3]}
+    assert parts.step() == {"long": list(range(12, 24)), "short": [4, 5]}
+
+
+def test_who_nobody_waits_for_any_more_is_as_urgent_as_its_own_prompt() -> None:
+    parts = PrefillParts(chunk_tokens=16, short_share=0.25)
+    parts.ask("oldest", 60)
+    longer = parts.ask("longer", 100)
+    admitted(parts)
+    assert parts.step() == {"oldest": list(range(16))}
+    longer.awaited = 4
+    assert longer.left == 4
+    assert parts.step() == {"oldest": list(range(16, 28)), "longer": [0, 1, 2, 3]}
+    assert longer.left == 96, "what was waited for is there"
+    assert parts.step() == {"oldest": list(range(28, 44))}
+
+
+def test_of_the_tokens_that_are_scored_a_chunk_has_as_many_as_it_computes() -> None:
+    parts = PrefillParts(chunk_tokens=16)
+    request = parts.ask("scored", 20, prompt_logprobs=1)
+    admitted(parts)
+    (chunk,) = parts.scheduler.next_batch()
+    assert chunk.row.score == request.tokens[1:17]
+    request.launched = request.planned
+    (chunk,) = parts.scheduler.next_batch()
+    assert chunk.row.score == request.tokens[17:], "nothing follows the last one"
+
+
+def test_whoever_is_preempted_is_the_youngest_without_a_grant_and_each_is_counted_once() -> None:
+    parts = PrefillParts(pages=9)
+    old, young = parts.ask("old", 12), parts.ask("young", 12)
+    admitted(parts)
+    entitled = parts.ask("entitled", 20)
+    parts.granted.add(entitled)
+    assert admitted(parts) == [PrefillPhase.RUNNING, PrefillPhase.WAITING, PrefillPhase.RUNNING]
+    assert (old.allocation is None, young.allocation is None) == (False, True)
+    assert parts.scheduler.counters["preemptions"] == 1
+    assert parts.manager.check() == []

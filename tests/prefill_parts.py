@@ -1,0 +1,68 @@
+"""The parts of a prefill worker without the worker: requests that are admitted, and the chunks chosen for them.
+
+Nothing is computed and nothing is sent: a test says how far each request has come, and to whom decode granted pages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cache.device.device_backends import CpuDevice
+from cache.manager.kv_cache_manager import KVCacheManager
+from cache.pool.pool_set import PoolSet
+from cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from contracts.block_hash import block_hashes
+from contracts.clock import ManualClock
+from contracts.config.load_config import config_from_dict
+from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
+from contracts.interfaces.worker_interface import SessionId
+from contracts.messages.router_commands import PeerRef, Submit
+from contracts.messages.worker_status import WorkerLimits
+from contracts.sampling_params import SamplingParams
+from prefill.request import PrefillRequest
+from prefill.request_pages import PrefillPages
+from prefill.scheduler import PrefillScheduler
+from tests.poolsets import pool_sets
+from worker.request_table import RequestTable
+
+PAGE = 4
+SESSION = SessionId(1)
+PEER = PeerRef(WorkerName("decode-0"), Incarnation(1), "inproc://decode-0")
+
+
+class PrefillParts:
+    """See the module's prose. `pages` of four tokens each are in the pool."""
+
+    def __init__(self, pages: int = 64, **prefill: Any) -> None:
+        config = config_from_dict({"cache": {"page_tokens": PAGE}, "prefill": prefill})
+        spec, self.clock = pool_sets(PAGE)["full"], ManualClock()
+        cache = config.cache_for(Role.PREFILL)
+        self.manager = KVCacheManager(PoolSet(spec, {"full": pages}), CpuDevice(), cache, self.clock.now)
+        self.requests = RequestTable[PrefillRequest](WorkerName("prefill-0"), WorkerLimits(4 * pages, 400), self.clock)
+        self.pages = PrefillPages(self.manager, reuse=cache.prefix_reuse)
+        self.granted: set[PrefillRequest] = set()
+        self.scheduler = PrefillScheduler(
+            self.requests, self.pages, self.granted.__contains__, config.prefill, self.clock
+        )
+
+    def ask(self, name: str, prompt: int, **sampling: Any) -> PrefillRequest:
+        """A request that waits, of so many tokens, that nobody else's prompt begins with."""
+        tokens = tuple(sum(name.encode()) * 1000 + n for n in range(prompt))
+        params = SamplingParams(max_tokens=4, temperature=0.0, **sampling)
+        submit = Submit(RequestId(name), 0, RoomId(name), tokens, prompt, params, PEER)
+        keys = block_hashes(tokens, PAGE, "")
+        now = self.clock.now()
+        prefix = TokenPrefix.of(tokens, PAGE, "", keys)
+        request = PrefillRequest(SESSION, submit, now, now + submit.deadline_s, prefix, keys)
+        self.requests.add(request)
+        return request
+
+    def step(self) -> dict[str, list[int]]:
+        """Launch the next step: by request, the tokens' positions in their prompt."""
+        rows = {}
+        for chunk in self.scheduler.next_batch():
+            request = chunk.request
+            rows[str(request.submit.request_id)] = list(range(request.launched, request.planned))
+            assert chunk.row.tokens == request.tokens[request.launched : request.planned]
+            request.launched = request.planned
+        return rows
