@@ -74,11 +74,10 @@ class DecodeStepCommit:
     def _row(self, request: DecodeRequest) -> BatchRow:
         at, sampling = request.launched, request.submit.sampling
         tables = self._manager.growth.block_tables(request.held, at, at + 1)
-        full = tables.pop(self._manager.full)
         history = tuple(request.tokens) if needs_history(sampling) else ()
         draw = TokenDraw(sampling, history, request.submit.prompt_len, at + 1)
         tokens = request.latest if request.under_way and request.latest is not None else request.tokens[-1:]
-        return BatchRow(tokens, at, full.pages, draw, epochs=full.epochs, others=tables)
+        return BatchRow(tokens, at, tables, draw)
 
     # ------------------------------------------------------------ commit
 

@@ -185,9 +185,8 @@ class AuditRunner:
     def _row(self, audition: AuditRun, start: int, end: int) -> BatchRow:
         audit, allocation = audition.audit, audition.held
         tables = self._manager.growth.block_tables(allocation, start, end)
-        full = tables.pop(self._manager.full)
         known = KnownAnswer(audit.sampling, audit.tokens, audit.prompt_len)
-        return BatchRow(audit.tokens[start:end], start, full.pages, epochs=full.epochs, others=tables, replay=known)
+        return BatchRow(audit.tokens[start:end], start, tables, replay=known)
 
     def _judge(self, audition: AuditRun, found: tuple[TokenDifference, ...]) -> None:
         """Count the tokens that differ and keep the first of them for the report; where numerics aren't exact, those

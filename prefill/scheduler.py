@@ -159,8 +159,5 @@ class PrefillScheduler:
         draw = TokenDraw(sampling, tokens, request.submit.prompt_len) if last and request.wants_draw else None
         follow = tokens[start + 1 : end + 1] if request.wants_scores else ()
         tables = self._manager.growth.block_tables(request.held, start, end)
-        full = tables.pop(self._manager.full)
         top = sampling.prompt_logprobs or 0
-        return BatchRow(
-            tokens[start:end], start, full.pages, draw, follow or None, top, epochs=full.epochs, others=tables
-        )
+        return BatchRow(tokens[start:end], start, tables, draw, follow or None, top)

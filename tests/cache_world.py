@@ -212,7 +212,7 @@ class World:
             return False
         slots = {pool: list(slot.indices) for pool, slot in allocation.slots.items()}
         reads = {pool: self.attended(allocation, pool, begin) for pool in allocation.tables} | slots
-        writes = {pool: allocation.tables[pool][begin:end] for pool in allocation.tables} | slots
+        writes = {pool: allocation.tables[pool].pages[begin:end] for pool in allocation.tables} | slots
         passages = {pool: self.pools.gates[pool].enter(pool) for pool in self.spec.by_name}
         step = Step(None, end, [])  # type: ignore[arg-type]
 
@@ -258,7 +258,7 @@ class World:
         """The pages that a pass after `done` pages attends to."""
         component = self.manager.tree.component(pool)
         first = max(0, done - component.reach) if isinstance(component, WindowComponent) else 0
-        pages = allocation.tables[pool][first:done]
+        pages = allocation.tables[pool].pages[first:done]
         assert NULL_PAGE not in pages, f"{pool}: pages that attention still sees have been given back"
         return list(pages)
 
@@ -379,9 +379,9 @@ class World:
         there = [s for s in snapshots if s.completion.done and failure(s.completion) is None]
         self.manager.sharing.cache_pages(allocation, prefix)
         for pool, table in allocation.tables.items():
-            known = [p for p in range(len(prefix)) if p < allocation.depth or table[p] != NULL_PAGE]
+            known = [p for p in range(len(prefix)) if p < allocation.depth or table.pages[p] != NULL_PAGE]
             if pool != self.manager.full:
-                known = [p for p in range(len(prefix)) if table[p] != NULL_PAGE]
+                known = [p for p in range(len(prefix)) if table.pages[p] != NULL_PAGE]
             self.shared[pool] |= {prefix.key(page) for page in known}
         # One that was still being copied may have been offered or not.
         kept = [s for s in snapshots if s in there or not len(s.lease)]

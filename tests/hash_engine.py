@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cache.allocation.block_table import BlockTable
+from cache.allocation.block_table import TableSlice
 from cache.device.device_port import DEVICE, DONE, Completion, Device, DeviceOp, DeviceStream, spans
 from cache.memory.kv_cache_spec import IndexSpace, PoolKind, PoolSetSpec
 from cache.pool.pool_set import PoolSet
@@ -97,8 +97,7 @@ class HashEngine:
 
     def launch(self, rows: Sequence[BatchRow]) -> HashStep:
         step = HashStep()
-        tables = [{self.spec.full.name: BlockTable(0, row.pages, row.epochs), **row.others} for row in rows]
-        reads, writes = self._named(rows, tables)
+        reads, writes = self._named(rows)
         passages = {pool: self.pools.gates[pool].enter(pool) for pool in self.spec.by_name}
         gates = {gate: waits for passage in passages.values() for gate, waits in passage.gates.items()}
 
@@ -106,26 +105,25 @@ class HashEngine:
             for pool, passage in passages.items():
                 for layer in range(self.spec.by_name[pool].layers):
                     passage.layer(layer)
-            step.drawn += [self._row(row, table) for row, table in zip(rows, tables, strict=True)]
+            step.drawn += [self._row(row) for row in rows]
 
         op = DeviceOp("forward", DeviceStream.COMPUTE, spans(DEVICE, reads), spans(DEVICE, writes))
         step.completion = self.device.submit(op, run, gates=gates)
         return step
 
-    def _named(
-        self, rows: Sequence[BatchRow], tables: Sequence[Mapping[str, BlockTable]]
-    ) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    def _named(self, rows: Sequence[BatchRow]) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
         reads: dict[str, set[int]] = {pool: set() for pool in self.spec.by_name}
         writes: dict[str, set[int]] = {pool: set() for pool in self.spec.by_name}
-        for row, table in zip(rows, tables, strict=True):
-            for pool, mine in table.items():
+        for row in rows:
+            for pool, mine in row.tables.items():
                 reads[pool] |= set(mine.pages)
                 first = row.start // self.spec.page_tokens - mine.first
                 point = self.spec.by_name[pool].kind is PoolKind.STATE
                 writes[pool] |= set(mine.pages if point else mine.pages[first:])
         return {p: sorted(i) for p, i in reads.items()}, {p: sorted(i) for p, i in writes.items()}
 
-    def _row(self, row: BatchRow, tables: Mapping[str, BlockTable]) -> RowOutput:
+    def _row(self, row: BatchRow) -> RowOutput:
+        tables = row.tables
         for pool, table in tables.items():
             if tuple(self.pools.allocators[pool].epochs.of(table.pages)) != tuple(table.epochs):
                 return RowOutput(stale=True)
@@ -148,14 +146,14 @@ class HashEngine:
         drawn = DrawnToken(_token(mark), None) if row.draw is not None else None
         return RowOutput(drawn, replayed=replayed, differences=tuple(found))
 
-    def _see(self, tables: Mapping[str, BlockTable], at: int) -> _Seen:
+    def _see(self, tables: Mapping[str, TableSlice], at: int) -> _Seen:
         seen = _Seen(self.spec)
         for pool in self.spec.pools:
             for buffer in self.pools.layout.buffers[pool.name]:
                 for layer in range(buffer.spec.layers):
                     if pool.kind is PoolKind.STATE:
                         seen.parts.append(
-                            self._bytes(buffer.offset(layer, tables[pool.name].pages[0]), buffer.entry_bytes)
+                            self._bytes(buffer.offset(layer, tables[pool.name].page(0)), buffer.entry_bytes)
                         )
                         continue
                     first = max(0, at - pool.window_tokens + 1) if pool.kind is PoolKind.WINDOW else 0
@@ -164,9 +162,9 @@ class HashEngine:
                         seen.parts.append(self._bytes(offset, width))
         return seen
 
-    def _place(self, table: BlockTable, buffer: object, layer: int, position: int) -> tuple[int, int]:
+    def _place(self, table: TableSlice, buffer: object, layer: int, position: int) -> tuple[int, int]:
         page, slot = divmod(position, self.spec.page_tokens)
-        index = table.pages[page - table.first]
+        index = table.page(page)
         assert index, "a page that is still seen was given back"
         width = _width(self.spec, buffer.spec.shape_bytes, buffer.spec.index)  # type: ignore[attr-defined]
         return buffer.offset(layer, index) + slot * width, width  # type: ignore[attr-defined]
@@ -174,12 +172,12 @@ class HashEngine:
     def _bytes(self, offset: int, width: int) -> bytes:
         return self.pools.region[offset : offset + width].numpy().tobytes()
 
-    def _write(self, tables: Mapping[str, BlockTable], position: int, mark: bytes) -> None:
+    def _write(self, tables: Mapping[str, TableSlice], position: int, mark: bytes) -> None:
         for pool in self.spec.pools:
             for buffer in self.pools.layout.buffers[pool.name]:
                 for layer in range(buffer.spec.layers):
                     if pool.kind is PoolKind.STATE:
-                        offset, width = buffer.offset(layer, tables[pool.name].pages[0]), buffer.entry_bytes
+                        offset, width = buffer.offset(layer, tables[pool.name].page(0)), buffer.entry_bytes
                     else:
                         offset, width = self._place(tables[pool.name], buffer, layer, position)
                     data = _entry(mark, pool.name, buffer.spec.name, layer, width)

@@ -37,9 +37,8 @@ def finished(
                 break
             tags.append(ContentTag(chain[number], digest))
         if tags:
-            places = (
-                allocation.tables[pool][left.start :] if pool in allocation.tables else allocation.slots[pool].indices
-            )
+            table = allocation.tables.get(pool)
+            places = table.pages[left.start :] if table is not None else allocation.slots[pool].indices
             out[pool] = SendablePages(left.start, tuple(places[: len(tags)]), tuple(tags))
     return out
 

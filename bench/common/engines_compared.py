@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from bench.common import bench_clock as clock
-from cache.allocation.block_table import BlockTable
+from cache.allocation.block_table import TableSlice
 from cache.device.device_backends import CpuDevice
 from cache.device.device_port import Device
 from cache.memory.kv_cache_spec import PoolKind
@@ -90,28 +90,26 @@ class Twinpool:
         shuffled = random.Random(0)  # as in a pool that has been used for a while
         self._free = {name: shuffled.sample(range(1, count), count - 1) for name, count in counts.items()}
 
-    def _held(self, number: int, tokens: int) -> dict[str, list[int]]:
+    def _held(self, number: int, tokens: int) -> dict[str, TableSlice]:
         """What sequence `number` of a batch has of each pool, for so many positions; its states are zero."""
         each = self.pools.pages_for(tokens)
         held = {}
         for pool in self.pools.spec.pools:
             count = 1 if pool.kind is PoolKind.STATE else each
-            held[pool.name] = self._free[pool.name][number * count : (number + 1) * count]
+            mine = self._free[pool.name][number * count : (number + 1) * count]
+            held[pool.name] = TableSlice.of(mine)
             if pool.kind is PoolKind.STATE:
-                self.pools.zero({pool.name: held[pool.name]})
+                self.pools.zero({pool.name: mine})
         return held
 
-    def _row(self, tokens: list[int], start: int, held: dict[str, list[int]], draw: TokenDraw | None) -> BatchRow:
+    def _row(self, tokens: list[int], start: int, held: dict[str, TableSlice], draw: TokenDraw | None) -> BatchRow:
         """Tables of windows begin where the window does. No epoch ever changes: nobody frees anything."""
-        others = {}
+        tables = {}
         for pool in self.pools.spec.pools:
-            if pool.kind is not PoolKind.FULL:
-                seen = start - pool.window_tokens + 1 if pool.kind is PoolKind.WINDOW else 0
-                first = max(0, seen) // self.pools.spec.page_tokens
-                mine = held[pool.name][first:]
-                others[pool.name] = BlockTable(first, mine, [0] * len(mine))
-        pages = held[self.pools.spec.full.name]
-        return BatchRow(tokens, start, pages, draw, epochs=[0] * len(pages), others=others)
+            seen = start - pool.window_tokens + 1 if pool.kind is PoolKind.WINDOW else 0
+            first = max(0, seen) // self.pools.spec.page_tokens
+            tables[pool.name] = held[pool.name]._replace(first=first)
+        return BatchRow(tokens, start, tables, draw)
 
     def run(self, prompts: Prompts, count: int) -> Answer:
         held = [self._held(i, len(prompt) + count) for i, prompt in enumerate(prompts)]

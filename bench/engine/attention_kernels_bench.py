@@ -26,10 +26,11 @@ import triton
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from bench.common.listed_plans import listed_plan
 from bench.engine import latent_kernels_bench as kernels_latent
 from bench.engine import row_kernels_bench as kernels_rows
 from engine.attention.attention_backend import ScoreOptions
-from engine.attention.attention_plan import AttentionPlan, make_plan
+from engine.attention.attention_plan import AttentionPlan
 from engine.attention.triton_backend.triton_attention import TritonAttention
 
 PAGE_TOKENS = 16
@@ -89,7 +90,7 @@ class Paged:
 
     def plan(self, rows: Sequence[int], start: int, count: int) -> AttentionPlan:
         tables = [self.tables[row] for row in rows]
-        return make_plan([start] * len(tables), [count] * len(tables), tables, PAGE_TOKENS, self.device)
+        return listed_plan([start] * len(tables), [count] * len(tables), tables, PAGE_TOKENS, self.device)
 
     def packed(self, rows: Sequence[int], start: int, count: int) -> Tensor:
         return torch.cat([self.q[row, start : start + count] for row in rows])

@@ -16,8 +16,10 @@ import torch
 from bench.common import machine
 from bench.common.engines_compared import Twinpool
 from bench.common.random_model import DEMO
+from cache.allocation.block_table import TableSlice
+from cache.pool.epoch_table import EpochTable
 from contracts.config.worker_config import EngineConfig
-from engine.attention.attention_plan import make_plan
+from engine.runner.device_block_tables import DeviceBlockTables
 
 _STEPS = 33
 _TRIES = 300
@@ -35,19 +37,23 @@ def median_us(*work: Callable[[], object]) -> list[float]:
 
 
 @torch.inference_mode()
-def measure(side: Twinpool, batch: int, context: int) -> tuple[float, float]:
-    """Microseconds of a decode step, and of them what the comparison takes."""
+def measure(side: Twinpool, batch: int, context: int) -> tuple[float, float, float]:
+    """Microseconds of a decode step, and of them what the comparison takes: where nothing was freed since the last
+    step, and where something was."""
     rate = side.run([[300 + i % 700 for i in range(context)]] * batch, _STEPS).decode_tokens_per_s
     pages = -(-context // side.engine.spec.page_tokens)
-    tables = [list(range(1 + row * pages, 1 + (row + 1) * pages)) for row in range(batch)]
-    epochs = [[0] * pages] * batch
-    device = torch.device("cpu")
-    table = side.pools.allocators["full"].epochs.on(device)
-    shape = ([context - 1] * batch, [1] * batch, tables, side.engine.spec.page_tokens, device)
-    without, checked = median_us(
-        lambda: make_plan(*shape), lambda: side.engine.attention.stale(make_plan(*shape, epochs), table)
-    )
-    return 1e6 * batch / rate, checked - without
+    tables = DeviceBlockTables(torch.device("cpu"))
+    slices = [TableSlice.of(range(1 + row * pages, 1 + (row + 1) * pages)) for row in range(batch)]
+    planned = tables.plan(slices, [pages] * batch)
+    tables.update(planned)
+    epochs = EpochTable(2 + batch * pages)
+
+    def after_a_release() -> object:
+        epochs.bump([1 + batch * pages])
+        return tables.stale(planned, epochs)
+
+    quiet, freed = median_us(lambda: tables.stale(planned, epochs), after_a_release)
+    return 1e6 * batch / rate, quiet, freed
 
 
 def main() -> None:
@@ -61,8 +67,11 @@ def main() -> None:
     side = Twinpool(args.model, EngineConfig(threads=args.threads), tokens, max(args.batches))
     print(machine.headline())
     for batch in args.batches:
-        step, check = measure(side, batch, args.context)
-        print(f"batch {batch}, context {args.context}: step {step:.0f} us, epochs {check:.0f} us, {check / step:.2%}")
+        step, quiet, freed = measure(side, batch, args.context)
+        print(
+            f"batch {batch}, context {args.context}: step {step:.0f} us; epochs {quiet:.0f} us, {quiet / step:.2%}, "
+            f"and where pages were freed {freed:.0f} us, {freed / step:.2%}"
+        )
 
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from bench.common.listed_plans import listed_plan
 from bench.engine.row_kernels_bench import RowCheck, RowTiming, median_us
-from engine.attention.attention_plan import AttentionPlan, make_plan
+from engine.attention.attention_plan import AttentionPlan
 from engine.attention.latent_backend import IndexKeys, LatentBackend, SparseSelection
 from engine.attention.torch_backend.torch_attention import TorchAttention
 from engine.tensors.row_exact_linear import FAST
@@ -64,7 +65,7 @@ class Context:
         """Of some sequences' queries without the first `skip`."""
         count = self.queries - skip
         tables = [self.tables[row] for row in rows]
-        return make_plan([self.length - count] * len(rows), [count] * len(rows), tables, PAGE_TOKENS, self.device)
+        return listed_plan([self.length - count] * len(rows), [count] * len(rows), tables, PAGE_TOKENS, self.device)
 
     def packed(self, values: Tensor, rows: Sequence[int], skip: int = 0) -> Tensor:
         return values[list(rows), skip:].flatten(0, 1).contiguous()

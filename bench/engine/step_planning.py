@@ -1,11 +1,13 @@
 """What planning a decode step costs the host: everything but the model and the draw, by batch and context.
 
     python -m bench.engine.step_planning
-    python -m bench.engine.step_planning --batches 64 --contexts 8192 32768 131072 --json FILE
+    python -m bench.engine.step_planning --batches 64 256 --contexts 8192 32768 131072 --json FILE
 
-`now` is a step as decode launches it. `named` is the same with sets of all pages that it reads and writes, which only a
-checking device looks at, and with block tables as lists: what every step did before. Both in turns in the same run, in
-processor time, medians; what counts is their ratio.
+`now` is a step as decode launches it, whose block tables are on the device from the step before. `again` is the same
+with tables that the device doesn't know, as if every step brought all of them, and `named` with sets of all pages that
+it reads and writes, too, which only a checking device looks at. `freed` is `now` where pages of others are freed
+between any two steps, so that every epoch is looked at. All in turns in the same run, in processor time, medians; what
+counts is their ratio.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ import argparse
 import json
 import statistics
 import time
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,7 @@ from torch import Tensor
 
 from bench.common import machine
 from bench.common.random_model import DEMO
-from cache.allocation.allocation import numbers
-from cache.allocation.block_table import BlockTable
+from cache.allocation.block_table import BlockTable, TableSlice
 from cache.device.device_backends import CpuDevice
 from cache.pool.epoch_table import EpochTable
 from cache.pool.pool_set import PoolSet
@@ -39,8 +40,9 @@ from engine.runner.model_runner import ModelRunner
 from engine.tensors.weight_loader import dtype_for
 
 _PAGE_TOKENS = 16
+_SHORT = 512
 _GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0)
-Numbers = Sequence[int]
+SIDES = ("named", "again", "freed", "now")
 
 
 class Naming(CpuDevice):
@@ -56,22 +58,20 @@ class Host:
         model, config = read_model(DEMO), EngineConfig(attention="torch", numerics="fast", threads=1)
         spec = model.pool_set(StateOptions(dtype_for(model.spec, config), _PAGE_TOKENS))
         pools = PoolSet(spec, spec.even(4))
-        epochs = {pool: EpochTable(most_pages + 1) for pool in spec.by_name}
-        self.engine: ModelRunner = load_engine(model, config, spec, pools.gates, epochs, device)
-        logits_nv = torch.zeros(512, model.spec.vocab_size)
+        self.full = spec.full.name
+        self.epochs = EpochTable(most_pages + 2)
+        self.engine: ModelRunner = load_engine(model, config, spec, pools.gates, {self.full: self.epochs}, device)
+        logits_nv = torch.zeros(512, 8)
         self.engine.decoder.forward = _nothing  # type: ignore[method-assign]
         self.engine.decoder.logits = lambda x_nh, numerics: logits_nv[: len(x_nh)]  # type: ignore[method-assign]
 
-    def step(self, tables: Sequence[tuple[Numbers, Numbers]], context: int, before: StepHandle | None) -> StepHandle:
-        """One step of so many requests, each at position `context`, that goes on from the step before."""
-        stop = -(-(context + 1) // _PAGE_TOKENS)
+    def step(self, tables: Sequence[BlockTable], contexts: Sequence[int], before: StepHandle | None) -> StepHandle:
+        """One step of requests at these positions, that goes on from the step before."""
         rows = []
-        for number, (pages, epochs) in enumerate(tables):
-            mine = BlockTable(0, pages[:stop], epochs[:stop])
+        for number, (table, context) in enumerate(zip(tables, contexts, strict=True)):
             tokens = TokenFromStep(before, number) if before is not None else (7,)
-            rows.append(
-                BatchRow(tokens, context, mine.pages, TokenDraw(_GREEDY, (), 0, context + 1), epochs=mine.epochs)
-            )
+            draw = TokenDraw(_GREEDY, (), 0, context + 1)
+            rows.append(BatchRow(tokens, context, {self.full: TableSlice(table, 0, len(table))}, draw))
         step = self.engine.launch(rows)
         step.outputs()
         return step
@@ -81,50 +81,52 @@ def _nothing(tokens_m: Tensor, ctx: Any) -> Tensor:
     return torch.zeros(len(tokens_m), 1)
 
 
-def measure(batch: int, context: int, rounds: int) -> dict[str, float]:
-    """Milliseconds of processor time a step, by side."""
-    pages = -(-(context + 1) // _PAGE_TOKENS)
-    kinds: dict[str, tuple[CpuDevice, Callable[[range], Numbers]]] = {
-        "named": (Naming(), list),
-        "now": (CpuDevice(), numbers),
-    }
-    sides = {}
-    for name, (device, kind) in kinds.items():
-        host = Host(device, batch * pages)
-        tables = [(kind(range(1 + row * pages, 1 + (row + 1) * pages)), _zeros(kind, pages)) for row in range(batch)]
-        sides[name] = (host, tables, host.step(tables, context, None))
+def measure(contexts: Sequence[int], rounds: int) -> dict[str, float]:
+    """Milliseconds of processor time a step of requests at these positions, by side."""
+    pages = [-(-(context + 1) // _PAGE_TOKENS) for context in contexts]
+    begins = list(accumulate(pages, initial=1))[:-1]
+    sides: dict[str, tuple[Host, list[BlockTable], StepHandle]] = {}
+    for name in SIDES:
+        host = Host(Naming() if name == "named" else CpuDevice(), sum(pages))
+        tables = [BlockTable(range(at, at + n), [0] * n) for at, n in zip(begins, pages, strict=True)]
+        sides[name] = (host, tables, host.step(tables, contexts, None))
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds):
-        for name, (host, tables, before) in sides.items():
+        for name, (host, known, before) in sides.items():
+            tables = known
+            if name == "freed":
+                host.epochs.bump([sum(pages) + 1])
+            elif name != "now":
+                tables = [BlockTable(table.pages, table.epochs) for table in known]
             begin = time.thread_time()
-            after = host.step(tables, context, before)
+            after = host.step(tables, contexts, before)
             times[name].append(1e3 * (time.thread_time() - begin))
             sides[name] = (host, tables, after)
     return {name: statistics.median(mine) for name, mine in times.items()}
-
-
-def _zeros(kind: Callable[[range], Numbers], count: int) -> Numbers:
-    return array("i", bytes(4 * count)) if kind is numbers else [0] * count
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768, 131072])
+    parser.add_argument("--beside", type=int, default=131072, help="a long context beside short ones; 0: none")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, help="write the figures here too")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     print(machine.headline())
     found = []
-    for batch in args.batches:
-        for context in args.contexts:
-            ms = measure(batch, context, args.rounds)
-            found.append({"batch": batch, "context": context, "ms": ms, "times": ms["named"] / ms["now"]})
-            print(
-                f"host's part of a decode step, batch {batch:3d} at {context:6d}: "
-                f"{ms['named']:7.2f} ms with pages named, {ms['now']:6.2f} ms now: {ms['named'] / ms['now']:.1f} times"
-            )
+    cases = {f"{batch:3d} at {at:6d}": [at] * batch for batch in args.batches for at in args.contexts}
+    if (rest := max(args.batches) - 1) and args.beside:
+        cases[f"1 at {args.beside} beside {rest} at {_SHORT}"] = [args.beside, *[_SHORT] * rest]
+    for name, contexts in cases.items():
+        ms = measure(contexts, args.rounds)
+        found.append({"case": name, "ms": ms, "times": ms["again"] / ms["now"]})
+        print(
+            f"host's part of a decode step, {name}: {ms['now']:5.2f} ms; {ms['freed']:5.2f} ms where others' pages "
+            f"are freed; {ms['again']:6.2f} ms with all tables brought again, {ms['again'] / ms['now']:.1f} times; "
+            f"{ms['named']:7.2f} ms with pages named, too"
+        )
     if args.json is not None:
         args.json.write_text(json.dumps({"machine": machine.describe(), "steps": found}, indent=1))
     return 0

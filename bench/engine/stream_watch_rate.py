@@ -119,7 +119,7 @@ class Speaker:
         full = decode._manager.full
         damage(
             decode,
-            [list(r.allocation.tables[full][: PROMPT_TOKENS // 16]) for r in running if r.allocation is not None],
+            [list(r.allocation.tables[full].pages[: PROMPT_TOKENS // 16]) for r in running if r.allocation is not None],
         )
         return True
 

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import struct
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from cache.allocation.block_table import NULL_PAGE, PageRun
+from cache.allocation.block_table import NEVER_FREED, NULL_PAGE, BlockTable, PageRun
 from cache.device.device_port import Completion, failure
 from cache.pool.page_allocator import Lease, PageAllocator, joined
 from cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from cache.prefix_cache.nodes.tree_node import NodeLock, NodePart, Tier, digests_of
-from contracts.ids import Epoch
 
 T = TypeVar("T")
-
-
-NEVER_FREED = Epoch(0)
-"""The epoch of the null page."""
-
-
-def numbers(values: Iterable[int] = ()) -> array[int]:
-    """Page numbers or epochs as a packed int32 array, the type that kernels read: steps copy tables without lists."""
-    # struct takes a third of the time that array does to read a list.
-    return array("i", struct.pack(f"{len(values)}i", *values) if isinstance(values, list) else values)
 
 
 def spread(parts: Sequence[NodePart], values: list[T], nothing: T) -> list[T]:
@@ -95,8 +82,7 @@ class Allocation:
     depth: int
     """Pages whose state was there when the allocation was made: computing starts after them."""
     cached: CachedTokens
-    tables: dict[str, array[int]] = field(default_factory=dict)
-    epochs: dict[str, array[int]] = field(default_factory=dict)
+    tables: dict[str, BlockTable] = field(default_factory=dict)
     runs: dict[str, list[PageRun]] = field(default_factory=dict)
     spare: dict[str, Lease] = field(default_factory=dict)
     """Leased pages of window pools, in place of those that the window has left, for positions still to come."""
@@ -112,40 +98,32 @@ class Allocation:
     """Whether state loaded for it is damaged or failed to arrive: nothing computed from it may be used."""
     released: bool = False
 
-    def put(self, pool: str, first: int, indices: Sequence[int], epochs: Sequence[int]) -> None:
-        """Enter pages `first ..` into the table of `pool`."""
-        table, marks = self.tables[pool], self.epochs[pool]
-        lacking = first + len(indices) - len(table)
-        if lacking > 0:
-            table.extend([NULL_PAGE] * lacking)
-            marks.extend([NEVER_FREED] * lacking)
-        table[first : first + len(indices)] = numbers(indices)
-        marks[first : first + len(indices)] = numbers(epochs)
-
     def enter(self, pool: str, parts: Sequence[NodePart], least: int = 0) -> None:
         """Begin the table of `pool` with the pages of `parts`, in order, padded to at least `least` entries."""
         table, marks = joined([part.lease for part in parts])
         table, marks = spread(parts, table, NULL_PAGE), spread(parts, marks, NEVER_FREED)
         table += [NULL_PAGE] * (least - len(table))
         marks += [NEVER_FREED] * (least - len(marks))
-        self.tables[pool], self.epochs[pool] = numbers(table), numbers(marks)
+        self.tables[pool] = BlockTable(table, marks)
 
     def enter_held(self, pool: str, wanted: range) -> None:
         """Begin the table of `pool` with the `wanted` pages that the lock has on the device, less the lacking ones."""
         self.enter(pool, self.lock.on_device(pool))
         self.digests[pool], self.runs[pool] = [], []
-        lacking, table, marks = self.lacking[pool], self.tables[pool], self.epochs[pool]
+        lacking, table = self.lacking[pool], self.tables[pool]
         # Locked pages before and after the wanted ones, and inside the lacking range, aren't the allocation's to read.
-        del table[wanted.stop :], marks[wanted.stop :]
-        for gap in (range(min(wanted.start, len(table))), range(lacking.start, min(lacking.stop, len(table)))):
-            table[gap.start : gap.stop] = marks[gap.start : gap.stop] = numbers([NULL_PAGE] * len(gap))
-        while table and table[-1] == NULL_PAGE:
-            del table[-1], marks[-1]
+        table.truncate(wanted.stop)
+        table.clear(0, min(wanted.start, len(table)))
+        table.clear(lacking.start, max(lacking.start, min(lacking.stop, len(table))))
+        stop = len(table)
+        while stop and table.pages[stop - 1] == NULL_PAGE:
+            stop -= 1
+        table.truncate(stop)
 
     def enter_nothing(self, pools: Iterable[str]) -> None:
         """Begin empty tables of `pools`."""
         for pool in pools:
-            self.tables[pool], self.epochs[pool] = numbers(), numbers()
+            self.tables[pool] = BlockTable()
             self.digests[pool], self.runs[pool] = [], []
 
     @property
@@ -155,7 +133,7 @@ class Allocation:
 
     def named(self) -> dict[str, list[int]]:
         """Every page and slot that operations launched for the allocation may name, by pool."""
-        named = {pool: [i for i in table if i != NULL_PAGE] for pool, table in self.tables.items()}
+        named = {pool: [i for i in table.pages if i != NULL_PAGE] for pool, table in self.tables.items()}
         for pool, lease in self.slots.items():
             named[pool] = list(lease.indices) + [i for s in self.snapshots.get(pool, ()) for i in s.lease.indices]
             named[pool] += [i for part in self.lock.of(pool) if part.tier is Tier.DEVICE for i in part.lease.indices]
@@ -163,7 +141,7 @@ class Allocation:
 
     def held(self) -> dict[str, set[int]]:
         """Of a reservation: the page and slot numbers that the sender needn't send, by pool."""
-        held = {pool: {n for n, i in enumerate(table) if i != NULL_PAGE} for pool, table in self.tables.items()}
+        held = {pool: {n for n, i in enumerate(table.pages) if i != NULL_PAGE} for pool, table in self.tables.items()}
         return held | {pool: {n.stop - 1} for pool, n in self.lacking.items() if pool not in self.tables and not n}
 
     def own(self, pool: str) -> int:
@@ -181,15 +159,15 @@ class Allocation:
         mine = {i for run in self.runs[pool] for i in run.lease.indices}
         mine |= {i for p in self.lock.of(pool) if p.tier is Tier.DEVICE for i in p.lease.indices}
         table = self.tables[pool]
-        strangers = [i for i in table if i != NULL_PAGE and i not in mine]
+        strangers = [i for i in table.pages if i != NULL_PAGE and i not in mine]
         if strangers:
             found.append(f"{self.owner}: {pool} pages {strangers} of its table are neither its own nor locked")
-        used = [(i, e) for i, e in zip(table, self.epochs[pool], strict=True) if i != NULL_PAGE]
+        used = [(i, e) for i, e in zip(table.pages, table.epochs, strict=True) if i != NULL_PAGE]
         if [e for _, e in used] != list(allocator.epochs.of([i for i, _ in used])):
             found.append(f"{self.owner}: its {pool} table has old epochs")
         for run in self.runs[pool]:
             if not run.lease.live:
                 found.append(f"{self.owner}: its lease has ended")
-            if tuple(table[run.first : run.end]) != run.lease.indices:
+            if tuple(table.pages[run.first : run.end]) != run.lease.indices:
                 found.append(f"{self.owner}: its {pool} table differs from what it leased")
         return found

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from contracts.ids import Epoch
 
@@ -29,11 +30,14 @@ class EpochTable:
         """The same memory as a numpy array, for counting."""
         self._one_by_one: Any = self.counts.data
         """The same memory as a memoryview, for few pages at a time."""
+        self.releases = 0
+        """How often pages were released: as long as it doesn't change, no epoch does."""
         self._copy: torch.Tensor | None = None
         self._bumped: list[Sequence[int]] = []
 
     def bump(self, indices: Sequence[int]) -> None:
         """Count one more release of these pages, each named once."""
+        self.releases += 1
         if len(indices) <= _FEW:
             counts = self._one_by_one
             for index in indices:
@@ -52,6 +56,10 @@ class EpochTable:
             counts = self._one_by_one
             return tuple([counts[index] for index in indices])
         return tuple(self.counts[np.asarray(indices, dtype=np.int64)].tolist())
+
+    def look_up(self, pages: NDArray[np.int32]) -> NDArray[np.int32]:
+        """The epochs of pages in any arrangement, such as many block tables side by side."""
+        return self.counts.take(pages)
 
     def on(self, device: torch.device) -> torch.Tensor:
         """The table, up to date, on `device`; to be called from within an operation, always on the same stream."""

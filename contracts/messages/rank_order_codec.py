@@ -35,6 +35,8 @@ from contracts.messages.rank_orders import (
     RowOrder,
     RunStep,
     StoredPage,
+    TableEntries,
+    TablePlace,
     ZeroPages,
 )
 
@@ -63,6 +65,7 @@ _NAMES = {cls: tuple(f.name for f in fields(cls)) for cls in TAGS.values()}
 _INNER: dict[tuple[type[Any], str], type[Any]] = {
     (CopyPages, "pieces"): PageSpan,
     (RunStep, "rows"): RowOrder,
+    (RunStep, "entries"): TableEntries,
     (PostWrite, "sources"): PagePlaces,
     (PostWrite, "targets"): PagePlaces,
     (PermitRoom, "places"): PagePlaces,
@@ -95,7 +98,7 @@ def decode(data: bytes | memoryview) -> Order:
 def _made(inner: type[Any], value: tuple[Any, ...]) -> Any:
     if inner is RowOrder:
         start, tokens, tables = value
-        return RowOrder(start, tokens, tuple(PagePlaces(*table) for table in tables))
+        return RowOrder(start, tokens, tuple(TablePlace(*table) for table in tables))
     return inner(*value)
 
 

@@ -90,14 +90,33 @@ class BindArenas:
 # ---------------------------------------------------------------- steps
 
 
+class TableEntries(NamedTuple):
+    """Entries of a sequence's block table that followers don't have yet: those of row `row` of a pool's tables, from
+    page number `first` on."""
+
+    pool: str
+    row: int
+    first: int
+    indices: PageIndices
+
+
+class TablePlace(NamedTuple):
+    """The block table of a sequence in one pool: row `row`, read from page number `first` on up to `stop`. Of a state
+    pool `row` is the slot."""
+
+    pool: str
+    row: int
+    first: int
+    stop: int
+
+
 class RowOrder(NamedTuple):
     """One sequence's part of a step, as the engine's own `BatchRow` has it."""
 
     start: int
     tokens: int
     """The number of tokens."""
-    tables: tuple[PagePlaces, ...]
-    """Its block tables, by pool."""
+    tables: tuple[TablePlace, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +125,8 @@ class RunStep:
     not be written, within the step, as it need not know them yet when it gives this order."""
 
     rows: tuple[RowOrder, ...]
+    entries: tuple[TableEntries, ...]
+    """What was appended to block tables since the step before."""
 
 
 # ---------------------------------------------------------------- hand-over

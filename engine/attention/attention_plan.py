@@ -11,10 +11,8 @@ the sequence, or on whether the query came as an extend or as a decode row.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,6 @@ import torch
 from torch import Tensor
 
 from cache.allocation.block_table import NULL_PAGE
-from engine.tensors.pinned_memory import to_device
 
 
 @dataclass(frozen=True)
@@ -76,69 +73,89 @@ class SlotPlan:
 BackendPlan = AttentionPlan | SlotPlan
 
 
+@dataclass(frozen=True)
+class StepShape:
+    """Where the sequences of a step begin and how many positions each has: on the host, and as a plan's tensors."""
+
+    starts: np.ndarray[Any, np.dtype[np.int32]]
+    """[B]: the absolute position of each sequence's first query."""
+    counts: np.ndarray[Any, np.dtype[np.int32]]
+    """[B]: how many queries each sequence has."""
+    sequences: np.ndarray[Any, np.dtype[np.int64]]
+    """[T]: the sequence of each query on the packed axis."""
+    positions: np.ndarray[Any, np.dtype[np.int64]]
+    """[T]: the absolute position of each query."""
+    offsets: np.ndarray[Any, np.dtype[np.int32]]
+    """[B+1]: where each sequence's queries begin on the packed axis; the last entry is T."""
+
+    @staticmethod
+    def of(starts: Sequence[int], counts: Sequence[int]) -> StepShape:
+        first, many = np.array(starts, np.int32), np.array(counts, np.int32)
+        offsets = np.zeros(len(many) + 1, np.int32)
+        np.cumsum(many, out=offsets[1:])
+        sequences = np.arange(len(many))
+        if offsets[-1] == len(many):  # one each, as in decode
+            return StepShape(first, many, sequences, first.astype(np.int64), offsets)
+        sequences = np.repeat(sequences, many)
+        positions = np.arange(offsets[-1], dtype=np.int64) + (first - offsets[:-1])[sequences]
+        return StepShape(first, many, sequences, positions, offsets)
+
+    @property
+    def ends(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """[B]: the position behind each sequence's last query."""
+        return self.starts + self.counts
+
+
 def make_plan(
-    starts: Sequence[int],
-    counts: Sequence[int],
-    tables: Sequence[Sequence[int]],
+    shape: StepShape,
+    on_device: Sequence[Tensor],
+    tables_bp: Tensor,
     page_tokens: int,
-    device: torch.device,
-    epochs: Sequence[Sequence[int]] | None = None,
-    firsts: Sequence[int] | None = None,
+    epochs_bp: Tensor | None = None,
+    firsts: np.ndarray[Any, np.dtype[np.int32]] | None = None,
+    firsts_b: Tensor | None = None,
 ) -> AttentionPlan:
-    """Build the plan of a step from each sequence's first position, number of queries, block table and epochs.
+    """Build the plan of a step over block tables.
 
-    `firsts` are the page numbers that the tables begin with; None: 0. A table may be longer than its sequence; entries
-    past the last position are ignored.
+    `on_device`: the shape's starts, offsets, sequences and positions there. `firsts` are the page numbers that the
+    tables begin with, on the host, and `firsts_b` the same on the device; None: 0. A table may be longer than its
+    sequence; entries past the last position are not read.
     """
-    lengths = [start + count for start, count in zip(starts, counts, strict=True)]
-    begins = list(firsts) if firsts is not None else [0] * len(lengths)
-    used = [-(-length // page_tokens) - first for length, first in zip(lengths, begins, strict=True)]
-
-    def integers(rows: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
-        return to_device(rows, device, dtype)
-
-    slots = [
-        table[position // page_tokens - first] * page_tokens + position % page_tokens
-        for table, first, start, length in zip(tables, begins, starts, lengths, strict=True)
-        for position in range(start, length)
-    ]
+    starts_b, offsets_b, sequence_t, position_t = on_device
+    slots_t = _slots(shape, sequence_t, position_t, tables_bp, page_tokens, firsts, firsts_b)
     return AttentionPlan(
-        starts_b=integers(starts),
-        offsets_b=integers([0, *accumulate(counts)]),
-        tables_bp=_rectangle(tables, used, device),
-        slots_t=integers(slots, torch.int64),
+        starts_b=starts_b,
+        offsets_b=offsets_b,
+        tables_bp=tables_bp,
+        slots_t=slots_t,
         page_tokens=page_tokens,
-        max_queries=max(counts),
-        firsts_b=integers(begins) if firsts is not None else None,
-        epochs_bp=_rectangle(epochs, used, device) if epochs is not None else None,
+        max_queries=int(shape.counts.max()),
+        firsts_b=firsts_b,
+        epochs_bp=epochs_bp,
     )
 
 
-def make_slot_plan(
-    starts: Sequence[int],
-    counts: Sequence[int],
-    slots: Sequence[Sequence[int]],
-    device: torch.device,
-    epochs: Sequence[Sequence[int]] | None = None,
-) -> SlotPlan:
-    """Build the plan of a state pool from each sequence's first position, number of rows, slot and its epoch."""
-    ones = [1] * len(starts)
-    return SlotPlan(
-        _rectangle(slots, ones, device),
-        tuple(starts),
-        tuple(counts),
-        _rectangle(epochs, ones, device) if epochs is not None else None,
-    )
-
-
-def _rectangle(rows: Sequence[Sequence[int]], used: Sequence[int], device: torch.device) -> Tensor:
-    """The first `used` entries of each row, padded with the null page, which is never freed: its epoch is 0 as well."""
-    full = np.full((len(rows), max(used)), NULL_PAGE, dtype=np.int32)
-    for line, row, n in zip(full, rows, used, strict=True):
-        # Tables of allocations are int32 side by side already (`cache.allocation.allocation.numbers`); others are
-        # lists.
-        line[:n] = np.frombuffer(row, np.int32, n) if isinstance(row, array) else np.fromiter(row, np.int32, n)
-    return to_device(full, device, torch.int32)
+def _slots(
+    shape: StepShape,
+    sequence_t: Tensor,
+    position_t: Tensor,
+    tables_bp: Tensor,
+    page_tokens: int,
+    firsts: np.ndarray[Any, np.dtype[np.int32]] | None,
+    firsts_b: Tensor | None,
+) -> Tensor:
+    """Where the key and value of each query's own position lie: [T] int64."""
+    if tables_bp.is_cpu:
+        # numpy has less overhead for small operations, and this runs in every step.
+        number_t, offset_t = np.divmod(shape.positions, page_tokens)
+        if firsts is not None:
+            number_t -= firsts[shape.sequences]
+        pages_t = tables_bp.numpy()[shape.sequences, number_t].astype(np.int64)
+        return torch.from_numpy(pages_t * page_tokens + offset_t)
+    page_t = position_t // page_tokens
+    if firsts_b is not None:
+        page_t = page_t - firsts_b[sequence_t]
+    return tables_bp[sequence_t, page_t].long() * page_tokens + position_t % page_tokens
 
 
 def muted(plan: AttentionPlan, stale_b: Tensor) -> AttentionPlan:

@@ -8,16 +8,15 @@ a row of the next step continues with is then still on the device, so the row na
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
-from cache.allocation.block_table import BlockTable
+from cache.allocation.block_table import TableSlice
 from cache.device.device_port import Completion
 from contracts.sampling_params import SamplingParams, TokenDifference, TokenLogprob
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDraw:
+class TokenDraw(NamedTuple):
     """Draw the token after a row's last one. Penalties count `tokens[:prompt_len]` as prompt, the rest as output."""
 
     params: SamplingParams
@@ -57,34 +56,30 @@ class TokenFromStep:
         return 1
 
 
-@dataclass(frozen=True, slots=True)
-class BatchRow:
+class BatchRow(NamedTuple):
     """One sequence's part of a step: compute `tokens` at positions `start .. start+len(tokens)`.
 
-    The state of these positions is written to `pages`, the full pool's block table from position 0 on, which must reach
-    the last of them; all earlier positions are read from there. A decode row has one token.
+    A decode row has one token.
     """
 
     tokens: Sequence[int] | TokenFromStep
     start: int
-    pages: Sequence[int]
+    tables: Mapping[str, TableSlice]
+    """The pages and slots of each pool, which must reach the last of these positions: their state is written there, and
+    that of all earlier positions that the pool's layers see is read from there. The step compares the epochs that they
+    were leased under with the pool's own; where one differs, the page was freed since: the row is flagged `stale` and
+    writes nothing."""
     draw: TokenDraw | None = None
     """None: draw nothing, as in the middle of a prompt."""
     score: Sequence[int] | None = None
     """The token that really follows each of `tokens`, to be given its log-probability (prompt log-probs)."""
     score_top: int = 0
     """How many of the best tokens are listed at each scored position."""
-    epochs: Sequence[int] = field(kw_only=True)
-    """The epoch of each of `pages` when it was leased. The step compares them with the pool's own epochs; where they
-    differ, the page was freed since: the row is flagged `stale` and writes nothing."""
-    replay: KnownAnswer | None = field(default=None, kw_only=True)
+    replay: KnownAnswer | None = None
     """The known answer that the row's tokens belong to, to be drawn again."""
-    others: Mapping[str, BlockTable] = field(default_factory=dict, kw_only=True)
-    """The block tables of all pools but the full one (window and state pools), by pool."""
 
 
-@dataclass(frozen=True, slots=True)
-class DrawnToken:
+class DrawnToken(NamedTuple):
     """A drawn token, with its log-probabilities when the client asked for them."""
 
     token: int
@@ -95,8 +90,7 @@ NONFINITE = "the logits of a step are no finite numbers, so no token can be draw
 """The error message that a request ends with when its row was `nonfinite`."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowOutput:
+class RowOutput(NamedTuple):
     """The results of one row. Nothing of a stale row's output may be used."""
 
     drawn: DrawnToken | None = None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cache.device.device_port import DONE, Completion
-from engine.runner.batch import BatchRow, RowOutput
+from engine.runner.batch import BatchRow, DrawnToken, RowOutput, TokenFromStep
 from engine.runner.redraw import RedrawnTokens
 from engine.runner.sampler import DrawnRows, Logprobs
 from engine.tensors.pinned_memory import to_device
@@ -68,19 +68,23 @@ class LaunchedStep:
         computed = self._computed
         assert computed is not None, "a complete step has been computed"
         draws = computed.draws.listed() if computed.draws is not None else []
-        drawn = dict(zip(computed.drawing, draws, strict=True))
-        nonfinite = [(row in drawn and drawn[row] is None) or computed.damaged(row) for row in range(self._rows)]
-        return [
-            RowOutput(
-                drawn.get(row),
-                tuple(score for part in computed.scores[row] for score in part.listed()),
-                sum(len(part.tokens_n) for part in computed.replays[row]),
-                tuple(found for part in computed.replays[row] for found in part.listed()),
-                stale,
-                nonfinite[row],
-            )
-            for row, stale in enumerate(computed.stale_b.tolist())
+        drawn: list[DrawnToken | None] = [None] * self._rows
+        nonfinite = [False] * self._rows
+        for row, token in zip(computed.drawing, draws, strict=True):
+            drawn[row], nonfinite[row] = token, token is None
+        outputs = [
+            RowOutput(token, stale=stale, nonfinite=bad)
+            for token, stale, bad in zip(drawn, computed.stale_b.tolist(), nonfinite, strict=True)
         ]
+        for row, (scores, replays) in enumerate(zip(computed.scores, computed.replays, strict=True)):
+            if scores or replays:
+                outputs[row] = outputs[row]._replace(
+                    scores=tuple(score for part in scores for score in part.listed()),
+                    replayed=sum(len(part.tokens_n) for part in replays),
+                    differences=tuple(found for part in replays for found in part.listed()),
+                    nonfinite=nonfinite[row] or computed.damaged(row),
+                )
+        return outputs
 
 
 def input_tokens(rows: Sequence[BatchRow], padding: int, device: torch.device) -> Tensor:
@@ -89,14 +93,14 @@ def input_tokens(rows: Sequence[BatchRow], padding: int, device: torch.device) -
     pending: dict[LaunchedStep, tuple[list[int], list[int]]] = {}
     for row in rows:
         source = row.tokens
-        if isinstance(source, Sequence):
-            known += source
-        else:
+        if isinstance(source, TokenFromStep):
             assert isinstance(source.step, LaunchedStep)
             places, drawn = pending.setdefault(source.step, ([], []))
             places.append(len(known))
             drawn.append(source.row)
             known.append(0)
+        else:
+            known += source
     tokens_m = to_device(known + [0] * padding, device)
     for step, (places, drawn) in pending.items():
         tokens_m.index_copy_(0, to_device(places, device), step.tokens(drawn))

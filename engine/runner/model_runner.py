@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from cache.allocation.block_table import BlockTable
+from cache.allocation.block_table import TableRow, numbers
 from cache.device.device_port import DEVICE, Device, DeviceOp, DeviceStream, spans
 from cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
 from cache.pool.epoch_table import EpochTable
 from cache.pool.load_gate import GateDoor, LoadGate
+from contracts.errors import UnorderedAccess
 from contracts.messages.rank_order_codec import OrderChannel
-from contracts.messages.rank_orders import PagePlaces, RowOrder, RunStep
+from contracts.messages.rank_orders import RowOrder, RunStep, TableEntries, TablePlace
 from engine.attention.attention_backend import AttentionBackend
 from engine.attention.attention_plan import (
     AttentionPlan,
     BackendPlan,
     SlotPlan,
+    StepShape,
     make_plan,
-    make_slot_plan,
     muted,
     muted_slots,
 )
 from engine.layers.decoder import Decoder
 from engine.layers.forward_context import ForwardContext
 from engine.runner.batch import BatchRow, RowOutput, StepHandle
+from engine.runner.device_block_tables import DeviceBlockTables, PlannedTables, TableUpdate
 from engine.runner.launched_step import LaunchedStep, StepResults, input_tokens
+from engine.runner.planned_step import PlannedSlots, PlannedStep
 from engine.runner.redraw import RedrawnTokens, redraw
 from engine.runner.sampler import DrawnRows, Logprobs, draw_tokens, token_logprobs
-from engine.tensors.pinned_memory import to_device, to_host
+from engine.tensors.pinned_memory import HostIntegers, to_device, to_host, upload
 from engine.tensors.row_exact_linear import Numerics
 from engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
 
@@ -63,6 +67,9 @@ class ModelRunner:
         self.spec = spec
         self._gates, self._epochs = dict(gates), dict(epochs)
         self._device = device
+        self._tables = {
+            pool.name: DeviceBlockTables(device.torch_device) for pool in spec.pools if pool.kind is not PoolKind.STATE
+        }
         self._triton = triton
 
     @property
@@ -75,92 +82,152 @@ class ModelRunner:
         Returns as soon as the step is submitted; on a CPU it is complete by then. The rows are read when the step runs,
         so they must not change until it is complete.
         """
-        assert rows, "a step has at least one row"
-        tables = [{self.spec.full.name: BlockTable(0, row.pages, row.epochs), **row.others} for row in rows]
-        for row, mine in zip(rows, tables, strict=True):
-            self._check(row, mine)
+        planned = self.plan(rows)
         # Sets of all pages of a batch cost more than the rest of the plan: they are made for a device that checks them.
-        reads, writes = self._named(rows, tables) if self._device.checks else ({}, {})
+        reads, writes = self._named(rows) if self._device.checks else ({}, {})
         op = DeviceOp("forward", DeviceStream.COMPUTE, reads=spans(DEVICE, reads), writes=spans(DEVICE, writes))
         passages = {pool.name: self._gates[pool.name].enter(pool.name) for pool in self.spec.pools}
         gates = {gate: loads for passage in passages.values() for gate, loads in passage.gates.items()}
         step = LaunchedStep(rows)
-        step.completion = self._device.submit(op, lambda: step.fill(self._step(rows, tables, passages)), gates=gates)
+        try:
+            step.completion = self._device.submit(
+                op, lambda: step.fill(self._step(rows, planned, passages)), gates=gates
+            )
+        except UnorderedAccess:
+            for pool, tables in planned.tables.items():
+                self._tables[pool].undo(tables)
+            raise
         return step
+
+    def plan(self, rows: Sequence[BatchRow]) -> PlannedStep:
+        """Plan a step: what it needs of every pool, and what the device lacks of that. `context` must be called for
+        every planned step, in the same order."""
+        assert rows, "a step has at least one row"
+        shape = StepShape.of([row.start for row in rows], [len(row.tokens) for row in rows])
+        assert shape.counts.all(), "a row has at least one token"
+        stops = (-(-shape.ends // self.spec.page_tokens)).tolist()
+        tables: dict[str, PlannedTables] = {}
+        slots: dict[str, PlannedSlots] = {}
+        for pool in self.spec.pools:
+            slices = [row.tables[pool.name] for row in rows]
+            if pool.kind is PoolKind.STATE:
+                slots[pool.name] = PlannedSlots([[s.pages[0]] for s in slices], [[s.epochs[0]] for s in slices])
+            else:
+                tables[pool.name] = self._tables[pool.name].plan(slices, stops)
+        return PlannedStep(shape, tables, slots)
 
     def forward(self, rows: Sequence[BatchRow]) -> list[RowOutput]:
         """Launch one step and wait for it: one output a row, in order."""
         return self.launch(rows).outputs()
 
     @torch.inference_mode()
-    def _step(
-        self, rows: Sequence[BatchRow], tables: Sequence[Mapping[str, BlockTable]], doors: Mapping[str, GateDoor]
-    ) -> StepResults:
+    def _step(self, rows: Sequence[BatchRow], planned: PlannedStep, doors: Mapping[str, GateDoor]) -> StepResults:
         device = self._device.torch_device
         if self._followers is not None:
-            self._followers.send(compute_order(rows, tables))
-        ctx = self.context(rows, tables, doors)
-        stale_b = self._stale(ctx)
+            self._followers.send(compute_order(planned))
+        ctx = self.context(planned, doors)
+        stale_b = self._stale(ctx, planned)
         tokens_m = input_tokens(rows, len(ctx.positions_m) - ctx.count, device)
         if self._followers is not None:
             self.ranks.first(torch.cat((tokens_m, stale_b.long())))
         self._mute(ctx, stale_b)
         x_mh = self.decoder.forward(tokens_m, ctx)
-        counts = [len(row.tokens) for row in rows]
-        firsts = [0, *accumulate(counts)][:-1]
+        firsts = planned.shape.offsets[:-1].tolist()
         drawing = [i for i, row in enumerate(rows) if row.draw is not None]
         draws = self._draw(rows, x_mh, firsts, drawing) if drawing else None
-        parts = [(row, x_mh[first:]) for row, first in zip(rows, firsts, strict=True)]
-        scores = [tuple(self._score(row, x_th)) if row.score else () for row, x_th in parts]
-        replays = [tuple(self._redraw(row, x_th)) if row.replay is not None else () for row, x_th in parts]
+        scores: list[Sequence[Logprobs]] = [()] * len(rows)
+        replays: list[Sequence[RedrawnTokens]] = [()] * len(rows)
+        for at, (row, first) in enumerate(zip(rows, firsts, strict=True)):
+            if row.score:
+                scores[at] = [part.to_host() for part in self._score(row, x_mh[first:])]
+            if row.replay is not None:
+                replays[at] = [part.to_host() for part in self._redraw(row, x_mh[first:])]
         return StepResults(
             drawing,
             draws.tokens_n if draws is not None else None,
             draws.to_host() if draws is not None else None,
-            [[part.to_host() for part in parts] for parts in scores],
-            [[part.to_host() for part in parts] for parts in replays],
+            scores,
+            replays,
             to_host(stale_b),
         )
 
     @torch.inference_mode()
     def follow(self, order: RunStep) -> None:
         """Compute a follower's part of a step; the leader broadcasts tokens and stale rows."""
-        rows = [BatchRow((0,) * row.tokens, row.start, (), epochs=()) for row in order.rows]
-        tables = [
-            {at.pool: BlockTable(at.first, at.indices, (0,) * len(at.indices)) for at in row.tables}
-            for row in order.rows
-        ]
         doors = {pool.name: self._gates[pool.name].enter(pool.name) for pool in self.spec.pools}
-        ctx = self.context(rows, tables, doors)
+        ctx = self._context(self._ordered(order), doors)
         count = len(ctx.positions_m)
-        told = self.ranks.first(ctx.positions_m.new_zeros(count + len(rows)))
+        told = self.ranks.first(ctx.positions_m.new_zeros(count + len(order.rows)))
         self._mute(ctx, told[count:].bool())
         self.decoder.forward(told[:count], ctx)
 
-    def context(
-        self, rows: Sequence[BatchRow], tables: Sequence[Mapping[str, BlockTable]], doors: Mapping[str, GateDoor]
-    ) -> ForwardContext:
-        """Make the forward context of a step; `tables` are each row's block tables by pool, `doors` the gates'."""
-        device, size = self._device.torch_device, self.spec.page_tokens
-        starts, counts = [row.start for row in rows], [len(row.tokens) for row in rows]
-        plans: dict[str, AttentionPlan] = {}
-        slots: dict[str, SlotPlan] = {}
+    def _ordered(self, order: RunStep) -> PlannedStep:
+        """The step that the leader planned; this rank's block tables have the same rows as the leader's."""
+        for entry in order.entries:
+            pages = numbers(list(entry.indices))
+            epochs = array("i", bytes(4 * len(pages)))  # The leader says what is stale.
+            self._tables[entry.pool].enter([TableUpdate(TableRow(entry.row), entry.first, pages, epochs)])
+        tables: dict[str, PlannedTables] = {}
+        slots: dict[str, PlannedSlots] = {}
+        at = {place.pool: n for n, place in enumerate(order.rows[0].tables)}
         for pool in self.spec.pools:
-            mine = [table[pool.name] for table in tables]
-            pages, epochs = [t.pages for t in mine], [t.epochs for t in mine]
+            places = [row.tables[at[pool.name]] for row in order.rows]
+            rows = [place.row for place in places]
             if pool.kind is PoolKind.STATE:
-                slots[pool.name] = make_slot_plan(starts, counts, pages, device, epochs)
+                slots[pool.name] = PlannedSlots([[slot] for slot in rows], [[0] for _ in rows])
             else:
-                firsts = [t.first for t in mine] if pool.kind is PoolKind.WINDOW else None
-                plans[pool.name] = make_plan(starts, counts, pages, size, device, epochs, firsts)
-        count = sum(counts)
-        positions = [p for row in rows for p in range(row.start, row.start + len(row.tokens))]
-        positions += [0] * (self.numerics.padded(count) - count)
+                firsts, stops = [place.first for place in places], [place.stop for place in places]
+                tables[pool.name] = PlannedTables(rows, firsts, stops, ())
+        starts, counts = [row.start for row in order.rows], [row.tokens for row in order.rows]
+        return PlannedStep(StepShape.of(starts, counts), tables, slots)
+
+    def context(self, planned: PlannedStep, doors: Mapping[str, GateDoor]) -> ForwardContext:
+        """Make the forward context of a planned step, after its block tables were brought to the device; `doors` are
+        the gates'."""
+        for pool, tables in planned.tables.items():
+            self._tables[pool].update(tables)
+        return self._context(planned, doors)
+
+    def _context(self, planned: PlannedStep, doors: Mapping[str, GateDoor]) -> ForwardContext:
+        shape, device, size = planned.shape, self._device.torch_device, self.spec.page_tokens
+        count = len(shape.positions)
+        padding = np.zeros(self.numerics.padded(count) - count, dtype=np.int64)
+        known: dict[str, HostIntegers] = {
+            "starts": shape.starts,
+            "offsets": shape.offsets,
+            "sequences": shape.sequences,
+            "positions": np.concatenate((shape.positions, padding)) if len(padding) else shape.positions,
+        }
+        for pool, tables in planned.tables.items():
+            known[f"rows of {pool}"] = np.array(tables.rows, dtype=np.int64)
+            known[f"firsts of {pool}"] = np.array(tables.firsts, dtype=np.int32)
+        for pool, mine in planned.slots.items():
+            known[f"slots of {pool}"] = np.array(mine.slots, dtype=np.int32)
+            known[f"epochs of {pool}"] = np.array(mine.epochs, dtype=np.int32)
+        there = dict(zip(known, upload(list(known.values()), device), strict=True))
+        on_device = (there["starts"], there["offsets"], there["sequences"], there["positions"][:count])
+
+        plans: dict[str, AttentionPlan] = {}
+        for pool, tables in planned.tables.items():
+            rows_b, kept = there[f"rows of {pool}"], self._tables[pool]
+            if self.spec.by_name[pool].kind is PoolKind.WINDOW:
+                firsts, firsts_b = known[f"firsts of {pool}"], there[f"firsts of {pool}"]
+                pages_bw, epochs_bw = kept.windows(tables, rows_b, firsts_b)
+                plans[pool] = make_plan(shape, on_device, pages_bw, size, epochs_bw, firsts, firsts_b)
+            else:
+                # On a CPU the tables say themselves which rows are stale.
+                epochs_bp = kept.epochs(tables, rows_b) if device.type != "cpu" else None
+                plans[pool] = make_plan(shape, on_device, kept.pages(tables, rows_b), size, epochs_bp)
+        starts, counts = tuple(shape.starts.tolist()), tuple(shape.counts.tolist())
+        slots = {
+            pool: SlotPlan(there[f"slots of {pool}"], starts, counts, there[f"epochs of {pool}"])
+            for pool in planned.slots
+        }
         return ForwardContext(
             self.numerics,
             self.attention,
-            to_device(positions, device),
-            max(positions) + 1,
+            there["positions"],
+            int(shape.ends.max()),
             count,
             plans,
             slots,
@@ -168,11 +235,16 @@ class ModelRunner:
             self.ranks,
         )
 
-    def _stale(self, ctx: ForwardContext) -> Tensor:
+    def _stale(self, ctx: ForwardContext, planned: PlannedStep) -> Tensor:
         """[B] bool: sequences of which a page or slot was freed after it was leased."""
         device = self._device.torch_device
+        found = []
         tables: dict[str, BackendPlan] = {**ctx.plans, **ctx.slots}
-        found = [self.attention.stale(plan, self._epochs[pool].on(device)) for pool, plan in tables.items()]
+        for pool, plan in tables.items():
+            if device.type == "cpu" and self.spec.by_name[pool].kind is PoolKind.FULL:
+                found.append(self._tables[pool].stale(planned.tables[pool], self._epochs[pool]))
+            else:
+                found.append(self.attention.stale(plan, self._epochs[pool].on(device)))
         return found[0] if len(found) == 1 else torch.stack(found).any(0)
 
     def _mute(self, ctx: ForwardContext, stale_b: Tensor) -> None:
@@ -201,43 +273,32 @@ class ModelRunner:
         most = _LOGIT_ELEMENTS // self.decoder.head.shape[0]
         return redraw(row, x_th, lambda x_nh: self.decoder.logits(x_nh, self.numerics), most, triton=self._triton)
 
-    def _check(self, row: BatchRow, tables: Mapping[str, BlockTable]) -> None:
-        assert len(row.tokens), "a row has at least one token"
-        for pool in self.spec.pools:
-            table = tables[pool.name]
-            assert len(table.epochs) == len(table.pages), "a block table has an epoch for each page"
-            end = (table.first + len(table.pages)) * self.spec.page_tokens
-            assert pool.kind is PoolKind.STATE or end >= row.start + len(row.tokens), "the block table is too short"
-
-    def _named(
-        self, rows: Sequence[BatchRow], tables: Sequence[Mapping[str, BlockTable]]
-    ) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    def _named(self, rows: Sequence[BatchRow]) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
         """The pages and slots that a step reads, and the ones that it writes, by pool, sorted."""
         size = self.spec.page_tokens
-        reads: dict[str, list[int]] = {}
-        writes: dict[str, list[int]] = {}
-        for pool in self.spec.pools:
-            read: set[int] = set()
-            written: set[int] = set()
-            for row, mine in zip(rows, tables, strict=True):
-                table = mine[pool.name]
-                first, end = row.start // size - table.first, -(-(row.start + len(row.tokens)) // size) - table.first
-                state = pool.kind is PoolKind.STATE
-                read.update(table.pages if state else table.pages[:end])
-                written.update(table.pages if state else table.pages[first:end])
-            reads[pool.name], writes[pool.name] = sorted(read), sorted(written)
-        return reads, writes
+        reads: dict[str, set[int]] = {pool: set() for pool in self.spec.by_name}
+        writes: dict[str, set[int]] = {pool: set() for pool in self.spec.by_name}
+        for row in rows:
+            for pool, table in row.tables.items():
+                pages = table.pages
+                state = self.spec.by_name[pool].kind is PoolKind.STATE
+                end = -(-(row.start + len(row.tokens)) // size) - table.first
+                reads[pool].update(pages if state else pages[:end])
+                writes[pool].update(pages if state else pages[row.start // size - table.first : end])
+        return {p: sorted(i) for p, i in reads.items()}, {p: sorted(i) for p, i in writes.items()}
 
 
-def compute_order(rows: Sequence[BatchRow], tables: Sequence[Mapping[str, BlockTable]]) -> RunStep:
+def compute_order(planned: PlannedStep) -> RunStep:
     """Make the order by which followers compute a step: positions and block tables, without tokens."""
-    return RunStep(
-        tuple(
-            RowOrder(
-                row.start,
-                len(row.tokens),
-                tuple(PagePlaces(pool, table.first, tuple(table.pages)) for pool, table in mine.items()),
-            )
-            for row, mine in zip(rows, tables, strict=True)
-        )
-    )
+    places = {
+        pool: [TablePlace(pool, *place) for place in zip(mine.rows, mine.firsts, mine.stops, strict=True)]
+        for pool, mine in planned.tables.items()
+    } | {pool: [TablePlace(pool, slot, 0, 1) for (slot,) in mine.slots] for pool, mine in planned.slots.items()}
+    starts, counts = planned.shape.starts.tolist(), planned.shape.counts.tolist()
+    rows = zip(starts, counts, zip(*places.values(), strict=True), strict=True)
+    entries = [
+        TableEntries(pool, one.row.number, one.first, tuple(one.pages))
+        for pool, mine in planned.tables.items()
+        for one in mine.updates
+    ]
+    return RunStep(tuple(RowOrder(*row) for row in rows), tuple(entries))

@@ -8,6 +8,7 @@ launched before: for the step that runs while the next one is planned. So a step
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,13 @@ import torch
 from torch import Tensor
 
 _NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32}
+_ALIGNED = 16
+"""Bytes: where an array of a packed copy may begin."""
 HostNumbers = (
     Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | Sequence[Sequence[float]] | np.ndarray[Any, Any]
 )
+HostIntegers = np.ndarray[Any, Any]
+"""An array of int32 or int64."""
 
 
 def to_device(values: HostNumbers, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -28,6 +33,26 @@ def to_device(values: HostNumbers, device: torch.device, dtype: torch.dtype = to
     known = isinstance(values, np.ndarray)
     tensor = torch.from_numpy(values).to(dtype) if known else torch.tensor(values, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def upload(arrays: Sequence[HostIntegers], device: torch.device) -> list[Tensor]:
+    """Copy arrays to `device` together. On a CPU the tensors share the arrays' memory."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    return upload_packed(arrays, device)
+
+
+def upload_packed(arrays: Sequence[HostIntegers], device: torch.device) -> list[Tensor]:
+    """Copy arrays to `device` in one copy; the tensors are parts of it."""
+    begins = [0, *accumulate(-(-array.nbytes // _ALIGNED) * _ALIGNED for array in arrays)]
+    packed = torch.empty(begins.pop(), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for begin, array in zip(begins, arrays, strict=True):
+        packed[begin : begin + array.nbytes] = torch.from_numpy(array).reshape(-1).view(torch.uint8)
+    there = packed.to(device, non_blocking=True)
+    return [
+        there[begin : begin + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+        for begin, array in zip(begins, arrays, strict=True)
+    ]
 
 
 def to_host(tensor: Tensor) -> Tensor:

@@ -12,11 +12,11 @@ all of them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cache.allocation.block_table import BlockTable
+from cache.allocation.block_table import TableSlice
 from cache.device.device_port import DEVICE, DONE, Completion, Device, DeviceOp, DeviceStream, spans
 from cache.memory.kv_cache_spec import BufferSpec, PoolKind, PoolSetSpec, PoolSpec
 from cache.memory.memory_layout import BufferLayout
@@ -222,8 +222,7 @@ class HashEngine:
 
     def launch(self, rows: Sequence[BatchRow]) -> HashStep:
         step = HashStep()
-        tables = [{self._spec.full.name: BlockTable(0, row.pages, row.epochs), **row.others} for row in rows]
-        reads, writes = self._named(rows, tables) if self.device.checks else ({}, {})
+        reads, writes = self._named(rows) if self.device.checks else ({}, {})
         passages = {pool: self._pools.gates[pool].enter(pool) for pool in self._spec.by_name}
         gates = {gate: waits for passage in passages.values() for gate, waits in passage.gates.items()}
 
@@ -232,27 +231,26 @@ class HashEngine:
                 for layer in range(self._spec.by_name[name].layers):
                     passage.layer(layer)
             self._together()
-            step.drawn += [self._row(row, mine) for row, mine in zip(rows, tables, strict=True)]
+            step.drawn += [self._row(row) for row in rows]
 
         op = DeviceOp("forward", DeviceStream.COMPUTE, spans(DEVICE, reads), spans(DEVICE, writes))
         step.completion = self.device.submit(op, run, gates=gates)
         return step
 
-    def _named(
-        self, rows: Sequence[BatchRow], tables: Sequence[Mapping[str, BlockTable]]
-    ) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    def _named(self, rows: Sequence[BatchRow]) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
         """The pages and slots that a step reads and writes, by pool."""
         reads: dict[str, set[int]] = {pool: set() for pool in self._spec.by_name}
         writes: dict[str, set[int]] = {pool: set() for pool in self._spec.by_name}
-        for row, table in zip(rows, tables, strict=True):
-            for pool, mine in table.items():
+        for row in rows:
+            for pool, mine in row.tables.items():
                 reads[pool] |= set(mine.pages)
                 state = self._spec.by_name[pool].kind is PoolKind.STATE
                 first = 0 if state else row.start // self._spec.page_tokens - mine.first
                 writes[pool] |= set(mine.pages[first:])
         return {p: sorted(i) for p, i in reads.items()}, {p: sorted(i) for p, i in writes.items()}
 
-    def _row(self, row: BatchRow, tables: Mapping[str, BlockTable]) -> RowOutput:
+    def _row(self, row: BatchRow) -> RowOutput:
+        tables = row.tables
         for name, table in tables.items():
             if tuple(self._pools.allocators[name].epochs.of(table.pages)) != tuple(table.epochs):
                 return RowOutput(stale=True)
@@ -291,18 +289,18 @@ class HashEngine:
         before = step.drawn[row.tokens.row].drawn
         return [before.token] if before is not None else None
 
-    def _seen(self, pool: PoolSpec, table: BlockTable, start: int) -> list[bytearray]:
+    def _seen(self, pool: PoolSpec, table: TableSlice, start: int) -> list[bytearray]:
         """The state that position `start` sees in a pool: a run of bytes for each lane."""
         lanes = self._lanes[pool.name]
         if pool.kind is PoolKind.STATE:
-            return [bytearray(lane.read(table.pages[0], 1)) for lane in lanes]
+            return [bytearray(lane.read(table.page(0), 1)) for lane in lanes]
         size = self._spec.page_tokens
         first = max(0, start - pool.window_tokens + 1) if pool.kind is PoolKind.WINDOW else 0
         out = []
         for lane in lanes:
             run = bytearray()
             for number in range(first // size, -(-start // size)):
-                index = table.pages[number - table.first]
+                index = table.page(number)
                 assert index, "a page that is still seen was given back"
                 run += lane.read(index, size)
             skip = (first - first // size * size) * lane.width
@@ -310,16 +308,16 @@ class HashEngine:
         return out
 
     def _write(
-        self, pool: PoolSpec, table: BlockTable, position: int, entry: Sequence[bytes], seen: Sequence[bytearray]
+        self, pool: PoolSpec, table: TableSlice, position: int, entry: Sequence[bytes], seen: Sequence[bytearray]
     ) -> None:
         """Write a position's entries; `seen` is updated to the state that the next position sees."""
         number, at = divmod(position, self._spec.page_tokens)
         for lane, data, run in zip(self._lanes[pool.name], entry, seen, strict=True):
             if pool.kind is PoolKind.STATE:
-                lane.write(table.pages[0], 0, data)
+                lane.write(table.page(0), 0, data)
                 run[:] = data
                 continue
-            lane.write(table.pages[number - table.first], at, data)
+            lane.write(table.page(number), at, data)
             run.extend(data)
             if pool.kind is PoolKind.WINDOW:
                 del run[: max(0, len(run) - (pool.window_tokens - 1) * lane.width)]

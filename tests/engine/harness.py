@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cache.allocation.block_table import BlockTable
+from cache.allocation.block_table import TableSlice
 from cache.device.device_backends import CpuDevice
 from cache.device.device_port import Device
 from cache.memory.kv_cache_spec import PoolKind
@@ -135,13 +135,13 @@ class Bench:
         others = {}
         for pool in self.pools.spec.pools:
             if pool.kind is PoolKind.STATE:
-                others[pool.name] = BlockTable(0, held.indices[pool.name], [0])
+                others[pool.name] = TableSlice.of(held.indices[pool.name])
             elif pool.kind is PoolKind.WINDOW:
                 first = max(0, start - pool.window_tokens + 1) // self.page_tokens
                 pages = held.indices[pool.name]
                 self._spoil(pool.name, pages[:first])
-                others[pool.name] = BlockTable(first, pages[first:], [0] * (len(pages) - first))
-        return row(tokens, start, held.pages, draw, others=others, **options)
+                others[pool.name] = TableSlice.of(pages[first:], first=first)
+        return row(tokens, start, held.pages, draw, others, **options)
 
     def generate(self, prompt: Sequence[int], count: int, chunk: int = 1 << 20) -> list[int]:
         """Greedy tokens of one sequence alone, its prompt in chunks."""
@@ -182,8 +182,7 @@ class Bench:
     def logits(self, rows: Sequence[BatchRow]) -> list[Tensor]:
         """Logits of every token of every row, [tokens, vocab] float32 each, beside the outputs' own path."""
         engine = self.engine
-        tables = [{"full": BlockTable(0, row.pages, row.epochs), **row.others} for row in rows]
-        ctx = engine.context(rows, tables, self.pools.gates)
+        ctx = engine.context(engine.plan(rows), self.pools.gates)
         tokens = [t for row in rows for t in _known(row)] + [0] * (len(ctx.positions_m) - ctx.count)
         x = engine.decoder.forward(torch.tensor(tokens), ctx)
         logits = engine.decoder.logits(x[: ctx.count], engine.numerics)
@@ -212,10 +211,11 @@ def row(
     start: int,
     pages: Sequence[int],
     draw: TokenDraw | None = None,
+    others: Mapping[str, TableSlice] | None = None,
     **options: Any,
 ) -> BatchRow:
     """A row whose pages nobody has ever freed."""
-    return BatchRow(tokens, start, pages, draw, epochs=[0] * len(pages), **options)
+    return BatchRow(tokens, start, {"full": TableSlice.of(pages), **(others or {})}, draw, **options)
 
 
 def outputs_tokens(outputs: Sequence[RowOutput]) -> list[int]:

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.common.listed_plans import listed_plan
 from contracts.config.worker_config import EngineConfig
 from contracts.errors import ConfigError
 from engine.attention.attention_backend import ScoreOptions
-from engine.attention.attention_plan import make_plan
 from engine.attention.torch_backend.native_attention import NativeAttention
 from engine.attention.torch_backend.torch_attention import TorchAttention
 from engine.layers.norm import rms_norm, silu
@@ -147,7 +147,7 @@ def attended(
                 part = state[number * page_tokens : min(length, (number + 1) * page_tokens)]
                 pages[page, : len(part)] = part
     starts, counts = [start for _, start, _ in rows], [count for *_, count in rows]
-    plan = make_plan(starts, counts, tables, page_tokens, CPU)
+    plan = listed_plan(starts, counts, tables, page_tokens, CPU)
     queries = [draw(30 + sequence, 400, 6, 40, dtype=dtype)[start : start + count] for sequence, start, count in rows]
     return attention.attend(torch.cat(queries), k_pages, v_pages, plan, ScoreOptions(0.3))
 

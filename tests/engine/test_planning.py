@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from cache.allocation.allocation import numbers
 from cache.device.adversarial_device import AdversarialDevice
 from cache.device.device_backends import CpuDevice
 from cache.device.device_port import Device
-from engine.attention.attention_plan import make_plan
 from engine.runner.batch import TokenDraw
 from tests.engine.harness import GREEDY, Bench, MakeCheckpoint, row
 
@@ -43,23 +41,6 @@ def test_a_step_names_its_pages_for_a_device_that_looks_at_them_and_for_no_other
 @pytest.mark.parametrize("device", [CpuDevice(), AdversarialDevice(0)])
 def test_devices_say_whether_they_check(device: Device) -> None:
     assert device.checks is isinstance(device, AdversarialDevice)
-
-
-def test_block_tables_as_allocations_keep_them_and_as_lists_make_the_same_plan() -> None:
-    tables, epochs = [[5, 9, 2, 7], [3], [8, 1, 4]], [[0, 2, 0, 1], [4], [0, 0, 7]]
-    sizes = ([37, 3, 40], [1, 2, 1])
-    plans = [
-        make_plan(*sizes, [kind(t) for t in tables], 16, torch.device("cpu"), [kind(e) for e in epochs])
-        for kind in (list, tuple, numbers)
-    ]
-    assert plans[0].tables_bp.tolist() == [[5, 9, 2], [3, 0, 0], [8, 1, 4]]
-    assert plans[0].epochs_bp is not None
-    assert plans[0].epochs_bp.tolist() == [[0, 2, 0], [4, 0, 0], [0, 0, 7]]
-    for plan in plans[1:]:
-        assert plan.tables_bp.equal(plans[0].tables_bp)
-        assert plan.epochs_bp is not None
-        assert plan.epochs_bp.equal(plans[0].epochs_bp)
-        assert plan.slots_t.equal(plans[0].slots_t)
 
 
 def test_a_step_takes_the_tokens_of_several_earlier_steps_where_they_lie(checkpoint: MakeCheckpoint) -> None:

@@ -95,7 +95,7 @@ def test_every_position_of_the_answer_is_drawn_once_in_chunks_of_any_size(chunk:
     parts: list[RedrawnTokens] = []
     for start in range(0, length - 1, chunk):
         end = min(start + chunk, length - 1)
-        row = BatchRow(tokens[start:end], start, (), epochs=(), replay=KnownAnswer(params, tokens, 9))
+        row = BatchRow(tokens[start:end], start, {}, replay=KnownAnswer(params, tokens, 9))
         parts += redraw(row, table[start:end], lambda x: x, 3, triton=False)
     assert [part.first + i for part in parts for i in range(len(part.tokens_n))] == list(range(9, length))
     assert max(len(part.tokens_n) for part in parts) <= 3

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.common.listed_plans import listed_plan
 from cache.device.device_backends import CpuDevice
 from contracts.config.worker_config import EngineConfig
-from engine.attention.attention_plan import AttentionPlan, make_plan
+from engine.attention.attention_plan import AttentionPlan
 from engine.attention.latent_backend import IndexKeys
 from engine.attention.torch_backend.torch_attention import TorchAttention
 from engine.attention.torch_backend.torch_latent import best, sum_of_heads
@@ -38,7 +39,7 @@ class Step:
         free = torch.randperm(sum(ends), generator=source).add(1).tolist()
         tables = [[free.pop() for _ in range(end)] for end in ends]
         starts, counts = zip(*ROWS, strict=True)
-        self.plan: AttentionPlan = make_plan(starts, counts, tables, page_tokens, torch.device("cpu"))
+        self.plan: AttentionPlan = listed_plan(starts, counts, tables, page_tokens, torch.device("cpu"))
         self.keys = [torch.randn(start + count, DIM, generator=source) for start, count in ROWS]
         self.pages = torch.full((sum(ends) + 1, page_tokens, DIM), torch.nan)
         self.pages[0] = 0

@@ -141,7 +141,7 @@ def test_each_kind_of_layer_keeps_its_own_state_and_the_window_is_at_work(family
     held = bench.hold(201)
     bench.logits([bench.row(tokens, 0, held)])
     row = bench.row([7], 200, held)
-    assert row.others["window"].first == (200 - WINDOW + 1) // 16 > 0
+    assert row.tables["window"].first == (200 - WINDOW + 1) // 16 > 0
     (before,) = bench.logits([row])
     for pool, matters in (("window", False), ("full", True)):
         for buffers in bench.views(pool):

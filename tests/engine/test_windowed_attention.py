@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.common.listed_plans import listed_plan
 from engine.attention.attention_backend import ScoreOptions
-from engine.attention.attention_plan import AttentionPlan, make_plan
+from engine.attention.attention_plan import AttentionPlan
 from engine.attention.torch_backend.native_attention import NativeAttention
 from engine.attention.torch_backend.torch_attention import TorchAttention
 from engine.tensors.row_exact_linear import FAST, Numerics
@@ -67,7 +68,7 @@ def paged(rows: list[Run], page_tokens: int, window: int) -> tuple[Tensor, Tenso
             part = slice(number * page_tokens, min((number + 1) * page_tokens, start + count))
             k_pages[at, : part.stop - part.start] = K[sequence][part]
             v_pages[at, : part.stop - part.start] = V[sequence][part]
-    plan = make_plan(
+    plan = listed_plan(
         [start for _, start, _ in rows], [count for *_, count in rows], tables, page_tokens, torch.device("cpu"),
         firsts=firsts if window else None,
     )  # fmt: skip

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from triton.runtime.interpreter import GridExecutor
 
-from cache.allocation.block_table import BlockTable
+from cache.allocation.block_table import TableSlice
 from cache.device.device_backends import CpuDevice
 from cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
 from cache.memory.memory_layout import PoolSetLayout
@@ -90,15 +90,11 @@ def decode_rows(spec: PoolSetSpec) -> list[BatchRow]:
     rows = []
     for number, (length, params) in enumerate(((20, GREEDY), (33, SAMPLED), (5, SAMPLED))):
         pages = [3 * number + 1, 3 * number + 2, 3 * number + 3]
-        others = {
-            pool.name: BlockTable(0, [number + 1], [0])
-            if pool.kind is PoolKind.STATE
-            else BlockTable(0, pages, [0] * 3)
-            for pool in spec.pools
-            if pool.kind is not PoolKind.FULL
+        tables = {
+            pool.name: TableSlice.of([number + 1] if pool.kind is PoolKind.STATE else pages) for pool in spec.pools
         }
         draw = TokenDraw(params, [1] * length, length)
-        rows.append(BatchRow([7], length, pages, draw, epochs=[0] * 3, others=others))
+        rows.append(BatchRow([7], length, tables, draw))
     return rows
 
 

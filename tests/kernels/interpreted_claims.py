@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from bench.common.listed_plans import listed_plan
+
 os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from contracts.errors import ConfigError
 from engine.attention.attention_backend import ScoreOptions
-from engine.attention.attention_plan import AttentionPlan, make_plan
+from engine.attention.attention_plan import AttentionPlan
 from engine.attention.torch_backend.torch_attention import TorchAttention
 from engine.attention.triton_backend.triton_attention import TritonAttention
 from engine.tensors.row_exact_linear import FAST
@@ -60,7 +62,7 @@ class Case:
                 k_pages[at, : part.stop - part.start] = self.k[sequence][part]
                 v_pages[at, : part.stop - part.start] = self.v[sequence][part]
         starts, counts = [start for _, start, _ in rows], [count for _, _, count in rows]
-        plan = make_plan(starts, counts, tables, size, torch.device("cpu"))
+        plan = listed_plan(starts, counts, tables, size, torch.device("cpu"))
         q_thd = torch.cat([self.q[sequence][start : start + count] for sequence, start, count in rows])
         return q_thd, k_pages, v_pages, plan
 
@@ -199,7 +201,7 @@ def claim_stale_tables_are_found_as_the_twin_finds_them() -> None:
         tables = [torch.randint(1, 2000, (length,), generator=source).tolist() for length in (width, max(1, width - 2))]
         epochs = [now[table].tolist() for table in tables]
         starts, counts = [len(table) - 1 for table in tables], [1, 1]
-        plan = make_plan(starts, counts, tables, 1, torch.device("cpu"), epochs)
+        plan = listed_plan(starts, counts, tables, 1, torch.device("cpu"), epochs)
         for wrong in (None, 0, tables[0][-1], tables[1][len(tables[1]) // 2], tables[1][-1]):
             later = now.clone()
             if wrong:

@@ -11,12 +11,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from bench.common.listed_plans import listed_plan
+
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from torch import Tensor
 
-from engine.attention.attention_plan import AttentionPlan, make_plan, muted
+from engine.attention.attention_plan import AttentionPlan, muted
 from engine.attention.latent_backend import IndexKeys, LatentBackend, SparseSelection
 from engine.attention.torch_backend.torch_attention import TorchAttention
 from engine.attention.triton_backend.triton_latent import TritonLatent
@@ -55,7 +57,7 @@ class Case:
         ends = [-(-(start + count) // size) for _, start, count in rows]
         free = torch.randperm(sum(ends) + 2, generator=torch.Generator().manual_seed(7)).add(1).tolist()
         tables = [[free.pop() for _ in range(end)] for end in ends]
-        return make_plan([s for _, s, _ in rows], [n for *_, n in rows], tables, size, torch.device("cpu"))
+        return listed_plan([s for _, s, _ in rows], [n for *_, n in rows], tables, size, torch.device("cpu"))
 
     def pages(self, rows: list[Run], plan: AttentionPlan, entries: list[Tensor]) -> Tensor:
         """All that the rows see of `entries`, in pages; NaN elsewhere, zeros in the null page."""

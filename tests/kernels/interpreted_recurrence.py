@@ -6,12 +6,14 @@ import os
 import random
 from itertools import pairwise
 
+from bench.common.listed_plans import listed_slots
+
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from torch import Tensor
 
-from engine.attention.attention_plan import SlotPlan, make_slot_plan, muted_slots
+from engine.attention.attention_plan import SlotPlan, muted_slots
 from engine.attention.recurrence_backend import RecurrenceBackend, ScanState, scan_buffers
 from engine.attention.torch_backend.torch_recurrence import TorchRecurrence
 from engine.attention.triton_backend.triton_recurrence import TritonRecurrence
@@ -61,7 +63,7 @@ class Scan:
 
 
 def plan_of(runs: list[Run], muted: tuple[int, ...] = ()) -> SlotPlan:
-    plan = make_slot_plan([s for _, s, _ in runs], [n for _, _, n in runs], [[i + 1] for i, _, _ in runs], CPU)
+    plan = listed_slots([s for _, s, _ in runs], [n for _, _, n in runs], [[i + 1] for i, _, _ in runs], CPU)
     return muted_slots(plan, torch.tensor([i in muted for i, _, _ in runs])) if muted else plan
 
 

@@ -11,13 +11,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from bench.common.listed_plans import listed_plan
+
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from torch import Tensor
 
 from engine.attention.attention_backend import ScoreOptions
-from engine.attention.attention_plan import AttentionPlan, make_plan
+from engine.attention.attention_plan import AttentionPlan
 from engine.attention.torch_backend.torch_attention import TorchAttention
 from engine.attention.triton_backend.triton_attention import TritonAttention
 from engine.tensors.row_exact_linear import FAST
@@ -72,7 +74,7 @@ class Case:
                     buffer[at, : part.stop - part.start] = entries[sequence][part]
         starts, counts = [start for _, start, _ in rows], [count for *_, count in rows]
         known = firsts if self.window else None
-        plan = make_plan(starts, counts, tables, size, torch.device("cpu"), firsts=known)
+        plan = listed_plan(starts, counts, tables, size, torch.device("cpu"), firsts=known)
         q_thd = torch.cat([self.q[sequence][start : start + count] for sequence, start, count in rows])
         return q_thd, pages[0], pages[1], plan
 

@@ -175,7 +175,7 @@ def test_windows_go_back_to_the_pool_as_the_answer_goes_on() -> None:
             both.step()
         (allocation,) = both.decode._manager.table
         seen = both.decode._manager.spec.window_pages("window")
-        assert sum(page != 0 for page in allocation.tables["window"][: (60 + 48) // PAGE]) <= seen + 1
+        assert sum(page != 0 for page in allocation.tables["window"].pages[: (60 + 48) // PAGE]) <= seen + 1
         assert both.decode._manager.tree.accounts.sizes[Tier.DEVICE, "window"] == 0
         (answer,) = both.run(request)
         assert answer.list == recite(pool_sets(PAGE)["full+window"], prompt, 60)

@@ -190,7 +190,7 @@ def test_an_audit_that_finds_a_page_of_it_given_away_is_no_verdict_and_is_counte
         running = both.prefill._auditor._running
         assert running is not None
         assert running.allocation is not None
-        both.prefill._manager.pools.allocators["full"].epochs.bump(running.allocation.tables["full"][:1])
+        both.prefill._manager.pools.allocators["full"].epochs.bump(running.allocation.tables["full"].pages[:1])
         ((_, told),) = both.prefill.step()
         assert isinstance(told, Audited)
         assert (told.end, told.checked, told.differences) == (AuditEnd.REFUSED, 0, ())

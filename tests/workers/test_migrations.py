@@ -159,7 +159,7 @@ def _damage(c: Company, worker: str, rid: RequestId, page: int) -> None:
     """One byte of a page of the request changes in the memory of `worker`."""
     manager = c.decode(worker)._manager
     (allocation,) = manager.table
-    index = allocation.tables[manager.full][page]
+    index = allocation.tables[manager.full].pages[page]
     manager.pools.layout.buffers[manager.full][0].stack(
         manager.pools.region, manager.pools.layout.counts[manager.full]
     )[0, index] += 1

@@ -454,7 +454,7 @@ def test_what_was_damaged_on_the_device_is_found_as_it_leaves(model: Path, caplo
         asked = both.submit(prompt_of(1, 40), greedy(20))
         (request,) = run_until(both, decode)
         assert request.allocation is not None
-        pools, page = decode._manager.pools, request.allocation.tables["full"][1]
+        pools, page = decode._manager.pools, request.allocation.tables["full"].pages[1]
         pools.layout.buffers["full"][0].stack(pools.region, pools.layout.counts["full"])[0, page, 3] ^= 8
         decode._scheduler.retract(request)
         (answer,) = both.run(asked)

@@ -42,7 +42,7 @@ def test_decode_drops_what_a_step_drew_from_a_stale_page_and_the_attempt_can_be_
         assert victim.phase is DecodePhase.RUNNING
         assert victim.allocation is not None
         before = dict(both.answers[a].tokens)
-        both.decode._manager.pools.allocators["full"].epochs.bump(victim.allocation.tables["full"][1:2])
+        both.decode._manager.pools.allocators["full"].epochs.bump(victim.allocation.tables["full"].pages[1:2])
         failed, fine = both.run(a, b)
         assert failed.done is not None
         assert failed.done.error is ErrorKind.WORKER
@@ -80,7 +80,7 @@ def test_prefill_gives_up_what_is_stale_again_and_again(model: Path) -> None:
         def thief(r: PrefillRequest) -> bool:
             taken = take(r)
             assert r.allocation is not None
-            both.prefill._manager.pools.allocators["full"].epochs.bump(r.allocation.tables["full"][:1])
+            both.prefill._manager.pools.allocators["full"].epochs.bump(r.allocation.tables["full"].pages[:1])
             return taken
 
         both.prefill._request_pages.take = thief  # type: ignore[method-assign, assignment]

@@ -137,7 +137,7 @@ def given_away(cell: Cell, role: Role) -> bool:
     worker = cell.both.prefill if role is Role.PREFILL else cell.both.decode
     for request in worker._request_table:
         if request.allocation is not None and request.committed > 10 and not request.submit.attempt:
-            worker._manager.pools.allocators["full"].epochs.bump(request.allocation.tables["full"][1:2])
+            worker._manager.pools.allocators["full"].epochs.bump(request.allocation.tables["full"].pages[1:2])
             return True
     return False
 

@@ -62,7 +62,9 @@ def test_pages_that_the_window_has_left_go_back_while_prompt_and_answer_go_on(ge
         while both.answers[request].done is None:
             both.step()
             leased = max([leased, *(allocation.own("window") for allocation in both.prefill._manager.table)])
-            tables = [allocation.tables["window"] for allocation in both.decode._manager.table if allocation.tables]
+            tables = [
+                allocation.tables["window"].pages for allocation in both.decode._manager.table if allocation.tables
+            ]
             held += [[page for page in table if page] for table in tables if any(table)]
         assert compare(Oracle(gemma3), words, both.answers[request].list).equal
         assert 0 < leased < 512 // PAGE // 2, "prefill takes pages for some chunks at a time"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cache.allocation.allocation import Allocation
-from cache.allocation.block_table import NULL_PAGE, BlockTable, PageRun
+from cache.allocation.block_table import BlockTable, PageRun, TableSlice
 from cache.manager.pages.page_supply import PageSupply
 from cache.manager.pool_kinds import PoolKinds
 from cache.pool.page_allocator import Lease
@@ -46,14 +46,14 @@ class PageGrowth:
     def _append(self, allocation: Allocation, pool: str, lease: Lease) -> None:
         """Append the pages of `lease` to the table of `pool`."""
         runs, first = allocation.runs[pool], len(allocation.tables[pool])
-        allocation.put(pool, first, lease.indices, lease.epochs)
+        allocation.tables[pool].put(first, lease.indices, lease.epochs)
         if runs and runs[-1].end == first:
             last = runs.pop()
             first, lease = last.first, self._pools.allocators[pool].join([last.lease, lease], allocation.owner)
         runs.append(PageRun(first, lease))
 
-    def block_tables(self, allocation: Allocation, start: int, end: int) -> dict[str, BlockTable]:
-        """The block table of each pool for a forward pass over positions `start .. end-1`.
+    def block_tables(self, allocation: Allocation, start: int, end: int) -> dict[str, TableSlice]:
+        """The part of each pool's block table that is needed for a forward pass over positions `start .. end-1`.
 
         A window's table begins at the first page that the pass reads; a state pool's has the one slot.
         """
@@ -62,8 +62,10 @@ class PageGrowth:
         for pool in self._kinds.paged:
             window = self._spec.by_name[pool].window_tokens
             first = max(0, start - window + 1) // self._spec.page_tokens if window else 0
-            out[pool] = BlockTable(first, allocation.tables[pool][first:stop], allocation.epochs[pool][first:stop])
-        return out | {pool: BlockTable(0, lease.indices, lease.epochs) for pool, lease in allocation.slots.items()}
+            out[pool] = TableSlice(allocation.tables[pool], first, stop)
+        for pool, lease in allocation.slots.items():
+            out[pool] = TableSlice(BlockTable(lease.indices, lease.epochs), 0, 1)
+        return out
 
     def free_window_pages(self, allocation: Allocation, committed: int) -> None:
         """Give back the window pages that no position from the last page boundary on can see.
@@ -87,8 +89,8 @@ class PageGrowth:
                 kept.append(PageRun(run.first + gone, run.lease))
             else:
                 run.lease.release()
+            allocation.tables[pool].clear(run.first, run.first + gone)
             for page in range(run.first, run.first + gone):
-                allocation.tables[pool][page], allocation.epochs[pool][page] = NULL_PAGE, 0
                 if page < len(allocation.digests[pool]):
                     allocation.digests[pool][page] = None
         allocation.runs[pool] = kept

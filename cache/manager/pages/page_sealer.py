@@ -23,11 +23,11 @@ class PageSealer:
         for pool in self._kinds.paged:
             todo: list[tuple[Allocation, int]] = []
             for allocation, committed in finished:
-                digests, table = allocation.digests[pool], allocation.tables[pool]
+                digests, table = allocation.digests[pool], allocation.tables[pool].pages
                 first = len(digests)
                 digests += [None] * max(0, committed // size - first)
                 todo += [(allocation, page) for page in range(first, len(digests)) if table[page] != NULL_PAGE]
-            indices = [allocation.tables[pool][page] for allocation, page in todo]
+            indices = [allocation.tables[pool].pages[page] for allocation, page in todo]
             firsts = [page * size for _, page in todo]
             self._device.touch("seal", reads=[PageSpanUse(DEVICE, pool, indices)])
             found = self._pools.digest(pool, indices, firsts, [at + size for at in firsts])
@@ -48,7 +48,7 @@ class PageSealer:
         if committed % size == 0:
             return {}
         return {
-            pool: self._pools.digest(pool, [allocation.tables[pool][page]], [page * size], [committed])[0]
+            pool: self._pools.digest(pool, [allocation.tables[pool].pages[page]], [page * size], [committed])[0]
             for pool in self._kinds.paged
         }
 

@@ -83,13 +83,13 @@ class HandoverPages:
             lacking, lease = allocation.lacking[pool], leases[pool]
             received = lease.split(len(lacking), allocation.owner)
             for first, part in ((lacking.start, received), (self._pools.pages_for(prompt), lease)):
-                allocation.put(pool, first, part.indices, part.epochs)
+                allocation.tables[pool].put(first, part.indices, part.epochs)
                 allocation.runs[pool].append(PageRun(first, part))
             known = page_digests(allocation.lock.on_device(pool), whole)
             for number, digest in digests.get(pool, {}).items():
                 if number < whole:
                     known[number] = digest
-            pages = allocation.tables[pool][:whole]
+            pages = allocation.tables[pool].pages[:whole]
             allocation.digests[pool] = [d if page != NULL_PAGE else None for d, page in zip(known, pages, strict=True)]
         for pool in self._kinds.states:
             allocation.slots[pool] = leases[pool]

@@ -71,7 +71,7 @@ class PrefixAllocation:
             held = lock.on_device(pool)
             allocation.enter(pool, held, depth)
             allocation.digests[pool] = page_digests(held, depth)
-            allocation.put(pool, depth, leases[pool].indices, leases[pool].epochs)
+            allocation.tables[pool].put(depth, leases[pool].indices, leases[pool].epochs)
             allocation.runs[pool] = [PageRun(depth, leases[pool])]
         allocation.slots = {pool: leases[pool] for pool in self._kinds.states}
         return self._table.open(allocation, fresh=True)

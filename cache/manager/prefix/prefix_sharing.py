@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from cache.allocation.allocation import Allocation, numbers
-from cache.allocation.block_table import PageRun
+from cache.allocation.allocation import Allocation
+from cache.allocation.block_table import PageRun, numbers
 from cache.device.device_port import DEVICE, Device, PageSpanUse, failure
 from cache.manager.absent_tiers import NoBackup
 from cache.manager.pool_kinds import PoolKinds
@@ -52,7 +52,7 @@ class PrefixSharing:
         offers |= {pool: self._snapshot_offers(allocation, pool, sealed) for pool in states}
         self._tree.insert(prefix, offers, Tier.DEVICE, priority)
         for pool in paged:
-            runs, table = allocation.runs[pool], allocation.tables[pool]
+            runs, table = allocation.runs[pool], allocation.tables[pool].pages
             allocation.runs[pool] = [run for old in runs for run in _regroup(old, table)]
         for pool in states:
             held = allocation.snapshots.get(pool, [])
@@ -83,7 +83,7 @@ class PrefixSharing:
                 if (part := here.get(pool)) is not None
                 and allocation.lock not in part.locks
                 and pages == node.pages
-                and allocation.tables[pool][start : start + pages] == numbers(part.lease.indices)
+                and allocation.tables[pool].pages[start : start + pages] == numbers(part.lease.indices)
             ]
             full = here.get(self._kinds.full)
             if mine and full is not None and full not in mine and allocation.lock not in full.locks:

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cache.allocation.allocation import Allocation, CachedTokens
-from cache.allocation.allocation import numbers as page_numbers
-from cache.allocation.block_table import NULL_PAGE, PageRun
+from cache.allocation.block_table import NULL_PAGE, BlockTable, PageRun
 from cache.device.device_port import Device
 from cache.manager.allocation_table import AllocationTable
 from cache.manager.pages.load_planner import LoadPlanner
@@ -92,19 +91,18 @@ class SwapIn:
         numbers[self._kinds.full] = range(allocation.depth, allocation.depth)
         for pool in self._kinds.paged:
             first = numbers[pool].start
-            allocation.tables[pool] = page_numbers([NULL_PAGE] * first)
-            allocation.epochs[pool] = page_numbers([0] * first)
+            table = allocation.tables[pool] = BlockTable()
             for part in allocation.lock.of(pool):
                 if part.tier is Tier.DEVICE:
-                    allocation.put(pool, part.node.start, part.lease.indices, part.lease.epochs)
-            allocation.put(pool, first, leases[pool].indices, leases[pool].epochs)
+                    table.put(part.node.start, part.lease.indices, part.lease.epochs)
+            table.put(first, leases[pool].indices, leases[pool].epochs)
             allocation.runs[pool] = [PageRun(first, leases[pool])]
             allocation.digests[pool] = self._seals(allocation, pool, swapped)
         allocation.slots = {pool: leases[pool] for pool in self._kinds.states}
 
     def _seals(self, allocation: Allocation, pool: str, swapped: SwappedState) -> list[int | None]:
         """Digests of the whole pages up to the first unknown one; `PageSealer.seal` takes that one and later ones."""
-        known, table = swapped.digests[pool], allocation.tables[pool]
+        known, table = swapped.digests[pool], allocation.tables[pool].pages
         out: list[int | None] = []
         for n in range(swapped.positions // self._pools.spec.page_tokens):
             if table[n] != NULL_PAGE and n not in known:

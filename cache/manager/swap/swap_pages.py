@@ -29,10 +29,10 @@ def page_extent(spec: PoolSetSpec, allocation: Allocation, pool: str, numbers: r
     if pool in allocation.slots:
         slot = allocation.slots[pool]
         return PageExtent(slot.indices, slot.epochs, tuple(firsts), tuple(ends))
-    indices = allocation.tables[pool][numbers.start : numbers.stop]
+    indices = allocation.tables[pool].pages[numbers.start : numbers.stop]
     whole = len(indices) == len(numbers) and NULL_PAGE not in indices
     assert whole, f"{pool} lacks state of committed positions"
-    epochs = tuple(Epoch(e) for e in allocation.epochs[pool][numbers.start : numbers.stop])
+    epochs = tuple(Epoch(e) for e in allocation.tables[pool].epochs[numbers.start : numbers.stop])
     return PageExtent(tuple(indices), epochs, tuple(firsts), tuple(ends))
 
 

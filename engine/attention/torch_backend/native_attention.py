@@ -34,7 +34,7 @@ class NativeAttention(TorchAttention):
             v_pages.shape[3],
             page_tokens * entry,
             entry,
-            plan.tables_bp.shape[1],
+            plan.tables_bp.stride(0),
             scores.scale,
             scores.softcap,
             scores.window,

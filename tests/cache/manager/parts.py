@@ -100,7 +100,7 @@ class Parts:
         leases = self.supply.lease_all({self.kinds.full: pages} | dict.fromkeys(self.kinds.states, 1), owner)
         assert leases is not None
         lease = leases[self.kinds.full]
-        allocation.put(self.kinds.full, 0, lease.indices, lease.epochs)
+        allocation.tables[self.kinds.full].put(0, lease.indices, lease.epochs)
         allocation.spare[self.kinds.full] = lease
         allocation.slots = {pool: leases[pool] for pool in self.kinds.states}
         return self.table.open(allocation)

@@ -62,7 +62,7 @@ def test_what_was_found_is_counted_when_an_allocation_is_opened(parts: Parts) ->
 
 def test_check_names_strangers_and_old_epochs_in_a_table(parts: Parts) -> None:
     allocation = parts.open()
-    allocation.epochs["full"][0] += 1
+    allocation.tables["full"].epochs[0] += 1
     strangers, old = parts.table.check()
     assert strangers == "a request: full pages [1, 2] of its table are neither its own nor locked"
     assert old == "a request: its full table has old epochs"

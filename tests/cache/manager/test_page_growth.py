@@ -42,7 +42,7 @@ def test_a_request_of_any_length_holds_no_more_of_a_window_pool_than_its_share()
     assert world.admit(visitor)
     assert compute(world, visitor) <= HOLD < len(visitor.prefix)
     assert visitor.allocation is not None
-    seen = [page for page in visitor.allocation.tables["window"] if page]
+    seen = [page for page in visitor.allocation.tables["window"].pages if page]
     assert len(seen) <= HOLD
     world.leave(visitor)
     world.settle()
@@ -54,9 +54,11 @@ def test_pages_that_a_window_uses_again_come_under_new_epochs() -> None:
     assert world.admit(visitor)
     allocation = visitor.allocation
     assert allocation is not None
-    before = dict(zip(allocation.tables["window"], allocation.epochs["window"], strict=True))
+    before = dict(zip(allocation.tables["window"].pages, allocation.tables["window"].epochs, strict=True))
     compute(world, visitor)
-    now = [(i, e) for i, e in zip(allocation.tables["window"], allocation.epochs["window"], strict=True) if i]
+    now = [
+        (i, e) for i, e in zip(allocation.tables["window"].pages, allocation.tables["window"].epochs, strict=True) if i
+    ]
     assert {i for i, _ in now} <= before.keys(), "they are the same pages"
     assert all(epoch > before[index] for index, epoch in now), "who has an old table of them is stale"
     world.leave(visitor)

@@ -77,7 +77,7 @@ class Office:
         prefix = TokenPrefix.of(tokens, PAGE_TOKENS)
         allocation = self.manager.prefixes.allocate(prefix, len(tokens) + 1, "a request", reusable=0)
         assert allocation is not None
-        for page, index in enumerate(allocation.tables["full"][: len(prefix)]):
+        for page, index in enumerate(allocation.tables["full"].pages[: len(prefix)]):
             for buffer in self.pools.layout.buffers["full"]:
                 buffer.stack(self.pools.region, self.pools.layout.counts["full"])[:, index] = tokens[2 * page] % 251
         self.manager.sealer.seal([(allocation, len(tokens))])

@@ -133,7 +133,7 @@ def test_what_is_damaged_here_does_not_go_on_when_it_comes_back() -> None:
     allocation = leaving.request.allocation
     assert allocation is not None
     buffer = leaving.parts.manager.pools.gates["full"].layer(0)["k"]
-    buffer[allocation.tables["full"][1]].fill_(3.0)
+    buffer[allocation.tables["full"].pages[1]].fill_(3.0)
     (told,) = leaving.says(RoomReleased(ROOM, received=False, reason="it was damaged"))
     assert isinstance(told, RequestFailed)
     assert told.kind is ErrorKind.DAMAGED

@@ -1,0 +1,30 @@
+"""A planned step: what the host has worked out of a step before the device runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.attention.attention_plan import StepShape
+from engine.runner.device_block_tables import PlannedTables
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSlots:
+    """The slots of one state pool that a planned step reads and writes, one a sequence, with their epochs."""
+
+    slots: list[list[int]]
+    """[B][1]"""
+    epochs: list[list[int]]
+    """[B][1]"""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """The shape of a step, and what it needs of every pool, by name."""
+
+    shape: StepShape
+    tables: Mapping[str, PlannedTables]
+    """Of full and window pools."""
+    slots: Mapping[str, PlannedSlots]
+    """Of state pools."""
