@@ -77,6 +77,10 @@ class DeviceBlockTables:
         self._fresh_to = np.zeros(_FIRST_ROWS, dtype=np.int64)
         """and up to which entry."""
 
+    @property
+    def on_cpu(self) -> bool:
+        return self._pages_rp.is_cpu
+
     # ------------------------------------------------------------ planning
 
     def plan(self, slices: Sequence[TableSlice], stops: Sequence[int]) -> PlannedTables:
@@ -136,7 +140,7 @@ class DeviceBlockTables:
             return
         self._grow(updates)
         parts = [self._padded(one) for one in updates]
-        if self._device.type == "cpu":
+        if self.on_cpu:
             self._write(updates, parts)
         else:
             self._scatter(updates, parts)

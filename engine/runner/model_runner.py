@@ -216,7 +216,7 @@ class ModelRunner:
                 plans[pool] = make_plan(shape, on_device, pages_bw, size, epochs_bw, firsts, firsts_b)
             else:
                 # On a CPU the tables say themselves which rows are stale.
-                epochs_bp = kept.epochs(tables, rows_b) if device.type != "cpu" else None
+                epochs_bp = None if kept.on_cpu else kept.epochs(tables, rows_b)
                 plans[pool] = make_plan(shape, on_device, kept.pages(tables, rows_b), size, epochs_bp)
         starts, counts = tuple(shape.starts.tolist()), tuple(shape.counts.tolist())
         slots = {
@@ -241,8 +241,9 @@ class ModelRunner:
         found = []
         tables: dict[str, BackendPlan] = {**ctx.plans, **ctx.slots}
         for pool, plan in tables.items():
-            if device.type == "cpu" and self.spec.by_name[pool].kind is PoolKind.FULL:
-                found.append(self._tables[pool].stale(planned.tables[pool], self._epochs[pool]))
+            kept = self._tables.get(pool)
+            if kept is not None and kept.on_cpu and self.spec.by_name[pool].kind is PoolKind.FULL:
+                found.append(kept.stale(planned.tables[pool], self._epochs[pool]))
             else:
                 found.append(self.attention.stale(plan, self._epochs[pool].on(device)))
         return found[0] if len(found) == 1 else torch.stack(found).any(0)

@@ -198,6 +198,22 @@ def test_a_nucleus_wider_than_the_candidates_is_found_too() -> None:
     assert max(sharp) < 10
 
 
+def test_of_a_nucleus_wider_than_the_candidates_nothing_less_likely_is_drawn() -> None:
+    """Every token is a little less likely than the one before it, so the nucleus ends at one of them."""
+    logits = torch.linspace(0.0, -0.5, 5000)
+    shares = torch.softmax(logits.double(), 0)
+    last = int((shares.cumsum(0) < 0.5).sum())
+    draws = [TokenDraw(replace(PLAIN, top_p=0.5, seed=s), (1,), 1) for s in range(400)]
+    drawn = [d.token for d in draw_tokens(logits.expand(400, -1), draws)]
+    assert 1024 < last - 200 < max(drawn) <= last
+
+
+def test_temperatures_keep_all_digits_that_a_client_sends() -> None:
+    logits, temperature = torch.tensor([[0.0, -7.25, -300.0]]), 0.1 + 1e-9
+    (weight,) = sampling.weights(logits, [replace(PLAIN, temperature=temperature)]).tolist()
+    assert weight == pytest.approx([math.exp(x / temperature) for x in (0.0, -7.25, -300.0)], rel=1e-12)
+
+
 def kept(probabilities: Sequence[float], *, top_k: int, top_p: float, min_p: float) -> set[int]:
     """What is left after min-p, then top-k, then top-p, each over what the one before left: in plain Python, from the
     words of vLLM's documentation."""

@@ -36,7 +36,7 @@ from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
 from contracts.wire.command_protobuf import command_to_proto
 from contracts.wire.event_protobuf import event_to_proto
-from contracts.wire.worker_protobuf import report_to_proto, status_to_proto
+from contracts.wire.worker_protobuf import report_to_proto, status_to_proto, view_from_proto
 from router.links.controller_directory import ControllerDirectory
 from router.links.grpc_worker import GrpcWorkerClient
 from tests.poolsets import pool_sets
@@ -477,3 +477,16 @@ def test_every_field_of_every_kv_event_survives_its_batch() -> None:
     ):
         batch = decode_batch(encode_batch(12.5, events, 3))
         assert (batch.ts, list(batch.events), batch.rank) == (12.5, events, 3)
+
+
+@pytest.mark.parametrize(("registered", "reported", "read"), [(3, 0, 3), (3, 4, 4)])
+def test_a_row_without_a_status_has_the_incarnation_that_was_registered(
+    registered: int, reported: int, read: int
+) -> None:
+    """A controller of an older build may know the status of a later one."""
+    row = pb.WorkerView(
+        registration=pb.Registration(name="decode-0", role="decode", incarnation=registered),
+        status=pb.WorkerStatus(incarnation=reported, state="ready"),
+    )
+    view = view_from_proto(row)
+    assert (view.record.incarnation, view.status.incarnation) == (read, read)

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from cache.arena.arena import Arena, arena_bytes, most_index_bytes
-from cache.arena.arena_keeper import MOST_TAKEN, SETTLED_S, ArenaKeeper
+from cache.arena.arena_keeper import MOST_TAKEN, SETTLED_S, ArenaKeeper, _date, _FoundPages
 from cache.arena.arena_records import SALT_BYTES
 from cache.memory.memory_layout import LayoutOrder, PoolSetLayout
 from cache.prefix_cache.nodes.tree_node import Tier, TreeNode
@@ -449,3 +449,14 @@ def test_what_a_retracted_request_has_on_the_host_is_a_prefix_for_whoever_comes_
     assert manager.check() == []
     third = world_on(segment, name, 3)
     assert third.manager.stats()["arena_pages_adopted"] == 0, "what was given back is nobody's prefix"
+
+
+def test_a_page_that_is_found_was_used_no_earlier_than_any_page_below_it() -> None:
+    def page(used: int, *below: _FoundPages) -> _FoundPages:
+        return _FoundPages(None, children=list(below), used=used)  # type: ignore[arg-type]
+
+    deepest = page(9)
+    middle = page(2, deepest, page(4))
+    root, other = page(1, page(3), middle), page(7)
+    _date([root, other])
+    assert (root.used, middle.used, deepest.used, other.used) == (9, 9, 9, 7)

@@ -66,3 +66,11 @@ def test_check_names_strangers_and_old_epochs_in_a_table(parts: Parts) -> None:
     strangers, old = parts.table.check()
     assert strangers == "a request: full pages [1, 2] of its table are neither its own nor locked"
     assert old == "a request: its full table has old epochs"
+
+
+def test_when_the_manager_closes_every_allocation_is_freed(parts: Parts) -> None:
+    for _ in range(3):
+        parts.open(1)
+    parts.table.free_all()
+    assert len(parts.table) == len(parts.tree.locks) == 0
+    assert set(parts.free().values()) == {PAGES}

@@ -113,3 +113,39 @@ def test_what_is_being_saved_in_part_stays_until_that_is_over() -> None:
     tree.locks.unlock(saves.pop())
     assert tree.eviction.evict(Tier.DEVICE, "full", 2, lambda node: False) == 2
     assert tree.check() == []
+
+
+def test_a_lock_of_a_node_that_is_split_has_both_halves_in_order_before_what_follows() -> None:
+    """Whoever reads its pages by number reads those of the sequence, one after the other."""
+    tree, allocator = RadixTree(pool_sets()["full"]), PageAllocator("full pages", 30, first=1)
+
+    def insert(tokens: list[int], *digests: int) -> None:
+        prefix = TokenPrefix.of(tokens, 4)
+        lease = allocator.lease(len(prefix), "request")
+        tree.insert(prefix, {"full": [PageOffer(0, lease, digests)]})
+        lease.release()
+
+    def found(depth: int, lock: NodeLock) -> list[int]:
+        return [index for part in lock.on_device("full") for index in part.lease.indices][:depth]
+
+    insert([*range(16)], 1, 2, 3, 4)
+    insert([*range(24)], 1, 2, 3, 4, 5, 6)
+    whole = TokenPrefix.of(range(24), 4)
+    lock = tree.lock(tree.match(whole), "a request")
+    before = found(6, lock)
+    assert [part.node.start for part in lock.parts] == [0, 4]
+    insert([*range(8), *[90] * 8], 1, 2, 7, 8)
+    assert [part.node.start for part in lock.parts] == [0, 2, 4]
+    assert found(6, lock) == before
+    tree.locks.unlock(lock)
+    assert tree.check() == []
+
+
+def test_the_tree_has_no_more_of_a_prefix_than_was_offered() -> None:
+    tree, allocator = RadixTree(pool_sets()["full"]), PageAllocator("full pages", 9, first=1)
+    prefix = TokenPrefix.of(range(16), 4)
+    tree.insert(prefix, {"full": [PageOffer(0, allocator.lease(2, "request"), (1, 2))]})
+    (node,) = tree.accounts.nodes()
+    assert (node.raw, node.chain) == (prefix.raw[: 2 * 16], prefix.chain[: 2 * 16])
+    assert tree.match(prefix).depth == 2
+    assert tree.check() == []

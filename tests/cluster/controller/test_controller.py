@@ -448,3 +448,19 @@ def test_a_controller_that_stood_still_ends_no_lease_for_it() -> None:
     assert cluster.renew(1)
     cluster.clock.advance(10.0)
     assert [a.name for a in cluster.core.tick() if isinstance(a, KillWorker)] == [NAME]
+
+
+def test_a_worker_that_is_still_starting_on_a_node_that_is_drained_is_among_those_told() -> None:
+    nodes = Nodes()
+    nodes.core.died(WorkerName("decode-1"), Incarnation(1), "killed")
+    start = next(a for a in nodes.core.tick() if isinstance(a, StartWorker))
+    nodes.core.placed(start.name, start.incarnation, nodes.places["b"])
+    assert sorted(nodes.core.drain("b")) == ["decode-1", "decode-3"]
+
+
+def test_a_worker_that_was_placed_nowhere_is_on_no_node() -> None:
+    nodes = Nodes()
+    nodes.core.died(WorkerName("decode-1"), Incarnation(1), "killed")
+    assert any(isinstance(a, StartWorker) for a in nodes.core.tick())
+    with pytest.raises(ConfigError, match=r"no worker or node is named ''; nodes: a, b$"):
+        nodes.core.drain("")

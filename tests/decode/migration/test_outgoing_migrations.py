@@ -163,3 +163,16 @@ def test_a_router_takes_it_back_without_a_word_or_hears_that_it_is_gone() -> Non
 def test_what_a_room_of_a_push_comes_to_is_told_as_it_is() -> None:
     leaving = Leaving()
     assert leaving.says(RoomGranted(RoomId("of a push"))) == [RoomGranted(RoomId("of a push"))]
+
+
+def test_a_request_is_offered_when_all_that_is_loaded_for_it_has_come_and_not_before() -> None:
+    leaving = Leaving()
+    planner = leaving.parts.manager.planner
+    loading = True
+    planner.ready = lambda allocation: not loading  # type: ignore[method-assign]
+    assert leaving.begin() == []
+    assert list(leaving.migrations.settle()) == []
+    loading = False
+    assert [type(told.event) for told in leaving.migrations.settle() if isinstance(told, RouterEvent)] == [
+        MigrationPaused
+    ]

@@ -131,3 +131,19 @@ def test_an_audit_is_computed_by_the_answers_own_class() -> None:
         assert isinstance(entry, WorkerEntry)
         assert entry.numerics == began[RequestId(audit.request_id.removeprefix("audit-"))]
     assert not on.core.audits.counts.results[AuditResult.DAMAGED]
+
+
+def test_a_request_of_which_only_the_prompts_scores_were_told_stays_in_its_class() -> None:
+    on = stage(OLD, NEW, OLD, NEW, worker_wait_s=5.0)
+    asked = [on.submit(prompt_logprobs=0) for _ in range(4)]
+    rid = next(rid for rid in asked if on.requests[rid].numerics == OLD)
+    on.say(rid, PREFILL, 1)
+    assert on.scores[rid]
+    assert not on.out[rid]
+    on.kill("prefill-0")
+    on.tick(1.0)
+    assert on.requests[rid].numerics == OLD
+    on.restart("prefill-0")
+    on.tick(1.0)
+    on.finish()
+    on.assert_answered(rid)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -279,6 +280,108 @@ def test_a_grant_for_a_room_that_has_failed_is_answered_with_the_kind_and_the_re
         broken = both.outcome(prompt.room)
         assert isinstance(broken, HandoverFailed)
         assert (broken.kind, "no numbers" in broken.message) == (ErrorKind.NONFINITE, True)
+
+
+def test_a_room_is_granted_by_the_reader_that_it_is_for_and_by_nobody_else() -> None:
+    """The reader hears that its room has failed, and why; the room itself waits for its own reader."""
+    with ends(SPEC, "local") as both:
+        prompt = both.prompt(12)
+        both.start(prompt, wants=PeerRef(WorkerName("decode-9"), Incarnation(4), ""))
+        failed = both.outcome(prompt.room)
+        assert isinstance(failed, HandoverFailed)
+        assert failed.kind is ErrorKind.ROOM
+        wanted = "decode-9 incarnation 4"
+        assert failed.message == f"room {prompt.room} is for {wanted}, granted by decode-0 incarnation 1"
+        assert both.heard == []
+        both.sender.fail(prompt.room, ErrorKind.CANCELLED, "over")
+        both.quiet()
+
+
+def test_after_a_cut_rooms_of_which_nothing_was_sent_go_on_and_the_others_fail() -> None:
+    with ends(SPEC, "zmq") as both:
+        begun, waiting = both.prompt(12), both.prompt(12)
+        for prompt in (begun, waiting):
+            both.open(prompt)
+        both.sender.write(begun.room, {"full": begun.part("full")}, (DONE,))
+        room = both.sender._rooms.get(begun.room)
+        assert room is not None
+        assert room.peer is not None
+        both.sender._rooms.disconnected(room.peer)
+        assert not both.sender.granted(begun.room)
+        assert both.sender.granted(waiting.room)
+        assert both.released(begun.room).reason == "the connection to decode-0 was cut"
+        both.sender.write(waiting.room, waiting.all(), (DONE,))
+        both.seal(waiting)
+        arrived = both.outcome(waiting.room)
+        assert isinstance(arrived, PromptArrived)
+        for lease in arrived.leases.values():
+            lease.release()
+        both.quiet()
+
+
+def test_who_gave_a_room_up_says_so_again_after_a_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ends(SPEC, "shm") as both:
+        prompt = both.prompt(12)
+        both.open(prompt)
+        room = both.receiver._rooms.get(prompt.room)
+        assert room is not None
+        both.receiver.abort(prompt.room, "cancelled")
+        said: list[object] = []
+        send = both.receiver._peers.send
+
+        def listen(to: Any, word: Any) -> None:
+            said.append(word)
+            send(to, word)
+
+        monkeypatch.setattr(both.receiver._peers, "send", listen)
+        both.receiver._rooms.resend(room.peer)
+        assert [type(message).__name__ for message in said] == ["AbortRoom"]
+        both.quiet()
+
+
+@pytest.mark.parametrize("plane", ["local", "shm", "zmq"])
+def test_a5_the_places_of_a_damaged_room_are_free_at_once_only_where_nobody_can_write_to_them_any_more(
+    plane: str,
+) -> None:
+    with ends(SPEC, plane) as both:
+        prompt = both.prompt(12)
+        leases = both.open(prompt)
+        room = both.receiver._rooms.get(prompt.room)
+        assert room is not None
+        both.receiver._rooms.damaged(room, "it was something else")
+        revocable = both.receiver._plane.revocable
+        assert {lease.live for lease in leases.values()} == {not revocable}
+        damaged = both.outcome(prompt.room)
+        assert isinstance(damaged, HandoverFailed)
+        assert (damaged.kind, damaged.message) == (ErrorKind.DAMAGED, "it was something else")
+        both.quiet()
+
+
+def test_the_receiver_is_due_when_the_first_granted_room_was_silent_for_too_long() -> None:
+    with ends(SPEC, "local", transfer={"room_timeout_s": 40.0}) as both:
+        assert both.receiver.next_deadline is None
+        first = both.prompt(12)
+        both.open(first)
+        both.clock.advance(5.0)
+        second = both.prompt(12)
+        both.open(second)
+        assert both.receiver.next_deadline == 40.0
+        both.receiver.abort(first.room, "cancelled")
+        both.sender.fail(second.room, ErrorKind.CANCELLED, "over")
+        both.quiet()
+
+
+def test_a_peer_is_late_from_the_moment_on_by_which_it_should_have_answered() -> None:
+    with ends(SPEC, "local", transfer={"connect_timeout_s": 7.0}) as both:
+        prompt = both.prompt(12)
+        nobody = PeerRef(WorkerName("prefill-5"), Incarnation(1), "tcp://127.0.0.1:9")
+        both.receiver.open(prompt.room, nobody, ExpectedPrompt(prompt.keys, 12))
+        assert both.receiver.next_deadline == 7.0
+        both.clock.advance(6.9)
+        assert both.receiver._peers.late() == []
+        both.clock.advance(7.0 - both.clock.now())
+        (parted,) = both.receiver._peers.late()
+        assert "did not answer within 7 s" in parted.reason
 
 
 # ------------------------------------------------------------ peers that have gone for good

@@ -1,0 +1,44 @@
+"""State slots by themselves: what is copied aside, and when a slot that is given back is free."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cache.device.adversarial_device import AdversarialDevice
+from cache.device.device_port import DEVICE, DeviceOp, DeviceStream, PageSpanUse
+from cache.manager.pages.page_sealer import PageSealer
+from cache.manager.pages.state_slots import SNAPSHOTS, StateSlots
+from contracts.errors import UnorderedAccess
+from tests.cache.manager.parts import PAGE_TOKENS, PAGES, Parts
+from tests.rooms import LateDevice
+
+
+def test_the_slot_of_an_oldest_snapshot_is_leased_to_nobody_while_it_is_being_copied() -> None:
+    parts, late = Parts(), LateDevice()
+    device: Any = late
+    slots = StateSlots(parts.pools, parts.kinds, device, parts.supply, parts.planner, parts.in_flight)
+    allocation = parts.open()
+    for number in range(1, SNAPSHOTS + 2):
+        assert slots.snapshot(allocation, number * PAGE_TOKENS)
+    held = allocation.snapshots["state"]
+    assert [snapshot.depth for snapshot in held] == [2, 3], "the oldest made room"
+    assert parts.free()["state"] == PAGES - 1 - SNAPSHOTS - 1, "its copy may still write to it"
+    late.run_all()
+    parts.in_flight.sweep()
+    assert parts.free()["state"] == PAGES - 1 - SNAPSHOTS
+    parts.table.free(allocation)
+    assert set(parts.free().values()) == {PAGES}
+
+
+def test_a_state_is_sealed_only_when_the_host_knows_that_nothing_writes_it_any_more() -> None:
+    parts, device = Parts(), AdversarialDevice(2, polled=0.0)
+    sealer, allocation = PageSealer(parts.pools, parts.kinds, device), parts.open()
+    writes = (PageSpanUse(DEVICE, "state", allocation.slots["state"].indices),)
+    step = device.submit(DeviceOp("a step", DeviceStream.COMPUTE, writes=writes), lambda: None)
+    with pytest.raises(UnorderedAccess, match="seal state"):
+        sealer.end_digests(allocation, PAGE_TOKENS)
+    step.wait()
+    assert sealer.end_digests(allocation, PAGE_TOKENS).keys() == {"state"}
+    parts.table.free(allocation)

@@ -1,0 +1,43 @@
+"""Who leaves the device under pressure, by itself: never the last that could go on, unless it is in its own way."""
+
+from __future__ import annotations
+
+import pytest
+
+from cache.manager.kv_cache_manager import KVCacheManager
+from decode.request.request import DecodeRequest
+from tests.decode_parts import DecodeParts
+
+
+def stepped(parts: DecodeParts, *names: str) -> list[DecodeRequest]:
+    requests = parts.run(*names)
+    for request in requests:
+        request.stepped = True
+    return requests
+
+
+def test_of_several_that_could_all_leave_one_stays() -> None:
+    parts = DecodeParts()
+    first, second = stepped(parts, "a", "b")
+    chosen = parts.scheduler.pressure.choose_victims([first, second], [first, second])
+    assert len(chosen) == 1
+
+
+def test_a_request_that_has_all_that_is_allocated_leaves_and_nothing_else_would_make_room_for_it() -> None:
+    parts = DecodeParts()
+    (only,) = stepped(parts, "a")
+    assert parts.scheduler.pressure.choose_victims([only], [only]) == [only]
+
+
+def test_a_request_alone_waits_where_somebody_elses_pages_or_copies_are_still_to_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parts = DecodeParts()
+    (only,) = stepped(parts, "a")
+    parts.ask("arriving")
+    list(parts.scheduler.admit())
+    assert parts.scheduler.pressure.choose_victims([only], [only]) == [], "the other's pages may come back first"
+    parts = DecodeParts()
+    (only,) = stepped(parts, "a")
+    monkeypatch.setattr(KVCacheManager, "busy", property(lambda self: True))
+    assert parts.scheduler.pressure.choose_victims([only], [only]) == [], "a copy is under way"
