@@ -20,7 +20,6 @@ from decode.request.request_outcomes import RequestFailed, RequestFinished, Rout
 from decode.request.request_pages import DecodePages
 from engine.runner.batch import NONFINITE, BatchRow, DrawnToken, RowOutput, TokenDraw, TokenFromStep
 from engine.runner.model_runner import ModelRunner
-from engine.runner.sampler import needs_history
 from worker.nonfinite_rows import NonfiniteRows
 from worker.request_table import RequestTable
 from worker.step_overlap import StepOverlap
@@ -74,8 +73,7 @@ class DecodeStepCommit:
     def _row(self, request: DecodeRequest) -> BatchRow:
         at, sampling = request.launched, request.submit.sampling
         tables = self._manager.growth.block_tables(request.held, at, at + 1)
-        history = tuple(request.tokens) if needs_history(sampling) else ()
-        draw = TokenDraw(sampling, history, request.submit.prompt_len, at + 1)
+        draw = TokenDraw(sampling, request.history or (), request.submit.prompt_len, at + 1)
         tokens = request.latest if request.under_way and request.latest is not None else request.tokens[-1:]
         return BatchRow(tokens, at, tables, draw)
 

@@ -36,8 +36,8 @@ class PageRun:
         return self.first + len(self.lease)
 
 
-class TableRow:
-    """The row that a block table has among a device's tables (`engine.runner.device_block_tables`)."""
+class DeviceRow:
+    """The row that something has on the compute device (`engine.runner.device_rows`)."""
 
     __slots__ = ("copied", "number")
 
@@ -58,7 +58,7 @@ class BlockTable:
     def __init__(self, pages: Iterable[int] = (), epochs: Iterable[int] = ()) -> None:
         self.pages, self.epochs = numbers(pages), numbers(epochs)
         assert len(self.pages) == len(self.epochs), "a block table has an epoch for each page"
-        self.row: TableRow | None = None
+        self.row: DeviceRow | None = None
         """Its row on the device, from the first step that reads it."""
 
     def __len__(self) -> int:

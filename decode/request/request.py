@@ -27,7 +27,8 @@ from contracts.messages.router_commands import Submit
 from contracts.messages.worker_events import LegReport
 from contracts.state_table import StateTable
 from engine.runner.batch import TokenFromStep
-from engine.runner.sampler import needs_history
+from engine.runner.penalties import needs_history
+from engine.runner.token_history import TokenHistory
 from transfer.rooms.metadata_slots import HandoverMetadata
 
 
@@ -106,6 +107,8 @@ class DecodeRequest:
     the metadata slot and wherever its pages are (hazard A2)."""
     tokens: list[int] = field(default_factory=list)
     """Prompt and answer so far; the state of all but the last is in the pages."""
+    history: TokenHistory | None = None
+    """The same tokens for its draws, where it has penalties that count them."""
     committed: int = 0
     """Positions whose state is known to be complete: all but the last token's."""
     launched: int = 0
@@ -159,6 +162,7 @@ class DecodeRequest:
         """Begin with the state of all submitted tokens, and with the first token after them, as handed over."""
         self.metadata = metadata
         self.tokens = [*self.submit.tokens, metadata.token]
+        self.history = TokenHistory(self.tokens) if needs_history(self.submit.sampling) else None
         self.committed = self.launched = self.planned = len(self.submit.tokens)
 
     def commit(self, token: int) -> None:
@@ -174,14 +178,13 @@ class DecodeRequest:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether its next step can be launched now: it isn't to be migrated, the host knows the tokens that the draw
-        needs, and it doesn't reach `max_tokens` with the steps under way."""
+        """Whether its next step can be launched now: it isn't to be migrated, and doesn't reach `max_tokens` with the
+        steps under way."""
         if self.stopping:
             return False
         if not self.under_way:
             return True
-        known = not needs_history(self.submit.sampling)
-        return known and self.generated + self.under_way < self.submit.sampling.max_tokens
+        return self.generated + self.under_way < self.submit.sampling.max_tokens
 
     @property
     def positions(self) -> int:

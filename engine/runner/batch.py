@@ -14,21 +14,26 @@ from typing import NamedTuple, Protocol
 from cache.allocation.block_table import TableSlice
 from cache.device.device_port import Completion
 from contracts.sampling_params import SamplingParams, TokenDifference, TokenLogprob
+from engine.runner.token_history import TokenHistory
 
 
 class TokenDraw(NamedTuple):
     """Draw the token after a row's last one. Penalties count `tokens[:prompt_len]` as prompt, the rest as output."""
 
     params: SamplingParams
-    tokens: Sequence[int]
-    """All tokens of the request so far. Only penalties read them, so a draw without penalties may leave them out."""
+    tokens: Sequence[int] | TokenHistory
+    """All tokens of the request so far. Only penalties read them, so a draw without penalties may leave them out. A
+    history is read on the device: its last token need not be known here."""
     prompt_len: int
     at: int | None = None
     """The absolute position of the drawn token; None: `len(tokens)`."""
 
     @property
     def position(self) -> int:
-        return len(self.tokens) if self.at is None else self.at
+        if self.at is not None:
+            return self.at
+        assert not isinstance(self.tokens, TokenHistory), "a draw by a history says its position"
+        return len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache.allocation.block_table import TableRow, numbers
+from cache.allocation.block_table import DeviceRow, numbers
 from cache.device.device_port import DEVICE, Device, DeviceOp, DeviceStream, spans
 from cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
 from cache.pool.epoch_table import EpochTable
@@ -30,11 +30,13 @@ from engine.attention.attention_plan import (
 from engine.layers.decoder import Decoder
 from engine.layers.forward_context import ForwardContext
 from engine.runner.batch import BatchRow, RowOutput, StepHandle
-from engine.runner.device_block_tables import DeviceBlockTables, PlannedTables, TableUpdate
+from engine.runner.device_block_tables import DeviceBlockTables, PlannedTables
+from engine.runner.device_rows import RowUpdate
 from engine.runner.launched_step import LaunchedStep, StepResults, input_tokens
 from engine.runner.planned_step import PlannedSlots, PlannedStep
 from engine.runner.redraw import RedrawnTokens, redraw
 from engine.runner.sampler import DrawnRows, Logprobs, draw_tokens, token_logprobs
+from engine.runner.token_history import DeviceTokenHistories, TokenHistory
 from engine.tensors.pinned_memory import HostIntegers, to_device, to_host, upload
 from engine.tensors.row_exact_linear import Numerics
 from engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
@@ -70,6 +72,7 @@ class ModelRunner:
         self._tables = {
             pool.name: DeviceBlockTables(device.torch_device) for pool in spec.pools if pool.kind is not PoolKind.STATE
         }
+        self._histories = DeviceTokenHistories(device.torch_device)
         self._triton = triton
 
     @property
@@ -96,6 +99,8 @@ class ModelRunner:
         except UnorderedAccess:
             for pool, tables in planned.tables.items():
                 self._tables[pool].undo(tables)
+            if planned.histories is not None:
+                self._histories.undo(planned.histories)
             raise
         return step
 
@@ -114,7 +119,11 @@ class ModelRunner:
                 slots[pool.name] = PlannedSlots([[s.pages[0]] for s in slices], [[s.epochs[0]] for s in slices])
             else:
                 tables[pool.name] = self._tables[pool.name].plan(slices, stops)
-        return PlannedStep(shape, tables, slots)
+        draws = {i: row.draw.tokens for i, row in enumerate(rows) if row.draw is not None}
+        by_history = {i: tokens for i, tokens in draws.items() if isinstance(tokens, TokenHistory)}
+        lasts, at = (shape.ends - 1).tolist(), (shape.offsets[1:] - 1).tolist()
+        histories = self._histories.plan(by_history, lasts, at) if by_history else None
+        return PlannedStep(shape, tables, slots, histories)
 
     def forward(self, rows: Sequence[BatchRow]) -> list[RowOutput]:
         """Launch one step and wait for it: one output a row, in order."""
@@ -131,10 +140,12 @@ class ModelRunner:
         if self._followers is not None:
             self.ranks.first(torch.cat((tokens_m, stale_b.long())))
         self._mute(ctx, stale_b)
+        if planned.histories is not None:
+            self._histories.update(planned.histories, tokens_m)
         x_mh = self.decoder.forward(tokens_m, ctx)
         firsts = planned.shape.offsets[:-1].tolist()
         drawing = [i for i, row in enumerate(rows) if row.draw is not None]
-        draws = self._draw(rows, x_mh, firsts, drawing) if drawing else None
+        draws = self._draw(rows, planned, x_mh, drawing) if drawing else None
         scores: list[Sequence[Logprobs]] = [()] * len(rows)
         replays: list[Sequence[RedrawnTokens]] = [()] * len(rows)
         for at, (row, first) in enumerate(zip(rows, firsts, strict=True)):
@@ -166,7 +177,7 @@ class ModelRunner:
         for entry in order.entries:
             pages = numbers(list(entry.indices))
             epochs = array("i", bytes(4 * len(pages)))  # The leader says what is stale.
-            self._tables[entry.pool].enter([TableUpdate(TableRow(entry.row), entry.first, pages, epochs)])
+            self._tables[entry.pool].enter([RowUpdate(DeviceRow(entry.row), entry.first, (pages, epochs))])
         tables: dict[str, PlannedTables] = {}
         slots: dict[str, PlannedSlots] = {}
         at = {place.pool: n for n, place in enumerate(order.rows[0].tables)}
@@ -179,7 +190,7 @@ class ModelRunner:
                 firsts, stops = [place.first for place in places], [place.stop for place in places]
                 tables[pool.name] = PlannedTables(rows, firsts, stops, ())
         starts, counts = [row.start for row in order.rows], [row.tokens for row in order.rows]
-        return PlannedStep(StepShape.of(starts, counts), tables, slots)
+        return PlannedStep(StepShape.of(starts, counts), tables, slots, None)
 
     def context(self, planned: PlannedStep, doors: Mapping[str, GateDoor]) -> ForwardContext:
         """Make the forward context of a planned step, after its block tables were brought to the device; `doors` are
@@ -254,11 +265,18 @@ class ModelRunner:
             ctx.plans = {pool: muted(plan, stale_b) for pool, plan in ctx.plans.items()}
             ctx.slots = {pool: muted_slots(plan, stale_b) for pool, plan in ctx.slots.items()}
 
-    def _draw(self, rows: Sequence[BatchRow], x_mh: Tensor, firsts: Sequence[int], drawing: Sequence[int]) -> DrawnRows:
-        last = [firsts[i] + len(rows[i].tokens) - 1 for i in drawing]
+    def _draw(self, rows: Sequence[BatchRow], planned: PlannedStep, x_mh: Tensor, drawing: Sequence[int]) -> DrawnRows:
         wanted = [draw for row in rows if (draw := row.draw) is not None]
+        last = planned.shape.offsets[1:].astype(np.int64)[drawing] - 1
         x_nh = x_mh.index_select(0, to_device(last, x_mh.device))
-        return draw_tokens(self.decoder.logits(x_nh, self.numerics), wanted, triton=self._triton)
+        histories = planned.histories
+
+        def read(some: Sequence[int]) -> Tensor:
+            assert histories is not None, "who draws by a history has it planned"
+            return self._histories.read(histories, [drawing[i] for i in some])
+
+        logits_nv = self.decoder.logits(x_nh, self.numerics)
+        return draw_tokens(logits_nv, wanted, triton=self._triton, histories=read)
 
     def _score(self, row: BatchRow, x_th: Tensor) -> Iterator[Logprobs]:
         """Log-probabilities of the tokens in `row.score`, some rows of logits at a time."""
@@ -298,7 +316,7 @@ def compute_order(planned: PlannedStep) -> RunStep:
     starts, counts = planned.shape.starts.tolist(), planned.shape.counts.tolist()
     rows = zip(starts, counts, zip(*places.values(), strict=True), strict=True)
     entries = [
-        TableEntries(pool, one.row.number, one.first, tuple(one.pages))
+        TableEntries(pool, one.row.number, one.first, tuple(one.entries[0]))
         for pool, mine in planned.tables.items()
         for one in mine.updates
     ]

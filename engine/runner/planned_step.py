@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from engine.attention.attention_plan import StepShape
 from engine.runner.device_block_tables import PlannedTables
+from engine.runner.token_history import PlannedHistories
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,3 +29,5 @@ class PlannedStep:
     """Of full and window pools."""
     slots: Mapping[str, PlannedSlots]
     """Of state pools."""
+    histories: PlannedHistories | None
+    """Of rows that draw by a history; None where none does."""

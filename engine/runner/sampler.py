@@ -16,8 +16,7 @@ Logits with a NaN or plus infinity, or with nothing finite left, are damage and 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,8 +24,11 @@ from torch import Tensor
 
 from contracts.sampling_params import SamplingParams, TokenLogprob
 from engine.runner.batch import DrawnToken, TokenDraw
+from engine.runner.penalties import needs_history, penalise
+from engine.runner.token_history import TokenHistory, rectangle
 from engine.tensors.pinned_memory import to_device, to_host
 
+ReadHistories = Callable[[Sequence[int]], Tensor]
 _MASK = (1 << 64) - 1
 _TOP_P_CANDIDATES = 1024
 """Best tokens among which the nucleus is looked for before a whole row is sorted."""
@@ -105,18 +107,23 @@ class DrawnRows:
         return [None if nonfinite else DrawnToken(token, known.get(i)) for i, (token, nonfinite) in enumerate(rows)]
 
 
-def draw_tokens(logits_nv: Tensor, draws: Sequence[TokenDraw], *, triton: bool = False) -> DrawnRows:
-    """Draw one token for each row of `logits_nv` ([n, vocab] float32, not changed); `triton`: by Triton's kernel."""
+def draw_tokens(
+    logits_nv: Tensor, draws: Sequence[TokenDraw], *, triton: bool = False, histories: ReadHistories | None = None
+) -> DrawnRows:
+    """Draw one token for each row of `logits_nv` ([n, vocab] float32, not changed); `triton`: by Triton's kernel.
+    `histories`: as for `shape_all`."""
     others = [i for i, draw in enumerate(draws) if not draw.params.greedy or _shapes(draw)]
     if len(others) == len(draws):
-        tokens_n = _draw_shaped(logits_nv.clone(), draws, triton)
+        tokens_n = _draw_shaped(logits_nv.clone(), draws, triton, histories)
         nonfinite_n = nonfinite_rows(logits_nv)
     else:
         tokens_n = logits_nv.argmax(-1)
         nonfinite_n = _nonfinite_at(logits_nv, tokens_n)
         if others:
             others_k = to_device(others, logits_nv.device)
-            drawn_k = _draw_shaped(logits_nv.index_select(0, others_k), [draws[i] for i in others], triton)
+            chosen = [draws[i] for i in others]
+            read = (lambda some: histories([others[i] for i in some])) if histories is not None else None
+            drawn_k = _draw_shaped(logits_nv.index_select(0, others_k), chosen, triton, read)
             tokens_n.index_copy_(0, others_k, drawn_k)
     # The draw returns -1 for a row whose every token was masked, or whose weights are NaN.
     nonfinite_n = nonfinite_n | (tokens_n < 0)
@@ -156,11 +163,6 @@ def token_logprobs(logits_nv: Tensor, tokens_n: Tensor, tops: Sequence[int]) -> 
     return Logprobs(tokens_n, own_n, ids_nk, logp_nv.gather(1, ids_nk), tops, nonfinite_n)
 
 
-def needs_history(params: SamplingParams) -> bool:
-    """Whether a draw reads the tokens before it, so that it can't be launched before the host knows the last one."""
-    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-
-
 def _shapes(draw: TokenDraw) -> bool:
     """Whether the logits of this draw are changed before temperature."""
     p = draw.params
@@ -172,9 +174,11 @@ def _too_early(draw: TokenDraw) -> bool:
     return bool(draw.params.stop_token_ids) and draw.position - draw.prompt_len < draw.params.min_tokens
 
 
-def _draw_shaped(logits_nv: Tensor, draws: Sequence[TokenDraw], triton: bool) -> Tensor:
+def _draw_shaped(
+    logits_nv: Tensor, draws: Sequence[TokenDraw], triton: bool, histories: ReadHistories | None
+) -> Tensor:
     """Draw for rows that need more than an argmax: [n] int64, -1 where nothing can be drawn. `logits_nv` is changed."""
-    shape_all(logits_nv, draws)
+    shape_all(logits_nv, draws, histories)
     tokens_n = logits_nv.argmax(-1)
     tokens_n = tokens_n.masked_fill_(_nonfinite_at(logits_nv, tokens_n), -1)
     sampled = [i for i, draw in enumerate(draws) if not draw.params.greedy]
@@ -193,33 +197,47 @@ def _draw_shaped(logits_nv: Tensor, draws: Sequence[TokenDraw], triton: bool) ->
     return tokens_n
 
 
-def shape_all(logits_nv: Tensor, draws: Sequence[TokenDraw]) -> None:
-    """Apply bias, suppression and penalties of each row's draw to its logits, in place."""
+def shape_all(logits_nv: Tensor, draws: Sequence[TokenDraw], histories: ReadHistories | None = None) -> None:
+    """Apply bias, suppression and penalties of each row's draw to its logits, in place.
+
+    `histories` reads the tokens of draws by a `TokenHistory`: given their numbers among `draws`, [k, most] int64.
+    """
     for row, draw in zip(logits_nv, draws, strict=True):
-        if _shapes(draw):
-            _shape(row, draw)
+        _shape(row, draw)
+    rows = [i for i, draw in enumerate(draws) if needs_history(draw.params)]
+    here = [i for i in rows if isinstance(draws[i].tokens, TokenHistory)]
+    if here:
+        assert histories is not None, "who draws by histories can read them"
+        _penalise(logits_nv, draws, here, histories)
+    if known := [i for i in rows if draws[i].tokens and not isinstance(draws[i].tokens, TokenHistory)]:
+        _penalise(logits_nv, draws, known, lambda some: rectangle([_listed(draws[i]) for i in some], logits_nv.device))
+
+
+def _penalise(logits_nv: Tensor, draws: Sequence[TokenDraw], rows: Sequence[int], histories: ReadHistories) -> None:
+    chosen = [draws[i] for i in rows]
+    penalise(
+        logits_nv,
+        rows,
+        [draw.params for draw in chosen],
+        [draw.prompt_len for draw in chosen],
+        [draw.position if isinstance(draw.tokens, TokenHistory) else len(draw.tokens) for draw in chosen],
+        lambda group: histories([rows[i] for i in group]),
+    )
+
+
+def _listed(draw: TokenDraw) -> Sequence[int]:
+    assert not isinstance(draw.tokens, TokenHistory)
+    return draw.tokens
 
 
 def _shape(row_v: Tensor, draw: TokenDraw) -> None:
-    """Apply bias, suppression and penalties to one row of logits, in place."""
+    """Apply bias and suppression to one row of logits, in place."""
     p, device = draw.params, row_v.device
     if p.logit_bias:
         ids, values = zip(*p.logit_bias, strict=True)
         row_v[to_device(ids, device)] += to_device(values, device, torch.float32)
     if _too_early(draw):
         row_v.index_fill_(0, to_device(p.stop_token_ids, device), -torch.inf)
-    if p.repetition_penalty != 1.0:
-        seen = to_device(sorted(set(draw.tokens)), device)
-        value = row_v[seen]
-        value = torch.where(value > 0, value / p.repetition_penalty, value * p.repetition_penalty)
-        # A penalty near 0 may give more than float32 holds: the client's parameters ask for that, it is no damage.
-        row_v[seen] = value.clamp_(max=torch.finfo(torch.float32).max)
-    output = draw.tokens[draw.prompt_len :]
-    if output and (p.presence_penalty or p.frequency_penalty):
-        counts = sorted(Counter(output).items())
-        ids_k = to_device([token for token, _ in counts], device)
-        count_k = to_device([float(count) for _, count in counts], device, torch.float32)
-        row_v[ids_k] -= p.presence_penalty + p.frequency_penalty * count_k
 
 
 def _sample(logits_nv: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:

@@ -23,6 +23,7 @@ from cache.memory.memory_layout import BufferLayout
 from cache.pool.pool_set import PoolSet
 from contracts.sampling_params import SamplingParams, TokenDifference, TokenLogprob
 from engine.runner.batch import BatchRow, DrawnToken, RowOutput, TokenDraw, TokenFromStep
+from engine.runner.token_history import TokenHistory
 
 VOCABULARY = 64
 
@@ -271,13 +272,16 @@ class HashEngine:
                 again = _draw(mark, known.params, known.tokens, known.prompt_len, position + 1)
                 if again != known.tokens[position + 1]:
                     found.append(TokenDifference(position + 1, again, 1.0))
-        drawn = self._drawn(row.draw, mark) if row.draw is not None else None
+        drawn = self._drawn(row.draw, tokens[-1], mark) if row.draw is not None else None
         return RowOutput(drawn, tuple(scores), replayed, tuple(found))
 
     @staticmethod
-    def _drawn(draw: TokenDraw, mark: bytes) -> DrawnToken:
-        params = draw.params
-        token = _draw(mark, params, draw.tokens, draw.prompt_len, draw.position)
+    def _drawn(draw: TokenDraw, last: int, mark: bytes) -> DrawnToken:
+        """`last`: the row's last token, which the host may not know yet."""
+        params, known = draw.params, draw.tokens
+        if isinstance(known, TokenHistory):
+            known = [*known.tokens[: draw.position - 1], last]
+        token = _draw(mark, params, known, draw.prompt_len, draw.position)
         return DrawnToken(token, None if params.logprobs is None else _score(mark, token, params.logprobs))
 
     def _tokens(self, row: BatchRow) -> Sequence[int] | None:

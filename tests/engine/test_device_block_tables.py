@@ -14,6 +14,7 @@ import torch
 from cache.allocation.block_table import BlockTable, TableSlice
 from cache.pool.epoch_table import EpochTable
 from engine.runner.device_block_tables import DeviceBlockTables, PlannedTables
+from engine.runner.device_rows import DeviceRows
 from engine.tensors.pinned_memory import HostIntegers, upload_packed
 
 CPU = torch.device("cpu")
@@ -24,7 +25,7 @@ WAYS = ["written", "scattered"]
 def tables(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> DeviceBlockTables:
     """Brought up to date as a CPU does it, and as a GPU does."""
     if request.param == "scattered":
-        monkeypatch.setattr(DeviceBlockTables, "_write", DeviceBlockTables._scatter)
+        monkeypatch.setattr(DeviceRows, "_write", DeviceRows._scatter)
     return DeviceBlockTables(CPU)
 
 
@@ -92,7 +93,7 @@ def test_each_step_reads_its_tables_as_they_were_when_it_was_launched(tables: De
             run()
     while launched:
         run()
-    assert tables._pages_rp.shape[0] < 120, "rows of those that ended were used again"
+    assert tables._rows.tensors[0].shape[0] < 120, "rows of those that ended were used again"
 
 
 def test_a_row_is_used_again_once_its_table_is_gone_and_nothing_of_it_is_left(tables: DeviceBlockTables) -> None:
@@ -103,8 +104,8 @@ def test_a_row_is_used_again_once_its_table_is_gone_and_nothing_of_it_is_left(ta
     assert step(tables, third, second) == [[40, 41], [30]]
     assert third.row is not None
     assert third.row.number == 0
-    assert tables._pages_rp[0].tolist() == [40, 41] + [0] * (tables._pages_rp.shape[1] - 2)
-    assert tables._epochs_rp[0].tolist() == [2, 2] + [0] * (tables._pages_rp.shape[1] - 2)
+    assert tables._rows.tensors[0][0].tolist() == [40, 41] + [0] * (tables._rows.tensors[0].shape[1] - 2)
+    assert tables._rows.tensors[1][0].tolist() == [2, 2] + [0] * (tables._rows.tensors[0].shape[1] - 2)
 
 
 def test_what_was_entered_again_is_brought_again(tables: DeviceBlockTables) -> None:

@@ -11,10 +11,15 @@ from cache.device.device_backends import CpuDevice
 from cache.device.device_port import Device
 from contracts.sampling_params import SamplingParams
 from engine.runner.batch import DrawnToken, StepHandle, TokenDraw, TokenFromStep
+from engine.runner.token_history import TokenHistory
 from tests.engine.harness import GREEDY, Bench, MakeCheckpoint, row
 
 PROMPTS = [list(range(50, 87)), list(range(10, 13))]
 SAMPLED = SamplingParams(max_tokens=1 << 20, temperature=1.2, top_p=0.9, seed=5, logprobs=2, stop_token_ids=(7,))
+
+PENALISED = SamplingParams(
+    max_tokens=1 << 20, temperature=0.6, seed=5, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.7
+)
 
 
 def ahead(folder: Path, params: SamplingParams, count: int, device: Device) -> list[list[DrawnToken]]:
@@ -23,10 +28,11 @@ def ahead(folder: Path, params: SamplingParams, count: int, device: Device) -> l
     pages = [bench.lease(len(prompt) + count) for prompt in PROMPTS]
     rows = [row(p, 0, t, TokenDraw(params, tuple(p), len(p))) for p, t in zip(PROMPTS, pages, strict=True)]
     steps: list[StepHandle] = [bench.engine.launch(rows)]
+    histories = [TokenHistory(list(prompt)) for prompt in PROMPTS]
     for n in range(1, count):
         rows = [
-            row(TokenFromStep(steps[-1], i), len(p) + n - 1, t, TokenDraw(params, (), len(p), at=len(p) + n))
-            for i, (p, t) in enumerate(zip(PROMPTS, pages, strict=True))
+            row(TokenFromStep(steps[-1], i), len(p) + n - 1, t, TokenDraw(params, history, len(p), at=len(p) + n))
+            for i, (p, t, history) in enumerate(zip(PROMPTS, pages, histories, strict=True))
         ]
         steps.append(bench.engine.launch(rows))
     drawn = [[out.drawn for out in step.outputs()] for step in steps]
@@ -37,7 +43,7 @@ def one_by_one(folder: Path, params: SamplingParams, count: int) -> list[list[in
     return Bench(folder, tokens=512).generate_many(PROMPTS, count, params=[params] * len(PROMPTS))
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, PENALISED])
 def test_steps_launched_ahead_draw_what_steps_one_by_one_draw(
     checkpoint: MakeCheckpoint, params: SamplingParams
 ) -> None:

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from contracts.sampling_params import SamplingParams, TokenLogprob
+from engine.runner import penalties
 from engine.runner import sampler as sampling
 from engine.runner.batch import DrawnToken, TokenDraw
 from engine.runner.sampler import uniform
+from engine.runner.token_history import TokenHistory
 
 VOCAB = 50
 PLAIN = SamplingParams(max_tokens=100)
@@ -37,16 +39,22 @@ def random_logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
 
 
+def listed(draw: TokenDraw) -> Sequence[int]:
+    assert not isinstance(draw.tokens, TokenHistory)
+    return draw.tokens
+
+
 def reference(logits: list[float], draw: TokenDraw) -> int:
     """The same draw in plain Python, token by token."""
     p, x = draw.params, list(logits)
-    output = draw.tokens[draw.prompt_len :]
+    tokens = list(listed(draw))
+    output = tokens[draw.prompt_len :]
     for token, bias in p.logit_bias:
         x[token] += bias
     if len(output) < p.min_tokens:
         for token in p.stop_token_ids:
             x[token] = -math.inf
-    for token in set(draw.tokens):
+    for token in set(tokens):
         x[token] = x[token] / p.repetition_penalty if x[token] > 0 else x[token] * p.repetition_penalty
     for token, count in Counter(output).items():
         x[token] -= p.presence_penalty + p.frequency_penalty * count
@@ -65,7 +73,7 @@ def reference(logits: list[float], draw: TokenDraw) -> int:
             floor = weight
         mass += weight
     weights = [w if w >= floor or p.top_p >= 1 else 0.0 for w in weights]
-    target = uniform(p.seed, p.choice, len(draw.tokens)) * sum(weights)
+    target = uniform(p.seed, p.choice, len(tokens)) * sum(weights)
     mass = 0.0
     for token, weight in enumerate(weights):
         mass += weight
@@ -95,7 +103,13 @@ def random_draw(rng: random.Random) -> TokenDraw:
     return TokenDraw(params, tuple(tokens), rng.randrange(1, len(tokens) + 1))
 
 
-def test_every_combination_draws_what_a_plain_reference_draws() -> None:
+@pytest.mark.parametrize("elements", [None, 4 * VOCAB])
+def test_every_combination_draws_what_a_plain_reference_draws(
+    elements: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Penalties of all rows at once, and of a few at a time."""
+    if elements is not None:
+        monkeypatch.setattr(penalties, "_ELEMENTS", elements)
     rng = random.Random(0)
     draws = [random_draw(rng) for _ in range(400)]
     logits = random_logits(400)
