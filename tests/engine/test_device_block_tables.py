@@ -225,6 +225,21 @@ def test_no_epoch_is_looked_at_again_while_nothing_is_freed_and_only_new_entries
     assert [rows(), rows()] == [2, 0]
 
 
+def test_what_the_last_owner_of_a_row_was_found_to_be_says_nothing_of_the_next() -> None:
+    """Nothing was freed between them: the page was, before the first one was looked at."""
+    tables, epochs = DeviceBlockTables(CPU), EpochTable(100)
+    first, second = BlockTable(range(1, 21), [0] * 20), BlockTable([30, 31], [0, 0])
+    epochs.bump([31])
+    planned = plan(tables, [first])
+    tables.update(planned)
+    assert tables.stale(planned, epochs).tolist() == [False]
+    del first
+    planned = plan(tables, [second])
+    assert planned.rows == [0]
+    tables.update(planned)
+    assert tables.stale(planned, epochs).tolist() == [True]
+
+
 # ------------------------------------------------------------ one copy
 
 

@@ -88,14 +88,15 @@ TARGETS = (
     "cache/manager/swap/swap_out.py", "cache/manager/swap/swap_pages.py", "cache/arena/arena_keeper.py",
     "cache/memory/required_pages.py", "contracts/wire/command_protobuf.py", "contracts/wire/event_protobuf.py",
     "contracts/wire/worker_protobuf.py", "contracts/messages/rank_orders.py",
-    "contracts/messages/rank_order_codec.py", "engine/runner/device_block_tables.py", "engine/runner/sampler.py",
+    "contracts/messages/rank_order_codec.py", "engine/runner/device_block_tables.py", "engine/runner/device_rows.py",
+    "engine/runner/token_history.py", "engine/runner/penalties.py", "engine/runner/sampler.py",
     "cluster/controller/controller.py", "cluster/worker_process/lease_keeper.py",
 )  # fmt: skip
 TESTS = (
     "tests/router", "tests/cache", "tests/transfer", "tests/workers", "tests/prefill", "tests/decode", "tests/sim",
     "tests/cluster", "tests/wire", "tests/engine/test_sampling.py", "tests/engine/test_launched_steps.py",
-    "tests/engine/test_device_block_tables.py", "tests/engine/test_replay.py", "tests/repository/test_hazards.py",
-    "tests/repository/test_complaints.py",
+    "tests/engine/test_device_block_tables.py", "tests/engine/test_token_history.py", "tests/engine/test_replay.py",
+    "tests/repository/test_hazards.py", "tests/repository/test_complaints.py",
 )  # fmt: skip
 """Those that run product code in their own process."""
 TEST_S = 8.0

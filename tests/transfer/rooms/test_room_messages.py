@@ -142,3 +142,13 @@ def test_one_secret_gives_one_key_pair_and_short_secrets_are_refused() -> None:
     assert CurveKeys.from_secret(b"s" * 16) != CurveKeys.from_secret(b"t" * 16)
     with pytest.raises(ValueError, match="16 bytes"):
         CurveKeys.from_secret(b"short")
+
+
+def test_the_room_of_a_message_that_can_not_be_decoded_is_told_as_far_as_it_is_there() -> None:
+    tags = {cls: tag for tag, cls in m.TAGS.items()}
+    assert m.room_of(msgpack.packb([tags[m.AbortRoom], "room-1"])) == "room-1", "though its reason lacks"
+    assert m.room_of(msgpack.packb([tags[m.AbortRoom]])) == ""
+    assert m.room_of(msgpack.packb([tags[m.Hello], "room-1"])) == "", "it is no message of a room"
+    assert m.room_of(msgpack.packb([tags[m.AbortRoom], 5])) == ""
+    assert m.room_of(msgpack.packb([True, "room-1"])) == ""
+    assert m.room_of(b"") == m.room_of(msgpack.packb([])) == m.room_of(msgpack.packb("x")) == ""
