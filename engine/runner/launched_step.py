@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from cache.device.device_port import DONE, Completion
 from engine.runner.batch import BatchRow, DrawnToken, RowOutput, TokenFromStep
 from engine.runner.redraw import RedrawnTokens
 from engine.runner.sampler import DrawnRows, Logprobs
-from engine.tensors.pinned_memory import to_device
+from engine.tensors.pinned_memory import to_device, upload
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,13 @@ class LaunchedStep:
         return outputs
 
 
-def input_tokens(rows: Sequence[BatchRow], padding: int, device: torch.device) -> Tensor:
-    """Pack a step's tokens and pad them with zeros: [M] int64. Tokens of earlier steps are copied on the device."""
+def input_tokens(
+    rows: Sequence[BatchRow], padding: int, device: torch.device, beside: Sequence[int] = ()
+) -> tuple[Tensor, Tensor]:
+    """Pack a step's tokens and pad them with zeros: [M] int64. Tokens of earlier steps are copied on the device.
+
+    `beside`: numbers that go up in the same copy, returned as int64.
+    """
     known: list[int] = []
     pending: dict[LaunchedStep, tuple[list[int], list[int]]] = {}
     for row in rows:
@@ -101,7 +107,8 @@ def input_tokens(rows: Sequence[BatchRow], padding: int, device: torch.device) -
             known.append(0)
         else:
             known += source
-    tokens_m = to_device(known + [0] * padding, device)
-    for step, (places, drawn) in pending.items():
-        tokens_m.index_copy_(0, to_device(places, device), step.tokens(drawn))
-    return tokens_m
+    numbers = [known + [0] * padding, list(beside), *(places for places, _ in pending.values())]
+    tokens_m, beside_n, *all_places = upload([np.array(some, dtype=np.int64) for some in numbers], device)
+    for places_n, (step, (_, drawn)) in zip(all_places, pending.items(), strict=True):
+        tokens_m.index_copy_(0, places_n, step.tokens(drawn))
+    return tokens_m, beside_n

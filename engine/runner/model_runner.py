@@ -136,7 +136,9 @@ class ModelRunner:
             self._followers.send(compute_order(planned))
         ctx = self.context(planned, doors)
         stale_b = self._stale(ctx, planned)
-        tokens_m = input_tokens(rows, len(ctx.positions_m) - ctx.count, device)
+        drawing = [i for i, row in enumerate(rows) if row.draw is not None]
+        lasts = planned.shape.offsets[1:][drawing] - 1
+        tokens_m, last_n = input_tokens(rows, len(ctx.positions_m) - ctx.count, device, lasts.tolist())
         if self._followers is not None:
             self.ranks.first(torch.cat((tokens_m, stale_b.long())))
         self._mute(ctx, stale_b)
@@ -144,8 +146,7 @@ class ModelRunner:
             self._histories.update(planned.histories, tokens_m)
         x_mh = self.decoder.forward(tokens_m, ctx)
         firsts = planned.shape.offsets[:-1].tolist()
-        drawing = [i for i, row in enumerate(rows) if row.draw is not None]
-        draws = self._draw(rows, planned, x_mh, drawing) if drawing else None
+        draws = self._draw(rows, planned, x_mh.index_select(0, last_n), drawing) if drawing else None
         scores: list[Sequence[Logprobs]] = [()] * len(rows)
         replays: list[Sequence[RedrawnTokens]] = [()] * len(rows)
         for at, (row, first) in enumerate(zip(rows, firsts, strict=True)):
@@ -265,10 +266,9 @@ class ModelRunner:
             ctx.plans = {pool: muted(plan, stale_b) for pool, plan in ctx.plans.items()}
             ctx.slots = {pool: muted_slots(plan, stale_b) for pool, plan in ctx.slots.items()}
 
-    def _draw(self, rows: Sequence[BatchRow], planned: PlannedStep, x_mh: Tensor, drawing: Sequence[int]) -> DrawnRows:
+    def _draw(self, rows: Sequence[BatchRow], planned: PlannedStep, x_nh: Tensor, drawing: Sequence[int]) -> DrawnRows:
+        """Draw for the rows `drawing`; `x_nh` is the last layer's output for the last token of each."""
         wanted = [draw for row in rows if (draw := row.draw) is not None]
-        last = planned.shape.offsets[1:].astype(np.int64)[drawing] - 1
-        x_nh = x_mh.index_select(0, to_device(last, x_mh.device))
         histories = planned.histories
 
         def read(some: Sequence[int]) -> Tensor:

@@ -65,5 +65,7 @@ def test_a_step_takes_the_tokens_of_several_earlier_steps_where_they_lie(checkpo
             [13],
         )
     ]
-    got = input_tokens(rows, 2, torch.device("cpu")).tolist()
+    tokens_m, beside_n = input_tokens(rows, 2, torch.device("cpu"), [4, 2])
+    assert beside_n.tolist() == [4, 2]
+    got = tokens_m.tolist()
     assert got == [drawn[1][1], 11, 12, drawn[0][0], drawn[1][0], 13, 0, 0]

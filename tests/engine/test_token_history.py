@@ -95,3 +95,12 @@ def test_a_token_that_nobody_knows_is_not_read() -> None:
     kept, history = DeviceTokenHistories(CPU), TokenHistory([5, 6, 7])
     with pytest.raises(AssertionError, match="known to nobody"):
         kept.plan({0: history}, [4], [0])
+
+
+def test_a_row_has_room_for_a_token_that_only_the_device_knows(kept: DeviceTokenHistories) -> None:
+    """The first that is one more than there is room for, too."""
+    history = TokenHistory(list(range(64)))
+    for last, token in ((63, 63), (64, 900), (65, 901)):
+        planned = kept.plan({0: history}, [last], [0])
+        kept.update(planned, torch.tensor([token]))
+    assert listed(kept, planned) == [[*range(64), 900, 901]]

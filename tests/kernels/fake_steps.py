@@ -5,7 +5,9 @@ where, a test whether any row is stale) raises. Kernels are left out: what they 
 nothing may go up to the device but through `engine.tensors.pinned_memory`, whose copies don't wait. So a step that
 passes here gives the device all its work without waiting for it; it is waited for once, when its outputs are read.
 
-Run as a script by `test_steps_wait_once.py`. Prints one JSON object: family -> null, or what was wrong.
+Run as a script by `test_steps_wait_once.py`. Prints one JSON object: family -> null, or what was wrong. Under `counts`,
+by family: of a greedy decode step that goes on from the step before, copies to the device, kernels of ours, and other
+operations that a device is given.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import os
 import sys
 import tempfile
 import traceback
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +26,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
 from cache.allocation.block_table import TableSlice
@@ -36,17 +40,53 @@ from contracts.sampling_params import SamplingParams
 from engine.models.model_base import StateOptions
 from engine.models.registry import read_model
 from engine.runner import load_model as engine_module
-from engine.runner.batch import BatchRow, TokenDraw
+from engine.runner.batch import BatchRow, TokenDraw, TokenFromStep
 from engine.runner.load_model import load_engine
 from engine.runner.model_runner import ModelRunner
+from engine.tensors import pinned_memory
 from engine.tensors import row_exact_linear as numerics
 from engine.tensors.weight_loader import Weights, dtype_for
 from tests.families import FAMILIES
 
 Kernels = Literal["torch", "native", "triton"]
 PAGES = 40
+KERNELS = Counter[str]()
+"""Launches of Triton kernels."""
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
 SAMPLED = SamplingParams(max_tokens=9, temperature=1.0, top_k=5, top_p=0.9, logprobs=2)
+
+
+VIEWS = (
+    "view", "slice", "select", "unsqueeze", "squeeze", "split", "chunk", "unbind", "transpose", "reshape", "detach",
+    "expand", "permute", "alias", "t.", "lift_fresh", "device", "empty", "as_strided", "unfold",
+)  # fmt: skip
+"""Operations, by the beginnings of their names, that give a device nothing to do."""
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operations that a device is given."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not str(func).removeprefix("aten.").removeprefix("prim.").lstrip("_").startswith(VIEWS)
+        return func(*args, **(kwargs or {}))
+
+
+class CountingTorch:
+    """torch as `pinned_memory` sees it: counts calls that take up numbers, several arrays of one call as one."""
+
+    def __init__(self) -> None:
+        self.count, self._call = 0, object()
+
+    def __getattr__(self, name: str) -> Any:
+        call = sys._getframe(1)
+        call = call.f_back if call.f_code.co_name == "<listcomp>" and call.f_back is not None else call
+        if name in ("from_numpy", "tensor") and call is not self._call:
+            self.count, self._call = self.count + 1, call
+        return getattr(torch, name)
 
 
 class Uploads(TorchFunctionMode):
@@ -66,7 +106,7 @@ class Uploads(TorchFunctionMode):
 
 def without_contents() -> None:
     """Weights, kernels and devices as they are on a GPU, as far as the host can see."""
-    GridExecutor.__call__ = lambda self, *args, **kwargs: None
+    GridExecutor.__call__ = lambda self, *args, **kwargs: KERNELS.update(["launched"])
     FakeTensor.is_cpu = property(lambda self: False)  # type: ignore[assignment]
     numerics._packed = lambda weight_nk: None
     engine_module.agreed = lambda numerics, ranks, device: numerics  # when an engine is loaded it may wait
@@ -98,21 +138,40 @@ def decode_rows(spec: PoolSetSpec) -> list[BatchRow]:
     return rows
 
 
-def launch(name: str, attention: Kernels = "triton") -> None:
+def launch(name: str, attention: Kernels = "triton") -> dict[str, int]:
+    """Launches a step of every kind of draw, and counts what a greedy step after another one comes to."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with tempfile.TemporaryDirectory() as folder:
         engine, spec = engine_of(FAMILIES[name](Path(folder)), mode, attention)
         with mode, Uploads():
             engine.launch(decode_rows(spec))
+        greedy = TokenDraw(GREEDY, (), 9)
+        rows = [row._replace(draw=greedy._replace(at=row.start + 1)) for row in decode_rows(spec)]
+        with mode, Uploads():
+            before = engine.launch(rows)
+        after = [
+            row._replace(tokens=TokenFromStep(before, n), start=row.start + 1, draw=greedy._replace(at=row.start + 2))
+            for n, row in enumerate(rows)
+        ]
+        KERNELS.clear()
+        counting: Any = CountingTorch()
+        setattr(pinned_memory, "torch", counting)  # noqa: B010
+        try:
+            with mode, Uploads(), Operations() as operations:
+                engine.launch(after)
+        finally:
+            setattr(pinned_memory, "torch", torch)  # noqa: B010
+        return {"copies up": counting.count, "our kernels": sum(KERNELS.values()), "other operations": operations.count}
 
 
 def main() -> None:
     without_contents()
-    verdicts: dict[str, str | None] = {}
+    verdicts: dict[str, Any] = {}
+    counts = verdicts["counts"] = dict[str, dict[str, int]]()
     cases: list[tuple[str, Kernels]] = [*((name, "triton") for name in FAMILIES), ("qwen3_moe", "torch")]
     for name, attention in cases:
         try:
-            launch(name, attention)
+            counts[name] = launch(name, attention)
             verdicts[f"{name} {attention}"] = None
         except Exception:
             verdicts[f"{name} {attention}"] = traceback.format_exc()
