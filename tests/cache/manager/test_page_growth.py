@@ -103,3 +103,18 @@ def test_a_request_alone_does_without_its_prefix_where_that_leaves_no_room_for_t
 @pytest.mark.parametrize(("window_pages", "most"), [(HOLD, 69), (HOLD - 1, HOLD - 1)])
 def test_what_can_never_be_held_is_said_beforehand(window_pages: int, most: int) -> None:
     assert world_of(window_pages).manager.supply.max_positions == most * PAGE_TOKENS
+
+
+def test_a_request_that_asks_for_all_of_its_length_at_once_gets_its_share_of_a_window_pool_and_no_more() -> None:
+    """However many pages are free: others need them as well."""
+    world = world_of(4 * HOLD)
+    visitor = world.arrive(LONG)
+    assert world.admit(visitor)
+    allocation = visitor.allocation
+    assert allocation is not None
+    reached = world.manager.growth.extend(allocation, len(LONG))
+    assert allocation.own("window") <= HOLD
+    assert reached < len(LONG), "the window has to move on before the next positions"
+    assert world.manager.growth.extend(allocation, len(LONG)) == reached
+    world.leave(visitor)
+    world.settle()
