@@ -83,7 +83,7 @@ def test_a_token_that_was_not_drawn_there_is_found_by_its_position(model: Path, 
 
 
 def test_an_audit_takes_nothing_from_the_tree_and_leaves_nothing_there(model: Path) -> None:
-    with pair(model) as both:
+    with pair(model, audit={"chunk_tokens": 16}) as both:
         prompt = words(2, 90)
         (answer,) = both.run(both.submit(prompt, GREEDY))
         both.settle()
