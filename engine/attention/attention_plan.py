@@ -31,7 +31,8 @@ class AttentionPlan:
     offsets_b: Tensor
     """[B+1] int32: where each sequence's queries begin on the packed axis; the last entry is T."""
     tables_bp: Tensor
-    """[B, P] int32: the block tables, a page for each run of `page_tokens` positions, padded with the null page 0."""
+    """[B, P] int32: the block tables, a page for each run of `page_tokens` positions. Behind a sequence's last position
+    there are pages of its own for later positions, or the null page 0: none is read."""
     slots_t: Tensor
     """[T] int64: where the key and value of each query's own position lie, as page * page_tokens + offset."""
     page_tokens: int
@@ -75,7 +76,7 @@ BackendPlan = AttentionPlan | SlotPlan
 
 @dataclass(frozen=True)
 class StepShape:
-    """Where the sequences of a step begin and how many positions each has: on the host, and as a plan's tensors."""
+    """Where the sequences of a step begin and how many positions each has, on the host."""
 
     starts: np.ndarray[Any, np.dtype[np.int32]]
     """[B]: the absolute position of each sequence's first query."""

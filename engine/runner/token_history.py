@@ -97,7 +97,8 @@ class DeviceTokenHistories:
 
     def read(self, planned: PlannedHistories, sequences: Sequence[int]) -> Tensor:
         """The tokens of some of the step's sequences: [n, most] int64. What is behind a history's end is anything."""
-        places = [planned.sequences.index(sequence) for sequence in sequences]
+        where = {sequence: place for place, sequence in enumerate(planned.sequences)}
+        places = [where[sequence] for sequence in sequences]
         rows = [planned.rows[place] for place in places]
         (rows_n,) = upload((np.array(rows, dtype=np.int64),), self._device)
         return self._rows.chosen(0, rows, rows_n, max(planned.lengths[place] for place in places)).long()

@@ -6,8 +6,7 @@ nothing may go up to the device but through `engine.tensors.pinned_memory`, whos
 passes here gives the device all its work without waiting for it; it is waited for once, when its outputs are read.
 
 Run as a script by `test_steps_wait_once.py`. Prints one JSON object: family -> null, or what was wrong. Under `counts`,
-by family: of a greedy decode step that goes on from the step before, copies to the device, kernels of ours, and other
-operations that a device is given.
+by family: of a greedy decode step that goes on from the step before, copies to the device and kernels of ours.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
 from cache.allocation.block_table import TableSlice
@@ -54,25 +52,6 @@ KERNELS = Counter[str]()
 """Launches of Triton kernels."""
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
 SAMPLED = SamplingParams(max_tokens=9, temperature=1.0, top_k=5, top_p=0.9, logprobs=2)
-
-
-VIEWS = (
-    "view", "slice", "select", "unsqueeze", "squeeze", "split", "chunk", "unbind", "transpose", "reshape", "detach",
-    "expand", "permute", "alias", "t.", "lift_fresh", "device", "empty", "as_strided", "unfold",
-)  # fmt: skip
-"""Operations, by the beginnings of their names, that give a device nothing to do."""
-
-
-class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations that a device is given."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not str(func).removeprefix("aten.").removeprefix("prim.").lstrip("_").startswith(VIEWS)
-        return func(*args, **(kwargs or {}))
 
 
 class CountingTorch:
@@ -157,11 +136,11 @@ def launch(name: str, attention: Kernels = "triton") -> dict[str, int]:
         counting: Any = CountingTorch()
         setattr(pinned_memory, "torch", counting)  # noqa: B010
         try:
-            with mode, Uploads(), Operations() as operations:
+            with mode, Uploads():
                 engine.launch(after)
         finally:
             setattr(pinned_memory, "torch", torch)  # noqa: B010
-        return {"copies up": counting.count, "our kernels": sum(KERNELS.values()), "other operations": operations.count}
+        return {"copies up": counting.count, "our kernels": sum(KERNELS.values())}
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cache.allocation.allocation import Allocation
-from cache.allocation.block_table import BlockTable, PageRun, TableSlice
+from cache.allocation.block_table import PageRun, TableSlice
 from cache.manager.pages.page_supply import PageSupply
 from cache.manager.pool_kinds import PoolKinds
 from cache.pool.page_allocator import Lease
@@ -64,7 +64,7 @@ class PageGrowth:
             first = max(0, start - window + 1) // self._spec.page_tokens if window else 0
             out[pool] = TableSlice(allocation.tables[pool], first, stop)
         for pool, lease in allocation.slots.items():
-            out[pool] = TableSlice(BlockTable(lease.indices, lease.epochs), 0, 1)
+            out[pool] = TableSlice.of(lease.indices, lease.epochs)
         return out
 
     def free_window_pages(self, allocation: Allocation, committed: int) -> None:

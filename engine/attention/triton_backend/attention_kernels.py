@@ -291,7 +291,8 @@ def epoch_check_kernel(
 ):  # fmt: skip
     """Whether any page of a sequence's table has another epoch now than in its table: 0 or 1. Grid (sequences,).
 
-    Epochs count frees, so tables need no lengths: the null page, which pads them, is never freed.
+    Epochs count frees, so tables need no lengths: behind a sequence's end are pages that it holds as well, or the null
+    page, which is never freed.
     """
     row = tl.program_id(0).to(tl.int64)
     stale = tl.zeros([BLOCK], tl.int32)
