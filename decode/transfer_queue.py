@@ -121,6 +121,7 @@ class TransferQueue:
         )
         request.start(arrived.metadata)
         request.marks["arrived"] = self._clock.now() - request.arrived
+        request.marks["hidden"], request.marks["exposed"] = arrived.hidden_s, arrived.exposed_s
         self.counters["received_bytes"] += arrived.bytes
         return PromptReceived(request, arrived.bytes)
 

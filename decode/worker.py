@@ -164,6 +164,7 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         finally:
             self._sender.close()
             self._receiver.close()
+            self._engine.device.close()
             self._waiter.close()
 
     # ------------------------------------------------------------ what routers say

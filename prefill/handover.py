@@ -84,7 +84,8 @@ class PrefillHandover:
         if not self.sender.granted(room) or request.allocation is None:
             return False
         wanted = self.sender.wanted(room)
-        self.sender.write(room, finished(wanted, request.allocation, request.chain, request.ends), (computed,))
+        sealed = finished(wanted, request.allocation, request.chain, request.ends)
+        self.sender.write(room, sealed, (computed,), request.starts)
         if request.phase is not PrefillPhase.COMPUTED:
             return False
         assert request.first is not None

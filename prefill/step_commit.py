@@ -18,6 +18,7 @@ from contracts.damage import DamageSite, log_damage
 from contracts.errors import ErrorKind
 from engine.runner.batch import NONFINITE, RowOutput
 from engine.runner.model_runner import ModelRunner
+from prefill.layered_sends import LayeredSends
 from prefill.request import PrefillPhase, PrefillRequest, StepMember
 from prefill.request_pages import PrefillPages
 from prefill.scheduler import ScheduledChunk
@@ -54,6 +55,7 @@ class PrefillStepCommit:
         self,
         requests: RequestTable[PrefillRequest],
         pages: PrefillPages,
+        layered: LayeredSends,
         engine: ModelRunner,
         fitness: NonfiniteRows,
         config: Config,
@@ -61,6 +63,7 @@ class PrefillStepCommit:
         pause: Callable[[float], None],
     ) -> None:
         self._requests, self._pages, self._engine, self._fitness = requests, pages, engine, fitness
+        self._layered = layered
         self._manager, self._config, self._clock, self._pause = pages.manager, config, clock, pause
         self._overlap = StepOverlap[StepMember]()
         self.committed = False
@@ -77,7 +80,11 @@ class PrefillStepCommit:
         self._overlap.drop()
 
     def launch(self, batch: list[ScheduledChunk]) -> None:
-        step = self._engine.launch([chunk.row for chunk in batch])
+        """Launch the step that computes `batch`, and the sends of what it will have finished."""
+        sends = self._layered.plan(batch)
+        step = self._engine.launch([chunk.row for chunk in batch], sends.marks if sends is not None else None)
+        if sends is not None:
+            self._layered.post(sends, step)
         members = [StepMember(c.request, c.request.starts, len(c.row.tokens), step) for c in batch]
         self._overlap.launched(step, members)
         for request in (chunk.request for chunk in batch):

@@ -24,6 +24,7 @@ from engine.runner.model_runner import ModelRunner
 from prefill.audit_runner import AuditRunner
 from prefill.first_token_events import first_token_events
 from prefill.handover import Damaged, Granted, Lost, PrefillHandover
+from prefill.layered_sends import LayeredSends
 from prefill.request import PrefillEvent, PrefillPhase, PrefillRequest
 from prefill.request_pages import PrefillPages
 from prefill.scheduler import PrefillScheduler
@@ -61,8 +62,11 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         self._auditor = AuditRunner(config, engine, manager, requests.emit, fitness.nonfinite, most)
         self._request_pages = PrefillPages(manager, reuse=config.cache_for(self.role).prefix_reuse)
         self._handover = PrefillHandover(sender, requests)
+        self._layered = LayeredSends(sender, manager.spec, engine.device, config.transfer)
         self._scheduler = PrefillScheduler(requests, self._request_pages, self._handover.granted, config.prefill, clock)
-        self._steps = PrefillStepCommit(requests, self._request_pages, engine, fitness, config, clock, pause)
+        self._steps = PrefillStepCommit(
+            requests, self._request_pages, self._layered, engine, fitness, config, clock, pause
+        )
 
     # ------------------------------------------------------------ the host's side
 
@@ -121,6 +125,7 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
             **self._request_pages.counters,
             **self._scheduler.counters,
             **self._handover.counters(),
+            **self._layered.counters,
             **self._auditor.counters,
         }
         running = sum(r.phase is not PrefillPhase.WAITING for r in self._request_table)
@@ -144,6 +149,7 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
             self._manager.close()
         finally:
             self._sender.close()
+            self._engine.device.close()
             self._waiter.close()
 
     # ------------------------------------------------------------ the round

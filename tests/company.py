@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cache.device.device_backends import CpuDevice
 from cluster.assembly.build_worker import build_worker
 from cluster.ranks.rendezvous import RankGroup
 from contracts.checkpoint.model_spec import read_model_spec
@@ -75,7 +76,7 @@ class Company:
         worker = build_worker(
             role, name, Incarnation(number), read_model_spec(self._folder), self.config, host="127.0.0.1",
             counts=counts_for(self._folder, self.config, role, self._tokens), clock=self.clock,
-            group=self._crew(role),
+            group=self._crew(role), device=CpuDevice(),
         )  # fmt: skip
         self.workers[name] = worker
         self.view()

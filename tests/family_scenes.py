@@ -317,11 +317,11 @@ def damaged_on_the_way(both: Pair, buffer: Buffer, *, whole: bool) -> Iterator[l
     write = sender.write
     hurt: list[int] = []
 
-    def damaging(room: Any, finished: Mapping[str, Any], after: Any) -> None:
+    def damaging(room: Any, finished: Mapping[str, Any], after: Any, generation: int = 0) -> None:
         mine = finished[buffer.pool].indices if buffer.pool in finished else ()
         before = buffer.saved(pools, mine)
         (buffer.scramble if whole else buffer.flip)(pools, mine, len(hurt))
-        write(room, finished, after)
+        write(room, finished, after, generation)
         buffer.restore(pools, mine, before)
         hurt.extend(mine)
 

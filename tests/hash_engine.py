@@ -15,6 +15,7 @@ import torch
 
 from cache.allocation.block_table import TableSlice
 from cache.device.device_port import DEVICE, DONE, Completion, Device, DeviceOp, DeviceStream, spans
+from cache.device.layer_marks import LayerMarks
 from cache.memory.kv_cache_spec import IndexSpace, PoolKind, PoolSetSpec
 from cache.pool.pool_set import PoolSet
 from contracts.sampling_params import TokenDifference
@@ -95,7 +96,7 @@ class HashEngine:
         self.pools, self.device = pools, device
         self.spec = pools.spec
 
-    def launch(self, rows: Sequence[BatchRow]) -> HashStep:
+    def launch(self, rows: Sequence[BatchRow], marks: LayerMarks | None = None) -> HashStep:
         step = HashStep()
         reads, writes = self._named(rows)
         passages = {pool: self.pools.gates[pool].enter(pool) for pool in self.spec.by_name}
@@ -108,7 +109,7 @@ class HashEngine:
             step.drawn += [self._row(row) for row in rows]
 
         op = DeviceOp("forward", DeviceStream.COMPUTE, spans(DEVICE, reads), spans(DEVICE, writes))
-        step.completion = self.device.submit(op, run, gates=gates)
+        step.completion = self.device.submit(op, run, gates=gates, marks=marks)
         return step
 
     def _named(self, rows: Sequence[BatchRow]) -> tuple[dict[str, list[int]], dict[str, list[int]]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cache.device.device_backends import CpuDevice
 from cache.device.device_port import Device
 from cluster.assembly.build_worker import build_worker
 from cluster.assembly.memory_plan import plan_memory, state_options
@@ -80,7 +81,7 @@ class Pair:
                 spec,
                 config,
                 counts=counts_for(folder, config, role, sizes[role]),
-                device=devices.get(role),
+                device=devices.get(role) or CpuDevice(),
                 group=groups.get(role),
                 arenas=arenas.get(role),
                 **options,

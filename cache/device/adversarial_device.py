@@ -5,11 +5,12 @@ the host submits, polls or waits, when `run_some` is called, or in the middle of
 `order`s one of its inputs. An operation may also run at once, as on a fast device. So a reader that forgot to wait
 finds the bytes missing under most seeds, and the same seed repeats the fault.
 
-Wrong bytes show a race only where the scheduler happens to run it the wrong way round. Three checks always find it:
+Wrong bytes show a race only where the scheduler happens to run it the wrong way round. Four checks always find it:
 
     order       two conflicting accesses that nothing orders are refused when the second is submitted
     gates       an operation that was to `order` a load before touching its layer, and didn't, fails
     writes      an operation that changes pages which it didn't declare as written fails (for pools given to `watch`)
+    marks       an operation that comes after a mark is ordered after the layers of its group alone
 
 Every `wait` for a failed operation raises its error again; `settle` runs all queued operations and raises an error
 that hasn't been raised to anybody yet. Single-threaded, like the loops that use it.
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 from weakref import WeakSet
@@ -27,6 +28,7 @@ from weakref import WeakSet
 import torch
 
 from cache.device.device_port import NO_GATES, Completion, DeviceOp, DeviceStream, GatedLoads, PageSpanUse
+from cache.device.layer_marks import LayerCounts, LayerMark, LayerMarks
 from cache.device.race_checker import PageAccess, RaceChecker, VectorClock, join
 from cache.device.write_checker import WriteChecker
 from contracts.clock import ManualClock
@@ -58,9 +60,11 @@ class DeferredOp:
         access: PageAccess,
         clock: VectorClock,
         gates: GatedLoads,
+        marks: LayerMarks | None,
     ) -> None:
         self._device = device
         self.op = op
+        self.marks = marks
         self.run = run
         self.access = access
         self.clock = clock
@@ -87,6 +91,28 @@ class DeferredOp:
     @property
     def ready(self) -> bool:
         return all(b.state is _OpState.OVER if isinstance(b, DeferredOp) else b.done for b in self.before)
+
+
+class AdversarialMarks(LayerMarks):
+    """Marks in whose middle the device may run what waits for them."""
+
+    def __init__(self, groups: Sequence[LayerCounts], device: AdversarialDevice) -> None:
+        super().__init__(groups)
+        self._device = device
+        self.op: DeferredOp | None = None
+        """The operation that reaches them, once it is submitted."""
+
+    def passed(self, written: LayerCounts) -> None:
+        before = self._reached
+        super().passed(written)
+        if self._reached > before:
+            self._device.interrupt()
+
+    def wait(self, group: int) -> None:
+        if not self.settled(group):
+            assert self.op is not None, "a mark is waited for after its operation was submitted"
+            self._device.run_through(self.op)
+        super().wait(group)
 
 
 class AdversarialDevice:
@@ -127,6 +153,7 @@ class AdversarialDevice:
         *,
         gates: GatedLoads = NO_GATES,
         keep: Sequence[Any] = (),
+        marks: LayerMarks | None = None,
     ) -> Completion:
         """Queue `op`. Raises `UnorderedAccess`, queueing nothing, if nothing orders it after a conflicting one."""
         assert not self._running, "operations are submitted by the host, not by operations"
@@ -134,15 +161,24 @@ class AdversarialDevice:
         clock = _joined(_joined(self._host, [self._stream_clocks[op.stream]]), _clocks(after))
         access = PageAccess(op.stream, clock.get(op.stream, 0) + 1, op.name)
         at_layer: dict[tuple[str, int | None], VectorClock] = {k: _joined(clock, _clocks(v)) for k, v in gates.items()}
-        self._checker.enter(access, op.reads, op.writes, lambda pool, layer: at_layer.get((pool, layer), clock))
+        through = dict(at_layer)
+        for layer, its in _marked(after):
+            through[layer] = _joined(through.get(layer, clock), [its])
+        self._checker.enter(access, op.reads, op.writes, lambda pool, layer: through.get((pool, layer), clock))
+        # Other layers of an operation that has reached a mark are still being written: its end is no part of this.
         clock = _joined(clock, at_layer.values())
         clock[op.stream] = access.tick
-        queued = DeferredOp(self, op, run, access, clock, gates)
+        queued = DeferredOp(self, op, run, access, clock, gates, marks)
         queued.before = list(after)
+        if isinstance(marks, AdversarialMarks):
+            marks.op = queued
         self._stream_clocks[op.stream] = dict(clock)
         self._queues[op.stream].append(queued)
         self.run_some()
         return queued
+
+    def marks(self, groups: Sequence[LayerCounts]) -> AdversarialMarks:
+        return AdversarialMarks(groups, self)
 
     def touch(self, name: str, *, reads: Sequence[PageSpanUse] = (), writes: Sequence[PageSpanUse] = ()) -> None:
         """Raises `UnorderedAccess` when the host doesn't know that a conflicting operation is over."""
@@ -153,6 +189,9 @@ class AdversarialDevice:
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     def register_host(self, memory: torch.Tensor) -> None:
+        return
+
+    def close(self) -> None:
         return
 
     # ------------------------------------------------------------ for tests
@@ -221,6 +260,17 @@ class AdversarialDevice:
             op.heard = True
             raise op.error
 
+    def interrupt(self) -> None:
+        """Run some operations in the middle of the one that runs, which has reached a mark."""
+        self._write_checker.compare(self._running[-1].op)
+        self.run_some()
+        self._write_checker.accept_all()
+
+    def run_through(self, op: DeferredOp) -> None:
+        """Run `op`, of which somebody waits for a mark; the host learns nothing of its end."""
+        assert op not in self._running, f"{op.access} waits for its own mark"
+        self._force(op)
+
     def _learn(self, op: DeferredOp) -> None:
         """Note that `op` is known to be over. Where an operation has asked, the host's clock learns nothing of it."""
         op.known = True
@@ -256,6 +306,7 @@ class AdversarialDevice:
             queue = list(self._queues[op.op.stream])
             stack += queue[: queue.index(op)]
             stack += [b for b in op.before if isinstance(b, DeferredOp)]
+            stack += [m.op for m in _adversarial_marks(op.before) if m.op is not None]
         return needed
 
     def _wait_for_others(self, needed: set[DeferredOp]) -> None:
@@ -278,6 +329,8 @@ class AdversarialDevice:
                 if isinstance(before, DeferredOp) and before.error is not None:
                     before.heard = True
                     raise before.error
+                if isinstance(before, LayerMark):
+                    before.wait()
             op.run()
             self._write_checker.compare(op.op)
             self._check_gates(op)
@@ -285,6 +338,8 @@ class AdversarialDevice:
             op.error = error
             self._failed.append(op)
         finally:
+            if op.marks is not None:
+                op.marks.end(op.error)
             self._running.pop()
             self._write_checker.accept_all()
         op.state = _OpState.OVER
@@ -305,6 +360,20 @@ class AdversarialDevice:
 def _clocks(completions: Iterable[Completion]) -> list[VectorClock]:
     """The clocks of these completions; those of other devices have none: they don't tell what came before them."""
     return [c.clock for c in completions if isinstance(c, DeferredOp)]
+
+
+def _adversarial_marks(completions: Iterable[Completion]) -> list[AdversarialMarks]:
+    marks = [c.marks for c in completions if isinstance(c, LayerMark)]
+    return [m for m in marks if isinstance(m, AdversarialMarks)]
+
+
+def _marked(completions: Iterable[Completion]) -> Iterator[tuple[tuple[str, int], VectorClock]]:
+    """By pool and layer, the clock of an operation that has written that layer, as one of its marks says."""
+    for mark in completions:
+        if isinstance(mark, LayerMark) and isinstance(mark.marks, AdversarialMarks) and mark.marks.op is not None:
+            for pool, count in mark.marks.groups[mark.group].items():
+                for layer in range(count):
+                    yield (pool, layer), mark.marks.op.clock
 
 
 def _joined(clock: VectorClock, others: Iterable[VectorClock]) -> VectorClock:

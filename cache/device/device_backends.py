@@ -1,4 +1,4 @@
-"""The devices that workers run on: CPU torch, and CUDA."""
+"""The devices that workers run on: CPU torch that does one thing after the other, and CUDA."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 
+from cache.device.async_cpu_device import AsyncCpuDevice
+from cache.device.cuda_marks import CudaLayerMarks
 from cache.device.device_port import DONE, NO_GATES, Completion, Device, DeviceOp, DeviceStream, GatedLoads, PageSpanUse
+from cache.device.host_stream import HostStream
+from cache.device.layer_marks import LayerCounts, LayerMarks
 
 
 class CpuDevice:
@@ -25,11 +29,15 @@ class CpuDevice:
         *,
         gates: GatedLoads = NO_GATES,
         keep: Sequence[Any] = (),
+        marks: LayerMarks | None = None,
     ) -> Completion:
         for completion in after:
             completion.wait()
         run()
         return DONE
+
+    def marks(self, groups: Sequence[LayerCounts]) -> None:
+        return None
 
     def touch(self, name: str, *, reads: Sequence[PageSpanUse] = (), writes: Sequence[PageSpanUse] = ()) -> None:
         return
@@ -40,14 +48,19 @@ class CpuDevice:
     def register_host(self, memory: torch.Tensor) -> None:
         return
 
+    def close(self) -> None:
+        return
+
 
 class CudaDevice:
-    """NVIDIA: one CUDA stream a `DeviceStream`; completions are CUDA events."""
+    """NVIDIA: one CUDA stream a `DeviceStream`, but a thread of the host for sends; completions are CUDA events."""
 
     checks = False
 
-    def __init__(self, index: int = 0) -> None:
+    def __init__(self, index: int = 0, wake: Callable[[], None] = lambda: None) -> None:
+        """`wake` is called whenever a send is over."""
         self.torch_device = torch.device("cuda", index)
+        self._sends = HostStream("device-send", wake)
         self._streams = {stream: torch.cuda.Stream(self.torch_device) for stream in DeviceStream}  # type: ignore[no-untyped-call]
         self._kept: deque[tuple[torch.cuda.Event, tuple[Any, ...]]] = deque()
 
@@ -59,7 +72,10 @@ class CudaDevice:
         *,
         gates: GatedLoads = NO_GATES,
         keep: Sequence[Any] = (),
+        marks: LayerMarks | None = None,
     ) -> Completion:
+        if op.stream is DeviceStream.SEND:
+            return self._sends.submit(run, after)
         self._let_go()
         stream = self._streams[op.stream]
         # What the caller made on its own stream (index tensors, say) must be there before the operation reads it.
@@ -67,7 +83,14 @@ class CudaDevice:
         with torch.cuda.stream(stream):
             for completion in after:
                 completion.order()
-            run()
+            try:
+                run()
+            except Exception as error:
+                if marks is not None:
+                    marks.end(error)
+                raise
+            if marks is not None:
+                marks.end(None)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
         # The caching allocator would hand the memory of a dropped tensor to its own stream while this one still
@@ -78,6 +101,9 @@ class CudaDevice:
     def touch(self, name: str, *, reads: Sequence[PageSpanUse] = (), writes: Sequence[PageSpanUse] = ()) -> None:
         return
 
+    def marks(self, groups: Sequence[LayerCounts]) -> LayerMarks:
+        return CudaLayerMarks(groups, self.torch_device)
+
     def allocate_host(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
 
@@ -86,6 +112,9 @@ class CudaDevice:
         code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)  # type: ignore[no-untyped-call]
         if int(code):
             raise RuntimeError(f"{memory.numel()} bytes of host memory can't be registered with the GPU: error {code}")
+
+    def close(self) -> None:
+        self._sends.close()
 
     def _let_go(self) -> None:
         while self._kept and self._kept[0][0].query():  # type: ignore[no-untyped-call]
@@ -107,8 +136,12 @@ class _CudaEvent:
         torch.cuda.current_stream().wait_event(self._event)
 
 
-def make_device(name: str) -> Device:
-    """Return the device of this name: ``auto``, ``cpu`` or ``cuda`` as in `engine.device`."""
+def make_device(name: str, wake: Callable[[], None] = lambda: None, *, ranks: int = 1) -> Device:
+    """Return the device of this name: ``auto``, ``cpu`` or ``cuda`` as in `engine.device`, for one of `ranks` ranks.
+
+    `wake` is called when something that runs on a thread of the host is over. Ranks of a worker tell each other of
+    copies in the order in which these run, on one thread: so several of them do one thing after the other.
+    """
     if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
-        return CudaDevice()
-    return CpuDevice()
+        return CudaDevice(wake=wake)
+    return AsyncCpuDevice(wake) if ranks == 1 else CpuDevice()

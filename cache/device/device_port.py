@@ -1,10 +1,11 @@
 """The device port: every launch, copy and network write says what it reads and writes, and on which stream.
 
-The host names operations and goes on; the device runs them later. Order comes from four places and no others:
+The host names operations and goes on; the device runs them later. Order comes from five places and no others:
 
     stream      operations of one stream run in the order in which they were submitted
     after       an operation starts after the ones in its `after` have completed
     gates       an operation touches a layer of a pool after the loads into that layer that its gate was told of
+    marks       an operation touches a layer of a pool after another one, still under way, was through with that layer
     the host    waited for an operation, or saw it done, before it submitted the next
 
 Two operations that touch the same page, one of them writing, must be ordered by these. Callers hold the `Completion`
@@ -18,9 +19,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from cache.device.layer_marks import LayerCounts, LayerMarks
 
 DEVICE = "device"
 """The place of the pools that kernels read."""
@@ -37,7 +41,7 @@ class DeviceStream(StrEnum):
     SAVE = "save"
     """Device to host."""
     SEND = "send"
-    """Device to peers."""
+    """Device to peers. An operation of the network runs on the host, once what it comes after has happened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +112,17 @@ class Device(Protocol):
         *,
         gates: GatedLoads = NO_GATES,
         keep: Sequence[Any] = (),
+        marks: LayerMarks | None = None,
     ) -> Completion:
         """Run `run` on `op.stream`, after the operations in `after`. An error of `run` is raised here or by `wait`.
 
         `gates`: loads that `run` orders itself, layer by layer. `keep` is held until the operation is complete: tensors
-        that it reads and that its caller may drop earlier.
+        that it reads and that its caller may drop earlier. `marks`: of this device, which `run` reaches layer by layer.
         """
+
+    def marks(self, groups: Sequence[LayerCounts]) -> LayerMarks | None:
+        """Return marks for one operation that is to be submitted, one for each of `groups`; None where nothing could
+        run beside it, as operations are complete when `submit` returns."""
 
     def touch(self, name: str, *, reads: Sequence[PageSpanUse] = (), writes: Sequence[PageSpanUse] = ()) -> None:
         """Declare that the host itself reads, writes or frees pages now; freeing counts as a write.
@@ -129,6 +138,9 @@ class Device(Protocol):
 
         Raises `RuntimeError` where the device can't. Nothing unregisters the memory.
         """
+
+    def close(self) -> None:
+        """Wait for what was submitted to threads of the device, and end them. Idempotent."""
 
 
 class _Done:

@@ -92,19 +92,20 @@ def copy_common(
     target: torch.Tensor,
     target_pages: tuple[int, Sequence[int]],
     page_tokens: int,
+    layers: range | None = None,
 ) -> None:
-    """Copy from page to page the heads that the buffers on both sides have in common.
+    """Copy from page to page the heads that the buffers on both sides have in common; with `layers`, of those alone.
 
     `sources` and `targets` have the same buffers in the same order; regions are uint8. `..._pages`: how many pages (or
     slots) the region has, and which of them are copied, in order.
     """
     whole = [_same(a.spec, b.spec) for a, b in zip(sources, targets, strict=True)]
     alike = tuple(tuple(b for b, same in zip(side, whole, strict=True) if same) for side in (sources, targets))
-    for block in blocks(alike[0], alike[1]):
+    for block in blocks(alike[0], alike[1], layers):
         copy_block(block, source, *source_pages, target, *target_pages)
     for mine, its, same in zip(sources, targets, whole, strict=True):
         if not same:
-            _copy_heads(mine, source, source_pages, its, target, target_pages, page_tokens)
+            _copy_heads(mine, source, source_pages, its, target, target_pages, page_tokens, layers)
 
 
 def _same(one: BufferSpec, other: BufferSpec) -> bool:
@@ -119,6 +120,7 @@ def _copy_heads(
     target: torch.Tensor,
     target_pages: tuple[int, Sequence[int]],
     page_tokens: int,
+    layers: range | None,
 ) -> None:
     heads = common(mine.spec, its.spec)
     head_bytes = mine.spec.shape_bytes // mine.spec.shape[0]
@@ -133,5 +135,6 @@ def _copy_heads(
         sides.append(by_head[:, :, :, first : first + len(heads)])
     from_lptnw, to_lptnw = sides
     a, b = index_tensor(source_pages[1], source.device), index_tensor(target_pages[1], target.device)
-    for layer in range(mine.spec.layers):
+    every = range(mine.spec.layers)
+    for layer in every if layers is None else every[layers.start : layers.stop]:
         to_lptnw[layer].index_copy_(0, b, from_lptnw[layer].index_select(0, a).to(target.device))

@@ -150,9 +150,13 @@ class PoolSetSpec:
         pools = tuple(replace(p, buffers=tuple(_share(b, rank, size) for b in p.buffers)) for p in self.pools)
         return PoolSetSpec(self.page_tokens, pools)
 
-    def unit_bytes(self, pool: str) -> int:
-        """Bytes of one page (or slot) of `pool`, all layers of all its buffers."""
-        return sum(b.layers * b.entry_bytes(self.page_tokens) for b in self.by_name[pool].buffers)
+    def unit_bytes(self, pool: str, layers: range | None = None) -> int:
+        """Bytes of one page (or slot) of `pool`, all its buffers; all layers of them, or those of `layers`."""
+        return sum(
+            len(range(b.layers) if layers is None else range(b.layers)[layers.start : layers.stop])
+            * b.entry_bytes(self.page_tokens)
+            for b in self.by_name[pool].buffers
+        )
 
     @property
     def page_bytes(self) -> int:

@@ -41,6 +41,8 @@ class GatePass:
     ) -> None:
         self.gates = gates
         """The loads that the step promises to wait for: the `gates` of `Device.submit`."""
+        self.opened = 0
+        """How many layers were touched so far, from the first on."""
         self._layers = layers
         self._waits = waits
 
@@ -49,6 +51,7 @@ class GatePass:
 
         To be called from within the step's operation.
         """
+        self.opened = max(self.opened, layer + 1)
         for load in self._waits.get(layer, ()):
             # Requests that rely on a failed load are told before they commit (`LoadBack.poll`); the others go on.
             with suppress(RuntimeError):

@@ -86,10 +86,11 @@ def build_parts(
         raise ConfigError("engine.device=cuda: data planes register host memory only as yet; use engine.device=cpu")
     if (config.tp_for(role) > 1) != (group is not None):
         raise ConfigError(f"{role}.tp={config.tp_for(role)} needs a process for each rank")
-    device = device or make_device("cpu")
     ranks, line = (ALONE, None) if group is None else (group.ranks, group.line)
     waiter = Waiter()
     undo.callback(waiter.close)
+    device = device or make_device("cpu", waiter.wake, ranks=ranks.size)
+    undo.callback(device.close)
     own = make_plane(config, host, curve, waiter.wake, ranks.rank, ranks.size)
     plane: DataPlane = own if line is None else TPDataPlane(own, line)
     undo.callback(plane.close)

@@ -55,6 +55,9 @@ class FaultsConfig:
     corrupt_page: int = 0
     """n: one byte of the n-th write of pages is flipped after it was sealed; a write of several pools counts once for
     each."""
+    link_bytes_per_s: int = 0
+    """n: a write of pages into memory of another worker takes a second for every n bytes longer; 0: no longer. For
+    planes shm and local."""
     step_delay_s: float = 0.0
     """Each step takes so many seconds longer."""
     hang: str = ""

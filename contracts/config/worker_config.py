@@ -96,5 +96,9 @@ class TransferConfig:
     """Workers that one worker hands over to at the same time; more are refused."""
     control_frame_bytes: int = 1024 * 1024
     """The longest control message or notice that is taken in: a grant has about ten bytes a page, a notice thirty."""
+    layers: bool = True
+    """Whether pages leave layer by layer while later layers are computed; else when their chunk is computed."""
+    layer_group_bytes: int = 256 * 1024
+    """A group of layers that leaves at once has at least so many bytes."""
     frame_bytes: int = 4 * 1024 * 1024
     """zmq: the longest frame of pages that is taken in, or one page where that is more; longer writes are split."""

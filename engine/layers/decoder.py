@@ -77,6 +77,7 @@ class Decoder:
                 self.prepare(tokens_m, x_mh, ctx)
             for layer in self.layers:
                 x_mh = layer(x_mh, ctx)
+                ctx.passed()
         return x_mh
 
     def logits(self, x_nh: Tensor, numerics: Numerics) -> Tensor:

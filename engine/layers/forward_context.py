@@ -7,7 +7,7 @@ is read and written through the load gates only, one layer of one pool at a time
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,8 @@ class ForwardContext:
     doors: Mapping[str, GateDoor]
     """The doors of the load gates of all pools, by name."""
     ranks: TensorParallelGroup = ALONE
+    passed: Callable[[], None] = lambda: None
+    """To be called after each layer of the model: what it writes of the state is written, or on its way there."""
     scratch: dict[Any, Any] = field(default_factory=dict)
     """Values that a layer leaves for later layers of the same step, such as selections."""
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from cache.allocation.block_table import DeviceRow, numbers
 from cache.device.device_port import DEVICE, Device, DeviceOp, DeviceStream, spans
+from cache.device.layer_marks import LayerMarks
 from cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
 from cache.pool.epoch_table import EpochTable
-from cache.pool.load_gate import GateDoor, LoadGate
+from cache.pool.load_gate import GateDoor, GatePass, LoadGate
 from contracts.errors import UnorderedAccess
 from contracts.messages.rank_order_codec import OrderChannel
 from contracts.messages.rank_orders import RowOrder, RunStep, TableEntries, TablePlace
@@ -79,11 +80,11 @@ class ModelRunner:
     def device(self) -> Device:
         return self._device
 
-    def launch(self, rows: Sequence[BatchRow]) -> StepHandle:
+    def launch(self, rows: Sequence[BatchRow], marks: LayerMarks | None = None) -> StepHandle:
         """Submit one step to the device: compute and write the rows' state, and draw, score or replay as a row asks.
 
-        Returns as soon as the step is submitted; on a CPU it is complete by then. The rows are read when the step runs,
-        so they must not change until it is complete.
+        Returns as soon as the step is submitted; without `marks` it is complete by then on a CPU. The rows are read
+        when the step runs, so they must not change until it is complete. `marks`: of the device; the step reaches them.
         """
         planned = self.plan(rows)
         # Sets of all pages of a batch cost more than the rest of the plan: they are made for a device that checks them.
@@ -94,7 +95,7 @@ class ModelRunner:
         step = LaunchedStep(rows)
         try:
             step.completion = self._device.submit(
-                op, lambda: step.fill(self._step(rows, planned, passages)), gates=gates
+                op, lambda: step.fill(self._step(rows, planned, passages, marks)), gates=gates, marks=marks
             )
         except UnorderedAccess:
             for pool, tables in planned.tables.items():
@@ -130,11 +131,19 @@ class ModelRunner:
         return self.launch(rows).outputs()
 
     @torch.inference_mode()
-    def _step(self, rows: Sequence[BatchRow], planned: PlannedStep, doors: Mapping[str, GateDoor]) -> StepResults:
+    def _step(
+        self,
+        rows: Sequence[BatchRow],
+        planned: PlannedStep,
+        doors: Mapping[str, GatePass],
+        marks: LayerMarks | None,
+    ) -> StepResults:
         device = self._device.torch_device
         if self._followers is not None:
             self._followers.send(compute_order(planned))
         ctx = self.context(planned, doors)
+        if marks is not None:
+            ctx.passed = lambda: marks.passed({pool: door.opened for pool, door in doors.items()})
         stale_b = self._stale(ctx, planned)
         drawing = [i for i, row in enumerate(rows) if row.draw is not None]
         lasts = planned.shape.offsets[1:][drawing] - 1

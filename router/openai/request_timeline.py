@@ -1,6 +1,7 @@
 """The timeline of a request: the field `twinpool` of an answer, which says where its time went.
 
-Times are in seconds. ``tokenise``, ``queue`` and ``transfer`` are durations; ``first_token`` and ``total`` count from
+Times are in seconds. ``tokenise``, ``queue``, ``transfer``, ``hidden`` and ``exposed`` are durations: what of the
+transfer ran beside the computation of the prompt, and what came after it. ``first_token`` and ``total`` count from
 the request's arrival at the router, and the marks of the prefill and decode legs from the leg's arrival at its worker.
 """
 
@@ -29,6 +30,8 @@ def timeline_of(choice: ChoiceOutput) -> dict[str, Any]:
             "queue": round(placed - request.arrived, 6),
             "prefill": dict(prefill.marks) if prefill else {},
             "transfer": _transfer_s(decode),
+            "hidden": _mark(decode, "hidden"),
+            "exposed": _mark(decode, "exposed"),
             "decode": dict(decode.marks) if decode else {},
             "first_token": round(choice.first_at - arrived, 6) if choice.first_at else None,
             "total": round(choice.ended_at - arrived, 6),
@@ -53,6 +56,10 @@ def _last(reports: list[LegReport], role: Role) -> LegReport | None:
     mine = [p for p in mine if p.attempt == mine[-1].attempt]
     cached = sum(p.cached_tokens for p in mine)
     return replace(mine[-1], marks={k: v for p in mine for k, v in p.marks.items()}, cached_tokens=cached)
+
+
+def _mark(leg: LegReport | None, name: str) -> float | None:
+    return round(leg.marks[name], 6) if leg is not None and name in leg.marks else None
 
 
 def _transfer_s(decode: LegReport | None) -> float | None:

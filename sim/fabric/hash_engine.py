@@ -18,6 +18,7 @@ from functools import lru_cache
 
 from cache.allocation.block_table import TableSlice
 from cache.device.device_port import DEVICE, DONE, Completion, Device, DeviceOp, DeviceStream, spans
+from cache.device.layer_marks import LayerMarks
 from cache.memory.kv_cache_spec import BufferSpec, PoolKind, PoolSetSpec, PoolSpec
 from cache.memory.memory_layout import BufferLayout
 from cache.pool.pool_set import PoolSet
@@ -167,7 +168,7 @@ class _Lane:
     """One layer of one buffer, with the heads of all ranks."""
 
     def __init__(self, whole: BufferSpec, layer: int, ranks: Sequence[tuple[memoryview, BufferLayout]]) -> None:
-        self.width = whole.shape_bytes
+        self.width, self.layer = whole.shape_bytes, layer
         head = whole.shape_bytes // whole.heads if whole.heads else 0
         self._shares = [
             _Share(memory, layout, layer, layout.spec.first_head * head, layout.spec.shape_bytes)
@@ -211,6 +212,8 @@ class HashEngine:
         every rank carry out the orders that were sent before."""
         self.device = device
         self._pools, self._spec, self._together = pools, pools.spec.whole, together
+        self._unwritten: list[tuple[_Lane, int, int, bytes]] | None = None
+        """What the step that runs has still to write, where it writes layer by layer: lane, page, place in it."""
         ranks = [(memoryview(p.region.numpy()), p.layout.buffers) for p in (pools, *others)]  # type: ignore[arg-type]
         self._lanes = {
             pool.name: [
@@ -221,7 +224,7 @@ class HashEngine:
             for pool in self._spec.pools
         }
 
-    def launch(self, rows: Sequence[BatchRow]) -> HashStep:
+    def launch(self, rows: Sequence[BatchRow], marks: LayerMarks | None = None) -> HashStep:
         step = HashStep()
         reads, writes = self._named(rows) if self.device.checks else ({}, {})
         passages = {pool: self._pools.gates[pool].enter(pool) for pool in self._spec.by_name}
@@ -232,11 +235,24 @@ class HashEngine:
                 for layer in range(self._spec.by_name[name].layers):
                     passage.layer(layer)
             self._together()
+            self._unwritten = [] if marks is not None else None
             step.drawn += [self._row(row) for row in rows]
+            if marks is not None:
+                self._write_layers(marks)
 
         op = DeviceOp("forward", DeviceStream.COMPUTE, spans(DEVICE, reads), spans(DEVICE, writes))
-        step.completion = self.device.submit(op, run, gates=gates)
+        step.completion = self.device.submit(op, run, gates=gates, marks=marks)
         return step
+
+    def _write_layers(self, marks: LayerMarks) -> None:
+        """Write what the step computed, layer by layer, as a model does."""
+        entries, self._unwritten = self._unwritten or [], None
+        layers = {pool.name: pool.layers for pool in self._spec.pools}
+        for layer in range(max(layers.values())):
+            for lane, index, at, data in entries:
+                if lane.layer == layer:
+                    lane.write(index, at, data)
+            marks.passed({pool: min(layer + 1, count) for pool, count in layers.items()})
 
     def _named(self, rows: Sequence[BatchRow]) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
         """The pages and slots that a step reads and writes, by pool."""
@@ -317,11 +333,15 @@ class HashEngine:
         """Write a position's entries; `seen` is updated to the state that the next position sees."""
         number, at = divmod(position, self._spec.page_tokens)
         for lane, data, run in zip(self._lanes[pool.name], entry, seen, strict=True):
-            if pool.kind is PoolKind.STATE:
-                lane.write(table.page(0), 0, data)
+            state = pool.kind is PoolKind.STATE
+            index, place = (table.page(0), 0) if state else (table.page(number), at)
+            if self._unwritten is None:
+                lane.write(index, place, data)
+            else:
+                self._unwritten.append((lane, index, place, data))
+            if state:
                 run[:] = data
                 continue
-            lane.write(table.page(number), at, data)
             run.extend(data)
             if pool.kind is PoolKind.WINDOW:
                 del run[: max(0, len(run) - (pool.window_tokens - 1) * lane.width)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,6 +216,7 @@ class _SimLink:
     """The base of both kinds of write links."""
 
     frame_bytes: int | None = None
+    layered = False
     up = True
 
     def __init__(self, writer: SimPlane, reader: SimPlane, cut: HeadSlice | None) -> None:
@@ -281,6 +282,8 @@ class SentLink(_SimLink):
 class StoredLink(_SimLink):
     """Implements `transfer.planes.data_plane.WriteLink` for plane shm."""
 
+    layered = True
+
     def admit(self, target: RoomTarget) -> None:
         counts = self._reader.pools.layout.counts
         if any(max(run.indices) >= counts[pool] for pool, run in target.runs.items()):
@@ -295,23 +298,24 @@ class StoredLink(_SimLink):
             reader.slots[write.target.slot, : len(write.data)] = slot
             return DONE
         first, rest = _halves(write.move)
-        self._copy(first)
-        store = _DelayedStore(lambda: self._copy(rest))
+        self._copy(first, write.layers)
+        store = _DelayedStore(lambda: self._copy(rest, write.layers))
         halt, self._writer.halt = self._writer.halt, None
         if halt is not None:
             halt()
         self._writer.process.later(self._writer.rng.random() * 0.004, store.wait)
         return store
 
-    def _copy(self, move: PageMove) -> None:
+    def _copy(self, move: PageMove, layers: Mapping[str, range] | None) -> None:
         ours, theirs = self._writer.pools, self._reader.pools
-        if self._parts is None:
-            copy_state(move, ours.region, ours.layout, theirs.region, theirs.layout)
         for part in move.parts:
+            some = None if layers is None else layers[part.pool]
+            if self._parts is None:
+                copy_state(PageMove((part,)), ours.region, ours.layout, theirs.region, theirs.layout, some)
             mine, its = self._chosen(ours, part.pool), self._chosen(theirs, part.pool)
             if self._parts is not None:
                 ends = (ours.layout.counts[part.pool], part.sources), (theirs.layout.counts[part.pool], part.targets)
-                copy_common(mine, ours.region, ends[0], its, theirs.region, ends[1], ours.spec.page_tokens)
+                copy_common(mine, ours.region, ends[0], its, theirs.region, ends[1], ours.spec.page_tokens, some)
             if its:
                 self._writer.damage.strike(theirs.region, self._first_byte(mine[0], its[0], part.targets[0]))
 

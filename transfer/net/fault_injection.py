@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 
 import torch
 
@@ -43,7 +44,8 @@ def via_proxy(endpoint: str, kind: str, name: str, proxy: str) -> str:
 
 
 class WriteFaults:
-    """Counts writes of pages; stops the process in the n-th, or corrupts the n-th, as `config` says."""
+    """Counts writes of pages; stops the process in the n-th, corrupts the n-th, or slows all of them, as `config`
+    says."""
 
     def __init__(self, config: FaultsConfig) -> None:
         self._config = config
@@ -55,6 +57,11 @@ class WriteFaults:
         self._writes += 1
         if self._writes == self._config.stop_in_write:
             os.kill(os.getpid(), signal.SIGSTOP)
+
+    def slow(self, nbytes: int) -> None:
+        """To be called after each write of pages, on the thread that wrote these `nbytes`."""
+        if self._config.link_bytes_per_s:
+            time.sleep(nbytes / self._config.link_bytes_per_s)
 
     def after_seal(self, region: torch.Tensor, offset: int) -> None:
         """To be called once for each pool of a write. `offset`: a byte in `region` (uint8, flat) of a sealed page that

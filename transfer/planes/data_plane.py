@@ -20,6 +20,7 @@ import torch
 import zmq
 
 from cache.device.device_port import Completion
+from cache.memory.kv_cache_spec import PoolSetSpec
 from cache.memory.page_moves import PageMove
 from cache.pool.pool_set import PoolSet
 from contracts.errors import LayoutMismatch
@@ -42,6 +43,10 @@ class PageNumbers:
     @property
     def numbers(self) -> range:
         return range(self.first, self.first + len(self.indices))
+
+    def head(self, most: int) -> PageNumbers:
+        """Return the first `most` numbers of the run, or all where that is less."""
+        return self if len(self) <= most else PageNumbers(self.first, self.indices[:most])
 
     def at(self, numbers: range) -> tuple[int, ...]:
         """Return the indices of these numbers. Raises `IndexError` where some of them are not in the run."""
@@ -77,10 +82,17 @@ class PageWrite:
     runs: Mapping[str, PageNumbers]
     number: int = 1
     """Number of this write within its room, from 1."""
+    layers: Mapping[str, range] | None = None
+    """By pool, the layers that are written; None: all. Only for links that are `layered`."""
 
     @property
     def sources(self) -> dict[str, tuple[int, ...]]:
         return {pool: run.indices for pool, run in self.runs.items()}
+
+    def nbytes(self, spec: PoolSetSpec) -> int:
+        """Bytes of these pages and slots, of the layers that are written, in a pool set of this spec."""
+        layers = self.layers or {}
+        return sum(len(run) * spec.unit_bytes(pool, layers.get(pool)) for pool, run in self.runs.items())
 
     @property
     def move(self) -> PageMove:
@@ -101,6 +113,8 @@ class WriteLink(Protocol):
 
     frame_bytes: int | None
     """Bytes of each pool that one write may have; None: any number."""
+    layered: bool
+    """Whether a write may have some layers of its pages only."""
 
     def admit(self, target: RoomTarget) -> None:
         """Check granted places. Raises `WireError` for places that the memory described by the reader doesn't have."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -25,6 +25,7 @@ class DirectLink:
     """The `WriteLink` of planes `local` and `shm`: writes into a reader's memory that is mapped here."""
 
     frame_bytes: int | None = None
+    layered = True
 
     def __init__(
         self,
@@ -67,20 +68,25 @@ class DirectLink:
             return DONE
         move = write.move
         first, rest = _halves(move)
-        self._copy(first)
+        self._copy(first, write.layers)
         self._faults.in_write()
-        self._copy(rest)
+        self._copy(rest, write.layers)
+        self._faults.slow(write.nbytes(self._source.spec))
         for part in move.parts:
             for buffer in self._chosen(self._layout, part.pool)[:1]:
                 self._faults.after_seal(self._region, buffer.offset(0, part.targets[0]) + self._first_byte(buffer))
         return DONE
 
-    def _copy(self, move: PageMove) -> None:
+    def _copy(self, move: PageMove, layers: Mapping[str, range] | None) -> None:
         ours, theirs = self._source.layout, self._layout
-        if self._cut is None:
+        if self._cut is None and layers is None:
             copy_state(move, self._source.region, ours, self._region, theirs)
             return
         for part in move.parts:
+            some = None if layers is None else layers[part.pool]
+            if self._cut is None:
+                copy_state(PageMove((part,)), self._source.region, ours, self._region, theirs, some)
+                continue
             copy_common(
                 self._chosen(ours, part.pool),
                 self._source.region,
@@ -89,6 +95,7 @@ class DirectLink:
                 self._region,
                 (theirs.counts[part.pool], part.targets),
                 ours.spec.page_tokens,
+                some,
             )
 
     def _chosen(self, layout: PoolSetLayout, pool: str) -> tuple[BufferLayout, ...]:

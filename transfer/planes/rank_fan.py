@@ -30,6 +30,7 @@ class RankFan:
     def __init__(self, leader: WriteLink | None, parts: Sequence[WriteLink]) -> None:
         self._leader = leader
         self._parts = parts
+        self.layered = all(link.layered for link in parts)
         self.frame_bytes = min((b for link in self._links() if (b := link.frame_bytes) is not None), default=None)
 
     def admit(self, target: RoomTarget) -> None:

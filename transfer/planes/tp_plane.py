@@ -118,6 +118,9 @@ class TPDataPlane:
 class _TPLink:
     """The links of all ranks of this worker to one reader, as one."""
 
+    layered = False
+    """The leader doesn't know how far its followers' steps are."""
+
     def __init__(self, number: int, mine: WriteLink, plane: TPDataPlane) -> None:
         self._number = number
         self._mine = mine

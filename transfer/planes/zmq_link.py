@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import msgpack
@@ -38,7 +39,10 @@ class PoolPacking:
 
 
 class ZmqLink:
-    """The `WriteLink` of plane `zmq`: sends pages, slots and notices down one socket, so they arrive in order."""
+    """The `WriteLink` of plane `zmq`: sends pages, slots and notices down one socket, so they arrive in order. Writes
+    may be posted on another thread than notices are sent on."""
+
+    layered = False
 
     def __init__(
         self,
@@ -57,7 +61,7 @@ class ZmqLink:
         self.frame_bytes = frame_bytes
         self._ranks, self._target, self._cut = ranks, target, cut
         self._source = source
-        self._socket = socket
+        self._socket, self._one_message = socket, threading.Lock()
         self._watch = watch
         self._faults = faults
 
@@ -66,7 +70,8 @@ class ZmqLink:
     def post(self, write: PageWrite | SlotWrite) -> Completion:
         target = write.target
         if isinstance(write, SlotWrite):
-            self._socket.send_multipart([SLOT_FRAME, msgpack.packb((target.room, target.ticket)), write.data])
+            with self._one_message:
+                self._socket.send_multipart([SLOT_FRAME, msgpack.packb((target.room, target.ticket)), write.data])
             return DONE
         mine = {pool: run for pool, run in write.runs.items() if self._cut is None or pool in self._cut}
         packed = [self._packed(pool, run.indices) for pool, run in mine.items()]
@@ -76,9 +81,10 @@ class ZmqLink:
         runs = [(pool, run.first, len(run)) for pool, run in mine.items()]
         frames = [memoryview(part.numpy()) for part in packed]  # type: ignore[arg-type]
         head = msgpack.packb((target.room, target.ticket, runs, *self._ranks, write.number))
-        self._socket.send_multipart([PAGES_FRAME, head], zmq.SNDMORE if frames else 0)
-        if frames:
-            self._socket.send_multipart(frames, 0, copy=False)
+        with self._one_message:
+            self._socket.send_multipart([PAGES_FRAME, head], zmq.SNDMORE if frames else 0)
+            if frames:
+                self._socket.send_multipart(frames, 0, copy=False)
         return DONE
 
     def _packed(self, pool: str, indices: tuple[int, ...]) -> torch.Tensor:
@@ -95,7 +101,8 @@ class ZmqLink:
         return out
 
     def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:
-        self._socket.send_multipart([NOTICE_FRAME, msgpack.packb((room, writes, self._ranks[1])), data])
+        with self._one_message:
+            self._socket.send_multipart([NOTICE_FRAME, msgpack.packb((room, writes, self._ranks[1])), data])
 
     def cut(self) -> bool:
         return self._watch.cut()
@@ -106,4 +113,5 @@ class ZmqLink:
 
     def close(self) -> None:
         self._watch.close()
-        self._socket.close(linger=0)
+        with self._one_message:
+            self._socket.close(linger=0)

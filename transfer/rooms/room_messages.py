@@ -168,6 +168,10 @@ class SlotWritten:
 
     room: RoomId
     ticket: int
+    hidden_us: int = 0
+    """Microseconds for which pages of the room were being written before the last of them was computed."""
+    exposed_us: int = 0
+    """Microseconds from then until everything was written."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from cache.memory.page_digest import ContentTag
 from cache.pool.page_allocator import Lease
 from contracts.errors import ErrorKind
 from contracts.ids import RoomId, WorkerName
+from transfer.planes.data_plane import PageNumbers
 from transfer.rooms.metadata_slots import HandoverMetadata
 
 
@@ -41,6 +42,15 @@ class SendablePages:
 
 
 @dataclass(frozen=True, slots=True)
+class LayeredPages:
+    """Pages that a step under way will have finished, by pool, and the generation of their request: how often it has
+    started over."""
+
+    runs: Mapping[str, PageNumbers]
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class ExpectedPrompt:
     """The prompt that a room is to receive: the block hash of each of its pages, and the number of its positions."""
 
@@ -59,6 +69,10 @@ class PromptArrived:
     """Bytes that were handed over, by pool."""
     digests: Mapping[str, Mapping[int, int]]
     """Digests of the pages that were handed over, by pool and page number."""
+    hidden_s: float = 0.0
+    """Seconds of the transfer beside which the prompt was computed, as the writer says."""
+    exposed_s: float = 0.0
+    """Seconds from the end of its computation until everything was written, as the writer says, and then verified."""
 
     @property
     def bytes(self) -> int:

@@ -9,6 +9,7 @@ import torch
 
 from cache.device.adversarial_device import AdversarialDevice
 from cache.device.device_port import DEVICE, HOST, Completion, DeviceOp, DeviceStream, PageSpanUse
+from cache.device.layer_marks import LayerMarks
 from cache.pool.load_gate import LoadGate
 from contracts.clock import ManualClock
 from contracts.errors import UnorderedAccess
@@ -321,3 +322,76 @@ def test_the_virtual_clock_moves_with_the_work_and_as_the_seed_says() -> None:
 
     assert elapsed(3) == elapsed(3) > 0.0
     assert elapsed(3) != elapsed(4)
+
+
+def layered_step(rig: Rig, page: int) -> tuple[LayerMarks, Callable[[int, int], list[tuple[float, float]]]]:
+    """Submits a step that writes 5.0 to a page, layer by layer; and a way to send a layer of it behind a mark, which
+    notes what it finds in that layer and in the last one."""
+    marks = rig.device.marks([{"full": 1}, {"full": 3}])
+
+    def run() -> None:
+        for layer in range(LAYERS):
+            rig.pages[layer]["k"][page] = 5.0
+            marks.passed({"full": layer + 1})
+
+    op = DeviceOp("forward", DeviceStream.COMPUTE, (), (PageSpanUse(DEVICE, "full", [page]),))
+    rig.device.submit(op, run, marks=marks)
+
+    def send(group: int, layer: int) -> list[tuple[float, float]]:
+        seen: list[tuple[float, float]] = []
+        send_op = DeviceOp("send", DeviceStream.SEND, (PageSpanUse(DEVICE, "full", [page], [layer]),))
+        look = lambda: seen.append((float(rig.pages[layer]["k"][page]), float(rig.pages[-1]["k"][page])))  # noqa: E731
+        rig.device.submit(send_op, look, (marks[group],))
+        return seen
+
+    return marks, send
+
+
+def test_a_send_behind_a_mark_finds_its_layers_written_and_may_run_in_the_middle_of_the_step() -> None:
+    found = set[tuple[float, float]]()
+    for seed in SEEDS:
+        rig = Rig(seed, stray=0.8)
+        _, send = layered_step(rig, 2)
+        first, last = send(0, 0), send(1, 2)
+        rig.device.settle()
+        assert last == [(5.0, 5.0)]
+        found.update(first)
+    assert found == {(5.0, 0.0), (5.0, 5.0)}, "in the middle of the step under some seeds, behind it under others"
+
+
+def test_a_send_of_layers_beyond_its_mark_is_refused() -> None:
+    rig = Rig()
+    _, send = layered_step(rig, 2)
+    with pytest.raises(UnorderedAccess, match=r"send .* reads device full page 2, layer 1"):
+        send(0, 1)
+
+
+def test_who_comes_after_a_send_behind_a_mark_does_not_come_after_the_step() -> None:
+    rig, seen = Rig(stray=0.0), list[float]()
+    marks = rig.device.marks([{"full": 1}, {"full": 3}])
+    op = DeviceOp("forward", DeviceStream.COMPUTE, (), (PageSpanUse(DEVICE, "full", [2]),))
+    rig.device.submit(op, lambda: None, marks=marks)
+    send_op = DeviceOp("send", DeviceStream.SEND, (PageSpanUse(DEVICE, "full", [2], [0]),))
+    sent = rig.device.submit(send_op, lambda: seen.append(1.0), (marks[0],))
+    with pytest.raises(UnorderedAccess):
+        rig.save(2, (sent,))
+
+
+def test_a_send_behind_the_mark_of_a_step_that_failed_does_not_run() -> None:
+    rig, seen = Rig(stray=0.0), list[float]()
+    marks = rig.device.marks([{"full": 1}, {"full": 3}])
+
+    def run() -> None:
+        marks.passed({"full": 1})
+        raise RuntimeError("it broke")
+
+    op = DeviceOp("forward", DeviceStream.COMPUTE, (), (PageSpanUse(DEVICE, "full", [2]),))
+    rig.device.submit(op, run, marks=marks)
+    sends = [
+        rig.device.submit(DeviceOp("send", DeviceStream.SEND), lambda: seen.append(1.0), (marks[group],))
+        for group in range(2)
+    ]
+    sends[0].wait()
+    with pytest.raises(RuntimeError, match="it broke"):
+        sends[1].wait()
+    assert seen == [1.0]

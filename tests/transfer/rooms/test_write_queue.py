@@ -9,6 +9,7 @@ import pytest
 from cache.device.device_backends import CpuDevice
 from cache.device.device_port import Completion
 from cache.pool.pool_set import PoolSet
+from contracts.clock import ManualClock
 from contracts.errors import ErrorKind
 from contracts.ids import RoomId, WorkerName
 from tests.poolsets import pool_sets
@@ -41,6 +42,7 @@ class Link:
     """A reader's memory that takes everything, as slowly as a test likes."""
 
     frame_bytes: int | None = None
+    layered = True
     up = True
 
     def __init__(self) -> None:
@@ -69,13 +71,15 @@ class Bench:
 
     def __init__(self, device: Any = None) -> None:
         self.link, self.pools = Link(), PoolSet(SPEC, SPEC.even(9))
-        self.queue = WriteQueue(WorkerName("decode-0"), self.link, self.pools, device or CpuDevice())
+        self.queue = WriteQueue(WorkerName("decode-0"), self.link, self.pools, device or CpuDevice(), ManualClock())
 
     def write(self, room: RoomId, number: int = 1, after: tuple[Completion, ...] = ()) -> m.Notice:
         """Posts pages of two pools."""
         runs = {"full": PageNumbers(0, (1, 2)), "state": PageNumbers(0, (3,))}
         notice = m.PagesWritten(room, 7, ())
-        self.queue.post(PageWrite(RoomTarget(room, runs, 0), runs, number), notice, number, after)
+        posted = self.queue.post(PageWrite(RoomTarget(room, runs, 0), runs, number), after)
+        if posted is not None:
+            self.queue.announce(notice, (posted,), number)
         return notice
 
     @property
@@ -178,7 +182,9 @@ def test_writes_of_a_withdrawn_room_stay_pinned_and_are_not_announced_and_its_la
 def test_metadata_is_a_write_without_pages() -> None:
     bench = Bench()
     notice = m.SlotWritten(A, 7)
-    bench.queue.post(SlotWrite(RoomTarget(A, {}, 0), b"data"), notice, 2, ())
+    posted = bench.queue.post(SlotWrite(RoomTarget(A, {}, 0), b"data"), ())
+    assert posted is not None
+    bench.queue.announce(notice, (posted,), 2)
     assert bench.pinned() == set()
     ends(bench.link.posted[0])
     bench.queue.flush()

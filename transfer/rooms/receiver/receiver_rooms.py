@@ -49,6 +49,8 @@ class ReceiverRoom:
     """The numbers that have still to arrive."""
     digests: dict[str, dict[int, int]] = field(default_factory=dict)
     """Digests of the pages that arrived, by pool and page number."""
+    check_s: float = 0.0
+    """Seconds that the check of the last pages took."""
 
     @property
     def ticket(self) -> int:

@@ -67,24 +67,29 @@ class WriterNotices:
         elif isinstance(notice, m.PagesWritten):
             self._wrote(room, notice)
         else:
-            self._complete(room)
+            self._complete(room, notice)
 
     def _wrote(self, room: ReceiverRoom, wrote: m.PagesWritten) -> None:
         """Check one write of several pools: all of it is right, or the room ends."""
         wrong = self._arrivals.pages(room, wrote)
+        room.check_s = self._clock.now() - room.heard
         if wrong is None:
             self._rooms.step(room, ReceiverEvent.WROTE)
         else:
             self._break(room, wrong)
 
-    def _complete(self, room: ReceiverRoom) -> None:
+    def _complete(self, room: ReceiverRoom, wrote: m.SlotWritten) -> None:
         """Check the metadata, which has arrived, and complete the room with it."""
         metadata = self._arrivals.metadata(room)
         if not isinstance(metadata, HandoverMetadata):
             self._break(room, metadata)
             return
         received = {pool: len(run) * self._pools.spec.whole.unit_bytes(pool) for pool, run in room.runs.items()}
-        self._rooms.complete(room, PromptArrived(room.id, room.leases, metadata, received, room.digests))
+        hidden_s, written_s = max(0, wrote.hidden_us) / 1e6, max(0, wrote.exposed_us) / 1e6
+        exposed_s = written_s + room.check_s + self._clock.now() - room.heard
+        self._rooms.complete(
+            room, PromptArrived(room.id, room.leases, metadata, received, room.digests, hidden_s, exposed_s)
+        )
 
     def _break(self, room: ReceiverRoom, wrong: Damage | Hole) -> None:
         peer = room.peer.ref.name

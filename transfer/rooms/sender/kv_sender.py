@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from cache.device.device_port import Completion, Device
+from cache.device.layer_marks import LayerCounts, LayerMarks
 from cache.memory.page_digest import ContentTag
 from cache.pool.pool_set import PoolSet
 from contracts.clock import Clock
@@ -24,7 +25,7 @@ from transfer.net.control_channel import ControlTransport, ProcessIdentity
 from transfer.planes.data_plane import DataPlane, PageNumbers, PageWrite, SlotWrite
 from transfer.rooms import room_messages as m
 from transfer.rooms.metadata_slots import HandoverMetadata, pack
-from transfer.rooms.room_outcomes import SendablePages
+from transfer.rooms.room_outcomes import LayeredPages, SendablePages
 from transfer.rooms.room_states import SenderEvent, SenderState
 from transfer.rooms.sender.reader_messages import ReaderMessages
 from transfer.rooms.sender.sender_peer_events import (
@@ -35,7 +36,8 @@ from transfer.rooms.sender.sender_peer_events import (
     identity_of,
 )
 from transfer.rooms.sender.sender_peers import SenderPeers
-from transfer.rooms.sender.sender_rooms import SenderOutcome, SenderRoom, SenderRooms
+from transfer.rooms.sender.sender_rooms import LayeredWrite, SenderOutcome, SenderRoom, SenderRooms
+from transfer.rooms.sender.write_queue import PostedWrite, RoomTimes
 
 log = logging.getLogger("twinpool.transfer")
 _LOOK_AGAIN_S = 0.002
@@ -98,27 +100,112 @@ class KVSender:
         entry = self._rooms[room]
         return {pool.name: entry.shares.left(pool.name) for pool in self._pools.spec.pools}
 
-    def write(self, room: RoomId, finished: Mapping[str, SendablePages], after: Sequence[Completion]) -> None:
+    def layered(self, room: RoomId) -> bool:
+        """Return whether pages of `room` can be written layer by layer: it is granted, and its link can do that."""
+        entry = self._rooms.get(room)
+        return self.granted(room) and entry is not None and entry.peer is not None and entry.peer.writes.layered
+
+    def unwritten(self, room: RoomId) -> dict[str, range]:
+        """Return as `wanted` does, without the numbers that steps under way are writing layer by layer."""
+        entry = self._rooms[room]
+        return {pool.name: entry.after_layered(pool.name) for pool in self._pools.spec.pools}
+
+    def write_layers(self, rooms: Mapping[RoomId, LayeredPages], step: Completion, marks: LayerMarks) -> None:
+        """Write pages that `step`, which is under way, will have finished: each group of layers once the step has
+        reached its mark. By room, the first pages of what is `unwritten`.
+
+        `write` announces them once they are sealed, which is when the step has come to a good end. Where it doesn't,
+        the same places are written again: their room is granted, and nobody has adopted them.
+        """
+        aheads = {}
+        for room, pages in rooms.items():
+            entry = self._rooms[room]
+            runs = {pool: run.head(_most(entry, pool)) for pool, run in pages.runs.items()}
+            aheads[room] = LayeredWrite(step, pages.generation, runs)
+            entry.layered.append(aheads[room])
+        begin: LayerCounts = dict.fromkeys(self._pools.spec.by_name, 0)
+        # Group by group: a stream sends in order, and no room is to wait for the last layers of another one.
+        for mark, end in zip(marks, marks.groups, strict=True):
+            layers = {pool: range(begin[pool], stop) for pool, stop in end.items()}
+            for room, ahead in aheads.items():
+                entry = self._rooms[room]
+                written = {pool: layers[pool] for pool in ahead.runs}
+                ahead.posted += self._post(entry, ahead.runs, (mark,), written)
+                ahead.number = entry.writes
+            begin = end
+        for ahead in aheads.values():
+            self._count(ahead.runs)
+
+    def write(
+        self,
+        room: RoomId,
+        finished: Mapping[str, SendablePages],
+        after: Sequence[Completion],
+        generation: int = 0,
+    ) -> None:
         """Write finished pages of a granted room, all pools together, after the operations `after` that made them.
 
         Numbers that decode didn't ask for, or that were written before, are skipped; the rest of each pool goes in
-        order, in as many writes as the reader's frames need.
+        order, in as many writes as the reader's frames need. Of what one of `after` wrote layer by layer, the reader is
+        only told; what later steps of this `generation` are writing is left to them.
         """
         entry = self._rooms[room]
-        assert entry.peer is not None
-        assert entry.target is not None
+        self._announce_layers(entry, finished, after, generation)
         while not entry.failed:
             chosen = _next_of(entry, finished)
             if not chosen:
                 return
-            self._rooms.step(entry, SenderEvent.WROTE)
-            entry.writes += 1
             runs = {pool: PageNumbers(pages.first, pages.indices) for pool, pages in chosen.items()}
-            parts = tuple(_sealed(pool, pages.first, pages.tags) for pool, pages in chosen.items())
-            notice = m.PagesWritten(room, entry.ticket, parts)
-            entry.peer.writes.post(PageWrite(entry.target, runs, entry.writes), notice, entry.writes, after)
-            for pool, run in runs.items():
-                self.sent[pool] += len(run) * self._pools.spec.whole.unit_bytes(pool)
+            posted = self._post(entry, runs, after)
+            self._announce(entry, chosen, posted, entry.writes)
+            self._count(runs)
+
+    def _announce_layers(
+        self, entry: SenderRoom, finished: Mapping[str, SendablePages], after: Sequence[Completion], generation: int
+    ) -> None:
+        """Announce what was written layer by layer of one of the steps `after`, if it is what is finished. What steps
+        of another generation wrote so has come to nothing."""
+        while entry.layered and entry.layered[0].generation != generation:
+            entry.overtaken += entry.layered.popleft().posted
+        if not entry.layered or not any(done is entry.layered[0].step for done in after):
+            return
+        ahead = entry.layered.popleft()
+        chosen = _same(entry, ahead, finished)
+        if chosen is None:
+            entry.overtaken += ahead.posted
+            return
+        for pool, pages in chosen.items():
+            entry.shares.advance(pool, range(pages.first, pages.first + len(pages.indices)))
+        self._announce(entry, chosen, ahead.posted, ahead.number)
+
+    def _post(
+        self,
+        entry: SenderRoom,
+        runs: Mapping[str, PageNumbers],
+        after: Sequence[Completion],
+        layers: Mapping[str, range] | None = None,
+    ) -> list[PostedWrite]:
+        """Post one write of a room; returns it, or nothing where the room has failed."""
+        assert entry.peer is not None
+        assert entry.target is not None
+        self._rooms.step(entry, SenderEvent.WROTE)
+        entry.writes += 1
+        posted = entry.peer.writes.post(PageWrite(entry.target, runs, entry.writes, layers), after, entry.overtaken)
+        if posted is None:
+            return []
+        entry.posted.append(posted)
+        return [posted]
+
+    def _announce(
+        self, entry: SenderRoom, pages: Mapping[str, SendablePages], posted: Sequence[PostedWrite], writes: int
+    ) -> None:
+        assert entry.peer is not None
+        parts = tuple(_sealed(pool, some.first, some.tags) for pool, some in pages.items())
+        entry.peer.writes.announce(m.PagesWritten(entry.id, entry.ticket, parts), posted, writes)
+
+    def _count(self, runs: Mapping[str, PageNumbers]) -> None:
+        for pool, run in runs.items():
+            self.sent[pool] += len(run) * self._pools.spec.whole.unit_bytes(pool)
 
     def seal(self, room: RoomId, metadata: HandoverMetadata) -> None:
         """Write the metadata, as the last write of the room.
@@ -132,7 +219,10 @@ class KVSender:
         if entry.failed or not entry.shares.done:
             raise WireError(f"room {room} can't be sealed: {entry.failed or f'{entry.shares} not written'}")
         data = pack(replace(metadata, slot_epoch=entry.grant.slot_epoch))
-        entry.peer.writes.post(SlotWrite(entry.target, data), m.SlotWritten(room, entry.ticket), entry.writes, ())
+        posted = entry.peer.writes.post(SlotWrite(entry.target, data), ())
+        if posted is not None:
+            times = RoomTimes(self._clock.now(), entry.posted)
+            entry.peer.writes.announce(m.SlotWritten(room, entry.ticket), (posted,), entry.writes, times)
         entry.sent_at = self._clock.now()
         self._rooms.step(entry, SenderEvent.SENT)
 
@@ -246,16 +336,38 @@ class KVSender:
 def _next_of(room: SenderRoom, finished: Mapping[str, SendablePages]) -> dict[str, SendablePages]:
     """Take from `finished` what the room has to write next of each pool, as much as goes into one write. It counts as
     written from here on."""
-    assert room.peer is not None
     chosen = {}
     for pool, pages in finished.items():
-        left = room.shares.left(pool)
+        left = room.before_layered(pool)
         start, stop = max(pages.first, left.start), min(pages.first + len(pages.indices), left.stop)
-        stop = min(stop, start + room.peer.writes.most_pages(pool))
+        stop = min(stop, start + _most(room, pool))
         if start < stop:
             run = slice(start - pages.first, stop - pages.first)
             chosen[pool] = SendablePages(start, tuple(pages.indices[run]), pages.tags[run])
             room.shares.advance(pool, range(start, stop))
+    return chosen
+
+
+def _most(room: SenderRoom, pool: str) -> int:
+    """How many pages of `pool` one write of the room may have."""
+    assert room.peer is not None
+    return room.peer.writes.most_pages(pool)
+
+
+def _same(
+    room: SenderRoom, ahead: LayeredWrite, finished: Mapping[str, SendablePages]
+) -> dict[str, SendablePages] | None:
+    """Return the finished pages, with their tags, that were written layer by layer; None unless they are just those
+    that the room has to write next, from the same places."""
+    chosen = {}
+    for pool, run in ahead.runs.items():
+        pages = finished.get(pool)
+        if pages is None or run.first != room.shares.left(pool).start:
+            return None
+        at = slice(run.first - pages.first, run.first - pages.first + len(run))
+        if at.start < 0 or tuple(pages.indices[at]) != run.indices:
+            return None
+        chosen[pool] = SendablePages(run.first, run.indices, pages.tags[at])
     return chosen
 
 

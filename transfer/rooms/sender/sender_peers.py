@@ -152,7 +152,7 @@ class SenderPeers(Mapping[bytes, SenderPeer]):
         except (ProcessLookupError, WireError) as error:
             link.close()
             raise LayoutMismatch(f"{hello.worker}: {error}") from None
-        writes = WriteQueue(ref.name, link, self._pools, self._device)
+        writes = WriteQueue(ref.name, link, self._pools, self._device, self._clock)
         promised = PromisedPlaces(self._pools.spec.by_name, self._plane.revocable)
         return SenderPeer(identity, ref.name, ref.incarnation, link, watch, hello, writes, promised)
 

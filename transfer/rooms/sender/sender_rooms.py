@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from cache.device.device_port import Completion
 from contracts.errors import ErrorKind
 from contracts.ids import RoomId
 from contracts.messages.router_commands import PeerRef
@@ -16,9 +18,23 @@ from transfer.rooms.pool_shares import RoomProgress
 from transfer.rooms.room_outcomes import RoomGranted, RoomReleased
 from transfer.rooms.room_states import SENDER, SenderEvent, SenderState
 from transfer.rooms.sender.sender_peer_events import PeerLost, SenderPeer, identity_of
+from transfer.rooms.sender.write_queue import PostedWrite
 
 log = logging.getLogger("twinpool.transfer")
 SenderOutcome = RoomGranted | RoomReleased
+
+
+@dataclass(eq=False)
+class LayeredWrite:
+    """The writes of pages, layer by layer, that a step under way is computing; nothing of it was announced."""
+
+    step: Completion
+    generation: int
+    """How often the request had started over when the step was launched."""
+    runs: Mapping[str, PageNumbers]
+    posted: list[PostedWrite] = field(default_factory=list)
+    number: int = 0
+    """The number of the last of these writes within the room."""
 
 
 @dataclass(eq=False)
@@ -35,11 +51,30 @@ class SenderRoom:
     sent_at: float = 0.0
     """When the metadata was posted, by the clock."""
     writes: int = 0
-    """Writes of pages posted so far."""
+    """Number of writes of pages so far."""
+    posted: list[PostedWrite] = field(default_factory=list)
+    """These writes, as far as they could be posted."""
+    layered: deque[LayeredWrite] = field(default_factory=deque)
+    """What steps under way are computing, oldest first."""
+    overtaken: list[PostedWrite] = field(default_factory=list)
+    """Layered writes of steps that came to nothing: what is written to the same places comes after them."""
 
     @property
     def ticket(self) -> int:
         return self.grant.ticket if self.grant is not None else 0
+
+    def before_layered(self, pool: str) -> range:
+        """The numbers of `pool` that are still to be written, up to the first that a step under way is writing."""
+        left = self.shares.left(pool)
+        return range(left.start, min((run.start for run in self._written_by_steps(pool)), default=left.stop))
+
+    def after_layered(self, pool: str) -> range:
+        """The numbers of `pool` that are still to be written, from the last on that a step under way is writing."""
+        left = self.shares.left(pool)
+        return range(max((run.stop for run in self._written_by_steps(pool)), default=left.start), left.stop)
+
+    def _written_by_steps(self, pool: str) -> list[range]:
+        return [run.numbers for ahead in self.layered if (run := ahead.runs.get(pool)) is not None]
 
     @property
     def failed(self) -> str:

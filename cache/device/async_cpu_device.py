@@ -1,0 +1,141 @@
+"""The asynchronous CPU: it computes on the thread that steps the worker, and copies and sends beside it.
+
+Loads, saves and sends have a thread each (`HostStream`). What computes runs on the caller's thread, as a second thread
+for it would take the interpreter's lock from the first more often than it helped (decision 9): at once, or, for an
+operation with layer marks, when the caller next looks at it. So its caller can submit what comes after its marks first,
+as on a GPU, and that runs beside it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from cache.device.device_port import DONE, NO_GATES, Completion, DeviceOp, DeviceStream, GatedLoads, PageSpanUse
+from cache.device.host_stream import HostStream
+from cache.device.layer_marks import LayerCounts, LayerMarks
+
+
+class AsyncCpuDevice:
+    """CPU torch whose copies and sends run on threads of their own. `wake` is called whenever one of them is over.
+
+    One thread submits and waits; operations may wait for each other on any.
+    """
+
+    checks = False
+    torch_device = torch.device("cpu")
+
+    def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
+        beside = [stream for stream in DeviceStream if stream is not DeviceStream.COMPUTE]
+        self._streams = {stream: HostStream(f"device-{stream}", wake) for stream in beside}
+        self._deferred: _DeferredCompute | None = None
+
+    def submit(
+        self,
+        op: DeviceOp,
+        run: Callable[[], object],
+        after: Sequence[Completion] = (),
+        *,
+        gates: GatedLoads = NO_GATES,
+        keep: Sequence[Any] = (),
+        marks: LayerMarks | None = None,
+    ) -> Completion:
+        if op.stream is not DeviceStream.COMPUTE:
+            return _Beside(self._streams[op.stream].submit(run, after), self._deferred)
+        if self._deferred is not None:
+            self._deferred.run()
+            self._deferred = None
+        if marks is not None:
+            self._deferred = _DeferredCompute(run, after, marks)
+            return self._deferred
+        for completion in after:
+            completion.wait()
+        run()
+        return DONE
+
+    def marks(self, groups: Sequence[LayerCounts]) -> LayerMarks:
+        return LayerMarks(groups)
+
+    def touch(self, name: str, *, reads: Sequence[PageSpanUse] = (), writes: Sequence[PageSpanUse] = ()) -> None:
+        return
+
+    def allocate_host(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def register_host(self, memory: torch.Tensor) -> None:
+        return
+
+    def close(self) -> None:
+        for stream in self._streams.values():
+            stream.close()
+
+
+class _Beside:
+    """An operation of another stream than the one that computes, as a `Completion`. It may come after a mark of an
+    operation that is still to be run by the thread that asks here."""
+
+    def __init__(self, operation: Completion, deferred: _DeferredCompute | None) -> None:
+        self._operation, self._deferred = operation, deferred
+
+    @property
+    def done(self) -> bool:
+        self._run_deferred()
+        return self._operation.done
+
+    def wait(self) -> None:
+        self._run_deferred()
+        self._operation.wait()
+
+    def order(self) -> None:
+        self.wait()
+
+    def _run_deferred(self) -> None:
+        if self._deferred is not None:
+            _ = self._deferred.done
+            self._deferred = None
+
+
+class _DeferredCompute:
+    """An operation that the submitting thread runs when it looks at it; other threads wait until it has."""
+
+    def __init__(self, run: Callable[[], object], after: Sequence[Completion], marks: LayerMarks) -> None:
+        self._run, self._after, self._marks = run, after, marks
+        self._thread = threading.get_ident()
+        self._begun = False
+        self._over = threading.Event()
+        self._error: Exception | None = None
+
+    @property
+    def done(self) -> bool:
+        if threading.get_ident() == self._thread:
+            self.run()
+        return self._over.is_set()
+
+    def wait(self) -> None:
+        if threading.get_ident() == self._thread:
+            self.run()
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
+
+    def order(self) -> None:
+        self.wait()
+
+    def run(self) -> None:
+        """Run it, unless that has begun before. What it raises is kept for those who wait."""
+        if self._begun:
+            return
+        self._begun = True
+        try:
+            for completion in self._after:
+                completion.wait()
+            self._run()
+        except Exception as error:
+            self._error = error
+        finally:
+            del self._run
+            self._marks.end(self._error)
+            self._over.set()

@@ -1,0 +1,92 @@
+"""Layered sends: pages that a step is about to finish leave layer by layer, while the step computes later layers.
+
+A chunk's pages could leave only once the whole chunk was computed; the last chunk's transfer would then be added to
+the time to the second token. So the pages that a step will have finished are posted as soon as it is launched, in
+groups of layers, each behind a mark that the step reaches when it is through with these layers. What is left when the
+step is over is the transfer of the last group.
+
+Such a write comes before its step is committed, and so goes only into places that decode has granted and that nobody
+has adopted. It is announced, with the tags of its pages, when the step was committed and the pages were sealed
+(`PrefillHandover.write`). A step that comes to nothing is announced to nobody, and its places are written again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cache.allocation.block_table import NULL_PAGE
+from cache.device.device_port import Device
+from cache.device.layer_marks import LayerMarks, layer_groups
+from cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
+from contracts.config.worker_config import TransferConfig
+from contracts.ids import RoomId
+from engine.runner.batch import StepHandle
+from prefill.request import PrefillRequest
+from prefill.scheduler import ScheduledChunk
+from transfer.planes.data_plane import PageNumbers
+from transfer.rooms.room_outcomes import LayeredPages
+from transfer.rooms.sender.kv_sender import KVSender
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSends:
+    """What a step's layered sends will write, by room, and the marks that the step is to reach."""
+
+    pages: Mapping[RoomId, LayeredPages]
+    marks: LayerMarks
+
+
+class LayeredSends:
+    """The layered sends of one prefill worker; see the module's prose."""
+
+    def __init__(self, sender: KVSender, spec: PoolSetSpec, device: Device, config: TransferConfig) -> None:
+        self._sender, self._spec, self._device, self._config = sender, spec, device, config
+        self._layers = {pool.name: pool.layers for pool in spec.pools}
+        self.counters = {"layered_pages": 0.0}
+
+    def plan(self, batch: Sequence[ScheduledChunk]) -> PlannedSends | None:
+        """Plan the sends of the step that will compute `batch`; None where all of it may as well leave at its end."""
+        pages = self._pages(batch) if self._config.layers else {}
+        spec = self._spec.whole
+        nbytes = sum(len(run) * spec.unit_bytes(pool) for some in pages.values() for pool, run in some.runs.items())
+        groups = min(max(self._layers.values()), nbytes // self._config.layer_group_bytes)
+        marks = self._device.marks(layer_groups(self._layers, groups)) if groups > 1 else None
+        return PlannedSends(pages, marks) if marks is not None else None
+
+    def post(self, planned: PlannedSends, step: StepHandle) -> None:
+        """Post what `step`, just launched with the plan's marks, will have finished."""
+        full = self._spec.full.name
+        self.counters["layered_pages"] += sum(
+            len(some.runs[full]) for some in planned.pages.values() if full in some.runs
+        )
+        self._sender.write_layers(planned.pages, step.completion, planned.marks)
+
+    def _pages(self, batch: Sequence[ScheduledChunk]) -> dict[RoomId, LayeredPages]:
+        """By room, the pages that decode wants and that the step will have finished."""
+        found = {}
+        for request in (chunk.request for chunk in batch):
+            room = request.submit.room
+            if request.submit.peer is not None and self._sender.layered(room):
+                runs = self._finished(request, self._sender.unwritten(room))
+                if runs:
+                    found[room] = LayeredPages(runs, request.starts)
+        return found
+
+    def _finished(self, request: PrefillRequest, wanted: Mapping[str, range]) -> dict[str, PageNumbers]:
+        """The first numbers of `wanted`, by pool, that are finished once the request's planned positions are
+        computed."""
+        whole = request.planned == len(request.tokens)
+        runs = {}
+        for pool, left in wanted.items():
+            state = self._spec.by_name[pool].kind is PoolKind.STATE
+            pages = 0 if state else request.planned // self._spec.page_tokens
+            numbers = left if whole else range(left.start, min(left.stop, pages))
+            if not numbers:
+                continue
+            held = request.held
+            places = held.slots[pool].indices if state else held.tables[pool].pages[numbers.start : numbers.stop]
+            indices = tuple(places[: len(numbers)])
+            if len(indices) == len(numbers) and NULL_PAGE not in indices:
+                runs[pool] = PageNumbers(numbers.start, indices)
+        return runs

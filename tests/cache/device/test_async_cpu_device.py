@@ -1,0 +1,189 @@
+"""The asynchronous CPU: what runs beside what, in which order, and what becomes of errors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from cache.device.async_cpu_device import AsyncCpuDevice
+from cache.device.device_backends import CpuDevice, make_device
+from cache.device.device_port import DONE, DeviceOp, DeviceStream
+from cache.device.layer_marks import LayerMarks, layer_groups
+
+WAIT_S = 30.0
+STEP = DeviceOp("forward", DeviceStream.COMPUTE)
+SEND = DeviceOp("send", DeviceStream.SEND)
+BESIDE = [DeviceStream.LOAD, DeviceStream.SAVE, DeviceStream.SEND]
+
+
+@pytest.fixture
+def woken() -> threading.Semaphore:
+    return threading.Semaphore(0)
+
+
+@pytest.fixture
+def device(woken: threading.Semaphore) -> Iterator[AsyncCpuDevice]:
+    made = AsyncCpuDevice(woken.release)
+    yield made
+    made.close()
+
+
+def held(gate: threading.Event) -> None:
+    assert gate.wait(WAIT_S)
+
+
+def each(*runs: Callable[[], object]) -> Callable[[], object]:
+    """One operation that does these things, one after the other."""
+    return lambda: [run() for run in runs]
+
+
+@pytest.mark.parametrize("stream", BESIDE)
+def test_copies_and_sends_run_beside_their_host_and_in_order(
+    device: AsyncCpuDevice, woken: threading.Semaphore, stream: DeviceStream
+) -> None:
+    gate, ran = threading.Event(), list[str]()
+    first = device.submit(DeviceOp("one", stream), each(lambda: held(gate), lambda: ran.append("one")))
+    second = device.submit(DeviceOp("two", stream), lambda: ran.append(threading.current_thread().name))
+    assert (first.done, second.done, ran) == (False, False, [])
+    gate.set()
+    second.wait()
+    assert first.done
+    assert ran == ["one", f"device-{stream}_0"]
+    assert all(woken.acquire(timeout=WAIT_S) for _ in range(2)), "its host sleeps until something is over"
+
+
+def test_streams_do_not_wait_for_each_other(device: AsyncCpuDevice) -> None:
+    gate = threading.Event()
+    stuck = device.submit(SEND, lambda: held(gate))
+    device.submit(DeviceOp("load", DeviceStream.LOAD), lambda: None).wait()
+    assert not stuck.done
+    gate.set()
+    stuck.wait()
+
+
+def test_an_operation_comes_after_what_it_names_on_another_stream(device: AsyncCpuDevice) -> None:
+    gate, ran = threading.Event(), list[str]()
+    load = device.submit(DeviceOp("load", DeviceStream.LOAD), each(lambda: held(gate), lambda: ran.append("load")))
+    send = device.submit(SEND, lambda: ran.append("send"), (load,))
+    gate.set()
+    send.wait()
+    assert ran == ["load", "send"]
+
+
+def test_who_computes_waits_for_the_loads_that_it_comes_after(device: AsyncCpuDevice) -> None:
+    ran: list[str] = []
+    load = device.submit(DeviceOp("load", DeviceStream.LOAD), lambda: ran.append("load"))
+    assert device.submit(STEP, each(load.order, lambda: ran.append("step")), (load,)) is DONE
+    assert ran == ["load", "step"]
+
+
+def test_an_error_is_raised_to_everybody_who_waits_and_what_comes_after_does_not_run(device: AsyncCpuDevice) -> None:
+    def fail() -> None:
+        raise RuntimeError("a bus error")
+
+    ran: list[str] = []
+    load = device.submit(DeviceOp("load", DeviceStream.LOAD), fail)
+    send = device.submit(SEND, lambda: ran.append("send"), (load,))
+    for _ in range(2):
+        for failed in (load, send):
+            with pytest.raises(RuntimeError, match="a bus error"):
+                failed.wait()
+            assert failed.done
+    device.submit(SEND, lambda: ran.append("next")).wait()
+    assert ran == ["next"]
+
+
+def marks(groups: int = 2) -> LayerMarks:
+    return LayerMarks(layer_groups({"full": 4, "window": 2}, groups))
+
+
+def test_a_step_with_marks_runs_when_its_host_looks_and_sends_beside_it_come_after_their_layers(
+    device: AsyncCpuDevice,
+) -> None:
+    its, seen, sent = marks(), list[str](), threading.Event()
+    thread = threading.get_ident()
+
+    def step() -> None:
+        seen.append("begun" if threading.get_ident() == thread else "on another thread")
+        its.passed({"full": 1, "window": 1})
+        its.passed({"full": 2, "window": 1})
+        held(sent)  # The send of the first layers is over before the step is.
+        seen.append("over")
+
+    launched = device.submit(STEP, step, marks=its)
+    early = device.submit(SEND, each(lambda: seen.append("first layers"), sent.set), (its[0],))
+    late = device.submit(SEND, lambda: seen.append("all layers"), (its[1],))
+    assert seen == []
+    assert launched.done
+    late.wait()
+    assert early.done
+    assert seen == ["begun", "first layers", "over", "all layers"]
+
+
+def test_who_waits_for_a_send_runs_the_step_that_it_comes_after(device: AsyncCpuDevice) -> None:
+    its, seen = marks(), list[str]()
+    device.submit(STEP, lambda: seen.append("step"), marks=its)
+    device.submit(SEND, lambda: seen.append("send"), (its[1],)).wait()
+    assert seen == ["step", "send"]
+
+
+def test_steps_run_in_order_also_where_nobody_has_looked_at_the_first(device: AsyncCpuDevice) -> None:
+    seen: list[str] = []
+    device.submit(STEP, lambda: seen.append("one"), marks=marks())
+    device.submit(STEP, lambda: seen.append("two"))
+    assert seen == ["one", "two"]
+
+
+def test_another_thread_waits_for_a_step_until_its_host_has_run_it(device: AsyncCpuDevice) -> None:
+    seen: list[str] = []
+    launched = device.submit(STEP, lambda: seen.append("step"), marks=marks())
+    send = device.submit(SEND, each(launched.wait, lambda: seen.append("send")))
+    launched.wait()
+    send.wait()
+    assert seen == ["step", "send"]
+
+
+def test_a_step_that_fails_fails_the_marks_that_it_has_not_reached(device: AsyncCpuDevice) -> None:
+    its, sent = marks(), list[str]()
+
+    def step() -> None:
+        its.passed({"full": 2, "window": 1})
+        raise RuntimeError("out of memory")
+
+    launched = device.submit(STEP, step, marks=its)
+    first = device.submit(SEND, lambda: sent.append("first layers"), (its[0],))
+    second = device.submit(SEND, lambda: sent.append("all layers"), (its[1],))
+    for failed in (launched, second):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            failed.wait()
+    first.wait()
+    assert sent == ["first layers"]
+
+
+def test_groups_have_about_as_many_layers_of_each_pool() -> None:
+    assert layer_groups({"full": 5, "state": 2}, 3) == [
+        {"full": 2, "state": 1},
+        {"full": 4, "state": 2},
+        {"full": 5, "state": 2},
+    ]
+
+
+def test_its_threads_leave_the_number_of_torchs_threads_alone(device: AsyncCpuDevice) -> None:
+    before, inside, later = torch.get_num_threads(), list[int](), list[int]()
+    device.submit(SEND, lambda: inside.append(torch.get_num_threads())).wait()
+    new = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+    new.start()
+    new.join(WAIT_S)
+    assert inside == [1]
+    assert (torch.get_num_threads(), later) == (before, [before])
+
+
+def test_workers_of_one_rank_get_it_and_those_of_several_do_one_thing_after_the_other() -> None:
+    made = [make_device("cpu", ranks=ranks) for ranks in (1, 2)]
+    assert [type(device) for device in made] == [AsyncCpuDevice, CpuDevice]
+    assert made[1].marks([{"full": 1}]) is None
+    for device in made:
+        device.close()
