@@ -17,6 +17,7 @@ from transfer.planes.data_plane import PageNumbers
 from transfer.rooms.room_outcomes import HandoverFailed, LayeredPages, PromptArrived
 
 SPEC = pool_sets()["all"]
+MADE: list[LayerMarks] = []
 LAYERS = {pool.name: pool.layers for pool in SPEC.pools}
 
 
@@ -35,7 +36,11 @@ def layered_ends(plane: str = "shm") -> Iterator[Ends]:
     device = AsyncCpuDevice()
     try:
         with ends(SPEC, plane, device=device) as both:
-            yield both
+            try:
+                yield both
+            finally:
+                while MADE:  # Closing waits for what is behind them.
+                    MADE.pop().end(None)
     finally:
         device.close()
 
@@ -45,7 +50,8 @@ def pages_of(prompt: Prompt, generation: int = 0) -> LayeredPages:
 
 
 def marks_of(groups: int = 2) -> LayerMarks:
-    return LayerMarks(layer_groups(LAYERS, groups))
+    MADE.append(LayerMarks(layer_groups(LAYERS, groups)))
+    return MADE[-1]
 
 
 def arrived(both: Ends, prompt: Prompt, leases: Mapping[str, Lease]) -> dict[str, list[bool]]:
