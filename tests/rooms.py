@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from cache.device.adversarial_device import AdversarialDevice
 from cache.device.device_backends import CpuDevice
 from cache.device.device_port import Completion, Device, DeviceOp, DeviceStream
 from cache.memory.kv_cache_spec import PoolSetSpec
@@ -214,7 +215,8 @@ class Ends:
 
     def quiet(self) -> None:
         """Polls until no room is left, then checks that every page and slot is back at the reader."""
-        self.until(lambda: not self.receiver.rooms and not self.sender.rooms, "the last room")
+        busy = lambda: self.receiver.rooms or self.receiver.checking or self.sender.rooms  # noqa: E731
+        self.until(lambda: not busy(), "the last room")
         assert self.sender.check() == self.receiver.check() == []
         assert self.source.check() == self.target.check() == []
         assert self.receiver.slots.free == self.receiver.slots.total
@@ -277,7 +279,7 @@ def simulated_ends(
         transport=transports[0], clock=clock,
     )  # fmt: skip
     reader = KVReceiver(
-        WorkerName("decode-0"), Incarnation(1), mark, mine[1], pools[1], slots, config,
+        WorkerName("decode-0"), Incarnation(1), mark, mine[1], pools[1], AdversarialDevice(seed + 1), slots, config,
         verify=True, transport=transports[1], clock=clock,
     )  # fmt: skip
     try:
@@ -301,6 +303,7 @@ def ends(
     faults: Mapping[str, Any] | None = None,
     transfer: Mapping[str, Any] | None = None,
     device: Device | None = None,
+    reader_device: Device | None = None,
     ranks: tuple[int, int] = (1, 1),
     marks: tuple[Fingerprint, Fingerprint] | None = None,
 ) -> Iterator[Ends]:
@@ -336,8 +339,8 @@ def ends(
         config.transfer, **options,
     )  # fmt: skip
     reader = KVReceiver(
-        WorkerName("decode-0"), Incarnation(1), marks[1], planes[1], pools[1], slots, config.transfer,
-        verify=True, **options,
+        WorkerName("decode-0"), Incarnation(1), marks[1], planes[1], pools[1], reader_device or CpuDevice(), slots,
+        config.transfer, verify=True, **options,
     )  # fmt: skip
     for socket in planes[1].waitable:
         waiter.add(socket)

@@ -81,7 +81,8 @@ def measure(urls: dict[bool, str], rate: int, lengths: list[int], rounds: int) -
             medians = [
                 1000 * statistics.median(t[name] for t in times) for name in ("exposed", "hidden", "first_token")
             ]
-            out.append(Exposed(rate, tokens, layered, *medians, answers[0]["transfer_bytes"]))
+            exposed, hidden, first = medians
+            out.append(Exposed(rate, tokens, layered, exposed, hidden, first, answers[0]["transfer_bytes"]))
     return out
 
 

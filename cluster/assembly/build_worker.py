@@ -76,6 +76,7 @@ def build_worker(
                 common,
                 p.plane,
                 pools,
+                p.device,
                 config.decode.metadata_slots,
                 transfer,
                 verify=config.cache_for(role).verify,

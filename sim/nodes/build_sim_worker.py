@@ -177,6 +177,7 @@ def build(
         common_to_all,
         plane,
         pools,
+        device,
         config.decode.metadata_slots,
         config.transfer,
         verify=cache.verify,

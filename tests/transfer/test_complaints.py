@@ -243,7 +243,7 @@ def restarting(plane: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[KV
             started[-1].close()
         its, region = part(2 + len(started))
         end = KVReceiver(
-            WorkerName("decode-0"), Incarnation(1 + len(started)), mark, its, region, 4, config.transfer,
+            WorkerName("decode-0"), Incarnation(1 + len(started)), mark, its, region, CpuDevice(), 4, config.transfer,
             verify=False, transport=transport, clock=clock,
         )  # fmt: skip
         waiter.add(its.waitable[0])

@@ -93,7 +93,7 @@ class HashPair(Pair):
         if role is Role.PREFILL:
             return PrefillWorker(name, first, config, engine, manager, sender, waiter, **common)
         receiver = KVReceiver(
-            name, first, common_to_all, plane, pools, 16, config.transfer,
+            name, first, common_to_all, plane, pools, device, 16, config.transfer,
             verify=cache.verify, transport=transport, clock=self.clock,
         )  # fmt: skip
         return DecodeWorker(name, first, config, engine, manager, receiver, waiter, sender=sender, **common)

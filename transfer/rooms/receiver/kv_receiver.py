@@ -12,6 +12,7 @@ import logging
 import secrets
 from collections.abc import Mapping
 
+from cache.device.device_port import Device
 from cache.memory.required_pages import NOTHING, HeldPages, due, missing
 from cache.pool.page_allocator import Lease, PageAllocator
 from cache.pool.pool_set import PoolSet
@@ -34,6 +35,8 @@ from transfer.rooms.room_outcomes import ExpectedPrompt
 from transfer.rooms.room_states import ReceiverEvent, ReceiverState
 
 log = logging.getLogger("twinpool.transfer")
+_LOOK_AGAIN_S = 0.002
+"""Seconds until pages that are being checked are looked at again, on devices that don't wake their host."""
 
 
 class KVReceiver:
@@ -46,6 +49,7 @@ class KVReceiver:
         fingerprint: Fingerprint,
         plane: DataPlane,
         pools: PoolSet,
+        device: Device,
         slots: int,
         config: TransferConfig,
         *,
@@ -60,7 +64,7 @@ class KVReceiver:
         self.slots = PageAllocator("metadata slots", slots)
         self._peers = ReceiverPeers(name, incarnation, fingerprint, plane, pools, config, transport, clock)
         self._rooms = ReceiverRooms(plane, self._peers, config, clock)
-        self._notices = WriterNotices(self._rooms, ArrivalCheck(pools, memory, verify), pools, clock)
+        self._notices = WriterNotices(self._rooms, ArrivalCheck(pools, device, memory, verify), pools, clock)
         self.damage = self._notices.damage
         """Rooms in which something arrived that isn't what was promised, by pool, or by "metadata"."""
         self.refused = 0
@@ -134,6 +138,7 @@ class KVReceiver:
             except WireError as error:
                 self._refuse("notice", error)
                 self._plane.dropped += 1
+        self._notices.poll()
         for late in self._peers.late():
             self._hear(late)
         self._rooms.expire()
@@ -142,6 +147,11 @@ class KVReceiver:
     @property
     def rooms(self) -> int:
         return len(self._rooms)
+
+    @property
+    def checking(self) -> bool:
+        """Whether pages that arrived are being checked: they stay pinned meanwhile, also those of rooms that ended."""
+        return self._notices.checking
 
     @property
     def late(self) -> int:
@@ -160,7 +170,8 @@ class KVReceiver:
     def next_deadline(self) -> float | None:
         """When `poll` is due although nothing arrives, by the clock; None where no deadline runs."""
         granted = [r for r in self._rooms.values() if r.state is ReceiverState.GRANTED]
-        due = [self._peers.next_deadline, *(r.heard + self._config.room_timeout_s for r in granted)]
+        looking = [self._clock.now() + _LOOK_AGAIN_S] if self.checking else []
+        due = [self._peers.next_deadline, *looking, *(r.heard + self._config.room_timeout_s for r in granted)]
         return min((at for at in due if at is not None), default=None)
 
     def check(self) -> list[str]:
@@ -178,6 +189,7 @@ class KVReceiver:
         return found
 
     def close(self) -> None:
+        self._notices.close()
         self._peers.close()
         self._plane.close()
 

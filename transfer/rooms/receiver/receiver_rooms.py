@@ -7,6 +7,7 @@ where it can't (hazard A5).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -19,6 +20,7 @@ from transfer.planes.data_plane import DataPlane, PageNumbers
 from transfer.rooms import room_messages as m
 from transfer.rooms.ended_rooms import EndedRooms
 from transfer.rooms.pool_shares import RoomProgress
+from transfer.rooms.receiver.page_check import PageCheck
 from transfer.rooms.receiver.receiver_peer_events import PeerDied, PeerParted, PeerUnreachable, ReceiverPeer
 from transfer.rooms.receiver.receiver_peers import ReceiverPeers
 from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptAnswered, PromptArrived
@@ -49,8 +51,10 @@ class ReceiverRoom:
     """The numbers that have still to arrive."""
     digests: dict[str, dict[int, int]] = field(default_factory=dict)
     """Digests of the pages that arrived, by pool and page number."""
-    check_s: float = 0.0
-    """Seconds that the check of the last pages took."""
+    notices: deque[m.PagesWritten | m.SlotWritten] = field(default_factory=deque)
+    """Notices of writes that are not applied yet: what the first of them tells of is being checked."""
+    checking: PageCheck | None = None
+    """The check of what the first of `notices` tells of, once it was begun."""
 
     @property
     def ticket(self) -> int:

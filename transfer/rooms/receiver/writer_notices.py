@@ -16,12 +16,15 @@ from contracts.errors import WireError
 from transfer.rooms import room_messages as m
 from transfer.rooms.metadata_slots import HandoverMetadata
 from transfer.rooms.receiver.arrival_check import ArrivalCheck, Damage, Hole
+from transfer.rooms.receiver.page_check import PageCheck
 from transfer.rooms.receiver.receiver_peer_events import NoticeHeard
 from transfer.rooms.receiver.receiver_rooms import ReceiverRoom, ReceiverRooms
 from transfer.rooms.room_outcomes import PromptArrived
 from transfer.rooms.room_states import ReceiverEvent, ReceiverState
 
 log = logging.getLogger("twinpool.transfer")
+_WAITING = 4096
+"""Notices of writes of one room that may wait for their check at once."""
 
 
 class WriterNotices:
@@ -64,19 +67,50 @@ class WriterNotices:
             self._rooms.end_failed(room, ReceiverEvent.FAILED, notice.kind, notice.message)
         elif room.state is not ReceiverState.GRANTED:
             self.late += 1
-        elif isinstance(notice, m.PagesWritten):
-            self._wrote(room, notice)
+        elif len(room.notices) >= _WAITING:
+            self._break(room, Hole(f"{_WAITING} notices of writes wait for their check already"))
         else:
-            self._complete(room, notice)
+            room.notices.append(notice)
+            self._apply(room)
 
-    def _wrote(self, room: ReceiverRoom, wrote: m.PagesWritten) -> None:
-        """Check one write of several pools: all of it is right, or the room ends."""
-        wrong = self._arrivals.pages(room, wrote)
-        room.check_s = self._clock.now() - room.heard
-        if wrong is None:
-            self._rooms.step(room, ReceiverEvent.WROTE)
-        else:
-            self._break(room, wrong)
+    def poll(self) -> None:
+        """Apply the notices of writes whose check is done."""
+        self._arrivals.sweep()
+        for room in [room for room in self._rooms.values() if room.notices]:
+            self._apply(room)
+
+    @property
+    def checking(self) -> bool:
+        """Whether pages that arrived are being checked."""
+        return self._arrivals.sweep() > 0
+
+    def close(self) -> None:
+        self._arrivals.close()
+
+    def _apply(self, room: ReceiverRoom) -> None:
+        """Apply a room's notices of writes in order, up to the first whose pages are still being checked: all that it
+        tells of is right, or the room ends."""
+        while room.state is ReceiverState.GRANTED and room.notices:
+            notice = room.notices[0]
+            if isinstance(notice, m.SlotWritten):
+                room.notices.popleft()
+                self._complete(room, notice)
+                return
+            begun = room.checking or self._arrivals.begin(room, notice)
+            wrong: Damage | Hole | None
+            if isinstance(begun, PageCheck):
+                room.checking = begun
+                if not begun.done:
+                    return
+                wrong = self._arrivals.end(room, begun)
+            else:
+                wrong = begun
+            room.checking = None
+            room.notices.popleft()
+            if wrong is None:
+                self._rooms.step(room, ReceiverEvent.WROTE)
+            else:
+                self._break(room, wrong)
 
     def _complete(self, room: ReceiverRoom, wrote: m.SlotWritten) -> None:
         """Check the metadata, which has arrived, and complete the room with it."""
@@ -86,7 +120,7 @@ class WriterNotices:
             return
         received = {pool: len(run) * self._pools.spec.whole.unit_bytes(pool) for pool, run in room.runs.items()}
         hidden_s, written_s = max(0, wrote.hidden_us) / 1e6, max(0, wrote.exposed_us) / 1e6
-        exposed_s = written_s + room.check_s + self._clock.now() - room.heard
+        exposed_s = written_s + self._clock.now() - room.heard
         self._rooms.complete(
             room, PromptArrived(room.id, room.leases, metadata, received, room.digests, hidden_s, exposed_s)
         )

@@ -1,0 +1,97 @@
+"""Pages that arrived are looked at by the device, not by the loop: what waits for that, and what is kept meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from cache.device.adversarial_device import AdversarialDevice
+from tests.poolsets import pool_sets
+from tests.rooms import Ends, Prompt, ends
+from transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
+
+SPEC = pool_sets()["all"]
+
+
+@contextmanager
+def late_reader() -> Iterator[tuple[Ends, AdversarialDevice]]:
+    """A reader whose device runs nothing by itself."""
+    device = AdversarialDevice(1, stray=0.0, polled=0.0)
+    with ends(SPEC, "local", reader_device=device) as both:
+        yield both, device
+
+
+def handed_over(both: Ends) -> Prompt:
+    """A prompt of which everything was written and told."""
+    prompt = both.prompt(40)
+    both.open(prompt)
+    both.sender.write(prompt.room, prompt.all(), ())
+    both.seal(prompt)
+    return prompt
+
+
+def test_nothing_has_arrived_before_its_check_is_over() -> None:
+    with late_reader() as (both, device):
+        prompt = handed_over(both)
+        for _ in range(3):
+            both.poll()
+        assert (both.outcomes, device.queued) == ([], 1)
+        assert both.receiver.next_deadline is not None, "a device that doesn't wake its host is looked at again"
+        device.settle()
+        both.poll()
+        assert isinstance(both.outcomes[0], PromptArrived)
+        assert both.outcomes[0].room == prompt.room
+        for lease in both.outcomes[0].leases.values():
+            lease.release()
+        both.quiet()
+
+
+@pytest.mark.parametrize("pool", [pool.name for pool in SPEC.pools])
+def test_a9_damage_in_any_pool_is_found_by_the_check(pool: str) -> None:
+    with late_reader() as (both, device):
+        prompt = handed_over(both)
+        both.poll()
+        place = both.receiver._rooms[prompt.room].runs[pool].indices[-1]
+        first = both.target.layout.buffers[pool][0]
+        both.target.region[first.offset(0, place)] ^= 1
+        device.settle()
+        both.poll()
+        assert isinstance(both.outcomes[0], HandoverFailed)
+        assert f"{pool}: pages" in both.outcomes[0].message
+        assert both.receiver.damage == {pool: 1}
+
+
+def test_a6_pages_that_are_being_checked_go_to_nobody_else_although_their_room_has_ended() -> None:
+    with late_reader() as (both, device):
+        prompt = handed_over(both)
+        both.poll()
+        granted = both.receiver._rooms[prompt.room].runs["full"].indices
+        both.receiver.abort(prompt.room, "nobody wants it any more")
+        both.until(lambda: not both.receiver.rooms, "the writer's word")
+        allocator = both.target.allocators["full"]
+        free = allocator.lease(allocator.free, "somebody else")
+        assert not set(free.indices) & set(granted)
+        assert both.receiver.checking
+        device.settle()
+        both.poll()
+        assert not both.receiver.checking
+        assert set(allocator.lease(allocator.free, "the next").indices) == set(granted)
+
+
+def test_a_check_that_fails_ends_the_room_and_is_no_damage() -> None:
+    with late_reader() as (both, device):
+        handed_over(both)
+        both.poll()
+
+        def broken(*args: object) -> list[int]:
+            raise RuntimeError("a bus error")
+
+        both.target.digest = broken  # type: ignore[method-assign, assignment]
+        with pytest.raises(RuntimeError, match="a bus error"):
+            device.settle()
+        both.poll()
+        assert isinstance(both.outcomes[0], HandoverFailed)
+        assert "could not be looked at: a bus error" in both.outcomes[0].message
+        assert not both.receiver.damage
