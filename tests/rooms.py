@@ -215,8 +215,11 @@ class Ends:
 
     def quiet(self) -> None:
         """Polls until no room is left, then checks that every page and slot is back at the reader."""
-        busy = lambda: self.receiver.rooms or self.receiver.checking or self.sender.rooms  # noqa: E731
-        self.until(lambda: not busy(), "the last room")
+
+        def over() -> bool:
+            return not (self.receiver.rooms or self.receiver.checking or self.sender.rooms)
+
+        self.until(over, "the last room")
         assert self.sender.check() == self.receiver.check() == []
         assert self.source.check() == self.target.check() == []
         assert self.receiver.slots.free == self.receiver.slots.total

@@ -366,7 +366,7 @@ def test_a_send_of_layers_beyond_its_mark_is_refused() -> None:
         send(0, 1)
 
 
-def test_who_comes_after_a_send_behind_a_mark_does_not_come_after_the_step() -> None:
+def test_a7_who_comes_after_a_send_behind_a_mark_does_not_come_after_the_step() -> None:
     rig, seen = Rig(stray=0.0), list[float]()
     marks = rig.device.marks([{"full": 1}, {"full": 3}])
     op = DeviceOp("forward", DeviceStream.COMPUTE, (), (PageSpanUse(DEVICE, "full", [2]),))

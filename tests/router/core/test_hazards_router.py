@@ -78,7 +78,7 @@ def test_d8_the_guess_found_by_halving_is_that_found_block_by_block(monkeypatch:
             index.sent(rng.choice(chains))
 
 
-STAGES = {"tokenise", "queue", "prefill", "transfer", "decode", "first_token", "total"}
+STAGES = {"tokenise", "queue", "prefill", "transfer", "hidden", "exposed", "decode", "first_token", "total"}
 MARKS = {Role.PREFILL: {"queue", "match", "prefill"}, Role.DECODE: {"grant", "arrived", "first_step", "done"}}
 """What the stand-ins' legs tell: each must reach the client under its own name."""
 

@@ -75,7 +75,7 @@ def below(layers: LayerCounts) -> dict[str, list[bool]]:
 
 
 @pytest.mark.parametrize("plane", ["local", "shm"])
-def test_layers_arrive_as_their_marks_are_reached_and_are_announced_once_they_are_finished(plane: str) -> None:
+def test_a7_layers_arrive_as_their_marks_are_reached_and_are_announced_once_they_are_finished(plane: str) -> None:
     with layered_ends(plane) as both:
         prompt, step, marks = both.prompt(40), Step(), marks_of()
         leases = both.open(prompt)
@@ -94,7 +94,7 @@ def test_layers_arrive_as_their_marks_are_reached_and_are_announced_once_they_ar
         placed(both, prompt, leases, {pool: run.numbers for pool, run in prompt.runs.items()})
 
 
-def test_what_a_step_that_came_to_nothing_wrote_is_written_again() -> None:
+def test_a9_what_a_step_that_came_to_nothing_wrote_is_written_again() -> None:
     with layered_ends() as both:
         prompt, failed, marks = both.prompt(40), Step(), marks_of()
         leases = both.open(prompt)
