@@ -16,7 +16,7 @@ from contracts.clock import Clock
 from contracts.config.cluster_config import Config
 from contracts.damage import DamageSite, log_damage
 from contracts.errors import ErrorKind
-from engine.runner.batch import NONFINITE, RowOutput
+from engine.runner.batch import NONFINITE, RowOutput, StepHandle
 from engine.runner.model_runner import ModelRunner
 from prefill.request import PrefillPhase, PrefillRequest, StepMember
 from prefill.request_pages import PrefillPages
@@ -77,7 +77,12 @@ class PrefillStepCommit:
         self._overlap.drop()
 
     def launch(self, batch: list[ScheduledChunk]) -> None:
-        step = self._engine.launch([chunk.row for chunk in batch])
+        self.launched(self._engine.launch([chunk.row for chunk in batch]), batch)
+        if self._config.faults.step_delay_s:
+            self._pause(self._config.faults.step_delay_s)
+
+    def launched(self, step: StepHandle, batch: list[ScheduledChunk]) -> None:
+        """Count the chunks of `batch` as launched; they are the rows of `step`, in order."""
         members = [StepMember(c.request, c.request.starts, len(c.row.tokens), step) for c in batch]
         self._overlap.launched(step, members)
         for request in (chunk.request for chunk in batch):
@@ -86,8 +91,6 @@ class PrefillStepCommit:
             boundary = request.launched % self._pages.page_tokens == 0
             if self._manager.slots.stateful and request.allocation is not None and boundary:
                 self._manager.slots.snapshot(request.allocation, request.launched)
-        if self._config.faults.step_delay_s:
-            self._pause(self._config.faults.step_delay_s)
 
     def landed(self, began: float, *, go_on: bool) -> Iterator[ChunkDone | ChunkFailed]:
         """Commit the steps that are complete; yields what came of each row.
