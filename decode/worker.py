@@ -149,7 +149,22 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         return bool(self._scheduler.running or self._steps)
 
     def status(self) -> WorkerStatus:
-        counters = {
+        running = sum(self._runs(r) for r in self._request_table)
+        return self._report.status(
+            running=running, steps=self._ended, outgoing=self._sender.rooms, counters=self._counters()
+        )
+
+    @property
+    def _ended(self) -> int:
+        """Steps that were committed."""
+        return self._steps.steps
+
+    def _runs(self, request: DecodeRequest) -> bool:
+        """Whether the request counts as running in the status; else it waits."""
+        return request.phase in (DecodePhase.RUNNING, DecodePhase.LEAVING)
+
+    def _counters(self) -> dict[str, float]:
+        return {
             **self._steps.counters,
             **self._prompts.counters,
             **self._scheduler.counters,
@@ -161,19 +176,22 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
             "pages_damaged": self._receiver.damaged,
             "late_messages": self._receiver.late,
         }
-        running = sum(r.phase in (DecodePhase.RUNNING, DecodePhase.LEAVING) for r in self._request_table)
-        return self._report.status(
-            running=running, steps=self._steps.steps, outgoing=self._sender.rooms, counters=counters
-        )
 
     def check(self) -> CheckReport:
+        rooms, slots = self._receiver.rooms, self._receiver.slots.total
+        return self._report.check(self._violations(), self._allocations, rooms=rooms, slots=slots)
+
+    def _violations(self) -> list[str]:
+        """Recount; returns what doesn't agree."""
         held = {pool: self._receiver.holds(pool) for pool in self._manager.spec.by_name}
         found = self._manager.check(held) + self._receiver.check() + self._sender.check()
         found += self._migrations.check() + self._scheduler.check()
-        found += [wrong for request in self._request_table for wrong in request.check(len(self._steps))]
-        allocations = sum(r.allocation is not None for r in self._request_table) + len(self._pushes) + len(self._pulls)
-        rooms, slots = self._receiver.rooms, self._receiver.slots.total
-        return self._report.check(found, allocations, rooms=rooms, slots=slots)
+        return found + [wrong for request in self._request_table for wrong in request.check(len(self._steps))]
+
+    @property
+    def _allocations(self) -> int:
+        """Allocations of the KV cache manager that requests, pushes and pulls hold."""
+        return sum(r.allocation is not None for r in self._request_table) + len(self._pushes) + len(self._pulls)
 
     def close(self) -> None:
         self._request_pages.close()
