@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from colocate.local_prompt import LocalPrompt, LocalPromptPages, leg_of
 from contracts.block_hash import block_hashes
 from contracts.clock import Clock
 from contracts.config.worker_config import PrefillConfig
@@ -25,8 +27,6 @@ from contracts.ids import RequestId, WorkerName
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import Submit
 from contracts.messages.worker_events import Done
-from colocate.local_prompt import LocalPrompt, LocalPromptPages, leg_of
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from decode.request.request import DecodeEvent, DecodePhase, DecodeRequest
 from decode.request.request_outcomes import PromptPreempted, PromptReceived, RequestFailed, RequestLeft, RouterEvent
 from decode.transfer_queue import TransferQueue

@@ -2,9 +2,9 @@
 
 A step has `prefill.chunk_tokens` tokens. Each row of decode takes one, first; chunks of prompts get the rest, but never
 less than `colocate.prompt_tokens` or a page. So a running request has a row in every step (or in its turn, where there
-are more than `decode.max_batch_tokens`), and the time between two of its tokens is that of one step, which is bounded by
-the larger of the budget and the rows with the prompts' least part. And the oldest prompt gets on in every step, however
-many requests run: neither can starve the other.
+are more than `decode.max_batch_tokens`), and the time between two of its tokens is that of one step, of no more tokens
+than the budget, or than its rows and the prompts' least part where that is more. And the oldest prompt gets on in every
+step, however many requests run: neither can starve the other.
 """
 
 from __future__ import annotations

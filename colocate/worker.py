@@ -18,7 +18,6 @@ from cache.manager.kv_cache_manager import KVCacheManager
 from colocate.local_prompt import LocalPromptPages
 from colocate.local_prompts import LocalPrompts
 from colocate.step_budget import prompt_tokens
-from contracts.clock import Clock
 from contracts.config.cluster_config import Config
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.interfaces.worker_interface import SessionId
@@ -68,9 +67,7 @@ class ColocatedWorker(DecodeWorker):
         """Return where prompts come from: this worker's own steps and, for requests that migrate, `rooms`."""
         admitted = RequestTable[PrefillRequest](self._name, self.fits, self._clock)
         pages = LocalPromptPages(self._manager, reuse=self._request_pages.reuse)
-        self._chunks = PrefillStepCommit(
-            admitted, pages, self._engine, self._fitness, config, self._clock, self._pause
-        )
+        self._chunks = PrefillStepCommit(admitted, pages, self._engine, self._fitness, config, self._clock, self._pause)
         self._local = LocalPrompts(self._name, rooms, admitted, pages, config.prefill, self._clock)
         return self._local
 

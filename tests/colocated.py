@@ -98,7 +98,9 @@ class Colocated:
             if not (status.running or status.waiting or report.rooms) and status.pages_free == status.pages_total:
                 break
         assert report.violations == ()
-        assert not (status.running or status.waiting or report.rooms)
+        assert not (status.running)
+        assert not (status.waiting)
+        assert not (report.rooms)
         assert status.pages_free == status.pages_total, status
 
     def _take(self, event: Event) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contracts.errors import ErrorKind
-from contracts.ids import RequestId, Role
+from contracts.ids import PAIR, RequestId, Role
 from contracts.sampling_params import SamplingParams
 from tests.hash_engine import recite
 from tests.poolsets import NAMES, pool_sets
@@ -43,7 +43,7 @@ def draw(rng: random.Random) -> Draw:
     name = rng.choice(NAMES)
     spec = pool_sets(PAGE)[name]
     unit = sum(spec.unit_bytes(pool) for pool in spec.by_name)
-    counts = {role: rng.choice((8, 12, 20, 40)) for role in Role}
+    counts = {role: rng.choice((8, 12, 20, 40)) for role in PAIR}
     cache: dict[str, Any] = {
         "eviction": rng.choice(("lru", "lfu", "fifo", "priority", "slru")),
         "host_bytes": unit * rng.choice((3, 4, 5, 8, 12, 30, 60)),

@@ -67,6 +67,11 @@ class FaultsConfig:
     time."""
 
 
+def section_of(role: Role) -> str:
+    """Return the name of the configuration section of the workers of `role`."""
+    return "colocate" if role is Role.COLOCATED else str(role)
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -96,7 +101,13 @@ class Config:
         return self._section(role).tp
 
     def _section(self, role: Role) -> PrefillConfig | DecodeConfig | ColocateConfig:
-        return {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.COLOCATED: self.colocate}[role]
+        match role:
+            case Role.PREFILL:
+                return self.prefill
+            case Role.DECODE:
+                return self.decode
+            case Role.COLOCATED:
+                return self.colocate
 
     def with_cache(self, role: Role, override: CacheOverride) -> Config:
         """Return the configuration with `override` as the overrides of `role`."""

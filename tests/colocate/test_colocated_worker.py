@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.workers.test_pair import expect_equal, greedy, prompts
 @pytest.mark.slow
 @pytest.mark.parametrize("page_tokens", [1, 16, 64])
 def test_greedy_answers_are_the_oracles(model: Path, oracle: Oracle, page_tokens: int) -> None:
-    sections = {"cache": {"page_tokens": page_tokens}, "prefill": {"chunk_tokens": 96}}
+    sections: dict[str, Any] = {"cache": {"page_tokens": page_tokens}, "prefill": {"chunk_tokens": 96}}
     with colocated(model, tokens=4096, **sections) as both:
         asked = prompts(1, 1, 2, 15, 16, 17, 64, 65, 96, 97, 400)
         answers = both.run(*[both.submit(p, greedy(12)) for p in asked])

@@ -57,7 +57,13 @@ class PrefixAllocation:
         return allocation
 
     def _allocate(
-        self, prefix: TokenPrefix, positions: int, most: int, owner: str, reusable: int, prefetch: PrefetchRequest | None
+        self,
+        prefix: TokenPrefix,
+        positions: int,
+        most: int,
+        owner: str,
+        reusable: int,
+        prefetch: PrefetchRequest | None,
     ) -> Allocation | None:
         match = self._tree.match(prefix.head(reusable))
         tier = Tier.HOST if self._planner.worth_loading(match) else Tier.DEVICE
