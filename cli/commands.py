@@ -91,6 +91,7 @@ FLAGS = (
     CommandFlag(("--seeds",), ("sim",), "run many, the first to the last", {"metavar": "A..B"}),
     CommandFlag(("--jobs",), ("sim",), "processes that run seeds", {"type": int, "default": 1, "metavar": "N"}),
     CommandFlag(("--first",), ("sim",), "of many, stop at the first that violates something", {"action": "store_true"}),
+    CommandFlag(("--colocate",), ("sim",), "colocated workers instead of two pools", {"action": "store_true"}),
     CommandFlag(("--shrink",), ("sim",), "make a failing seed smaller before it is shown", {"action": "store_true"}),
     CommandFlag(("--url",), _OTHERS, "the router (default: TWINPOOL_URL, else the newest cluster on this machine)", {}),
 )
@@ -249,7 +250,10 @@ def _line(text: str) -> None:
 def _sim(args: argparse.Namespace) -> int:
     from sim.run.sim_command import sim
 
-    good = sim(args.seed, args.seeds, args.jobs, args.shrink, args.first, lambda line: print(line, flush=True))
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    good = sim(args.seed, args.seeds, args.jobs, args.shrink, args.first, say, colocated=args.colocate)
     return FINE if good else REFUSED
 
 

@@ -183,6 +183,5 @@ class ColocatedWorker(DecodeWorker):
         if request.submit.peer is not None:
             super()._start(request, received)
             return
-        report = request.report(self._name, held=len(request.submit.tokens))
-        self._request_table.emit(request.session, report)
+        self._request_table.emit(request.session, request.report(self._name))
         self._scheduler.start(request)

@@ -57,7 +57,8 @@ def main(argv: list[str] | None = None) -> int:
         }
         if args.transformers:
             server = stack.enter_context(transformers_serving(args.model, os.cpu_count() or 1))
-            rivals["transformers"] = (server, SERVE_LOAD_FLAGS)
+            named = ("--baseline-model", str(args.model.absolute()))
+            rivals["transformers"] = (server, (*SERVE_LOAD_FLAGS, *named))
         for number, name in enumerate(args.loads, 1):
             for rival, (url, flags) in rivals.items():
                 print(f"\n== {name}: colocated beside {rival}", flush=True)

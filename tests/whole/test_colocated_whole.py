@@ -8,7 +8,6 @@ import random
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import httpx
 import pytest
