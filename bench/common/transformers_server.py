@@ -39,6 +39,7 @@ def transformers_serving(model: Path, threads: int) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [str(Path(sys.executable).parent / "transformers"), "serve", str(model.absolute())]
+    command += ["--cb-num-blocks", "1024", "--cb-block-size", "32", "--cb-max-batch-tokens", "512"]
     command += ["--continuous-batching", "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     url = f"http://127.0.0.1:{port}"

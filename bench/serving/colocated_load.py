@@ -3,14 +3,13 @@
     python -m bench.serving.colocated_load                 # colocated beside one prefill and one decode worker
     python -m bench.serving.colocated_load --transformers  # and beside transformers, where its server can run
 
-All are up at the same time and are loaded one after the other, several rounds; each has all cores: two workers with a
-share of them, or one process with all.
+All are up at the same time and are loaded one after the other, several rounds. Every process computes with the same
+number of threads: two pools have two that compute, the others one.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 from contextlib import ExitStack
@@ -43,6 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--loads", nargs="*", default=list(LOADS), choices=list(LOADS))
     parser.add_argument("--transformers", action="store_true", help="also beside `transformers serve`")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each worker, and of the rival's server")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for both clusters")
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder for JSON")
     args = parser.parse_args(argv)
@@ -51,12 +51,13 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"`transformers serve` needs {', '.join(missing())}: pip install them first")
     worst = 0
     with ExitStack() as stack:
-        colocated = stack.enter_context(serving(str(args.model), args.set, ("--colocate", "1")))
+        settings = [f"engine.threads={args.threads}", *args.set]
+        colocated = stack.enter_context(serving(str(args.model), settings, ("--colocate", "1")))
         rivals: dict[str, tuple[str, tuple[str, ...]]] = {
-            "two pools": (stack.enter_context(serving(str(args.model), args.set)), ())
+            "two pools": (stack.enter_context(serving(str(args.model), settings)), ())
         }
         if args.transformers:
-            server = stack.enter_context(transformers_serving(args.model, os.cpu_count() or 1))
+            server = stack.enter_context(transformers_serving(args.model, args.threads))
             named = ("--baseline-model", str(args.model.absolute()))
             rivals["transformers"] = (server, (*SERVE_LOAD_FLAGS, *named))
         for number, name in enumerate(args.loads, 1):

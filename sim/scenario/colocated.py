@@ -19,8 +19,7 @@ def as_colocated(plan: Scenario) -> Scenario:
     colocate = {"prompt_tokens": 1 + plan.seed % 8, "tp": decode["tp"], "cache": decode["cache"]}
     config = {**shape.config, "colocate": colocate}
     faults = [_moved(fault, count) for fault in plan.faults]
-    ranked = decode["tp"] > 1
-    kept = tuple(f for f in faults if not _pointless(f, ranked=ranked))
+    kept = tuple(f for f in faults if not _pointless(f, decode["tp"]))
     return replace(plan, shape=replace(shape, colocated=count, config=config), faults=kept)
 
 
@@ -40,7 +39,8 @@ def _renamed(name: str, count: int) -> str:
     return f"colocated-{int(number) % count}{dot}{rank}"
 
 
-def _pointless(fault: PlannedFault, *, ranked: bool) -> bool:
+def _pointless(fault: PlannedFault, ranks: int) -> bool:
     """Whether nothing is left to strike: two ends have become one, or a rank is named that there isn't."""
     ends = [name for name in (fault.target, fault.other) if name]
-    return len(set(ends)) < len(ends) or (not ranked and any(".rank" in name for name in ends))
+    numbers = [int(rank) for name in ends if (rank := name.partition(".rank")[2])]
+    return len(set(ends)) < len(ends) or any(number >= ranks for number in numbers)

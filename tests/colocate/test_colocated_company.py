@@ -83,7 +83,7 @@ def test_d1_a_drained_worker_hands_its_running_requests_on_and_no_stream_is_alte
     assert [c.told[rid].replays for rid in rids] == [[]] * 8, "nothing was computed again"
 
 
-def test_c1_requests_of_a_worker_that_is_gone_start_over_elsewhere_from_their_tokens(
+def test_d5_requests_of_a_worker_that_is_gone_start_over_elsewhere_from_their_tokens(
     running: tuple[Company, list[RequestId]], undisturbed: list[list[int]]
 ) -> None:
     c, rids = running

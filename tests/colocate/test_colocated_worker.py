@@ -93,6 +93,24 @@ class Recording(CpuDevice):
         return super().submit(op, *args, **options)
 
 
+def noted_copies(both: Colocated) -> list[str]:
+    """A list that gets the name of each call that copies or clears pages from now on."""
+    pools, called = both.worker._manager.pools, list[str]()
+
+    def noting(name: str) -> None:
+        plain = getattr(pools, name)
+
+        def call(*args: Any) -> Any:
+            called.append(name)
+            return plain(*args)
+
+        setattr(pools, name, call)
+
+    for name in ("copy", "zero"):
+        noting(name)
+    return called
+
+
 @pytest.mark.slow
 def test_a_hand_over_is_a_lease_that_changes_hands_and_no_byte_is_copied(model: Path) -> None:
     device = Recording()
@@ -101,11 +119,7 @@ def test_a_hand_over_is_a_lease_that_changes_hands_and_no_byte_is_copied(model: 
         request = both.submit(prompt, greedy(5))
         both.step()
         leg = only(both, request)
-        pools = both.worker._manager.pools
-        copies: list[object] = []
-        for name in ("copy", "zero"):
-            plain = getattr(pools, name)
-            setattr(pools, name, lambda *args, plain=plain: (copies.append(args), plain(*args)))
+        copies = noted_copies(both)
         assert leg.phase is DecodePhase.RUNNING, "its prompt took one step, and was handed over in the same round"
         before = leg.held, leg.held.tables["full"].pages[:7]
         counters = both.worker.status().counters
@@ -153,7 +167,7 @@ def test_every_running_request_draws_a_token_in_every_step_while_a_long_prompt_i
 
 
 @pytest.mark.slow
-def test_a_prompt_gets_on_in_every_step_however_many_requests_run(model: Path) -> None:
+def test_c10_a_prompt_gets_on_in_every_step_however_many_requests_run(model: Path) -> None:
     sections: dict[str, Any] = {"prefill": {"chunk_tokens": 16}, "colocate": {"prompt_tokens": 16}}
     with colocated(model, cache={"page_tokens": PAGE}, decode={"max_batch_tokens": 64}, **sections) as both:
         first, long = prompts(8, 9, 160)
@@ -205,7 +219,7 @@ SHORT: dict[str, Any] = {"prefill": {"chunk_tokens": 16}, "cache": {"page_tokens
 
 
 @pytest.mark.slow
-def test_a_running_request_that_lacks_a_page_gets_those_of_the_youngest_prompt(model: Path, oracle: Oracle) -> None:
+def test_c11_a_running_request_that_lacks_a_page_gets_those_of_the_youngest_prompt(model: Path, oracle: Oracle) -> None:
     with colocated(model, tokens=12 * PAGE, **SHORT) as both:
         old, young = short_of_a_page(both)
         until(both, lambda: both.worker.status().counters["preemptions"] > 0)
@@ -264,7 +278,7 @@ def finish(both: Colocated, asked: Sequence[Sequence[int]], count: int) -> list[
 
 
 @pytest.mark.slow
-def test_a_request_can_be_cancelled_in_every_phase(model: Path) -> None:
+def test_b2_a_request_can_be_cancelled_in_every_phase(model: Path) -> None:
     cache = {"page_tokens": PAGE, "host_bytes": 1 << 22}
     with colocated(model, tokens=20 * PAGE, cache=cache, prefill={"chunk_tokens": 16}) as both:
         seen: set[DecodePhase] = set()
