@@ -168,14 +168,20 @@ class ColocatedWorker(DecodeWorker):
         self._act(self._migrations.settle())
 
     def _launch(self, batch: list[DecodeRequest], chunks: list[ScheduledChunk]) -> None:
-        step = self._engine.launch(self._steps.rows(batch) + [chunk.row for chunk in chunks])
-        rows, prompts = split(step, (len(batch), len(chunks)))
-        if batch:
+        if batch and chunks and self._config.colocate.mixed_steps:
+            step = self._engine.launch(self._steps.rows(batch) + [chunk.row for chunk in chunks])
+            rows, prompts = split(step, (len(batch), len(chunks)))
             self._steps.launched(step, rows, batch)
-            self._scheduler.launched(batch)
-        if chunks:
             self._chunks.launched(prompts, chunks)
-        self._mixed += bool(batch and chunks)
+            self._mixed += 1
+        else:
+            if batch:
+                step = self._engine.launch(self._steps.rows(batch))
+                self._steps.launched(step, step, batch)
+            if chunks:
+                self._chunks.launched(self._engine.launch([chunk.row for chunk in chunks]), chunks)
+        if batch:
+            self._scheduler.launched(batch)
         if self._config.faults.step_delay_s:
             self._pause(self._config.faults.step_delay_s)
 

@@ -86,6 +86,9 @@ class ColocateConfig:
     prompt_tokens: int = 64
     """The part of a step's token budget (`prefill.chunk_tokens`) that prompts keep, however many rows decode has in the
     step; at least a page."""
+    mixed_steps: bool = True
+    """Whether rows of decode and chunks of prompts are computed in one step, so that weights are read once. Otherwise
+    one step of each follows the other: for kernels that are made for one kind."""
     tp: int = 1
     """As `prefill.tp`."""
     cache: CacheOverride = field(default_factory=CacheOverride)

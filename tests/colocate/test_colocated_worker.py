@@ -135,13 +135,16 @@ def test_a_hand_over_is_a_lease_that_changes_hands_and_no_byte_is_copied(model: 
 
 
 @pytest.mark.slow
-def test_answers_are_the_same_on_a_device_that_is_late(model: Path, oracle: Oracle) -> None:
+@pytest.mark.parametrize("mixed", [True, False])
+def test_answers_are_the_same_on_a_device_that_is_late(model: Path, oracle: Oracle, mixed: bool) -> None:
     for seed in range(3):
         device = AdversarialDevice(seed)
-        with colocated(model, device=device, prefill={"chunk_tokens": 48}, cache={"page_tokens": PAGE}) as both:
+        sections: dict[str, Any] = {"colocate": {"mixed_steps": mixed}, "cache": {"page_tokens": PAGE}}
+        with colocated(model, device=device, prefill={"chunk_tokens": 48}, **sections) as both:
             asked = prompts(seed, 5, 60, 130, 17, 90)
             for prompt, answer in zip(asked, both.run(*[both.submit(p, greedy(9)) for p in asked]), strict=True):
                 expect_equal(oracle, prompt, answer)
+            assert (both.worker.status().counters["mixed_steps"] > 0) == mixed
         device.settle()
 
 
