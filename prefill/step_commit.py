@@ -173,13 +173,14 @@ class PrefillStepCommit:
         log_damage(log, site, request=request.submit.request_id, positions=[request.committed, request.launched])
 
     def _seal(self, requests: list[PrefillRequest]) -> None:
-        """Digest every page that the step finished, the partly filled last page of a finished prompt too, and give the
-        tree those that other requests can use already."""
+        """Digest every page that the step finished, the partly filled last page of a prompt that is handed over too,
+        and give the tree those that other requests can use already."""
         allocations = [(r.allocation, r.committed) for r in requests if r.allocation is not None]
         self._manager.sealer.seal(allocations)
         for request, (allocation, committed) in zip(requests, allocations, strict=True):
             if committed == len(request.tokens):
-                request.ends = self._manager.sealer.end_digests(allocation, committed)
+                if not request.alone:  # Nothing of it is sent.
+                    request.ends = self._manager.sealer.end_digests(allocation, committed)
             else:
                 self._manager.growth.free_window_pages(allocation, committed)
                 share = committed - request.shared >= self._config.prefill.share_tokens
