@@ -44,6 +44,12 @@ FLAGS = (
     CommandFlag(("--model",), ("serve",), "checkpoint folder, or demo", {"default": "demo", "metavar": "DIR"}),
     CommandFlag(("--prefill",), ("serve",), "number of prefill workers", {"type": int, "default": 1, "metavar": "N"}),
     CommandFlag(("--decode",), ("serve",), "number of decode workers", {"type": int, "default": 1, "metavar": "N"}),
+    CommandFlag(
+        ("--colocate",),
+        ("serve",),
+        "number of colocated workers, which have both roles, instead of two pools; 1 without a number",
+        {"type": int, "nargs": "?", "const": 1, "default": 0, "metavar": "N"},
+    ),
     CommandFlag(("--host",), ("serve",), "address that the router listens on", {"default": "127.0.0.1"}),
     CommandFlag(("--port",), ("serve",), "port that the router listens on; 0 for any", {"type": int, "default": 8000}),
     CommandFlag(("--config",), ("serve",), "YAML file with the configuration", {"type": Path, "metavar": "FILE"}),
@@ -85,6 +91,7 @@ FLAGS = (
     CommandFlag(("--seeds",), ("sim",), "run many, the first to the last", {"metavar": "A..B"}),
     CommandFlag(("--jobs",), ("sim",), "processes that run seeds", {"type": int, "default": 1, "metavar": "N"}),
     CommandFlag(("--first",), ("sim",), "of many, stop at the first that violates something", {"action": "store_true"}),
+    CommandFlag(("--colocate",), ("sim",), "colocated workers instead of two pools", {"action": "store_true"}),
     CommandFlag(("--shrink",), ("sim",), "make a failing seed smaller before it is shown", {"action": "store_true"}),
     CommandFlag(("--url",), _OTHERS, "the router (default: TWINPOOL_URL, else the newest cluster on this machine)", {}),
 )
@@ -142,6 +149,7 @@ def _serve(args: argparse.Namespace) -> int:
         model=args.model,
         prefill=args.prefill,
         decode=args.decode,
+        colocate=args.colocate,
         host=args.host,
         port=args.port,
         config=args.config,
@@ -242,7 +250,10 @@ def _line(text: str) -> None:
 def _sim(args: argparse.Namespace) -> int:
     from sim.run.sim_command import sim
 
-    good = sim(args.seed, args.seeds, args.jobs, args.shrink, args.first, lambda line: print(line, flush=True))
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    good = sim(args.seed, args.seeds, args.jobs, args.shrink, args.first, say, colocated=args.colocate)
     return FINE if good else REFUSED
 
 

@@ -23,3 +23,9 @@ class Role(StrEnum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+    COLOCATED = "colocated"
+    """Both phases, over one KV cache: the request never leaves the worker."""
+
+
+PAIR = (Role.PREFILL, Role.DECODE)
+"""The roles of two pools: a request needs a worker of each, and its state goes from one to the other."""

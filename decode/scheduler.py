@@ -7,7 +7,6 @@ New requests are admitted first come, first served. Where memory is short, runni
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
 
@@ -15,12 +14,12 @@ from contracts.clock import Clock
 from contracts.config.cluster_config import Config
 from contracts.errors import ErrorKind
 from decode.request.output_length import OutputLengths
+from decode.request.prompt_source import PromptSource
 from decode.request.request import OFF_DEVICE, DecodeEvent, DecodePhase, DecodeRequest
 from decode.request.request_outcomes import RequestFailed
 from decode.request.request_pages import DecodePages
 from decode.retraction.memory_pressure import MemoryPressure
 from decode.retraction.retraction import Retraction
-from decode.transfer_queue import TransferQueue
 from worker.request_table import RequestTable
 
 
@@ -31,12 +30,12 @@ class DecodeScheduler:
         self,
         requests: RequestTable[DecodeRequest],
         pages: DecodePages,
-        transfers: TransferQueue,
+        prompts: PromptSource,
         lengths: OutputLengths,
         config: Config,
         clock: Clock,
     ) -> None:
-        self._requests, self._pages, self._transfers = requests, pages, transfers
+        self._requests, self._pages, self._prompts = requests, pages, prompts
         self._config, self._faults, self._clock = config.decode, config.faults, clock
         self.waiting: deque[DecodeRequest] = deque()
         """Requests that wait for pages, in order of arrival."""
@@ -90,45 +89,14 @@ class DecodeScheduler:
         holds up no other.
         """
         for request in list(self.waiting):
-            if self._waits_for_another(request):
+            if self._prompts.waits(request):
                 continue
-            if not (self._has_room(request) and self._transfers.preallocate(request)):
+            if not (self._has_room(request) and self._prompts.preallocate(request)):
                 return
             self.waiting.remove(request)
             request.behind = None
             request.step(DecodeEvent.GRANT)
             request.marks["grant"] = self._clock.now() - request.arrived
-
-    def _waits_for_another(self, request: DecodeRequest) -> bool:
-        """Whether another request is receiving pages that this one can have from the tree afterwards.
-
-        This one waits only where at least half of the other prompt's pages are in common, so that it doesn't wait long
-        for little, and for `decode.prompt_wait_s` at most. When the other request ends without its prompt, this one
-        goes on by itself, or waits for the next.
-        """
-        if not self._pages.reuse or request.submit.migrating or not len(request.prefix):
-            return False
-        if request.behind is None or request.behind.phase is not DecodePhase.ARRIVING:
-            request.behind = self._receiving(request)
-        if request.behind is None:
-            return False
-        now = self._clock.now()
-        request.behind_since = now if request.behind_since is None else request.behind_since
-        return now - request.behind_since < self._config.prompt_wait_s
-
-    def _receiving(self, request: DecodeRequest) -> DecodeRequest | None:
-        """Return a request that is receiving more of this request's prompt than the device has; None without one."""
-        arriving = [
-            r for r in self._requests if r.phase is DecodePhase.ARRIVING and r.submit.salt == request.submit.salt
-        ]
-        there = self._pages.manager.supply.cached_pages(request.prefix) if arriving else 0
-        for other in arriving:
-            most = min(len(request.prefix), len(other.prefix))
-            # Keys are chained: pages are in common up to the first that differs.
-            common = bisect_left(range(most), True, key=lambda n: request.prefix.key(n) != other.prefix.key(n))
-            if common > there and 2 * common >= len(other.prefix):
-                return other
-        return None
 
     # ------------------------------------------------------------ the batch
 
@@ -147,12 +115,31 @@ class DecodeScheduler:
         """
         able = (r for r in self.running if r.can_go_on and self._pages.settled(r))
         batch, short = self.pressure.backed(able, self._config.max_batch_tokens)
+        short = self._make_way(short)
         for victim in self.pressure.choose_victims(short, self.running):
             self.retract(victim)
         batch = [request for request in batch if request.phase is DecodePhase.RUNNING]
         for request in batch:
             request.planned += 1
         return batch
+
+    def _make_way(self, short: list[DecodeRequest]) -> list[DecodeRequest]:
+        """Take its pages from a prompt that is being computed here, where requests are `short` of pages; returns those
+        for which others have to be retracted."""
+        if not short or self.retraction.leaving:
+            return short
+        preempted = self._prompts.preempt(max(request.submit.priority for request in short))
+        if preempted is None:
+            return short
+        self.pressure.shorter_than_needed()
+        self.requeue(preempted)
+        return []
+
+    def requeue(self, request: DecodeRequest) -> None:
+        """Have a request whose prompt was preempted wait for pages again, in its place by arrival."""
+        request.step(DecodeEvent.PREEMPT)
+        at = sum(other.arrived <= request.arrived for other in self.waiting)
+        self.waiting.insert(at, request)
 
     def launched(self, batch: list[DecodeRequest]) -> None:
         """Move the requests of a launched step behind the others. `faults.retract_every` acts here."""

@@ -18,7 +18,7 @@ from contracts.messages.worker_events import Tokens
 from decode.request.request import DecodeRequest
 from decode.request.request_outcomes import RequestFailed, RequestFinished, RouterEvent
 from decode.request.request_pages import DecodePages
-from engine.runner.batch import NONFINITE, BatchRow, DrawnToken, RowOutput, TokenDraw, TokenFromStep
+from engine.runner.batch import NONFINITE, BatchRow, DrawnToken, RowOutput, StepHandle, TokenDraw, TokenFromStep
 from engine.runner.model_runner import ModelRunner
 from worker.nonfinite_rows import NonfiniteRows
 from worker.request_table import RequestTable
@@ -59,16 +59,24 @@ class DecodeStepCommit:
     # ------------------------------------------------------------ launch
 
     def launch(self, batch: list[DecodeRequest]) -> None:
-        step = self._engine.launch([self._row(request) for request in batch])
-        self._overlap.launched(step, batch)
+        step = self._engine.launch(self.rows(batch))
+        self.launched(step, step, batch)
+        if self._config.faults.step_delay_s:
+            self._pause(self._config.faults.step_delay_s)
+
+    def rows(self, batch: list[DecodeRequest]) -> list[BatchRow]:
+        """Return the rows of a step, one a request."""
+        return [self._row(request) for request in batch]
+
+    def launched(self, step: StepHandle, mine: StepHandle, batch: list[DecodeRequest]) -> None:
+        """Count the requests of `batch` as launched: their rows are the first of `step`, and all of `mine`."""
+        self._overlap.launched(mine, batch)
         for number, request in enumerate(batch):
             request.launched = request.planned
             request.latest = TokenFromStep(step, number)
             boundary = request.launched % self._pages.page_tokens == 0
             if self._manager.slots.stateful and request.allocation is not None and boundary:
                 self._manager.slots.snapshot(request.allocation, request.launched)
-        if self._config.faults.step_delay_s:
-            self._pause(self._config.faults.step_delay_s)
 
     def _row(self, request: DecodeRequest) -> BatchRow:
         at, sampling = request.launched, request.submit.sampling

@@ -7,8 +7,8 @@ lacks of the prompt are granted to the room. When everything has arrived and is 
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from cache.device.device_port import DEVICE, Device, spans
 from cache.prefix_cache.nodes.token_prefix import TokenPrefix
@@ -17,8 +17,8 @@ from contracts.clock import Clock
 from contracts.errors import ErrorKind, WireError
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import Submit
-from decode.request.request import DecodeEvent, DecodeRequest
-from decode.request.request_outcomes import RequestFailed, RequestLeft
+from decode.request.request import DecodeEvent, DecodePhase, DecodeRequest
+from decode.request.request_outcomes import PromptReceived, RequestFailed, RequestLeft
 from decode.request.request_pages import DecodePages
 from transfer.rooms.receiver.kv_receiver import KVReceiver
 from transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
@@ -27,14 +27,6 @@ from worker.admission_check import AdmissionRefusal
 from worker.request_table import RequestTable
 
 log = logging.getLogger("twinpool.decode")
-
-
-@dataclass(frozen=True, slots=True)
-class PromptReceived:
-    """The request has all state of its prompt, and its first token; `bytes` of it came through the room."""
-
-    request: DecodeRequest
-    bytes: int
 
 
 class TransferQueue:
@@ -46,10 +38,13 @@ class TransferQueue:
         requests: RequestTable[DecodeRequest],
         pages: DecodePages,
         device: Device,
+        prompt_wait_s: float,
         clock: Clock,
     ) -> None:
+        """`prompt_wait_s`: for so many seconds at most a request waits for another one's prompt."""
         self._receiver, self._requests, self._pages = receiver, requests, pages
         self._manager, self._device, self._clock = pages.manager, device, clock
+        self._prompt_wait_s = prompt_wait_s
         self.counters = {"prompt_tokens_held": 0.0, "received_bytes": 0.0}
 
     def open(self, session: SessionId, submit: Submit) -> DecodeRequest | AdmissionRefusal:
@@ -89,6 +84,40 @@ class TransferQueue:
         request.allocation = allocation
         self.counters["prompt_tokens_held"] += allocation.cached.total
         return True
+
+    def waits(self, request: DecodeRequest) -> bool:
+        """Whether another request is receiving pages that this one can have from the tree afterwards.
+
+        This one waits only where at least half of the other prompt's pages are in common, so that it doesn't wait long
+        for little, and for `decode.prompt_wait_s` at most. When the other request ends without its prompt, this one
+        goes on by itself, or waits for the next.
+        """
+        if not self._pages.reuse or request.submit.migrating or not len(request.prefix):
+            return False
+        if request.behind is None or request.behind.phase is not DecodePhase.ARRIVING:
+            request.behind = self._receiving(request)
+        if request.behind is None:
+            return False
+        now = self._clock.now()
+        request.behind_since = now if request.behind_since is None else request.behind_since
+        return now - request.behind_since < self._prompt_wait_s
+
+    def _receiving(self, request: DecodeRequest) -> DecodeRequest | None:
+        """Return a request that is receiving more of this request's prompt than the device has; None without one."""
+        arriving = [
+            r for r in self._requests if r.phase is DecodePhase.ARRIVING and r.submit.salt == request.submit.salt
+        ]
+        there = self._manager.supply.cached_pages(request.prefix) if arriving else 0
+        for other in arriving:
+            most = min(len(request.prefix), len(other.prefix))
+            # Keys are chained: pages are in common up to the first that differs.
+            common = bisect_left(range(most), True, key=lambda n: request.prefix.key(n) != other.prefix.key(n))
+            if common > there and 2 * common >= len(other.prefix):
+                return other
+        return None
+
+    def preempt(self, priority: int) -> None:
+        """Return None: pages that a room was granted can't be taken back."""
 
     def poll(self) -> Iterator[PromptReceived | RequestFailed | RequestLeft | ReceiverOutcome]:
         """Yield what became of rooms, one by one. The outcome of a room without a request (that of a prefix pull) is

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from cache.allocation.allocation import Allocation
 from cache.manager.kv_cache_manager import KVCacheManager
 from cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from contracts.clock import Clock
@@ -28,12 +29,20 @@ from decode.migration.prefix_offers import PrefixOffers
 from decode.migration.prefix_pull import PrefixPulls
 from decode.migration.prefix_push import PrefixPushes
 from decode.request.output_length import OutputLengths
+from decode.request.prompt_source import PromptSource
 from decode.request.request import DecodeEvent, DecodePhase, DecodeRequest
-from decode.request.request_outcomes import RequestFailed, RequestFinished, RequestLeft, RouterEvent
+from decode.request.request_outcomes import (
+    PromptPreempted,
+    PromptReceived,
+    RequestFailed,
+    RequestFinished,
+    RequestLeft,
+    RouterEvent,
+)
 from decode.request.request_pages import DecodePages
 from decode.scheduler import DecodeScheduler
 from decode.step_commit import DecodeStepCommit
-from decode.transfer_queue import PromptReceived, TransferQueue
+from decode.transfer_queue import TransferQueue
 from engine.runner.model_runner import ModelRunner
 from transfer.rooms.receiver.kv_receiver import KVReceiver
 from transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
@@ -43,7 +52,16 @@ from transfer.rooms.sender.sender_rooms import SenderOutcome
 from worker.admission_check import AdmissionRefusal
 from worker.worker_loop import Sleeper, WorkerLoop, seconds_until
 
-Outcome = RouterEvent | RequestFinished | RequestFailed | RequestLeft | PromptReceived | SenderOutcome | ReceiverOutcome
+Outcome = (
+    RouterEvent
+    | RequestFinished
+    | RequestFailed
+    | RequestLeft
+    | PromptReceived
+    | PromptPreempted
+    | SenderOutcome
+    | ReceiverOutcome
+)
 _LOOK_S = 0.002
 """Seconds between two looks at copies, loads and pages when no request can take a step meanwhile."""
 
@@ -76,8 +94,9 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         requests, fitness = self._request_table, self._fitness
         self._lengths = OutputLengths(config.decode.output_length_quantile, config.decode.first_answer_tokens)
         self._request_pages = pages = DecodePages(manager, config.cache_for(self.role))
-        self._transfers = TransferQueue(receiver, requests, pages, engine.device, clock)
-        self._scheduler = DecodeScheduler(requests, pages, self._transfers, self._lengths, config, clock)
+        rooms = TransferQueue(receiver, requests, pages, engine.device, config.decode.prompt_wait_s, clock)
+        self._prompts = self._prompt_source(rooms, config)
+        self._scheduler = DecodeScheduler(requests, pages, self._prompts, self._lengths, config, clock)
         self._steps = DecodeStepCommit(requests, pages, engine, fitness, config, clock, pause)
         self._advisor = advisor = DrainAdvisor(requests, manager.spec, MigrationCosts(self._lengths), clock)
         self._migrations = OutgoingMigrations(requests, pages, sender, self._scheduler, advisor, config.decode, clock)
@@ -94,6 +113,10 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
             commands.PushPrefix: self._push,
             commands.PullPrefix: self._pulls.begin,
         }
+
+    def _prompt_source(self, rooms: TransferQueue, config: Config) -> PromptSource:
+        """Return where prompts come from: the rooms in which others hand them over."""
+        return rooms
 
     # ------------------------------------------------------------ the host's side
 
@@ -126,9 +149,24 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         return bool(self._scheduler.running or self._steps)
 
     def status(self) -> WorkerStatus:
-        counters = {
+        running = sum(self._runs(r) for r in self._request_table)
+        return self._report.status(
+            running=running, steps=self._ended, outgoing=self._sender.rooms, counters=self._counters()
+        )
+
+    @property
+    def _ended(self) -> int:
+        """Steps that were committed."""
+        return self._steps.steps
+
+    def _runs(self, request: DecodeRequest) -> bool:
+        """Whether the request counts as running in the status; else it waits."""
+        return request.phase in (DecodePhase.RUNNING, DecodePhase.LEAVING)
+
+    def _counters(self) -> dict[str, float]:
+        return {
             **self._steps.counters,
-            **self._transfers.counters,
+            **self._prompts.counters,
             **self._scheduler.counters,
             **self._migrations.counters,
             **self._advisor.counters,
@@ -138,19 +176,22 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
             "pages_damaged": self._receiver.damaged,
             "late_messages": self._receiver.late,
         }
-        running = sum(r.phase in (DecodePhase.RUNNING, DecodePhase.LEAVING) for r in self._request_table)
-        return self._report.status(
-            running=running, steps=self._steps.steps, outgoing=self._sender.rooms, counters=counters
-        )
 
     def check(self) -> CheckReport:
+        rooms, slots = self._receiver.rooms, self._receiver.slots.total
+        return self._report.check(self._violations(), self._allocations, rooms=rooms, slots=slots)
+
+    def _violations(self) -> list[str]:
+        """Recount; returns what doesn't agree."""
         held = {pool: self._receiver.holds(pool) for pool in self._manager.spec.by_name}
         found = self._manager.check(held) + self._receiver.check() + self._sender.check()
         found += self._migrations.check() + self._scheduler.check()
-        found += [wrong for request in self._request_table for wrong in request.check(len(self._steps))]
-        allocations = sum(r.allocation is not None for r in self._request_table) + len(self._pushes) + len(self._pulls)
-        rooms, slots = self._receiver.rooms, self._receiver.slots.total
-        return self._report.check(found, allocations, rooms=rooms, slots=slots)
+        return found + [wrong for request in self._request_table for wrong in request.check(len(self._steps))]
+
+    @property
+    def _allocations(self) -> int:
+        """Allocations of the KV cache manager that requests, pushes and pulls hold."""
+        return sum(r.allocation is not None for r in self._request_table) + len(self._pushes) + len(self._pulls)
 
     def close(self) -> None:
         self._request_pages.close()
@@ -176,7 +217,7 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         submit = self._request_table.accept(session, command, self._cancel)
         if submit is None:
             return ()
-        opened = self._transfers.open(session, submit)
+        opened = self._prompts.open(session, submit)
         if isinstance(opened, AdmissionRefusal):
             self._request_table.refuse(session, submit, opened)
         else:
@@ -198,18 +239,22 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
     # ------------------------------------------------------------ the round
 
     def _poll(self) -> None:
-        self._act(self._steps.recover(self._manager.poll()))
+        self._act(self._recover(self._manager.poll()))
         self._act(self._migrations.poll())
         self._pushes.round()
         if self._request_table.draining:
             self._act(self._advisor.advise())
             self._act(self._offers.offer())
-        self._act(self._transfers.poll())
+        self._act(self._prompts.poll())
+
+    def _recover(self, invalid: list[Allocation]) -> Iterable[Outcome]:
+        """What becomes of requests whose allocations are in `invalid`, as state that was loaded for them is damaged."""
+        return self._steps.recover(invalid)
 
     def _admit(self) -> None:
         self._act(self._scheduler.admit())
         self._manager.launch()
-        self._act(self._steps.recover(self._manager.poll()))
+        self._act(self._recover(self._manager.poll()))
         self._act(self._scheduler.returned())
 
     def _compute(self) -> None:
@@ -235,6 +280,8 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
                     self._leave(request, reason)
                 case PromptReceived(request, nbytes):
                     self._start(request, nbytes)
+                case PromptPreempted(request):
+                    self._scheduler.requeue(request)
                 case RoomGranted() | RoomReleased():
                     self._pushes.on_room(told)
                 case _:
@@ -269,7 +316,7 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         """The one way out of the table, from any phase."""
         self._advisor.forget(request)
         self._migrations.drop(request, reason)
-        self._transfers.abort(request, reason)
+        self._prompts.abort(request, reason)
         self._request_pages.free(request)
         # Where anything above breaks off, as in a round that failed, the request is still in the table, whole.
         self._scheduler.remove(request)

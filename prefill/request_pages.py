@@ -39,12 +39,17 @@ class PrefillPages:
 
     def take(self, request: PrefillRequest) -> bool:
         """Allocate pages, cached ones of the tiers and new ones for the rest; on False nothing was taken."""
+        return self._take(request, len(request.tokens), len(request.tokens))
+
+    def _take(self, request: PrefillRequest, positions: int, most: int) -> bool:
+        """Allocate for `positions` positions, of a request that may reach `most`; on False nothing was taken."""
         allocation = self.manager.prefixes.allocate(
             request.prefix,
-            len(request.tokens),
+            positions,
             f"request {request.submit.request_id}",
             reusable=self.reusable(request),
             prefetch=request.prefetch,
+            most=most,
         )
         if allocation is None:
             return False

@@ -8,7 +8,7 @@ holds decode's memory always gets on.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from contracts.clock import Clock
@@ -53,17 +53,26 @@ class PrefillScheduler:
         for request in sorted(waiting, key=lambda r: not self._entitled(r)):
             if len(running) >= self._config.max_running:
                 return
-            if self._waits_for_another(request, running):
-                continue
-            if request.prefetch is not None and not self._manager.tiers.prefetcher.may_run(request.prefetch):
+            if self.waits(request, running):
                 continue
             while not self._pages.take(request):
-                if not (self._entitled(request) and self.preempt_youngest()) and not self._give_up_prefetch(waiting):
+                if not (self._entitled(request) and self.preempt_youngest()) and not self.give_up_prefetch(waiting):
                     return
                 running = [r for r in running if r.phase is PrefillPhase.RUNNING]
-            request.step(PrefillEvent.ADMIT)
-            request.marks.setdefault("queue", self._clock.now() - request.arrived)
+            self.begin(request)
             running.append(request)
+
+    def waits(self, request: PrefillRequest, running: Sequence[PrefillRequest]) -> bool:
+        """Whether `request` waits for something else than pages: for what one of `running` computes, or for reads from
+        storage. It holds up no other meanwhile."""
+        if self._waits_for_another(request, running):
+            return True
+        return request.prefetch is not None and not self._manager.tiers.prefetcher.may_run(request.prefetch)
+
+    def begin(self, request: PrefillRequest) -> None:
+        """Take a request that has its pages into the next steps."""
+        request.step(PrefillEvent.ADMIT)
+        request.marks.setdefault("queue", self._clock.now() - request.arrived)
 
     def preempt_youngest(self) -> bool:
         """Send the youngest request without a grant back to waiting; False when there is none."""
@@ -74,7 +83,7 @@ class PrefillScheduler:
         self.counters["preemptions"] += 1
         return True
 
-    def _give_up_prefetch(self, waiting: list[PrefillRequest]) -> bool:
+    def give_up_prefetch(self, waiting: Sequence[PrefillRequest]) -> bool:
         """Let go of what was prefetched for the youngest of `waiting`, where nothing else will make room; False when
         there is nothing to let go of.
 
@@ -94,7 +103,7 @@ class PrefillScheduler:
         """Whether the request comes first: decode holds memory for it, or prefill answers it alone."""
         return request.alone or self._granted(request)
 
-    def _waits_for_another(self, request: PrefillRequest, running: list[PrefillRequest]) -> bool:
+    def _waits_for_another(self, request: PrefillRequest, running: Sequence[PrefillRequest]) -> bool:
         """Whether one of `running` is about to compute pages that `request` can have from the tree afterwards.
 
         `request` waits for the pages that both have in common and no longer. Until then the other one is as urgent as
@@ -112,9 +121,10 @@ class PrefillScheduler:
 
     # ------------------------------------------------------------ the next step
 
-    def next_batch(self) -> list[ScheduledChunk]:
+    def next_batch(self, budget: int | None = None) -> list[ScheduledChunk]:
         """Divide the next step's token budget among the running requests; returns its chunks, in order of arrival.
 
+        `budget`: tokens; None: `prefill.chunk_tokens`, as for every step that has nothing but chunks.
         A part of the budget (`prefill.short_share`) goes first to requests with less left to compute than the oldest,
         the least first, so that a short prompt doesn't wait for a long one. The rest goes to all in order of arrival:
         the oldest always has the other part, and every request that waits becomes the oldest in time. Chunks end at
@@ -123,19 +133,20 @@ class PrefillScheduler:
         able = [
             r for r in self._requests if r.phase is PrefillPhase.RUNNING and r.allocation and r.launched < len(r.tokens)
         ]
-        budget, size = self._config.chunk_tokens, self._page_tokens
+        whole = budget = self._config.chunk_tokens if budget is None else budget
+        size = self._page_tokens
         first = max(size, int(budget * self._config.short_share)) if budget >= 2 * size else 0
         shorter = sorted((r for r in able[1:] if r.left < able[0].left), key=lambda r: r.left)
         for request in shorter:
-            first -= (count := self._plan(request, min(first, budget)))
+            first -= (count := self._plan(request, min(first, budget), whole))
             budget -= count
         for request in able:
-            budget -= self._plan(request, budget)
+            budget -= self._plan(request, budget, whole)
         planned = [(request, request.planned - request.launched) for request in able]
         return [ScheduledChunk(request, self._row(request, count)) for request, count in planned if count]
 
-    def _plan(self, request: PrefillRequest, most: int) -> int:
-        """Plan up to `most` more positions of the request for this step; returns how many."""
+    def _plan(self, request: PrefillRequest, most: int, budget: int) -> int:
+        """Plan up to `most` more positions of the request for this step, whose budget is `budget`; returns how many."""
         size, planned = self._page_tokens, request.planned
         # Recurrent states are kept as they are at the last page boundary: a chunk ends there.
         boundary = request.last_boundary(size) if self._manager.slots.stateful else 0
@@ -145,7 +156,7 @@ class PrefillScheduler:
         end = min(whole, planned + most)
         if end < whole and end // size * size > planned:
             end = end // size * size
-        elif end < whole and most < self._config.chunk_tokens:
+        elif end < whole and most < budget:
             return 0  # Less than a page is left to a step with the whole budget for it.
         if request.allocation is None or end <= planned:
             return 0

@@ -16,7 +16,7 @@ from contracts.clock import Clock
 from contracts.config.cluster_config import Config
 from contracts.damage import DamageSite, log_damage
 from contracts.errors import ErrorKind
-from engine.runner.batch import NONFINITE, RowOutput
+from engine.runner.batch import NONFINITE, RowOutput, StepHandle
 from engine.runner.model_runner import ModelRunner
 from prefill.layered_sends import LayeredSends
 from prefill.request import PrefillPhase, PrefillRequest, StepMember
@@ -55,7 +55,6 @@ class PrefillStepCommit:
         self,
         requests: RequestTable[PrefillRequest],
         pages: PrefillPages,
-        layered: LayeredSends,
         engine: ModelRunner,
         fitness: NonfiniteRows,
         config: Config,
@@ -63,7 +62,6 @@ class PrefillStepCommit:
         pause: Callable[[float], None],
     ) -> None:
         self._requests, self._pages, self._engine, self._fitness = requests, pages, engine, fitness
-        self._layered = layered
         self._manager, self._config, self._clock, self._pause = pages.manager, config, clock, pause
         self._overlap = StepOverlap[StepMember]()
         self.committed = False
@@ -79,12 +77,18 @@ class PrefillStepCommit:
         """Wait for the steps under way and drop their results: the worker closes."""
         self._overlap.drop()
 
-    def launch(self, batch: list[ScheduledChunk]) -> None:
+    def launch(self, batch: list[ScheduledChunk], layered: LayeredSends) -> None:
         """Launch the step that computes `batch`, and the sends of what it will have finished."""
-        sends = self._layered.plan(batch)
+        sends = layered.plan(batch)
         step = self._engine.launch([chunk.row for chunk in batch], sends.marks if sends is not None else None)
         if sends is not None:
-            self._layered.post(sends, step)
+            layered.post(sends, step)
+        self.launched(step, batch)
+        if self._config.faults.step_delay_s:
+            self._pause(self._config.faults.step_delay_s)
+
+    def launched(self, step: StepHandle, batch: list[ScheduledChunk]) -> None:
+        """Count the chunks of `batch` as launched; they are the rows of `step`, in order."""
         members = [StepMember(c.request, c.request.starts, len(c.row.tokens), step) for c in batch]
         self._overlap.launched(step, members)
         for request in (chunk.request for chunk in batch):
@@ -93,8 +97,6 @@ class PrefillStepCommit:
             boundary = request.launched % self._pages.page_tokens == 0
             if self._manager.slots.stateful and request.allocation is not None and boundary:
                 self._manager.slots.snapshot(request.allocation, request.launched)
-        if self._config.faults.step_delay_s:
-            self._pause(self._config.faults.step_delay_s)
 
     def landed(self, began: float, *, go_on: bool) -> Iterator[ChunkDone | ChunkFailed]:
         """Commit the steps that are complete; yields what came of each row.
@@ -177,13 +179,14 @@ class PrefillStepCommit:
         log_damage(log, site, request=request.submit.request_id, positions=[request.committed, request.launched])
 
     def _seal(self, requests: list[PrefillRequest]) -> None:
-        """Digest every page that the step finished, the partly filled last page of a finished prompt too, and give the
-        tree those that other requests can use already."""
+        """Digest every page that the step finished, the partly filled last page of a prompt that is handed over too,
+        and give the tree those that other requests can use already."""
         allocations = [(r.allocation, r.committed) for r in requests if r.allocation is not None]
         self._manager.sealer.seal(allocations)
         for request, (allocation, committed) in zip(requests, allocations, strict=True):
             if committed == len(request.tokens):
-                request.ends = self._manager.sealer.end_digests(allocation, committed)
+                if not request.alone:  # Nothing of it is sent.
+                    request.ends = self._manager.sealer.end_digests(allocation, committed)
             else:
                 self._manager.growth.free_window_pages(allocation, committed)
                 share = committed - request.shared >= self._config.prefill.share_tokens

@@ -64,9 +64,7 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         self._handover = PrefillHandover(sender, requests)
         self._layered = LayeredSends(sender, manager.spec, engine.device, config.transfer)
         self._scheduler = PrefillScheduler(requests, self._request_pages, self._handover.granted, config.prefill, clock)
-        self._steps = PrefillStepCommit(
-            requests, self._request_pages, self._layered, engine, fitness, config, clock, pause
-        )
+        self._steps = PrefillStepCommit(requests, self._request_pages, engine, fitness, config, clock, pause)
 
     # ------------------------------------------------------------ the host's side
 
@@ -178,7 +176,7 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         began = self._clock.now()
         batch = self._scheduler.next_batch()
         if batch:
-            self._steps.launch(batch)
+            self._steps.launch(batch, self._layered)
         elif self._auditor and not self._busy:
             self._auditor.step()
         for told in self._steps.landed(began, go_on=bool(batch)):

@@ -207,12 +207,12 @@ class Company:
 @contextmanager
 def company(
     folder: Path, *, prefills: int = 1, decodes: int = 2, tokens: int = 8192, clock: Clock | None = None,
-    settle: bool = True, ranks: RankProcesses | None = None, **sections: dict[str, Any],
+    settle: bool = True, ranks: RankProcesses | None = None, colocated: int = 0, **sections: dict[str, Any],
 ) -> Iterator[Company]:  # fmt: skip
-    """`ranks`: warm processes for workers of several ranks."""
+    """`ranks`: warm processes for workers of several ranks. `colocated`: so many such workers, instead of two pools."""
     sections.setdefault("transfer", {}).setdefault("plane", "local")
     sections.setdefault("engine", {}).setdefault("threads", 1)
-    roles = [Role.PREFILL] * prefills + [Role.DECODE] * decodes
+    roles = [Role.COLOCATED] * colocated or [Role.PREFILL] * prefills + [Role.DECODE] * decodes
     config = config_from_dict(sections)
     with ExitStack() as stack:
 

@@ -86,7 +86,9 @@ class DecodeParts:
         self.lengths = OutputLengths(config.decode.output_length_quantile, config.decode.first_answer_tokens)
         self.receiver = ReceiverByHand()
         receiver = cast(KVReceiver, self.receiver)
-        self.transfers = TransferQueue(receiver, self.requests, self.pages, device, self.clock)
+        self.transfers = TransferQueue(
+            receiver, self.requests, self.pages, device, config.decode.prompt_wait_s, self.clock
+        )
         self.scheduler = DecodeScheduler(self.requests, self.pages, self.transfers, self.lengths, config, self.clock)
         self.fitness = NonfiniteRows(8, 60.0, self.clock)
         engine = cast(ModelRunner, HashEngine(pools, device))

@@ -18,7 +18,7 @@ from contracts.clock import Clock, SystemClock
 from contracts.config.cache_config import CacheOverride
 from contracts.config.cluster_config import Config
 from contracts.config.load_config import config_from_dict
-from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
+from contracts.ids import PAIR, Incarnation, RequestId, Role, RoomId, WorkerName
 from contracts.interfaces.worker_interface import SessionId, Worker
 from contracts.messages.router_commands import Cancel, PeerRef, Submit
 from contracts.messages.worker_events import Done, Event, LegReport, PromptScores, Tokens
@@ -67,7 +67,7 @@ class Pair:
         arenas: Mapping[Role, ArenaProvider] | None = None,
     ) -> None:
         devices, groups, arenas = devices or {}, groups or {}, arenas or {}
-        sizes = tokens if isinstance(tokens, Mapping) else dict.fromkeys(Role, tokens)
+        sizes = tokens if isinstance(tokens, Mapping) else dict.fromkeys(PAIR, tokens)
         spec = read_model_spec(folder)
         # There is no other decode worker that could take what this one has.
         config = replace(config, decode=replace(config.decode, prefix_offer_bytes=0))
@@ -167,14 +167,14 @@ class Pair:
         elif isinstance(event, PromptScores):
             answer.scores = event.scores
         elif isinstance(event, LegReport):
-            answer.progress[event.role] = _together(answer.progress.get(event.role), event)
+            answer.progress[event.role] = together(answer.progress.get(event.role), event)
         elif isinstance(event, Done):
             answer.done = event
             if event.error is not None:
                 self.cancel(event.request_id)
 
 
-def _together(before: LegReport | None, report: LegReport) -> LegReport:
+def together(before: LegReport | None, report: LegReport) -> LegReport:
     """What a leg has said in all."""
     if before is None:
         return report
@@ -194,6 +194,7 @@ def counts_for(folder: Path, config: Config, role: Role, tokens: int) -> dict[st
     cache = replace(config.cache_for(role), device_tokens=tokens)
     plain = replace(config, cache=cache, prefill=replace(config.prefill, cache=CacheOverride()))
     plain = replace(plain, decode=replace(config.decode, cache=CacheOverride()))
+    plain = replace(plain, colocate=replace(config.colocate, cache=CacheOverride()))
     pool_set = model.pool_set(state_options(model.spec, plain, role))
     plan = plan_memory(pool_set, plain, role, model.spec.context, 1 << 40)
     assert plan is not None
@@ -238,13 +239,13 @@ def _crews(
     tokens: int | Mapping[Role, int],
 ) -> dict[Role, RankGroup | None]:
     """The other ranks of each worker, where it has several."""
-    if not any(config.tp_for(role) > 1 for role in Role):
+    if not any(config.tp_for(role) > 1 for role in PAIR):
         return {}
     from tests.rank_workers import group_of, rank_processes
 
     processes = processes or stack.enter_context(rank_processes())
     groups: dict[Role, RankGroup | None] = {}
-    for role in Role:
+    for role in PAIR:
         size = tokens[role] if isinstance(tokens, Mapping) else tokens
         counts = counts_for(folder, config, role, size)
         groups[role] = stack.enter_context(group_of(processes, folder, role, config, counts))

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import random
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from contracts.errors import ErrorKind
-from contracts.ids import RequestId, Role
+from contracts.ids import PAIR, RequestId, Role
 from contracts.sampling_params import SamplingParams
+from tests.hash_colocated import HashColocated, hash_colocated
 from tests.hash_engine import recite
+from tests.hash_workers import CONTEXT
 from tests.poolsets import NAMES, pool_sets
-from tests.workers.test_any_state import CONTEXT, PAGE, HashPair, hash_pair
+from tests.workers.test_any_state import PAGE, HashPair, hash_pair
 
 ROUNDS = 100_000
 """Rounds that a burst may take; one that waits for itself takes them all."""
@@ -43,7 +45,7 @@ def draw(rng: random.Random) -> Draw:
     name = rng.choice(NAMES)
     spec = pool_sets(PAGE)[name]
     unit = sum(spec.unit_bytes(pool) for pool in spec.by_name)
-    counts = {role: rng.choice((8, 12, 20, 40)) for role in Role}
+    counts = {role: rng.choice((8, 12, 20, 40)) for role in PAIR}
     cache: dict[str, Any] = {
         "eviction": rng.choice(("lru", "lfu", "fifo", "priority", "slru")),
         "host_bytes": unit * rng.choice((3, 4, 5, 8, 12, 30, 60)),
@@ -76,7 +78,7 @@ class Asked:
     told: list[int] = field(default_factory=list)
 
 
-def serve(both: HashPair, drawn: Draw, rng: random.Random) -> None:
+def serve(both: HashPair | HashColocated, drawn: Draw, rng: random.Random) -> None:
     """All bursts of a draw, one after another; every answer is checked. An attempt that ends for want of memory goes on
     from its tokens in the next one, as a router has it do."""
     texts = [[rng.randrange(300) for _ in range(drawn.longest)] for _ in range(3)]
@@ -113,12 +115,12 @@ def _ask(drawn: Draw, texts: list[list[int]], rng: random.Random) -> Asked:
     return Asked(prompt, SamplingParams(max_tokens=rng.randint(1, max(1, most)), temperature=0.0))
 
 
-def _ended(both: HashPair, asked: dict[RequestId, Asked], request: RequestId) -> None:
+def _ended(both: HashPair | HashColocated, asked: dict[RequestId, Asked], request: RequestId) -> None:
     one, answer = asked.pop(request), both.answers[request]
     assert answer.done is not None
     assert answer.done.error in (None, ErrorKind.RETRACTED), answer.done
     one.told += answer.list if answer.tokens else []
-    expected = recite(both.decode._manager.spec, one.prompt, one.sampling.max_tokens)
+    expected = recite(_workers(both)[-1]._manager.spec, one.prompt, one.sampling.max_tokens)
     assert one.told == expected[: len(one.told)], (one.told, expected)
     if answer.done.error is ErrorKind.RETRACTED:
         asked[both.submit(one.prompt, one.sampling, emitted=one.told)] = one
@@ -126,13 +128,32 @@ def _ended(both: HashPair, asked: dict[RequestId, Asked], request: RequestId) ->
         assert len(one.told) == one.sampling.max_tokens
 
 
-def _where(both: HashPair) -> list[tuple[str, str]]:
+def _where(both: HashPair | HashColocated) -> list[tuple[str, str]]:
     """What is under way: each request's phase, by role."""
     return [
-        (f"{role} {request.submit.request_id}", str(request.phase))
-        for role, worker in ((Role.PREFILL, both.prefill), (Role.DECODE, both.decode))
+        (f"{worker.role} {request.submit.request_id}", str(request.phase))
+        for worker in _workers(both)
         for request in worker._request_table
     ]
+
+
+def _workers(both: HashPair | HashColocated) -> list[Any]:
+    return [both.worker] if isinstance(both, HashColocated) else [both.prefill, both.decode]
+
+
+def run_colocated_seed(seed: int) -> dict[str, float]:
+    """The same of one colocated worker, which has decode's pools of the draw; returns its counters."""
+    rng = random.Random(seed)
+    drawn = draw(rng)
+    count = drawn.counts[Role.DECODE]
+    drawn = replace(drawn, counts={Role.COLOCATED: count})
+    colocate = {"prompt_tokens": rng.choice((1, 4, 16))}
+    chunk = max(colocate["prompt_tokens"], drawn.sections["prefill"]["chunk_tokens"])
+    sections = {**drawn.sections, "colocate": colocate, "prefill": {"chunk_tokens": chunk}}
+    sections["decode"] = {**sections["decode"], "first_answer_tokens": rng.choice((1, 8, 512))}
+    with hash_colocated(drawn.name, count, **sections) as both:
+        serve(both, drawn, rng)
+        return dict(both.worker.status().counters)
 
 
 def run_seed(seed: int) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc.aio
 
-from contracts.ids import Incarnation, RequestId, Role, WorkerName
+from contracts.ids import PAIR, Incarnation, RequestId, Role, WorkerName
 from contracts.messages.worker_events import Done, Event, LegReport, Tokens
 from contracts.messages.worker_status import WorkerStatus
 from contracts.proto import worker_pb2 as pb
@@ -143,7 +143,7 @@ class Table(pb_grpc.ControllerServicer):
 
 
 async def serve(context: int, token_s: float) -> None:
-    workers = [StandIn(role, token_s) for role in Role]
+    workers = [StandIn(role, token_s) for role in PAIR]
     servers = []  # one that nobody refers to is closed
     for worker in workers:
         server = grpc.aio.server(options=OPTIONS)

@@ -49,7 +49,7 @@ from contracts.checkpoint.model_spec import read_model_spec
 from contracts.config.cluster_config import Config
 from contracts.config.load_config import config_from_dict
 from contracts.errors import CheckpointError, ConfigError
-from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
+from contracts.ids import PAIR, Incarnation, RequestId, Role, RoomId, WorkerName
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import PeerRef, Submit
 from contracts.messages.worker_events import Done, Tokens
@@ -127,7 +127,7 @@ class Workers:
         assert isinstance(decode, DecodeWorker)
         self.prefill, self.decode = prefill, decode
         self.time_s = dict.fromkeys(Role, 0.0)
-        self.checks_s = {role: {"tags": 0.0, "epochs": 0.0} for role in Role}
+        self.checks_s = {role: {"tags": 0.0, "epochs": 0.0} for role in PAIR}
         """Of `time_s`, what was spent inside checks."""
         self._numbers = itertools.count()
         self._said: dict[RequestId, dict[int, int]] = {}
@@ -160,7 +160,7 @@ class Workers:
         `between` is called after each round, until it returns True.
         """
         self.time_s, self._said = dict.fromkeys(Role, 0.0), {}
-        self.checks_s = {role: {"tags": 0.0, "epochs": 0.0} for role in Role}
+        self.checks_s = {role: {"tags": 0.0, "epochs": 0.0} for role in PAIR}
         asked = [self._submit(prompt, params) for prompt, params in zip(prompts, sampling, strict=True)]
         open_ones, over = set(asked), False
         for _ in range(_ROUNDS_MOST):

@@ -30,9 +30,9 @@ from cluster.ranks.rendezvous import RankGroup
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.clock import Clock
 from contracts.cluster_secret import SECRET_VARIABLE
-from contracts.config.cluster_config import Config
+from contracts.config.cluster_config import Config, section_of
 from contracts.errors import ConfigError
-from contracts.ids import Role, WorkerName
+from contracts.ids import PAIR, Role, WorkerName
 from contracts.messages.rank_orders import AwaitReady
 from engine.models.model_base import Model
 from engine.models.registry import model_for
@@ -85,7 +85,7 @@ def build_parts(
     if config.engine.device == "cuda":
         raise ConfigError("engine.device=cuda: data planes register host memory only as yet; use engine.device=cpu")
     if (config.tp_for(role) > 1) != (group is not None):
-        raise ConfigError(f"{role}.tp={config.tp_for(role)} needs a process for each rank")
+        raise ConfigError(f"{section_of(role)}.tp={config.tp_for(role)} needs a process for each rank")
     ranks, line = (ALONE, None) if group is None else (group.ranks, group.line)
     waiter = Waiter()
     undo.callback(waiter.close)
@@ -196,7 +196,7 @@ def event_rank(role: Role, name: WorkerName) -> int:
     """The number that is added to the port of `cache.events.endpoint`: no two workers of a cluster have the same."""
     kind, _, index = name.rpartition("-")
     # By the role in the worker's name, which stays when its role is changed.
-    decodes = kind == Role.DECODE if kind in list(Role) else role is Role.DECODE
+    decodes = kind == Role.DECODE if kind in PAIR else role is Role.DECODE
     return 2 * (int(index) if index.isdigit() else 0) + decodes
 
 

@@ -10,6 +10,7 @@ from cache.device.device_port import Device
 from cluster.arena.arena_client import ArenaProvider
 from cluster.assembly.build_parts import WorkerParts, build_parts, numerics_class_of
 from cluster.ranks.rendezvous import RankGroup
+from colocate.worker import ColocatedWorker
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.clock import Clock, SystemClock
 from contracts.config.cluster_config import Config
@@ -84,7 +85,7 @@ def build_worker(
                 clock=clock,
             )
             undo.callback(receiver.close)
-            worker = _decode_worker(p, name, incarnation, sender, receiver, clock)
+            worker = _decode_worker(role, p, name, incarnation, sender, receiver, clock)
         undo.pop_all()
     return worker
 
@@ -107,11 +108,19 @@ def _prefill_worker(
 
 
 def _decode_worker(
-    p: WorkerParts, name: WorkerName, incarnation: Incarnation, sender: KVSender, receiver: KVReceiver, clock: Clock
+    role: Role,
+    p: WorkerParts,
+    name: WorkerName,
+    incarnation: Incarnation,
+    sender: KVSender,
+    receiver: KVReceiver,
+    clock: Clock,
 ) -> DecodeWorker:
+    """A decode worker, or one that computes prompts as well."""
     for socket in p.plane.waitable:
         p.waiter.add(socket)
-    return DecodeWorker(
+    made = ColocatedWorker if role is Role.COLOCATED else DecodeWorker
+    return made(
         name,
         incarnation,
         p.config,

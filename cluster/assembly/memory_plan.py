@@ -91,7 +91,7 @@ def state_options(spec: ModelSpec, config: Config, role: Role) -> StateOptions:
 
 def stride(config: Config, role: Role) -> int:
     """The most positions that launched steps of one request write beyond its committed length."""
-    return LAUNCHED * (config.prefill.chunk_tokens if role is Role.PREFILL else 1)
+    return LAUNCHED * (1 if role is Role.DECODE else config.prefill.chunk_tokens)
 
 
 def most_requests(config: Config, role: Role) -> int:

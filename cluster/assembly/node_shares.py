@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from contracts.config.cache_config import CacheOverride
 from contracts.config.cluster_config import Config
 from contracts.errors import TwinpoolError
 from contracts.ids import Role
@@ -67,12 +66,8 @@ class WorkerShare:
 
     def applied_to(self, config: Config, role: Role) -> Config:
         """`config` with this share's threads and host tier, for a worker of `role`."""
-        section = config.prefill if role is Role.PREFILL else config.decode
-        override: CacheOverride = replace(section.cache, host_bytes=self.host_bytes)
-        engine = replace(config.engine, threads=self.threads)
-        if role is Role.PREFILL:
-            return replace(config, engine=engine, prefill=replace(config.prefill, cache=override))
-        return replace(config, engine=engine, decode=replace(config.decode, cache=override))
+        override = replace(config.override_for(role), host_bytes=self.host_bytes)
+        return replace(config, engine=replace(config.engine, threads=self.threads)).with_cache(role, override)
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,6 +148,8 @@ class Controller:
         slot = self._slots.get(name)
         if slot is None or slot.state is not WorkerState.READY:
             raise ConfigError(f"{name} is {slot.state if slot else 'unknown'}: only a ready worker can change its role")
+        if Role.COLOCATED in (slot.role, role):
+            raise ConfigError(f"{name} is a {slot.role} worker and can't become a {role} one: a colocated one has both")
         if slot.role is role:
             raise ConfigError(f"{name} is a {role} worker already")
         slot.becomes, slot.drains = role, True

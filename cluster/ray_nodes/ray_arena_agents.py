@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.arena.arena_agent import ArenaAgent
 from cluster.arena.arena_client import forget
 from cluster.processes.process_ids import die_with_parent
-from cluster.ray_nodes.worker_actors import has_places
+from cluster.ray_nodes.worker_resources import has_places
 from contracts.clock import Clock
 from contracts.ids import Incarnation, WorkerName
 

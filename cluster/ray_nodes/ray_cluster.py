@@ -14,12 +14,13 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from cluster.assembly.node_shares import NodeFacts, by_machine, measured
 from cluster.processes.process_ids import same_process, start_time
+from cluster.ray_nodes.worker_resources import RESOURCES, has_places
 from contracts.errors import ConfigError
 from contracts.ids import Role
 
@@ -100,7 +101,7 @@ def start_own_ray(folder: Path, dashboard: bool) -> OwnRay:
             include_dashboard=dashboard,
             object_store_memory=OBJECT_STORE_BYTES,
             num_gpus=0,
-            resources={"twinpool_prefill": OWN_SLOTS, "twinpool_decode": OWN_SLOTS},
+            resources=dict.fromkeys(RESOURCES.values(), OWN_SLOTS),
             **_driver(),
         )
     url = context.dashboard_url
@@ -158,13 +159,13 @@ def join_ray(address: str) -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def missing_places(prefill: int, decode: int) -> str:
+def missing_places(needed: Mapping[Role, int]) -> str:
     """The places for processes of each role that the nodes that have joined so far lack, in words; empty where there
-    are enough. `prefill`, `decode`: places needed, one for each rank of each worker."""
+    are enough. `needed`: places by role, one for each rank of each worker."""
     import ray
 
     places = ray.cluster_resources()
-    wanted = {"twinpool_prefill": prefill, "twinpool_decode": decode}
+    wanted = {RESOURCES[role]: count for role, count in needed.items()}
     return ", ".join(
         f"{places.get(name, 0):g} of {count} {name}" for name, count in wanted.items() if places.get(name, 0) < count
     )
@@ -178,8 +179,6 @@ def measure_nodes(known: Container[str]) -> list[NodeFacts]:
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    from cluster.ray_nodes.worker_actors import RESOURCES, has_places
 
     asked = []
     for node in ray.nodes():

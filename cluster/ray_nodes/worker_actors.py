@@ -24,11 +24,12 @@ from cluster.arena.local_agent import ArenaAgents, NoArenaAgents
 from cluster.controller.controller import NodePlace
 from cluster.controller.worker_launcher import WorkerEnded, WorkerPlaced
 from cluster.processes.process_ids import kill_process
+from cluster.ray_nodes.worker_resources import RESOURCES, has_places
 from cluster.worker_process.sigterm_drain import TERMINATED
 from cluster.worker_process.worker_plan import BuildWorker, WorkerPlan, exit_file, node_name, process_mark
 from cluster.worker_process.worker_process import run_worker
 from contracts.clock import Clock, SystemClock
-from contracts.ids import Incarnation, Role, WorkerName
+from contracts.ids import Incarnation, WorkerName
 
 log = logging.getLogger("twinpool.actors")
 
@@ -37,13 +38,6 @@ LOOK_S = 2.0
 """Seconds between two looks for nodes that have joined or gone."""
 GET_TIMEOUT_S = 10.0
 """How long fetching a result that is ready may take before it counts as lost."""
-RESOURCES = {Role.PREFILL: "twinpool_prefill", Role.DECODE: "twinpool_decode"}
-"""The custom resource of Ray that each rank of a worker of a role takes one of."""
-
-
-def has_places(resources: Mapping[str, float]) -> bool:
-    """Whether a node with these Ray resources takes workers of any role."""
-    return any(resources.get(name, 0) > 0 for name in RESOURCES.values())
 
 
 class ActorPlacement(NamedTuple):

@@ -11,7 +11,7 @@ from cache.memory.kv_cache_spec import PoolSetSpec
 from cluster.assembly.memory_plan import MemoryPlan, plan_memory, unit_bytes
 from cluster.assembly.node_shares import MemoryShort, NodeFacts, NodeShare
 from contracts.config.cache_config import CacheOverride
-from contracts.config.cluster_config import Config
+from contracts.config.cluster_config import Config, section_of
 from contracts.errors import ConfigError
 from contracts.ids import Role
 
@@ -30,10 +30,8 @@ class MemoryDemand:
     context: int
     weights: int
     """Bytes of one worker's weights."""
-    prefill: int
-    """Number of prefill workers."""
-    decode: int
-    """Number of decode workers."""
+    workers: Mapping[Role, int]
+    """Number of workers of each role that the cluster has."""
     free: int
     """Bytes of the node's memory that are free."""
 
@@ -42,8 +40,8 @@ class MemoryDemand:
 
         Raises `ConfigError` for a pool smaller than a page.
         """
-        share, plans = self.free // max(1, self.prefill + self.decode), {}
-        for role in Role:
+        share, plans = self.free // max(1, sum(self.workers.values())), {}
+        for role in self.workers:
             cache = self.config.cache_for(role)
             if 0 < cache.device_tokens < cache.page_tokens:
                 raise ConfigError(
@@ -60,8 +58,8 @@ class MemoryDemand:
 
     def need(self, plans: dict[Role, MemoryPlan]) -> int:
         """Bytes that all workers take together: pools, weights, processes, and host tiers of a configured size."""
-        each = {role: plans[role].nbytes + self.weights + self._processes(role) for role in Role}
-        return self.prefill * each[Role.PREFILL] + self.decode * each[Role.DECODE] + self._hosts
+        each = {role: plans[role].nbytes + self.weights + self._processes(role) for role in self.workers}
+        return sum(count * each[role] for role, count in self.workers.items()) + self._hosts
 
     def _processes(self, role: Role) -> int:
         return self.config.tp_for(role) * WORKER_BYTES
@@ -73,22 +71,24 @@ class MemoryDemand:
         weights and pools need. Each worker gets the same multiple of its device pools, `cluster.host_pools` at most.
         Where the configuration gives any worker a host tier of its own (`cache.host_bytes`), there is no budget.
         """
-        own = {role: self.config.cache_for(role).host_bytes for role in Role}
+        own = {role: self.config.cache_for(role).host_bytes for role in self.workers}
         cluster = self.config.cluster
         wished = cluster.host_memory_bytes or int(cluster.host_memory_share * self.free)
         budget = 0 if any(own.values()) else max(0, min(wished, self.free - self.need(dict(plans))))
         if not budget:
             return 0, own
-        counts = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
+        counts = self.workers
         multiple = cluster.host_pools
         for _ in range(8):  # The index grows with the pages, nearly in proportion: this ends after two or three.
-            each = {role: int(multiple * plans[role].nbytes) for role in Role}
-            taken = sum(counts[role] * self._with_index(role, each[role]) for role in Role)
+            each = {role: int(multiple * plans[role].nbytes) for role in self.workers}
+            taken = sum(counts[role] * self._with_index(role, each[role]) for role in self.workers)
             if taken <= budget:
                 break
             multiple *= 0.999 * budget / taken
-        least = {role: 2 * self.config.tp_for(role) * self._page_bytes(role) for role in Role}
-        return budget, {role: each[role] if each[role] >= least[role] and taken <= budget else 0 for role in Role}
+        least = {role: 2 * self.config.tp_for(role) * self._page_bytes(role) for role in self.workers}
+        return budget, {
+            role: each[role] if each[role] >= least[role] and taken <= budget else 0 for role in self.workers
+        }
 
     def _page_bytes(self, role: Role) -> int:
         return sum(unit_bytes(self.pool_set, self.config.tp_for(role)).values())
@@ -106,27 +106,28 @@ class MemoryDemand:
 
     @property
     def _hosts(self) -> int:
-        return self.prefill * self._host(Role.PREFILL) + self.decode * self._host(Role.DECODE)
+        return sum(count * self._host(role) for role, count in self.workers.items())
 
     def refusal(self, plans: dict[Role, MemoryPlan] | None) -> str:
         """One line for the operator: why the workers don't fit, and which settings would."""
-        workers = self.prefill + self.decode
+        workers = sum(self.workers.values())
         if plans is None:
             said = f"{workers} workers need {_mib(self.weights)} of weights each, and pools of at least a page"
         else:
-            pools = " and ".join(_mib(plans[role].nbytes) for role in Role)
+            pools = " and ".join(_mib(plans[role].nbytes) for role in self.workers)
             said = f"{workers} workers need about {_mib(self.need(plans))} ({_mib(self.weights)} of weights each"
             said += f", pools of {pools}, {_mib(self._hosts)} of host tiers)"
         return f"{said}; {_mib(self.free)} are free: {self._advice()}"
 
     def _advice(self) -> str:
         """The first setting that fits: smaller pools, then fewer workers, then either without host tiers."""
-        fewer = replace(self, prefill=1, decode=1)
-        ways = {"": self, "--prefill 1 --decode 1 and ": fewer}
+        fewer = replace(self, workers=dict.fromkeys(self.workers, 1))
+        flags = " ".join(f"--{section_of(role)} 1" for role in self.workers)
+        ways = {"": self, f"{flags} and ": fewer}
         if self._hosts:
             ways |= {
                 "without cache.host_bytes, ": self._without_hosts(),
-                "without cache.host_bytes, --prefill 1 --decode 1 and ": fewer._without_hosts(),
+                f"without cache.host_bytes, {flags} and ": fewer._without_hosts(),
             }
         for how, demand in ways.items():
             plans = demand._left_open().plans()
@@ -153,6 +154,7 @@ class MemoryDemand:
             cache=replace(config.cache, **sizes),
             prefill=replace(config.prefill, cache=unset(config.prefill.cache)),
             decode=replace(config.decode, cache=unset(config.decode.cache)),
+            colocate=replace(config.colocate, cache=unset(config.colocate.cache)),
         )
         return replace(self, config=changed)
 
@@ -166,9 +168,9 @@ def divide(
 
     Raises `MemoryShort` with the numbers that would fit, and `ConfigError` for a pool smaller than a page.
     """
-    workers = {role: min(wanted[role], facts.places.get(role, 0) // config.tp_for(role)) for role in Role}
-    processes = sum(workers[role] * config.tp_for(role) for role in Role)
-    demand = MemoryDemand(config, pool_set, context, weights, workers[Role.PREFILL], workers[Role.DECODE], facts.free)
+    workers = {role: min(wanted[role], facts.places.get(role, 0) // config.tp_for(role)) for role in wanted}
+    processes = sum(workers[role] * config.tp_for(role) for role in wanted)
+    demand = MemoryDemand(config, pool_set, context, weights, workers, facts.free)
     plans = demand.plans()
     if plans is None or demand.need(plans) > facts.free:
         raise MemoryShort(demand.refusal(plans))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,10 +18,10 @@ import yaml
 from cluster.assembly.node_shares import NodeFacts, NodeShare, measured
 from contracts import cpu_levels as processor
 from contracts.checkpoint.model_spec import ModelSpec, read_model_spec, served_as
-from contracts.config.cluster_config import Config
+from contracts.config.cluster_config import Config, section_of
 from contracts.config.load_config import load_config
 from contracts.errors import ConfigError
-from contracts.ids import Role, WorkerName
+from contracts.ids import PAIR, Role, WorkerName
 
 if TYPE_CHECKING:
     from cache.memory.kv_cache_spec import PoolSetSpec
@@ -37,12 +37,26 @@ class ServeOptions:
     model: str = "demo"
     prefill: int = 1
     decode: int = 1
+    colocate: int = 0
+    """Number of colocated workers; 0: two pools, of `prefill` and `decode` workers."""
     host: str = "127.0.0.1"
     port: int = 8000
     config: Path | None = None
     assignments: tuple[str, ...] = ()
     ray_address: str | None = None
     dashboard: bool = False
+
+    @property
+    def workers(self) -> dict[Role, int]:
+        """Workers of each role that there is."""
+        if self.colocate:
+            return {Role.COLOCATED: self.colocate}
+        return {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
+
+    @property
+    def cache_role(self) -> Role:
+        """A role by whose cache section pages are laid out; it is the same for all of them."""
+        return next(iter(self.workers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +86,7 @@ class ServePlan:
     @property
     def wanted(self) -> dict[Role, int]:
         """Workers of each role."""
-        return {Role.PREFILL: self.options.prefill, Role.DECODE: self.options.decode}
+        return self.options.workers
 
     def divide(self, facts: NodeFacts) -> NodeShare:
         """Divide a node among the workers that it has places for. Raises `MemoryShort` and `ConfigError`."""
@@ -82,8 +96,7 @@ class ServePlan:
 
     @property
     def workers(self) -> list[tuple[WorkerName, Role]]:
-        counts = ((Role.PREFILL, self.options.prefill), (Role.DECODE, self.options.decode))
-        return [(WorkerName(f"{role}-{i}"), role) for role, count in counts for i in range(count)]
+        return [(WorkerName(f"{role}-{i}"), role) for role, count in self.wanted.items() for i in range(count)]
 
 
 def prepare(options: ServeOptions, free_bytes: int | None = None) -> ServePlan:
@@ -102,8 +115,8 @@ def prepare(options: ServeOptions, free_bytes: int | None = None) -> ServePlan:
         # Everything is in this process, and the next lines compute.
         processor.pin(config.engine.numerics_class)
     spec = served_as(read_model_spec(model_folder(options.model)), config.router.served_model_name)
-    pool_set = pool_set_of(spec, config)
-    check_ranks(config, spec)
+    pool_set = pool_set_of(spec, config, options.cache_role)
+    check_ranks(config, spec, options.workers)
     weights = weight_bytes(spec, config)
     prepared = ServePlan(options, config, spec, pool_set, free_port(options.host, options.port), {}, weights)
     if options.ray_address is None:
@@ -132,27 +145,30 @@ def model_folder(model: str) -> Path:
     return Path(model).expanduser().absolute()
 
 
-def pool_set_of(spec: ModelSpec, config: Config) -> PoolSetSpec:
-    """The pools that a checkpoint's model needs. Raises `CheckpointError` for a model that isn't supported."""
+def pool_set_of(spec: ModelSpec, config: Config, role: Role = Role.PREFILL) -> PoolSetSpec:
+    """The pools that a checkpoint's model needs in workers of `role`.
+
+    Raises `CheckpointError` for a model that isn't supported.
+    """
     from cluster.assembly.memory_plan import state_options
     from engine.models.registry import model_for
 
-    return model_for(spec).pool_set(state_options(spec, config, Role.PREFILL))
+    return model_for(spec).pool_set(state_options(spec, config, role))
 
 
-def check_ranks(config: Config, spec: ModelSpec) -> None:
+def check_ranks(config: Config, spec: ModelSpec, roles: Iterable[Role] = PAIR) -> None:
     """Check that the model can be divided into the configured numbers of ranks. Raises `ConfigError` naming numbers
     that would work."""
-    for role in Role:
-        size = config.tp_for(role)
+    for role in roles:
+        size, key = config.tp_for(role), f"{section_of(role)}.tp"
         if size == 1:
             continue
         if config.transfer.plane == "local":
-            raise ConfigError(f"{role}.tp={size} needs a process for each rank: use transfer.plane=shm or zmq")
+            raise ConfigError(f"{key}={size} needs a process for each rank: use transfer.plane=shm or zmq")
         reason = divides(config, spec, size)
         if reason:
             good = [str(n) for n in range(1, 17) if not divides(config, spec, n)]
-            raise ConfigError(f"{role}.tp={size}: {reason}; {role}.tp can be {', '.join(good)}")
+            raise ConfigError(f"{key}={size}: {reason}; {key} can be {', '.join(good)}")
 
 
 def divides(config: Config, spec: ModelSpec, size: int) -> str:
@@ -206,6 +222,13 @@ def free_port(host: str, port: int) -> int:
 
 
 def _check_flags(options: ServeOptions) -> None:
+    if options.colocate < 0:
+        raise ConfigError(f"--colocate must be at least 1, got {options.colocate}")
+    if options.colocate and (options.prefill, options.decode) != (1, 1):
+        raise ConfigError(
+            "--colocate goes without --prefill and --decode: colocated workers have both roles, and a cluster has "
+            "either them or two pools"
+        )
     for flag, count in (("--prefill", options.prefill), ("--decode", options.decode)):
         if count < 1:
             raise ConfigError(f"{flag} must be at least 1, got {count}: each role needs a worker")
@@ -218,7 +241,7 @@ def _check_config(config: Config, options: ServeOptions) -> None:
         raise ConfigError("transfer.plane=local runs everything in one process: leave out --ray-address or the plane")
     if config.engine.device == "cuda":
         raise ConfigError("engine.device=cuda: data planes register host memory only as yet; use engine.device=cpu")
-    pages = {role: config.cache_for(role).page_tokens for role in Role}
+    pages = {role: config.cache_for(role).page_tokens for role in options.workers}
     if len(set(pages.values())) > 1:
         raise ConfigError(
             f"prefill.cache.page_tokens is {pages[Role.PREFILL]} and decode.cache.page_tokens is "

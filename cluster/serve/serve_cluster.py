@@ -37,7 +37,6 @@ from cluster.worker_process.worker_process import build_from_plan
 from contracts.clock import Clock, SystemClock
 from contracts.cluster_secret import SECRET_VARIABLE
 from contracts.errors import TwinpoolError
-from contracts.ids import Role
 from contracts.json_logs import log_to_stream
 
 if TYPE_CHECKING:
@@ -140,9 +139,11 @@ class ServeCluster:
 
     def _join(self, stack: ExitStack) -> str:
         from cluster.ray_nodes.ray_cluster import authenticated, join_ray, leave_ray, missing_places
+        from cluster.ray_nodes.worker_resources import resource_example
 
         options = self._prepared.options
-        tp = {role: self._prepared.config.tp_for(role) for role in Role}
+        config = self._prepared.config
+        places = {role: count * config.tp_for(role) for role, count in options.workers.items()}
         stack.callback(leave_ray)
         address = join_ray(options.ray_address or "auto")
         self._stopping.install()  # importing Ray takes SIGTERM over
@@ -153,12 +154,11 @@ class ServeCluster:
             )
         deadline = self._clock.now() + self._prepared.config.cluster.start_timeout_s
         said = ""
-        while missing := missing_places(options.prefill * tp[Role.PREFILL], options.decode * tp[Role.DECODE]):
+        while missing := missing_places(places):
             self._check_stop()
             if self._clock.now() > deadline:
                 raise PartFailed(
-                    f"Ray's nodes have {missing}: start nodes with "
-                    '--resources \'{"twinpool_prefill": N, "twinpool_decode": N}\''
+                    f"Ray's nodes have {missing}: start nodes with --resources '{resource_example(places)}'"
                 )
             if missing != said:
                 self._terminal.step("ray", f"waiting for nodes: {missing}")

@@ -38,7 +38,7 @@ POLL_S = 0.02
 
 
 class _Server(RouterServer):
-    """The router's HTTP server; calls `on_ready` once both roles have a worker that serves.
+    """The router's HTTP server; calls `on_ready` once every role has a worker that serves.
 
     Its start raises `TimeoutError` when that takes longer than `HEALTHY_S`.
     """
@@ -52,7 +52,7 @@ class _Server(RouterServer):
         await super().startup(sockets)
         if self.started:
             async with asyncio.timeout(HEALTHY_S):
-                while not all(self._core.serving(role) for role in Role):
+                while not all(self._core.serving(role) for role in self._core.workers.roles):
                     await asyncio.sleep(POLL_S)
             self._on_ready()
 

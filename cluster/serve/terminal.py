@@ -101,7 +101,7 @@ def node_table(prepared: ServePlan) -> object:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for title in ("node", "cores", "free", "threads", "host budget", "prefill", "decode"):
+    for title in ("node", "cores", "free", "threads", "host budget", *prepared.wanted):
         table.add_column(title, justify="left" if title == "node" else "right", no_wrap=True)
     for share in prepared.shares.values():
         given = any(share.host_bytes.values())

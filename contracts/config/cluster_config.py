@@ -6,9 +6,9 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from contracts.config.cache_config import CacheConfig
+from contracts.config.cache_config import CacheConfig, CacheOverride
 from contracts.config.router_config import AuditConfig, RouterConfig, WatchConfig
-from contracts.config.worker_config import DecodeConfig, EngineConfig, PrefillConfig, TransferConfig
+from contracts.config.worker_config import ColocateConfig, DecodeConfig, EngineConfig, PrefillConfig, TransferConfig
 from contracts.ids import Role
 
 
@@ -70,12 +70,18 @@ class FaultsConfig:
     time."""
 
 
+def section_of(role: Role) -> str:
+    """Return the name of the configuration section of the workers of `role`."""
+    return "colocate" if role is Role.COLOCATED else str(role)
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
+    colocate: ColocateConfig = field(default_factory=ColocateConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
@@ -85,13 +91,46 @@ class Config:
 
     def cache_for(self, role: Role) -> CacheConfig:
         """Return the cache section with the overrides of `role`."""
-        override = self.prefill.cache if role is Role.PREFILL else self.decode.cache
+        override = self.override_for(role)
         changes = {f.name: v for f in dataclasses.fields(override) if (v := getattr(override, f.name)) is not None}
         return dataclasses.replace(self.cache, **changes)
 
+    def override_for(self, role: Role) -> CacheOverride:
+        """Return what `role` overrides of the cache section."""
+        return self._section(role).cache
+
     def tp_for(self, role: Role) -> int:
         """Tensor-parallel ranks of a worker of `role`."""
-        return self.prefill.tp if role is Role.PREFILL else self.decode.tp
+        return self._section(role).tp
+
+    def _section(self, role: Role) -> PrefillConfig | DecodeConfig | ColocateConfig:
+        match role:
+            case Role.PREFILL:
+                return self.prefill
+            case Role.DECODE:
+                return self.decode
+            case Role.COLOCATED:
+                return self.colocate
+
+    def with_cache(self, role: Role, override: CacheOverride) -> Config:
+        """Return the configuration with `override` as the overrides of `role`."""
+        section = dataclasses.replace(self._section(role), cache=override)
+        match section:
+            case PrefillConfig():
+                return dataclasses.replace(self, prefill=section)
+            case DecodeConfig():
+                return dataclasses.replace(self, decode=section)
+            case ColocateConfig():
+                return dataclasses.replace(self, colocate=section)
+
+    def as_colocated(self) -> Config:
+        """Return the configuration as both halves of a colocated worker go by it: ranks and cache are the worker's."""
+        tp, cache = self.colocate.tp, self.colocate.cache
+        return dataclasses.replace(
+            self,
+            prefill=dataclasses.replace(self.prefill, tp=tp, cache=cache),
+            decode=dataclasses.replace(self.decode, tp=tp, cache=cache),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -86,7 +86,7 @@ def _check_together(config: Config) -> None:
         raise ConfigError(
             f"config key decode.output_length_quantile is a share up to 1; got {config.decode.output_length_quantile}"
         )
-    if config.decode.retract == "copy" and not may_have_host_memory(config, Role.DECODE):
+    if config.decode.retract == "copy" and not may_have_host_memory(config, Role.DECODE, Role.COLOCATED):
         raise ConfigError(
             "config key decode.retract=copy needs host memory to copy into: set cache.host_bytes or "
             "cluster.host_memory_share, or leave it at auto"
@@ -168,6 +168,7 @@ _MAY_BE_ZERO = {
     "engine.threads", "cache.device_tokens", "prefill.cache.device_tokens", "decode.cache.device_tokens",
     "cache.device_requests", "prefill.cache.device_requests", "decode.cache.device_requests",
     "cache.host_bytes", "prefill.cache.host_bytes", "decode.cache.host_bytes", "cache.prefetch.base_s",
+    "colocate.cache.device_tokens", "colocate.cache.device_requests", "colocate.cache.host_bytes",
     "cache.prefetch.per_token_s", "cache.storage.ttl_s", "faults.stop_in_write", "faults.corrupt_page",
     "faults.step_delay_s", "faults.link_bytes_per_s", "router.replay_limit", "router.max_body_bytes",
     "router.max_prompt_logprobs", "decode.prefix_offer_bytes",

@@ -29,7 +29,8 @@ class EngineConfig:
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
     chunk_tokens: int = 512
-    """Token budget of a prefill step; longer prompts take several steps."""
+    """Token budget of a prefill step; longer prompts take several steps. On a colocated worker the budget of any step,
+    in which each row of decode takes one token first."""
     short_share: float = 0.25
     """The part of a step's token budget that goes first to prompts with less left to compute than the oldest one. The
     oldest prompt gets the rest, so that it is never slowed down by more."""
@@ -75,6 +76,21 @@ class DecodeConfig:
     output_length_quantile: float = 0.75
     """A request is admitted with room for the answer that this share of recent ones, as far along as it, stayed within;
     1: for the longest of them."""
+    cache: CacheOverride = field(default_factory=CacheOverride)
+
+
+@dataclass(frozen=True, slots=True)
+class ColocateConfig:
+    """A colocated worker also goes by the keys of `prefill` and `decode`, but for their `tp` and `cache`."""
+
+    prompt_tokens: int = 64
+    """The part of a step's token budget (`prefill.chunk_tokens`) that prompts keep, however many rows decode has in the
+    step; at least a page."""
+    mixed_steps: bool = True
+    """Whether rows of decode and chunks of prompts are computed in one step, so that weights are read once. Otherwise
+    one step of each follows the other: for kernels that are made for one kind."""
+    tp: int = 1
+    """As `prefill.tp`."""
     cache: CacheOverride = field(default_factory=CacheOverride)
 
 

@@ -4,7 +4,8 @@ docs/states.md draws the states. A request waits until pages and a slot are gran
 verified, and runs until its last token. Where pages are short it is retracted (retracting: its steps land; retracted:
 its state is in host memory or on storage; resuming) and runs again when everything is back and matches its tags. A
 request that migrates is leaving until the other worker has received it, and runs on here when the migration comes to
-nothing. A retracted request isn't migrated before it is back.
+nothing. A retracted request isn't migrated before it is back. On a colocated worker a request arrives while its prompt
+is computed there, and waits again when the prompt is preempted.
 
 A request is admitted with pages for its prompt and its next step, and gets more as it goes on; where there are none, a
 request is retracted (`decode.retraction.retraction`). While a step is under way the next one may be launched already,
@@ -49,6 +50,7 @@ class DecodePhase(StrEnum):
 
 class DecodeEvent(StrEnum):
     GRANT = "grant"
+    PREEMPT = "preempt"
     ARRIVED = "arrived"
     DEPART = "depart"
     RETRACT = "retract"
@@ -62,7 +64,11 @@ PHASES = StateTable[DecodePhase, DecodeEvent](
     "decode request",
     {
         DecodePhase.WAITING: {DecodeEvent.GRANT: DecodePhase.ARRIVING, DecodeEvent.END: DecodePhase.GONE},
-        DecodePhase.ARRIVING: {DecodeEvent.ARRIVED: DecodePhase.RUNNING, DecodeEvent.END: DecodePhase.GONE},
+        DecodePhase.ARRIVING: {
+            DecodeEvent.ARRIVED: DecodePhase.RUNNING,
+            DecodeEvent.PREEMPT: DecodePhase.WAITING,
+            DecodeEvent.END: DecodePhase.GONE,
+        },
         DecodePhase.RUNNING: {
             DecodeEvent.DEPART: DecodePhase.LEAVING,
             DecodeEvent.RETRACT: DecodePhase.RETRACTING,

@@ -24,6 +24,21 @@ class RouterEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptReceived:
+    """The request has all state of its prompt, and its first token; `bytes` of it came through the room."""
+
+    request: DecodeRequest
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPreempted:
+    """The prompt of this request, which this worker computes, has no pages any more: the request waits for them."""
+
+    request: DecodeRequest
+
+
+@dataclass(frozen=True, slots=True)
 class RequestFinished:
     """The answer of this request is complete; `reason` is ``stop`` or ``length``."""
 

@@ -90,6 +90,10 @@ class MemoryPressure:
             self._lengths.retracted()
         return chosen
 
+    def shorter_than_needed(self) -> None:
+        """Expect longer answers: a prompt had to be preempted for requests that run."""
+        self._lengths.retracted()
+
     def _alone(self) -> bool:
         """Whether one request has all that is allocated, and no copy under way is about to free anything."""
         return len(self._manager.table) == 1 and not self._manager.busy

@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote
 
 from contracts.errors import RequestError
-from contracts.ids import Role
+from contracts.ids import PAIR, Role
 from contracts.messages.worker_status import WorkerStatus
 from router.api.admin_status import STATUS_DEADLINE_S, forbidden, natural, status_line, unknown_as_yet
 from router.api.asgi_exchange import HttpExchange
@@ -176,8 +176,10 @@ async def role(service: RouterService, exchange: HttpExchange) -> None:
         return await exchange.fail(target)
     (entry,) = target.entries
     wanted = parse_qs(exchange.query.decode("latin-1")).get("role", [""])[-1]
-    if wanted not in list(Role):
-        return await exchange.fail(_conflict(f"role must be {' or '.join(Role)}, got {wanted!r}"))
+    if wanted not in PAIR:
+        return await exchange.fail(_conflict(f"role must be {' or '.join(PAIR)}, got {wanted!r}"))
+    if entry.record.role is Role.COLOCATED:
+        return await exchange.fail(_conflict(f"{name} is colocated: it has both roles, and keeps them"))
     if entry.record.role == wanted:
         return await exchange.fail(_conflict(f"{name} is a {wanted} worker already"))
     if entry.status.state != "ready":

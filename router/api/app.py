@@ -9,7 +9,6 @@ from contextlib import suppress
 from typing import Any
 
 from contracts.errors import TwinpoolError
-from contracts.ids import Role
 from router.api import admin_drain as drains
 from router.api import admin_status as admin
 from router.api.asgi_exchange import AsgiReceive, AsgiScope, AsgiSend, BodyTooLarge, HttpExchange
@@ -225,7 +224,7 @@ def _model(service: RouterService, name: str) -> dict[str, Any]:
 async def _health(service: RouterService, exchange: HttpExchange) -> None:
     """Answer 200 while both roles have a worker that serves and waiting work advances, else 503 with the problems."""
     core = service.core
-    serving = {str(role): len(core.serving(role)) for role in Role}
+    serving = {str(role): len(core.serving(role)) for role in core.workers.roles}
     problems = [f"no {role} worker can serve" for role, count in serving.items() if not count]
     if core.progress.stalled_s > service.config.stall_s:
         problems.append(f"work waits and nothing has advanced for {core.progress.stalled_s:.1f} s")

@@ -9,6 +9,9 @@ expression a role decides:
 - Decode is routed by load: to the worker with the fewest sequences. A worker to which the chosen prefill worker has
   failed to hand this request over comes last.
 
+A colocated worker has both roles, and a request goes to one such worker alone: to the one with the fewest tokens to
+compute, where each sequence that it runs counts as `SEQUENCE_TOKENS`.
+
 Ties go to the worker that was chosen longest ago. A pair that was picked is booked by the caller until it is unbooked,
 and `check` recounts the books from the requests.
 """
@@ -26,11 +29,16 @@ from router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
 
 @dataclass(frozen=True, slots=True)
 class WorkerPair:
-    """The prefill and the decode worker of one attempt."""
+    """The prefill and the decode worker of one attempt; the same one where that is colocated."""
 
     prefill: WorkerEntry
     decode: WorkerEntry | None
     """None where only one token is left to draw: prefill draws it."""
+
+    @property
+    def one(self) -> bool:
+        """Whether one worker has both roles."""
+        return self.decode is self.prefill
 
 
 class Placement:
@@ -45,6 +53,9 @@ class Placement:
 
     def pick(self, r: RoutedRequest, now: float) -> WorkerPair | None:
         """The pair of workers for a request's next attempt; None while there is none."""
+        if self._workers.colocated:
+            both = self._pick_by_tokens(Role.COLOCATED, r, now, {r.numerics} if r.told else None)
+            return WorkerPair(both, both) if both is not None else None
         to_decode = r.max_len - r.next_position > 1
         classes = {r.numerics} if r.told else None
         if to_decode:
@@ -67,12 +78,16 @@ class Placement:
 
         `classes`: the numerics classes to choose from; None: all.
         """
+        return self._pick_by_tokens(Role.PREFILL, r, now, classes)
 
+    def _pick_by_tokens(
+        self, role: Role, r: RoutedRequest, now: float, classes: Container[str] | None
+    ) -> WorkerEntry | None:
         def cost(e: WorkerEntry) -> tuple[int, int, int]:
             uncached = self._uncached(r, e)
             return (e.load + uncached, uncached, e.turn)
 
-        return self._pick(Role.PREFILL, r.max_len, r.avoid, now, cost, classes)
+        return self._pick(role, r.max_len, r.avoid, now, cost, classes)
 
     def pick_decode(
         self,
@@ -84,7 +99,8 @@ class Placement:
     ) -> WorkerEntry | None:
         """A decode worker for a sequence of `max_len` positions, of one of these numerics classes; None while there is
         none. `avoid`: workers not to choose, each with the time until when; `spoiled`: workers to choose last."""
-        return self._pick(Role.DECODE, max_len, avoid, now, lambda e: (e.key in spoiled, e.load, e.turn), classes)
+        role = Role.COLOCATED if self._workers.colocated else Role.DECODE
+        return self._pick(role, max_len, avoid, now, lambda e: (e.key in spoiled, e.load, e.turn), classes)
 
     def _pick(
         self,
@@ -109,10 +125,11 @@ class Placement:
 
     def missing(self, r: RoutedRequest, now: float) -> str:
         """Why a queued request has no workers, in words for its error message."""
-        roles = [role for role in Role if not self._workers.serving(role, now)]
+        roles = [role for role in self._workers.roles if not self._workers.serving(role, now)]
         if not roles and (unlike := self._workers.unlike(now)):
             return unlike
-        what = " and no ".join(f"{role} worker" for role in roles) or "free pair of workers"
+        free = "free worker" if self._workers.colocated else "free pair of workers"
+        what = " and no ".join(f"{role} worker" for role in roles) or free
         if left_alone := self._workers.left_alone(now):
             what += f" (left alone after failures: {', '.join(left_alone)})"
         if r.told and r.numerics:
@@ -126,12 +143,13 @@ class Placement:
         prefill, decode = pair.prefill, pair.decode
         r.prefill, r.prefill_loaded = prefill.key, self._uncached(r, prefill)
         r.workers = {Role.PREFILL: prefill.record.name}
-        prefill.book(r.id, r.prefill_loaded)
+        prefill.book(r.id, r.prefill_loaded + (decode.sequence_load if decode is not None and pair.one else 0))
         self._indexes.sent(prefill.key, r.hashes)
         if decode is not None:
             r.decode = decode.key
             r.workers[Role.DECODE] = decode.record.name
-            decode.book(r.id, 1)
+            if not pair.one:
+                decode.book(r.id, decode.sequence_load)
 
     def prefilled(self, r: RoutedRequest) -> None:
         """Unbook the prompt's tokens, which prefill has computed; the request stays booked. Idempotent."""
@@ -141,7 +159,7 @@ class Placement:
         r.prefill_loaded = 0
 
     def unbook_prefill(self, r: RoutedRequest) -> None:
-        """Unbook the request from its prefill worker. Idempotent."""
+        """Unbook the request from its prefill worker, which isn't its decode worker. Idempotent."""
         entry = self._workers.get(r.prefill) if r.prefill else None
         if entry is not None:
             entry.unbook(r.id, r.prefill_loaded)
@@ -152,7 +170,7 @@ class Placement:
         self.unbook_prefill(r)
         entry = self._workers.get(r.decode) if r.decode else None
         if entry is not None:
-            entry.unbook(r.id, 1)
+            entry.unbook(r.id, entry.sequence_load)
         r.decode = None
 
     def check(self, requests: Iterable[tuple[RoutedRequest, WorkerKey | None]]) -> list[str]:
@@ -162,9 +180,10 @@ class Placement:
         load: dict[WorkerKey, int] = {}
         members: dict[WorkerKey, set[RequestId]] = {}
         for r, target in requests:
-            for key, booked in ((r.prefill, r.prefill_loaded), (r.decode, 1), (target, 1)):
+            for key, prompt in ((r.prefill, r.prefill_loaded), (r.decode, None), (target, None)):
                 if key is not None:
-                    load[key] = load.get(key, 0) + booked
+                    sequence = known.sequence_load if (known := self._workers.get(key)) is not None else 1
+                    load[key] = load.get(key, 0) + (sequence if prompt is None else prompt)
                     members.setdefault(key, set()).add(r.id)
         for entry in self._workers:
             if entry.breaker.probe is not None and entry.breaker.probe not in entry.requests:

@@ -133,7 +133,7 @@ class RouterCore:
         for r in self.requests.those(entry.requests):
             if self.migrations.lost(r, entry.key, reason):
                 continue
-            if r.prefill == entry.key and r.outlives_prefill:
+            if r.prefill == entry.key and r.outlives_prefill and not r.on_one_worker:
                 self._placement.unbook_prefill(r)
                 r.prefill_lost = True
                 self._finish_if_complete(r)
@@ -152,7 +152,7 @@ class RouterCore:
         for r in self.requests.those(entry.requests) if entry is not None else []:
             if self.migrations.lost(r, key, "it leaves", over=False):
                 continue
-            if r.prefill == key and r.outlives_prefill:
+            if r.prefill == key and r.outlives_prefill and not r.on_one_worker:
                 self._placement.unbook_prefill(r)
                 r.prefill_lost = True
             else:
@@ -214,7 +214,7 @@ class RouterCore:
             r.room = RoomId(self._mint_room())
             self._placement.book(r, pair)
             submit = _submit(r, r.room, now)
-            if pair.decode is not None:
+            if pair.decode is not None and not pair.one:
                 self._actions.append(SendCommand(pair.decode.key, replace(submit, peer=pair.prefill.peer)))
                 submit = replace(submit, peer=pair.decode.peer)
             self._actions.append(SendCommand(pair.prefill.key, submit))
@@ -235,7 +235,7 @@ class RouterCore:
             self._retry(r, self._failover.of_error(r, worker, event))
         else:
             self.progress.advanced()  # A failed attempt is no progress.
-            self._on_progress(r, Role.PREFILL if worker == r.prefill else Role.DECODE, event)
+            self._on_progress(r, r.role_of(worker, event), event)
 
     def _on_progress(self, r: RoutedRequest, role: Role, event: Event) -> None:
         """Take in an event of the current attempt from the worker of `role`; it is no error."""
@@ -243,7 +243,7 @@ class RouterCore:
         match event:
             case Tokens():
                 if role is Role.DECODE and not r.decode_spoke:
-                    self.workers.succeeded((r.prefill, r.decode), r.id, now)
+                    self.workers.succeeded({r.prefill, r.decode}, r.id, now)
                 self._actions += _delivered(r, *r.accept(event, role))
             case LegReport():
                 r.progress.append(event)
@@ -259,7 +259,7 @@ class RouterCore:
                     self._actions += _delivered(r, *r.release_early())
             case Done():
                 if r.done is None:
-                    if not r.decode:
+                    if not r.decode or (r.on_one_worker and not r.decode_spoke):
                         self.workers.succeeded((r.prefill,), r.id, now)
                     r.done, r.done_at = (role, event), now
         if r.done is not None:
@@ -313,9 +313,13 @@ class RouterCore:
     def _leave(self, r: RoutedRequest, ended: tuple[Role, ...]) -> None:
         """Take the request off both workers; send a cancel to a linked worker whose role isn't in `ended`."""
         self.migrations.leave(r)
-        for role, key in ((Role.PREFILL, r.prefill), (Role.DECODE, r.decode)):
+        if r.on_one_worker:
+            legs = [] if ended else [r.prefill]
+        else:
+            legs = [key for role, key in ((Role.PREFILL, r.prefill), (Role.DECODE, r.decode)) if role not in ended]
+        for key in legs:
             entry = self.workers.get(key) if key else None
-            if key and entry is not None and entry.linked and role not in ended:
+            if key and entry is not None and entry.linked:
                 self._actions.append(SendCommand(key, Cancel(r.id, r.attempt)))
         self._placement.unbook(r)
         self.requests.held.pop(r.id, None)

@@ -94,7 +94,7 @@ class WorkerIndexes:
         known, self._indexes = self._indexes, {}
         for entry in entries:
             index = known.get(entry.record.name)
-            if entry.record.role is Role.PREFILL:
+            if entry.record.role is not Role.DECODE:
                 index = self._current(index, entry)
             if index is not None:
                 index.at_most = share

@@ -209,11 +209,13 @@ class PrometheusMetrics(Collector):
         )
         yield GaugeMetricFamily("twinpool_requests_waiting", "Choices waiting for workers", value=core.requests.waiting)
         serving = GaugeMetricFamily("twinpool_workers_serving", "Workers that take requests", labels=["role"])
-        for role in Role:
+        for role in core.workers.roles:
             serving.add_metric([role], len(core.serving(role)))
         yield serving
         load = GaugeMetricFamily(
-            "twinpool_worker_load", "Prompt tokens (prefill) or sequences (decode) in flight", labels=["worker", "role"]
+            "twinpool_worker_load",
+            "Prompt tokens (prefill), sequences (decode), or both in flight",
+            labels=["worker", "role"],
         )
         free = GaugeMetricFamily(
             "twinpool_worker_pages_free", "Free pages, as last reported", labels=["worker", "role"]

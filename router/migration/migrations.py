@@ -208,7 +208,7 @@ class Migrations:
         rooms = RoomId(self._mint_room()), RoomId(self._mint_room())
         migration = Migration(r.decode, target.key, r.next_attempt(), *rooms, now)
         self._under_way[r.id] = r, migration
-        target.book(r.id, 1)
+        target.book(r.id, target.sequence_load)
         self.counts.begun += 1
         self._send(r.decode, PushPrefix(r.id, r.attempt, migration.ahead, target.peer))
         return True
@@ -269,7 +269,7 @@ class Migrations:
         self._wishes.pop(r.id, None)
         source = self._workers.get(migration.source)
         if source is not None:
-            source.unbook(r.id, 1)
+            source.unbook(r.id, source.sequence_load)
         target = self._workers.get(migration.target)
         assert target is not None, "who speaks has an entry"
         self._workers.succeeded((migration.target,), r.id, now)
@@ -299,7 +299,7 @@ class Migrations:
         migration.step(event, self._clock.now())
         del self._under_way[r.id]
         if target is not None:
-            target.unbook(r.id, 1)
+            target.unbook(r.id, target.sequence_load)
             if offered and not over and target.linked:
                 self._send(migration.target, Cancel(r.id, migration.attempt))
 
@@ -346,7 +346,8 @@ class Migrations:
 
     def restart(self, r: RoutedRequest, worker: WorkerKey) -> bool:
         """Start a request over, if there is another worker of this one's role to take it; returns whether it did."""
-        role = Role.DECODE if worker == r.decode else Role.PREFILL
+        entry = self._workers.get(worker)
+        role = entry.record.role if entry is not None else Role.DECODE if worker == r.decode else Role.PREFILL
         others = [e for e in self._workers.able(role, r.max_len, r.avoid, self._clock.now()) if e.key != worker]
         if not others or r.done is not None:
             return False

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from contracts.clock import Clock
-from contracts.ids import RequestId, Role, RoomId
+from contracts.ids import RequestId, RoomId
 from contracts.messages.router_commands import Command, PullPrefix, PushPrefix
 from contracts.messages.worker_events import PrefixOffered, PullDone, PushReady
 from router.state.worker_table import WorkerKey, WorkerTable
@@ -72,7 +72,7 @@ class PrefixTransfers:
 
     def _place(self, worker: WorkerKey, offered: PrefixOffered) -> None:
         now = self._clock.now()
-        able = self._workers.able(Role.DECODE, len(offered.tokens), {worker: float("inf")}, now)
+        able = self._workers.able(self._workers.roles[-1], len(offered.tokens), {worker: float("inf")}, now)
         source = self._workers.get(worker)
         if source is not None:
             # A worker of another numerics class would have computed other state.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from contracts.ids import Role
+from contracts.ids import PAIR, Role
 from contracts.messages.worker_events import LegReport
 from router.openai.choice_output import ChoiceOutput
 
@@ -23,13 +23,13 @@ def timeline_of(choice: ChoiceOutput) -> dict[str, Any]:
     received = sum(p.transfer_bytes for p in request.progress)
     arrived = request.arrived - choice.tokenise_s
     placed = request.first_placed if request.first_placed is not None else request.arrived
-    computed = {str(role): sum(p.computed_tokens for p in request.progress if p.role is role) for role in Role}
+    computed = {str(role): sum(p.computed_tokens for p in request.progress if p.role is role) for role in PAIR}
     return {
         "timeline": {
             "tokenise": round(choice.tokenise_s, 6),
             "queue": round(placed - request.arrived, 6),
             "prefill": dict(prefill.marks) if prefill else {},
-            "transfer": _transfer_s(decode),
+            "transfer": _transfer_s(decode) if len(set(request.workers.values())) > 1 else None,
             "hidden": _mark(decode, "hidden"),
             "exposed": _mark(decode, "exposed"),
             "decode": dict(decode.marks) if decode else {},

@@ -245,7 +245,7 @@ class RouterService:
                 param="max_tokens",
             )
         left = context - have
-        for role in Role:
+        for role in self.core.workers.roles:
             most = self.core.workers.most_positions(role)
             if most is None or (role is Role.DECODE and wanted <= 1 and request.max_tokens is not None):
                 continue

@@ -21,7 +21,7 @@ from enum import StrEnum
 
 from contracts.errors import ErrorKind, IllegalTransition
 from contracts.ids import RequestId, Role, RoomId
-from contracts.messages.worker_events import Done, LegReport, Tokens
+from contracts.messages.worker_events import Done, Event, LegReport, Tokens
 from contracts.sampling_params import SamplingParams, TokenLogprob
 from router.state.worker_table import WorkerKey
 
@@ -218,8 +218,30 @@ class RoutedRequest:
         """How many attempts were placed on a pair of workers; a migration goes on with the attempt that it is of."""
         return len(self.legs) - self.migrations
 
+    @property
+    def on_one_worker(self) -> bool:
+        """Whether one colocated worker has both legs."""
+        return self.prefill is not None and self.prefill == self.decode
+
+    def role_of(self, worker: WorkerKey, event: Event) -> Role:
+        """The role in which one of the request's workers says `event`. A colocated one has both: what it says of the
+        prompt, and whatever it says last, it says as prefill, after which nothing of another worker is to come."""
+        if worker != self.prefill:
+            return Role.DECODE
+        if not self.on_one_worker:
+            return Role.PREFILL
+        match event:
+            case Tokens():
+                return Role.PREFILL if event.position == self.base else Role.DECODE
+            case LegReport():
+                return event.role
+            case _:
+                return Role.PREFILL
+
     def hand_over(self, worker: WorkerKey, name: str, attempt: int, room: RoomId) -> None:
         """Enter another decode worker, which goes on at the next position; the caller keeps both workers' books."""
+        if self.on_one_worker:
+            self.prefill = None  # What it computed as prefill goes to the next worker with the rest.
         self.decode, self.attempt, self.room = worker, attempt, room
         self.workers[Role.DECODE] = name
         self.migrations += 1

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from contracts.config.router_config import RouterConfig
-from contracts.ids import Incarnation, RequestId, Role, WorkerName
+from contracts.ids import PAIR, Incarnation, RequestId, Role, WorkerName
 from contracts.messages.fingerprint import binding_class
 from contracts.messages.router_commands import PeerRef
 from contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
@@ -25,6 +25,9 @@ DRAIN_ANSWER_S = 10.0
 """Seconds after which a worker that was asked to drain and still serves counts as not having heard of it."""
 
 GONE = frozenset({"left", "dead"})
+
+SEQUENCE_TOKENS = 16
+"""The load of a sequence on a colocated worker, in prompt tokens: it takes a token of each step to come."""
 
 
 @dataclass(slots=True)
@@ -42,7 +45,8 @@ class WorkerEntry:
     drains: bool = False
     """Whether the worker has answered that it drains, and no operator has cancelled that. A view may be older."""
     load: int = 0
-    """Prefill: prompt tokens in flight. Decode: sequences in flight."""
+    """Prefill: prompt tokens in flight. Decode: sequences in flight. Colocated: prompt tokens, and `SEQUENCE_TOKENS`
+    for each sequence."""
     turn: int = 0
     """The number of the choice that last picked the worker; ties go to the lowest."""
     requests: set[RequestId] = field(default_factory=set)
@@ -56,6 +60,11 @@ class WorkerEntry:
     def numerics(self) -> str:
         """The worker's numerics class; empty where any will do (``fast``)."""
         return binding_class(self.record.fingerprint)
+
+    @property
+    def sequence_load(self) -> int:
+        """The load of a sequence in flight."""
+        return SEQUENCE_TOKENS if self.record.role is Role.COLOCATED else 1
 
     @property
     def peer(self) -> PeerRef:
@@ -103,6 +112,17 @@ class WorkerTable:
     def get(self, key: WorkerKey) -> WorkerEntry | None:
         entry = self._entries.get(key[0])
         return entry if entry is not None and entry.record.incarnation == key[1] else None
+
+    @property
+    def colocated(self) -> bool:
+        """Whether the cluster's workers are colocated: then a request needs one of them, and else one of each role of
+        `PAIR`."""
+        return any(e.record.role is Role.COLOCATED for e in self)
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The roles of which a request needs a worker each."""
+        return (Role.COLOCATED,) if self.colocated else PAIR
 
     def named(self, name: str) -> WorkerEntry | None:
         return self._entries.get(WorkerName(name))
@@ -186,7 +206,7 @@ class WorkerTable:
 
     def unlike(self, now: float) -> str:
         """Why no pair of serving workers shares a numerics class; empty where one does, or a role has no worker."""
-        prefill, decode = (self.serving(role, now) for role in (Role.PREFILL, Role.DECODE))
+        prefill, decode = (self.serving(role, now) for role in PAIR)
         if not prefill or not decode or {e.numerics for e in prefill} & {e.numerics for e in decode}:
             return ""
         return (

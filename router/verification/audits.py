@@ -162,7 +162,8 @@ class Audits:
         self.pump()
 
     def pump(self) -> None:
-        """Send waiting audits, the oldest first, to idle prefill workers; none while requests wait for workers."""
+        """Send waiting audits, the oldest first, to idle workers that compute prompts; none while requests wait for
+        workers."""
         waiting = [case for case in self._cases.values() if case.state is AuditCaseState.QUEUED]
         if not waiting or len(self._clients):
             return
@@ -170,7 +171,7 @@ class Audits:
         taken = {case.worker for case in self._cases.values()}
         idle = [
             e
-            for e in self._workers.serving(Role.PREFILL, now)
+            for e in self._workers.serving(self._workers.roles[0], now)
             if _idle(e) and e.key not in taken and self._paused.get(e.key, 0.0) <= now
         ]
         for case in waiting:

@@ -21,6 +21,7 @@ from cluster.assembly.host_tier_memory import take_over
 from cluster.assembly.memory_plan import plan_memory, stride
 from cluster.controller.controller_actions import LeaseGrant
 from cluster.ranks.leader_channel import LeaderChannel
+from colocate.worker import ColocatedWorker
 from contracts.config.cluster_config import Config
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.interfaces.worker_interface import Worker
@@ -184,7 +185,8 @@ def build(
         transport=transport,
         clock=agenda,
     )
-    decode = DecodeWorker(name, incarnation, config, engine, manager, receiver, sleep, sender=sender, **common)
+    made = ColocatedWorker if role is Role.COLOCATED else DecodeWorker
+    decode = made(name, incarnation, config, engine, manager, receiver, sleep, sender=sender, **common)
     return BuiltWorker(decode, manager, own, followers, receiver)
 
 

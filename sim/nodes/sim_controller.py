@@ -12,7 +12,7 @@ from itertools import count
 from cluster.controller.controller import Controller
 from cluster.controller.controller_actions import KillWorker, LeaseGrant, OperatorNote, StartWorker
 from cluster.controller.incarnation_ledger import MemoryLedger
-from contracts.ids import Incarnation, Role, WorkerName
+from contracts.ids import Incarnation, WorkerName
 from contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
 from sim.fabric.sim_network import SimPipe
 from sim.fabric.sim_process import SimProcess
@@ -41,7 +41,7 @@ class SimControl:
         self._pids = count(100)
         self._folding = False
         self._pipes: dict[int, tuple[SimPipe, SimPipe]] = {}
-        for role, many in ((Role.PREFILL, world.shape.prefill), (Role.DECODE, world.shape.decode)):
+        for role, many in world.shape.workers.items():
             for number in range(many):
                 self.core.add(WorkerName(f"{role}-{number}"), role)
         self._tick()

@@ -10,16 +10,24 @@ import torch
 
 from contracts.errors import ConfigError
 from sim.run.run_scenario import run_plan
-from sim.run.run_seeds import run_seeds
+from sim.run.run_seeds import plan_of, run_seeds
 from sim.scenario.scenario import KINDS, Scenario
-from sim.scenario.scenario_draw import draw
 from sim.scenario.shrink import shrink
 
 PrintLine = Callable[[str], None]
 _MOST_SHOWN = 20
 
 
-def sim(seed: int | None, seeds: str | None, jobs: int, shrinks: bool, first: bool, say: PrintLine) -> bool:
+def sim(
+    seed: int | None,
+    seeds: str | None,
+    jobs: int,
+    shrinks: bool,
+    first: bool,
+    say: PrintLine,
+    *,
+    colocated: bool = False,
+) -> bool:
     """Run one seed or a range; True if nothing was violated. Raises `ConfigError` for arguments that don't fit."""
     if (seed is None) == (seeds is None):
         raise ConfigError("sim takes either --seed N, to replay one, or --seeds A..B, to run many")
@@ -27,10 +35,10 @@ def sim(seed: int | None, seeds: str | None, jobs: int, shrinks: bool, first: bo
         raise ConfigError(f"--jobs must be 1 or more, got {jobs}")
     torch.set_num_threads(1)
     if seed is not None:
-        return _one(seed, shrinks, say)
+        return _one(seed, shrinks, colocated, say)
     if shrinks:
         raise ConfigError("--shrink makes one seed smaller: name it with --seed N")
-    return _many(_range(seeds or ""), jobs, first, say)
+    return _many(_range(seeds or ""), jobs, first, colocated, say)
 
 
 def _range(text: str) -> range:
@@ -40,8 +48,8 @@ def _range(text: str) -> range:
     return range(int(first), int(last) + 1)
 
 
-def _one(seed: int, shrinks: bool, say: PrintLine) -> bool:
-    plan = draw(seed)
+def _one(seed: int, shrinks: bool, colocated: bool, say: PrintLine) -> bool:
+    plan = plan_of(seed, colocated=colocated)
     if shrinks:
         if not run_plan(plan).violations:
             say(f"seed {seed} violates nothing: there is nothing to shrink")
@@ -61,8 +69,9 @@ def _one(seed: int, shrinks: bool, say: PrintLine) -> bool:
 def describe(plan: Scenario) -> list[str]:
     """Describe the plan in lines that people can read."""
     shape = plan.shape
+    workers = ", ".join(f"{many} {role}" for role, many in shape.workers.items())
     lines = [
-        f"seed {plan.seed}: {shape.prefill} prefill, {shape.decode} decode, pools {shape.pools}, plane {shape.plane}, "
+        f"seed {plan.seed}: {workers}, pools {shape.pools}, plane {shape.plane}, "
         f"{shape.nodes} nodes, device {'late' if shape.adversarial else 'at once'}",
         f"config {shape.config}",
     ]
@@ -74,10 +83,10 @@ def describe(plan: Scenario) -> list[str]:
     return lines
 
 
-def _many(seeds: range, jobs: int, first: bool, say: PrintLine) -> bool:
+def _many(seeds: range, jobs: int, first: bool, colocated: bool, say: PrintLine) -> bool:
     began, counts, failed = time.monotonic(), Counter[str](), 0
     virtual, ran = 0.0, 0
-    for result in run_seeds(seeds, jobs):
+    for result in run_seeds(seeds, jobs, colocated=colocated):
         ran += 1
         counts.update(result.counts)
         virtual += result.seconds

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
+from contracts.ids import Role
 from contracts.sampling_params import SamplingParams
 from sim.fabric.hash_engine import VOCABULARY
 
@@ -70,7 +71,16 @@ class ClusterShape:
     """Seconds that a node may take for a kill, so that a worker may live on beside its next incarnation."""
     pressed: bool = False
     """Whether requests ask more of decode at once than its pools can hold."""
+    colocated: int = 0
+    """Colocated workers instead of the two pools; 0: none."""
     config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def workers(self) -> dict[Role, int]:
+        """How many workers there are of each role."""
+        if self.colocated:
+            return {Role.COLOCATED: self.colocated}
+        return {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,7 @@ def _plainer(plan: Scenario) -> list[Scenario]:
         {"adversarial": False},
         {"prefill": max(1, shape.prefill - 1)},
         {"decode": max(1, shape.decode - 1)},
+        {"colocated": max(1, shape.colocated - 1)} if shape.colocated else {},
         {"nodes": 1},
         {"pools": "full"},
         {"config": _with(shape.config, "prefill", tp=1)},
@@ -62,7 +63,7 @@ def _plainer(plan: Scenario) -> list[Scenario]:
         {"config": _without(shape.config, "storage")},
         {"config": _without(shape.config, "storage", "prefetch", "host_bytes")},
     ]
-    names = [f"prefill-{n}" for n in range(shape.prefill)] + [f"decode-{n}" for n in range(shape.decode)]
+    names = [f"{role}-{n}" for role, many in shape.workers.items() for n in range(many)]
     shapes = [replace(shape, **change) for change in changes]
     gone = [[n for n in names if int(n.rpartition("-")[2]) >= getattr(s, n.partition("-")[0])] for s in shapes]
     return [

@@ -11,8 +11,7 @@ from cache.device.device_port import DEVICE, DeviceOp, DeviceStream, spans
 from contracts.errors import ErrorKind, UnorderedAccess
 from contracts.ids import RoomId, WorkerName
 from decode.request.request import DecodePhase, DecodeRequest
-from decode.request.request_outcomes import RequestFailed, RequestLeft
-from decode.transfer_queue import PromptReceived
+from decode.request.request_outcomes import PromptReceived, RequestFailed, RequestLeft
 from tests.decode_parts import SESSION, DecodeParts
 from transfer.rooms.room_outcomes import HandoverFailed, PromptAnswered
 from worker.admission_check import AdmissionRefusal

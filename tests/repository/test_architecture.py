@@ -18,7 +18,7 @@ PAGES = {
     "cache": ("cache",),
     "transfer": ("transfer",),
     "engine": ("engine",),
-    "workers": ("worker", "prefill", "decode"),
+    "workers": ("worker", "prefill", "decode", "colocate"),
     "router": ("router",),
     "cluster": ("cluster", "cli"),
     "simulator": ("sim",),

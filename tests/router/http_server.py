@@ -17,7 +17,7 @@ import httpx
 from contracts.checkpoint.model_spec import ModelSpec, read_model_spec
 from contracts.config.cluster_config import Config
 from contracts.config.load_config import config_from_dict
-from contracts.ids import Role
+from contracts.ids import PAIR
 from contracts.interfaces.discovery import WorkerDirectory
 from router.api.app import create_app
 from router.main import RouterServer, listen
@@ -84,7 +84,7 @@ class Server:
     def serves(self) -> bool:
         core = self.service.core
         up = sum(w.alive and w.state == "ready" for w in self.cluster.workers.values())
-        return sum(len(core.serving(role)) for role in Role) == up
+        return sum(len(core.serving(role)) for role in PAIR) == up
 
     def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
         return self.client.post(path, json=body, headers=headers)

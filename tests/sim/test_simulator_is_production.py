@@ -10,7 +10,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PRODUCTION = ("contracts", "cache", "transfer", "engine", "worker", "prefill", "decode", "router", "cluster")
+PRODUCTION = (
+    "contracts",
+    "cache",
+    "transfer",
+    "engine",
+    "worker",
+    "prefill",
+    "decode",
+    "colocate",
+    "router",
+    "cluster",
+)
 PATCHING = ("setattr", "delattr", "__setattr__", "__dict__", "__class__", "mock", "patch", "monkeypatch")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cache.memory.kv_cache_spec import PoolKind
-from contracts.ids import Role
+from contracts.ids import PAIR
 from tests.answers import make_prompts
 from tests.families import FAMILIES
 from tests.family_scenes import Family, bytes_due, expect_mechanisms, expect_tiers, make_family
@@ -48,7 +48,7 @@ def expect_oracle(family: Family, cluster: Serving, seed: int) -> None:
 
 def expect_table(family: Family, cluster: Serving) -> None:
     """One row a pool of each role: how many pages or slots, their bytes, what for."""
-    for role in Role:
+    for role in PAIR:
         rows = [line.split() for line in cluster.lines if line.split()[:1] == [role]]
         for pool in family.pool_set().pools:
             (row,) = [row for row in rows if row[1] == pool.name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.random_pairs import run_seed
+from tests.random_pairs import run_colocated_seed, run_seed
 
 PORTION = 20
 
@@ -15,3 +15,11 @@ PORTION = 20
 def test_four_hundred_draws_violate_nothing(first: int) -> None:
     for seed in range(first, first + PORTION):
         run_seed(seed)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("first", range(12, 212, PORTION))
+def test_two_hundred_colocated_draws_violate_nothing(first: int) -> None:
+    for seed in range(first, first + PORTION):
+        run_colocated_seed(seed)

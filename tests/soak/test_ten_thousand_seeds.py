@@ -32,6 +32,16 @@ def test_ten_thousand_seeds_violate_nothing(first: int) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("first", range(60, 3060, PORTION))
+def test_three_thousand_seeds_of_colocated_workers_violate_nothing(first: int) -> None:
+    results = list(run_seeds(range(first, first + PORTION), JOBS, colocated=True))
+    assert {r.seed: r.violations for r in results if r.violations} == {}
+    met = sum((r.counts for r in results), Counter[str]())
+    assert min(met[what] for what in ("preemptions", "retractions", "migrated")) > 0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("bug", [bug.path for bug in planted()], ids=lambda path: path.stem)
 def test_each_planted_bug_is_found_within_seven_hundred_seeds(bug: Path) -> None:
     seeds, violation = seeds_to_find(bug)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from contracts.ids import Role
+from contracts.ids import PAIR, Role
 from tests.families import FAMILIES
 from tests.family_scenes import greedy
 from tests.pair import Pair, pair
@@ -58,7 +58,7 @@ def say(answer: list[int], prompt: list[int], seed: int) -> list[int]:
 @pytest.mark.slow
 def test_the_next_turn_after_a_death_computes_as_little_as_without_it(folder: Path) -> None:
     prompt = [(5 * i * i + i) % 250 + 1 for i in range(150)]
-    arenas = {role: KeptMemory() for role in Role}
+    arenas = {role: KeptMemory() for role in PAIR}
     with workers(folder, {}) as both:
         first, _, _ = turn(both, prompt)
         longer = say(first, prompt, 2)
@@ -82,7 +82,7 @@ def test_the_next_turn_after_a_death_computes_as_little_as_without_it(folder: Pa
 @pytest.mark.slow
 def test_a_long_prompt_whose_worker_dies_in_the_middle_goes_on_where_it_was(folder: Path) -> None:
     prompt = [(7 * i * i + i) % 250 + 1 for i in range(400)]
-    arenas = {role: KeptMemory() for role in Role}
+    arenas = {role: KeptMemory() for role in PAIR}
     chunks: dict[str, object] = {"chunk_tokens": 32, "share_tokens": 64}
     with workers(folder, {}, prefill=chunks) as both:
         undisturbed, _, _ = turn(both, prompt)

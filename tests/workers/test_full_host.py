@@ -36,7 +36,7 @@ class ByHand:
         self.clock = ManualClock()
         self._queues: list[InlineIoQueue] = []
         self._rng = random.Random(seed)
-        monkeypatch.setattr("tests.workers.test_any_state.ThreadedIoQueue", self._queue)
+        monkeypatch.setattr("tests.hash_workers.ThreadedIoQueue", self._queue)
         step = HashPair.step
 
         def stepped(both: HashPair, *roles: Role) -> None:

@@ -17,7 +17,7 @@ from cache.device.adversarial_device import AdversarialDevice
 from cache.prefix_cache.nodes.tree_node import Tier
 from contracts.clock import ManualClock
 from contracts.errors import ErrorKind
-from contracts.ids import RequestId, Role
+from contracts.ids import PAIR, RequestId, Role
 from contracts.messages.router_commands import Audit
 from contracts.messages.worker_events import Audited, AuditEnd
 from contracts.sampling_params import SamplingParams
@@ -159,7 +159,7 @@ def several(model: Path, **options: Any) -> Iterator[Company]:
         yield group
 
 
-@pytest.mark.parametrize("role", list(Role))
+@pytest.mark.parametrize("role", PAIR)
 def test_a_damaged_row_is_computed_once_more_elsewhere_and_the_client_sees_nothing(
     model: Path, oracle: Oracle, role: Role
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 from cache.device.adversarial_device import AdversarialDevice
 from contracts.clock import ManualClock
 from contracts.errors import CapacityError, ErrorKind
-from contracts.ids import Role
+from contracts.ids import PAIR, Role
 from contracts.sampling_params import SamplingParams
 from decode.request.request import PHASES, DecodePhase, DecodeRequest
 from decode.worker import DecodeWorker
@@ -49,7 +49,7 @@ def working(
 @contextmanager
 def late(model: Path, **sections: Any) -> Iterator[tuple[Pair, DecodeWorker]]:
     """The same on devices that run nothing before somebody waits for it, or has looked a few times."""
-    devices = {role: AdversarialDevice(1, stray=0.0, polled=0.05 if role is Role.DECODE else 0.1) for role in Role}
+    devices = {role: AdversarialDevice(1, stray=0.0, polled=0.05 if role is Role.DECODE else 0.1) for role in PAIR}
     with working(model, devices=devices, **sections) as (both, decode):
         yield both, decode
     for device in devices.values():

@@ -16,7 +16,7 @@ import pytest
 
 from cache.prefix_cache.nodes.tree_node import Tier
 from contracts.damage import COUNTERS, PREFIX, DamageSite, where_of
-from contracts.ids import Role
+from contracts.ids import PAIR, Role
 from contracts.sampling_params import SamplingParams
 from tests.cell import Cell
 from tests.damage import damage_folder
@@ -142,7 +142,7 @@ def given_away(cell: Cell, role: Role) -> bool:
     return False
 
 
-@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize("role", PAIR)
 def test_a_page_given_away_under_a_step(role: Role, model: Path, caplog: pytest.LogCaptureFixture) -> None:
     prompt, done = words(5, 90), False
     sampling = SamplingParams(max_tokens=12, temperature=0.9, seed=3)

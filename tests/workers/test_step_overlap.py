@@ -13,7 +13,7 @@ import pytest
 
 from cache.allocation.allocation import Allocation
 from cache.device.adversarial_device import AdversarialDevice
-from contracts.ids import Role
+from contracts.ids import PAIR, Role
 from contracts.sampling_params import SamplingParams
 from decode.request.request import DecodePhase, DecodeRequest
 from decode.worker import DecodeWorker
@@ -49,7 +49,7 @@ def asks() -> list[tuple[list[int], SamplingParams]]:
 @contextmanager
 def adversarial_pair(model: Path, seed: int, **options: Any) -> Iterator[tuple[Pair, dict[Role, AdversarialDevice]]]:
     """A pair on devices of its own, whose every operation has run, and was ordered, at the end."""
-    devices = {role: AdversarialDevice(seed * 2 + i) for i, role in enumerate(Role)}
+    devices = {role: AdversarialDevice(seed * 2 + i) for i, role in enumerate(PAIR)}
     with pair(model, devices=devices, **{**SECTIONS, **options}) as both:
         yield both, devices
     for device in devices.values():
@@ -100,7 +100,7 @@ def test_requests_that_are_cancelled_at_any_point_disturb_nobody(
 @contextmanager
 def lagging_pair(model: Path, **options: Any) -> Iterator[tuple[Pair, PrefillWorker, DecodeWorker]]:
     """Devices that run nothing before somebody waits for it, but that prefill's sends are polled for."""
-    devices = {role: AdversarialDevice(1, stray=0.0, polled=0.0 if role is Role.DECODE else 0.1) for role in Role}
+    devices = {role: AdversarialDevice(1, stray=0.0, polled=0.0 if role is Role.DECODE else 0.1) for role in PAIR}
     with pair(model, devices=devices, **{**SECTIONS, **options}) as both:
         yield both, both.prefill, both.decode
     for device in devices.values():

@@ -95,12 +95,41 @@ class PageGrowth:
                     allocation.digests[pool][page] = None
         allocation.runs[pool] = kept
 
+    def replace_windows(self, allocation: Allocation, pages: int) -> bool:
+        """Lease spare pages in place of the window pages among the first `pages`, which the tree is to take.
+
+        So the allocation goes on with as many pages of its own as before. Returns False without room for them, with
+        nothing taken: then the tree can't have them.
+        """
+        needs = {pool: self._to_replace(allocation, pool, pages) for pool in self._kinds.windows}
+        leases = self._supply.lease_all({pool: n for pool, n in needs.items() if n}, allocation.owner)
+        for pool, lease in (leases or {}).items():
+            self._add_spare(allocation, pool, lease)
+        return leases is not None
+
+    def _to_replace(self, allocation: Allocation, pool: str, pages: int) -> int:
+        """How many of its own pages of `pool` are among the first `pages`, as far as positions are still to come."""
+        own = sum(max(0, min(pages, run.end) - run.first) for run in allocation.runs[pool])
+        spare = allocation.spare.get(pool)
+        to_come = allocation.pages - len(allocation.tables[pool]) - (len(spare) if spare is not None else 0)
+        return max(0, min(own, to_come))
+
+    def trim(self, allocation: Allocation) -> None:
+        """Give back spare window pages beyond what the allocation may hold at once: the tree had pages like those that
+        were replaced."""
+        for pool, most in self._kinds.windows.items():
+            spare = allocation.spare.get(pool)
+            if spare is not None:
+                spare.split(min(len(spare), max(0, allocation.own(pool) - most)), allocation.owner).release()
+
+    def _add_spare(self, allocation: Allocation, pool: str, lease: Lease) -> None:
+        spare, join = allocation.spare.get(pool), self._pools.allocators[pool].join
+        allocation.spare[pool] = join([spare, lease], allocation.owner) if spare is not None else lease
+
     def _set_aside(self, allocation: Allocation, pool: str) -> None:
         """Lease spare pages for positions still to come, up to what the allocation may hold at once."""
         spare = allocation.spare.get(pool)
         to_come = allocation.pages - len(allocation.tables[pool]) - (len(spare) if spare is not None else 0)
         again = min(to_come, self._kinds.windows[pool] - allocation.own(pool), self._pools.allocators[pool].free)
         if again > 0:
-            more = self._pools.allocators[pool].lease(again, allocation.owner)
-            join = self._pools.allocators[pool].join
-            allocation.spare[pool] = join([spare, more], allocation.owner) if spare is not None else more
+            self._add_spare(allocation, pool, self._pools.allocators[pool].lease(again, allocation.owner))

@@ -34,26 +34,43 @@ class PrefixAllocation:
         self._table, self._supply, self._planner, self._prefetcher = table, supply, planner, prefetcher
 
     def allocate(
-        self, prefix: TokenPrefix, positions: int, owner: str, *, reusable: int, prefetch: PrefetchRequest | None = None
+        self,
+        prefix: TokenPrefix,
+        positions: int,
+        owner: str,
+        *,
+        reusable: int,
+        prefetch: PrefetchRequest | None = None,
+        most: int | None = None,
     ) -> Allocation | None:
         """Allocate for `positions` positions: at most `reusable` pages of `prefix` from the tiers, the rest leased.
 
-        All pools or none: returns None when there isn't room now, with nothing taken. Releases `prefetch` on success.
+        `most`: the length that the request may reach, where it goes on here after its prompt. The full pool is extended
+        as it grows; of window and state pools all that the request ever holds at once is leased now. All pools or none:
+        returns None when there isn't room now, with nothing taken. Releases `prefetch` on success.
         """
-        allocation = self._allocate(prefix, positions, owner, reusable, prefetch)
+        most = most or positions
+        allocation = self._allocate(prefix, positions, most, owner, reusable, prefetch)
         if allocation is None and reusable and not len(self._table):
             # No other allocation is open, so the locked prefix itself may leave no room for the rest: try without it.
-            allocation = self._allocate(prefix, positions, owner, 0, prefetch)
+            allocation = self._allocate(prefix, positions, most, owner, 0, prefetch)
         return allocation
 
     def _allocate(
-        self, prefix: TokenPrefix, positions: int, owner: str, reusable: int, prefetch: PrefetchRequest | None
+        self,
+        prefix: TokenPrefix,
+        positions: int,
+        most: int,
+        owner: str,
+        reusable: int,
+        prefetch: PrefetchRequest | None,
     ) -> Allocation | None:
         match = self._tree.match(prefix.head(reusable))
         tier = Tier.HOST if self._planner.worth_loading(match) else Tier.DEVICE
         depth = match.depth if tier is Tier.HOST else match.device_depth
-        pages = self._pools.pages_for(positions)
+        pages = self._pools.pages_for(most)
         needs = self._kinds.needs(dict.fromkeys(self._kinds.paged, pages - depth))
+        needs[self._kinds.full] = self._pools.pages_for(positions) - depth
         if not self._supply.fits(needs):
             return None
         lock = self._tree.lock(match, owner, tier=tier)

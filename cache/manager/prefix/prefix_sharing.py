@@ -35,18 +35,25 @@ class PrefixSharing:
         self.counters = {"pages_invalidated": 0.0}
 
     def cache_pages(
-        self, allocation: Allocation, prefix: TokenPrefix, priority: int = 0, *, full_only: bool = False
+        self,
+        allocation: Allocation,
+        prefix: TokenPrefix,
+        priority: int = 0,
+        *,
+        full_only: bool = False,
+        windows: bool = True,
     ) -> None:
         """Give the tree the allocation's sealed pages of `prefix` and its snapshots, where the tree lacks them.
 
         The pages stay locked for the allocation. `full_only`: no window pages and no snapshots; a running allocation
-        reuses pages that its windows leave, which it couldn't if the tree owned them.
+        reuses pages that its windows leave, which it couldn't if the tree owned them. `windows`: whether window pages
+        are given, too.
         """
         assert not allocation.invalid, "what was computed from damaged state is nobody's to share"
         full = self._kinds.full
         sealed = min(len(prefix), len(allocation.digests[full]))
         prefix = prefix.head(sealed)
-        paged: Sequence[str] = (full,) if full_only else self._kinds.paged
+        paged: Sequence[str] = (full,) if full_only or not windows else self._kinds.paged
         states: Sequence[str] = () if full_only else self._kinds.states
         offers: dict[str, list[PageOffer]] = {pool: _page_offers(allocation, pool, sealed) for pool in paged}
         offers |= {pool: self._snapshot_offers(allocation, pool, sealed) for pool in states}

@@ -16,7 +16,7 @@ from cluster.serve.preflight import ServeOptions, ServePlan, prepare
 from cluster.serve.terminal import node_table
 from cluster.worker_process.worker_plan import WorkerPlan
 from contracts.errors import ConfigError
-from contracts.ids import Incarnation, Role, WorkerName
+from contracts.ids import PAIR, Incarnation, Role, WorkerName
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -85,17 +85,17 @@ def test_host_tiers_stay_within_the_nodes_budget_and_leave_weights_and_pools_the
 ) -> None:
     cluster = replace(prepared("cluster.host_pools=1000.0"), weights=100 * MIB)
     share = cluster.divide(node("n", 8, free, *counts))
-    together = sum(share.workers[role] * share.host_bytes[role] for role in Role)
+    together = sum(share.workers[role] * share.host_bytes[role] for role in PAIR)
     assert 0.5 * share.host_budget < together <= share.host_budget <= free // 4
     assert taken(share) <= free
     # To each the same multiple of what its device holds.
-    times = {role: share.host_bytes[role] / share.plans[role].nbytes for role in Role}
+    times = {role: share.host_bytes[role] / share.plans[role].nbytes for role in PAIR}
     assert times[Role.PREFILL] == pytest.approx(times[Role.DECODE], rel=1e-6)
 
 
 def test_no_host_tier_is_larger_than_a_few_times_its_device_pools() -> None:
     share = prepared().divide(node("n", 8, 64 * GIB, 1, 1))
-    for role in Role:
+    for role in PAIR:
         assert share.host_bytes[role] == 4 * share.plans[role].nbytes
 
 
@@ -112,7 +112,7 @@ def test_the_host_tier_is_on_unless_it_is_turned_off_or_the_budget_holds_no_page
 ) -> None:
     share = prepared(*assignments).divide(node("n", 8, 8 * GIB, 1, 1))
     assert all(share.host_bytes.values()) == any(share.host_bytes.values()) == tiers
-    for role in Role:
+    for role in PAIR:
         config = share.sizes(role).applied_to(prepared().config, role)
         assert config.cache_for(role).host_bytes == share.host_bytes[role]
         assert config.engine.threads == share.threads

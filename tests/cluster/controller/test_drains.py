@@ -109,6 +109,8 @@ def test_only_a_ready_worker_of_the_other_kind_can_change_its_role() -> None:
         cluster.core.change_role(NAME, Role.DECODE)
     with pytest.raises(ConfigError, match="unknown"):
         cluster.core.change_role(WorkerName("decode-9"), Role.PREFILL)
+    with pytest.raises(ConfigError, match="a colocated one has both"):
+        cluster.core.change_role(NAME, Role.COLOCATED)
     cluster.renew("draining")
     with pytest.raises(ConfigError, match="only a ready worker"):
         cluster.core.change_role(NAME, Role.PREFILL)

@@ -11,7 +11,7 @@ from rich.console import Console
 from cluster.assembly.memory_plan import plan_memory
 from cluster.serve.preflight import ServeOptions, prepare
 from cluster.serve.terminal import pool_table
-from contracts.ids import Role
+from contracts.ids import PAIR, Role
 from tests.poolsets import pool_sets
 
 
@@ -21,14 +21,14 @@ def test_each_pool_of_each_role_has_a_row_with_its_pages_bytes_and_what_for(host
     spec = pool_sets(4)["all"]
     demo = prepare(ServeOptions(port=0, assignments=assignments), 8 << 30)
     plans = {}
-    for role in Role:
+    for role in PAIR:
         plan = plan_memory(spec, demo.config, role, 32_768, 1 << 40)
         assert plan is not None
         plans[role] = plan
     out = io.StringIO()
     Console(file=out, width=80).print(pool_table(replace(demo, pool_set=spec), replace(demo.here, plans=plans)))
     rows = [line.split() for line in out.getvalue().splitlines() if line.split()[:1] in (["prefill"], ["decode"])]
-    assert [(row[0], row[1]) for row in rows] == [(role, pool) for role in Role for pool in spec.by_name]
+    assert [(row[0], row[1]) for row in rows] == [(role, pool) for role in PAIR for pool in spec.by_name]
     for row in rows:
         count = plans[Role(row[0])].counts[row[1]]
         assert row[2:4] == [f"{count:,}", "slots" if row[1] == "state" else "pages"]

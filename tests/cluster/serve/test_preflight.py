@@ -14,7 +14,7 @@ import pytest
 from cluster.assembly.node_shares import MemoryShort
 from cluster.serve.preflight import DEMO, ServeOptions, prepare
 from contracts.errors import CheckpointError, ConfigError
-from contracts.ids import Role
+from contracts.ids import PAIR, Role
 
 GIB = 1 << 30
 
@@ -30,7 +30,7 @@ def positions(assignments: tuple[str, ...] = (), free_bytes: int = 8 * GIB) -> d
 
 def test_pools_hold_eight_contexts_where_memory_allows() -> None:
     context = prepare(options(), free_bytes=64 * GIB).spec.context
-    assert positions(free_bytes=64 * GIB) == dict.fromkeys(Role, 8 * context)
+    assert positions(free_bytes=64 * GIB) == dict.fromkeys(PAIR, 8 * context)
 
 
 def test_pool_sizes_can_be_set_by_role() -> None:
@@ -49,11 +49,21 @@ def test_workers_are_named_by_role_and_number() -> None:
     assert names == ["prefill-0", "decode-0", "decode-1"]
 
 
+def test_colocated_workers_take_the_place_of_both_pools() -> None:
+    prepared = prepare(options(colocate=2, assignments=("colocate.cache.device_tokens=4096",)), 8 * GIB)
+    assert [name for name, _ in prepared.workers] == ["colocated-0", "colocated-1"]
+    assert {role: plan.positions for role, plan in prepared.here.plans.items()} == {Role.COLOCATED: 4096}
+    assert prepared.here.workers == {Role.COLOCATED: 2}
+    assert prepare(options(colocate=30), 512 * GIB).here.threads == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"prefill": 0}, "--prefill must be at least 1"),
         ({"decode": -1}, "--decode must be at least 1"),
+        ({"colocate": -1}, "--colocate must be at least 1"),
+        ({"colocate": 1, "decode": 2}, "--colocate goes without --prefill and --decode"),
         ({"port": 70000}, "--port"),
         ({"host": "192.0.2.77"}, "--host"),
         ({"config": Path("/nowhere.yaml")}, "/nowhere.yaml"),

@@ -13,7 +13,7 @@ from rich.console import Console
 from cluster.serve.terminal import kernel_lines, kernels_of, worker_table
 from contracts.config.cluster_config import Config
 from contracts.config.load_config import config_from_dict
-from contracts.ids import Incarnation, Role, WorkerName
+from contracts.ids import PAIR, Incarnation, Role, WorkerName
 from contracts.messages.fingerprint import Fingerprint
 from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 from engine.native.compile_kernels import NativeUnavailable
@@ -34,7 +34,7 @@ def view(name: str, numerics: str | None) -> WorkerView:
 
 def prepared(config: Config, ray_address: str | None = None) -> Any:
     plan = SimpleNamespace(nbytes=2**20)
-    share = SimpleNamespace(threads=3, plans={role: plan for role in Role})
+    share = SimpleNamespace(threads=3, plans={role: plan for role in PAIR})
     options = SimpleNamespace(ray_address=ray_address)
     return SimpleNamespace(config=config, options=options, weights=5 * 2**20, share_of=lambda node: share)
 

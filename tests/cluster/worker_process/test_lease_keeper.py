@@ -347,7 +347,18 @@ def test_no_channel_within_the_cluster_asks_a_proxy() -> None:
     root = Path(__file__).parents[3]
     opened = [
         call
-        for folder in ("cluster", "router", "transfer", "worker", "prefill", "decode", "cache", "engine", "sim")
+        for folder in (
+            "cluster",
+            "router",
+            "transfer",
+            "worker",
+            "prefill",
+            "decode",
+            "colocate",
+            "cache",
+            "engine",
+            "sim",
+        )
         for path in (root / folder).rglob("*.py")
         if "ecure_channel" in path.read_text()
         for call in ast.walk(ast.parse(path.read_text()))

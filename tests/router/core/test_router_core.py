@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from contracts.errors import ErrorKind, IllegalTransition
-from contracts.ids import Role, WorkerName
+from contracts.ids import PAIR, Role, WorkerName
 from contracts.messages.worker_events import Done, LegReport, Tokens
 from router.core.failover import REFUSAL_LIMIT
 from router.state.prefix_hashes import PREFIX_BLOCK_TOKENS, prefix_hashes
@@ -247,7 +247,7 @@ def test_a_broken_link_alone_replays_on_the_same_worker() -> None:
 
 
 @pytest.mark.parametrize("kind", [ErrorKind.ROOM, ErrorKind.DAMAGED, ErrorKind.WORKER])
-@pytest.mark.parametrize("role", list(Role))
+@pytest.mark.parametrize("role", PAIR)
 def test_a_retryable_error_is_tried_elsewhere_and_the_other_leg_cancelled(kind: ErrorKind, role: Role) -> None:
     stage = Stage()
     rid = stage.submit()
@@ -394,7 +394,7 @@ def test_replays_are_bounded_and_the_error_says_why() -> None:
 # ---------------------------------------------------------------- waits end
 
 
-@pytest.mark.parametrize("role", list(Role))
+@pytest.mark.parametrize("role", PAIR)
 def test_a_request_waits_for_a_role_and_then_fails_by_its_name(role: Role) -> None:
     stage = Stage(1, 1, worker_wait_s=10.0)
     stage.kill(f"{role}-0")

@@ -35,7 +35,19 @@ from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptA
 
 SPEC = pool_sets()["all"]
 ROOT = Path(__file__).parents[3]
-PACKAGES = ("contracts", "cache", "transfer", "engine", "worker", "prefill", "decode", "router", "cluster", "sim")
+PACKAGES = (
+    "contracts",
+    "cache",
+    "transfer",
+    "engine",
+    "worker",
+    "prefill",
+    "decode",
+    "colocate",
+    "router",
+    "cluster",
+    "sim",
+)
 
 
 @pytest.fixture

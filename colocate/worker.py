@@ -1,0 +1,193 @@
+"""The colocated worker: a decode worker that computes its prompts itself, in the same steps, over the same KV cache.
+
+A round is decode's, with two differences. Prompts come from `colocate.local_prompts` instead of rooms, unless their
+requests migrate here. And a step has rows of both kinds: each running request takes one token of its budget, chunks of
+prompts the rest (`colocate.step_budget`). Everything else is decode's own: the one queue for pages, retraction,
+migration to other workers, ends. There is one request table, one KV cache manager, one engine and one device queue, so
+it fails as one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from cache.allocation.allocation import Allocation
+from cache.manager.kv_cache_manager import KVCacheManager
+from colocate.local_prompt import LocalPromptPages
+from colocate.local_prompts import LocalPrompts
+from colocate.step_budget import prompt_tokens
+from contracts.config.cluster_config import Config
+from contracts.ids import Incarnation, Role, WorkerName
+from contracts.interfaces.worker_interface import SessionId
+from contracts.messages import router_commands as commands
+from decode.request.request import DecodePhase, DecodeRequest
+from decode.transfer_queue import TransferQueue
+from decode.worker import DecodeWorker, Outcome
+from engine.runner.model_runner import ModelRunner
+from prefill.audit_runner import AuditRunner
+from prefill.request import PrefillRequest
+from prefill.scheduler import ScheduledChunk
+from prefill.step_commit import PrefillStepCommit
+from transfer.rooms.receiver.kv_receiver import KVReceiver
+from worker.request_table import RequestTable
+from worker.step_parts import split
+from worker.worker_loop import Sleeper, seconds_until
+
+
+class ColocatedWorker(DecodeWorker):
+    """The worker of both roles; see the module's prose. Implements `contracts.interfaces.worker_interface.Worker`."""
+
+    role = Role.COLOCATED
+
+    def __init__(
+        self,
+        name: WorkerName,
+        incarnation: Incarnation,
+        config: Config,
+        engine: ModelRunner,
+        manager: KVCacheManager,
+        receiver: KVReceiver,
+        waiter: Sleeper,
+        *,
+        pause: Callable[[float], None],
+        **options: Any,
+    ) -> None:
+        """As `DecodeWorker`."""
+        config = config.as_colocated()
+        self._config, self._pause = config, pause
+        super().__init__(name, incarnation, config, engine, manager, receiver, waiter, pause=pause, **options)
+        most = min(self.fits.context, self.fits.max_positions)
+        emit, nonfinite = self._request_table.emit, self._fitness.nonfinite
+        self._auditor = AuditRunner(config, engine, manager, emit, nonfinite, most)
+        self._ended_steps = self._mixed = 0
+
+    def _prompt_source(self, rooms: TransferQueue, config: Config) -> LocalPrompts:
+        """Return where prompts come from: this worker's own steps and, for requests that migrate, `rooms`."""
+        admitted = RequestTable[PrefillRequest](self._name, self.fits, self._clock)
+        pages = LocalPromptPages(self._manager, reuse=self._request_pages.reuse)
+        self._chunks = PrefillStepCommit(admitted, pages, self._engine, self._fitness, config, self._clock, self._pause)
+        self._local = LocalPrompts(self._name, rooms, admitted, pages, config.prefill, self._clock)
+        return self._local
+
+    # ------------------------------------------------------------ the host's side
+
+    def wait(self, timeout_s: float) -> None:
+        if self._auditor and not self._busy:
+            return
+        if not (self._local or self._chunks or self._chunks.committed):
+            super().wait(min(timeout_s, seconds_until(self._clock, self._local.next_deadline)))
+
+    @property
+    def _busy(self) -> bool:
+        """Whether the worker has work that comes before audits, or drains."""
+        return bool(self._request_table or self._steps or self._chunks or self._request_table.draining)
+
+    def drop_session(self, session: SessionId) -> None:
+        self._auditor.drop_session(session)
+        super().drop_session(session)
+
+    def drain(self) -> None:
+        super().drain()
+        self._auditor.preempt("the worker drains")
+
+    @property
+    def drained(self) -> bool:
+        return super().drained and not self._chunks
+
+    @property
+    def runnable(self) -> bool:
+        return bool(self._local or self._chunks) or super().runnable
+
+    @property
+    def _ended(self) -> int:
+        return self._ended_steps
+
+    def _counters(self) -> dict[str, float]:
+        both = Counter(super()._counters())
+        both.update(self._chunks.counters)
+        return {**both, **self._auditor.counters, "mixed_steps": self._mixed}
+
+    def _runs(self, request: DecodeRequest) -> bool:
+        return request.phase is DecodePhase.ARRIVING or super()._runs(request)
+
+    def _violations(self) -> list[str]:
+        return super()._violations() + self._local.check(self._request_table) + self._auditor.check()
+
+    @property
+    def _allocations(self) -> int:
+        return super()._allocations + self._auditor.allocations
+
+    def close(self) -> None:
+        self._local.close()
+        try:
+            self._auditor.close()
+            self._chunks.drop()
+        finally:
+            super().close()
+
+    # ------------------------------------------------------------ what routers say
+
+    def _submit(
+        self, session: SessionId, command: commands.Submit | commands.Cancel | commands.Audit
+    ) -> Iterable[Outcome]:
+        if self._auditor.handle(session, command, busy=self._busy):
+            return ()
+        there = len(self._request_table)
+        told = super()._submit(session, command)
+        if len(self._request_table) > there:
+            self._auditor.preempt("a request came")
+        return told
+
+    # ------------------------------------------------------------ the round
+
+    def _recover(self, invalid: list[Allocation]) -> Iterator[Outcome]:
+        # By their marks: the commit of a step of prompts polls as well, and what it learns is of no use to decode.
+        damaged = [allocation for allocation in self._manager.table if allocation.invalid]
+        if damaged:
+            self._chunks.recover(damaged)
+            yield from self._local.restarted()
+            yield from super()._recover(damaged)
+
+    def _compute(self) -> None:
+        """Launch the next step, with rows of both kinds, then commit the one before it."""
+        began = self._clock.now()
+        batch = self._scheduler.next_batch()
+        tokens, least = self._config.prefill.chunk_tokens, self._config.colocate.prompt_tokens
+        chunks = self._local.next_chunks(prompt_tokens(tokens, len(batch), least, self._request_pages.page_tokens))
+        go_on = bool(batch or chunks)
+        if go_on:
+            self._launch(batch, chunks)
+        elif self._auditor and not self._busy:
+            self._auditor.step()
+        before = self._steps.steps, self._chunks.steps
+        self._act(self._steps.landed(go_on=go_on))
+        self._act(self._local.landed(self._chunks.landed(began, go_on=go_on)))
+        self._ended_steps += max(self._steps.steps - before[0], self._chunks.steps - before[1])
+        self._act(self._migrations.settle())
+
+    def _launch(self, batch: list[DecodeRequest], chunks: list[ScheduledChunk]) -> None:
+        if batch and chunks and self._config.colocate.mixed_steps:
+            step = self._engine.launch(self._steps.rows(batch) + [chunk.row for chunk in chunks])
+            rows, prompts = split(step, (len(batch), len(chunks)))
+            self._steps.launched(step, rows, batch)
+            self._chunks.launched(prompts, chunks)
+            self._mixed += 1
+        else:
+            if batch:
+                step = self._engine.launch(self._steps.rows(batch))
+                self._steps.launched(step, step, batch)
+            if chunks:
+                self._chunks.launched(self._engine.launch([chunk.row for chunk in chunks]), chunks)
+        if batch:
+            self._scheduler.launched(batch)
+        if self._config.faults.step_delay_s:
+            self._pause(self._config.faults.step_delay_s)
+
+    def _start(self, request: DecodeRequest, received: int) -> None:
+        if request.submit.peer is not None:
+            super()._start(request, received)
+            return
+        self._request_table.emit(request.session, request.report(self._name))
+        self._scheduler.start(request)

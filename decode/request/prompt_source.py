@@ -1,0 +1,41 @@
+"""The prompt source: where the state of prompts comes from, as the decode scheduler and its worker use it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+from contracts.interfaces.worker_interface import SessionId
+from contracts.messages.router_commands import Submit
+from decode.request.request import DecodeRequest
+from decode.request.request_outcomes import PromptReceived, RequestFailed, RequestLeft
+from transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
+from worker.admission_check import AdmissionRefusal
+
+
+class PromptSource(Protocol):
+    """Rooms in which other workers hand prompts over (`decode.transfer_queue.TransferQueue`), or this worker's own
+    steps (`colocate.local_prompts.LocalPrompts`)."""
+
+    @property
+    def counters(self) -> Mapping[str, float]: ...
+
+    def open(self, session: SessionId, submit: Submit) -> DecodeRequest | AdmissionRefusal:
+        """Take in a request; returns it, or why it can't be taken."""
+
+    def waits(self, request: DecodeRequest) -> bool:
+        """Whether the request waits for state that another one is getting. It holds up no other meanwhile."""
+
+    def preallocate(self, request: DecodeRequest) -> bool:
+        """Allocate pages for the request's prompt and its next step, and have the prompt come; False without room, with
+        nothing taken."""
+
+    def preempt(self, priority: int) -> DecodeRequest | None:
+        """Take the pages of one prompt back, of no higher priority than `priority`; returns its request, or None where
+        there is no such prompt."""
+
+    def poll(self) -> Iterator[PromptReceived | RequestFailed | RequestLeft | ReceiverOutcome]:
+        """Yield what became of prompts, one by one; the caller must act on each before it takes the next."""
+
+    def abort(self, request: DecodeRequest, reason: str) -> None:
+        """Give up the request's prompt, if it is still on its way. Idempotent."""

@@ -1,0 +1,60 @@
+"""Prompts that a colocated worker computes itself: their pages, in every pool, before and after the hand-over."""
+
+from __future__ import annotations
+
+import pytest
+
+from cache.allocation.allocation import Allocation
+from cache.prefix_cache.nodes.tree_node import Tier
+from contracts.ids import RequestId
+from contracts.sampling_params import SamplingParams
+from tests.hash_colocated import PAGE, HashColocated, hash_colocated
+from tests.hash_engine import recite
+from tests.poolsets import NAMES, pool_sets
+from tests.random_pairs import run_colocated_seed
+
+
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(max_tokens=count, temperature=0.0)
+
+
+def running(both: HashColocated, request: RequestId) -> Allocation:
+    """Step until it has drawn two tokens; returns what it holds."""
+    for _ in range(100):
+        if len(both.answers[request].tokens) >= 2:
+            break
+        both.step()
+    return next(r for r in both.worker._request_table if r.submit.request_id == request).held
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_kind_of_state_is_handed_over_in_place_and_found_again(name: str) -> None:
+    spec, prompt = pool_sets(PAGE)[name], list(range(1, 50))
+    with hash_colocated(name, 200, prefill={"chunk_tokens": 8}, colocate={"prompt_tokens": 4}) as both:
+        first = both.submit(prompt, greedy(40))
+        running(both, first)
+        again = both.submit([*prompt, 7], greedy(9))
+        answers = both.run(first, again)
+        assert [a.list for a in answers] == [recite(spec, prompt, 40), recite(spec, [*prompt, 7], 9)]
+        assert [sum(p.cached_tokens for p in a.progress.values()) for a in answers] == [0, 48]
+
+
+def test_c11_the_tree_gets_window_pages_only_where_others_take_their_place() -> None:
+    prompt = list(range(1, 50))
+    for short in (False, True):
+        with hash_colocated("full+window", 200, prefill={"chunk_tokens": 8}) as both:
+            manager = both.worker._manager
+            pool, hold = manager.pools.allocators["window"], manager.kinds.windows["window"]
+            others = pool.lease(pool.free - hold if short else 0, "somebody else")
+            allocation = running(both, both.submit(prompt, greedy(60)))
+            assert allocation.own("window") == hold, "all that it needs to its end"
+            given = manager.tree.accounts.sizes[Tier.DEVICE, "window"]
+            assert (given > 0) == (not short)
+            both.run()
+            others.release()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_is_drawn_every_answer_is_exact_and_nothing_is_left(seed: int) -> None:
+    run_colocated_seed(seed)
