@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import socket
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,12 +17,14 @@ from typing import Any, Protocol
 import torch
 import zmq
 
+from cache.device.device_port import Completion
 from cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
 from cache.memory.memory_layout import PoolSetLayout
 from cache.memory.page_moves import gather
 from cache.pool.pool_set import PoolSet
 from contracts.config.cluster_config import FaultsConfig
 from contracts.ids import RoomId
+from transfer.net.waiter import Waiter
 from transfer.planes.data_plane import SLOT_BYTES, DataPlane, PageNumbers, PageWrite, RoomTarget
 from transfer.planes.local_plane import LocalPlane
 from transfer.planes.shm_plane import ShmPlane
@@ -102,17 +105,21 @@ class Reader(Protocol):
 
 
 class Writer(Protocol):
-    def send(self, number: int) -> None: ...
+    def send(self, number: int) -> None:
+        """Begin to send a chunk."""
+
+    def finish(self) -> None:
+        """Wait until a chunk has been sent, the oldest one, and tell the reader; nothing happens without one."""
 
     def close(self) -> None: ...
 
 
-def make_plane(kind: str) -> DataPlane:
+def make_plane(kind: str, wake: Callable[[], None] = lambda: None) -> DataPlane:
     faults = FaultsConfig()
     if kind == "shm":
         return ShmPlane(faults, HOST, None)
     if kind == "zmq":
-        return ZmqPlane(faults, HOST, None)
+        return ZmqPlane(faults, HOST, None, frame_bytes=1 << 30, connections=2, wake=wake)
     return LocalPlane(faults, lambda: None)
 
 
@@ -120,7 +127,8 @@ class PlaneReader:
     """Decode's end of a plane: grants a room for each distinct chunk."""
 
     def __init__(self, kind: str, shape: Shape) -> None:
-        self.plane = make_plane(kind)
+        self._waiter = Waiter()
+        self.plane = make_plane(kind, self._waiter.wake)
         self.memory = Memory(shape, seed=2, allocate=self.plane.allocate, noise=False)
         slots = self.plane.allocate("slots", DISTINCT * SLOT_BYTES).view(DISTINCT, SLOT_BYTES)
         self.plane.register(self.memory.pools, slots)
@@ -130,15 +138,14 @@ class PlaneReader:
         ]
         for target in self.targets:
             self.plane.permit(target)
-        self._poller = zmq.Poller()
         for waitable in self.plane.waitable:
-            self._poller.register(waitable, zmq.POLLIN)
+            self._waiter.add(waitable)
 
     def describe(self) -> Any:
         return self.plane.describe(), self.targets
 
     def receive(self) -> int:
-        self._poller.poll(_POLL_MS)
+        self._waiter.wait(_POLL_MS / 1000)
         notices = self.plane.poll()
         if self.plane.dropped:
             raise RuntimeError(f"the plane dropped {self.plane.dropped} writes")
@@ -149,10 +156,11 @@ class PlaneReader:
 
     def close(self) -> None:
         self.plane.close()
+        self._waiter.close()
 
 
 class PlaneWriter:
-    """Prefill's end of a plane: posts a chunk, then notifies."""
+    """Prefill's end of a plane: posts chunks, and notifies of each when it is complete."""
 
     def __init__(self, kind: str, memory: Memory, description: Any) -> None:
         descriptor, self._targets = description
@@ -160,11 +168,17 @@ class PlaneWriter:
         self._plane = make_plane(kind)
         self._plane.register(memory.pools, None)
         self._link = self._plane.connect(descriptor)
+        self._posted: deque[Completion] = deque()
 
     def send(self, number: int) -> None:
         at = number % DISTINCT
-        self._link.post(PageWrite(self._targets[at], {"full": PageNumbers(0, tuple(self._memory.chunks[at]))})).wait()
-        self._link.notify(RoomId("bench"), b"wrote")
+        write = PageWrite(self._targets[at], {"full": PageNumbers(0, tuple(self._memory.chunks[at]))})
+        self._posted.append(self._link.post(write))
+
+    def finish(self) -> None:
+        if self._posted:
+            self._posted.popleft().wait()
+            self._link.notify(RoomId("bench"), b"wrote")
 
     def close(self) -> None:
         self._link.close()
@@ -216,6 +230,8 @@ class SocketWriter:
     def send(self, number: int) -> None:
         self._socket.sendall(self._chunks[number % DISTINCT])
 
+    def finish(self) -> None: ...
+
     def close(self) -> None:
         self._socket.close()
 
@@ -257,6 +273,8 @@ class MessageWriter:
 
     def send(self, number: int) -> None:
         self._socket.send(self._chunks[number % DISTINCT], copy=False)
+
+    def finish(self) -> None: ...
 
     def close(self) -> None:
         self._socket.close(linger=0)

@@ -97,4 +97,7 @@ class TransferConfig:
     control_frame_bytes: int = 1024 * 1024
     """The longest control message or notice that is taken in: a grant has about ten bytes a page, a notice thirty."""
     frame_bytes: int = 4 * 1024 * 1024
-    """zmq: the longest frame of pages that is taken in, or one page where that is more; longer writes are split."""
+    """zmq: the most bytes of a pool that one write may have, or one page where that is more; longer writes are
+    split."""
+    connections: int = 2
+    """zmq: TCP connections that pages take from one rank of a worker to one rank of another."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the messages between workers. A build that can't talk to the one before it has a larger one; fields and
 messages that the other side may skip don't change it."""
 

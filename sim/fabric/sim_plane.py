@@ -242,6 +242,8 @@ class _SimLink:
         cut, self._cut = self._cut, False
         return cut
 
+    def sever(self) -> None: ...
+
     def close(self) -> None: ...
 
 

@@ -50,6 +50,11 @@ class WriteFaults:
         self._writes = 0
         self._corrupted = 0
 
+    @property
+    def corrupts(self) -> bool:
+        """Whether some write is to be corrupted."""
+        return self._config.corrupt_page > 0
+
     def in_write(self) -> None:
         """To be called in the middle of each write of pages. In shared memory half of it is with the reader by then."""
         self._writes += 1

@@ -106,7 +106,8 @@ class WriteLink(Protocol):
         """Check granted places. Raises `WireError` for places that the memory described by the reader doesn't have."""
 
     def post(self, write: PageWrite | SlotWrite) -> Completion:
-        """Start a write. The pages that it reads must stay unchanged until the completion is done."""
+        """Start a write. The pages that it reads must stay unchanged until the completion is done: the write has landed
+        then, or it has failed and may have landed in part."""
 
     def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:
         """Send the reader `data`, a notice of a room. The reader gets it after everything posted here so far has
@@ -118,6 +119,9 @@ class WriteLink(Protocol):
     @property
     def up(self) -> bool:
         """Whether there is a connection now, as far as `cut` has seen; always true where the link needs none."""
+
+    def sever(self) -> None:
+        """End the writes that are under way, as far as they can be: all of them are done or failed soon after."""
 
     def close(self) -> None: ...
 

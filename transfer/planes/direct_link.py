@@ -113,6 +113,8 @@ class DirectLink:
     def up(self) -> bool:
         return self._watch is None or self._watch.was_up
 
+    def sever(self) -> None: ...  # Every write is done when `post` returns.
+
     def close(self) -> None:
         if self._watch is not None:
             self._watch.close()

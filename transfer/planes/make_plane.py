@@ -17,7 +17,10 @@ def make_plane(
     ranks."""
     if config.transfer.plane == "local":
         return LocalPlane(config.faults, wake, rank, size)
-    silence_s = config.transfer.link_timeout_s
-    if config.transfer.plane == "shm":
-        return ShmPlane(config.faults, host, curve, rank, size, silence_s, config.transfer.control_frame_bytes)
-    return ZmqPlane(config.faults, host, curve, rank, size, silence_s, config.transfer.frame_bytes)
+    chosen = config.transfer
+    silence_s, message_bytes = chosen.link_timeout_s, chosen.control_frame_bytes
+    if chosen.plane == "shm":
+        return ShmPlane(config.faults, host, curve, rank, size, silence_s, message_bytes)
+    return ZmqPlane(
+        config.faults, host, curve, rank, size, silence_s, chosen.frame_bytes, chosen.connections, message_bytes, wake
+    )

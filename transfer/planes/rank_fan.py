@@ -55,6 +55,10 @@ class RankFan:
     def up(self) -> bool:
         return all(link.up for link in self._links())
 
+    def sever(self) -> None:
+        for link in self._links():
+            link.sever()
+
     def close(self) -> None:
         for link in self._links():
             link.close()

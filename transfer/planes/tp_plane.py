@@ -7,6 +7,7 @@ notice. At the reader the leader describes the memory of every rank, and permits
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
@@ -32,6 +33,8 @@ from contracts.messages.rank_orders import (
 )
 from transfer.planes.data_plane import PageNumbers, PageWrite, RankDataPlane, RoomTarget, SlotWrite, WriteLink
 from transfer.planes.rank_fan import AllWrites
+
+log = logging.getLogger("twinpool.transfer")
 
 
 class TPDataPlane:
@@ -151,6 +154,10 @@ class _TPLink:
         """Whether the leader's own part is up; a follower's part that is down shows in `cut`."""
         return self._mine.up
 
+    def sever(self) -> None:
+        """End the writes of the leader's own part; those of followers end when their connections do."""
+        self._mine.sever()
+
     def close(self) -> None:
         self._plane.forget(self._number)
         self._plane.followers.send(CloseLink(self._number))
@@ -158,7 +165,7 @@ class _TPLink:
 
 
 class _Answered:
-    """A completion that is done when all followers have answered."""
+    """A completion that is done when all followers have answered, and has failed where a follower's write has."""
 
     def __init__(self, answers: OrderAnswers) -> None:
         self._answers = answers
@@ -168,7 +175,8 @@ class _Answered:
         return self._answers.done
 
     def wait(self) -> None:
-        self._answers.wait()
+        if not all(self._answers.wait()):
+            raise RuntimeError("a follower rank's part of the write failed")
 
     def order(self) -> None:
         self.wait()
@@ -200,7 +208,11 @@ class FollowerLinks:
                     link.close()
             case PostWrite():
                 target = RoomTarget(RoomId(order.room), _runs(order.targets), 0, order.ticket)
-                self._links[order.link].post(PageWrite(target, _runs(order.sources), order.number)).wait()
+                try:
+                    self._links[order.link].post(PageWrite(target, _runs(order.sources), order.number)).wait()
+                except RuntimeError as error:
+                    log.warning("a write of room %s failed: %s", order.room, error)
+                    return False
                 return True
             case PermitRoom():
                 self._plane.permit(RoomTarget(RoomId(order.room), _runs(order.places), 0, order.ticket))

@@ -61,6 +61,8 @@ class Link:
     def cut(self) -> bool:
         return False
 
+    def sever(self) -> None: ...
+
     def close(self) -> None: ...
 
 
