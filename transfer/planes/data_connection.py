@@ -3,7 +3,7 @@
 On the wire, after the greeting of `transfer.net.connection_keys`:
 
     writer   length of the head (4 bytes), length of the body (8 bytes), the head (msgpack), the body: rows of pages
-    reader   one byte for each write that it has taken in
+    reader   1 for each write that it has taken in, 0 now and then while a write comes slowly
 
 Off the loopback the head and each piece of the body are sealed (`transfer.net.sealed_stream`). A write is done when the
 reader has taken it in. Where the connection is cut, or the reader takes nothing in for `transfer.link_timeout_s`, all
@@ -31,8 +31,8 @@ LENGTHS = struct.Struct("!IQ")
 """Bytes of a write's head, and of its body."""
 HEAD_BYTES = 64 << 10
 """The longest head."""
-TAKEN = b"\1"
-"""What the reader answers for each write."""
+TAKEN, COMING = b"\1", b"\0"
+"""What the reader answers for each write, and what it says while one comes slowly."""
 MOST_ROWS = 1024
 """Pieces of memory that one system call takes."""
 
@@ -178,8 +178,8 @@ class DataConnection:
                 self._unanswered.append(write)
                 self._waiting.popleft()
                 self._write(write)
-                if poller.poll(0) and self._answers(wait=False):
-                    heard = time.monotonic()
+                heard = time.monotonic()
+                self._answers(wait=False)
             if self._unanswered and time.monotonic() - heard > self._timeout_s:
                 raise ConnectionError(f"the reader took nothing in for {self._timeout_s:g} s")
 
@@ -189,10 +189,11 @@ class DataConnection:
             said = self._socket.recv(4096, 0 if wait else socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
-        if not said or len(said) > len(self._unanswered):
+        taken = said.count(TAKEN)
+        if not said or taken > len(self._unanswered):
             raise ConnectionError("the reader has closed it")
         now = time.monotonic()
-        for _ in said:
+        for _ in range(taken):
             write = self._unanswered.popleft()
             self._counts.writes += 1
             self._counts.nbytes += write.nbytes

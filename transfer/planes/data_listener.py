@@ -25,13 +25,15 @@ from dataclasses import dataclass, field
 from contracts.errors import WireError
 from transfer.net import connection_keys
 from transfer.net.sealed_stream import PIECE_BYTES, TAG_BYTES, SealedStream
-from transfer.planes.data_connection import HEAD_BYTES, LENGTHS, MOST_ROWS, TAKEN, patient
+from transfer.planes.data_connection import COMING, HEAD_BYTES, LENGTHS, MOST_ROWS, TAKEN, patient
 
 log = logging.getLogger("twinpool.transfer")
 SLICE_BYTES = 4 << 20
 """Bytes that are stored at a time; `revoke` waits for as much at most."""
 _LEAST_BYTES = 1 << 20
 """Bytes that a thread waits for, where so many are due, before it looks again."""
+_PATIENCE_S = 0.2
+"""Seconds that it waits for so many."""
 _STRANGERS = 64
 """Connections that have not said whose they are; more are closed, the oldest first."""
 _MOST = 1024
@@ -271,7 +273,10 @@ class _Connection:
             with self.landing:
                 if landing.revoked():
                     break
-                got = self._socket.recvmsg_into(_slice(left), 0, socket.MSG_DONTWAIT)[0]
+                try:
+                    got = self._socket.recvmsg_into(_slice(left), 0, socket.MSG_DONTWAIT)[0]
+                except BlockingIOError:
+                    continue
             if not got:
                 raise EOFError
             due -= got
@@ -321,7 +326,10 @@ class _Connection:
         at = 0
         while at < len(into):
             self._await(idle and not at, min(len(into) - at, _LEAST_BYTES))
-            got = self._socket.recv_into(into[at:], 0, socket.MSG_DONTWAIT)
+            try:
+                got = self._socket.recv_into(into[at:], 0, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                continue
             if not got:
                 raise EOFError
             at += got
@@ -332,8 +340,15 @@ class _Connection:
         if least != self._least:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
             self._least = least
-        if not self._poller.poll(None if idle else self._timeout_s * 1000):
-            raise TimeoutError(f"nothing came for {self._timeout_s:g} s")
+        if idle:
+            self._poller.poll()
+        elif not self._poller.poll(_PATIENCE_S * 1000):
+            # It is slow, perhaps: the writer is told that something comes all the same.
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+            self._least = 1
+            if not self._poller.poll(self._timeout_s * 1000):
+                raise TimeoutError(f"nothing came for {self._timeout_s:g} s")
+            self._socket.sendall(COMING)
 
 
 def _slice(rows: deque[memoryview]) -> list[memoryview]:
