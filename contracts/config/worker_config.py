@@ -80,8 +80,9 @@ class DecodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
-    plane: Literal["local", "shm", "zmq"] = "shm"
-    """local: all in one process; shm: the writer writes into the reader's memory; zmq: TCP."""
+    plane: Literal["local", "shm", "zmq", "nixl"] = "shm"
+    """local: all in one process; shm: the writer writes into the reader's memory; zmq: TCP; nixl: one-sided writes by
+    NIXL over UCX, which needs ``pip install 'twinpool[nixl]'``."""
     room_timeout_s: float = 60.0
     """Seconds of silence after which a room (hand-over) is failed."""
     link_timeout_s: float = 10.0

@@ -102,7 +102,7 @@ class SimPlane:
         rank: int = 0,
         size: int = 1,
     ) -> None:
-        self.kind, self.revocable = kind, kind == "zmq"
+        self.kind, self.revocable, self.by_peer = kind, kind == "zmq", kind == "nixl"
         self.network, self.process, self.rng, self.damage = network, process, rng, damage
         self.rank, self.size = rank, size
         self.dropped = 0
@@ -122,8 +122,10 @@ class SimPlane:
     def register(self, pools: PoolSet, slots: torch.Tensor | None) -> None:
         self.pools, self.slots = pools, slots
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, peer: str = "") -> dict[str, Any]:
         return {"ranks": [{"pid": self.process.pid, "node": self.process.node}]}
+
+    def sever(self, peer: str) -> None: ...
 
     def connect(self, descriptor: dict[str, Any]) -> WriteLink:
         return fan(self.pools.spec.whole, self.rank, self.size, descriptor, self._link)

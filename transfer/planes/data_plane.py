@@ -133,6 +133,8 @@ class DataPlane(Protocol):
     """The plane's name in `transfer.plane`; both ends must have the same."""
     revocable: bool
     """Whether `revoke` really ends a writer's access."""
+    by_peer: bool
+    """Whether each writer has access of its own, which `sever` really ends."""
     dropped: int
     """Writes and notices that were dropped: they came for no room, or could not be used."""
 
@@ -143,8 +145,13 @@ class DataPlane(Protocol):
         """Let peers write into the pool set and the metadata slots, uint8 [slots, SLOT_BYTES]. A worker that only
         writes has no slots (None); it writes from its pool set."""
 
-    def describe(self) -> dict[str, Any]:
-        """Return the descriptor for `connect` of a peer, as plain values: a part for each rank, under ``ranks``."""
+    def describe(self, peer: str = "") -> dict[str, Any]:
+        """Return the descriptor for `connect` of the writer `peer`, as plain values: a part for each rank, under
+        ``ranks``."""
+
+    def sever(self, peer: str) -> None:
+        """End all access that was described to the writer `peer`, which is dead, or whose processes can't write here by
+        themselves. When this returns nothing of it arrives any more."""
 
     def connect(self, descriptor: dict[str, Any]) -> WriteLink:
         """Open a link to the reader with this descriptor. Raises `LayoutMismatch`, with the reason, when its memory

@@ -30,6 +30,7 @@ from contracts.messages.rank_orders import (
     PermitRoom,
     PostWrite,
     RevokeRoom,
+    SeverPeer,
 )
 from transfer.planes.data_plane import PageNumbers, PageWrite, RankDataPlane, RoomTarget, SlotWrite, WriteLink
 from transfer.planes.rank_fan import AllWrites
@@ -41,7 +42,7 @@ class TPDataPlane:
     """The leader's `DataPlane`: its own rank's `plane`, and those of its followers."""
 
     def __init__(self, plane: RankDataPlane, followers: OrderChannel) -> None:
-        self.kind, self.revocable = plane.kind, plane.revocable
+        self.kind, self.revocable, self.by_peer = plane.kind, plane.revocable, plane.by_peer
         self._plane = plane
         self.followers = followers
         self._numbers = count(1)
@@ -62,9 +63,15 @@ class TPDataPlane:
     def register(self, pools: PoolSet, slots: torch.Tensor | None) -> None:
         self._plane.register(pools, slots)
 
-    def describe(self) -> dict[str, Any]:
-        others = self.followers.ask(DescribeMemory()).wait()
-        return {"ranks": [*self._plane.describe()["ranks"], *(part for other in others for part in other["ranks"])]}
+    def describe(self, peer: str = "") -> dict[str, Any]:
+        others = self.followers.ask(DescribeMemory(peer)).wait()
+        mine = self._plane.describe(peer)["ranks"]
+        return {"ranks": [*mine, *(part for other in others for part in other["ranks"])]}
+
+    def sever(self, peer: str) -> None:
+        answers = self.followers.ask(SeverPeer(peer))
+        self._plane.sever(peer)
+        answers.wait()
 
     def connect(self, descriptor: dict[str, Any]) -> WriteLink:
         number = next(self._numbers)
@@ -190,12 +197,15 @@ class FollowerLinks:
         self._links: dict[int, WriteLink] = {}
 
     def carry_out(
-        self, order: DescribeMemory | OpenLink | CloseLink | PostWrite | PermitRoom | RevokeRoom
+        self, order: DescribeMemory | SeverPeer | OpenLink | CloseLink | PostWrite | PermitRoom | RevokeRoom
     ) -> dict[str, Any] | str | bool | None:
         """Carry an order out, and return its answer; None for an order without one."""
         match order:
             case DescribeMemory():
-                return self._plane.describe()
+                return self._plane.describe(order.peer)
+            case SeverPeer():
+                self._plane.sever(order.peer)
+                return True
             case OpenLink():
                 try:
                     self._links[order.link] = self._plane.connect(order.descriptor)

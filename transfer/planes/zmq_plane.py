@@ -65,6 +65,7 @@ class ZmqPlane:
 
     kind = "zmq"
     revocable = True
+    by_peer = False
 
     def __init__(
         self,
@@ -118,10 +119,12 @@ class ZmqPlane:
             self._data_endpoint = via_proxy(self._listener.endpoint, "pages", str(os.getpid()), self._proxy)
             self._region = bytes_of(pools.region)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, peer: str = "") -> dict[str, Any]:
         assert self._listener is not None, "to be registered before it is described"
         places = {"endpoint": self._endpoint, "pages": self._data_endpoint}
         return {"ranks": [{**places, "secret": self._listener.secret, "frame_bytes": self._frame_bytes}]}
+
+    def sever(self, peer: str) -> None: ...
 
     def connect(self, descriptor: dict[str, Any]) -> WriteLink:
         return fan(self._pools.spec.whole, self._rank, self._size, descriptor, self._link)

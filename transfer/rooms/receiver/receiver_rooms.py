@@ -172,11 +172,15 @@ class ReceiverRooms(Mapping[RoomId, ReceiverRoom]):
         self._drop(parted.peer)
 
     def unreachable(self, unreachable: PeerUnreachable) -> None:
-        """Fail the rooms of a peer that can't be reached. Places that it may still write stay in quarantine; a peer
+        """Fail the rooms of a peer that can't be reached. Places that it may still write stay in quarantine, unless its
+        access can be ended: a peer whose processes can't be watched is on another host, and has no other. A peer
         without rooms is forgotten after a while."""
-        rooms = self._of(unreachable.peer)
+        rooms, peer = self._of(unreachable.peer), unreachable.peer
         for room in [r for r in rooms if not r.aborting]:
             self.fail(room, unreachable.reason)
+        if rooms and self._plane.by_peer and peer.watch is None:
+            self._peers.forget(peer)
+            self.died(PeerDied(peer, unreachable.reason))
         if not rooms and unreachable.long:
             self._forget(unreachable.peer)
 
