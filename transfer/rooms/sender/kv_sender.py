@@ -229,7 +229,9 @@ class KVSender:
                 self._refuse(event.peer.identity, event.message.room, m.reason_of(error))
         elif isinstance(event, StrangerAborted):
             try:
-                self._peers.reply(event.identity, self._messages.stranger_aborted(event))
+                # What was written to it was given up with it, where a write may be on its way after that.
+                word = self._messages.stranger_aborted(event)
+                self._peers.reply(event.identity, replace(word, torn=self._plane.by_peer))
             except WireError as error:
                 self._refuse(event.identity, event.abort.room, m.reason_of(error))
         else:

@@ -8,9 +8,9 @@ failed is never announced, nor is any later write of its room.
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cache.device.device_port import DEVICE, DONE, Completion, Device, DeviceOp, DeviceStream, attempt, failure, spans
 from cache.pool.page_allocator import Pin
@@ -23,6 +23,8 @@ _QUEUED = 4096
 """Writes to one reader that may be under way at once."""
 _NOTICE_PAGES = 8192
 """Pages of one pool that one notice tells of at most."""
+_TORN = 4096
+"""Rooms of which it is known that a write has failed; longer than last words are said again."""
 _UNDER_WAY = RuntimeError("under way")
 
 
@@ -50,6 +52,8 @@ class WriteQueue:
         self._reader, self._link, self._pools, self._device = reader, link, pools, device
         self._pending: deque[PendingWrite] = deque()
         self._failed: dict[RoomId, str] = {}
+        self._torn: OrderedDict[RoomId, None] = OrderedDict()
+        """Rooms of which a write has failed, over or not, the latest last."""
 
     def __len__(self) -> int:
         """The number of writes that are under way, and of last words that wait for them."""
@@ -102,10 +106,20 @@ class WriteQueue:
             pending = self._pending.popleft()
             for pin in pending.pins:
                 pin.release()
+            if pending.room is not None and error is not None:
+                self._torn[pending.room] = None
+                while len(self._torn) > _TORN:
+                    self._torn.popitem(last=False)
             if pending.room is not None and error is not None and not pending.withdrawn:
                 self._failed.setdefault(pending.room, m.reason_of(f"a write to {self._reader} failed: {error}"))
             if not pending.withdrawn and pending.room not in self._failed:
-                self._link.notify(pending.notice.room, m.encode_notice(pending.notice), pending.writes)
+                self._link.notify(pending.notice.room, m.encode_notice(self._marked(pending.notice)), pending.writes)
+
+    def _marked(self, notice: m.Notice) -> m.Notice:
+        """Return a notice, with the mark that a last word of a torn room has."""
+        if notice.room in self._torn and isinstance(notice, m.WriterQuiesced | m.RoomFailed | m.NothingToDecode):
+            return replace(notice, torn=True)
+        return notice
 
     def settle(self) -> None:
         """Wait until no write is under way, and send the notices and last words that waited."""
