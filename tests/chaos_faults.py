@@ -250,7 +250,9 @@ class Chaos:
 
     async def link(self, kind: str, trouble: Callable[[Relay], None]) -> bool:
         what = f"{getattr(trouble, '__name__', 'trouble')} {kind}"
-        victim = await self._victim(what, {"control": "prefill", "data": "decode", "pages": "decode"}.get(kind), least=1)
+        victim = await self._victim(
+            what, {"control": "prefill", "data": "decode", "pages": "decode"}.get(kind), least=1
+        )
         if victim is None:
             return False
         name = str(victim["pid"]) if kind in ("data", "pages") else victim["name"]
