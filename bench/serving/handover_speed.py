@@ -1,11 +1,11 @@
-"""Measure the data planes beside a plain copy, a bare TCP socket and bare pyzmq, in the same run.
+"""Measure the data planes beside a plain copy, a bare TCP socket, bare pyzmq and bare NIXL, in the same run.
 
     python -m bench.serving.handover_speed
     python -m bench.serving.handover_speed --layers 4 --kv-heads 2 --head-dim 48    # the demo's state
 
-`shm`, `zmq`, the socket and pyzmq go between two processes, `local` stays in one. Throughput is with some chunks
-under way at once, the time of a chunk with one: from the post until the reader, having it in its pages, has answered.
-Rounds go over all ways in turns; medians are shown. All bytes that arrived are compared.
+`shm`, `zmq`, `nixl`, the socket, pyzmq and NIXL go between two processes, `local` stays in one. Throughput is with some
+chunks under way at once, the time of a chunk with one: from the post until the reader, having it in its pages, has
+answered. Rounds go over all ways in turns; medians are shown. All bytes that arrived are compared.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ from bench.serving.transfer_ways import plain as plain_memory
 from cache.memory.page_digest import PageDigester
 
 WINDOW = 4
+BASES = ("memcpy", "tcp socket", "bare nixl")
+"""What the others are measured by."""
 _DEADLINE_S = 60.0
 
 
@@ -215,10 +217,10 @@ def measure(shape: Shape, chunks: int, rounds: int, threads: int) -> dict[str, M
 def table(shape: Shape, results: dict[str, Measured]) -> Table:
     """Medians, and each way over memcpy and over the bare socket."""
     out = Table(title=f"chunks of {shape.chunk_bytes / 2**20:.1f} MiB in {shape.chunk_pages} pages")
-    for name in ("", "GB/s", "chunk, ms", "CPU s/GB", "/ memcpy", "/ tcp socket"):
+    for name in ("", "GB/s", "chunk, ms", "CPU s/GB", "/ memcpy", "/ tcp socket", "/ bare nixl"):
         out.add_column(name, justify="left" if not name else "right")
     for name, measured in results.items():
-        ratios = [f"{measured.rate / results[base].rate:.2f}" for base in ("memcpy", "tcp socket")]
+        ratios = [f"{measured.rate / results[base].rate:.2f}" for base in BASES]
         cpu, each = statistics.median(measured.cpu_s_per_gb), statistics.median(measured.chunk_ms)
         out.add_row(name, f"{measured.rate:.2f}", f"{each:.2f}", f"{cpu:.2f}", *ratios)
     return out

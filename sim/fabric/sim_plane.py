@@ -30,7 +30,7 @@ from contracts.ids import RoomId
 from contracts.messages.rank_orders import WriteArrived
 from sim.fabric.sim_network import SimNetwork
 from sim.fabric.sim_process import SimProcess
-from transfer.planes.data_plane import SLOT_BYTES, PageWrite, RoomTarget, SlotWrite, WriteLink
+from transfer.planes.data_plane import SLOT_BYTES, PageWrite, RoomTarget, SentCounts, SlotWrite, WriteLink
 from transfer.planes.ordered_notices import OrderedNotices
 from transfer.planes.rank_fan import fan, rank_cut, writers
 
@@ -239,7 +239,7 @@ class _SimLink:
     def __init__(self, writer: SimPlane, reader: SimPlane, cut: HeadSlice | None) -> None:
         """`cut`: the head slice that both ranks hold, which this link writes; None: all of every page."""
         self._writer, self._reader, self._parts = writer, reader, cut
-        self._cut = False
+        self._cut, self.sent = False, SentCounts()
         self._pipe = writer.network.pipe(writer.process, reader.process, self._reset)
 
     def _send(self, item: WireItem) -> None:

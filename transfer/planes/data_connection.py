@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 
 from transfer.net import connection_keys
 from transfer.net.sealed_stream import PIECE_BYTES, TAG_BYTES, SealedStream
+from transfer.planes.data_plane import SentCounts
 from transfer.planes.posted_write import PostedWrite
 
 LENGTHS = struct.Struct("!IQ")
@@ -49,20 +50,6 @@ class OutgoingWrite:
     posted: PostedWrite
     at: float = field(default_factory=time.monotonic)
     """When it was posted."""
-
-
-@dataclass
-class SentCounts:
-    """What went down the connections of a link so far."""
-
-    writes: int = 0
-    nbytes: int = 0
-    busy_s: float = 0.0
-    """Seconds in which some write was under way on a connection, summed over connections."""
-    waited_s: float = 0.0
-    """Seconds from the post of each write until the reader had it, summed."""
-    opened: int = 0
-    """Connections opened; those after the first of each are retries."""
 
 
 class DataConnection:

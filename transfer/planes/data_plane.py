@@ -96,11 +96,27 @@ class SlotWrite:
     data: bytes
 
 
+@dataclass
+class SentCounts:
+    """What went down the connections of a link so far."""
+
+    writes: int = 0
+    nbytes: int = 0
+    busy_s: float = 0.0
+    """Seconds in which some write was under way on a connection, summed over connections."""
+    waited_s: float = 0.0
+    """Seconds from the post of each write until the reader had it, summed."""
+    opened: int = 0
+    """Connections opened; those after the first of each are retries."""
+
+
 class WriteLink(Protocol):
     """A link from a writer into one reader's memory."""
 
     frame_bytes: int | None
     """Bytes of each pool that one write may have; None: any number."""
+    sent: SentCounts
+    """What it has carried; of several ranks, what goes from this one to the reader's first."""
 
     def admit(self, target: RoomTarget) -> None:
         """Check granted places. Raises `WireError` for places that the memory described by the reader doesn't have."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -15,7 +16,7 @@ from contracts.errors import WireError
 from contracts.ids import RoomId
 from transfer.net.disconnects import DisconnectWatch
 from transfer.net.fault_injection import WriteFaults
-from transfer.planes.data_plane import PageWrite, RoomTarget, SlotWrite
+from transfer.planes.data_plane import PageWrite, RoomTarget, SentCounts, SlotWrite
 
 HEAD = 64
 """Bytes in front of a segment: a nonce, by which a writer knows that it mapped the memory that was described."""
@@ -50,6 +51,7 @@ class DirectLink:
         self._watch = watch
         self._close = close
         self._faults = faults
+        self.sent = SentCounts(opened=1)
 
     def admit(self, target: RoomTarget) -> None:
         for pool, run in target.runs.items():
@@ -65,7 +67,7 @@ class DirectLink:
             data = torch.frombuffer(bytearray(write.data), dtype=torch.uint8)
             self._slots[write.target.slot, : len(write.data)] = data
             return DONE
-        move = write.move
+        start, move = time.monotonic(), write.move
         first, rest = _halves(move)
         self._copy(first)
         self._faults.in_write()
@@ -73,6 +75,14 @@ class DirectLink:
         for part in move.parts:
             for buffer in self._chosen(self._layout, part.pool)[:1]:
                 self._faults.after_seal(self._region, buffer.offset(0, part.targets[0]) + self._first_byte(buffer))
+        took = time.monotonic() - start
+        self.sent.writes += 1
+        self.sent.nbytes += sum(
+            len(part.targets) * sum(b.spec.layers * b.entry_bytes for b in self._chosen(self._layout, part.pool))
+            for part in move.parts
+        )
+        self.sent.busy_s += took
+        self.sent.waited_s += took
         return DONE
 
     def _copy(self, move: PageMove) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -19,12 +20,12 @@ from contracts.errors import ConfigError, LayoutMismatch, WireError
 from contracts.ids import RoomId
 from transfer.net.disconnects import DisconnectWatch
 from transfer.net.fault_injection import WriteFaults
-from transfer.planes.data_connection import SentCounts
-from transfer.planes.data_plane import SLOT_BYTES, PageWrite, RoomTarget, SlotWrite
+from transfer.planes.data_plane import SLOT_BYTES, PageWrite, RoomTarget, SentCounts, SlotWrite
 from transfer.planes.nixl_agent import NixlAgent, byte_runs
 from transfer.planes.page_runs import IntArray, page_runs
 from transfer.planes.posted_write import PostedWrite
 
+log = logging.getLogger("twinpool.transfer")
 _NAP_S = 0.0002
 """Seconds until a write that is under way is looked at again."""
 
@@ -83,9 +84,12 @@ class NixlLink:
         self._thread.start()
 
     def _opened(self) -> NixlAgent:
-        agent = NixlAgent()
-        agent.register(self._source.region)
-        agent.register(self._scratch)
+        try:
+            agent = NixlAgent()
+            agent.register(self._source.region)
+            agent.register(self._scratch)
+        except ConfigError as error:
+            raise LayoutMismatch(str(error)) from None
         agent.meet(self._reader.metadata)
         self.sent.opened += 1
         return agent
@@ -149,7 +153,9 @@ class NixlLink:
             start, error = time.monotonic(), None
             try:
                 nbytes = self._written(outgoing.write)
-            except (RuntimeError, ConfigError, LayoutMismatch) as failure:
+            except Exception as failure:
+                if not isinstance(failure, RuntimeError | ConfigError | LayoutMismatch):
+                    log.exception("a write by NIXL failed")  # Whoever waits for it is told all the same.
                 # What an agent has failed at may still be under way in it: it ends with the agent.
                 error = RuntimeError(f"a write by NIXL failed: {failure}")
                 self._drop_agent()

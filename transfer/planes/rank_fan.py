@@ -12,7 +12,7 @@ from cache.memory.head_slices import HeadSlice, cuts
 from cache.memory.kv_cache_spec import PoolSetSpec
 from contracts.errors import ConfigError, LayoutMismatch
 from contracts.ids import RoomId
-from transfer.planes.data_plane import PageWrite, RoomTarget, SlotWrite, WriteLink
+from transfer.planes.data_plane import PageWrite, RoomTarget, SentCounts, SlotWrite, WriteLink
 
 MOST_RANKS = 64
 """Most ranks of a worker: a peer that claims more is refused."""
@@ -30,6 +30,7 @@ class RankFan:
     def __init__(self, leader: WriteLink | None, parts: Sequence[WriteLink]) -> None:
         self._leader = leader
         self._parts = parts
+        self.sent = next((link.sent for link in self._links()), SentCounts())
         self.frame_bytes = min((b for link in self._links() if (b := link.frame_bytes) is not None), default=None)
 
     def admit(self, target: RoomTarget) -> None:

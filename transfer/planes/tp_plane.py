@@ -134,7 +134,7 @@ class _TPLink:
         self._plane = plane
         self.severed = False
         """Whether a follower has reported, since the last `cut`, that its part was cut."""
-        self.frame_bytes = mine.frame_bytes
+        self.frame_bytes, self.sent = mine.frame_bytes, mine.sent
 
     def admit(self, target: RoomTarget) -> None:
         """Check by the leader's own part: all ranks of a reader describe the same counts."""

@@ -13,8 +13,8 @@ from cache.pool.pool_set import PoolSet
 from contracts.ids import RoomId
 from transfer.net.disconnects import DisconnectWatch
 from transfer.net.fault_injection import WriteFaults
-from transfer.planes.data_connection import DataConnection, OutgoingWrite, SentCounts
-from transfer.planes.data_plane import PageWrite, RoomTarget, SlotWrite
+from transfer.planes.data_connection import DataConnection, OutgoingWrite
+from transfer.planes.data_plane import PageWrite, RoomTarget, SentCounts, SlotWrite
 from transfer.planes.page_stream import PoolStream, bytes_of
 from transfer.planes.posted_write import PostedWrite
 

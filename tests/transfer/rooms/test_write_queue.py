@@ -14,7 +14,7 @@ from contracts.errors import ErrorKind
 from contracts.ids import RoomId, WorkerName
 from tests.poolsets import pool_sets
 from tests.rooms import LateDevice
-from transfer.planes.data_plane import PageNumbers, PageWrite, RoomTarget, SlotWrite
+from transfer.planes.data_plane import PageNumbers, PageWrite, RoomTarget, SentCounts, SlotWrite
 from transfer.rooms import room_messages as m
 from transfer.rooms.sender import write_queue
 from transfer.rooms.sender.write_queue import WriteQueue
@@ -45,6 +45,7 @@ class Link:
     up = True
 
     def __init__(self) -> None:
+        self.sent = SentCounts()
         self.posted: list[Held] = []
         self.said: list[tuple[m.Notice, int]] = []
 

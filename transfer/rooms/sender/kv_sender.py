@@ -189,6 +189,19 @@ class KVSender:
         return dict(Counter(f"outgoing_to:{room.wants.name}" for room in self._rooms.values()))
 
     @property
+    def links(self) -> dict[str, float]:
+        """What each link has carried and what is under way on it, by the worker that receives: counters of a status."""
+        out: dict[str, float] = {}
+        for peer in self._peers.values():
+            sent = peer.link.sent
+            values = {
+                "writes": sent.writes, "bytes": sent.nbytes, "busy_s": sent.busy_s, "waited_s": sent.waited_s,
+                "opened": sent.opened, "under_way": len(peer.writes),
+            }  # fmt: skip
+            out |= {f"link_{what}:{peer.name}": value for what, value in values.items()}
+        return out
+
+    @property
     def unconfirmed(self) -> set[RoomId]:
         """Rooms in which everything was sent and decode has not confirmed yet that it arrived."""
         return {r.id for r in self._rooms.values() if r.state is SenderState.SENT}
