@@ -171,6 +171,7 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
             **self._migrations.counters,
             **self._advisor.counters,
             **self._sender.outgoing,
+            **self._sender.links,
             "given_bytes": self._pushes.bytes,
             "fetched_bytes": self._pulls.bytes,
             "pages_damaged": self._receiver.damaged,

@@ -105,7 +105,7 @@ class PrefillHandover:
 
     def counters(self) -> dict[str, float]:
         sender = self.sender
-        return {**sender.outgoing, "sent_bytes": sender.sent_bytes, "late_messages": sender.late}
+        return {**sender.outgoing, **sender.links, "sent_bytes": sender.sent_bytes, "late_messages": sender.late}
 
     def check(self) -> list[str]:
         """Recount, in the sender too; returns what doesn't agree."""

@@ -100,6 +100,10 @@ class Chaos:
             "drain and undrain": self.drain_and_undrain,
             CHANGE: self.change_a_role,
         }
+        if tally.plane == "zmq":
+            self.faults["cut pages"] = lambda: self.link("pages", self.proxy.cut)
+            self.faults["silence pages"] = lambda: self.link("pages", self.proxy.silence)
+            self.faults["slow pages"] = lambda: self.link("pages", self.slowed)
         if disk is not None:
             self.faults["fill the disk"] = self.fill_the_disk
 
@@ -246,10 +250,12 @@ class Chaos:
 
     async def link(self, kind: str, trouble: Callable[[Relay], None]) -> bool:
         what = f"{getattr(trouble, '__name__', 'trouble')} {kind}"
-        victim = await self._victim(what, {"control": "prefill", "data": "decode"}.get(kind), least=1)
+        victim = await self._victim(
+            what, {"control": "prefill", "data": "decode", "pages": "decode"}.get(kind), least=1
+        )
         if victim is None:
             return False
-        name = str(victim["pid"]) if kind == "data" else victim["name"]
+        name = str(victim["pid"]) if kind in ("data", "pages") else victim["name"]
         found = [r for r in self.proxy.find(kind, name) if r.open]
         if not found:
             return False

@@ -2,8 +2,8 @@
 
 It runs on a thread of its own. Workers ask it for detours (`faults.proxy`, `transfer.net.fault_injection`), so every
 connection to them goes through it: ``serve`` is a worker's gRPC service, ``control`` a prefill worker's socket for
-rooms, ``data`` what a decode worker receives pages and notices on (by pid). Tests may also ask for a way with
-`Proxy.relay`.
+rooms, ``data`` what a decode worker receives notices on and ``pages`` where plane zmq's pages come in (both by pid).
+Tests may also ask for a way with `Proxy.relay`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Measure the data planes beside a plain copy, a bare TCP socket and bare pyzmq, in the same run.
+"""Measure the data planes beside a plain copy, a bare TCP socket, bare pyzmq and bare NIXL, in the same run.
 
     python -m bench.serving.handover_speed
     python -m bench.serving.handover_speed --layers 4 --kv-heads 2 --head-dim 48    # the demo's state
 
-`shm`, `zmq`, the socket and pyzmq go between two processes, `local` stays in one. Throughput is with some chunks
-under way at once, the time of a chunk with one: from the post until the reader, having it in its pages, has answered.
-Rounds go over all ways in turns; medians are shown. All bytes that arrived are compared.
+`shm`, `zmq`, `nixl`, the socket, pyzmq and NIXL go between two processes, `local` stays in one. Throughput is with some
+chunks under way at once, the time of a chunk with one: from the post until the reader, having it in its pages, has
+answered. Rounds go over all ways in turns; medians are shown. All bytes that arrived are compared.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ from bench.serving.transfer_ways import plain as plain_memory
 from cache.memory.page_digest import PageDigester
 
 WINDOW = 4
+BASES = ("memcpy", "tcp socket", "bare nixl")
+"""What the others are measured by."""
 _DEADLINE_S = 60.0
 
 
@@ -52,6 +54,8 @@ class Measured:
 
     gb_per_s: list[float] = field(default_factory=list)
     chunk_ms: list[float] = field(default_factory=list)
+    cpu_s_per_gb: list[float] = field(default_factory=list)
+    """Processor seconds of both processes, all threads, for each GB."""
 
     @property
     def rate(self) -> float:
@@ -65,13 +69,14 @@ def read_chunks(pipe: Connection, way: str, shape: Shape, threads: int) -> None:
     try:
         pipe.send(reader.describe())
         while (wanted := pipe.recv()) is not None:
-            deadline = time.monotonic() + _DEADLINE_S
+            deadline, busy = time.monotonic() + _DEADLINE_S, time.process_time()
             while wanted:
                 for _ in range(reader.receive()):
                     pipe.send_bytes(b"stored")
                     wanted -= 1
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"{way}: {wanted} chunks didn't arrive")
+            pipe.send(time.process_time() - busy)
         pipe.send(reader.sums())
     finally:
         reader.close()
@@ -96,10 +101,11 @@ class Way:
             raise TimeoutError(f"{self.name}: the reader's process does not answer")
         return receive()
 
-    def push(self, chunks: int, window: int) -> list[float]:
-        """Send chunks, at most `window` unanswered; returns when each was answered, in seconds from the start."""
+    def push(self, chunks: int, window: int) -> tuple[list[float], float]:
+        """Send chunks, at most `window` unanswered; returns when each was answered, in seconds from the start, and
+        the processor seconds of both processes."""
         self._pipe.send(chunks)
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.process_time()
         sent = 0
         answered: list[float] = []
         while len(answered) < chunks:
@@ -107,15 +113,19 @@ class Way:
                 self._writer.send(sent)
                 sent += 1
             else:
+                self._writer.finish()
                 self._wait(self._pipe.recv_bytes)
                 answered.append(time.perf_counter() - start)
-        return answered
+        return answered, time.process_time() - busy + self._wait(self._pipe.recv)
 
     def round(self, chunks: int, into: Measured) -> None:
         """Whole rounds of the distinct chunks, so that every way keeps them in the same places."""
         self.push(DISTINCT, 1)
-        into.gb_per_s.append(chunks * self._shape.chunk_bytes / self.push(chunks, WINDOW)[-1] / 1e9)
-        times = self.push(DISTINCT, 1)
+        answered, cpu_s = self.push(chunks, WINDOW)
+        gb = chunks * self._shape.chunk_bytes / 1e9
+        into.gb_per_s.append(gb / answered[-1])
+        into.cpu_s_per_gb.append(cpu_s / gb)
+        times, _ = self.push(DISTINCT, 1)
         gaps = [b - a for a, b in pairwise([0.0, *times])]
         into.chunk_ms.append(statistics.median(gaps) * 1e3)
 
@@ -149,6 +159,7 @@ class InProcess:
 
     def _local(self, number: int) -> None:
         self._writer.send(number)
+        self._writer.finish()
         assert self._reader.plane.poll() == [b"wrote"]
 
     def _digest(self, number: int) -> None:
@@ -159,11 +170,13 @@ class InProcess:
     def round(self, way: str, chunks: int, into: Measured) -> None:
         run = self.ways[way]
         run(0)
-        times = [time.perf_counter()]
+        times, busy = [time.perf_counter()], time.process_time()
         for number in range(chunks):
             run(number)
             times.append(time.perf_counter())
-        into.gb_per_s.append(chunks * self._shape.chunk_bytes / (times[-1] - times[0]) / 1e9)
+        gb = chunks * self._shape.chunk_bytes / 1e9
+        into.gb_per_s.append(gb / (times[-1] - times[0]))
+        into.cpu_s_per_gb.append((time.process_time() - busy) / gb)
         into.chunk_ms.append(statistics.median(b - a for a, b in pairwise(times)) * 1e3)
 
     def close(self) -> None:
@@ -204,11 +217,12 @@ def measure(shape: Shape, chunks: int, rounds: int, threads: int) -> dict[str, M
 def table(shape: Shape, results: dict[str, Measured]) -> Table:
     """Medians, and each way over memcpy and over the bare socket."""
     out = Table(title=f"chunks of {shape.chunk_bytes / 2**20:.1f} MiB in {shape.chunk_pages} pages")
-    for name in ("", "GB/s", "chunk, ms", "/ memcpy", "/ tcp socket"):
+    for name in ("", "GB/s", "chunk, ms", "CPU s/GB", "/ memcpy", "/ tcp socket", "/ bare nixl"):
         out.add_column(name, justify="left" if not name else "right")
     for name, measured in results.items():
-        ratios = [f"{measured.rate / results[base].rate:.2f}" for base in ("memcpy", "tcp socket")]
-        out.add_row(name, f"{measured.rate:.2f}", f"{statistics.median(measured.chunk_ms):.2f}", *ratios)
+        ratios = [f"{measured.rate / results[base].rate:.2f}" for base in BASES]
+        cpu, each = statistics.median(measured.cpu_s_per_gb), statistics.median(measured.chunk_ms)
+        out.add_row(name, f"{measured.rate:.2f}", f"{each:.2f}", f"{cpu:.2f}", *ratios)
     return out
 
 

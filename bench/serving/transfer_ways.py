@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import random
 import socket
+import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,14 +18,19 @@ from typing import Any, Protocol
 import torch
 import zmq
 
+from cache.device.device_port import Completion
 from cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
 from cache.memory.memory_layout import PoolSetLayout
 from cache.memory.page_moves import gather
 from cache.pool.pool_set import PoolSet
 from contracts.config.cluster_config import FaultsConfig
 from contracts.ids import RoomId
+from transfer.net.waiter import Waiter
 from transfer.planes.data_plane import SLOT_BYTES, DataPlane, PageNumbers, PageWrite, RoomTarget
 from transfer.planes.local_plane import LocalPlane
+from transfer.planes.nixl_agent import byte_runs, load_nixl
+from transfer.planes.nixl_plane import NixlPlane
+from transfer.planes.page_runs import page_runs
 from transfer.planes.shm_plane import ShmPlane
 from transfer.planes.zmq_plane import ZmqPlane
 
@@ -102,17 +109,23 @@ class Reader(Protocol):
 
 
 class Writer(Protocol):
-    def send(self, number: int) -> None: ...
+    def send(self, number: int) -> None:
+        """Begin to send a chunk."""
+
+    def finish(self) -> None:
+        """Wait until a chunk has been sent, the oldest one, and tell the reader; nothing happens without one."""
 
     def close(self) -> None: ...
 
 
-def make_plane(kind: str) -> DataPlane:
+def make_plane(kind: str, wake: Callable[[], None] = lambda: None) -> DataPlane:
     faults = FaultsConfig()
     if kind == "shm":
         return ShmPlane(faults, HOST, None)
+    if kind == "nixl":
+        return NixlPlane(faults, HOST, None, wake=wake)
     if kind == "zmq":
-        return ZmqPlane(faults, HOST, None)
+        return ZmqPlane(faults, HOST, None, frame_bytes=1 << 30, wake=wake)
     return LocalPlane(faults, lambda: None)
 
 
@@ -120,7 +133,8 @@ class PlaneReader:
     """Decode's end of a plane: grants a room for each distinct chunk."""
 
     def __init__(self, kind: str, shape: Shape) -> None:
-        self.plane = make_plane(kind)
+        self._waiter = Waiter()
+        self.plane = make_plane(kind, self._waiter.wake)
         self.memory = Memory(shape, seed=2, allocate=self.plane.allocate, noise=False)
         slots = self.plane.allocate("slots", DISTINCT * SLOT_BYTES).view(DISTINCT, SLOT_BYTES)
         self.plane.register(self.memory.pools, slots)
@@ -130,15 +144,14 @@ class PlaneReader:
         ]
         for target in self.targets:
             self.plane.permit(target)
-        self._poller = zmq.Poller()
         for waitable in self.plane.waitable:
-            self._poller.register(waitable, zmq.POLLIN)
+            self._waiter.add(waitable)
 
     def describe(self) -> Any:
         return self.plane.describe(), self.targets
 
     def receive(self) -> int:
-        self._poller.poll(_POLL_MS)
+        self._waiter.wait(_POLL_MS / 1000)
         notices = self.plane.poll()
         if self.plane.dropped:
             raise RuntimeError(f"the plane dropped {self.plane.dropped} writes")
@@ -149,10 +162,11 @@ class PlaneReader:
 
     def close(self) -> None:
         self.plane.close()
+        self._waiter.close()
 
 
 class PlaneWriter:
-    """Prefill's end of a plane: posts a chunk, then notifies."""
+    """Prefill's end of a plane: posts chunks, and notifies of each when it is complete."""
 
     def __init__(self, kind: str, memory: Memory, description: Any) -> None:
         descriptor, self._targets = description
@@ -160,11 +174,17 @@ class PlaneWriter:
         self._plane = make_plane(kind)
         self._plane.register(memory.pools, None)
         self._link = self._plane.connect(descriptor)
+        self._posted: deque[Completion] = deque()
 
     def send(self, number: int) -> None:
         at = number % DISTINCT
-        self._link.post(PageWrite(self._targets[at], {"full": PageNumbers(0, tuple(self._memory.chunks[at]))})).wait()
-        self._link.notify(RoomId("bench"), b"wrote")
+        write = PageWrite(self._targets[at], {"full": PageNumbers(0, tuple(self._memory.chunks[at]))})
+        self._posted.append(self._link.post(write))
+
+    def finish(self) -> None:
+        if self._posted:
+            self._posted.popleft().wait()
+            self._link.notify(RoomId("bench"), b"wrote")
 
     def close(self) -> None:
         self._link.close()
@@ -216,6 +236,8 @@ class SocketWriter:
     def send(self, number: int) -> None:
         self._socket.sendall(self._chunks[number % DISTINCT])
 
+    def finish(self) -> None: ...
+
     def close(self) -> None:
         self._socket.close()
 
@@ -258,20 +280,85 @@ class MessageWriter:
     def send(self, number: int) -> None:
         self._socket.send(self._chunks[number % DISTINCT], copy=False)
 
+    def finish(self) -> None: ...
+
     def close(self) -> None:
         self._socket.close(linger=0)
 
 
-BETWEEN_PROCESSES: Sequence[str] = ("shm", "zmq", "tcp socket", "pyzmq")
+class NixlReader:
+    """Bare NIXL: one agent with a thread of its own, and pages scattered as on the planes."""
+
+    def __init__(self, shape: Shape) -> None:
+        api = load_nixl()
+        self.memory = Memory(shape, seed=2, allocate=plain, noise=False)
+        self._agent = api.nixl_agent("bare-reader", api.nixl_agent_config())
+        region = self.memory.pools.region
+        self._agent.register_memory([(region.data_ptr(), region.numel(), 0, "")], "DRAM")
+
+    def describe(self) -> Any:
+        counts = dict(self.memory.pools.layout.counts)
+        return self._agent.get_agent_metadata(), self.memory.pools.region.data_ptr(), self.memory.chunks, counts
+
+    def receive(self) -> int:
+        until = time.monotonic() + _POLL_MS / 1000
+        while time.monotonic() < until:
+            if found := sum(len(said) for said in self._agent.get_new_notifs().values()):
+                return found
+            time.sleep(0.0002)
+        return 0
+
+    def sums(self) -> list[int]:
+        return self.memory.sums()
+
+    def close(self) -> None:
+        del self._agent
+
+
+class NixlWriter:
+    def __init__(self, memory: Memory, description: Any) -> None:
+        metadata, base, chunks, counts = description
+        api, region, layout = load_nixl(), memory.pools.region, memory.pools.layout
+        self._agent = api.nixl_agent("bare-writer", api.nixl_agent_config())
+        self._agent.register_memory([(region.data_ptr(), region.numel(), 0, "")], "DRAM")
+        reader = self._agent.add_remote_agent(metadata)
+        theirs = PoolSetLayout(layout.spec, counts)
+        self._handles = []
+        for mine, its in zip(memory.chunks, chunks, strict=True):
+            sides = page_runs(layout.buffers["full"], mine, theirs.buffers["full"], its, layout.spec.page_tokens)
+            pairs = [byte_runs(at, side, sides[2]) for at, side in zip((region.data_ptr(), base), sides, strict=False)]
+            both = (self._agent.get_xfer_descs(pair, "DRAM") for pair in pairs)
+            self._handles.append(self._agent.initialize_xfer("WRITE", *both, reader, b"wrote"))
+
+    def send(self, number: int) -> None:
+        handle = self._handles[number % DISTINCT]
+        state = self._agent.transfer(handle)
+        while state == "PROC":
+            state = self._agent.check_xfer_state(handle)
+        if state != "DONE":
+            raise RuntimeError(f"bare NIXL: {state}")
+
+    def finish(self) -> None: ...
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.release()
+
+
+BETWEEN_PROCESSES: Sequence[str] = ("shm", "zmq", "nixl", "tcp socket", "pyzmq", "bare nixl")
 
 
 def make_reader(way: str, shape: Shape) -> Reader:
+    if way == "bare nixl":
+        return NixlReader(shape)
     if way == "tcp socket":
         return SocketReader(shape)
     return MessageReader() if way == "pyzmq" else PlaneReader(way, shape)
 
 
 def make_writer(way: str, memory: Memory, description: Any) -> Writer:
+    if way == "bare nixl":
+        return NixlWriter(memory, description)
     if way == "tcp socket":
         return SocketWriter(memory, description)
     return MessageWriter(memory, description) if way == "pyzmq" else PlaneWriter(way, memory, description)

@@ -69,6 +69,18 @@ def chosen(buffers: Sequence[BufferLayout], names: Sequence[str]) -> tuple[Buffe
     return tuple(b for b in buffers if b.spec.name in names)
 
 
+def of_layers(buffers: Sequence[BufferLayout], layers: range) -> tuple[BufferLayout, ...]:
+    """Those of the buffers that have any of `layers`, as buffers of these layers alone."""
+    found = []
+    for buffer in buffers:
+        mine = range(buffer.spec.layers)[layers.start : layers.stop]
+        if mine:
+            found.append(
+                replace(buffer, spec=replace(buffer.spec, layers=len(mine)), base=buffer.offset(mine.start, 0))
+            )
+    return tuple(found)
+
+
 def packed_layouts(mine: Sequence[BufferSpec], theirs: Sequence[BufferSpec], page_tokens: int) -> list[BufferLayout]:
     """The canonical layout of the heads that two ranks share: page after page, buffer by buffer, layer by layer."""
     specs = []

@@ -164,7 +164,7 @@ def check_ranks(config: Config, spec: ModelSpec, roles: Iterable[Role] = PAIR) -
         if size == 1:
             continue
         if config.transfer.plane == "local":
-            raise ConfigError(f"{key}={size} needs a process for each rank: use transfer.plane=shm or zmq")
+            raise ConfigError(f"{key}={size} needs a process for each rank: use transfer.plane=shm, nixl or zmq")
         reason = divides(config, spec, size)
         if reason:
             good = [str(n) for n in range(1, 17) if not divides(config, spec, n)]

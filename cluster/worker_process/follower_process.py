@@ -37,6 +37,7 @@ from contracts.messages.rank_orders import (
     PutPages,
     RevokeRoom,
     RunStep,
+    SeverPeer,
     ZeroPages,
 )
 
@@ -84,7 +85,7 @@ class FollowerLoop:
                 return self._parts.engine.follow(order)
             case ZeroPages() | CopyPages() | DigestPages() | CheckPages():
                 return self._parts.state.carry_out(order)
-            case DescribeMemory() | OpenLink() | CloseLink() | PostWrite() | PermitRoom() | RevokeRoom():
+            case DescribeMemory() | SeverPeer() | OpenLink() | CloseLink() | PostWrite() | PermitRoom() | RevokeRoom():
                 return self._parts.links.carry_out(order)
             case BindArenas():
                 return rebind(self._parts.arena, order)

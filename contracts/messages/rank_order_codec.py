@@ -34,6 +34,7 @@ from contracts.messages.rank_orders import (
     RevokeRoom,
     RowOrder,
     RunStep,
+    SeverPeer,
     StoredPage,
     TableEntries,
     TablePlace,
@@ -59,6 +60,7 @@ TAGS: dict[int, type[Any]] = {
     32: FormGroup,
     33: AwaitReady,
     34: EndRank,
+    35: SeverPeer,
 }
 _TAG_OF = {cls: tag for tag, cls in TAGS.items()}
 _NAMES = {cls: tuple(f.name for f in fields(cls)) for cls in TAGS.values()}

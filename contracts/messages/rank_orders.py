@@ -134,7 +134,16 @@ class RunStep:
 
 @dataclass(frozen=True, slots=True)
 class DescribeMemory:
-    """Answer with this rank's part of the data plane's descriptor."""
+    """Answer with this rank's part of the data plane's descriptor for the writer `peer`."""
+
+    peer: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SeverPeer:
+    """End all access of the writer `peer` to this rank's memory; answered when that is done."""
+
+    peer: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +281,7 @@ Order = (
     | BindArenas
     | RunStep
     | DescribeMemory
+    | SeverPeer
     | OpenLink
     | CloseLink
     | PostWrite

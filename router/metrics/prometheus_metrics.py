@@ -18,6 +18,7 @@ from contracts.ids import Role
 from contracts.messages.worker_events import LegReport
 from router.core.router_core import RouterCore
 from router.metrics.cache_metrics import tier_metrics
+from router.metrics.link_metrics import link_metrics
 from router.metrics.verification_metrics import verification_metrics
 from router.openai.choice_output import ChoiceOutput
 from router.state.circuit_breaker import CircuitState
@@ -228,4 +229,5 @@ class PrometheusMetrics(Collector):
         yield free
         yield from self._of_breakers()
         yield from tier_metrics(core.workers)
+        yield from link_metrics(core.workers)
         yield from verification_metrics(core.damage, core.audits, self._watch, self._model)

@@ -3,6 +3,7 @@
 shm   the writer stores into the reader's memory, the second half of a write some time after the first: a writer that
       is stopped in between stores the rest when it goes on, even if those pages have another owner by then (A5)
 zmq   the bytes of a write travel, and the reader stores them if it still permits the room under the write's ticket
+nixl  stores travel, and land whatever became of their writer, unless the reader has ended that writer's access
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -27,7 +30,7 @@ from contracts.ids import RoomId
 from contracts.messages.rank_orders import WriteArrived
 from sim.fabric.sim_network import SimNetwork
 from sim.fabric.sim_process import SimProcess
-from transfer.planes.data_plane import SLOT_BYTES, PageWrite, RoomTarget, SlotWrite, WriteLink
+from transfer.planes.data_plane import SLOT_BYTES, PageWrite, RoomTarget, SentCounts, SlotWrite, WriteLink
 from transfer.planes.ordered_notices import OrderedNotices
 from transfer.planes.rank_fan import fan, rank_cut, writers
 
@@ -102,13 +105,16 @@ class SimPlane:
         rank: int = 0,
         size: int = 1,
     ) -> None:
-        self.kind, self.revocable = kind, kind == "zmq"
+        self.kind, self.revocable, self.by_peer = kind, kind == "zmq", kind == "nixl"
         self.network, self.process, self.rng, self.damage = network, process, rng, damage
         self.rank, self.size = rank, size
         self.dropped = 0
         self.halt: Callable[[], None] | None = None
         """Called once, in the middle of the next write of pages."""
         self._planes, self._wake = planes, wake
+        self._access: dict[str, int] = {}
+        """Numbers of the access that writers were given, by writer."""
+        self._numbers = count(1)
         self._arrived: deque[WireItem] = deque()
         self._permitted: dict[RoomId, RoomTarget] = {}
         self._held = OrderedNotices(size, lambda sources, at: writers(self.pools.spec.whole, sources, at, size))
@@ -122,8 +128,18 @@ class SimPlane:
     def register(self, pools: PoolSet, slots: torch.Tensor | None) -> None:
         self.pools, self.slots = pools, slots
 
-    def describe(self) -> dict[str, Any]:
-        return {"ranks": [{"pid": self.process.pid, "node": self.process.node}]}
+    def describe(self, peer: str = "") -> dict[str, Any]:
+        if peer not in self._access:
+            self._access[peer] = next(self._numbers)
+        access = self._access[peer]
+        return {"ranks": [{"pid": self.process.pid, "node": self.process.node, "access": access}]}
+
+    def open_to(self, access: int) -> bool:
+        """Whether access of this number, as a descriptor named it, has not been ended."""
+        return access in self._access.values()
+
+    def sever(self, peer: str) -> None:
+        self._access.pop(peer, None)
 
     def connect(self, descriptor: dict[str, Any]) -> WriteLink:
         return fan(self.pools.spec.whole, self.rank, self.size, descriptor, self._link)
@@ -132,6 +148,8 @@ class SimPlane:
         reader = self._planes[part["pid"]]
         if self.kind == "zmq":
             return SentLink(self, reader, cut)
+        if self.kind == "nixl":
+            return OneSidedLink(self, reader, cut, part["access"])
         if part["node"] != self.process.node or not reader.process.alive:
             raise LayoutMismatch(f"plane shm: the reader {reader.process} can't be reached from {self.process}")
         return StoredLink(self, reader, cut)
@@ -222,7 +240,7 @@ class _SimLink:
     def __init__(self, writer: SimPlane, reader: SimPlane, cut: HeadSlice | None) -> None:
         """`cut`: the head slice that both ranks hold, which this link writes; None: all of every page."""
         self._writer, self._reader, self._parts = writer, reader, cut
-        self._cut = False
+        self._cut, self.sent = False, SentCounts()
         self._pipe = writer.network.pipe(writer.process, reader.process, self._reset)
 
     def _send(self, item: WireItem) -> None:
@@ -242,6 +260,8 @@ class _SimLink:
     def cut(self) -> bool:
         cut, self._cut = self._cut, False
         return cut
+
+    def sever(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -328,6 +348,85 @@ class StoredLink(_SimLink):
 
     def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:
         self._send(self._struck("notice", data))
+
+
+class OneSidedLink(StoredLink):
+    """Implements `transfer.planes.data_plane.WriteLink` for plane nixl: stores travel, those of a dead or severed
+    writer as well, and land unless the reader has ended the access that they came by."""
+
+    def __init__(self, writer: SimPlane, reader: SimPlane, cut: HeadSlice | None, access: int) -> None:
+        super().__init__(writer, reader, cut)
+        self._access = access
+        self._flying: list[_FlyingStore] = []
+
+    def post(self, write: PageWrite | SlotWrite) -> Completion:
+        reader, stores = self._reader, list[Callable[[], None]]()
+        if isinstance(write, SlotWrite):
+            stores.append(partial(self._slot, write, self._struck("metadata", write.data)))
+        else:
+            stores += [partial(self._copy, half) for half in _halves(write.move)]
+        flying = _FlyingStore(stores, lambda: reader.open_to(self._access))
+        self._flying = [f for f in self._flying if not f.done] + [flying]
+        halt, self._writer.halt = self._writer.halt, None
+        self._pipe.send(flying.land)
+        if halt is not None and isinstance(write, PageWrite):
+            halt()
+        elif halt is not None:
+            self._writer.halt = halt
+        if len(stores) > 1:
+            later = self._writer.rng.random() * 0.004
+            self._writer.process.later(later, lambda: self._pipe.send(flying.land))
+        return flying
+
+    def _slot(self, write: SlotWrite, data: bytes) -> None:
+        assert self._reader.slots is not None
+        slot = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._reader.slots[write.target.slot, : len(data)] = slot
+
+    def _reset(self) -> None:
+        super()._reset()
+        self.sever()
+
+    def sever(self) -> None:
+        for flying in self._flying:
+            flying.fail("the connection was cut")
+        self._flying.clear()
+
+
+class _FlyingStore:
+    """A write in two parts that land one after the other: a completion that fails where access has ended, or its
+    connection is cut. What was given up may land all the same."""
+
+    def __init__(self, stores: list[Callable[[], None]], open_: Callable[[], bool]) -> None:
+        self._stores, self._open = deque(stores), open_
+        self._error: RuntimeError | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._error is not None or not self._stores
+
+    def land(self) -> None:
+        """Take the next part in. Does nothing once all have come."""
+        if not self._stores:
+            return
+        store = self._stores.popleft()
+        if self._open():
+            store()
+        else:
+            self.fail("the reader has ended this writer's access")
+
+    def fail(self, reason: str) -> None:
+        if not self.done:
+            self._error = RuntimeError(reason)
+
+    def wait(self) -> None:
+        while not self.done:
+            self.land()
+        if self._error is not None:
+            raise self._error
+
+    def order(self) -> None:
+        self.wait()
 
 
 class _DelayedStore:

@@ -38,6 +38,7 @@ from contracts.messages.rank_orders import (
     PostWrite,
     PutPages,
     RevokeRoom,
+    SeverPeer,
     ZeroPages,
 )
 from sim.fabric.sim_process import SimProcess
@@ -101,7 +102,7 @@ class SimRank:
                 return
             case ZeroPages() | CopyPages() | DigestPages() | CheckPages():
                 answer = self.state.carry_out(order)
-            case DescribeMemory() | OpenLink() | CloseLink() | PostWrite() | PermitRoom() | RevokeRoom():
+            case DescribeMemory() | SeverPeer() | OpenLink() | CloseLink() | PostWrite() | PermitRoom() | RevokeRoom():
                 answer = self.links.carry_out(order)
             case BindArenas():
                 answer = rebind(self.arena, order)

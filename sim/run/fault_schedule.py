@@ -112,7 +112,7 @@ def _router(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
 
 def _halt(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     host = _host(run, fault.target)
-    if host is None or run.plan.shape.plane != "shm":
+    if host is None or run.plan.shape.plane not in ("shm", "nixl"):
         return None
     process = host.process
 

@@ -37,7 +37,7 @@ def draw(seed: int) -> Scenario:
 
 def _shape(rng: random.Random, pressed: bool) -> ClusterShape:
     page = rng.choice((2, 4, 4, 4, 8))
-    plane = rng.choice(("shm", "shm", "zmq"))
+    plane = rng.choice(("shm", "shm", "zmq", "nixl"))
     return ClusterShape(
         prefill=rng.choice((1, 2, 2, 3)),
         decode=rng.choice((1, 1, 2) if pressed else (1, 2, 2, 3)),

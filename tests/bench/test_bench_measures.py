@@ -26,6 +26,7 @@ def test_every_way_delivers_the_bytes_of_every_chunk(way: str) -> None:
             arrived = 0
             for number in range(DISTINCT):
                 writer.send(number)
+                writer.finish()
                 for _ in range(10):
                     arrived += reader.receive()
                     if arrived > number:

@@ -120,6 +120,7 @@ def test_a_slot_that_still_holds_an_earlier_requests_first_token_is_not_believed
     hand_over(both, old)
     prompt = opened(both, 21)
     both.sender.write(prompt.room, prompt.all(), ())
+    both.sender._peers[b"decode-0:1"].writes.settle()
     slot_written = m.SlotWritten(prompt.room, ticket_of(both, prompt))
     say_notice(both, prompt, slot_written, both.sender._rooms[prompt.room].writes)
     broken = both.outcome(prompt.room)

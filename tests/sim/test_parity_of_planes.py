@@ -225,7 +225,7 @@ def _scene(kind: str, sides: list[Side], cut: Callable[[], Any], pause: Callable
 MADE = {"simulated": simulated, "real": real}
 
 
-@pytest.fixture(params=["shm", "zmq"])
+@pytest.fixture(params=["shm", "zmq", "nixl"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

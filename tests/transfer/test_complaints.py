@@ -123,6 +123,7 @@ def test_metadata_of_the_previous_prompt_in_a_slot_is_never_taken_for_this_ones(
         both.open(second)
         both.sender.write(second.room, second.all(), (DONE,))
         peer, ticket = both.sender._peers[b"decode-0:1"], both.sender._rooms[second.room].ticket
+        peer.writes.settle()
         peer.link.notify(
             second.room, m.encode_notice(m.SlotWritten(second.room, ticket)), 1
         )  # Without having written it.
@@ -290,8 +291,9 @@ def test_a_decode_worker_that_restarted_is_not_written_to_by_stale_addresses(
         stale.peer.link.post(PageWrite(stale.target, stale.target.runs))
         stale.peer.link.post(SlotWrite(stale.target, b"\1" * 100))
         stale.peer.link.notify(room, m.encode_notice(m.SlotWritten(room, stale.ticket)))
-        while plane == "zmq" and (new._plane.dropped, new.late) < (2, 1):
-            assert new.poll() == []  # All of it comes: the connection was made again by itself.
+        while plane == "zmq" and (new._plane.dropped, new.late) < (1, 1):
+            # Slot and notice come: the connection was made again by itself. Pages don't: it has another secret.
+            assert new.poll() == []
             waiter.wait(0.01)
         # The new one meets the writer, which then knows that the old one is gone.
         new.open(RoomId("room-2"), prefill, expected)
@@ -339,6 +341,7 @@ def test_an_aborted_prefill_answers_nothing(plane: str, written: int) -> None:
             rest = {} if written < 7 else {p: prompt.part(p) for p in ("window", "state")}
             both.sender.write(prompt.room, {"full": prompt.part("full", range(written)), **rest}, (DONE,))
         both.sender.fail(prompt.room, ErrorKind.CANCELLED, "aborted")
+        both.sender._peers[b"decode-0:1"].writes.settle()
         for word in (m.SlotWritten(prompt.room, ticket), m.NothingToDecode(prompt.room, ticket)):
             link.notify(prompt.room, m.encode_notice(word))
         broken = both.outcome(prompt.room)

@@ -46,6 +46,7 @@ from tests.wire.instances import absent, all_of, empty, full, one_truth_each, un
 from transfer.net.waiter import Waiter
 from transfer.net.zmq_channel import ZmqControlTransport
 from transfer.planes.data_plane import SLOT_BYTES, DataPlane
+from transfer.planes.nixl_plane import NixlPlane
 from transfer.planes.shm_plane import ShmPlane
 from transfer.planes.zmq_plane import ZmqPlane
 from transfer.rooms import room_messages as t
@@ -380,7 +381,7 @@ def planes(kind: str) -> Iterator[tuple[DataPlane, DataPlane]]:
     made: list[Any] = []
     for reads in (False, True):
         slots = torch.zeros(2, SLOT_BYTES, dtype=torch.uint8)
-        kinds: dict[str, Any] = {"zmq": ZmqPlane, "shm": ShmPlane}
+        kinds: dict[str, Any] = {"zmq": ZmqPlane, "shm": ShmPlane, "nixl": NixlPlane}
         plane = kinds[kind](FaultsConfig(), "127.0.0.1", None)
         layout = spec.even(9)
         pools = PoolSet(spec, layout)
@@ -396,8 +397,8 @@ def planes(kind: str) -> Iterator[tuple[DataPlane, DataPlane]]:
             plane.close()
 
 
-@pytest.mark.parametrize("kind", ["shm", "zmq"])
-def test_every_field_of_every_notice_arrives_over_both_planes(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["shm", "zmq", "nixl"])
+def test_every_field_of_every_notice_arrives_over_all_planes(kind: str) -> None:
     with planes(kind) as (writer, reader):
         link = writer.connect(reader.describe())
         for notice in NOTICES:

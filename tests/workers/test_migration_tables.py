@@ -33,7 +33,7 @@ from decode.migration.prefix_push import PUSH_TABLE
 from router.migration.migration_table import MIGRATION, MigrationEvent, MigrationState
 from tests.company import Company, company, generated
 from transfer.rooms.room_messages import HandoverReceived, WriterQuiesced
-from transfer.rooms.sender.write_queue import PostedWrite
+from transfer.rooms.sender.write_queue import QueuedWrite
 
 PEER = PeerRef(WorkerName("decode-1"), Incarnation(3), "tcp://127.0.0.1:7")
 COMMANDS: list[Command] = [
@@ -159,7 +159,7 @@ def test_d2_a_worker_does_not_leave_while_it_still_writes_for_a_room_that_has_en
         sender = worker._sender  # type: ignore[attr-defined]
         (peer,) = sender._peers.values()
         write = _Held()
-        peer.writes._writes.append(PostedWrite(RoomId("over"), write))  # type: ignore[arg-type]
+        peer.writes._writes.append(QueuedWrite(RoomId("over"), write))  # type: ignore[arg-type]
         peer.writes.say(WriterQuiesced(RoomId("over"), 7))
         c.drain(name)
         c.until(lambda: not len(worker._request_table), "its requests to end", 1000)  # type: ignore[attr-defined]

@@ -33,13 +33,14 @@ from transfer.net.waiter import Waiter
 POOL = 24 * 16
 """Positions of decode's pool: three requests of eight pages."""
 SAMPLING = SamplingParams(max_tokens=28, temperature=0.0)
+PLANES = ["shm", "nixl"]
 
 
 class Scene:
     """A decode worker here, two prefill workers in processes of their own; the first stops in its first write."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        sections = {"transfer": {"plane": "shm"}, "engine": {"threads": 1}, "prefill": {"chunk_tokens": 40}}
+    def __init__(self, folder: Path, stack: ExitStack, plane: str) -> None:
+        sections = {"transfer": {"plane": plane}, "engine": {"threads": 1}, "prefill": {"chunk_tokens": 40}}
         spec = read_model_spec(folder)
         faulty = {**sections, "faults": {"stop_in_write": 1}}
         self.stopping = stack.enter_context(worker_child(folder, Role.PREFILL, "prefill-0", faulty, 1024))
@@ -96,10 +97,10 @@ class Scene:
 
 
 @contextmanager
-def stopped_scene(folder: Path) -> Iterator[Scene]:
+def stopped_scene(folder: Path, plane: str) -> Iterator[Scene]:
     """The writer has stopped in mid-write, its request is cancelled, and the rest of the pool is at work."""
     with ExitStack() as stack:
-        scene = Scene(folder, stack)
+        scene = Scene(folder, stack, plane)
         scene.ask("stuck", scene.stopping)
         scene.until(lambda: scene.stopping.stopped)
         assert scene.free == 17
@@ -110,8 +111,11 @@ def stopped_scene(folder: Path) -> Iterator[Scene]:
 
 
 @pytest.mark.slow
-def test_a5_promised_pages_come_back_on_the_writers_word_and_no_answer_is_touched(model: Path, oracle: Oracle) -> None:
-    with stopped_scene(model) as scene:
+@pytest.mark.parametrize("plane", PLANES)
+def test_a5_promised_pages_come_back_on_the_writers_word_and_no_answer_is_touched(
+    model: Path, oracle: Oracle, plane: str
+) -> None:
+    with stopped_scene(model, plane) as scene:
         prompts = {name: scene.ask(name, scene.healthy) for name in ("a", "b", "c")}
         scene.until(lambda: scene.begun("a") and scene.begun("b"))
         # Seven for each prompt, and each expected to come to eight.
@@ -126,8 +130,9 @@ def test_a5_promised_pages_come_back_on_the_writers_word_and_no_answer_is_touche
 
 
 @pytest.mark.slow
-def test_a5_a_writers_proven_death_gives_its_pages_back(model: Path, oracle: Oracle) -> None:
-    with stopped_scene(model) as scene:
+@pytest.mark.parametrize("plane", PLANES)
+def test_a5_a_writers_proven_death_gives_its_pages_back(model: Path, oracle: Oracle, plane: str) -> None:
+    with stopped_scene(model, plane) as scene:
         scene.stopping.signal(signal.SIGKILL)
         scene.until(lambda: scene.free == 24)
         prompts = {name: scene.ask(name, scene.healthy) for name in ("a", "b", "c")}
@@ -138,9 +143,10 @@ def test_a5_a_writers_proven_death_gives_its_pages_back(model: Path, oracle: Ora
 
 
 @pytest.mark.slow
-def test_a5_a_readers_proven_death_ends_its_rooms_at_the_writer(model: Path) -> None:
+@pytest.mark.parametrize("plane", PLANES)
+def test_a5_a_readers_proven_death_ends_its_rooms_at_the_writer(model: Path, plane: str) -> None:
     """By its pidfd: the clock stands still, so no deadline can be the reason."""
-    sections = {"transfer": {"plane": "shm"}, "engine": {"threads": 1}, "prefill": {"chunk_tokens": 16}}
+    sections = {"transfer": {"plane": plane}, "engine": {"threads": 1}, "prefill": {"chunk_tokens": 16}}
     prefill = build_worker(
         Role.PREFILL, WorkerName("prefill-0"), Incarnation(1), read_model_spec(model), config_from_dict(sections),
         host="127.0.0.1", counts=counts_for(model, config_from_dict(sections), Role.PREFILL, POOL), clock=ManualClock(),

@@ -52,6 +52,16 @@ class WriteFaults:
         self._writes = 0
         self._corrupted = 0
 
+    @property
+    def corrupts(self) -> bool:
+        """Whether some write is to be corrupted."""
+        return self._config.corrupt_page > 0
+
+    @property
+    def stops(self) -> bool:
+        """Whether the process is to stop itself in some write."""
+        return self._config.stop_in_write > 0
+
     def in_write(self) -> None:
         """To be called in the middle of each write of pages. In shared memory half of it is with the reader by then."""
         self._writes += 1

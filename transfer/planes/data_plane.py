@@ -108,6 +108,20 @@ class SlotWrite:
     data: bytes
 
 
+@dataclass
+class SentCounts:
+    """What went down the connections of a link so far."""
+
+    writes: int = 0
+    nbytes: int = 0
+    busy_s: float = 0.0
+    """Seconds in which some write was under way on a connection, summed over connections."""
+    waited_s: float = 0.0
+    """Seconds from the post of each write until the reader had it, summed."""
+    opened: int = 0
+    """Connections opened; those after the first of each are retries."""
+
+
 class WriteLink(Protocol):
     """A link from a writer into one reader's memory."""
 
@@ -115,12 +129,15 @@ class WriteLink(Protocol):
     """Bytes of each pool that one write may have; None: any number."""
     layered: bool
     """Whether a write may have some layers of its pages only."""
+    sent: SentCounts
+    """What it has carried; of several ranks, what goes from this one to the reader's first."""
 
     def admit(self, target: RoomTarget) -> None:
         """Check granted places. Raises `WireError` for places that the memory described by the reader doesn't have."""
 
     def post(self, write: PageWrite | SlotWrite) -> Completion:
-        """Start a write. The pages that it reads must stay unchanged until the completion is done."""
+        """Start a write. The pages that it reads must stay unchanged until the completion is done: the write has landed
+        then, or it has failed and may have landed in part."""
 
     def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:
         """Send the reader `data`, a notice of a room. The reader gets it after everything posted here so far has
@@ -133,6 +150,9 @@ class WriteLink(Protocol):
     def up(self) -> bool:
         """Whether there is a connection now, as far as `cut` has seen; always true where the link needs none."""
 
+    def sever(self) -> None:
+        """End the writes that are under way, as far as they can be: all of them are done or failed soon after."""
+
     def close(self) -> None: ...
 
 
@@ -143,6 +163,8 @@ class DataPlane(Protocol):
     """The plane's name in `transfer.plane`; both ends must have the same."""
     revocable: bool
     """Whether `revoke` really ends a writer's access."""
+    by_peer: bool
+    """Whether each writer has access of its own, which `sever` really ends."""
     dropped: int
     """Writes and notices that were dropped: they came for no room, or could not be used."""
 
@@ -153,8 +175,13 @@ class DataPlane(Protocol):
         """Let peers write into the pool set and the metadata slots, uint8 [slots, SLOT_BYTES]. A worker that only
         writes has no slots (None); it writes from its pool set."""
 
-    def describe(self) -> dict[str, Any]:
-        """Return the descriptor for `connect` of a peer, as plain values: a part for each rank, under ``ranks``."""
+    def describe(self, peer: str = "") -> dict[str, Any]:
+        """Return the descriptor for `connect` of the writer `peer`, as plain values: a part for each rank, under
+        ``ranks``."""
+
+    def sever(self, peer: str) -> None:
+        """End all access that was described to the writer `peer`, which is dead, or whose processes can't write here by
+        themselves. When this returns nothing of it arrives any more."""
 
     def connect(self, descriptor: dict[str, Any]) -> WriteLink:
         """Open a link to the reader with this descriptor. Raises `LayoutMismatch`, with the reason, when its memory

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from cache.device.device_port import DONE, Completion
-from cache.memory.head_slices import HeadSlice, chosen, common, copy_common
+from cache.memory.head_slices import HeadSlice, chosen, common, copy_common, of_layers
 from cache.memory.memory_layout import BufferLayout, PoolSetLayout
 from cache.memory.page_moves import PageMove, PoolMove, copy_state
 from cache.pool.pool_set import PoolSet
@@ -15,7 +16,7 @@ from contracts.errors import WireError
 from contracts.ids import RoomId
 from transfer.net.disconnects import DisconnectWatch
 from transfer.net.fault_injection import WriteFaults
-from transfer.planes.data_plane import PageWrite, RoomTarget, SlotWrite
+from transfer.planes.data_plane import PageWrite, RoomTarget, SentCounts, SlotWrite
 
 HEAD = 64
 """Bytes in front of a segment: a nonce, by which a writer knows that it mapped the memory that was described."""
@@ -51,6 +52,7 @@ class DirectLink:
         self._watch = watch
         self._close = close
         self._faults = faults
+        self.sent = SentCounts(opened=1)
 
     def admit(self, target: RoomTarget) -> None:
         for pool, run in target.runs.items():
@@ -66,7 +68,7 @@ class DirectLink:
             data = torch.frombuffer(bytearray(write.data), dtype=torch.uint8)
             self._slots[write.target.slot, : len(write.data)] = data
             return DONE
-        move = write.move
+        start, move = time.monotonic(), write.move
         first, rest = _halves(move)
         self._copy(first, write.layers)
         self._faults.in_write()
@@ -75,6 +77,15 @@ class DirectLink:
         for part in move.parts:
             for buffer in self._chosen(self._layout, part.pool)[:1]:
                 self._faults.after_seal(self._region, buffer.offset(0, part.targets[0]) + self._first_byte(buffer))
+        took = time.monotonic() - start
+        self.sent.writes += 1
+        self.sent.nbytes += sum(
+            len(part.targets) * buffer.spec.layers * buffer.entry_bytes
+            for part in move.parts
+            for buffer in self._written(write, part.pool)
+        )
+        self.sent.busy_s += took
+        self.sent.waited_s += took
         return DONE
 
     def _copy(self, move: PageMove, layers: Mapping[str, range] | None) -> None:
@@ -101,6 +112,11 @@ class DirectLink:
     def _chosen(self, layout: PoolSetLayout, pool: str) -> tuple[BufferLayout, ...]:
         return layout.buffers[pool] if self._cut is None else chosen(layout.buffers[pool], self._cut.get(pool, ()))
 
+    def _written(self, write: PageWrite, pool: str) -> Sequence[BufferLayout]:
+        """The reader's buffers of `pool` that a write writes, of the layers that it writes."""
+        buffers = self._chosen(self._layout, pool)
+        return buffers if write.layers is None else of_layers(buffers, write.layers[pool])
+
     def _first_byte(self, buffer: BufferLayout) -> int:
         """Return the offset, in bytes, at which this link writes first in an entry of the reader's buffer."""
         spec = buffer.spec
@@ -119,6 +135,8 @@ class DirectLink:
     @property
     def up(self) -> bool:
         return self._watch is None or self._watch.was_up
+
+    def sever(self) -> None: ...  # Every write is done when `post` returns.
 
     def close(self) -> None:
         if self._watch is not None:

@@ -29,6 +29,7 @@ class LocalPlane:
 
     kind = "local"
     revocable = False
+    by_peer = False
     _readers: ClassVar[dict[str, LocalPlane]] = {}
 
     def __init__(self, faults: FaultsConfig, wake: WakeCallback, rank: int = 0, size: int = 1) -> None:
@@ -46,8 +47,10 @@ class LocalPlane:
     def register(self, pools: PoolSet, slots: torch.Tensor | None) -> None:
         self._pools, self._slots = pools, slots
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, peer: str = "") -> dict[str, Any]:
         return {"ranks": [{"token": self._token}]}
+
+    def sever(self, peer: str) -> None: ...
 
     def connect(self, descriptor: dict[str, Any]) -> WriteLink:
         return fan(self._pools.spec.whole, self._rank, self._size, descriptor, self._link)

@@ -6,6 +6,7 @@ from contracts.config.cluster_config import Config
 from transfer.net.curve_keys import CurveKeys
 from transfer.planes.data_plane import RankDataPlane, WakeCallback
 from transfer.planes.local_plane import LocalPlane
+from transfer.planes.nixl_plane import NixlPlane
 from transfer.planes.shm_plane import ShmPlane
 from transfer.planes.zmq_plane import ZmqPlane
 
@@ -17,7 +18,12 @@ def make_plane(
     ranks."""
     if config.transfer.plane == "local":
         return LocalPlane(config.faults, wake, rank, size)
-    silence_s = config.transfer.link_timeout_s
-    if config.transfer.plane == "shm":
-        return ShmPlane(config.faults, host, curve, rank, size, silence_s, config.transfer.control_frame_bytes)
-    return ZmqPlane(config.faults, host, curve, rank, size, silence_s, config.transfer.frame_bytes)
+    chosen = config.transfer
+    silence_s, message_bytes = chosen.link_timeout_s, chosen.control_frame_bytes
+    if chosen.plane == "shm":
+        return ShmPlane(config.faults, host, curve, rank, size, silence_s, message_bytes)
+    if chosen.plane == "nixl":
+        return NixlPlane(config.faults, host, curve, rank, size, silence_s, message_bytes, wake)
+    return ZmqPlane(
+        config.faults, host, curve, rank, size, silence_s, chosen.frame_bytes, chosen.connections, message_bytes, wake
+    )

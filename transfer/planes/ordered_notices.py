@@ -1,10 +1,10 @@
-"""The order of notices after writes, between workers of several ranks over TCP.
+"""The order of notices after writes that take other ways, over TCP.
 
 A notice tells of writes. Before the receiver gets it, every rank of the reader must have taken them in, from every rank
-of the writer that writes to it. Each rank has a socket of its own, so a notice may overtake writes to another rank. A
-notice says how many writes of its room went before it, and is held, with all later notices of its room, until each rank
-has taken in as many from each of its sources. A room that has ended holds nothing: its notices are passed on at once,
-and the receiver drops them.
+of the writer that writes to it. Each rank has sockets of its own, and its pages come over several connections, so a
+notice may overtake writes, and writes each other. A notice says how many writes of its room went before it, and is
+held, with all later notices of its room, until each rank has taken in as many from each of its sources. A room that has
+ended holds nothing: its notices are passed on at once, and the receiver drops them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class _HeldNotice:
 @dataclass(slots=True)
 class _NoticeRoom:
     taken: defaultdict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
-    """The number of the last write that was taken in, by rank here and source rank."""
+    """The number of the last write that was taken in with all before it, by rank here and source rank."""
+    ahead: defaultdict[tuple[int, int], set[int]] = field(default_factory=lambda: defaultdict(set))
+    """Numbers of writes that were taken in before an earlier one."""
     notices: deque[_HeldNotice] = field(default_factory=deque)
 
 
@@ -50,11 +52,15 @@ class OrderedNotices:
     def settled(self, rank: int, room: RoomId, source: int, number: int) -> None:
         """Record that rank `rank` has taken in write `number` of a room from rank `source` of the writer.
 
-        Writes arrive in order, but a cut connection may lose some: after a gap no write of the pair counts any more.
+        A cut connection may lose some: no notice is passed on that tells of writes behind a gap.
         """
-        entry = self._rooms.get(room)
-        if entry is not None and number == entry.taken[rank, source] + 1:
-            entry.taken[rank, source] = number
+        entry, pair = self._rooms.get(room), (rank, source)
+        if entry is None or not 0 < number - entry.taken[pair] <= MOST_HELD:
+            return
+        entry.ahead[pair].add(number)
+        while entry.taken[pair] + 1 in entry.ahead[pair]:
+            entry.taken[pair] += 1
+            entry.ahead[pair].discard(entry.taken[pair])
 
     def add(self, room: RoomId, data: bytes, writes: int, sources: int) -> list[bytes]:
         """Take in a notice, and return the notices of its room that needn't wait, in order. Raises `ValueError` where

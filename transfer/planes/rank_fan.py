@@ -12,7 +12,7 @@ from cache.memory.head_slices import HeadSlice, cuts
 from cache.memory.kv_cache_spec import PoolSetSpec
 from contracts.errors import ConfigError, LayoutMismatch
 from contracts.ids import RoomId
-from transfer.planes.data_plane import PageWrite, RoomTarget, SlotWrite, WriteLink
+from transfer.planes.data_plane import PageWrite, RoomTarget, SentCounts, SlotWrite, WriteLink
 
 MOST_RANKS = 64
 """Most ranks of a worker: a peer that claims more is refused."""
@@ -31,6 +31,7 @@ class RankFan:
         self._leader = leader
         self._parts = parts
         self.layered = all(link.layered for link in parts)
+        self.sent = next((link.sent for link in self._links()), SentCounts())
         self.frame_bytes = min((b for link in self._links() if (b := link.frame_bytes) is not None), default=None)
 
     def admit(self, target: RoomTarget) -> None:
@@ -55,6 +56,10 @@ class RankFan:
     @property
     def up(self) -> bool:
         return all(link.up for link in self._links())
+
+    def sever(self) -> None:
+        for link in self._links():
+            link.sever()
 
     def close(self) -> None:
         for link in self._links():

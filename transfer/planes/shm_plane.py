@@ -42,7 +42,7 @@ WAITING = 64
 """Messages of one connection that may wait here; more wait at their sender."""
 _SEGMENT = "twinpool-"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_MOST_COUNT = 2**40
+MOST_COUNT = 2**40
 
 
 class ShmPlane:
@@ -50,6 +50,7 @@ class ShmPlane:
 
     kind = "shm"
     revocable = False
+    by_peer = False
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class ShmPlane:
     def register(self, pools: PoolSet, slots: torch.Tensor | None) -> None:
         self._pools = pools
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, peer: str = "") -> dict[str, Any]:
         mine = {
             "namespace": process.namespace(),
             "pid": os.getpid(),
@@ -101,6 +102,8 @@ class ShmPlane:
             "endpoint": self._endpoint,
         }
         return {"ranks": [mine]}
+
+    def sever(self, peer: str) -> None: ...
 
     def connect(self, descriptor: dict[str, Any]) -> WriteLink:
         ranks = descriptor.get("ranks")
@@ -118,14 +121,14 @@ class ShmPlane:
             )
         segments, counts = said(descriptor, "segments", dict), said(descriptor, "counts", dict)
         most = {pool.name: counts.get(pool.name) for pool in spec.pools}
-        if most != counts or not all(type(count) is int and 0 < count <= _MOST_COUNT for count in most.values()):
+        if most != counts or not all(type(count) is int and 0 < count <= MOST_COUNT for count in most.values()):
             raise LayoutMismatch(f"plane shm: the reader's counts must be of {sorted(most)}, got {counts!r:.200}")
         layout = PoolSetLayout(spec, counts)
         pages = self._map(descriptor, "pages", layout.nbytes)
         slots = self._map(descriptor, "slots").view(-1, SLOT_BYTES) if "slots" in segments else None
         if self._rank or slots is None:
             # Notices go from leader to leader: between other ranks there is nothing that a connection could lose.
-            return DirectLink(self._pools, pages, layout, None, _no_notices, None, lambda: None, self._faults, cut)
+            return DirectLink(self._pools, pages, layout, None, no_notices, None, lambda: None, self._faults, cut)
         endpoint = said(descriptor, "endpoint", str)
         socket, watch = dial(self._context, endpoint, self._curve, self._link_timeout_s)
         return DirectLink(self._pools, pages, layout, slots, socket.send, watch, socket.close, self._faults, cut)
@@ -185,7 +188,7 @@ class ShmPlane:
         self._segments.clear()
 
 
-def _no_notices(data: bytes) -> None:
+def no_notices(data: bytes) -> None:
     raise AssertionError("only leaders give notice, to leaders")
 
 

@@ -7,6 +7,7 @@ notice. At the reader the leader describes the memory of every rank, and permits
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
@@ -29,16 +30,19 @@ from contracts.messages.rank_orders import (
     PermitRoom,
     PostWrite,
     RevokeRoom,
+    SeverPeer,
 )
 from transfer.planes.data_plane import PageNumbers, PageWrite, RankDataPlane, RoomTarget, SlotWrite, WriteLink
 from transfer.planes.rank_fan import AllWrites
+
+log = logging.getLogger("twinpool.transfer")
 
 
 class TPDataPlane:
     """The leader's `DataPlane`: its own rank's `plane`, and those of its followers."""
 
     def __init__(self, plane: RankDataPlane, followers: OrderChannel) -> None:
-        self.kind, self.revocable = plane.kind, plane.revocable
+        self.kind, self.revocable, self.by_peer = plane.kind, plane.revocable, plane.by_peer
         self._plane = plane
         self.followers = followers
         self._numbers = count(1)
@@ -59,9 +63,15 @@ class TPDataPlane:
     def register(self, pools: PoolSet, slots: torch.Tensor | None) -> None:
         self._plane.register(pools, slots)
 
-    def describe(self) -> dict[str, Any]:
-        others = self.followers.ask(DescribeMemory()).wait()
-        return {"ranks": [*self._plane.describe()["ranks"], *(part for other in others for part in other["ranks"])]}
+    def describe(self, peer: str = "") -> dict[str, Any]:
+        others = self.followers.ask(DescribeMemory(peer)).wait()
+        mine = self._plane.describe(peer)["ranks"]
+        return {"ranks": [*mine, *(part for other in others for part in other["ranks"])]}
+
+    def sever(self, peer: str) -> None:
+        answers = self.followers.ask(SeverPeer(peer))
+        self._plane.sever(peer)
+        answers.wait()
 
     def connect(self, descriptor: dict[str, Any]) -> WriteLink:
         number = next(self._numbers)
@@ -127,7 +137,7 @@ class _TPLink:
         self._plane = plane
         self.severed = False
         """Whether a follower has reported, since the last `cut`, that its part was cut."""
-        self.frame_bytes = mine.frame_bytes
+        self.frame_bytes, self.sent = mine.frame_bytes, mine.sent
 
     def admit(self, target: RoomTarget) -> None:
         """Check by the leader's own part: all ranks of a reader describe the same counts."""
@@ -154,6 +164,10 @@ class _TPLink:
         """Whether the leader's own part is up; a follower's part that is down shows in `cut`."""
         return self._mine.up
 
+    def sever(self) -> None:
+        """End the writes of the leader's own part; those of followers end when their connections do."""
+        self._mine.sever()
+
     def close(self) -> None:
         self._plane.forget(self._number)
         self._plane.followers.send(CloseLink(self._number))
@@ -161,7 +175,7 @@ class _TPLink:
 
 
 class _Answered:
-    """A completion that is done when all followers have answered."""
+    """A completion that is done when all followers have answered, and has failed where a follower's write has."""
 
     def __init__(self, answers: OrderAnswers) -> None:
         self._answers = answers
@@ -171,7 +185,8 @@ class _Answered:
         return self._answers.done
 
     def wait(self) -> None:
-        self._answers.wait()
+        if not all(self._answers.wait()):
+            raise RuntimeError("a follower rank's part of the write failed")
 
     def order(self) -> None:
         self.wait()
@@ -185,12 +200,15 @@ class FollowerLinks:
         self._links: dict[int, WriteLink] = {}
 
     def carry_out(
-        self, order: DescribeMemory | OpenLink | CloseLink | PostWrite | PermitRoom | RevokeRoom
+        self, order: DescribeMemory | SeverPeer | OpenLink | CloseLink | PostWrite | PermitRoom | RevokeRoom
     ) -> dict[str, Any] | str | bool | None:
         """Carry an order out, and return its answer; None for an order without one."""
         match order:
             case DescribeMemory():
-                return self._plane.describe()
+                return self._plane.describe(order.peer)
+            case SeverPeer():
+                self._plane.sever(order.peer)
+                return True
             case OpenLink():
                 try:
                     self._links[order.link] = self._plane.connect(order.descriptor)
@@ -203,7 +221,11 @@ class FollowerLinks:
                     link.close()
             case PostWrite():
                 target = RoomTarget(RoomId(order.room), _runs(order.targets), 0, order.ticket)
-                self._links[order.link].post(PageWrite(target, _runs(order.sources), order.number)).wait()
+                try:
+                    self._links[order.link].post(PageWrite(target, _runs(order.sources), order.number)).wait()
+                except RuntimeError as error:
+                    log.warning("a write of room %s failed: %s", order.room, error)
+                    return False
                 return True
             case PermitRoom():
                 self._plane.permit(RoomTarget(RoomId(order.room), _runs(order.places), 0, order.ticket))

@@ -1,46 +1,30 @@
-"""The writer's side of plane `zmq`."""
+"""The writer's side of plane `zmq`: pages go down data connections, slots and notices down a ZMQ socket."""
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import msgpack
 import torch
 import zmq
 
 from cache.device.device_port import DONE, Completion
-from cache.memory.head_slices import HeadSlice, chosen, copy_common, packed_layouts
-from cache.memory.kv_cache_spec import PoolSetSpec
-from cache.memory.memory_layout import BufferLayout
-from cache.memory.page_moves import gather
 from cache.pool.pool_set import PoolSet
 from contracts.ids import RoomId
 from transfer.net.disconnects import DisconnectWatch
 from transfer.net.fault_injection import WriteFaults
-from transfer.planes.data_plane import PageWrite, RoomTarget, SlotWrite
+from transfer.planes.data_connection import DataConnection, OutgoingWrite
+from transfer.planes.data_plane import PageWrite, RoomTarget, SentCounts, SlotWrite
+from transfer.planes.page_stream import PoolStream, bytes_of
+from transfer.planes.posted_write import PostedWrite
 
-PAGES_FRAME, SLOT_FRAME, NOTICE_FRAME = b"P", b"S", b"N"
-
-
-@dataclass(frozen=True, slots=True)
-class PoolPacking:
-    """The layouts of one pool's part of the frames from one writing rank: of the buffers here that it goes to (`mine`),
-    and of the frame that it comes in (`frames`)."""
-
-    pool: str
-    mine: tuple[BufferLayout, ...]
-    frames: tuple[BufferLayout, ...]
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page in a frame."""
-        return self.frames[0].index_stride
+SLOT_FRAME, NOTICE_FRAME = b"S", b"N"
 
 
 class ZmqLink:
-    """The `WriteLink` of plane `zmq`: sends pages, slots and notices down one socket, so they arrive in order. Writes
-    may be posted on another thread than notices are sent on."""
+    """The `WriteLink` of plane `zmq`. A notice may overtake pages, so it says how many writes go before it. Writes may
+    be posted on another thread than notices are sent on."""
 
     layered = False
 
@@ -50,68 +34,113 @@ class ZmqLink:
         socket: zmq.Socket[bytes],
         watch: DisconnectWatch,
         faults: WriteFaults,
-        ranks: tuple[int, int] = (0, 1),
-        target: PoolSetSpec | None = None,
-        cut: HeadSlice | None = None,
-        frame_bytes: int | None = None,
+        ranks: tuple[int, int],
+        streams: dict[str, PoolStream],
+        address: tuple[str, int],
+        secret: bytes,
+        *,
+        sealed: bool,
+        frame_bytes: int,
+        connections: int,
+        timeout_s: float,
+        wake: Callable[[], None],
     ) -> None:
-        """`ranks`: this writer's rank, and the number of ranks of its worker. `target`: the pools of the reader's rank.
-        `cut`: the buffers that are written to it, and of them the heads that both hold; None: all of every page.
-        `frame_bytes`: the longest frame that the reader takes in."""
-        self.frame_bytes = frame_bytes
-        self._ranks, self._target, self._cut = ranks, target, cut
-        self._source = source
-        self._socket, self._one_message = socket, threading.Lock()
-        self._watch = watch
-        self._faults = faults
+        """`ranks`: this writer's rank, and the number of ranks of its worker. `streams`: what is written to the
+        reader's rank, by pool. `address`, `secret`: where its data connections are taken, and what a writer must know.
+        `frame_bytes`: the most bytes of a pool in one write. `connections`: how many to spread writes over. `wake` is
+        called when a write has ended."""
+        self.frame_bytes: int | None = frame_bytes
+        self.sent = SentCounts()
+        self._ranks, self._streams, self._address = ranks, streams, address
+        self._secret, self._sealed, self._timeout_s, self._wake = secret, sealed, timeout_s, wake
+        self._source, self._region = source, bytes_of(source.region)
+        self._socket, self._watch, self._faults = socket, watch, faults
+        self._connections: list[DataConnection | None] = [None] * connections
+        self._cut = False
+        self._one = threading.RLock()
+        """Held to use the socket and the connections."""
 
     def admit(self, target: RoomTarget) -> None: ...  # The reader itself looks up what it has granted.
 
     def post(self, write: PageWrite | SlotWrite) -> Completion:
         target = write.target
         if isinstance(write, SlotWrite):
-            with self._one_message:
+            with self._one:
                 self._socket.send_multipart([SLOT_FRAME, msgpack.packb((target.room, target.ticket)), write.data])
             return DONE
-        mine = {pool: run for pool, run in write.runs.items() if self._cut is None or pool in self._cut}
-        packed = [self._packed(pool, run.indices) for pool, run in mine.items()]
-        self._faults.in_write()
-        for part in packed:
-            self._faults.after_seal(part.view(-1), 0)
+        mine = {pool: run for pool, run in write.runs.items() if pool in self._streams}
         runs = [(pool, run.first, len(run)) for pool, run in mine.items()]
-        frames = [memoryview(part.numpy()) for part in packed]  # type: ignore[arg-type]
         head = msgpack.packb((target.room, target.ticket, runs, *self._ranks, write.number))
-        with self._one_message:
-            self._socket.send_multipart([PAGES_FRAME, head], zmq.SNDMORE if frames else 0)
-            if frames:
-                self._socket.send_multipart(frames, 0, copy=False)
-        return DONE
+        nbytes = sum(len(run) * self._streams[pool].page_bytes for pool, run in mine.items())
+        posted = PostedWrite(self._wake)
+        pages = {pool: run.indices for pool, run in mine.items()}
+        outgoing = OutgoingWrite(head, lambda: self._body(pages, nbytes), nbytes, posted)
+        with self._one:
+            while not self._connection().send(outgoing):
+                self._look()
+        return posted
 
-    def _packed(self, pool: str, indices: tuple[int, ...]) -> torch.Tensor:
-        """Return what the reader's rank is to have of these pages: uint8 [pages, bytes], contiguous."""
-        region, layout = self._source.region, self._source.layout
-        if self._cut is None or self._target is None:
-            return gather(region, layout, pool, indices)
-        mine = chosen(layout.buffers[pool], self._cut[pool])
-        theirs = [b for b in self._target.by_name[pool].buffers if b.name in self._cut[pool]]
-        packing = packed_layouts([b.spec for b in mine], theirs, layout.spec.page_tokens)
-        out = torch.empty(len(indices), packing[0].index_stride, dtype=torch.uint8)
-        ends = (layout.counts[pool], indices), (len(indices), range(len(indices)))
-        copy_common(mine, region, ends[0], packing, out.view(-1), ends[1], layout.spec.page_tokens)
-        return out
+    def _connection(self) -> DataConnection:
+        """Return the connection with the fewest writes under way, opened if need be."""
+        at = min(range(len(self._connections)), key=lambda n: len(self._connections[n] or ()))
+        connection = self._connections[at]
+        if connection is None:
+            connection = self._connections[at] = DataConnection(
+                self._address, self._secret, self._sealed, self._timeout_s, self._faults.in_write, self.sent
+            )
+        return connection
+
+    def _body(self, pages: dict[str, tuple[int, ...]], nbytes: int) -> Sequence[memoryview]:
+        """Return the bytes of these pages in the order in which they travel; sealed ones in one piece."""
+        out: list[memoryview] = []
+        packed = torch.empty(nbytes if self._sealed else 0, dtype=torch.uint8)
+        at = 0
+        for pool, indices in pages.items():
+            stream = self._streams[pool]
+            size = len(indices) * stream.page_bytes
+            # What is damaged on purpose is a copy: the pages themselves stay right.
+            rows = None if self._sealed or self._faults.corrupts else stream.rows(self._region, indices)
+            if rows is not None:
+                out += rows
+                continue
+            part = packed[at : at + size] if self._sealed else torch.empty(size, dtype=torch.uint8)
+            stream.pack(self._source.region, indices, part)
+            self._faults.after_seal(part, 0)
+            at += size
+            if not self._sealed:
+                out.append(bytes_of(part))
+        return [bytes_of(packed)] if self._sealed else out
 
     def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:
-        with self._one_message:
+        with self._one:
             self._socket.send_multipart([NOTICE_FRAME, msgpack.packb((room, writes, self._ranks[1])), data])
 
     def cut(self) -> bool:
-        return self._watch.cut()
+        with self._one:
+            self._look()
+            cut, self._cut = self._cut, False
+        return self._watch.cut() or cut
+
+    def _look(self) -> None:
+        """Forget connections that were cut; the next write opens new ones."""
+        for at, connection in enumerate(self._connections):
+            if connection is not None and connection.failed:
+                connection.close()
+                self._connections[at], self._cut = None, True
 
     @property
     def up(self) -> bool:
         return self._watch.was_up
 
+    def sever(self) -> None:
+        with self._one:
+            for at, connection in enumerate(self._connections):
+                if connection is not None:
+                    connection.close()
+                    self._connections[at] = None
+
     def close(self) -> None:
+        self.sever()
         self._watch.close()
-        with self._one_message:
+        with self._one:
             self._socket.close(linger=0)

@@ -1,26 +1,32 @@
-"""Plane `zmq`: pages as messages over TCP, stored by the reader itself.
+"""Plane `zmq`: pages over TCP connections, stored by the reader itself.
 
-The reader copies, so access is revocable: a frame for a room that has ended is dropped and counted, and its pages
-can be used again at once. A write names positions in the room's grant, never addresses; the reader looks them up.
-Pages travel in the canonical page layout, one frame a pool, which ZMQ sends without another copy; a write of several
-pools is one message, stored whole or not at all.
+The reader copies, so access is revocable: what comes for a room that has ended is dropped and counted, and its pages
+can be used again at once. A write names positions in the room's grant, never addresses; the reader looks them up before
+it stores anything, and a write of several pools that doesn't fit in one is stored in none.
 
-Between workers of several ranks each rank has its own socket at the reader, and a frame holds what the two ranks have
-in common. Notices go to the leader, where they wait for the writes to other ranks (`transfer.planes.ordered_notices`).
+Pages go down plain sockets (`transfer.planes.data_connection`), on threads of their own at both ends and without a copy
+by either process: the kernel takes them from the writer's pages and puts them into the reader's
+(`transfer.planes.data_listener`). Off the loopback what they carry is sealed. Notices and metadata go over a ZMQ socket
+and may overtake pages: a notice waits for the writes before it (`transfer.planes.ordered_notices`).
+
+Between workers of several ranks each rank has its own sockets at the reader, and a write holds what the two ranks have
+in common. Notices go to the leader.
 """
 
 from __future__ import annotations
 
 import os
-import warnings
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgpack
 import torch
 import zmq
 
-from cache.memory.head_slices import HeadSlice, chosen, copy_common, packed_layouts
+from cache.memory.head_slices import HeadSlice, chosen
 from cache.memory.kv_cache_spec import PoolSetSpec
 from cache.pool.pool_set import PoolSet
 from contracts.config.cluster_config import FaultsConfig
@@ -28,23 +34,30 @@ from contracts.config.worker_config import TransferConfig
 from contracts.errors import ConfigError, LayoutMismatch
 from contracts.ids import RoomId
 from contracts.messages.rank_orders import WriteArrived
+from transfer.net.connection_keys import SALT_BYTES
 from transfer.net.curve_keys import CurveKeys, bind, dial
 from transfer.net.disconnects import keep_alive
 from transfer.net.fault_injection import WriteFaults, via_proxy
-from transfer.planes.data_plane import SLOT_BYTES, RoomTarget, WriteLink, said
+from transfer.planes.data_listener import DataListener, Landing, LandingPart
+from transfer.planes.data_plane import SLOT_BYTES, RoomTarget, WakeCallback, WriteLink, said
 from transfer.planes.ordered_notices import OrderedNotices
+from transfer.planes.page_stream import PoolStream, bytes_of, shared
 from transfer.planes.rank_fan import MOST_RANKS, fan, rank_cut, writers
 from transfer.planes.shm_plane import AT_ONCE, WAITING
-from transfer.planes.zmq_link import NOTICE_FRAME, PAGES_FRAME, SLOT_FRAME, PoolPacking, ZmqLink
-
-# A received frame is read-only memory, and is only read.
-warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning, "transfer.planes.zmq_plane")
-
+from transfer.planes.zmq_link import NOTICE_FRAME, SLOT_FRAME, ZmqLink
 
 LINK_TIMEOUT_S = TransferConfig().link_timeout_s
 FRAME_BYTES = TransferConfig().frame_bytes
-_POLL_BYTES = 32 * 1024 * 1024
-"""Bytes that one poll takes in at most, so that a decode step never waits long."""
+CONNECTIONS = TransferConfig().connections
+MESSAGE_BYTES = TransferConfig().control_frame_bytes
+
+
+@dataclass(eq=False)
+class _Granted:
+    """A room's places, until they are revoked."""
+
+    target: RoomTarget
+    revoked: bool = False
 
 
 class ZmqPlane:
@@ -52,6 +65,7 @@ class ZmqPlane:
 
     kind = "zmq"
     revocable = True
+    by_peer = False
 
     def __init__(
         self,
@@ -62,23 +76,31 @@ class ZmqPlane:
         size: int = 1,
         link_timeout_s: float = LINK_TIMEOUT_S,
         frame_bytes: int = FRAME_BYTES,
+        connections: int = CONNECTIONS,
+        message_bytes: int = MESSAGE_BYTES,
+        wake: WakeCallback = lambda: None,
     ) -> None:
-        """`frame_bytes`: the longest frame that is taken in, unless one page or a metadata slot has more."""
+        """`frame_bytes`: the most bytes of a pool that one write may have, unless one page has more. `connections`:
+        data connections to one rank of a reader. `message_bytes`: the longest notice that is taken in. `wake`: called,
+        on any thread, when `poll` or a completion has news."""
         self._rank, self._size = rank, size
-        self._link_timeout_s, self._frame_bytes = link_timeout_s, frame_bytes
-        self._host, self._endpoint = host, ""
+        self._link_timeout_s, self._frame_bytes, self._lanes = link_timeout_s, frame_bytes, connections
+        self._host, self._endpoint, self._data_endpoint = host, "", ""
         self._held = OrderedNotices(size, lambda sources, at: writers(self._pools.spec.whole, sources, at, size))
+        self._stored: deque[WriteArrived | None] = deque()
+        """Writes that were stored, and a None for each that was dropped, until `poll` takes them in."""
         self._settled: list[WriteArrived] = []
         self._due: list[bytes] = []
-        self._faults = WriteFaults(faults)
-        self._curve = curve
+        self._faults, self._proxy = WriteFaults(faults), faults.proxy
+        self._curve, self._wake = curve, wake
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._inbound = self._context.socket(zmq.PULL)
         self._inbound.set(zmq.RCVHWM, WAITING)
+        self._inbound.set(zmq.MAXMSGSIZE, max(SLOT_BYTES, message_bytes))
         keep_alive(self._inbound, link_timeout_s)
-        self._proxy = faults.proxy
-        self._targets: dict[RoomId, RoomTarget] = {}
-        self._from: dict[tuple[int, int], dict[str, PoolPacking]] = {}
+        self._listener: DataListener | None = None
+        self._granted: dict[RoomId, _Granted] = {}
+        self._from: dict[tuple[int, int], dict[str, PoolStream]] = {}
         self.dropped = 0
 
     def allocate(self, name: str, nbytes: int) -> torch.Tensor:
@@ -86,36 +108,62 @@ class ZmqPlane:
 
     def register(self, pools: PoolSet, slots: torch.Tensor | None) -> None:
         self._pools, self._slots = pools, slots
-        if not self._endpoint:
-            # Only now is the longest frame known, and limits of a socket must be set before `bind`.
+        if self._listener is None:
+            # Only now is the longest write known.
             whole = pools.spec.whole
-            self._frame_bytes = max(self._frame_bytes, SLOT_BYTES, *(whole.unit_bytes(p.name) for p in whole.pools))
-            self._inbound.set(zmq.MAXMSGSIZE, self._frame_bytes)
+            self._frame_bytes = max(self._frame_bytes, *(whole.unit_bytes(p.name) for p in whole.pools))
+            most, sealed = self._frame_bytes * len(whole.pools), self._curve is not None
             endpoint = bind(self._inbound, self._host, self._curve)
             self._endpoint = via_proxy(endpoint, "data", str(os.getpid()), self._proxy)
+            self._listener = DataListener(self._host, most, self._link_timeout_s, self._landing, sealed)
+            self._data_endpoint = via_proxy(self._listener.endpoint, "pages", str(os.getpid()), self._proxy)
+            self._region = bytes_of(pools.region)
 
-    def describe(self) -> dict[str, Any]:
-        return {"ranks": [{"endpoint": self._endpoint, "frame_bytes": self._frame_bytes}]}
+    def describe(self, peer: str = "") -> dict[str, Any]:
+        assert self._listener is not None, "to be registered before it is described"
+        places = {"endpoint": self._endpoint, "pages": self._data_endpoint}
+        return {"ranks": [{**places, "secret": self._listener.secret, "frame_bytes": self._frame_bytes}]}
+
+    def sever(self, peer: str) -> None: ...
 
     def connect(self, descriptor: dict[str, Any]) -> WriteLink:
         return fan(self._pools.spec.whole, self._rank, self._size, descriptor, self._link)
 
     def _link(self, descriptor: dict[str, Any], spec: PoolSetSpec, cut: HeadSlice | None) -> WriteLink:
         endpoint, frame_bytes = said(descriptor, "endpoint", str), said(descriptor, "frame_bytes", int)
+        address, secret = _address(said(descriptor, "pages", str)), said(descriptor, "secret", bytes)
+        if len(secret) != SALT_BYTES:
+            raise LayoutMismatch(f"plane zmq: the reader's secret must have {SALT_BYTES} bytes, got {len(secret)}")
         whole = self._pools.spec.whole
         least = max(whole.unit_bytes(pool.name) for pool in whole.pools)
         if frame_bytes < least:
             raise LayoutMismatch(f"plane zmq: the reader takes frames of {frame_bytes} bytes, one page has {least}")
+        names = {p.name: tuple(b.name for b in p.buffers) for p in spec.pools} if cut is None else cut
+        streams = {pool: self._stream(pool, names[pool], spec) for pool in names}
         socket, watch = dial(self._context, endpoint, self._curve, self._link_timeout_s)
-        ranks = (self._rank, self._size)
-        return ZmqLink(self._pools, socket, watch, self._faults, ranks, spec, cut, frame_bytes)
+        return ZmqLink(
+            self._pools, socket, watch, self._faults, (self._rank, self._size), streams, address, secret,
+            sealed=self._curve is not None, frame_bytes=frame_bytes, connections=self._lanes,
+            timeout_s=self._link_timeout_s, wake=self._wake,
+        )  # fmt: skip
+
+    def _stream(self, pool: str, names: Sequence[str], other: PoolSetSpec) -> PoolStream:
+        """Return the byte stream of a pool's buffers `names` between this rank and one with the pools `other`."""
+        layout = self._pools.layout
+        mine = chosen(layout.buffers[pool], names)
+        theirs = [b for b in other.by_name[pool].buffers if b.name in names]
+        return PoolStream(pool, layout.counts[pool], mine, shared(mine, theirs), layout.spec.page_tokens)
 
     def permit(self, target: RoomTarget) -> None:
-        self._targets[target.room] = target
+        self._granted[target.room] = _Granted(target)
         self._held.open(target.room)
 
     def revoke(self, room: RoomId) -> None:
-        self._targets.pop(room, None)
+        granted = self._granted.pop(room, None)
+        if granted is not None:
+            granted.revoked = True
+            if self._listener is not None:
+                self._listener.settle()
         self._due += self._held.close(room)
 
     def settled(self, rank: int, settled: WriteArrived) -> None:
@@ -128,98 +176,93 @@ class ZmqPlane:
     def poll_followers(self) -> None: ...
 
     def poll(self) -> list[bytes]:
+        while self._stored:
+            settled = self._stored.popleft()
+            if settled is None:
+                self.dropped += 1
+                continue
+            self.settled(self._rank, settled)
+            if self._rank:
+                self._settled.append(settled)
         notices = [*self._due, *self._held.due()]
         self._due.clear()
-        taken = 0
         for _ in range(AT_ONCE):
-            if taken >= _POLL_BYTES:
-                break
             try:
-                kind, *frames = self._inbound.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = self._inbound.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            taken += sum(len(f.buffer) for f in frames)
-            if kind.bytes == NOTICE_FRAME and len(frames) == 2:
-                notices += self._notice(frames[0].bytes, frames[1].bytes)
-            elif not self._store(kind.bytes, [f.buffer for f in frames]):
+            try:
+                notices += self._heard(frames)
+            except (ValueError, TypeError, LookupError, ConfigError, msgpack.UnpackException):
                 self.dropped += 1
         return notices
 
-    def _notice(self, head: bytes, data: bytes) -> list[bytes]:
-        try:
-            room, writes, sources = msgpack.unpackb(head)
+    def _heard(self, frames: list[bytes]) -> list[bytes]:
+        """Take in a message; returns the notices that are due with it. Raises one of many errors for what is none."""
+        kind, about, data = frames
+        if kind == NOTICE_FRAME:
+            room, writes, sources = msgpack.unpackb(about)
             if not (type(room) is str and type(writes) is type(sources) is int and 0 < sources <= MOST_RANKS):
                 raise ValueError(f"{writes} writes of {sources} ranks")
             return self._held.add(RoomId(room), data, writes, sources)
-        except (ValueError, TypeError, ConfigError, msgpack.UnpackException):
-            self.dropped += 1
-            return []
+        if kind != SLOT_FRAME or self._slots is None or not 0 < len(data) <= SLOT_BYTES:
+            raise ValueError(f"{kind!r:.80} of {len(data)} bytes")
+        room, ticket = msgpack.unpackb(about)
+        target = self._granted_to(room, ticket).target
+        self._slots[target.slot, : len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return []
 
-    def _store(self, kind: bytes, frames: Sequence[memoryview]) -> bool:
-        """Store a write into its room's places or slot. Returns False, with nothing stored, where it can't be read or
-        was not granted."""
-        if kind == SLOT_FRAME and len(frames) == 2:
-            try:
-                room, ticket = msgpack.unpackb(frames[0])
-                target = self._granted(room, ticket)
-            except (ValueError, TypeError, LookupError, msgpack.UnpackException):
-                return False
-            if self._slots is None or not 0 < len(frames[1]) <= SLOT_BYTES:
-                return False
-            self._slots[target.slot, : len(frames[1])] = torch.frombuffer(bytearray(frames[1]), dtype=torch.uint8)
-            return True
-        if kind != PAGES_FRAME or not frames:
-            return False
-        places: list[tuple[PoolPacking, tuple[int, ...]]] = []
+    # ------------------------------------------------------------ called on the threads of connections
+
+    def _landing(self, head: bytes, nbytes: int) -> Landing | None:
+        """Return where a write goes. None, with nothing stored, where it can't be read or was not granted."""
         try:
-            room, ticket, runs, source, sources, number = msgpack.unpackb(frames[0])
-            if not (type(source) is type(sources) is type(number) is int and 0 <= source < sources <= MOST_RANKS):
-                return False
-            target = self._granted(room, ticket)
-            packings = self._packings(source, sources)
-            for (pool, first, count), frame in zip(runs, frames[1:], strict=True):
-                if not type(first) is type(count) is int or count <= 0:
-                    return False
-                places.append((packings[pool], target.at(pool, range(first, first + count))))
-                if len(frame) != count * packings[pool].page_bytes:
-                    return False
+            return self._places(head, nbytes)
         except (ValueError, TypeError, LookupError, ConfigError, msgpack.UnpackException):
-            return False
-        if len({packing.pool for packing, _ in places}) != len(places):
-            return False
-        layout = self._pools.layout
-        for (packing, indices), frame in zip(places, frames[1:], strict=True):
-            packed = torch.frombuffer(frame, dtype=torch.uint8)
-            ends = (len(indices), range(len(indices))), (layout.counts[packing.pool], indices)
-            copy_common(
-                packing.frames, packed, ends[0], packing.mine, self._pools.region, ends[1], layout.spec.page_tokens
-            )
-        settled = WriteArrived(room, source, number)
-        self._held.settled(self._rank, RoomId(settled.room), settled.source, settled.number)
-        if self._rank:
-            self._settled.append(settled)
-        return True
+            self._news(None)
+            return None
 
-    def _granted(self, room: str, ticket: int) -> RoomTarget:
+    def _places(self, head: bytes, nbytes: int) -> Landing:
+        room, ticket, runs, source, sources, number = msgpack.unpackb(head)
+        if not (type(source) is type(sources) is type(number) is int and 0 <= source < sources <= MOST_RANKS):
+            raise ValueError(f"rank {source} of {sources}")
+        granted = self._granted_to(room, ticket)
+        streams, parts, pools = self._streams(source, sources), list[LandingPart](), set[str]()
+        for pool, first, count in runs:
+            if not type(first) is type(count) is int or count <= 0 or pool in pools:
+                raise ValueError(f"{count} pages of {pool}")
+            pools.add(pool)
+            pages = granted.target.at(pool, range(first, first + count))
+            stream = streams[pool]
+            store = partial(self._unpack, stream, pages)
+            parts.append(LandingPart(count * stream.page_bytes, stream.rows(self._region, pages), store))
+        if sum(part.nbytes for part in parts) != nbytes:
+            raise ValueError(f"{nbytes} bytes for {runs!r:.80}")
+        arrived = WriteArrived(room, source, number)
+        return Landing(lambda: granted.revoked, parts, lambda: self._news(None if granted.revoked else arrived))
+
+    def _unpack(self, stream: PoolStream, pages: Sequence[int], packed: memoryview) -> None:
+        stream.unpack(torch.frombuffer(packed, dtype=torch.uint8), self._pools.region, pages)
+
+    def _news(self, stored: WriteArrived | None) -> None:
+        self._stored.append(stored)
+        self._wake()
+
+    def _granted_to(self, room: str, ticket: int) -> _Granted:
         """Return the room's places. Raises `LookupError` for a room without a grant of this ticket."""
-        target = self._targets[RoomId(room)]
-        if target.ticket != ticket:
+        granted = self._granted[RoomId(room)]
+        if granted.target.ticket != ticket:
             raise LookupError(f"room {room} was granted to somebody else")
-        return target
+        return granted
 
-    def _packings(self, source: int, sources: int) -> dict[str, PoolPacking]:
-        """Return the layouts of frames from rank `source` of a writer of `sources` ranks, by pool; worked out once."""
+    def _streams(self, source: int, sources: int) -> dict[str, PoolStream]:
+        """Return the byte streams from rank `source` of a writer of `sources` ranks, by pool; worked out once."""
         found = self._from.get((source, sources))
         if found is None:
-            whole, layout = self._pools.spec.whole, self._pools.layout
+            whole = self._pools.spec.whole
             theirs = whole.shard(source, sources)
             cut = rank_cut(whole, (source, sources), (self._rank, self._size))
-            found = {}
-            for pool, names in cut.items():
-                mine = chosen(layout.buffers[pool], names)
-                its = [b for b in theirs.by_name[pool].buffers if b.name in names]
-                frames = packed_layouts(its, [b.spec for b in mine], layout.spec.page_tokens)
-                found[pool] = PoolPacking(pool, mine, tuple(frames))
+            found = {pool: self._stream(pool, names, theirs) for pool, names in cut.items()}
             self._from[source, sources] = found
         return found
 
@@ -228,4 +271,14 @@ class ZmqPlane:
         return (self._inbound,)
 
     def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
         self._inbound.close(linger=0)
+
+
+def _address(endpoint: str) -> tuple[str, int]:
+    """Return the host and port of an endpoint. Raises `LayoutMismatch` where it is none."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if not (endpoint.startswith("tcp://") and host and port.isdecimal() and int(port) < 1 << 16):
+        raise LayoutMismatch(f"plane zmq: pages must go to tcp://HOST:PORT, got {endpoint!r:.80}")
+    return host, int(port)

@@ -180,6 +180,9 @@ class WriterQuiesced:
 
     room: RoomId
     ticket: int
+    torn: bool = False
+    """Whether a write of the room has failed, so that bytes of it may still be on their way. Where access is by peer,
+    the reader ends it before it uses the places again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +194,8 @@ class RoomFailed:
     """The grant's; 0 where the room ended before its grant came, which is then answered once more, with its ticket."""
     kind: ErrorKind
     message: str
+    torn: bool = False
+    """As in `WriterQuiesced`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +205,8 @@ class NothingToDecode:
     room: RoomId
     ticket: int
     """As in `RoomFailed`."""
+    torn: bool = False
+    """As in `WriterQuiesced`."""
 
 
 ControlMessage = Hello | PageGrant | AbortRoom | HandoverReceived | Welcome | PeerRefused | MessageRejected
@@ -226,6 +233,8 @@ _OF_ROOMS = (4, 5, 6)
 _SUM_BYTES = 4
 MOST_NAME = 256
 """Most characters of a room's name."""
+_DEFAULTS: dict[type[Any], int] = {WriterQuiesced: 1, RoomFailed: 1, NothingToDecode: 1}
+"""Numbers of fields that builds of the same `PROTOCOL` may leave out, by type."""
 _HINTS = {cls: typing.get_type_hints(cls) for cls in (*TAGS.values(), GrantedPages, PageTags, RankProcess, Fingerprint)}
 
 
@@ -284,9 +293,10 @@ def room_of(data: bytes) -> str:
 
 
 def _build(cls: type[Any], values: tuple[Any, ...]) -> Any:
-    """Build a message of `cls`. Values beyond its fields come from a newer build, and are skipped."""
+    """Build a message of `cls`. Values beyond its fields come from a newer build, and are skipped; an older build
+    leaves out the last ones, which have defaults."""
     hints = _HINTS[cls]
-    if len(values) < len(hints):
+    if len(values) < len(hints) - _DEFAULTS.get(cls, 0):
         raise WireError(f"{cls.__name__} has {len(hints)} fields, got {len(values)}")
     return cls(*(_field(cls, name, kind, v) for (name, kind), v in zip(hints.items(), values, strict=False)))
 

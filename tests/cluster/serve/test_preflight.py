@@ -194,7 +194,7 @@ def test_a_bad_folder_fails_in_one_line_before_anything_large_is_imported(tmp_pa
     [
         (("decode.tp=3",), r"decode\.tp=3: .*2 key-value heads.*decode\.tp can be 1, 2, 4$"),
         (("prefill.tp=8",), r"prefill\.tp=8: .*prefill\.tp can be 1, 2, 4$"),
-        (("prefill.tp=2", "transfer.plane=local"), r"prefill\.tp=2 needs a process for each rank: .*shm or zmq$"),
+        (("prefill.tp=2", "transfer.plane=local"), r"prefill\.tp=2 needs a process for each rank: .*shm, nixl or zmq$"),
         (("prefill.tp=0",), r"prefill\.tp must be above 0"),
     ],
 )

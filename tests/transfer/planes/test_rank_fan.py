@@ -104,6 +104,7 @@ def test_a_byte_that_went_wrong_in_any_buffer_on_any_rank_is_caught_by_its_tag(
                 both.open(prompt)
                 pools.region[at] ^= 1
                 both.sender.write(prompt.room, prompt.all(), (DONE,))
+                both.until(lambda: not both.sender._peers.writing, "the write to be over")
                 pools.region[at] ^= 1
                 if rank in sent_by:
                     broken = both.outcome(prompt.room)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,15 +12,23 @@ import pytest
 import torch
 import zmq
 
+from cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
 from cache.pool.pool_set import PoolSet
 from contracts.config.cluster_config import FaultsConfig
 from contracts.ids import RoomId
 from tests.poolsets import entry, pool_sets
+from tests.raw_writer import RawWriter, until
 from tests.rooms import image
-from transfer.planes.data_plane import SLOT_BYTES, PageNumbers, RoomTarget
+from transfer.net import connection_keys
+from transfer.net.curve_keys import CurveKeys
+from transfer.net.sealed_stream import SealedStream
+from transfer.planes import data_connection, data_listener
+from transfer.planes.data_plane import SLOT_BYTES, PageNumbers, PageWrite, RoomTarget
 from transfer.planes.zmq_plane import ZmqPlane
 
 SPEC = pool_sets()["all"]
+WIDE = PoolSetSpec(16, (PoolSpec("full", (BufferSpec("k", 2, (4, 64), torch.float32),)),))
+"""Rows of 16 KiB, which the kernel stores straight into the pages."""
 ROOM = RoomId("room-1")
 TARGET = RoomTarget(ROOM, {"full": PageNumbers(2, (5, 7, 6)), "state": PageNumbers(4, (3,))}, 1, 77)
 TICKET = TARGET.ticket
@@ -29,41 +38,65 @@ FULL, STATE = SPEC.unit_bytes("full"), SPEC.unit_bytes("state")
 
 
 @contextmanager
-def reader() -> Iterator[tuple[ZmqPlane, PoolSet, zmq.Socket[bytes]]]:
-    plane = ZmqPlane(FaultsConfig(), "127.0.0.1", None)
-    pools = PoolSet(SPEC, SPEC.even(9))
+def reader(spec: PoolSetSpec = SPEC, curve: CurveKeys | None = None) -> Iterator[tuple[ZmqPlane, PoolSet]]:
+    plane = ZmqPlane(FaultsConfig(), "127.0.0.1", curve, link_timeout_s=5.0)
+    pools = PoolSet(spec, spec.even(9))
     plane.register(pools, torch.zeros(2, SLOT_BYTES, dtype=torch.uint8))
     plane.permit(TARGET)
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-    socket.connect(plane.describe()["ranks"][0]["endpoint"])
     try:
-        yield plane, pools, socket
+        yield plane, pools
     finally:
-        socket.close(linger=0)
         plane.close()
 
 
-def deliver(plane: ZmqPlane, socket: zmq.Socket[bytes], *frames: bytes) -> None:
-    """Sends one message, and a notice after it to wait for."""
+@contextmanager
+def writing(plane: ZmqPlane) -> Iterator[RawWriter]:
+    writer = RawWriter(plane)
+    try:
+        yield writer
+    finally:
+        writer.close()
+
+
+def deliver(plane: ZmqPlane, *frames: bytes) -> None:
+    """Send a message, and a notice after it to wait for."""
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+    socket.connect(plane.describe()["ranks"][0]["endpoint"])
     socket.send_multipart(frames)
     socket.send_multipart([b"N", msgpack.packb(("", 0, 1)), b"over"])
-    for _ in range(1000):
-        plane.waitable[0].poll(20)
-        if plane.poll() == [b"over"]:
-            return
-    raise AssertionError("the notice never came")
+    try:
+        until(lambda: plane.waitable[0].poll(20) and plane.poll() == [b"over"], "the notice")
+    finally:
+        socket.close(linger=0)
 
 
 def test_a_write_of_several_pools_is_stored_in_the_places_that_were_granted() -> None:
-    with reader() as (plane, pools, socket):
+    with reader() as (plane, pools), writing(plane) as writer:
         before = image(pools)
-        head = msgpack.packb((ROOM, TICKET, [("full", 3, 2), ("state", 4, 1)], *ALONE))
-        deliver(plane, socket, b"P", head, b"\1" * FULL + b"\2" * FULL, b"\3" * STATE)
+        writer.write((ROOM, TICKET, [("full", 3, 2), ("state", 4, 1)], *ALONE), b"\1" * 2 * FULL, b"\3" * STATE)
         after = image(pools)
         assert {place for place in after if after[place] != before[place]} == {("full", 7), ("full", 6), ("state", 3)}
-        for (pool, index), byte in ((("full", 7), b"\1"), (("full", 6), b"\2"), (("state", 3), b"\3")):
+        for (pool, index), byte in ((("full", 7), b"\1"), (("full", 6), b"\1"), (("state", 3), b"\3")):
             assert set(b"".join(entry(pools, pool, index))) == set(byte)
+        assert plane.poll() == []
         assert plane.dropped == 0
+
+
+@pytest.mark.parametrize("spec", [SPEC, WIDE], ids=["packed", "rows"])
+def test_bytes_travel_buffer_by_buffer_layer_by_layer_page_by_page(spec: PoolSetSpec) -> None:
+    """By hand: whatever way the reader stores them, each byte has one place."""
+    pool, tokens = spec.by_name["full"], spec.page_tokens
+    with reader(spec) as (plane, pools), writing(plane) as writer:
+        sent, expected = bytearray(), dict[int, list[bytes]]()
+        for number, buffer in enumerate(pool.buffers):
+            for layer in range(buffer.layers):
+                for index in (5, 7):
+                    value = bytes([1 + (16 * number + 4 * layer + index) % 251])
+                    sent += value * buffer.entry_bytes(tokens)
+                    expected.setdefault(index, []).append(value * buffer.entry_bytes(tokens))
+        writer.write((ROOM, TICKET, [("full", 2, 2)], *ALONE), bytes(sent))
+        for index, rows in expected.items():
+            assert b"".join(entry(pools, "full", index)) == b"".join(rows)
 
 
 MISFITS: dict[str, list[Any]] = {
@@ -75,8 +108,7 @@ MISFITS: dict[str, list[Any]] = {
     "too few bytes": [(ROOM, [("full", 3, 1)]), b"\1" * (FULL - 1)],
     "too many bytes": [(ROOM, [("full", 3, 1)]), b"\1" * (FULL + 1)],
     "no pages": [(ROOM, [("full", 3, 0)]), b""],
-    "fewer frames than pools": [(ROOM, [("full", 3, 1), ("state", 4, 1)]), b"\1" * FULL],
-    "more frames than pools": [(ROOM, [("full", 3, 1)]), b"\1" * FULL, b"\1"],
+    "a pool twice": [(ROOM, [("full", 3, 1), ("full", 2, 1)]), b"\1" * FULL * 2],
     "names that are no names": [([1], [("full", 3, 1)]), b"\1" * FULL],
     "numbers that are no numbers": [(ROOM, [("full", "3", 1)]), b"\1" * FULL],
     "nothing": [(ROOM, 5)],
@@ -86,31 +118,208 @@ MISFITS: dict[str, list[Any]] = {
 @pytest.mark.parametrize("misfit", MISFITS)
 def test_b6_a_write_that_does_not_fit_in_one_pool_is_stored_in_none(misfit: str) -> None:
     head, *frames = MISFITS[misfit]
-    with reader() as (plane, pools, socket):
+    with reader() as (plane, pools), writing(plane) as writer:
         before = image(pools)
-        deliver(plane, socket, b"P", msgpack.packb((head[0], TICKET, *head[1:], *ALONE)), *frames)
+        writer.write((head[0], TICKET, *head[1:], *ALONE), *frames)
         beside = (head[0], [("state", 4, 1), *head[1]] if isinstance(head[1], list) else 5)
-        deliver(plane, socket, b"P", msgpack.packb((beside[0], TICKET, *beside[1:], *ALONE)), b"\3" * STATE, *frames)
+        writer.write((beside[0], TICKET, *beside[1:], *ALONE), b"\3" * STATE, *frames)
         assert image(pools) == before
+        plane.poll()
         assert plane.dropped == 2
+        writer.write((ROOM, TICKET, [("state", 4, 1)], *ALONE), b"\3" * STATE)
+        assert image(pools) != before, "the connection goes on"
 
 
 @pytest.mark.parametrize(
     "ranks", [(), (1, 1, 1), (-1, 1, 1), (0, 0, 1), (0, 10**9, 1), ("0", 1, 1), (0, 1, "1"), (0, 1, 1, 1)]
 )
 def test_a_write_of_ranks_that_cannot_be_is_dropped(ranks: tuple[Any, ...]) -> None:
-    with reader() as (plane, pools, socket):
+    with reader() as (plane, pools), writing(plane) as writer:
         before = image(pools)
-        deliver(plane, socket, b"P", msgpack.packb((ROOM, TICKET, [("full", 3, 1)], *ranks)), b"\1" * FULL)
+        writer.write((ROOM, TICKET, [("full", 3, 1)], *ranks), b"\1" * FULL)
+        plane.poll()
         assert image(pools) == before
         assert plane.dropped == 1
 
 
+@pytest.mark.parametrize("head", [b"\xc1", b"\x91\x63", b"\x80", b"no msgpack at all"])
+def test_a_head_that_is_none_is_dropped_with_its_body(head: bytes) -> None:
+    with reader() as (plane, pools), writing(plane) as writer:
+        before = image(pools)
+        writer.write(head, b"\1" * FULL)
+        plane.poll()
+        assert (image(pools), plane.dropped) == (before, 1)
+
+
+@pytest.mark.parametrize(("head", "body"), [(0, 10), (data_connection.HEAD_BYTES + 1, 10), (10, 1 << 40)])
+def test_a_write_longer_than_any_that_was_described_cuts_the_connection(head: int, body: int) -> None:
+    with reader() as (plane, _), writing(plane) as writer, writing(plane) as other:
+        writer.socket.sendall(data_connection.LENGTHS.pack(head, body))
+        assert writer.cut
+        other.write((ROOM, TICKET, [("full", 3, 1)], *ALONE), b"\1" * FULL)
+        plane.poll()
+        assert plane.dropped == 0, "and no other connection"
+
+
 def test_a5_what_comes_for_a_room_that_was_revoked_is_dropped_and_counted() -> None:
-    with reader() as (plane, pools, socket):
+    with reader() as (plane, pools), writing(plane) as writer:
         before = image(pools)
         plane.revoke(ROOM)
-        deliver(plane, socket, b"P", msgpack.packb((ROOM, TICKET, [("full", 2, 1)], *ALONE)), b"\1" * FULL)
-        deliver(plane, socket, b"S", msgpack.packb((ROOM, TICKET)), b"\1" * 10)
+        writer.write((ROOM, TICKET, [("full", 2, 1)], *ALONE), b"\1" * FULL)
+        deliver(plane, b"S", msgpack.packb((ROOM, TICKET)), b"\1" * 10)
         assert image(pools) == before
         assert plane.dropped == 2
+
+
+@pytest.mark.parametrize("spec", [SPEC, WIDE], ids=["packed", "rows"])
+def test_a5_nothing_lands_after_revoke_although_the_write_had_begun(
+    spec: PoolSetSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_listener, "_LEAST_BYTES", 1)
+    size = spec.unit_bytes("full")
+    with reader(spec) as (plane, pools), writing(plane) as writer, writing(plane) as other:
+        writer.begin(msgpack.packb((ROOM, TICKET, [("full", 2, 2)], *ALONE)), 2 * size)
+        writer.socket.sendall(b"\1" * size)
+        if spec is WIDE:
+            until(lambda: bool((pools.region == 1).any()), "a part of it to be stored")
+        plane.revoke(ROOM)
+        before = image(pools)
+        plane.permit(RoomTarget(RoomId("next"), TARGET.runs, 0, 5))
+        writer.socket.sendall(b"\1" * size)
+        until(lambda: (plane.poll(), plane.dropped)[1] == 1, "the rest to be dropped")
+        assert image(pools) == before
+        other.write(("next", 5, [("full", 2, 1)], *ALONE), b"\2" * size)
+        assert set(b"".join(entry(pools, "full", 5))) == {2}
+
+
+def test_a5_revoke_waits_for_the_slice_that_is_being_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its last bytes would land in pages that are somebody else's by then."""
+    storing, go, revoked = threading.Event(), threading.Event(), threading.Event()
+
+    def slowly(rows: Any) -> Any:
+        storing.set()
+        assert go.wait(20)
+        return real(rows)
+
+    real = data_listener._slice
+    monkeypatch.setattr(data_listener, "_slice", slowly)
+    size = WIDE.unit_bytes("full")
+    with reader(WIDE) as (plane, _), writing(plane) as writer:
+        writer.begin(msgpack.packb((ROOM, TICKET, [("full", 2, 1)], *ALONE)), size)
+        writer.socket.sendall(b"\1" * size)
+        assert storing.wait(20)
+
+        def revoke() -> None:
+            plane.revoke(ROOM)
+            revoked.set()
+
+        revoking = threading.Thread(target=revoke)
+        revoking.start()
+        assert not revoked.wait(0.05)
+        go.set()
+        revoking.join(20)
+        assert revoked.is_set()
+
+
+def test_who_does_not_know_the_secret_gets_no_connection() -> None:
+    with reader() as (plane, pools), writing(plane) as writer:
+        stranger = RawWriter(plane, secret=bytes(32))
+        assert stranger.cut
+        stranger.close()
+        before = image(pools)
+        writer.write((ROOM, TICKET, [("full", 2, 1)], *ALONE), b"\1" * FULL)
+        assert image(pools) != before
+
+
+def test_strangers_that_say_nothing_are_bounded_and_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_listener, "_STRANGERS", 3)
+    with reader() as (plane, pools):
+        silent = []
+        (part,) = plane.describe()["ranks"]
+        import socket
+
+        host, _, port = part["pages"].removeprefix("tcp://").rpartition(":")
+        for _ in range(9):
+            silent.append(socket.create_connection((host, int(port)), 10))
+        before = image(pools)
+        with writing(plane) as writer:
+            writer.write((ROOM, TICKET, [("full", 2, 1)], *ALONE), b"\1" * FULL)
+        assert image(pools) != before
+        for one in silent:
+            one.close()
+
+
+def test_a_slow_writer_is_told_that_its_write_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would take the connection for a silent one, however much of a long write has come."""
+    monkeypatch.setattr(data_listener, "_PATIENCE_S", 0.0)
+    with reader() as (plane, pools), writing(plane) as writer:
+        writer.begin(msgpack.packb((ROOM, TICKET, [("full", 2, 1)], *ALONE)), FULL)
+        for _ in range(3):
+            writer.socket.sendall(b"\1")
+            assert writer.socket.recv(1) == data_connection.COMING
+        writer.socket.sendall(b"\1" * (FULL - 3))
+        until(lambda: set(b"".join(entry(pools, "full", 5))) == {1}, "the write")
+
+
+def test_a_dribbling_writer_holds_up_nobody_but_itself() -> None:
+    size = SPEC.unit_bytes("full")
+    with reader() as (plane, pools), writing(plane) as slow, writing(plane) as quick:
+        slow.begin(msgpack.packb((ROOM, TICKET, [("full", 2, 1)], *ALONE)), size)
+        for _ in range(3):
+            slow.socket.sendall(b"\1")
+            quick.write((ROOM, TICKET, [("full", 3, 1)], *ALONE), b"\2" * size)
+        assert set(b"".join(entry(pools, "full", 7))) == {2}
+        slow.socket.sendall(b"\1" * (size - 3))
+        until(lambda: set(b"".join(entry(pools, "full", 5))) == {1}, "its own write")
+
+
+# ------------------------------------------------------------ sealed
+
+CURVE = CurveKeys.from_secret(b"s" * 32)
+
+
+def sealed_write(writer: RawWriter, plane: ZmqPlane, tamper: int = -1) -> None:
+    """Send one sealed write, with a bit of its head (0) or of its body (1) changed."""
+    (part,) = plane.describe()["ranks"]
+    stream = SealedStream(connection_keys.key(part["secret"], writer.salt, writer.mine))
+    head, body = msgpack.packb((ROOM, TICKET, [("full", 2, 1)], *ALONE)), b"\1" * FULL
+    lengths = data_connection.LENGTHS.pack(len(head), len(body))
+    pieces = [bytes(stream.seal(head, memoryview(bytearray(len(head) + 16)), lengths))]
+    pieces.append(bytes(stream.seal(body, memoryview(bytearray(len(body) + 16)))))
+    if tamper >= 0:
+        pieces[tamper] = bytes([pieces[tamper][0] ^ 1]) + pieces[tamper][1:]
+    writer.socket.sendall(lengths + b"".join(pieces))
+
+
+def test_a_sealed_write_is_stored() -> None:
+    with reader(curve=CURVE) as (plane, pools), writing(plane) as writer:
+        sealed_write(writer, plane)
+        assert writer.socket.recv(1) == b"\1"
+        assert set(b"".join(entry(pools, "full", 5))) == {1}
+
+
+@pytest.mark.parametrize("tamper", [0, 1])
+def test_a_sealed_write_that_was_changed_on_the_way_is_stored_nowhere(tamper: int) -> None:
+    with reader(curve=CURVE) as (plane, pools), writing(plane) as writer:
+        before = image(pools)
+        sealed_write(writer, plane, tamper)
+        assert writer.cut
+        assert image(pools) == before
+
+
+def test_off_the_loopback_no_byte_of_a_page_travels_as_it_is() -> None:
+    with reader(curve=CURVE) as (plane, pools):
+        writer = ZmqPlane(FaultsConfig(), "127.0.0.1", CURVE, link_timeout_s=5.0)
+        source = PoolSet(SPEC, SPEC.even(9))
+        source.region.fill_(7)
+        writer.register(source, None)
+        link = writer.connect(plane.describe())
+        try:
+            link.post(PageWrite(TARGET, {"full": PageNumbers(2, (1, 2)), "state": PageNumbers(4, (8,))})).wait()
+            assert set(b"".join(entry(pools, "full", 7))) == {7}
+            assert set(b"".join(entry(pools, "state", 3))) == {7}
+            connections = [c for c in link._connections if c is not None]  # type: ignore[attr-defined]
+            assert all(c._stream is not None for c in connections)
+        finally:
+            link.close()
+            writer.close()

@@ -410,7 +410,9 @@ def test_b3_peers_on_other_hosts_that_never_come_back_are_forgotten_with_all_tha
             name = f"decode-x{n}"
             inbound = context.socket(zmq.PULL)
             port = inbound.bind_to_random_port("tcp://127.0.0.1")
-            descriptor = {"ranks": [{"endpoint": f"tcp://127.0.0.1:{port}", "frame_bytes": 2**22}]}
+            endpoint = f"tcp://127.0.0.1:{port}"
+            mine = {"endpoint": endpoint, "pages": endpoint, "secret": bytes(32), "frame_bytes": 2**22}
+            descriptor = {"ranks": [mine]}
             hello = replace(
                 both.receiver._peers.hello(writer.ref), worker=name, boot="another host", descriptor=descriptor
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from contracts.errors import ErrorKind
 from contracts.ids import RoomId, WorkerName
 from tests.poolsets import pool_sets
 from tests.rooms import LateDevice
-from transfer.planes.data_plane import PageNumbers, PageWrite, RoomTarget, SlotWrite
+from transfer.planes.data_plane import PageNumbers, PageWrite, RoomTarget, SentCounts, SlotWrite
 from transfer.rooms import room_messages as m
 from transfer.rooms.sender import write_queue
 from transfer.rooms.sender.write_queue import WriteQueue
@@ -46,6 +47,7 @@ class Link:
     up = True
 
     def __init__(self) -> None:
+        self.sent = SentCounts()
         self.posted: list[Held] = []
         self.said: list[tuple[m.Notice, int]] = []
 
@@ -62,6 +64,8 @@ class Link:
 
     def cut(self) -> bool:
         return False
+
+    def sever(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -160,8 +164,10 @@ def test_a_write_that_failed_is_not_announced_and_neither_is_a_later_one_of_its_
     word = m.RoomFailed(A, 7, ErrorKind.WORKER, "why")
     bench.queue.withdraw(A)
     bench.queue.say(word)
-    assert bench.said == [other, word]
+    assert bench.said == [other, replace(word, torn=True)], "what failed may still be on its way"
     assert bench.queue.failed(A) == ""
+    bench.queue.say(replace(word, room=B))
+    assert bench.said[2] == replace(word, room=B)
 
 
 def test_writes_of_a_withdrawn_room_stay_pinned_and_are_not_announced_and_its_last_word_waits_for_them() -> None:
@@ -175,7 +181,7 @@ def test_writes_of_a_withdrawn_room_stay_pinned_and_are_not_announced_and_its_la
     ends(bench.link.posted[0], "it failed, and nobody asks any more")
     ends(bench.link.posted[1])
     bench.queue.flush()
-    assert bench.said == [other, word]
+    assert bench.said == [other, replace(word, torn=True)]
     assert bench.queue.failed(A) == ""
 
 

@@ -111,7 +111,7 @@ class ReceiverPeers(Mapping[PeerKey, ReceiverPeer]):
             self._fingerprint,
             describe_spec(self._pools.spec.whole),
             self._plane.kind,
-            self._plane.describe(),
+            self._plane.describe(_writer(ref)),
             *self._transport.mine(),
         )
 
@@ -197,7 +197,7 @@ class ReceiverPeers(Mapping[PeerKey, ReceiverPeer]):
             return self._part(peer, f"{name} (pid {welcome.pid}) died")
         except WireError as error:
             return self._part(peer, f"{name}: {error}")
-        if watch is None and not self._plane.revocable:
+        if watch is None and not (self._plane.revocable or self._plane.by_peer):
             # Its death could never be proven, and places that it was promised might never come back.
             return self._part(peer, f"plane {self._plane.kind}: the processes of {name} can't be watched from here")
         if peer.watch is not None:
@@ -231,8 +231,14 @@ class ReceiverPeers(Mapping[PeerKey, ReceiverPeer]):
         return PeerDied(peer, reason)
 
     def forget(self, peer: ReceiverPeer) -> None:
+        """Forget a peer. Where access is by peer, its access has ended when this returns."""
         if self._peers.get(peer.key) is not peer:
             return
+        if self._plane.by_peer:
+            self._plane.sever(_writer(peer.ref))
+        self._close(peer)
+
+    def _close(self, peer: ReceiverPeer) -> None:
         del self._peers[peer.key]
         peer.channel.close()
         if peer.watch is not None:
@@ -240,4 +246,9 @@ class ReceiverPeers(Mapping[PeerKey, ReceiverPeer]):
 
     def close(self) -> None:
         for peer in list(self._peers.values()):
-            self.forget(peer)
+            self._close(peer)
+
+
+def _writer(ref: PeerRef) -> str:
+    """Return the name by which a data plane knows a writer."""
+    return f"{ref.name}:{ref.incarnation}"

@@ -177,12 +177,24 @@ class ReceiverRooms(Mapping[RoomId, ReceiverRoom]):
                 self.fail(room, parted.reason)
         self._drop(parted.peer)
 
+    def torn(self, room: ReceiverRoom) -> bool:
+        """Where access is by peer, end that of the room's peer, of whose writes some may still be on their way, and its
+        rooms; it is met again with the next one. Returns whether that was done."""
+        if self._plane.by_peer:
+            self._peers.forget(room.peer)
+            self.died(PeerDied(room.peer, f"a write of {room.peer.ref.name} failed"))
+        return self._plane.by_peer
+
     def unreachable(self, unreachable: PeerUnreachable) -> None:
-        """Fail the rooms of a peer that can't be reached. Places that it may still write stay in quarantine; a peer
+        """Fail the rooms of a peer that can't be reached. Places that it may still write stay in quarantine, unless its
+        access can be ended: a peer whose processes can't be watched is on another host, and has no other. A peer
         without rooms is forgotten after a while."""
-        rooms = self._of(unreachable.peer)
+        rooms, peer = self._of(unreachable.peer), unreachable.peer
         for room in [r for r in rooms if not r.aborting]:
             self.fail(room, unreachable.reason)
+        if rooms and self._plane.by_peer and peer.watch is None:
+            self._peers.forget(peer)
+            self.died(PeerDied(peer, unreachable.reason))
         if not rooms and unreachable.long:
             self._forget(unreachable.peer)
 

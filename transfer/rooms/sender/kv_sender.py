@@ -37,7 +37,7 @@ from transfer.rooms.sender.sender_peer_events import (
 )
 from transfer.rooms.sender.sender_peers import SenderPeers
 from transfer.rooms.sender.sender_rooms import LayeredWrite, SenderOutcome, SenderRoom, SenderRooms
-from transfer.rooms.sender.write_queue import PostedWrite, RoomTimes
+from transfer.rooms.sender.write_queue import QueuedWrite, RoomTimes
 
 log = logging.getLogger("twinpool.transfer")
 _LOOK_AGAIN_S = 0.002
@@ -184,7 +184,7 @@ class KVSender:
         runs: Mapping[str, PageNumbers],
         after: Sequence[Completion],
         layers: Mapping[str, range] | None = None,
-    ) -> list[PostedWrite]:
+    ) -> list[QueuedWrite]:
         """Post one write of a room; returns it, or nothing where the room has failed."""
         assert entry.peer is not None
         assert entry.target is not None
@@ -197,7 +197,7 @@ class KVSender:
         return [posted]
 
     def _announce(
-        self, entry: SenderRoom, pages: Mapping[str, SendablePages], posted: Sequence[PostedWrite], writes: int
+        self, entry: SenderRoom, pages: Mapping[str, SendablePages], posted: Sequence[QueuedWrite], writes: int
     ) -> None:
         assert entry.peer is not None
         parts = tuple(_sealed(pool, some.first, some.tags) for pool, some in pages.items())
@@ -279,6 +279,19 @@ class KVSender:
         return dict(Counter(f"outgoing_to:{room.wants.name}" for room in self._rooms.values()))
 
     @property
+    def links(self) -> dict[str, float]:
+        """What each link has carried and what is under way on it, by the worker that receives: counters of a status."""
+        out: dict[str, float] = {}
+        for peer in self._peers.values():
+            sent = peer.link.sent
+            values = {
+                "writes": sent.writes, "bytes": sent.nbytes, "busy_s": sent.busy_s, "waited_s": sent.waited_s,
+                "opened": sent.opened, "under_way": len(peer.writes),
+            }  # fmt: skip
+            out |= {f"link_{what}:{peer.name}": value for what, value in values.items()}
+        return out
+
+    @property
     def unconfirmed(self) -> set[RoomId]:
         """Rooms in which everything was sent and decode has not confirmed yet that it arrived."""
         return {r.id for r in self._rooms.values() if r.state is SenderState.SENT}
@@ -319,7 +332,9 @@ class KVSender:
                 self._refuse(event.peer.identity, event.message.room, m.reason_of(error))
         elif isinstance(event, StrangerAborted):
             try:
-                self._peers.reply(event.identity, self._messages.stranger_aborted(event))
+                # What was written to it was given up with it, where a write may be on its way after that.
+                word = self._messages.stranger_aborted(event)
+                self._peers.reply(event.identity, replace(word, torn=self._plane.by_peer))
             except WireError as error:
                 self._refuse(event.identity, event.abort.room, m.reason_of(error))
         else:

@@ -163,7 +163,8 @@ class SenderPeers(Mapping[bytes, SenderPeer]):
     # ------------------------------------------------------------ peers that go
 
     def lose(self, peer: SenderPeer, reason: str) -> PeerLost:
-        """Wait until nothing is being written to `peer` any more, and forget it."""
+        """End what is being written to `peer`, wait until that is over, and forget it."""
+        peer.link.sever()
         peer.writes.settle()
         del self._peers[peer.identity]
         _disconnect(peer)
@@ -197,6 +198,7 @@ class SenderPeers(Mapping[bytes, SenderPeer]):
 
     def close(self) -> None:
         for peer in self._peers.values():
+            peer.link.sever()
             peer.writes.settle()
             _disconnect(peer)
         self._inbox.close()

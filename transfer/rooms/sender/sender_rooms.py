@@ -18,7 +18,7 @@ from transfer.rooms.pool_shares import RoomProgress
 from transfer.rooms.room_outcomes import RoomGranted, RoomReleased
 from transfer.rooms.room_states import SENDER, SenderEvent, SenderState
 from transfer.rooms.sender.sender_peer_events import PeerLost, SenderPeer, identity_of
-from transfer.rooms.sender.write_queue import PostedWrite
+from transfer.rooms.sender.write_queue import QueuedWrite
 
 log = logging.getLogger("twinpool.transfer")
 SenderOutcome = RoomGranted | RoomReleased
@@ -32,7 +32,7 @@ class LayeredWrite:
     generation: int
     """How often the request had started over when the step was launched."""
     runs: Mapping[str, PageNumbers]
-    posted: list[PostedWrite] = field(default_factory=list)
+    posted: list[QueuedWrite] = field(default_factory=list)
     number: int = 0
     """The number of the last of these writes within the room."""
 
@@ -52,11 +52,11 @@ class SenderRoom:
     """When the metadata was posted, by the clock."""
     writes: int = 0
     """Number of writes of pages so far."""
-    posted: list[PostedWrite] = field(default_factory=list)
+    posted: list[QueuedWrite] = field(default_factory=list)
     """These writes, as far as they could be posted."""
     layered: deque[LayeredWrite] = field(default_factory=deque)
     """What steps under way are computing, oldest first."""
-    overtaken: list[PostedWrite] = field(default_factory=list)
+    overtaken: list[QueuedWrite] = field(default_factory=list)
     """Layered writes of steps that came to nothing: what is written to the same places comes after them."""
 
     @property

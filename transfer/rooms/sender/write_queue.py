@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -36,6 +36,8 @@ _QUEUED = 4096
 """Writes to one reader that may be under way at once."""
 _NOTICE_PAGES = 8192
 """Pages of one pool that one notice tells of at most."""
+_TORN = 4096
+"""Rooms of which it is known that a write has failed; longer than last words are said again."""
 _UNDER_WAY = RuntimeError("under way")
 
 
@@ -75,7 +77,7 @@ class WriteSpan:
 
 
 @dataclass(eq=False)
-class PostedWrite:
+class QueuedWrite:
     """A write that was posted, and the pins of the pages that it reads."""
 
     room: RoomId
@@ -92,7 +94,7 @@ class RoomTimes:
     """When the last of a room's pages was computed, by the clock, and all its writes."""
 
     computed_at: float
-    writes: Sequence[PostedWrite]
+    writes: Sequence[QueuedWrite]
 
     def told(self, notice: m.SlotWritten, now: float) -> m.SlotWritten:
         """Return the notice that everything is written, as of `now`, with what of that was hidden and exposed."""
@@ -107,7 +109,7 @@ class PendingNotice:
     """A notice that follows writes of its room once they are complete; or a last word that follows all of them."""
 
     notice: m.Notice
-    behind: tuple[PostedWrite, ...]
+    behind: tuple[QueuedWrite, ...]
     writes: int = 0
     """Number of writes of its room that must arrive before the notice."""
     times: RoomTimes | None = None
@@ -124,9 +126,11 @@ class WriteQueue:
     def __init__(self, reader: WorkerName, link: WriteLink, pools: PoolSet, device: Device, clock: Clock) -> None:
         """`pools`: the pool set that writes read from."""
         self._reader, self._link, self._pools, self._device, self._clock = reader, link, pools, device, clock
-        self._writes: deque[PostedWrite] = deque()
+        self._writes: deque[QueuedWrite] = deque()
         self._notices: deque[PendingNotice] = deque()
         self._failed: dict[RoomId, str] = {}
+        self._torn: OrderedDict[RoomId, None] = OrderedDict()
+        """Rooms of which a write has failed, over or not, the latest last."""
 
     def __len__(self) -> int:
         """The number of writes that are under way, and of last words that wait for them."""
@@ -148,8 +152,8 @@ class WriteQueue:
         return self._failed.get(room, "")
 
     def post(
-        self, write: PageWrite | SlotWrite, after: Sequence[Completion], over: Sequence[PostedWrite] = ()
-    ) -> PostedWrite | None:
+        self, write: PageWrite | SlotWrite, after: Sequence[Completion], over: Sequence[QueuedWrite] = ()
+    ) -> QueuedWrite | None:
         """Pin the pages that `write` reads, and post it after the operations `after`, which made them. `announce` tells
         the reader. `over`: earlier writes, to the same places, that must have ended before. With too many writes under
         way nothing is posted, and the room has `failed`: returns None."""
@@ -173,11 +177,11 @@ class WriteQueue:
         launched = attempt(self._device, op, run, after)
         reason = f"send of {room}"
         pins = tuple(self._pools.allocators[pool].pin(indices, reason) for pool, indices in sources.items())
-        self._writes.append(PostedWrite(room, LaunchedWrite(launched, posted), pins, span))
+        self._writes.append(QueuedWrite(room, LaunchedWrite(launched, posted), pins, span))
         return self._writes[-1]
 
     def announce(
-        self, notice: m.Notice, behind: Sequence[PostedWrite], writes: int, times: RoomTimes | None = None
+        self, notice: m.Notice, behind: Sequence[QueuedWrite], writes: int, times: RoomTimes | None = None
     ) -> None:
         """Send `notice` once the writes `behind` are complete, and the first `writes` writes of its room have arrived.
         `times`: of the room, for the notice that everything is written."""
@@ -209,7 +213,13 @@ class WriteQueue:
                 notice = pending.notice
                 if pending.times is not None and isinstance(notice, m.SlotWritten):
                     notice = pending.times.told(notice, self._clock.now())
-                self._link.notify(room, m.encode_notice(notice), pending.writes)
+                self._link.notify(room, m.encode_notice(self._marked(notice)), pending.writes)
+
+    def _marked(self, notice: m.Notice) -> m.Notice:
+        """Return a notice, with the mark that a last word of a torn room has."""
+        if notice.room in self._torn and isinstance(notice, m.WriterQuiesced | m.RoomFailed | m.NothingToDecode):
+            return replace(notice, torn=True)
+        return notice
 
     def settle(self) -> None:
         """Wait until no write is under way, and send the notices and last words that waited."""
@@ -218,7 +228,7 @@ class WriteQueue:
                 write.completion.wait()
         self.flush()
 
-    def _over(self, write: PostedWrite) -> bool:
+    def _over(self, write: QueuedWrite) -> bool:
         """Return whether a write has ended. Its pins go as soon as that is known; if it failed, so has its room."""
         if write.ended:
             return True
@@ -229,6 +239,10 @@ class WriteQueue:
         write.span.ended_at = min(write.span.ended_at, self._clock.now())
         for pin in write.pins:
             pin.release()
+        if error is not None:
+            self._torn[write.room] = None
+            while len(self._torn) > _TORN:
+                self._torn.popitem(last=False)
         if error is not None and not write.withdrawn:
             self._failed.setdefault(write.room, m.reason_of(f"a write to {self._reader} failed: {error}"))
         return True

@@ -1,0 +1,65 @@
+"""A writer of plane `zmq` that says what a test likes, byte by byte: bare sockets, nothing of the production link."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+
+from transfer.net import connection_keys
+from transfer.planes.zmq_plane import ZmqPlane
+
+
+class RawWriter:
+    """One data connection to a reader."""
+
+    def __init__(self, plane: ZmqPlane, secret: bytes | None = None) -> None:
+        (part,) = plane.describe()["ranks"]
+        host, _, port = part["pages"].removeprefix("tcp://").rpartition(":")
+        self.socket = socket.create_connection((host, int(port)), 10)
+        self.salt = self._exactly(connection_keys.SALT_BYTES)
+        self.mine = connection_keys.draw()
+        self.socket.sendall(connection_keys.hello(secret or part["secret"], self.salt, self.mine))
+
+    def begin(self, head: bytes, nbytes: int) -> None:
+        """Say the head of a write, whose body has `nbytes` bytes."""
+        self.socket.sendall(struct.pack("!IQ", len(head), nbytes) + head)
+
+    def write(self, head: Any, *parts: bytes) -> None:
+        """Send a whole write, and wait until the reader has taken it in."""
+        packed = head if isinstance(head, bytes) else msgpack.packb(head)
+        self.begin(packed, sum(len(part) for part in parts))
+        self.socket.sendall(b"".join(parts))
+        assert self._exactly(1) == b"\1"
+
+    @property
+    def cut(self) -> bool:
+        """Whether the reader closes the connection, waited for a while."""
+        try:
+            return self.socket.recv(1) == b""
+        except ConnectionResetError:
+            return True
+
+    def _exactly(self, count: int) -> bytes:
+        out = b""
+        while len(out) < count:
+            said = self.socket.recv(count - len(out))
+            if not said:
+                raise EOFError
+            out += said
+        return out
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def until(come: Callable[[], object], what: str) -> None:
+    """Wait until something has come, for twenty seconds at most."""
+    end = time.monotonic() + 20
+    while not come():
+        assert time.monotonic() < end, f"waited for {what}"
+        time.sleep(0.001)

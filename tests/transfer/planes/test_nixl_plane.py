@@ -1,0 +1,176 @@
+"""What one-sided writes by NIXL need beyond what all planes do: access by writer that ends, and writes that fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from cache.device.device_port import failure
+from cache.memory.memory_layout import PoolSetLayout
+from cache.pool.pool_set import PoolSet
+from contracts.config.cluster_config import FaultsConfig
+from contracts.errors import ConfigError, LayoutMismatch
+from contracts.ids import RoomId
+from tests.poolsets import entry, pool_sets
+from tests.ranks import headed_sets
+from tests.rooms import ends, image
+from transfer.planes import nixl_agent
+from transfer.planes.data_plane import SLOT_BYTES, PageNumbers, PageWrite, RoomTarget, SlotWrite, WriteLink
+from transfer.planes.nixl_plane import NixlPlane
+from transfer.planes.page_runs import page_runs
+from transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
+
+SPEC = pool_sets()["all"]
+TARGET = RoomTarget(RoomId("room-1"), {"full": PageNumbers(2, (5, 7, 6)), "state": PageNumbers(4, (3,))}, 1, 77)
+WRITE = PageWrite(TARGET, {"full": PageNumbers(2, (1, 2, 4)), "state": PageNumbers(4, (8,))})
+
+
+@contextmanager
+def planes() -> Iterator[tuple[NixlPlane, NixlPlane, PoolSet]]:
+    """A writer's plane whose pages are full of sevens, and a reader's."""
+    writer, reader = (NixlPlane(FaultsConfig(), "127.0.0.1", None, link_timeout_s=5.0) for _ in range(2))
+    source, target = PoolSet(SPEC, SPEC.even(9)), PoolSet(SPEC, SPEC.even(9))
+    source.region.fill_(7)
+    writer.register(source, None)
+    reader.register(target, torch.zeros(2, SLOT_BYTES, dtype=torch.uint8))
+    try:
+        yield writer, reader, target
+    finally:
+        writer.close()
+        reader.close()
+
+
+@contextmanager
+def linked(writer: NixlPlane, descriptor: dict[str, Any]) -> Iterator[WriteLink]:
+    link = writer.connect(descriptor)
+    try:
+        yield link
+    finally:
+        link.close()
+
+
+def test_a5_a_writer_elsewhere_whose_access_was_ended_writes_nothing_and_hears_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Over TCP, as from another host: on this one a living writer may use a system call that asks nobody, and so its
+    death has to be proven first."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    with planes() as (writer, reader, target), linked(writer, reader.describe("a:1")) as link:
+        link.post(WRITE).wait()
+        assert set(b"".join(entry(target, "full", 7))) == {7}
+        target.region.zero_()
+        before = image(target)
+        reader.sever("a:1")
+        failed = link.post(WRITE)
+        with pytest.raises(RuntimeError, match="NIXL failed"):
+            failed.wait()
+        assert image(target) == before
+        assert link.cut()
+
+
+def test_a5_ending_one_writers_access_leaves_the_others_theirs() -> None:
+    with (
+        planes() as (writer, reader, target),
+        linked(writer, reader.describe("a:1")) as gone,
+        linked(writer, reader.describe("b:1")) as stays,
+    ):
+        gone.post(WRITE).wait()
+        stays.post(WRITE).wait()
+        reader.sever("a:1")
+        target.region.zero_()
+        stays.post(WRITE).wait()
+        stays.post(SlotWrite(TARGET, b"metadata")).wait()
+        assert set(b"".join(entry(target, "state", 3))) == {7}
+        assert reader._slots is not None
+        assert bytes(reader._slots[1, :8].numpy()) == b"metadata"
+
+
+def test_a_severed_link_fails_what_waits_and_takes_what_comes_later() -> None:
+    with planes() as (writer, reader, target), linked(writer, reader.describe("a:1")) as link:
+        posted = [link.post(WRITE) for _ in range(200)]
+        link.sever()
+        for one in posted:
+            one._over.wait(20)  # type: ignore[attr-defined]
+        reasons = [str(error) for one in posted if (error := failure(one)) is not None]
+        assert reasons
+        assert all("severed" in reason or "given up" in reason for reason in reasons)
+        link.post(WRITE).wait()
+        assert set(b"".join(entry(target, "full", 5))) == {7}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"agent": b""},
+        {"agent": b"no metadata"},
+        {"pages": -1},
+        {"slot_count": -1},
+        {"counts": {"full": 9}},
+        {"slots": "a"},
+    ],
+    ids=str,
+)
+def test_a_descriptor_that_is_none_is_refused(wrong: dict[str, Any]) -> None:
+    with planes() as (writer, reader, _):
+        (part,) = reader.describe("a:1")["ranks"]
+        with pytest.raises(LayoutMismatch):
+            writer.connect({"ranks": [{**part, **wrong}]})
+
+
+def test_a_failed_write_ends_the_writers_access_before_its_pages_are_used_again() -> None:
+    """What failed may still be on its way; the room ends, and the next one goes over a new agent."""
+    with ends(SPEC, "nixl") as both:
+        prompt = both.prompt(27)
+        both.open(prompt)
+        reader, key = both.receiver._plane, "prefill-0:1"
+        assert isinstance(reader, NixlPlane)
+        agent = reader._agents[key]
+        reader.sever(key)
+        both.sender.write(prompt.room, prompt.all(), ())
+        broken = both.outcome(prompt.room)
+        assert isinstance(broken, HandoverFailed)
+        assert both.receiver.rooms == 0
+        both.released(prompt.room)
+        second = both.prompt(27)
+        both.open(second)
+        assert reader._agents[key] is not agent
+        both.sender.write(second.room, second.all(), ())
+        both.seal(second)
+        arrived = both.outcome(second.room)
+        assert isinstance(arrived, PromptArrived)
+        arrived.release()
+        both.quiet()
+
+
+def test_without_nixl_the_plane_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_agent, "_MODULES", ("no_such_module",))
+    nixl_agent.load_nixl.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=r"pip install 'twinpool\[nixl\]'"):
+            NixlPlane(FaultsConfig(), "127.0.0.1", None)
+    finally:
+        nixl_agent.load_nixl.cache_clear()
+
+
+@pytest.mark.parametrize(("sources", "targets"), [(1, 1), (2, 1), (1, 2), (4, 2)])
+def test_runs_copy_each_common_byte_once_and_nothing_else(sources: int, targets: int) -> None:
+    """By a map of single bytes, against what the strided copy does."""
+    from cache.memory.head_slices import copy_common
+
+    whole = headed_sets()["all"]
+    one = PoolSetLayout(whole.shard(0, sources), whole.even(8))
+    other = PoolSetLayout(whole.shard(0, targets), whole.even(6))
+    noise = torch.randint(0, 256, (one.nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    for pool in whole.by_name:
+        mine, its = one.buffers[pool], other.buffers[pool]
+        by_runs, by_copy = torch.zeros(other.nbytes, dtype=torch.uint8), torch.zeros(other.nbytes, dtype=torch.uint8)
+        here, there, sizes = page_runs(mine, (1, 2, 5), its, (3, 4, 1), whole.page_tokens)
+        for a, b, n in zip(here.tolist(), there.tolist(), sizes.tolist(), strict=True):
+            by_runs[b : b + n] = noise[a : a + n]
+        pages = (one.counts[pool], (1, 2, 5)), (other.counts[pool], (3, 4, 1))
+        copy_common(mine, noise, pages[0], its, by_copy, pages[1], whole.page_tokens)
+        assert torch.equal(by_runs, by_copy)

@@ -1,0 +1,234 @@
+"""The writer's side of plane `nixl`: one-sided writes into the reader's memory, on a thread and an agent of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from cache.device.device_port import Completion
+from cache.memory.head_slices import HeadSlice, chosen, of_layers
+from cache.memory.memory_layout import BufferLayout, PoolSetLayout
+from cache.pool.pool_set import PoolSet
+from contracts.errors import ConfigError, LayoutMismatch, WireError
+from contracts.ids import RoomId
+from transfer.net.disconnects import DisconnectWatch
+from transfer.net.fault_injection import WriteFaults
+from transfer.planes.data_plane import SLOT_BYTES, PageWrite, RoomTarget, SentCounts, SlotWrite
+from transfer.planes.nixl_agent import NixlAgent, byte_runs
+from transfer.planes.page_runs import IntArray, page_runs
+from transfer.planes.posted_write import PostedWrite
+
+log = logging.getLogger("twinpool.transfer")
+_NAP_S = 0.0002
+"""Seconds until a write that is under way is looked at again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderMemory:
+    """The memory of one rank of a reader, as it described it."""
+
+    metadata: bytes
+    pages: int
+    """Address of its pool region."""
+    layout: PoolSetLayout
+    slots: int
+    """Address of its metadata slots; 0 where it has none."""
+    slot_count: int
+
+
+@dataclass(eq=False)
+class _Outgoing:
+    write: PageWrite | SlotWrite
+    posted: PostedWrite
+    at: float = field(default_factory=time.monotonic)
+
+
+class NixlLink:
+    """The `WriteLink` of plane `nixl`."""
+
+    frame_bytes: int | None = None
+    layered = True
+
+    def __init__(
+        self,
+        source: PoolSet,
+        reader: ReaderMemory,
+        notify: Callable[[bytes], None],
+        watch: DisconnectWatch | None,
+        close: Callable[[], None],
+        faults: WriteFaults,
+        cut: HeadSlice | None,
+        timeout_s: float,
+        wake: Callable[[], None],
+    ) -> None:
+        """`notify`, `watch`, `close`: of the connection that notices take; None where there is none. `cut`: the buffers
+        to write, and of them the heads that both hold; None: all of every page. `wake` is called when a write has
+        ended. Raises `LayoutMismatch` where the reader can't be reached."""
+        self.sent = SentCounts()
+        self._source, self._reader, self._slice, self._faults = source, reader, cut, faults
+        self._notify, self._watch, self._close, self._wake = notify, watch, close, wake
+        self._timeout_s = timeout_s
+        self._scratch = torch.zeros(SLOT_BYTES, dtype=torch.uint8)
+        self._waiting: deque[_Outgoing] = deque()
+        self._work = threading.Condition()
+        """Held to queue a write, and to end the link or its writes."""
+        self._closed = self._severed = self._cut = False
+        self._agent: NixlAgent | None = self._opened()
+        self._thread = threading.Thread(target=self._run, name="kv-send", daemon=True)
+        self._thread.start()
+
+    def _opened(self) -> NixlAgent:
+        try:
+            agent = NixlAgent()
+            agent.register(self._source.region)
+            agent.register(self._scratch)
+        except ConfigError as error:
+            raise LayoutMismatch(str(error)) from None
+        agent.meet(self._reader.metadata)
+        self.sent.opened += 1
+        return agent
+
+    def admit(self, target: RoomTarget) -> None:
+        for pool, run in target.runs.items():
+            count = self._reader.layout.counts.get(pool, 0)
+            if not all(0 < index < count for index in run.indices):
+                raise WireError(f"room {target.room} was granted places of {pool} beyond the reader's {count}")
+        if self._reader.slots and not 0 <= target.slot < self._reader.slot_count:
+            raise WireError(f"room {target.room} was granted slot {target.slot} of {self._reader.slot_count}")
+
+    def post(self, write: PageWrite | SlotWrite) -> Completion:
+        if isinstance(write, PageWrite):
+            _ = write.move  # Raises for numbers that were not granted.
+        outgoing = _Outgoing(write, PostedWrite(self._wake))
+        with self._work:
+            self._severed = False
+            self._waiting.append(outgoing)
+            self._work.notify()
+        return outgoing.posted
+
+    def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:
+        self._notify(data)
+
+    def cut(self) -> bool:
+        cut, self._cut = self._cut, False
+        return (self._watch is not None and self._watch.cut()) or cut
+
+    @property
+    def up(self) -> bool:
+        return self._watch is None or self._watch.was_up
+
+    def sever(self) -> None:
+        with self._work:
+            self._severed = True
+            left = list(self._waiting)
+            self._waiting.clear()
+        for outgoing in left:
+            outgoing.posted.end(RuntimeError("the link was severed"))
+
+    def close(self) -> None:
+        self.sever()
+        with self._work:
+            self._closed = True
+            self._work.notify()
+        self._thread.join()
+        if self._watch is not None:
+            self._watch.close()
+        self._close()
+
+    # ------------------------------------------------------------ on its thread
+
+    def _run(self) -> None:
+        while True:
+            with self._work:
+                self._work.wait_for(lambda: self._waiting or self._closed)
+                if self._closed:
+                    break
+                outgoing = self._waiting.popleft()
+            start, error = time.monotonic(), None
+            try:
+                nbytes = self._written(outgoing.write)
+            except Exception as failure:
+                if not isinstance(failure, RuntimeError | ConfigError | LayoutMismatch):
+                    log.exception("a write by NIXL failed")  # Whoever waits for it is told all the same.
+                # What an agent has failed at may still be under way in it: it ends with the agent.
+                error = RuntimeError(f"a write by NIXL failed: {failure}")
+                self._drop_agent()
+                self._cut = True
+            else:
+                now = time.monotonic()
+                self.sent.writes += 1
+                self.sent.nbytes += nbytes
+                self.sent.busy_s += now - start
+                self.sent.waited_s += now - outgoing.at
+            outgoing.posted.end(error)
+        self._drop_agent()
+
+    def _drop_agent(self) -> None:
+        if self._agent is not None:
+            self._agent.close()
+            self._agent = None
+
+    def _written(self, write: PageWrite | SlotWrite) -> int:
+        """Carry a write out; returns its bytes. Raises `RuntimeError` where it has failed."""
+        if isinstance(write, SlotWrite):
+            size = len(write.data)
+            self._scratch[:size] = torch.frombuffer(bytearray(write.data), dtype=torch.uint8)
+            self._from_scratch(self._reader.slots + write.target.slot * SLOT_BYTES, size)
+            return size
+        total = 0
+        for part in write.move.parts:
+            mine, its = self._chosen(self._source.layout, part.pool), self._chosen(self._reader.layout, part.pool)
+            if write.layers is not None:
+                mine, its = of_layers(mine, write.layers[part.pool]), of_layers(its, write.layers[part.pool])
+            if not mine:
+                continue
+            runs = page_runs(mine, part.sources, its, part.targets, self._source.spec.page_tokens)
+            total += int(runs[2].sum())
+            half = len(runs[0]) // 2 if self._faults.stops else 0
+            if half:
+                self._move(*(side[:half] for side in runs))
+            self._faults.in_write()
+            self._move(*(side[half:] for side in runs))
+            self._damage(int(runs[0][0]), int(runs[1][0]))
+        return total
+
+    def _chosen(self, layout: PoolSetLayout, pool: str) -> tuple[BufferLayout, ...]:
+        buffers = layout.buffers[pool]
+        return buffers if self._slice is None else chosen(buffers, self._slice.get(pool, ()))
+
+    def _move(self, here: IntArray, there: IntArray, sizes: IntArray) -> None:
+        base = self._source.region.data_ptr()
+        self._transfer(byte_runs(base, here, sizes), byte_runs(self._reader.pages, there, sizes))
+
+    def _damage(self, here: int, there: int) -> None:
+        """Flip a bit of the first byte that was written, where a fault on purpose is due."""
+        if self._faults.corrupts:
+            right = int(self._source.region[here])
+            self._scratch[0] = right
+            self._faults.after_seal(self._scratch, 0)
+            if int(self._scratch[0]) != right:
+                self._from_scratch(self._reader.pages + there, 1)
+
+    def _from_scratch(self, address: int, size: int) -> None:
+        zero, length = np.zeros(1, dtype=np.int64), np.full(1, size, dtype=np.int64)
+        self._transfer(byte_runs(self._scratch.data_ptr(), zero, length), byte_runs(address, zero, length))
+
+    def _transfer(self, sources: IntArray, targets: IntArray) -> None:
+        """Carry out one transfer. Raises `RuntimeError` where it fails, or makes no end within the time-out."""
+        if self._agent is None:
+            self._agent = self._opened()
+        handle, until = self._agent.post(sources, targets), time.monotonic() + self._timeout_s
+        try:
+            while not self._agent.over(handle):
+                if self._severed or time.monotonic() >= until:
+                    raise RuntimeError("it was given up" if self._severed else f"no end within {self._timeout_s:g} s")
+                time.sleep(_NAP_S)
+        finally:
+            self._agent.release(handle)

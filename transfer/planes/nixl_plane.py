@@ -1,0 +1,192 @@
+"""Plane `nixl`: one-sided writes by NIXL over UCX, into registered memory.
+
+UCX takes the way that both ends have: RDMA, memory that processes of one host share, or TCP. It is not revocable by
+room: a writer that has the address may write. But each writer is given an agent of its own here, and `sever` ends that
+one: its connections are closed and its registrations are gone, and nothing that comes through it is stored any more.
+
+What `sever` can't end is a process of this host that UCX lets write into this one's memory by a system call: such a
+writer can be watched, and must be dead before its agent is ended (`transfer.rooms.receiver`). A dead writer may have
+left writes with this end's agent, which are stored when that makes progress: its agent is ended, too, before anybody
+else gets the pages.
+
+Notices go over a ZMQ socket as on plane `shm`, each after its write has landed: it wakes who sleeps, and is
+authenticated off the loopback. What UCX carries is neither authenticated nor encrypted.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import zmq
+
+from cache.memory.head_slices import HeadSlice
+from cache.memory.kv_cache_spec import PoolSetSpec
+from cache.memory.memory_layout import PoolSetLayout
+from cache.pool.pool_set import PoolSet
+from contracts.config.cluster_config import FaultsConfig
+from contracts.config.worker_config import TransferConfig
+from contracts.errors import LayoutMismatch
+from contracts.ids import RoomId
+from contracts.messages.rank_orders import WriteArrived
+from transfer.net.curve_keys import CurveKeys, bind, dial
+from transfer.net.disconnects import keep_alive
+from transfer.net.fault_injection import WriteFaults, via_proxy
+from transfer.planes.data_plane import RoomTarget, WakeCallback, WriteLink, said
+from transfer.planes.nixl_agent import NixlAgent, load_nixl
+from transfer.planes.nixl_link import NixlLink, ReaderMemory
+from transfer.planes.rank_fan import fan
+from transfer.planes.shm_plane import MOST_COUNT, WAITING, drain, no_notices
+
+LINK_TIMEOUT_S = TransferConfig().link_timeout_s
+FRAME_BYTES = TransferConfig().control_frame_bytes
+_BUSY_S, _IDLE_S = 0.001, 0.05
+"""Seconds between looks at what has come, while rooms are granted and while none is."""
+_MOST_METADATA = 1 << 16
+
+
+class NixlPlane:
+    """The data plane of a writer and a reader that both have NIXL."""
+
+    kind = "nixl"
+    revocable = False
+    by_peer = True
+
+    def __init__(
+        self,
+        faults: FaultsConfig,
+        host: str,
+        curve: CurveKeys | None,
+        rank: int = 0,
+        size: int = 1,
+        link_timeout_s: float = LINK_TIMEOUT_S,
+        frame_bytes: int = FRAME_BYTES,
+        wake: WakeCallback = lambda: None,
+    ) -> None:
+        """`frame_bytes`: the longest notice that is taken in. `wake` is called, on any thread, when a completion has
+        news. Raises `ConfigError` where NIXL isn't installed."""
+        load_nixl()
+        self._rank, self._size = rank, size
+        self._link_timeout_s, self._curve, self._wake = link_timeout_s, curve, wake
+        self._faults = WriteFaults(faults)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._notices = self._context.socket(zmq.PULL)
+        self._notices.set(zmq.RCVHWM, WAITING)
+        self._notices.set(zmq.MAXMSGSIZE, frame_bytes)
+        keep_alive(self._notices, link_timeout_s)
+        self._endpoint = via_proxy(bind(self._notices, host, curve), "data", str(os.getpid()), faults.proxy)
+        self._agents: dict[str, NixlAgent] = {}
+        """The agents that writers write through, by writer."""
+        self._using = threading.Lock()
+        """Held to use agents, and to change which there are."""
+        self._granted: set[RoomId] = set()
+        self._closing = threading.Event()
+        self._progress: threading.Thread | None = None
+        self.dropped = 0
+
+    def allocate(self, name: str, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def register(self, pools: PoolSet, slots: torch.Tensor | None) -> None:
+        self._pools, self._slots = pools, slots
+
+    def describe(self, peer: str = "") -> dict[str, Any]:
+        with self._using:
+            agent = self._agents.get(peer)
+            if agent is None:
+                agent = self._agents[peer] = NixlAgent()
+                agent.register(self._pools.region)
+                if self._slots is not None:
+                    agent.register(self._slots)
+        if self._progress is None:
+            self._progress = threading.Thread(target=self._run, name="kv-progress", daemon=True)
+            self._progress.start()
+        mine = {
+            "agent": agent.metadata,
+            "pages": self._pools.region.data_ptr(),
+            "counts": dict(self._pools.layout.counts),
+            "slots": self._slots.data_ptr() if self._slots is not None else 0,
+            "slot_count": len(self._slots) if self._slots is not None else 0,
+            "endpoint": self._endpoint,
+        }
+        return {"ranks": [mine]}
+
+    def sever(self, peer: str) -> None:
+        with self._using:
+            agent = self._agents.pop(peer, None)
+            if agent is not None:
+                agent.close()
+
+    def connect(self, descriptor: dict[str, Any]) -> WriteLink:
+        return fan(self._pools.spec.whole, self._rank, self._size, descriptor, self._link)
+
+    def _link(self, descriptor: dict[str, Any], spec: PoolSetSpec, cut: HeadSlice | None) -> WriteLink:
+        counts, metadata = said(descriptor, "counts", dict), said(descriptor, "agent", bytes)
+        most = {pool.name: counts.get(pool.name) for pool in spec.pools}
+        if most != counts or not all(type(count) is int and 0 < count <= MOST_COUNT for count in most.values()):
+            raise LayoutMismatch(f"plane nixl: the reader's counts must be of {sorted(most)}, got {counts!r:.200}")
+        if not 0 < len(metadata) <= _MOST_METADATA:
+            raise LayoutMismatch(f"plane nixl: an agent's metadata of {len(metadata)} bytes")
+        pages, slots = said(descriptor, "pages", int), said(descriptor, "slots", int)
+        slot_count = said(descriptor, "slot_count", int)
+        if not (0 < pages < 1 << 63 and 0 <= slots < 1 << 63 and 0 <= slot_count <= MOST_COUNT):
+            raise LayoutMismatch(f"plane nixl: no memory is at {pages}, or at {slots}")
+        reader = ReaderMemory(metadata, pages, PoolSetLayout(spec, counts), slots, slot_count)
+        if self._rank or not slots:
+            return self._opened(reader, cut, None)
+        return self._opened(reader, cut, said(descriptor, "endpoint", str))
+
+    def _opened(self, reader: ReaderMemory, cut: HeadSlice | None, endpoint: str | None) -> WriteLink:
+        """Open a link. Notices go from leader to leader: other links have no `endpoint`."""
+        if endpoint is None:
+            return NixlLink(
+                self._pools, reader, no_notices, None, lambda: None, self._faults, cut, self._link_timeout_s, self._wake
+            )
+        socket, watch = dial(self._context, endpoint, self._curve, self._link_timeout_s)
+        try:
+            return NixlLink(
+                self._pools, reader, socket.send, watch, lambda: socket.close(linger=0), self._faults, cut,
+                self._link_timeout_s, self._wake,
+            )  # fmt: skip
+        except BaseException:
+            watch.close()
+            socket.close(linger=0)
+            raise
+
+    def permit(self, target: RoomTarget) -> None:
+        self._granted.add(target.room)
+
+    def revoke(self, room: RoomId) -> None:
+        self._granted.discard(room)
+
+    def poll_followers(self) -> None: ...
+
+    def poll(self) -> list[bytes]:
+        return drain(self._notices)
+
+    def settled(self, rank: int, settled: WriteArrived) -> None: ...
+
+    def take_settled(self) -> list[WriteArrived]:
+        return []
+
+    @property
+    def waitable(self) -> Sequence[zmq.Socket[bytes]]:
+        return (self._notices,)
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._progress is not None:
+            self._progress.join()
+        for peer in list(self._agents):
+            self.sever(peer)
+        self._notices.close(linger=0)
+
+    def _run(self) -> None:
+        """Help to store what comes, where the transport needs that; on a thread of its own."""
+        while not self._closing.wait(_BUSY_S if self._granted else _IDLE_S):
+            with self._using:
+                for agent in self._agents.values():
+                    agent.progress()

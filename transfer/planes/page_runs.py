@@ -1,0 +1,52 @@
+"""Runs of bytes that a one-sided write is made of: where each lies in the writer's region, and in the reader's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from cache.memory.head_slices import common
+from cache.memory.kv_cache_spec import IndexSpace
+from cache.memory.memory_layout import BufferLayout
+
+IntArray = npt.NDArray[np.int64]
+
+
+def page_runs(
+    sources: Sequence[BufferLayout],
+    source_pages: Sequence[int],
+    targets: Sequence[BufferLayout],
+    target_pages: Sequence[int],
+    page_tokens: int,
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Return the runs of a copy of the heads that both sides hold: their offsets here, there, and their lengths.
+
+    `sources` and `targets` have the same buffers in the same order. Runs that follow each other on both sides are one.
+    """
+    here, there, sizes = list[IntArray](), list[IntArray](), list[IntArray]()
+    a, b = np.asarray(source_pages, dtype=np.int64), np.asarray(target_pages, dtype=np.int64)
+    for mine, its in zip(sources, targets, strict=True):
+        heads = common(mine.spec, its.spec)
+        head_bytes = mine.spec.shape_bytes // mine.spec.shape[0]
+        whole = mine.spec.shape == its.spec.shape and len(heads) == mine.spec.shape[0]
+        tokens = page_tokens if mine.spec.index is IndexSpace.TOKEN else 1
+        parts = 1 if whole else tokens
+        width = mine.entry_bytes if whole else len(heads) * head_bytes
+        sides = []
+        for buffer, pages in ((mine, a), (its, b)):
+            first = 0 if whole else (heads.start - buffer.spec.first_head) * head_bytes
+            layers = np.arange(buffer.spec.layers, dtype=np.int64)[:, None, None] * buffer.layer_stride
+            steps = np.arange(parts, dtype=np.int64)[None, None, :] * (buffer.entry_bytes // tokens)
+            sides.append((buffer.base + first + layers + pages[None, :, None] * buffer.index_stride + steps).ravel())
+        here.append(sides[0])
+        there.append(sides[1])
+        sizes.append(np.full(len(sides[0]), width, dtype=np.int64))
+    return _joined(np.concatenate(here), np.concatenate(there), np.concatenate(sizes))
+
+
+def _joined(here: IntArray, there: IntArray, sizes: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    follows = (here[1:] == here[:-1] + sizes[:-1]) & (there[1:] == there[:-1] + sizes[:-1])
+    firsts = np.flatnonzero(np.concatenate([np.ones(1, dtype=bool), ~follows]))
+    return here[firsts], there[firsts], np.add.reduceat(sizes, firsts)
