@@ -364,7 +364,7 @@ class OneSidedLink(StoredLink):
         if isinstance(write, SlotWrite):
             stores.append(partial(self._slot, write, self._struck("metadata", write.data)))
         else:
-            stores += [partial(self._copy, half) for half in _halves(write.move)]
+            stores += [partial(self._copy, half, write.layers) for half in _halves(write.move)]
         flying = _FlyingStore(stores, lambda: reader.open_to(self._access))
         self._flying = [f for f in self._flying if not f.done] + [flying]
         halt, self._writer.halt = self._writer.halt, None

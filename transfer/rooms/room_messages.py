@@ -233,8 +233,6 @@ _OF_ROOMS = (4, 5, 6)
 _SUM_BYTES = 4
 MOST_NAME = 256
 """Most characters of a room's name."""
-_DEFAULTS: dict[type[Any], int] = {WriterQuiesced: 1, RoomFailed: 1, NothingToDecode: 1}
-"""Numbers of fields that builds of the same `PROTOCOL` may leave out, by type."""
 _HINTS = {cls: typing.get_type_hints(cls) for cls in (*TAGS.values(), GrantedPages, PageTags, RankProcess, Fingerprint)}
 
 
@@ -293,10 +291,9 @@ def room_of(data: bytes) -> str:
 
 
 def _build(cls: type[Any], values: tuple[Any, ...]) -> Any:
-    """Build a message of `cls`. Values beyond its fields come from a newer build, and are skipped; an older build
-    leaves out the last ones, which have defaults."""
+    """Build a message of `cls`. Values beyond its fields come from a newer build, and are skipped."""
     hints = _HINTS[cls]
-    if len(values) < len(hints) - _DEFAULTS.get(cls, 0):
+    if len(values) < len(hints):
         raise WireError(f"{cls.__name__} has {len(hints)} fields, got {len(values)}")
     return cls(*(_field(cls, name, kind, v) for (name, kind), v in zip(hints.items(), values, strict=False)))
 
