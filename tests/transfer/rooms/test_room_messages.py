@@ -56,7 +56,7 @@ def test_every_type_of_the_table_is_tried() -> None:
         (msgpack.packb([4, "r", [5], 1, 1, 1]), "PageGrant.places must be"),
         (msgpack.packb([2, "p", 1, 5, 1, 1, "b", []]), "Welcome.fingerprint must be Fingerprint, got 5"),
         (msgpack.packb([2, "p", 1, [1, 2, "n", "w"], 1, 1, "b", []]), "Fingerprint.layout must be"),
-        (msgpack.packb([19, "r", 1, 7, "m"]), "RoomFailed.kind is no error kind: 7"),
+        (msgpack.packb([19, "r", 1, 7, "m", False]), "RoomFailed.kind is no error kind: 7"),
     ],
 )
 def test_d9_only_the_tables_types_come_out_of_bytes(data: bytes, says: str) -> None:
