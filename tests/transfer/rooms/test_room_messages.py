@@ -83,7 +83,8 @@ def test_a9_a_notice_that_a_bit_was_turned_of_on_its_way_is_none(notice: m.Notic
 
 
 def test_a_failure_of_a_kind_that_only_a_newer_build_knows_is_one_of_the_worker() -> None:
-    assert m.decode(msgpack.packb([19, "r", 1, "weird", "m", False])) == m.RoomFailed(RoomId("r"), 1, ErrorKind.WORKER, "m")
+    unknown = m.decode(msgpack.packb([19, "r", 1, "weird", "m", False]))
+    assert unknown == m.RoomFailed(RoomId("r"), 1, ErrorKind.WORKER, "m")
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda x: type(x).__name__)
