@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cache.memory.head_slices import common, copy_common
+from cache.memory.head_slices import common, copy_common, of_layers
 from cache.memory.kv_cache_spec import BufferSpec
 from cache.memory.memory_layout import BufferLayout
 
@@ -35,9 +35,20 @@ class PoolStream:
     """The same buffers, of the heads that both ranks hold."""
     page_tokens: int
 
+    def of_layers(self, layers: range) -> PoolStream:
+        """The part of the stream that these layers of the pool take."""
+        sent = [(spec, len(range(spec.layers)[layers.start : layers.stop])) for spec in self.sent]
+        specs = tuple(replace(spec, layers=count) for spec, count in sent if count)
+        return replace(self, mine=of_layers(self.mine, layers), sent=specs)
+
     @property
     def page_bytes(self) -> int:
         return sum(spec.layers * spec.entry_bytes(self.page_tokens) for spec in self.sent)
+
+    @property
+    def layers(self) -> int:
+        """The most layers that one of its buffers has."""
+        return max(spec.layers for spec in self.sent)
 
     @property
     def whole(self) -> bool:

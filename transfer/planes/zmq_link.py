@@ -26,7 +26,7 @@ class ZmqLink:
     """The `WriteLink` of plane `zmq`. A notice may overtake pages, so it says how many writes go before it. Writes may
     be posted on another thread than notices are sent on."""
 
-    layered = False
+    layered = True
 
     def __init__(
         self,
@@ -68,13 +68,16 @@ class ZmqLink:
             with self._one:
                 self._socket.send_multipart([SLOT_FRAME, msgpack.packb((target.room, target.ticket)), write.data])
             return DONE
-        mine = {pool: run for pool, run in write.runs.items() if pool in self._streams}
-        runs = [(pool, run.first, len(run)) for pool, run in mine.items()]
+        parts, runs = list[tuple[PoolStream, tuple[int, ...]]](), list[tuple[str | int, ...]]()
+        for pool, run in write.runs.items():
+            if (stream := self._streams.get(pool)) is not None:
+                layers = () if write.layers is None else (write.layers[pool].start, write.layers[pool].stop)
+                parts.append((stream.of_layers(range(*layers)) if layers else stream, run.indices))
+                runs.append((pool, run.first, len(run), *layers))
         head = msgpack.packb((target.room, target.ticket, runs, *self._ranks, write.number))
-        nbytes = sum(len(run) * self._streams[pool].page_bytes for pool, run in mine.items())
+        nbytes = sum(len(pages) * stream.page_bytes for stream, pages in parts)
         posted = PostedWrite(self._wake)
-        pages = {pool: run.indices for pool, run in mine.items()}
-        outgoing = OutgoingWrite(head, lambda: self._body(pages, nbytes), nbytes, posted)
+        outgoing = OutgoingWrite(head, lambda: self._body(parts, nbytes), nbytes, posted)
         with self._one:
             while not self._connection().send(outgoing):
                 self._look()
@@ -90,13 +93,12 @@ class ZmqLink:
             )
         return connection
 
-    def _body(self, pages: dict[str, tuple[int, ...]], nbytes: int) -> Sequence[memoryview]:
+    def _body(self, parts: Sequence[tuple[PoolStream, tuple[int, ...]]], nbytes: int) -> Sequence[memoryview]:
         """Return the bytes of these pages in the order in which they travel; sealed ones in one piece."""
         out: list[memoryview] = []
         packed = torch.empty(nbytes if self._sealed else 0, dtype=torch.uint8)
         at = 0
-        for pool, indices in pages.items():
-            stream = self._streams[pool]
+        for stream, indices in parts:
             size = len(indices) * stream.page_bytes
             # What is damaged on purpose is a copy: the pages themselves stay right.
             rows = None if self._sealed or self._faults.corrupts else stream.rows(self._region, indices)

@@ -228,12 +228,17 @@ class ZmqPlane:
             raise ValueError(f"rank {source} of {sources}")
         granted = self._granted_to(room, ticket)
         streams, parts, pools = self._streams(source, sources), list[LandingPart](), set[str]()
-        for pool, first, count in runs:
-            if not type(first) is type(count) is int or count <= 0 or pool in pools:
+        for pool, first, count, *layers in runs:
+            if any(type(n) is not int for n in (first, count, *layers)) or count <= 0 or pool in pools:
                 raise ValueError(f"{count} pages of {pool}")
             pools.add(pool)
             pages = granted.target.at(pool, range(first, first + count))
             stream = streams[pool]
+            if layers:
+                begin, stop = layers
+                if not 0 <= begin < stop <= stream.layers:
+                    raise ValueError(f"layers {begin}..{stop - 1} of {pool}")
+                stream = stream.of_layers(range(begin, stop))
             store = partial(self._unpack, stream, pages)
             parts.append(LandingPart(count * stream.page_bytes, stream.rows(self._region, pages), store))
         if sum(part.nbytes for part in parts) != nbytes:

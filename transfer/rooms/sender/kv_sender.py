@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from cache.device.device_port import Completion, Device
-from cache.device.layer_marks import LayerCounts, LayerMarks
+from cache.device.layer_marks import LayerMarks
 from cache.memory.page_digest import ContentTag
 from cache.pool.pool_set import PoolSet
 from contracts.clock import Clock
@@ -117,22 +117,22 @@ class KVSender:
         `write` announces them once they are sealed, which is when the step has come to a good end. Where it doesn't,
         the same places are written again: their room is granted, and nobody has adopted them.
         """
+        groups = _groups(marks)
         aheads = {}
         for room, pages in rooms.items():
             entry = self._rooms[room]
-            runs = {pool: run.head(_most(entry, pool)) for pool, run in pages.runs.items()}
+            most = {pool: min(_most(entry, pool, layers[pool]) for layers in groups) for pool in pages.runs}
+            runs = {pool: run.head(most[pool]) for pool, run in pages.runs.items()}
             aheads[room] = LayeredWrite(step, pages.generation, runs)
             entry.layered.append(aheads[room])
-        begin: LayerCounts = dict.fromkeys(self._pools.spec.by_name, 0)
         # Group by group: a stream sends in order, and no room is to wait for the last layers of another one.
-        for mark, end in zip(marks, marks.groups, strict=True):
-            layers = {pool: range(begin[pool], stop) for pool, stop in end.items()}
+        for mark, layers in zip(marks, groups, strict=True):
             for room, ahead in aheads.items():
                 entry = self._rooms[room]
-                written = {pool: layers[pool] for pool in ahead.runs}
-                ahead.posted += self._post(entry, ahead.runs, (mark,), written)
+                some = {pool: run for pool, run in ahead.runs.items() if layers[pool]}
+                if some:
+                    ahead.posted += self._post(entry, some, (mark,), {pool: layers[pool] for pool in some})
                 ahead.number = entry.writes
-            begin = end
         for ahead in aheads.values():
             self._count(ahead.runs)
 
@@ -363,10 +363,19 @@ def _next_of(room: SenderRoom, finished: Mapping[str, SendablePages]) -> dict[st
     return chosen
 
 
-def _most(room: SenderRoom, pool: str) -> int:
-    """How many pages of `pool` one write of the room may have."""
+def _groups(marks: LayerMarks) -> list[dict[str, range]]:
+    """The layers of each pool that are written with each group."""
+    begins = [dict.fromkeys(marks.groups[0], 0), *marks.groups[:-1]]
+    return [
+        {pool: range(begin[pool], stop) for pool, stop in end.items()}
+        for begin, end in zip(begins, marks.groups, strict=True)
+    ]
+
+
+def _most(room: SenderRoom, pool: str, layers: range | None = None) -> int:
+    """How many pages of `pool`, or of some of its layers, one write of the room may have."""
     assert room.peer is not None
-    return room.peer.writes.most_pages(pool)
+    return room.peer.writes.most_pages(pool, layers)
 
 
 def _same(

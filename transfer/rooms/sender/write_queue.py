@@ -141,11 +141,13 @@ class WriteQueue:
         """Whether some layers of pages can be written by themselves."""
         return self._link.layered
 
-    def most_pages(self, pool: str) -> int:
-        """Return how many pages of `pool` one write may have: as one frame of the reader holds, and one notice."""
+    def most_pages(self, pool: str, layers: range | None = None) -> int:
+        """Return how many pages of `pool`, or `layers` of them, one write may have: as one frame of the reader holds,
+        and one notice."""
         if self._link.frame_bytes is None:
             return _NOTICE_PAGES
-        return max(1, min(_NOTICE_PAGES, self._link.frame_bytes // self._pools.spec.whole.unit_bytes(pool)))
+        nbytes = self._pools.spec.whole.unit_bytes(pool, layers)
+        return max(1, min(_NOTICE_PAGES, self._link.frame_bytes // max(1, nbytes)))
 
     def failed(self, room: RoomId) -> str:
         """Return why a write of `room` failed; empty where none did."""
