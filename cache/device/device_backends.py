@@ -136,12 +136,13 @@ class _CudaEvent:
         torch.cuda.current_stream().wait_event(self._event)
 
 
-def make_device(name: str, wake: Callable[[], None] = lambda: None, *, ranks: int = 1) -> Device:
-    """Return the device of this name: ``auto``, ``cpu`` or ``cuda`` as in `engine.device`, for one of `ranks` ranks.
+def make_device(name: str, wake: Callable[[], None] = lambda: None, *, streams: bool = False) -> Device:
+    """Return the device of this name: ``auto``, ``cpu`` or ``cuda`` as in `engine.device`.
 
-    `wake` is called when something that runs on a thread of the host is over. Ranks of a worker tell each other of
-    copies in the order in which these run, on one thread: so several of them do one thing after the other.
+    `wake` is called when something that runs on a thread of the host is over. `streams`: whether a CPU copies and sends
+    beside what it computes. Ranks of a worker tell each other of copies in the order in which these run, on one thread:
+    several of them have to do one thing after the other.
     """
     if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
         return CudaDevice(wake=wake)
-    return AsyncCpuDevice(wake) if ranks == 1 else CpuDevice()
+    return AsyncCpuDevice(wake) if streams else CpuDevice()

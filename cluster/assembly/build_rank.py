@@ -63,7 +63,7 @@ def build_rank(
     `counts`: pages and slots that each pool can lease, the same on all ranks.
     """
     hold_to_class(config.engine)
-    device = make_device("cpu", ranks=ranks.size)
+    device = make_device("cpu")
     storage: FollowerPageStore | None = None
     arena: Arena | None = None
     with ExitStack() as undo:

@@ -394,6 +394,7 @@ def _config(drawn: dict[str, object]) -> dict[str, object]:
             "room_timeout_s": 5.0,
             "connect_timeout_s": 2.0,
             "link_timeout_s": _LINK_TIMEOUT_S,
+            "layers": True,
             "layer_group_bytes": 1,
         },
         **drawn,

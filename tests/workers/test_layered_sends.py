@@ -20,7 +20,7 @@ from tests.families import FAMILIES
 from tests.pair import Pair, pair
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
-BY_LAYER: dict[str, Any] = {"layer_group_bytes": 1}
+BY_LAYER: dict[str, Any] = {"layers": True, "layer_group_bytes": 1}
 
 
 def prompts(seed: int, *lengths: int) -> list[list[int]]:
@@ -76,13 +76,13 @@ def test_every_kind_of_pool_leaves_layer_by_layer(family: Path) -> None:
 
 def test_without_layered_sends_pages_leave_when_their_chunk_is_computed(model: Path, oracle: Oracle) -> None:
     devices: dict[Role, Device] = {Role.PREFILL: AdversarialDevice(1), Role.DECODE: CpuDevice()}
-    with pair(model, devices=devices, transfer={"layers": False, **BY_LAYER}) as both:
+    with pair(model, devices=devices, transfer={**BY_LAYER, "layers": False}) as both:
         answers_are_the_oracles(both, oracle, *prompts(2, 100))
         assert layered(both) == 0
 
 
 def test_few_bytes_leave_in_one_piece(model: Path, oracle: Oracle) -> None:
     devices: dict[Role, Device] = {Role.PREFILL: AdversarialDevice(1), Role.DECODE: CpuDevice()}
-    with pair(model, devices=devices) as both:
+    with pair(model, devices=devices, transfer={"layers": True}) as both:
         answers_are_the_oracles(both, oracle, *prompts(3, 100))
         assert layered(both) == 0

@@ -181,8 +181,8 @@ def test_its_threads_leave_the_number_of_torchs_threads_alone(device: AsyncCpuDe
     assert (torch.get_num_threads(), later) == (before, [before])
 
 
-def test_workers_of_one_rank_get_it_and_those_of_several_do_one_thing_after_the_other() -> None:
-    made = [make_device("cpu", ranks=ranks) for ranks in (1, 2)]
+def test_a_cpu_has_streams_where_they_are_asked_for_and_else_does_one_thing_after_the_other() -> None:
+    made = [make_device("cpu", streams=streams) for streams in (True, False)]
     assert [type(device) for device in made] == [AsyncCpuDevice, CpuDevice]
     assert made[1].marks([{"full": 1}]) is None
     for device in made:
