@@ -150,6 +150,7 @@ class KVSender:
         only told; what later steps of this `generation` are writing is left to them.
         """
         entry = self._rooms[room]
+        entry.computed_at = self._clock.now()
         self._announce_layers(entry, finished, after, generation)
         while not entry.failed:
             chosen = _next_of(entry, finished)
@@ -221,7 +222,7 @@ class KVSender:
         data = pack(replace(metadata, slot_epoch=entry.grant.slot_epoch))
         posted = entry.peer.writes.post(SlotWrite(entry.target, data), ())
         if posted is not None:
-            times = RoomTimes(self._clock.now(), entry.posted)
+            times = RoomTimes(entry.computed_at, entry.posted)
             entry.peer.writes.announce(m.SlotWritten(room, entry.ticket), (posted,), entry.writes, times)
         entry.sent_at = self._clock.now()
         self._rooms.step(entry, SenderEvent.SENT)

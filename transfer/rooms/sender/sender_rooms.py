@@ -54,6 +54,8 @@ class SenderRoom:
     """Number of writes of pages so far."""
     posted: list[QueuedWrite] = field(default_factory=list)
     """These writes, as far as they could be posted."""
+    computed_at: float = 0.0
+    """When pages of it were finished last, by the clock."""
     layered: deque[LayeredWrite] = field(default_factory=deque)
     """What steps under way are computing, oldest first."""
     overtaken: list[QueuedWrite] = field(default_factory=list)
