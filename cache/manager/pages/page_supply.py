@@ -24,12 +24,18 @@ class PageSupply:
         self.counters = {"pages_evicted": 0.0}
 
     def lease_all(self, needs: Mapping[str, int], owner: str) -> dict[str, Lease] | None:
-        """Lease `needs`, by pool, evicting from the tree where too few are free; None, with no lease, without room."""
+        """Lease `needs`, by pool, evicting from the tree where too few are free; None, with no lease, without room.
+
+        Evicted pages that an operation still touches aren't free yet: then more are evicted. Where that can't make room
+        either, nothing is.
+        """
+        if any(count > self.free_pages(pool) for pool, count in needs.items()):
+            return None
         leases: dict[str, Lease] = {}
         for pool, count in needs.items():
             allocator = self._pools.allocators[pool]
-            if count > allocator.free:
-                self.counters["pages_evicted"] += self.evict(pool, count - allocator.free)
+            while count > allocator.free and (evicted := self.evict(pool, count - allocator.free)):
+                self.counters["pages_evicted"] += evicted
             try:
                 leases[pool] = allocator.lease(count, owner)
             except CapacityError:
@@ -49,6 +55,16 @@ class PageSupply:
     def free_pages(self, pool: str) -> int:
         """Pages (or slots) of `pool` that are free or that the tree can evict."""
         return self._pools.allocators[pool].free + self._tree.eviction.evictable(pool)
+
+    @property
+    def coming_back(self) -> bool:
+        """Whether operations under way still keep pages: such as were given back (quarantine), and, where no allocation
+        is open, such as copies lock in the tree."""
+        protected = self._tree.accounts.protected
+        return any(
+            allocator.quarantined or protected[Tier.DEVICE, pool]
+            for pool, allocator in self._pools.allocators.items()
+        )
 
     def fits(self, needs: Mapping[str, int]) -> bool:
         """Whether the pools are large enough for `needs`, whatever is free now."""

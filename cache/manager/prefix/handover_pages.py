@@ -45,6 +45,7 @@ class HandoverPages:
         """
         reserved = self._preallocate(prefix, prompt, positions, owner, most or positions)
         if reserved is None and len(prefix) and not len(self._table):
+            # Pages in quarantine aren't waited for here: a writer whose death isn't proven may keep them for long.
             reserved = self._preallocate(prefix.head(0), prompt, positions, owner, most or positions)
         return reserved
 

@@ -51,8 +51,8 @@ class PrefixAllocation:
         """
         most = most or positions
         allocation = self._allocate(prefix, positions, most, owner, reusable, prefetch)
-        if allocation is None and reusable and not len(self._table):
-            # No other allocation is open, so the locked prefix itself may leave no room for the rest: try without it.
+        if allocation is None and reusable and not len(self._table) and not self._supply.coming_back:
+            # Nobody else holds pages, so the locked prefix itself may leave no room for the rest: try without it.
             allocation = self._allocate(prefix, positions, most, owner, 0, prefetch)
         return allocation
 

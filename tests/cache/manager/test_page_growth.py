@@ -100,6 +100,30 @@ def test_a_request_alone_does_without_its_prefix_where_that_leaves_no_room_for_t
     world.settle()
 
 
+def test_a_request_alone_keeps_its_prefix_and_waits_for_pages_that_are_still_being_sent() -> None:
+    world = world_of(HOLD)
+    visitor = world.arrive(LONG[: 2 * 8])
+    assert world.admit(visitor)
+    compute(world, visitor)
+    assert visitor.allocation is not None
+    world._share(visitor, visitor.allocation)
+    allocator = world.manager.pools.allocators["full"]
+    sent = allocator.lease(allocator.free, "a request that has left")
+    pin = sent.pin("its send")
+    world.leave(visitor)
+    sent.release()
+    longer = world.arrive(LONG)
+    assert world.manager.prefixes.allocate(longer.prefix, 2 * 9, "longer", reusable=8) is None
+    assert world.manager.tree.match(longer.prefix).device_depth == 8, "what it is to go on from is still there"
+    pin.release()
+    allocation = world.manager.prefixes.allocate(longer.prefix, 2 * 9, "longer", reusable=8)
+    assert allocation is not None
+    assert allocation.depth == 8
+    world.manager.table.free(allocation)
+    world.visitors.remove(longer)
+    world.settle()
+
+
 @pytest.mark.parametrize(("window_pages", "most"), [(HOLD, 69), (HOLD - 1, HOLD - 1)])
 def test_what_can_never_be_held_is_said_beforehand(window_pages: int, most: int) -> None:
     assert world_of(window_pages).manager.supply.max_positions == most * PAGE_TOKENS

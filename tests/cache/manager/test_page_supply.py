@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cache.prefix_cache.nodes.tree_node import Tier
 from tests.cache.manager.parts import PAGE_TOKENS, PAGES, Parts
 
 
@@ -23,6 +24,33 @@ def test_what_only_the_tree_holds_makes_room_and_is_counted() -> None:
     assert parts.supply.lease_all({"full": 8}, "a request") is not None
     assert parts.supply.counters["pages_evicted"] == 4
     assert parts.supply.cached_pages(prefix) == 2
+
+
+def test_where_evicted_pages_are_still_being_read_others_are_evicted_too() -> None:
+    parts = Parts("full")
+    sent, other = parts.prefix(4), parts.prefix(5, first=100)
+    parts.share(sent)
+    pages = [i for node, _ in parts.tree.walked(sent) for i in node.parts[Tier.DEVICE]["full"].lease.indices]
+    pin = parts.pools.allocators["full"].pin(pages, "a send")
+    parts.share(other)
+    assert parts.supply.lease_all({"full": 5}, "a request") is not None, "the oldest pages are of no use yet"
+    assert parts.pools.allocators["full"].quarantined
+    assert parts.supply.coming_back
+    pin.release()
+    assert not parts.supply.coming_back
+
+
+def test_nothing_is_evicted_for_what_it_makes_no_room_for() -> None:
+    parts = Parts("full")
+    prefix = parts.prefix(6)
+    parts.share(prefix)
+    lock = parts.tree.lock(parts.tree.match(prefix.head(1)), "a request")
+    assert parts.supply.lease_all({"full": PAGES}, "another") is None
+    assert parts.supply.cached_pages(prefix) == 6
+    assert parts.supply.counters["pages_evicted"] == 0
+    assert parts.supply.coming_back, "the page that is locked"
+    parts.tree.locks.unlock(lock)
+    assert not parts.supply.coming_back
 
 
 def test_kept_pages_are_those_that_somebody_locks() -> None:
