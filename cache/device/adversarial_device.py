@@ -27,6 +27,7 @@ from weakref import WeakSet
 
 import torch
 
+from cache.device.cpu_memory import CpuMemory
 from cache.device.device_port import NO_GATES, Completion, DeviceOp, DeviceStream, GatedLoads, PageSpanUse
 from cache.device.layer_marks import LayerCounts, LayerMark, LayerMarks
 from cache.device.race_checker import PageAccess, RaceChecker, VectorClock, join
@@ -115,7 +116,7 @@ class AdversarialMarks(LayerMarks):
         super().wait(group)
 
 
-class AdversarialDevice:
+class AdversarialDevice(CpuMemory):
     """CPU torch that runs operations late and refuses races; see the module.
 
     The seed decides everything, `stray` (a probability) included unless it is given. `clock`, if given, advances with
@@ -123,7 +124,6 @@ class AdversarialDevice:
     """
 
     checks = True
-    torch_device = torch.device("cpu")
 
     def __init__(
         self, seed: int, *, clock: ManualClock | None = None, stray: float | None = None, polled: float = _POLLED
@@ -184,12 +184,6 @@ class AdversarialDevice:
         """Raises `UnorderedAccess` when the host doesn't know that a conflicting operation is over."""
         self._host[_HOST] += 1
         self._checker.enter(PageAccess(_HOST, self._host[_HOST], name), reads, writes, lambda pool, layer: self._host)
-
-    def allocate_host(self, nbytes: int) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8)
-
-    def register_host(self, memory: torch.Tensor) -> None:
-        return
 
     def close(self) -> None:
         return

@@ -12,21 +12,19 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
-from cache.device.device_port import DONE, NO_GATES, Completion, DeviceOp, DeviceStream, GatedLoads, PageSpanUse
+from cache.device.cpu_memory import CpuMemory
+from cache.device.device_port import DONE, NO_GATES, Completion, DeviceOp, DeviceStream, GatedLoads
 from cache.device.host_stream import HostStream
 from cache.device.layer_marks import LayerCounts, LayerMarks
 
 
-class AsyncCpuDevice:
+class AsyncCpuDevice(CpuMemory):
     """CPU torch whose copies and sends run on threads of their own. `wake` is called whenever one of them is over.
 
     One thread submits and waits; operations may wait for each other on any.
     """
 
     checks = False
-    torch_device = torch.device("cpu")
 
     def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
         beside = [stream for stream in DeviceStream if stream is not DeviceStream.COMPUTE]
@@ -58,15 +56,6 @@ class AsyncCpuDevice:
 
     def marks(self, groups: Sequence[LayerCounts]) -> LayerMarks:
         return LayerMarks(groups)
-
-    def touch(self, name: str, *, reads: Sequence[PageSpanUse] = (), writes: Sequence[PageSpanUse] = ()) -> None:
-        return
-
-    def allocate_host(self, nbytes: int) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8)
-
-    def register_host(self, memory: torch.Tensor) -> None:
-        return
 
     def close(self) -> None:
         for stream in self._streams.values():
@@ -106,7 +95,7 @@ class _DeferredCompute:
         self._thread = threading.get_ident()
         self._begun = False
         self._over = threading.Event()
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     @property
     def done(self) -> bool:
@@ -125,7 +114,8 @@ class _DeferredCompute:
         self.wait()
 
     def run(self) -> None:
-        """Run it, unless that has begun before. What it raises is kept for those who wait."""
+        """Run it, unless that has begun before. What it raises is kept for those who wait; an interrupt is raised here
+        as well."""
         if self._begun:
             return
         self._begun = True
@@ -133,8 +123,10 @@ class _DeferredCompute:
             for completion in self._after:
                 completion.wait()
             self._run()
-        except Exception as error:
+        except BaseException as error:
             self._error = error
+            if not isinstance(error, Exception):
+                raise
         finally:
             del self._run
             self._marks.end(self._error)

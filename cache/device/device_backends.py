@@ -9,17 +9,17 @@ from typing import Any
 import torch
 
 from cache.device.async_cpu_device import AsyncCpuDevice
+from cache.device.cpu_memory import CpuMemory
 from cache.device.cuda_marks import CudaLayerMarks
 from cache.device.device_port import DONE, NO_GATES, Completion, Device, DeviceOp, DeviceStream, GatedLoads, PageSpanUse
 from cache.device.host_stream import HostStream
 from cache.device.layer_marks import LayerCounts, LayerMarks
 
 
-class CpuDevice:
+class CpuDevice(CpuMemory):
     """CPU torch: an operation is complete when `submit` returns."""
 
     checks = False
-    torch_device = torch.device("cpu")
 
     def submit(
         self,
@@ -38,15 +38,6 @@ class CpuDevice:
 
     def marks(self, groups: Sequence[LayerCounts]) -> None:
         return None
-
-    def touch(self, name: str, *, reads: Sequence[PageSpanUse] = (), writes: Sequence[PageSpanUse] = ()) -> None:
-        return
-
-    def allocate_host(self, nbytes: int) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8)
-
-    def register_host(self, memory: torch.Tensor) -> None:
-        return
 
     def close(self) -> None:
         return

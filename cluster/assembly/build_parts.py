@@ -89,7 +89,7 @@ def build_parts(
     ranks, line = (ALONE, None) if group is None else (group.ranks, group.line)
     waiter = Waiter()
     undo.callback(waiter.close)
-    device = device or make_device("cpu", waiter.wake, streams=config.transfer.layers and ranks.size == 1)
+    device = device or make_device("cpu", waiter.wake, streams=ranks.size == 1)
     undo.callback(device.close)
     own = make_plane(config, host, curve, waiter.wake, ranks.rank, ranks.size)
     plane: DataPlane = own if line is None else TPDataPlane(own, line)

@@ -113,10 +113,9 @@ class TransferConfig:
     """Workers that one worker hands over to at the same time; more are refused."""
     control_frame_bytes: int = 1024 * 1024
     """The longest control message or notice that is taken in: a grant has about ten bytes a page, a notice thirty."""
-    layers: bool = False
-    """Whether pages leave layer by layer while later layers are computed; else when their chunk is computed. On a CPU
-    copies and sends then run on threads of their own, and pages that are being sent are free a little later: pools that
-    are nearly full keep fewer prefixes."""
+    layers: bool = True
+    """Whether pages leave layer by layer while later layers are computed; else when their chunk is computed. Workers of
+    several ranks send whole chunks."""
     layer_group_bytes: int = 256 * 1024
     """A group of layers that leaves at once has at least so many bytes."""
     frame_bytes: int = 4 * 1024 * 1024

@@ -163,6 +163,22 @@ def test_a_step_that_fails_fails_the_marks_that_it_has_not_reached(device: Async
     assert sent == ["first layers"]
 
 
+def test_a_step_that_is_interrupted_reaches_no_mark_and_interrupts_its_host(device: AsyncCpuDevice) -> None:
+    its, sent = marks(), list[str]()
+
+    def step() -> None:
+        raise KeyboardInterrupt
+
+    launched = device.submit(STEP, step, marks=its)
+    beside = device.submit(SEND, lambda: sent.append("unwritten layers"), (its[0],))
+    with pytest.raises(KeyboardInterrupt):
+        _ = launched.done
+    for failed in (launched, beside):
+        with pytest.raises(KeyboardInterrupt):
+            failed.wait()
+    assert not sent
+
+
 def test_groups_have_about_as_many_layers_of_each_pool() -> None:
     assert layer_groups({"full": 5, "state": 2}, 3) == [
         {"full": 2, "state": 1},
