@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from engine.layers.forward_context import ForwardContext
-from engine.layers.norm import rms_norm
+from engine.layers.norm import add_rms_norm, rms_norm
 from engine.native.current_kernels import using
-from engine.native.native_kernels import NativeKernels
+from engine.native.layer_kernels import LayerKernels
 from engine.tensors.row_exact_linear import Numerics, RowExactLinear, tanh
 
 
@@ -37,8 +37,9 @@ class PreNormLayer:
     eps: float
 
     def __call__(self, x_mh: Tensor, ctx: ForwardContext) -> Tensor:
-        x_mh = x_mh + self.mixer(rms_norm(x_mh, self.input_norm_h, self.eps), ctx)
-        return x_mh.add_(self.mlp(rms_norm(x_mh, self.mlp_norm_h, self.eps), ctx))
+        mixed_mh = self.mixer(rms_norm(x_mh, self.input_norm_h, self.eps), ctx)
+        x_mh, normed_mh = add_rms_norm(x_mh, mixed_mh, self.mlp_norm_h, self.eps)
+        return x_mh.add_(self.mlp(normed_mh, ctx))
 
 
 @dataclass
@@ -54,8 +55,8 @@ class Decoder:
     logits_scale: float = 1.0
     logits_softcap: float = 0.0
     """Logits are squeezed to plus or minus this by a hyperbolic tangent; 0: not at all."""
-    kernels: NativeKernels | None = None
-    """The C++ kernels that layers use on a CPU; None: torch's operations alone."""
+    kernels: LayerKernels | None = None
+    """The kernels that layers use; None: torch's operations alone."""
     prepare: Callable[[Tensor, Tensor, ForwardContext], None] | None = None
     """Called first with tokens [M] and embeddings [M, hidden]; leaves further inputs of layers in the scratch."""
 

@@ -19,12 +19,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     multiplies before the rounding, as in Gemma and gpt-oss.
     """
     kernels = kernels_for(x)
-    if kernels is not None and weight.dtype == x.dtype:
+    if kernels is not None and (kernels.wide_norms or weight.dtype == x.dtype):
         return kernels.rms_norm(x, weight, eps)
     y = x.float()
     variance = y.square().mean(-1, keepdim=True)
     y = y * variance.add_(eps).rsqrt_()
     return y.to(x.dtype).mul_(weight) if weight.dtype == x.dtype else y.mul_(weight).to(x.dtype)
+
+
+def add_rms_norm(x_mh: Tensor, added_mh: Tensor, weight_h: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return ``x + added`` and its `rms_norm`: the residual stream after a mixer, and the input of the next one."""
+    kernels = kernels_for(x_mh)
+    if kernels is not None and (kernels.wide_norms or weight_h.dtype == x_mh.dtype):
+        return kernels.add_rms_norm(x_mh, added_mh, weight_h, eps)
+    x_mh = x_mh + added_mh
+    return x_mh, rms_norm(x_mh, weight_h, eps)
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -51,6 +51,8 @@ _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float}
 class NativeKernels:
     """The kernels of one loaded library."""
 
+    wide_norms = False
+
     def __init__(self, library: ctypes.CDLL) -> None:
         self._set_threads: Callable[[int], None] = library.set_threads
         self._set_threads.argtypes, self._set_threads.restype = [ctypes.c_int], None
@@ -72,6 +74,12 @@ class NativeKernels:
         """Whether products of this dtype are compiled in, which takes instructions that a processor may lack."""
         return ("product", dtype) in self._functions
 
+    def packed(self, weight_nk: Tensor, bias_n: Tensor | None) -> PackedWeight:
+        return PackedWeight(self, weight_nk, bias_n)
+
+    def packed_heads(self, weight_hkn: Tensor) -> None:
+        return None
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm over the last axis, [..., n]; `weight` is [n], or [rows, n] where x is [..., rows, n].
 
@@ -87,6 +95,11 @@ class NativeKernels:
             x.data_ptr(), stride, weight.data_ptr(), weight.numel() // width, out.data_ptr(), rows, width, eps
         )
         return out
+
+    def add_rms_norm(self, x_mn: Tensor, added_mn: Tensor, weight_n: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Return ``x + added`` and its norm, one after the other."""
+        total_mn = x_mn + added_mn
+        return total_mn, self.rms_norm(total_mn, weight_n, eps)
 
     def silu_product(self, gate_up_mn: Tensor) -> Tensor:
         """silu(gate) * up, [M, n], of gate and up side by side, [M, 2n]; silu is computed in float32 and rounded."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from functools import cache
+from importlib.metadata import version
 
 import torch
 
@@ -15,18 +16,24 @@ from engine.attention.attention_backend import AttentionBackend
 from engine.attention.torch_backend.native_attention import NativeAttention
 from engine.attention.torch_backend.torch_attention import TorchAttention
 from engine.native import compile_kernels, current_kernels, native_kernels
+from engine.native.layer_kernels import LayerKernels
 from engine.runner.numerics_class import numerics_class
 from engine.tensors.row_exact_linear import Numerics
 
 log = logging.getLogger(__name__)
 
 
-def kernels_for_config(config: EngineConfig, device: torch.device) -> native_kernels.NativeKernels | None:
-    """The C++ kernels, or None where the configuration or the device asks for others.
+def kernels_for_config(config: EngineConfig, device: torch.device) -> LayerKernels | None:
+    """The kernels of layers: those in Triton, those in C++, or None where the configuration asks for torch alone.
 
-    Where they can't be compiled or loaded, ``auto`` warns and falls back to torch (None), and ``native`` raises
-    `ConfigError`.
+    Where those in C++ can't be compiled or loaded, ``auto`` warns and falls back to torch (None), and ``native`` raises
+    `ConfigError`. Raises `ConfigError` where Triton's are wanted and can't run.
     """
+    if wants_triton(config, device):
+        _check_triton(device)
+        from engine.gpu.gpu_kernels import GpuKernels
+
+        return GpuKernels(products=config.numerics == "invariant")
     if config.attention not in {"auto", "native"} or device.type != "cpu":
         return None
     try:
@@ -62,9 +69,11 @@ def class_of(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> 
     """The numerics class (`engine.runner.numerics_class`) of an engine of this process that computes in `dtype`."""
     named = kernels_name(config, device)
     kernels = current_kernels.available(native_level(config)) if named == "native" else None
-    if named == "triton" and device.type != "cuda":
-        return f"interpreted/{numerics_class(None, config.numerics_class, dtype, device)}"
-    return numerics_class(kernels, config.numerics_class, dtype, device)
+    found = numerics_class(kernels, config.numerics_class, dtype, device)
+    if named != "triton":
+        return found
+    # What Triton's compiler makes of a kernel changes from version to version.
+    return f"{found}/triton-{version('triton')}" if device.type == "cuda" else f"interpreted/{found}"
 
 
 def hold_to_class(config: EngineConfig) -> None:
@@ -80,25 +89,32 @@ def wants_triton(config: EngineConfig, device: torch.device) -> bool:
 
 
 def attention_for(
-    config: EngineConfig, numerics: Numerics, device: torch.device, kernels: native_kernels.NativeKernels | None = None
+    config: EngineConfig, numerics: Numerics, device: torch.device, kernels: LayerKernels | None = None
 ) -> AttentionBackend:
     """Make the attention backend that `config.attention` names; raises `ConfigError` if it can't run on `device`.
 
     `kernels`: the result of `kernels_for_config`.
     """
-    if kernels is not None:
+    if isinstance(kernels, native_kernels.NativeKernels):
         return NativeAttention(numerics, kernels)
     if config.attention == "native":
         raise ConfigError("engine.attention=native is for CPUs; set engine.attention=triton or auto")
     if not wants_triton(config, device):
         return TorchAttention(numerics)
+    _check_triton(device)
+    from engine.attention.triton_backend.triton_attention import TritonAttention
+
+    return TritonAttention()
+
+
+def _check_triton(device: torch.device) -> None:
+    """Raise `ConfigError` unless Triton's kernels can run on `device`."""
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(
             "engine.attention=triton needs an NVIDIA GPU; set engine.attention=torch, or TRITON_INTERPRET=1 to run "
             "the kernels in Triton's interpreter"
         )
     try:
-        from engine.attention.triton_backend.triton_attention import TritonAttention
+        import triton  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"engine.attention=triton needs the triton package: {error}") from None
-    return TritonAttention()

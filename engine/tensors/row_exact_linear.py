@@ -7,8 +7,8 @@ model's own weights and shapes are multiplied with random rows in many batch siz
 products of one fixed tile. The smallest quantum that passes is used. Where none does, every product is computed in
 tiles of `TILE_ROWS` rows: slow, but the same call each time.
 
-Twinpool's own kernels (engine/native) need no quantum: there, an element of a product is one chain of additions over
-the inner axis, however many rows are computed with it.
+Twinpool's own kernels (engine/native on CPUs, engine/gpu on GPUs) need no quantum: there, an element of a product is
+one chain of additions over the inner axis, however many rows are computed with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.native.current_kernels import kernels_for
-from engine.native.native_kernels import PackedWeight
+from engine.native.layer_kernels import Product
 
 TILE_ROWS = 16
 """Rows of the fixed tile that the probe compares with."""
@@ -75,11 +75,11 @@ class RowExactLinear:
         return out
 
 
-def _native(weight_nk: Tensor, bias_n: Tensor | None) -> PackedWeight | None:
+def _native(weight_nk: Tensor, bias_n: Tensor | None) -> Product | None:
     kernels = kernels_for(weight_nk)
     if kernels is None or not kernels.multiplies(weight_nk.dtype):
         return None
-    return PackedWeight(kernels, weight_nk, bias_n)
+    return kernels.packed(weight_nk, bias_n)
 
 
 class HeadLinear(RowExactLinear):
@@ -91,13 +91,17 @@ class HeadLinear(RowExactLinear):
         self.shape = (self.heads * n, self.heads * k)
         self.dtype, self.device = weight_hkn.dtype, weight_hkn.device
         self._weight_hkn = weight_hkn.contiguous()
-        self._native = None
+        kernels = kernels_for(weight_hkn)
+        multiplies = kernels is not None and kernels.multiplies(self.dtype)
+        self._native = kernels.packed_heads(self._weight_hkn) if kernels is not None and multiplies else None
 
     @property
     def nbytes(self) -> int:
         return self._weight_hkn.numel() * self.dtype.itemsize
 
     def __call__(self, x_mk: Tensor) -> Tensor:
+        if self._native is not None:
+            return self._native(x_mk)
         rows = len(x_mk)
         x_hmk = x_mk.view(rows, self.heads, -1).transpose(0, 1).contiguous()
         return torch.bmm(x_hmk, self._weight_hkn).transpose(0, 1).reshape(rows, -1)

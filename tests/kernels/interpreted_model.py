@@ -14,6 +14,7 @@ import torch
 
 from contracts.sampling_params import SamplingParams
 from engine.attention.triton_backend.triton_attention import TritonAttention
+from engine.gpu.gpu_kernels import GpuKernels
 from engine.layers.mixers import triton_store_heads
 from engine.layers.moe import triton_experts
 from engine.runner import triton_draw
@@ -34,6 +35,8 @@ def claim_a_mixture_of_experts_computes_with_the_kernels_what_it_computes_with_t
 
         return noting
 
+    for name in ("product", "rms_norm", "add_rms_norm"):
+        setattr(GpuKernels, name, noted(name, getattr(GpuKernels, name)))
     experts = triton_experts.TritonExperts
     experts._product = noted("experts", experts._product)  # type: ignore[method-assign]
     triton_store_heads.store_heads = noted("heads", triton_store_heads.store_heads)
@@ -47,7 +50,7 @@ def claim_a_mixture_of_experts_computes_with_the_kernels_what_it_computes_with_t
         params = SamplingParams(max_tokens=3, temperature=1.0, top_k=20, top_p=0.9, seed=5)
         answers = [bench.generate_many([TOKENS[:4]], 3, params=[params]) for bench in (tritons, torchs)]
         assert answers[0] == answers[1]
-    assert used == {"experts", "heads", "draw"}
+    assert used == {"experts", "heads", "draw", "product", "rms_norm", "add_rms_norm"}
 
 
 if __name__ == "__main__":

@@ -31,3 +31,12 @@ def test_kernels_by_row_and_of_experts_compile_with_the_instructions_they_should
     assert "wgmma" in said["product bf16"]
     assert said["product fp32"] == ["fma.rn.f32"], "float32 is never multiplied as TF32"
     assert "fma.rn.f64" in said["draw"]
+
+
+@pytest.mark.runs("compiled_products.py")
+def test_a_product_has_one_matrix_instruction_whatever_its_rows(said: Said) -> None:
+    instructions = [found["instructions"] for kind, found in said.items() if kind.endswith("bf16")]
+    assert len(instructions) == 3
+    assert [len(each) for each in instructions] == [1, 1, 1]
+    assert len({each[0] for each in instructions}) == 1, "else a row's bits would follow from the size of its batch"
+    assert all(found["asynchronous"] and not found["tf32"] for found in said.values())

@@ -62,8 +62,7 @@ class PageSupply:
         is open, such as copies lock in the tree."""
         protected = self._tree.accounts.protected
         return any(
-            allocator.quarantined or protected[Tier.DEVICE, pool]
-            for pool, allocator in self._pools.allocators.items()
+            allocator.quarantined or protected[Tier.DEVICE, pool] for pool, allocator in self._pools.allocators.items()
         )
 
     def fits(self, needs: Mapping[str, int]) -> bool:

@@ -11,7 +11,7 @@ from engine.attention.attention_plan import BLOCK_TOKENS, AttentionPlan
 from engine.layers.forward_context import ForwardContext, LayerPlace
 from engine.layers.norm import rms_norm
 from engine.layers.rope import RopeTable, rotate
-from engine.native.current_kernels import in_use, kernels_for
+from engine.native.current_kernels import in_use, native_for
 from engine.tensors.shard import Shard
 from engine.tensors.weight_loader import Weights
 
@@ -86,7 +86,7 @@ class HeadAttention:
         """Norm and rotate queries and keys, store keys and values; returns the queries, [T, heads, head_dim]."""
         turns = ctx.rope(self._rope) if self._rope is not None else None
         norm_nd, eps = (self._qk_norm_nd if self._eps is not None else None), self._eps or 0.0
-        kernels = kernels_for(qkv_mn)
+        kernels = native_for(qkv_mn)
         if kernels is not None and turns is not None:
             return kernels.rope_and_store(
                 qkv_mn, norm_nd, eps, *turns, k_pages, v_pages, plan.slots_t, plan.muted_t, self._heads

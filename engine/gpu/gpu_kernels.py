@@ -1,0 +1,148 @@
+"""The layers' kernels of an NVIDIA GPU: launches of the Triton kernels of products, norms and activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+from torch import Tensor
+
+from engine.gpu import product_kernels, row_kernels
+
+FEW_ROWS, MANY_ROWS = 64, 128
+"""Rows of a tile. With at most `FEW_ROWS` rows, a narrow weight's parts have programs of their own."""
+BLOCK_N, BLOCK_K = 128, 64
+"""Columns of a tile, and terms of one dot product. Other sizes change last bits."""
+PART = 1024
+"""Terms of a part of the inner axis; parts are added up one after the other. Another size changes last bits."""
+_FEW_TILES = 256
+"""With fewer tiles than this, parts have programs of their own. Bounds their results: so many tiles of float32 a
+part."""
+STAGES = 3
+"""Tiles of the inner axis that are on their way at a time."""
+_GROUP = 8
+_SUM_BLOCK = 1024
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class GpuKernels:
+    """What layers compute with on a GPU, or in Triton's interpreter. `products`: whether products are row-exact ones of
+    Triton; else the vendor's library multiplies (``engine.numerics: fast``). `part`: as `PART`, a multiple of
+    `BLOCK_K`."""
+
+    wide_norms = True
+
+    def __init__(self, *, products: bool = True, part: int = PART) -> None:
+        self._products, self._part = products, part
+        self._interpreted = bool(triton.knobs.runtime.interpret)
+
+    def knows(self, x: Tensor) -> bool:
+        """Whether these kernels compute with tensors of this device and dtype."""
+        return (x.is_cuda or self._interpreted) and x.dtype in _DTYPES
+
+    def multiplies(self, dtype: torch.dtype) -> bool:
+        """Whether products of this dtype are these kernels'."""
+        return self._products and dtype in _DTYPES
+
+    def packed(self, weight_nk: Tensor, bias_n: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """Return the product with a weight, ``x @ weight.T + bias``: [m, k] gives [m, n]; rows are exact."""
+        weight_hnk = weight_nk.unsqueeze(0)
+        return lambda x_mk: self.product(x_mk.unsqueeze(0), weight_hnk, bias_n)[0]
+
+    def packed_heads(self, weight_hkn: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return the product with one matrix [k, n] a head: [m, heads * k] gives [m, heads * n]; rows are exact."""
+        heads, _, width = weight_hkn.shape
+        weight_hnk = weight_hkn.transpose(1, 2)
+
+        def multiply(x_mk: Tensor) -> Tensor:
+            x_hmk = x_mk.view(len(x_mk), heads, -1).transpose(0, 1)
+            return self.product(x_hmk, weight_hnk, None).transpose(0, 1).reshape(len(x_mk), heads * width)
+
+        return multiply
+
+    def product(self, x_hmk: Tensor, weight_hnk: Tensor, bias_n: Tensor | None) -> Tensor:
+        """Multiply each head's rows with its weight: [heads, m, n], in the dtype of x."""
+        if x_hmk.stride(2) != 1:
+            x_hmk = x_hmk.contiguous()
+        heads, rows, inner = x_hmk.shape
+        width = weight_hnk.shape[1]
+        out = torch.empty(heads, rows, width, dtype=x_hmk.dtype, device=x_hmk.device)
+        if not out.numel():
+            return out
+        tile_rows, warps = tiling(rows, x_hmk.dtype)
+        tiles, parts = triton.cdiv(rows, tile_rows) * triton.cdiv(width, BLOCK_N), triton.cdiv(inner, self._part)
+        whole = parts == 1 or rows > FEW_ROWS or heads * tiles >= _FEW_TILES
+        into = out if whole else torch.empty(parts, *out.shape, dtype=torch.float32, device=out.device)
+        bias = weight_hnk if bias_n is None else bias_n
+        product_kernels.product_kernel[(tiles, heads, 1 if whole else parts)](
+            x_hmk, weight_hnk, bias, into, rows, width, inner, x_hmk.stride(0), x_hmk.stride(1), *weight_hnk.stride(),
+            0 if whole else into.stride(0), into.stride(-3), into.stride(-2),
+            ROWS=tile_rows, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, PART=self._part, GROUP=_GROUP, WHOLE=whole,
+            BIAS=bias_n is not None, UPCAST=self._interpreted and x_hmk.dtype != torch.float32,
+            num_warps=warps, num_stages=STAGES,
+        )  # fmt: skip
+        if not whole:
+            product_kernels.sum_parts_kernel[(triton.cdiv(out.numel(), _SUM_BLOCK),)](
+                into, bias, out, parts, out.numel(), width, into.stride(0), BLOCK=_SUM_BLOCK, BIAS=bias_n is not None
+            )
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Root-mean-square norm over the last axis, [..., n]; `weight` is [n], or [rows, n] where x is [..., rows, n].
+
+        Computed in float32. A weight of the dtype of `x` multiplies after the rounding, a float32 one before it.
+        """
+        return self._norm(x, None, weight, eps)[1]
+
+    def add_rms_norm(self, x_mn: Tensor, added_mn: Tensor, weight_n: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Return ``x + added``, and its norm as `rms_norm` computes it."""
+        return self._norm(x_mn, added_mn, weight_n, eps)
+
+    def _norm(self, x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        width, out = x.shape[-1], torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        x_rn = _by_row(x)
+        added_rn = x_rn if added is None else _by_row(added)
+        total = out if added is None else torch.empty_like(out)
+        if out.numel():
+            row_kernels.rms_norm_kernel[(len(x_rn),)](
+                x_rn, added_rn, weight.contiguous(), total, out, x_rn.stride(0), added_rn.stride(0),
+                weight.numel() // width, width, eps,
+                BLOCK=triton.next_power_of_2(width), ADD=added is not None, WIDE=weight.dtype != x.dtype,
+                num_warps=_warps(width),
+            )  # fmt: skip
+        return total, out
+
+    def silu_product(self, gate_up_mn: Tensor) -> Tensor:
+        """silu(gate) * up, [M, n], of gate and up side by side, [M, 2n]; silu is computed in float32 and rounded."""
+        gate_up_mn = gate_up_mn.contiguous()
+        rows, width = gate_up_mn.shape[0], gate_up_mn.shape[1] // 2
+        out = torch.empty(rows, width, dtype=gate_up_mn.dtype, device=gate_up_mn.device)
+        if out.numel():
+            row_kernels.silu_product_kernel[(rows, triton.cdiv(width, _SUM_BLOCK))](
+                gate_up_mn, out, width, BLOCK=_SUM_BLOCK
+            )
+        return out
+
+
+def tiling(rows: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Return the rows of a product's tiles, and the warps of its programs.
+
+    A warp group of four has 64 rows and all columns of a tile, so its matrix instruction is the same in both sizes.
+    float32 has no such instruction, and needs the registers of more warps.
+    """
+    if dtype == torch.float32:
+        return FEW_ROWS, 8
+    return (FEW_ROWS, 4) if rows <= FEW_ROWS else (MANY_ROWS, 8)
+
+
+def _by_row(x: Tensor) -> Tensor:
+    """A tensor [..., n] as rows, which may lie apart."""
+    if x.dim() == 2 and x.stride(1) == 1:
+        return x
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def _warps(width: int) -> int:
+    """Warps of a program that has a row: by its width alone, as they are part of the order of additions."""
+    return 4 if width <= 2048 else 8 if width <= 8192 else 16

@@ -1,0 +1,86 @@
+"""Triton kernels of matrix products whose rows are exact: one element is one fixed chain of additions.
+
+The inner axis is cut into *parts* of `PART` from its begin. Within a part an element is a chain of dot products over
+`BLOCK_K` terms each; the parts' results are added one after the other. Where parts begin depends on nothing but the
+inner axis, so there are two ways to compute the same bits:
+
+    whole    a program adds up all parts itself: for many rows, or a wide weight
+    parts    a program computes one part, and `sum_parts_kernel` adds them up: for few rows, so that a product of a
+             narrow weight has programs for all of a GPU, which waits for the weight anyway
+
+A tile has `ROWS` rows, 64 or more of them whatever the batch: matrix instructions take 64 rows of four warps, and those
+of a larger tile are several of the same instruction (a test compares the compiled code).
+"""
+
+# The compiler reads these functions, Python does not run them: they have no types that mypy could check.
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def product_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr,
+    rows, width, inner, x_stride_h, x_stride_m, weight_stride_h, weight_stride_n, weight_stride_k,
+    out_stride_p, out_stride_h, out_stride_m,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr,
+    WHOLE: tl.constexpr, BIAS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """out[h, m, n] = sum over k of x[h, m, k] * weight[h, n, k], and bias[n]. Grid (tiles, heads, parts or 1).
+
+    x [heads, rows, inner], weight [heads, width, inner]. `WHOLE`: all parts, rounded to the dtype of out [heads, rows,
+    width]; else one part, float32 and without bias, into out [parts, heads, rows, width]. Tiles of `GROUP` blocks of
+    rows follow each other for every block of columns, so that weights are read again while the cache has them.
+    """
+    tile, head, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    blocks_m, blocks_n = tl.cdiv(rows, ROWS), tl.cdiv(width, BLOCK_N)
+    group = tile // (GROUP * blocks_n)
+    first_m = group * GROUP
+    within = min(blocks_m - first_m, GROUP)
+    block_m = first_m + (tile % (GROUP * blocks_n)) % within
+    block_n = (tile % (GROUP * blocks_n)) // within
+    m, n = block_m * ROWS + tl.arange(0, ROWS), block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    x_row = x_ptr + head * x_stride_h + m.to(tl.int64)[:, None] * x_stride_m
+    weight_row = weight_ptr + head * weight_stride_h + n.to(tl.int64)[None, :] * weight_stride_n
+    total = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    first = 0 if WHOLE else part * PART
+    last = inner if WHOLE else min(inner, (part + 1) * PART)
+    for begin in range(first, last, PART):
+        acc = tl.zeros([ROWS, BLOCK_N], tl.float32)
+        for at in range(begin, min(begin + PART, inner), BLOCK_K):
+            inside = at + k < inner
+            x = tl.load(x_row + (at + k)[None, :], mask=(m < rows)[:, None] & inside[None, :], other=0.0)
+            w = tl.load(
+                weight_row + (at + k).to(tl.int64)[:, None] * weight_stride_k,
+                mask=inside[:, None] & (n < width)[None, :],
+                other=0.0,
+            )
+            if UPCAST:
+                x = x.to(tl.float32)
+                w = w.to(tl.float32)
+            acc = tl.dot(x, w, acc, input_precision="ieee")
+        total += acc
+    if BIAS and WHOLE:
+        total += tl.load(bias_ptr + n, mask=n < width, other=0.0).to(tl.float32)[None, :]
+    out = out_ptr + part.to(tl.int64) * out_stride_p + head * out_stride_h
+    out += m.to(tl.int64)[:, None] * out_stride_m + n[None, :]
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=(m < rows)[:, None] & (n < width)[None, :])
+
+
+@triton.jit
+def sum_parts_kernel(
+    parts_ptr, bias_ptr, out_ptr, parts, elements, width, part_stride, BLOCK: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """out[e] = the sum over p, in order, of parts[p, e], and bias[e % width]. Grid (cdiv(elements, BLOCK),)."""
+    e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = e < elements
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in range(parts):
+        total += tl.load(parts_ptr + part * part_stride + e, mask=mask, other=0.0)
+    if BIAS:
+        total += tl.load(bias_ptr + e % width, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + e, total.to(out_ptr.dtype.element_ty), mask=mask)

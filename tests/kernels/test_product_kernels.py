@@ -1,0 +1,16 @@
+"""Products, norms and activations of a GPU in the interpreter: each claim of `interpreted_products.py` is a test."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels.claims import Said, names
+
+SCRIPT = "interpreted_products.py"
+
+pytestmark = [pytest.mark.slow, pytest.mark.runs(SCRIPT)]
+
+
+@pytest.mark.parametrize("claim", names(SCRIPT))
+def test_in_the_interpreter(claim: str, said: Said) -> None:
+    assert said[claim] is None, said[claim]
