@@ -6,10 +6,10 @@
 
 `engine` measures the engine beside transformers, `steps` what planning a decode step costs the host, `copies` what
 moves between tiers beside a memcpy, `cache` the prefix tree by its size and the tiers through a KV cache manager,
-`replay` hit rates of a real trace by cache size, `handover` the data planes beside a copy and a socket, `serve` a
-cluster that it starts (or the one at `--url`): one request at a time, many at once, and arrivals of a real trace;
-`failover` how long streams pause when a worker of a cluster is killed. Each bench has more flags of its own: `python -m
-bench.engine.engine_speed --help`, and so on.
+`replay` hit rates of a real trace by cache size, `handover` the data planes beside a copy and a socket, `arrival` what
+decode loses while state comes, `serve` a cluster that it starts (or the one at `--url`): one request at a time, many at
+once, and arrivals of a real trace; `failover` how long streams pause when a worker of a cluster is killed. Each bench
+has more flags of its own: `python -m bench.engine.engine_speed --help`, and so on.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from bench.common.bench_cluster import serving
 from bench.common.random_model import DEMO
 from bench.engine import engine_speed as engine
 from bench.engine import step_planning as steps
+from bench.serving import arrival_cost as arrival
 from bench.serving import failover_pause as failover
 from bench.serving import handover_speed as handover
 from bench.serving import serve_load as serve
 
-BENCHES = ("engine", "steps", "copies", "cache", "replay", "handover", "serve", "failover")
+BENCHES = ("engine", "steps", "copies", "cache", "replay", "handover", "arrival", "serve", "failover")
 TRACE = os.path.relpath(Path(__file__).parent / "traces" / "conversation_200.jsonl")
 SLO = ("--slo-ttft-ms", "500", "--slo-tpot-ms", "50")
 
@@ -92,6 +93,9 @@ def main() -> int:
     if "handover" in chosen:
         print("\n== handover", flush=True)
         worst = max(worst, handover.main(["--rounds", str(3 * times), "--json", str(args.out / "handover.json")]))
+    if "arrival" in chosen:
+        print("\n== arrival", flush=True)
+        worst = max(worst, arrival.main(["--rounds", str(3 * times), "--json", str(args.out / "arrival.json")]))
     if "cache" in chosen:
         print("\n== cache", flush=True)
         sizes = ["10000", "100000", *(["1000000"] if args.long else [])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,7 +111,8 @@ class Twinpool:
             tables[pool.name] = held[pool.name]._replace(first=first)
         return BatchRow(tokens, start, tables, draw)
 
-    def run(self, prompts: Prompts, count: int) -> Answer:
+    def run(self, prompts: Prompts, count: int, after_step: Callable[[], None] | None = None) -> Answer:
+        """As `Side.run`; `after_step` is called after each step, before the next one begins."""
         held = [self._held(i, len(prompt) + count) for i, prompt in enumerate(prompts)]
         start = clock.now()
         params = SamplingParams(max_tokens=_NO_END, temperature=0.0)
@@ -128,6 +129,8 @@ class Twinpool:
                 if out.drawn is not None:
                     tokens[i].append(out.drawn.token)
                     times[i].append(now)
+            if after_step is not None:
+                after_step()
 
         for i, prompt in enumerate(prompts):
             for begin in range(0, len(prompt), self.chunk_tokens):
