@@ -122,6 +122,7 @@ class Arrivals:
         self._digester.digest(self._reader.memory.pools.region, "full", pages, [0] * len(pages), [size] * len(pages))
 
     def close(self) -> None:
+        self._checked.wait()
         self._device.close()
         self._reader.close()
 
