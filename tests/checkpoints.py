@@ -164,7 +164,9 @@ class Oracle:
     """transformers on a checkpoint folder, in its own dtype unless another is given."""
 
     def __init__(self, folder: Path, dtype: str = "auto") -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        # torch's grouped products know no float64.
+        experts = {"experts_implementation": "eager"} if dtype == "float64" else {}
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **experts).eval()
 
     @torch.inference_mode()
     def generate(self, prompt: Sequence[int], count: int) -> list[int]:
