@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from contracts.sampling_params import SamplingParams
-from engine.runner.sampler import uniform
+from engine.runner.sampling.sampler import uniform
 
 VOCAB = 300
 CONTEXT = 4096

@@ -21,7 +21,7 @@ from cache.allocation.block_table import BlockTable, TableSlice
 from cache.device.device_backends import CpuDevice
 from contracts.sampling_params import SamplingParams
 from engine.runner.batch import BatchRow, TokenDraw
-from engine.runner.token_history import TokenHistory
+from engine.runner.sampling.token_history import TokenHistory
 
 _PAGE_TOKENS = 16
 _VOCAB = 32_000

@@ -17,8 +17,8 @@ from engine.layers.moe.experts import TorchExperts, gated_silu
 from engine.layers.moe.triton_experts import StackedProducts, TritonExperts
 from engine.layers.norm import rms_norm
 from engine.layers.rope import RopeTable, rotate
-from engine.runner import sampler as sampling
-from engine.runner import triton_draw
+from engine.runner.sampling import sampler as sampling
+from engine.runner.sampling import triton_draw
 from engine.tensors.row_exact_linear import FAST, RowExactLinear
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 8e-3, torch.bfloat16: 6e-2}

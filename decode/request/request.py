@@ -28,8 +28,8 @@ from contracts.messages.router_commands import Submit
 from contracts.messages.worker_events import LegReport
 from contracts.state_table import StateTable
 from engine.runner.batch import TokenFromStep
-from engine.runner.penalties import needs_history
-from engine.runner.token_history import TokenHistory
+from engine.runner.sampling.penalties import needs_history
+from engine.runner.sampling.token_history import TokenHistory
 from transfer.rooms.metadata_slots import HandoverMetadata
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from cache.allocation.block_table import TableSlice
 from cache.device.device_port import Completion
 from contracts.sampling_params import SamplingParams, TokenDifference, TokenLogprob
-from engine.runner.token_history import TokenHistory
+from engine.runner.sampling.token_history import TokenHistory
 
 
 class TokenDraw(NamedTuple):

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from cache.device.device_port import DONE, Completion
 from engine.runner.batch import BatchRow, DrawnToken, RowOutput, TokenFromStep
-from engine.runner.redraw import RedrawnTokens
-from engine.runner.sampler import DrawnRows, Logprobs
+from engine.runner.sampling.redraw import RedrawnTokens
+from engine.runner.sampling.sampler import DrawnRows, Logprobs
 from engine.tensors.pinned_memory import to_device, upload
 
 

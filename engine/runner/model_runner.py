@@ -35,9 +35,9 @@ from engine.runner.device_block_tables import DeviceBlockTables, PlannedTables
 from engine.runner.device_rows import RowUpdate
 from engine.runner.launched_step import LaunchedStep, StepResults, input_tokens
 from engine.runner.planned_step import PlannedSlots, PlannedStep
-from engine.runner.redraw import RedrawnTokens, redraw
-from engine.runner.sampler import DrawnRows, Logprobs, draw_tokens, token_logprobs
-from engine.runner.token_history import DeviceTokenHistories, TokenHistory
+from engine.runner.sampling.redraw import RedrawnTokens, redraw
+from engine.runner.sampling.sampler import DrawnRows, Logprobs, draw_tokens, token_logprobs
+from engine.runner.sampling.token_history import DeviceTokenHistories, TokenHistory
 from engine.tensors.pinned_memory import HostIntegers, to_device, to_host, upload
 from engine.tensors.row_exact_linear import Numerics
 from engine.tensors.tensor_parallel import ALONE, TensorParallelGroup

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engine.attention.attention_plan import StepShape
 from engine.runner.device_block_tables import PlannedTables
-from engine.runner.token_history import PlannedHistories
+from engine.runner.sampling.token_history import PlannedHistories
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from cache.memory.memory_layout import BufferLayout
 from cache.pool.pool_set import PoolSet
 from contracts.sampling_params import SamplingParams, TokenDifference, TokenLogprob
 from engine.runner.batch import BatchRow, DrawnToken, RowOutput, TokenDraw, TokenFromStep
-from engine.runner.token_history import TokenHistory
+from engine.runner.sampling.token_history import TokenHistory
 
 VOCABULARY = 64
 

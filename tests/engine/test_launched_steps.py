@@ -11,7 +11,7 @@ from cache.device.device_backends import CpuDevice
 from cache.device.device_port import Device
 from contracts.sampling_params import SamplingParams
 from engine.runner.batch import DrawnToken, StepHandle, TokenDraw, TokenFromStep
-from engine.runner.token_history import TokenHistory
+from engine.runner.sampling.token_history import TokenHistory
 from tests.engine.harness import GREEDY, Bench, MakeCheckpoint, row
 
 PROMPTS = [list(range(50, 87)), list(range(10, 13))]

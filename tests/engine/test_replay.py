@@ -10,8 +10,8 @@ import torch
 
 from contracts.sampling_params import SamplingParams
 from engine.runner.batch import BatchRow, KnownAnswer, TokenDraw
-from engine.runner.redraw import RedrawnTokens, gaps, redraw
-from engine.runner.sampler import draw_tokens
+from engine.runner.sampling.redraw import RedrawnTokens, gaps, redraw
+from engine.runner.sampling.sampler import draw_tokens
 
 VOCAB = 60
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from contracts.sampling_params import SamplingParams, TokenLogprob
-from engine.runner import penalties
-from engine.runner import sampler as sampling
 from engine.runner.batch import DrawnToken, TokenDraw
-from engine.runner.sampler import uniform
-from engine.runner.token_history import TokenHistory
+from engine.runner.sampling import penalties
+from engine.runner.sampling import sampler as sampling
+from engine.runner.sampling.sampler import uniform
+from engine.runner.sampling.token_history import TokenHistory
 
 VOCAB = 50
 PLAIN = SamplingParams(max_tokens=100)

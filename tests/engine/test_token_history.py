@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.runner.device_rows import DeviceRows
-from engine.runner.token_history import DeviceTokenHistories, PlannedHistories, TokenHistory
+from engine.runner.sampling.token_history import DeviceTokenHistories, PlannedHistories, TokenHistory
 
 CPU = torch.device("cpu")
 

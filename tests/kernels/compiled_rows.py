@@ -7,7 +7,7 @@ import sys
 
 from engine.layers.mixers import store_heads_kernel
 from engine.layers.moe import expert_kernels as experts
-from engine.runner import draw_kernel
+from engine.runner.sampling import draw_kernel
 from tests.kernels.compiled_claims import code_of
 
 WORDS = ("tf32", "wgmma", "fma.rn.f32", "fma.rn.f64")

@@ -17,7 +17,7 @@ from engine.attention.triton_backend.triton_attention import TritonAttention
 from engine.gpu.gpu_kernels import GpuKernels
 from engine.layers.mixers import triton_store_heads
 from engine.layers.moe import triton_experts
-from engine.runner import triton_draw
+from engine.runner.sampling import triton_draw
 from tests.engine.harness import Bench
 from tests.families import FAMILIES
 from tests.kernels.claims import answer

@@ -14,8 +14,8 @@ from contracts.sampling_params import SamplingParams
 from engine.layers.mixers import triton_store_heads
 from engine.layers.norm import rms_norm
 from engine.layers.rope import RopeTable, rotate
-from engine.runner import sampler as sampling
-from engine.runner import triton_draw
+from engine.runner.sampling import sampler as sampling
+from engine.runner.sampling import triton_draw
 from tests.kernels.claims import answer
 
 CPU = torch.device("cpu")

@@ -89,7 +89,8 @@ TARGETS = (
     "cache/memory/required_pages.py", "contracts/wire/command_protobuf.py", "contracts/wire/event_protobuf.py",
     "contracts/wire/worker_protobuf.py", "contracts/messages/rank_orders.py",
     "contracts/messages/rank_order_codec.py", "engine/runner/device_block_tables.py", "engine/runner/device_rows.py",
-    "engine/runner/token_history.py", "engine/runner/penalties.py", "engine/runner/sampler.py",
+    "engine/runner/sampling/token_history.py", "engine/runner/sampling/penalties.py",
+    "engine/runner/sampling/sampler.py",
     "cluster/controller/controller.py", "cluster/worker_process/lease_keeper.py",
 )  # fmt: skip
 TESTS = (

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from contracts.sampling_params import SamplingParams, TokenDifference
 from engine.runner.batch import BatchRow, TokenDraw
-from engine.runner.penalties import needs_history
-from engine.runner.sampler import draw_tokens, shape_all, uniform, weights
+from engine.runner.sampling.penalties import needs_history
+from engine.runner.sampling.sampler import draw_tokens, shape_all, uniform, weights
 from engine.tensors.pinned_memory import to_device, to_host
 
 

@@ -5,7 +5,7 @@ Both are the largest bound for which the count (or the weight) of values at or a
 searched for like digits of a number: floats are ordered as integers (`_ordered`), and each round tries 16 bounds at
 once and fixes four bits, eight rounds for all 32. A row is read 20 times at most, and it stays in the device's
 cache. It is read in blocks of fixed size from its begin, so a row's result is the same in any batch. Ties at a bound
-are kept, as in `engine.runner.sampler`.
+are kept, as in `engine.runner.sampling.sampler`.
 """
 
 # The compiler reads these functions, Python does not run them: they have no types that mypy could check.

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from contracts.sampling_params import SamplingParams, TokenLogprob
 from engine.runner.batch import DrawnToken, TokenDraw
-from engine.runner.penalties import needs_history, penalise
-from engine.runner.token_history import TokenHistory, rectangle
+from engine.runner.sampling.penalties import needs_history, penalise
+from engine.runner.sampling.token_history import TokenHistory, rectangle
 from engine.tensors.pinned_memory import to_device, to_host
 
 ReadHistories = Callable[[Sequence[int]], Tensor]
@@ -188,7 +188,7 @@ def _draw_shaped(
         sampled_k = to_device(sampled, logits_nv.device)
         rows_nv = logits_nv.index_select(0, sampled_k)
         if triton:
-            from engine.runner import triton_draw as triton_rows
+            from engine.runner.sampling import triton_draw as triton_rows
 
             drawn_k = triton_rows.sample(rows_nv, params, uniforms)
         else:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from contracts.sampling_params import SamplingParams
-from engine.runner import draw_kernel
+from engine.runner.sampling import draw_kernel
 from engine.tensors.pinned_memory import to_device
 
 _VOCAB_BLOCK = 1024
@@ -20,7 +20,7 @@ def sample(
     """Draw one token a row by temperature, the cuts and the inverse of the cumulative distribution.
 
     logits_nv: [n, vocab] float32. Returns [n] int64, -1 for a row that is no distribution. The computation of
-    `engine.runner.sampler` in torch, but without a sort and without waiting for the device.
+    `engine.runner.sampling.sampler` in torch, but without a sort and without waiting for the device.
     """
     logits_nv = logits_nv.contiguous()
     rows, vocab = logits_nv.shape
