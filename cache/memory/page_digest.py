@@ -117,6 +117,11 @@ class PageDigester:
         for stack in stacks:
             total = by_token if stack.layout.spec.index is IndexSpace.TOKEN else by_entry
             stack_lpw = stack.layout.stack(region, count, stack.read_as)
+            if stack_lpw.is_cuda and stack.read_as == stack.word:
+                from cache.memory.triton_digest import add_sums
+
+                add_sums(stack_lpw, indices, stack.coefficients_lw, total)
+                continue
             for at, words_lpw in _portions(stack_lpw, indices, found):
                 sums = sum_by_torch if words_lpw.is_cuda else sum_by_numpy
                 total[at] += sums(words_lpw, stack.word, stack.coefficients_lw, total.shape[1])

@@ -12,8 +12,11 @@ import torch
 
 from cache.memory.block_copy import copy_indexed
 from cache.memory.copy_plan import CopyBlock, blocks, packing
+from cache.memory.kv_cache_spec import IndexSpace
 from cache.memory.memory_layout import LayoutOrder
+from cache.memory.page_digest import sum_by_numpy
 from cache.memory.triton_copy import copy_rows, reachable
+from cache.memory.triton_digest import add_sums
 from cache.pool.pool_set import PoolSet
 from tests.kernels.claims import answer
 from tests.poolsets import NAMES, filled, pool_sets
@@ -92,6 +95,40 @@ def claim_no_pages_are_no_launch() -> None:
 
 def claim_plain_host_memory_is_not_reachable() -> None:
     assert not reachable(torch.zeros(4))
+
+
+def claim_pages_are_summed_for_their_digests_as_numpy_sums_them() -> None:
+    draw = torch.Generator().manual_seed(3)
+    for word in (torch.int64, torch.int32, torch.int16, torch.uint8):
+        for layers, tokens, words in ((1, 1, 1), (3, 4, 5), (8, 1, 2500), (17, 2, 1024)):
+            stack = torch.randint(0, 256, (layers, COUNT, tokens * words * word.itemsize), generator=draw).to(
+                torch.uint8
+            )
+            stack_lpw = stack.view(word)
+            coefficients = torch.randint(-(2**63), 2**63 - 1, (layers, words), generator=draw)
+            pages = [5, 1, 6]
+            total = torch.full((len(pages), tokens), 7, dtype=torch.int64)
+            add_sums(stack_lpw, pages, coefficients, total)
+            want = sum_by_numpy(stack_lpw[:, pages], word, coefficients, tokens)
+            assert torch.equal(total, want + 7), (word, layers, tokens, words)
+
+
+def claim_pages_that_lie_apart_are_summed_where_they_are() -> None:
+    spec, summed = pool_sets(4)["all"], 0
+    for order in LayoutOrder:
+        pools = filled(PoolSet(spec, spec.even(COUNT), order=order), 1)
+        for pool in spec.by_name:
+            for stack in pools.digester._stacks[pool]:
+                if stack.read_as != stack.word:
+                    continue  # Words that lie across the region's alignment are put together by torch.
+                tokens = 4 if stack.layout.spec.index is IndexSpace.TOKEN else 1
+                words_lpw = stack.layout.stack(pools.region, COUNT, stack.read_as)
+                total = torch.zeros(3, tokens, dtype=torch.int64)
+                add_sums(words_lpw, [3, 6, 1], stack.coefficients_lw, total)
+                one_by_one = words_lpw[:, [3, 6, 1]].contiguous()
+                assert torch.equal(total, sum_by_numpy(one_by_one, stack.word, stack.coefficients_lw, tokens))
+                summed += 1
+    assert summed > 2
 
 
 if __name__ == "__main__":
