@@ -96,9 +96,10 @@ class ColocateConfig:
 
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
-    plane: Literal["local", "shm", "zmq", "nixl"] = "shm"
+    plane: Literal["local", "shm", "zmq", "nixl", "staged"] = "shm"
     """local: all in one process; shm: the writer writes into the reader's memory; zmq: TCP; nixl: one-sided writes by
-    NIXL over UCX, which needs ``pip install 'twinpool[nixl]'``."""
+    NIXL over UCX, which needs ``pip install 'twinpool[nixl]'``; staged: TCP for pools on a device, through buffers in
+    host memory."""
     room_timeout_s: float = 60.0
     """Seconds of silence after which a room (hand-over) is failed."""
     link_timeout_s: float = 10.0
@@ -120,7 +121,10 @@ class TransferConfig:
     layer_group_bytes: int = 256 * 1024
     """A group of layers that leaves at once has at least so many bytes."""
     frame_bytes: int = 4 * 1024 * 1024
-    """zmq: the most bytes of a pool that one write may have, or one page where that is more; longer writes are
+    """zmq and staged: the most bytes of a pool that one write may have, or one page where that is more; longer writes are
     split."""
     connections: int = 2
-    """zmq: TCP connections that pages take from one rank of a worker to one rank of another."""
+    """zmq and staged: TCP connections that pages take from one rank of a worker to one rank of another."""
+    bounce_bytes: int = 1024 * 1024
+    """staged: bytes of a host buffer that pages go through, or one page of a layer where that is more. A connection has
+    two at either end."""

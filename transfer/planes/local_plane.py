@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 import zmq
 
+from cache.device.device_copies import CPU
 from cache.memory.head_slices import HeadSlice
 from cache.memory.kv_cache_spec import PoolSetSpec
 from cache.pool.pool_set import PoolSet
@@ -18,7 +19,7 @@ from contracts.errors import LayoutMismatch
 from contracts.ids import RoomId
 from contracts.messages.rank_orders import WriteArrived
 from transfer.net.fault_injection import WriteFaults
-from transfer.planes.data_plane import RoomTarget, WakeCallback, WriteLink, said
+from transfer.planes.data_plane import RoomTarget, WakeCallback, WriteLink, refuse_device_memory, said
 from transfer.planes.direct_link import DirectLink
 from transfer.planes.rank_fan import fan
 from transfer.planes.shm_plane import AT_ONCE
@@ -41,7 +42,8 @@ class LocalPlane:
         self.dropped = 0
         self._readers[self._token] = self
 
-    def allocate(self, name: str, nbytes: int) -> torch.Tensor:
+    def allocate(self, name: str, nbytes: int, device: torch.device = CPU) -> torch.Tensor:
+        refuse_device_memory(self.kind, device)
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     def register(self, pools: PoolSet, slots: torch.Tensor | None) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import zmq
 
+from cache.device.device_copies import CPU
 from cache.memory.head_slices import HeadSlice
 from cache.memory.kv_cache_spec import PoolSetSpec
 from cache.memory.memory_layout import PoolSetLayout
@@ -30,7 +31,7 @@ from transfer.net import process_watch as process
 from transfer.net.curve_keys import CurveKeys, bind, dial
 from transfer.net.disconnects import keep_alive
 from transfer.net.fault_injection import WriteFaults, via_proxy
-from transfer.planes.data_plane import SLOT_BYTES, RoomTarget, WriteLink, said
+from transfer.planes.data_plane import SLOT_BYTES, RoomTarget, WriteLink, refuse_device_memory, said
 from transfer.planes.direct_link import HEAD, DirectLink
 from transfer.planes.rank_fan import fan
 
@@ -78,7 +79,8 @@ class ShmPlane:
         self._endpoint = via_proxy(bind(self._notices, host, curve), "data", str(os.getpid()), faults.proxy)
         self.dropped = 0
 
-    def allocate(self, name: str, nbytes: int) -> torch.Tensor:
+    def allocate(self, name: str, nbytes: int, device: torch.device = CPU) -> torch.Tensor:
+        refuse_device_memory(self.kind, device)
         fd = os.memfd_create(f"{_SEGMENT}{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, HEAD + nbytes)
         # A writer that has the segment mapped would die if it shrank.
