@@ -121,8 +121,8 @@ class TransferConfig:
     layer_group_bytes: int = 256 * 1024
     """A group of layers that leaves at once has at least so many bytes."""
     frame_bytes: int = 4 * 1024 * 1024
-    """zmq and staged: the most bytes of a pool that one write may have, or one page where that is more; longer writes are
-    split."""
+    """zmq and staged: the most bytes of a pool that one write may have, or one page where that is more; longer writes
+    are split."""
     connections: int = 2
     """zmq and staged: TCP connections that pages take from one rank of a worker to one rank of another."""
     bounce_bytes: int = 1024 * 1024
