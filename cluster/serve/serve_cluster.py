@@ -27,7 +27,7 @@ from cluster.processes.log_files import last_words
 from cluster.processes.restart_policy import RestartHistory
 from cluster.processes.run_folder import RunFolder
 from cluster.ray_nodes.node_drains import NodeDrains, draining_ray_nodes
-from cluster.serve.preflight import ServePlan
+from cluster.serve.preflight import ServePlan, on_device
 from cluster.serve.router_probe import RouterProbe
 from cluster.serve.router_process import COMMAND, RouterProcess
 from cluster.serve.shutdown_signal import ShutdownSignal
@@ -175,7 +175,12 @@ class ServeCluster:
         from cluster.ray_nodes.ray_cluster import measure_nodes
 
         prepared, refused = self._prepared, []
-        for facts in measure_nodes({*prepared.shares, *self._small}):
+        nodes = measure_nodes({*prepared.shares, *self._small}, prepared.config.engine.device)
+        if nodes:
+            # The first nodes decide: numerics of a GPU and of a CPU are of two classes.
+            config = on_device(prepared.config, all(facts.cards for facts in nodes))
+            prepared = dataclasses.replace(prepared, config=config)
+        for facts in nodes:
             try:
                 share = prepared.divide(facts)
             except MemoryShort as error:
@@ -262,6 +267,7 @@ class ServeCluster:
             arena=self._arena,
             secret=self._secret,
             by_node=by_node,
+            cards=prepared.cards_of(start.name, start.role),
         )
 
     def _cluster_secret(self) -> str:

@@ -22,8 +22,10 @@ class EngineConfig:
     numerics_class: Literal["auto", "x86-64-v3", "x86-64-v4"] = "auto"
     """The instructions that a worker's kernels and libraries may use. auto: all that its machine has. A level: only
     those of the level, so that unlike machines compute the same bits; a machine without them refuses to start."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: the CPU. cuda is refused, as long as data planes register host memory only."""
+    device: str = "auto"
+    """auto, cpu, cuda, or cuda:N for one GPU alone. auto: the GPUs if torch sees any and Triton is there (``pip install
+    'twinpool[cuda]'``), else the CPU. Ranks are dealt the GPUs of a machine in turn; under a Ray that `serve` joins
+    each asks for one of its own."""
 
 
 @dataclass(frozen=True, slots=True)
