@@ -21,6 +21,7 @@ from contracts import cpu_levels as processor
 from contracts.checkpoint.model_spec import ModelSpec, read_model_spec, served_as
 from contracts.config.cluster_config import Config, section_of
 from contracts.config.load_config import load_config
+from contracts.config.plane_choice import with_plane
 from contracts.errors import ConfigError
 from contracts.ids import PAIR, Role, WorkerName
 
@@ -135,7 +136,7 @@ def prepare(
         cards = ()
     else:
         cards = cards_of(config.engine.device) if cards is None else cards
-        config = on_device(config, bool(cards))
+        config = with_plane(on_device(config, bool(cards)), one_host=True)
     pool_set = pool_set_of(spec, config, options.cache_role)
     check_ranks(config, spec, options.workers)
     weights = weight_bytes(spec, config)

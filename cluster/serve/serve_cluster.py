@@ -36,6 +36,7 @@ from cluster.worker_process.worker_plan import BuildWorker, WorkerPlan
 from cluster.worker_process.worker_process import build_from_plan
 from contracts.clock import Clock, SystemClock
 from contracts.cluster_secret import SECRET_VARIABLE
+from contracts.config.plane_choice import why, with_plane
 from contracts.errors import TwinpoolError
 from contracts.json_logs import log_to_stream
 
@@ -120,6 +121,7 @@ class ServeCluster:
         self._secret = self._cluster_secret()
         self._server = ControllerServer(core, self._address, self._secret)
         stack.callback(self._server.close)
+        self._terminal.step("pages go by", why(self._prepared.config))
         self._router = self._start_router(stack)
         if options.ray_address is None:
             self._own_ray(stack)
@@ -178,7 +180,7 @@ class ServeCluster:
         nodes = measure_nodes({*prepared.shares, *self._small}, prepared.config.engine.device)
         if nodes:
             # The first nodes decide: numerics of a GPU and of a CPU are of two classes.
-            config = on_device(prepared.config, all(facts.cards for facts in nodes))
+            config = with_plane(on_device(prepared.config, all(facts.cards for facts in nodes)), one_host=False)
             prepared = dataclasses.replace(prepared, config=config)
         for facts in nodes:
             try:

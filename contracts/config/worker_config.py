@@ -98,10 +98,11 @@ class ColocateConfig:
 
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
-    plane: Literal["local", "shm", "zmq", "nixl", "staged"] = "shm"
-    """local: all in one process; shm: the writer writes into the reader's memory; zmq: TCP; nixl: one-sided writes by
-    NIXL over UCX, which needs ``pip install 'twinpool[nixl]'``; staged: TCP for pools on a device, through buffers in
-    host memory."""
+    plane: Literal["auto", "local", "shm", "zmq", "nixl", "cuda_ipc", "staged"] = "auto"
+    """auto: shm on one host and zmq else, for pools on GPUs cuda_ipc and staged; `serve` says which. local: all in one
+    process; shm: the writer writes into the reader's memory; zmq: TCP; nixl: one-sided writes by NIXL over UCX, which
+    needs ``pip install 'twinpool[nixl]'``; cuda_ipc: shm for pools on GPUs of one host; staged: TCP for pools on a
+    device, through buffers in host memory."""
     room_timeout_s: float = 60.0
     """Seconds of silence after which a room (hand-over) is failed."""
     link_timeout_s: float = 10.0

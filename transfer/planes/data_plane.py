@@ -24,6 +24,7 @@ from cache.device.device_port import Completion
 from cache.memory.kv_cache_spec import PoolSetSpec
 from cache.memory.page_moves import PageMove
 from cache.pool.pool_set import PoolSet
+from contracts.config.plane_choice import DEVICE_PLANES
 from contracts.errors import ConfigError, LayoutMismatch
 from contracts.ids import RoomId
 from contracts.messages.rank_orders import WriteArrived
@@ -228,7 +229,7 @@ def refuse_device_memory(kind: str, device: torch.device) -> None:
     if device.type != "cpu":
         raise ConfigError(
             f"transfer.plane={kind} reaches host memory alone, and the pools lie on {device}: use transfer.plane=auto, "
-            "staged or cuda_ipc, or engine.device=cpu"
+            f"{' or '.join(DEVICE_PLANES)}, or engine.device=cpu"
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 import zmq
 
-from cache.device.device_copies import CPU
+from cache.device.device_copies import CPU, zeroed
 from cache.memory.head_slices import HeadSlice
 from cache.memory.kv_cache_spec import PoolSetSpec
 from cache.pool.pool_set import PoolSet
@@ -19,7 +19,7 @@ from contracts.errors import LayoutMismatch
 from contracts.ids import RoomId
 from contracts.messages.rank_orders import WriteArrived
 from transfer.net.fault_injection import WriteFaults
-from transfer.planes.data_plane import RoomTarget, WakeCallback, WriteLink, refuse_device_memory, said
+from transfer.planes.data_plane import RoomTarget, WakeCallback, WriteLink, said
 from transfer.planes.direct_link import DirectLink
 from transfer.planes.rank_fan import fan
 from transfer.planes.shm_plane import AT_ONCE
@@ -43,8 +43,7 @@ class LocalPlane:
         self._readers[self._token] = self
 
     def allocate(self, name: str, nbytes: int, device: torch.device = CPU) -> torch.Tensor:
-        refuse_device_memory(self.kind, device)
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        return zeroed(nbytes, device)
 
     def register(self, pools: PoolSet, slots: torch.Tensor | None) -> None:
         self._pools, self._slots = pools, slots
