@@ -161,7 +161,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0, help="in all, those of earlier runs of --state included")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--plane", choices=("shm", "zmq", "nixl"), default="zmq")
+    parser.add_argument("--plane", choices=("shm", "zmq", "nixl", "staged"), default="zmq")
     parser.add_argument("--pause", type=float, default=3.0, help="seconds between two faults, on average")
     parser.add_argument("--state", type=Path, help="file that keeps the counts, to go on after a break")
     args = parser.parse_args()

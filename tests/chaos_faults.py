@@ -100,7 +100,7 @@ class Chaos:
             "drain and undrain": self.drain_and_undrain,
             CHANGE: self.change_a_role,
         }
-        if tally.plane == "zmq":
+        if tally.plane in {"zmq", "staged"}:
             self.faults["cut pages"] = lambda: self.link("pages", self.proxy.cut)
             self.faults["silence pages"] = lambda: self.link("pages", self.proxy.silence)
             self.faults["slow pages"] = lambda: self.link("pages", self.slowed)

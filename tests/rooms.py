@@ -48,7 +48,7 @@ from transfer.rooms.room_outcomes import ExpectedPrompt, SendablePages
 from transfer.rooms.sender import sender_rooms
 from transfer.rooms.sender.kv_sender import KVSender
 
-PLANES = ("local", "shm", "zmq", "nixl")
+PLANES = ("local", "shm", "zmq", "nixl", "staged")
 _UNTIL_S = 30.0
 
 

@@ -11,6 +11,8 @@ import torch
 from cache.device.async_cpu_device import AsyncCpuDevice
 from cache.device.cpu_memory import CpuMemory
 from cache.device.cuda_marks import CudaLayerMarks
+from cache.device.device_choice import GpuView, chosen_device, gpu_view
+from cache.device.device_copies import CudaEvent
 from cache.device.device_port import DONE, NO_GATES, Completion, Device, DeviceOp, DeviceStream, GatedLoads, PageSpanUse
 from cache.device.host_stream import HostStream
 from cache.device.layer_marks import LayerCounts, LayerMarks
@@ -87,7 +89,7 @@ class CudaDevice:
         # The caching allocator would hand the memory of a dropped tensor to its own stream while this one still
         # reads it: so everything that the launch could reach stays until the event.
         self._kept.append((event, (run, *keep)))
-        return _CudaEvent(event)
+        return CudaEvent(event)
 
     def touch(self, name: str, *, reads: Sequence[PageSpanUse] = (), writes: Sequence[PageSpanUse] = ()) -> None:
         return
@@ -112,28 +114,17 @@ class CudaDevice:
             self._kept.popleft()
 
 
-class _CudaEvent:
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    @property
-    def done(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
-
-    def wait(self) -> None:
-        self._event.synchronize()
-
-    def order(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
-
-
-def make_device(name: str, wake: Callable[[], None] = lambda: None, *, streams: bool = False) -> Device:
-    """Return the device of this name: ``auto``, ``cpu`` or ``cuda`` as in `engine.device`.
+def make_device(
+    name: str, wake: Callable[[], None] = lambda: None, *, streams: bool = False, view: GpuView | None = None
+) -> Device:
+    """Return the device of this name, as in `engine.device`. Raises `ConfigError` for a GPU that can't be used.
 
     `wake` is called when something that runs on a thread of the host is over. `streams`: whether a CPU copies and sends
     beside what it computes. Ranks of a worker tell each other of copies in the order in which these run, on one thread:
-    several of them have to do one thing after the other.
+    several of them have to do one thing after the other. `view`: of the GPUs; None: this process's.
     """
-    if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
-        return CudaDevice(wake=wake)
+    device = chosen_device(name, view or gpu_view())
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        return CudaDevice(device.index, wake)
     return AsyncCpuDevice(wake) if streams else CpuDevice()

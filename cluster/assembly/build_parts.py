@@ -82,20 +82,18 @@ def build_parts(
     """
     hold_to_class(config.engine)
     curve = curve_keys_for(host)
-    if config.engine.device == "cuda":
-        raise ConfigError("engine.device=cuda: data planes register host memory only as yet; use engine.device=cpu")
     if (config.tp_for(role) > 1) != (group is not None):
         raise ConfigError(f"{section_of(role)}.tp={config.tp_for(role)} needs a process for each rank")
     ranks, line = (ALONE, None) if group is None else (group.ranks, group.line)
     waiter = Waiter()
     undo.callback(waiter.close)
-    device = device or make_device("cpu", waiter.wake, streams=ranks.size == 1)
+    device = device or make_device(config.engine.device, waiter.wake, streams=ranks.size == 1)
     undo.callback(device.close)
     own = make_plane(config, host, curve, waiter.wake, ranks.rank, ranks.size)
     plane: DataPlane = own if line is None else TPDataPlane(own, line)
     undo.callback(plane.close)
     model, layout = rank_layout(role, spec, config, counts, ranks)
-    region = plane.allocate("pages", layout.nbytes)
+    region = plane.allocate("pages", layout.nbytes, device.torch_device)
     pools = PoolSet(layout.spec, layout.counts, region) if line is None else TPPoolSet(layout, region, line, DEVICE)
     if line is not None:
         waiter.add(line.socket)

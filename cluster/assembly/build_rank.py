@@ -63,7 +63,7 @@ def build_rank(
     `counts`: pages and slots that each pool can lease, the same on all ranks.
     """
     hold_to_class(config.engine)
-    device = make_device("cpu")
+    device = make_device(config.engine.device)
     storage: FollowerPageStore | None = None
     arena: Arena | None = None
     with ExitStack() as undo:
@@ -72,7 +72,7 @@ def build_rank(
         plane = make_plane(config, host, curve_keys_for(host), waiter.wake, ranks.rank, ranks.size)
         undo.callback(plane.close)
         model, layout = rank_layout(role, spec, config, counts, ranks)
-        pools = PoolSet(layout.spec, layout.counts, plane.allocate("pages", layout.nbytes))
+        pools = PoolSet(layout.spec, layout.counts, plane.allocate("pages", layout.nbytes, device.torch_device))
         plane.register(pools, None)
         places = {DEVICE: pools}
         tier = host_tier(layout, config, role, ranks.size)

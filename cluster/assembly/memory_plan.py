@@ -99,11 +99,14 @@ def most_requests(config: Config, role: Role) -> int:
     return config.prefill.max_running if role is Role.PREFILL else config.decode.max_batch_tokens
 
 
-def plan_memory(spec: PoolSetSpec, config: Config, role: Role, context: int, budget: int) -> MemoryPlan | None:
+def plan_memory(
+    spec: PoolSetSpec, config: Config, role: Role, context: int, budget: int, *, fill: bool = False
+) -> MemoryPlan | None:
     """The memory plan of a worker within `budget` bytes, for a model of `context` positions; None where not even the
     smallest pools fit. `spec` is the whole model's, `budget` is for all ranks together.
 
-    Sizes that the configuration sets are taken as they are, whatever the budget; `budget` bounds only the others.
+    Sizes that the configuration sets are taken as they are, whatever the budget; `budget` bounds only the others. With
+    `fill` they take all of it, up to a whole context for each request that may run; else up to `DEFAULT_CONTEXTS`.
     """
     cache = config.cache_for(role)
     size = spec.page_tokens
@@ -120,7 +123,7 @@ def plan_memory(spec: PoolSetSpec, config: Config, role: Role, context: int, bud
         pages = cache.device_tokens // size
         requests = cache.device_requests or max(1, _largest(limit, lambda n: fits(pages, n)))
         return sized(pages, requests)
-    most = max(1, DEFAULT_CONTEXTS * context // size)
+    most = max(1, (max(limit, DEFAULT_CONTEXTS) if fill else DEFAULT_CONTEXTS) * context // size)
     share = [max(1, most * n // limit) for n in range(limit + 1)]
     requests = cache.device_requests or max(1, _largest(limit, lambda n: fits(share[n], n)))
     pages = _largest(most, lambda n: fits(n, requests))

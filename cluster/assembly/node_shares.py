@@ -15,10 +15,11 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cluster.assembly.device_cards import CardFacts, Dealt, cards_of
 from contracts.config.cluster_config import Config
 from contracts.errors import TwinpoolError
 from contracts.ids import Role
@@ -51,6 +52,8 @@ class NodeFacts:
     """Number of processes of each role that may be placed there: a worker takes one for each rank."""
     node_id: str = ""
     """The Ray node id; empty without Ray."""
+    cards: tuple[CardFacts, ...] = ()
+    """The GPUs that `engine.device` names there; none: its workers run on the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +91,25 @@ class NodeShare:
     configuration sets the host tier of a role (`cache.host_bytes`)."""
     host_bytes: Mapping[Role, int]
     """Bytes of the host tier of a worker of each role."""
+    device_bytes: Mapping[Role, int] = field(default_factory=dict)
+    """Bytes of its cards that the pools of a worker of each role may take; empty where they lie in host memory."""
+    dealt: Dealt = field(default_factory=dict)
+    """The cards of the ranks of each worker; empty where there are none, or Ray deals them out."""
 
     def sizes(self, role: Role) -> WorkerShare:
         return WorkerShare(self.threads, self.plans[role].counts, self.host_bytes[role])
 
 
-def measured(places: Mapping[Role, int], node_id: str = "") -> NodeFacts:
-    """Measure the machine that this process runs on."""
-    return NodeFacts(socket.gethostname(), cores(), free_bytes(), dict(places), node_id)
+def measured(places: Mapping[Role, int], node_id: str = "", device: str = "cpu") -> NodeFacts:
+    """Measure the machine that this process runs on, with the GPUs that `device` (`engine.device`) names. Raises
+    `ConfigError` where they can't be used."""
+    cards = () if device == "cpu" else cards_of(device)
+    return NodeFacts(socket.gethostname(), cores(), free_bytes(), dict(places), node_id, cards)
 
 
 def by_machine(nodes: Iterable[NodeFacts]) -> list[NodeFacts]:
-    """Divide cores and memory among nodes that share a machine, since each of them has measured the whole machine."""
+    """Divide cores and memory among nodes that share a machine, since each of them has measured the whole machine. Its
+    cards stay whole: Ray knows which node has which."""
     nodes = list(nodes)
     on_host = Counter(node.host for node in nodes)
     return [

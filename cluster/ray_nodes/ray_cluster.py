@@ -171,8 +171,9 @@ def missing_places(needed: Mapping[Role, int]) -> str:
     )
 
 
-def measure_nodes(known: Container[str]) -> list[NodeFacts]:
-    """Measure the nodes that take workers and whose Ray node ids are not `known` yet, each by a task on the node.
+def measure_nodes(known: Container[str], device: str) -> list[NodeFacts]:
+    """Measure the nodes that take workers and whose Ray node ids are not `known` yet, each by a task on the node, with
+    the GPUs that `device` (`engine.device`) names.
 
     A node that doesn't answer within `MEASURE_TIMEOUT_S` is left out. Where several new nodes share a machine, as
     logical nodes do, each gets its part of the machine.
@@ -186,7 +187,7 @@ def measure_nodes(known: Container[str]) -> list[NodeFacts]:
             places = {role: int(node["Resources"].get(RESOURCES[role], 0)) for role in Role}
             there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             look = ray.remote(measured).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
-            asked.append(look.remote(places, node["NodeID"]))
+            asked.append(look.remote(places, node["NodeID"], device))
     done, late = ray.wait(asked, num_returns=len(asked), timeout=MEASURE_TIMEOUT_S) if asked else ([], [])
     facts: list[NodeFacts] = []
     for answer in done:

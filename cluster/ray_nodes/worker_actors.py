@@ -40,6 +40,11 @@ GET_TIMEOUT_S = 10.0
 """How long fetching a result that is ready may take before it counts as lost."""
 
 
+def rank_resources(plan: WorkerPlan) -> dict[str, float]:
+    """What Ray must have on a node for one rank of a worker."""
+    return {RESOURCES[plan.role]: 1.0} | ({"GPU": 1.0} if plan.gpus_of_ray else {})
+
+
 class ActorPlacement(NamedTuple):
     """The process and node of an actor; all fields are empty where the actor died before it told them."""
 
@@ -133,7 +138,7 @@ class RayLauncher:
         if size > 1:
             # All ranks go to one node with a place for each of them, or none is started.
             labels = {"bundle_label_selector": [elsewhere] * size} if elsewhere else {}
-            bundles = [{RESOURCES[plan.role]: 1.0} for _ in range(size)]
+            bundles = [rank_resources(plan) for _ in range(size)]
             group = placement_group(bundles, strategy="STRICT_PACK", **labels)
             plan = dataclasses.replace(plan, meeting=secrets.token_hex(32))
         ranks = [dataclasses.replace(plan, rank=rank) for rank in range(size)]
@@ -164,6 +169,7 @@ class RayLauncher:
             placed["label_selector"] = elsewhere
         actor = self._class.options(
             num_cpus=0,
+            num_gpus=plan.gpus_of_ray,
             resources={RESOURCES[plan.role]: 1},
             max_restarts=0,
             max_task_retries=0,
@@ -271,7 +277,7 @@ def _reason(running: _RunningWorker, ref: Any) -> str:
     except ray.exceptions.RayTaskError as error:
         return str(error.cause)
     except ray.exceptions.ActorUnschedulableError:
-        return f"no node has the resource {RESOURCES[plan.role]}"
+        return f"no node has {' and '.join(rank_resources(plan))} free"
     except ray.exceptions.RayError:
         node = running.at.node if running.at is not None else ""
         if node not in ("", node_name()):

@@ -8,17 +8,21 @@ from typing import Any
 
 from cache.arena.arena import most_index_bytes
 from cache.memory.kv_cache_spec import PoolSetSpec
+from cluster.assembly.device_cards import CardParts, Dealt, deal, least_part
 from cluster.assembly.memory_plan import MemoryPlan, plan_memory, unit_bytes
 from cluster.assembly.node_shares import MemoryShort, NodeFacts, NodeShare
 from contracts.config.cache_config import CacheOverride
 from contracts.config.cluster_config import Config, section_of
 from contracts.errors import ConfigError
-from contracts.ids import Role
+from contracts.ids import Role, WorkerName
 
 MEMORY_SHARE = 0.25
 """The part of a worker's share of free memory that its pools may take where the configuration sets no sizes."""
 WORKER_BYTES = 300 << 20
 """Bytes that each rank's process takes besides weights and pools: interpreter, torch, buffers."""
+CUDA_WORKER_BYTES = 2 << 30
+"""Bytes of host memory that a process takes whose weights and pools lie on a GPU, CUDA's libraries among them. Not
+measured yet (docs/gpu.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +38,12 @@ class MemoryDemand:
     """Number of workers of each role that the cluster has."""
     free: int
     """Bytes of the node's memory that are free."""
+    cards: CardParts | None = None
+    """What the workers get of the node's cards, where their weights and pools lie; None: in its memory."""
 
     def plans(self) -> dict[Role, MemoryPlan] | None:
-        """The memory plan of a worker of each role; None where free memory is too little for the smallest pools.
+        """The memory plan of a worker of each role; None where free memory, or that of its cards, is too little for the
+        smallest pools.
 
         Raises `ConfigError` for a pool smaller than a page.
         """
@@ -48,21 +55,32 @@ class MemoryDemand:
                     f"cache.device_tokens={cache.device_tokens} is less than one page "
                     f"(cache.page_tokens={cache.page_tokens})"
                 )
-            others = self.weights + self._processes(role) + self._host(role)
-            budget = min(int(share * MEMORY_SHARE), share - others)
-            plan = plan_memory(self.pool_set, self.config, role, self.context, budget)
+            if self.cards is not None:
+                budget = self.cards.budget(role)
+            else:
+                others = self.weights + self._processes(role) + self._host(role)
+                budget = min(int(share * MEMORY_SHARE), share - others)
+            on_cards = self.cards is not None
+            plan = plan_memory(self.pool_set, self.config, role, self.context, budget, fill=on_cards)
             if plan is None:
                 return None
             plans[role] = plan
         return plans
 
     def need(self, plans: dict[Role, MemoryPlan]) -> int:
-        """Bytes that all workers take together: pools, weights, processes, and host tiers of a configured size."""
-        each = {role: plans[role].nbytes + self.weights + self._processes(role) for role in self.workers}
+        """Bytes of the node's memory that all workers take together: pools and weights unless they lie on cards,
+        processes, and host tiers of a configured size."""
+        each = {role: self._processes(role) for role in self.workers}
+        if self.cards is None:
+            each = {role: plans[role].nbytes + self.weights + own for role, own in each.items()}
         return sum(count * each[role] for role, count in self.workers.items()) + self._hosts
 
     def _processes(self, role: Role) -> int:
-        return self.config.tp_for(role) * WORKER_BYTES
+        return self.config.tp_for(role) * (WORKER_BYTES if self.cards is None else CUDA_WORKER_BYTES)
+
+    def fits(self, plans: dict[Role, MemoryPlan]) -> bool:
+        """Whether these plans fit into the node's memory, and onto its cards."""
+        return self.need(plans) <= self.free and not (self.cards is not None and self.cards.short(plans))
 
     def host_tiers(self, plans: Mapping[Role, MemoryPlan]) -> tuple[int, dict[Role, int]]:
         """The budget of all host tiers together, and the host tier of a worker of each role, in bytes.
@@ -111,6 +129,11 @@ class MemoryDemand:
     def refusal(self, plans: dict[Role, MemoryPlan] | None) -> str:
         """One line for the operator: why the workers don't fit, and which settings would."""
         workers = sum(self.workers.values())
+        if self.cards is not None and (plans is None or self.cards.short(plans)):
+            if plans is not None:
+                return f"{self.cards.short(plans)}: {self._advice()}"
+            part = f"each rank has {_mib(self.cards.free)} of a GPU"
+            return f"{part}, too little for its part of {_mib(self.weights)} of weights, and a page: {self._advice()}"
         if plans is None:
             said = f"{workers} workers need {_mib(self.weights)} of weights each, and pools of at least a page"
         else:
@@ -131,7 +154,7 @@ class MemoryDemand:
             }
         for how, demand in ways.items():
             plans = demand._left_open().plans()
-            if plans is not None:
+            if plans is not None and demand._left_open().fits(plans):
                 return f"{how}cache.device_tokens={min(plan.positions for plan in plans.values())} fits"
         return "this model needs more memory than that, or a smaller engine.dtype"
 
@@ -159,6 +182,29 @@ class MemoryDemand:
         return replace(self, config=changed)
 
 
+def named(workers: Mapping[Role, int]) -> list[tuple[WorkerName, Role]]:
+    """The names of so many workers of each role."""
+    return [(WorkerName(f"{role}-{i}"), role) for role, count in workers.items() for i in range(count)]
+
+
+def card_parts(
+    facts: NodeFacts, config: Config, weights: int, workers: Mapping[Role, int]
+) -> tuple[Dealt, CardParts | None]:
+    """The cards that a node's workers are dealt, and what they get of them; nothing where it has none that count.
+
+    Under Ray, which deals cards out by itself, each rank has one of its own. Raises `ConfigError` where a worker has
+    more ranks than there are cards.
+    """
+    if not facts.cards:
+        return {}, None
+    ranks = {role: config.tp_for(role) for role in workers}
+    shares = {role: config.cache_for(role).device_share for role in workers}
+    if facts.node_id:
+        return {}, CardParts(min(card.free for card in facts.cards), ranks, shares, weights)
+    dealt = deal([(name, ranks[role]) for name, role in named(workers)], facts.cards)
+    return dealt, CardParts(least_part(dealt, facts.cards), ranks, shares, weights)
+
+
 def divide(
     facts: NodeFacts, config: Config, pool_set: PoolSetSpec, context: int, weights: int, wanted: Mapping[Role, int]
 ) -> NodeShare:
@@ -170,13 +216,17 @@ def divide(
     """
     workers = {role: min(wanted[role], facts.places.get(role, 0) // config.tp_for(role)) for role in wanted}
     processes = sum(workers[role] * config.tp_for(role) for role in wanted)
-    demand = MemoryDemand(config, pool_set, context, weights, workers, facts.free)
+    if facts.node_id and config.engine.device == "cuda" and not facts.cards:
+        raise MemoryShort("engine.device=cuda, and it has no GPU that torch sees, or no Triton")
+    dealt, cards = card_parts(facts, config, weights, workers)
+    demand = MemoryDemand(config, pool_set, context, weights, workers, facts.free, cards)
     plans = demand.plans()
-    if plans is None or demand.need(plans) > facts.free:
+    if plans is None or not demand.fits(plans):
         raise MemoryShort(demand.refusal(plans))
     budget, host_bytes = demand.host_tiers(plans)
     threads = config.engine.threads or max(1, facts.cores // max(1, processes))
-    return NodeShare(facts, workers, threads, weights, plans, budget, host_bytes)
+    on_cards = {role: cards.budget(role) for role in workers} if cards is not None else {}
+    return NodeShare(facts, workers, threads, weights, plans, budget, host_bytes, on_cards, dealt)
 
 
 def _mib(size: int) -> str:

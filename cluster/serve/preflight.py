@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from cluster.assembly.device_cards import CardFacts, cards_of
 from cluster.assembly.node_shares import NodeFacts, NodeShare, measured
 from contracts import cpu_levels as processor
 from contracts.checkpoint.model_spec import ModelSpec, read_model_spec, served_as
 from contracts.config.cluster_config import Config, section_of
 from contracts.config.load_config import load_config
+from contracts.config.plane_choice import with_plane
 from contracts.errors import ConfigError
 from contracts.ids import PAIR, Role, WorkerName
 
@@ -94,16 +96,31 @@ class ServePlan:
 
         return divide(facts, self.config, self.pool_set, self.spec.context, self.weights, self.wanted)
 
+    def cards_of(self, name: WorkerName, role: Role) -> tuple[int, ...]:
+        """The cards of a worker's ranks, by rank; none where they run on the CPU, or Ray deals. A worker whose role was
+        changed keeps its first."""
+        dealt = self.shares[""].dealt.get(name, ()) if "" in self.shares else ()
+        if not dealt:
+            return ()
+        there = [card.index for card in self.here.facts.cards]
+        first = there.index(dealt[0])
+        return tuple(there[(first + rank) % len(there)] for rank in range(self.config.tp_for(role)))
+
     @property
     def workers(self) -> list[tuple[WorkerName, Role]]:
-        return [(WorkerName(f"{role}-{i}"), role) for role, count in self.wanted.items() for i in range(count)]
+        from cluster.serve.memory_fit import named
+
+        return named(self.wanted)
 
 
-def prepare(options: ServeOptions, free_bytes: int | None = None) -> ServePlan:
+def prepare(
+    options: ServeOptions, free_bytes: int | None = None, cards: tuple[CardFacts, ...] | None = None
+) -> ServePlan:
     """Check the options and work out what to start.
 
-    `free_bytes` is the memory to plan with; None measures this machine's. Raises `ConfigError`, `CheckpointError` or
-    `MemoryShort`, each in one line that says what to change. With `--ray-address`, memory is checked later, by node.
+    `free_bytes` and `cards` are the memory and the GPUs to plan with; None: measure this machine's. Raises
+    `ConfigError`, `CheckpointError` or `MemoryShort`, each in one line that says what to change. With `--ray-address`,
+    memory is checked later, by node.
     """
     _check_flags(options)
     try:
@@ -115,18 +132,30 @@ def prepare(options: ServeOptions, free_bytes: int | None = None) -> ServePlan:
         # Everything is in this process, and the next lines compute.
         processor.pin(config.engine.numerics_class)
     spec = served_as(read_model_spec(model_folder(options.model)), config.router.served_model_name)
+    if options.ray_address is not None:
+        cards = ()
+    else:
+        cards = cards_of(config.engine.device) if cards is None else cards
+        config = with_plane(on_device(config, bool(cards)), one_host=True)
     pool_set = pool_set_of(spec, config, options.cache_role)
     check_ranks(config, spec, options.workers)
     weights = weight_bytes(spec, config)
     prepared = ServePlan(options, config, spec, pool_set, free_port(options.host, options.port), {}, weights)
     if options.ray_address is None:
         places = {role: count * config.tp_for(role) for role, count in prepared.wanted.items()}
-        facts = measured(places)
+        facts = dataclasses.replace(measured(places), cards=cards)
         if free_bytes is not None:
             facts = dataclasses.replace(facts, free=free_bytes)
         prepared = dataclasses.replace(prepared, shares={"": prepared.divide(facts)})
         _check_tiers(config, prepared.here)
     return prepared
+
+
+def on_device(config: Config, cards: bool) -> Config:
+    """`config` with ``auto`` of `engine.device` made cuda, where there are `cards`, or cpu."""
+    device = config.engine.device
+    chosen = device if device != "auto" else "cuda" if cards else "cpu"
+    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, device=chosen))
 
 
 def _check_tiers(config: Config, share: NodeShare) -> None:
@@ -239,8 +268,8 @@ def _check_flags(options: ServeOptions) -> None:
 def _check_config(config: Config, options: ServeOptions) -> None:
     if config.transfer.plane == "local" and options.ray_address is not None:
         raise ConfigError("transfer.plane=local runs everything in one process: leave out --ray-address or the plane")
-    if config.engine.device == "cuda":
-        raise ConfigError("engine.device=cuda: data planes register host memory only as yet; use engine.device=cpu")
+    if ":" in config.engine.device and options.ray_address is not None:
+        raise ConfigError(f"engine.device={config.engine.device}: with --ray-address Ray deals GPUs out; use cuda")
     pages = {role: config.cache_for(role).page_tokens for role in options.workers}
     if len(set(pages.values())) > 1:
         raise ConfigError(

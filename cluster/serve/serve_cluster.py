@@ -27,7 +27,7 @@ from cluster.processes.log_files import last_words
 from cluster.processes.restart_policy import RestartHistory
 from cluster.processes.run_folder import RunFolder
 from cluster.ray_nodes.node_drains import NodeDrains, draining_ray_nodes
-from cluster.serve.preflight import ServePlan
+from cluster.serve.preflight import ServePlan, on_device
 from cluster.serve.router_probe import RouterProbe
 from cluster.serve.router_process import COMMAND, RouterProcess
 from cluster.serve.shutdown_signal import ShutdownSignal
@@ -36,6 +36,7 @@ from cluster.worker_process.worker_plan import BuildWorker, WorkerPlan
 from cluster.worker_process.worker_process import build_from_plan
 from contracts.clock import Clock, SystemClock
 from contracts.cluster_secret import SECRET_VARIABLE
+from contracts.config.plane_choice import why, with_plane
 from contracts.errors import TwinpoolError
 from contracts.json_logs import log_to_stream
 
@@ -120,6 +121,7 @@ class ServeCluster:
         self._secret = self._cluster_secret()
         self._server = ControllerServer(core, self._address, self._secret)
         stack.callback(self._server.close)
+        self._terminal.step("pages go by", why(self._prepared.config))
         self._router = self._start_router(stack)
         if options.ray_address is None:
             self._own_ray(stack)
@@ -175,7 +177,12 @@ class ServeCluster:
         from cluster.ray_nodes.ray_cluster import measure_nodes
 
         prepared, refused = self._prepared, []
-        for facts in measure_nodes({*prepared.shares, *self._small}):
+        nodes = measure_nodes({*prepared.shares, *self._small}, prepared.config.engine.device)
+        if nodes:
+            # The first nodes decide: numerics of a GPU and of a CPU are of two classes.
+            config = with_plane(on_device(prepared.config, all(facts.cards for facts in nodes)), one_host=False)
+            prepared = dataclasses.replace(prepared, config=config)
+        for facts in nodes:
             try:
                 share = prepared.divide(facts)
             except MemoryShort as error:
@@ -262,6 +269,7 @@ class ServeCluster:
             arena=self._arena,
             secret=self._secret,
             by_node=by_node,
+            cards=prepared.cards_of(start.name, start.role),
         )
 
     def _cluster_secret(self) -> str:

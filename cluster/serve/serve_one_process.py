@@ -21,7 +21,7 @@ from cluster.serve.local_directory import LocalDirectory
 from cluster.serve.preflight import ServePlan
 from cluster.serve.shutdown_signal import ShutdownSignal
 from cluster.serve.terminal import Terminal, curl_line, url_of
-from cluster.worker_process.worker_plan import node_name
+from cluster.worker_process.worker_plan import node_name, on_card
 from cluster.worker_process.worker_thread import WorkerEnd, WorkerThread
 from contracts.clock import SystemClock
 from contracts.errors import TwinpoolError
@@ -99,6 +99,8 @@ class ServeOneProcess:
         prepared = self._prepared
         sizes = prepared.here.sizes(role)
         config = sizes.applied_to(prepared.config, role)
+        for card in prepared.cards_of(name, role):
+            config = on_card(config, card)
         incarnation = Incarnation(1)
         worker = build_worker(role, name, incarnation, prepared.spec, config, host=HOST, counts=sizes.counts)
         try:

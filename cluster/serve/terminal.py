@@ -75,8 +75,11 @@ def worker_table(prepared: ServePlan, views: Sequence[WorkerView]) -> object:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=True)
-    for title in ("worker", "node", "pid", "threads", "kernels", "pages", "positions", "pools", "weights"):
-        table.add_column(title, justify="left" if title in ("worker", "node", "kernels") else "right", no_wrap=True)
+    on_cards = any(share.facts.cards for share in prepared.shares.values())
+    left = ("worker", "node", "kernels", "device")
+    titles = ("worker", "node", "pid", "threads", *(["device"] if on_cards else []), "kernels", "pages", "positions")
+    for title in (*titles, "pools", "weights"):
+        table.add_column(title, justify="left" if title in left else "right", no_wrap=True)
     for view in views:
         page_tokens = prepared.config.cache_for(Role(view.record.role)).page_tokens
         positions = view.status.pages_total * page_tokens
@@ -86,6 +89,7 @@ def worker_table(prepared: ServePlan, views: Sequence[WorkerView]) -> object:
             view.record.node,
             str(view.record.pid),
             str(share.threads),
+            *([device_of(prepared, view.record)] if on_cards else []),
             kernels_of(view.record),
             f"{view.status.pages_total:,}",
             f"{positions:,}",
@@ -95,20 +99,29 @@ def worker_table(prepared: ServePlan, views: Sequence[WorkerView]) -> object:
     return table
 
 
+def device_of(prepared: ServePlan, record: WorkerRecord) -> str:
+    """The cards that a worker's ranks compute on, in words."""
+    cards = prepared.cards_of(record.name, Role(record.role))
+    return ", ".join(f"cuda:{card}" for card in cards) or ("cpu" if prepared.config.engine.device == "cpu" else "Ray's")
+
+
 def node_table(prepared: ServePlan) -> object:
     """A rich table: one row a node, with threads of a worker, the budget of host tiers, and its division by role."""
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for title in ("node", "cores", "free", "threads", "host budget", *prepared.wanted):
+    on_cards = any(share.facts.cards for share in prepared.shares.values())
+    titles = ("node", "cores", "free", "threads", *(["cards", "free there"] if on_cards else []), "host budget")
+    for title in (*titles, *prepared.wanted):
         table.add_column(title, justify="left" if title == "node" else "right", no_wrap=True)
     for share in prepared.shares.values():
         given = any(share.host_bytes.values())
         budget = mib(share.host_budget) if share.host_budget else "set for each" if given else "none"
         each = [f"{n} x {mib(share.host_bytes[role])}" if n else "-" for role, n in share.workers.items()]
         facts = share.facts
-        table.add_row(facts.host, str(facts.cores), mib(facts.free), str(share.threads), budget, *each)
+        cards = [str(len(facts.cards)), mib(sum(card.free for card in facts.cards))] if on_cards else []
+        table.add_row(facts.host, str(facts.cores), mib(facts.free), str(share.threads), *cards, budget, *each)
     return table
 
 
@@ -167,8 +180,9 @@ def pool_table(prepared: ServePlan, share: NodeShare) -> object:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     tiers = any(share.host_bytes.values())
-    for title in ("role", "pool", "holds", "memory", *(["host"] if tiers else []), "for"):
-        table.add_column(title, justify="right" if title in ("holds", "memory", "host") else "left", no_wrap=True)
+    memory = "on its card" if share.device_bytes else "memory"
+    for title in ("role", "pool", "holds", memory, *(["host"] if tiers else []), "for"):
+        table.add_column(title, justify="right" if title in ("holds", memory, "host") else "left", no_wrap=True)
     for role, plan in share.plans.items():
         if not share.workers[role]:
             continue

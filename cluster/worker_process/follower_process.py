@@ -99,7 +99,7 @@ def serve_rank(plan: WorkerPlan) -> str:
     """Be rank `plan.rank` until the worker ends; returns the reason. Raises what `follow` and `build_rank` raise."""
     if plan.secret:
         os.environ[SECRET_VARIABLE] = plan.secret
-    config = plan.config
+    config = plan.rank_config
     processor.pin(config.engine.numerics_class)  # before the ranks meet, which computes
     size = config.tp_for(plan.role)
     cluster = config.cluster

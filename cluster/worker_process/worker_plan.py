@@ -54,6 +54,18 @@ class WorkerPlan:
     """The cluster's secret, in hex, where workers don't meet on loopback; else empty."""
     by_node: Mapping[str, WorkerShare] = field(default_factory=dict)
     """The worker's share on each node, by Ray node id; empty where `counts` and `config` have the share already."""
+    cards: tuple[int, ...] = ()
+    """The GPU of each rank, as torch counts; empty where they run on the CPU, or have one of Ray's alone."""
+
+    @property
+    def gpus_of_ray(self) -> int:
+        """GPUs that each rank asks Ray for."""
+        return int(self.config.engine.device == "cuda" and not self.cards)
+
+    @property
+    def rank_config(self) -> Config:
+        """The configuration of this rank: with the GPU that it was dealt."""
+        return on_card(self.config, self.cards[self.rank]) if self.cards else self.config
 
     def on(self, node_id: str) -> WorkerPlan:
         """The plan with the share of the node that the worker was placed on. Raises `ConfigError` for a node that
@@ -66,6 +78,11 @@ class WorkerPlan:
             raise ConfigError(f"node {node_id[:8]} was not measured before this start, which is tried again")
         config = sizes.applied_to(self.config, self.role)
         return dataclasses.replace(plan, config=config, counts=dict(sizes.counts), by_node={})
+
+
+def on_card(config: Config, card: int) -> Config:
+    """`config` for a rank that computes on this GPU."""
+    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, device=f"cuda:{card}"))
 
 
 BuildWorker = Callable[[WorkerPlan], Worker]

@@ -140,7 +140,7 @@ def build_from_plan(plan: WorkerPlan) -> Worker:
         plan.name,
         plan.incarnation,
         read_model_spec(plan.model),
-        plan.config,
+        plan.rank_config,
         host=plan.host,
         counts=plan.counts,
         arenas=arenas_of(plan),

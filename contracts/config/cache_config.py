@@ -67,7 +67,11 @@ class CacheConfig:
     page_tokens: int = 16
     """Positions in a page, a power of two; the same for both roles."""
     device_tokens: int = 0
-    """Positions that a worker's pools hold; 0: eight contexts, bounded by a quarter of free memory a worker."""
+    """Positions that a worker's pools hold; 0: eight contexts, bounded by a quarter of free memory a worker; on a GPU
+    as many as `cache.device_share` has room for, up to a context for each request that may run."""
+    device_share: float = 0.9
+    """The part of a GPU's memory that is for pools, of what is free after the weights; the rest is for what steps
+    compute in. Ranks that share a GPU have equal parts of it."""
     device_requests: int = 0
     """Requests whose windows and recurrent states a worker holds at once; 0: all that it runs, or as many as fit."""
     prefix_reuse: bool = True
@@ -112,6 +116,7 @@ class CacheOverride:
 
     page_tokens: int | None = None
     device_tokens: int | None = None
+    device_share: float | None = None
     device_requests: int | None = None
     prefix_reuse: bool | None = None
     verify: bool | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -52,6 +53,13 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
 
 def _check_together(config: Config) -> None:
     """Check what one key needs of another; raises `ConfigError` with the keys' names."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", config.engine.device):
+        raise ConfigError(
+            f"config key engine.device must be auto, cpu, cuda or cuda:N; got {config.engine.device!r:.40}"
+        )
+    for role in Role:
+        if (part := config.cache_for(role).device_share) > 1:
+            raise ConfigError(f"config key cache.device_share is a share up to 1; got {part:g}")
     storage = config.cache.storage
     if storage.backend != "none" and not may_have_host_memory(config):
         raise ConfigError(

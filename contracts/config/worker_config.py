@@ -22,8 +22,10 @@ class EngineConfig:
     numerics_class: Literal["auto", "x86-64-v3", "x86-64-v4"] = "auto"
     """The instructions that a worker's kernels and libraries may use. auto: all that its machine has. A level: only
     those of the level, so that unlike machines compute the same bits; a machine without them refuses to start."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: the CPU. cuda is refused, as long as data planes register host memory only."""
+    device: str = "auto"
+    """auto, cpu, cuda, or cuda:N for one GPU alone. auto: the GPUs if torch sees any and Triton is there (``pip install
+    'twinpool[cuda]'``), else the CPU. Ranks are dealt the GPUs of a machine in turn; under a Ray that `serve` joins
+    each asks for one of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +98,11 @@ class ColocateConfig:
 
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
-    plane: Literal["local", "shm", "zmq", "nixl"] = "shm"
-    """local: all in one process; shm: the writer writes into the reader's memory; zmq: TCP; nixl: one-sided writes by
-    NIXL over UCX, which needs ``pip install 'twinpool[nixl]'``."""
+    plane: Literal["auto", "local", "shm", "zmq", "nixl", "cuda_ipc", "staged"] = "auto"
+    """auto: shm on one host and zmq else, for pools on GPUs cuda_ipc and staged; `serve` says which. local: all in one
+    process; shm: the writer writes into the reader's memory; zmq: TCP; nixl: one-sided writes by NIXL over UCX, which
+    needs ``pip install 'twinpool[nixl]'``; cuda_ipc: shm for pools on GPUs of one host; staged: TCP for pools on a
+    device, through buffers in host memory."""
     room_timeout_s: float = 60.0
     """Seconds of silence after which a room (hand-over) is failed."""
     link_timeout_s: float = 10.0
@@ -119,7 +123,10 @@ class TransferConfig:
     layer_group_bytes: int = 256 * 1024
     """A group of layers that leaves at once has at least so many bytes."""
     frame_bytes: int = 4 * 1024 * 1024
-    """zmq: the most bytes of a pool that one write may have, or one page where that is more; longer writes are
-    split."""
+    """zmq and staged: the most bytes of a pool that one write may have, or one page where that is more; longer writes
+    are split."""
     connections: int = 2
-    """zmq: TCP connections that pages take from one rank of a worker to one rank of another."""
+    """zmq and staged: TCP connections that pages take from one rank of a worker to one rank of another."""
+    bounce_bytes: int = 1024 * 1024
+    """staged: bytes of a host buffer that pages go through, or one page of a layer where that is more. A connection has
+    two at either end."""

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import zmq
 
+from cache.device.device_copies import CPU
 from cache.device.device_port import DONE, Completion
 from cache.memory.head_slices import HeadSlice, chosen, common, copy_common, packed_layouts
 from cache.memory.kv_cache_spec import PoolSetSpec
@@ -122,7 +123,7 @@ class SimPlane:
         self._settled: list[WriteArrived] = []
         planes[process.pid] = self
 
-    def allocate(self, name: str, nbytes: int) -> torch.Tensor:
+    def allocate(self, name: str, nbytes: int, device: torch.device = CPU) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     def register(self, pools: PoolSet, slots: torch.Tensor | None) -> None:

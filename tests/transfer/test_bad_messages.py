@@ -22,7 +22,7 @@ from tests.rooms import ends
 from transfer.rooms import room_messages as m
 from transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
 
-PLANES = ["shm", "zmq"]
+PLANES = ["shm", "zmq", "staged"]
 
 
 @pytest.mark.slow

@@ -44,6 +44,7 @@ from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptA
 from transfer.rooms.sender.kv_sender import KVSender, _sealed
 
 SPEC = pool_sets()["all"]
+OVER_TCP = ("zmq", "staged")
 
 
 def whole(both: Ends, prompt: Prompt) -> PromptArrived:
@@ -94,7 +95,7 @@ def test_state_that_was_consumed_already_never_comes_back_in_another_answer(plan
         # The second gets the same slot, and may well get the same pages.
         leases = both.open(second)
         assert both.sender._rooms[second.room].target is not None
-        if plane == "zmq":  # Elsewhere a write has an address, and the writer's books are what stands before it.
+        if plane in OVER_TCP:  # Elsewhere a write has an address, and the writer's books are what stands before it.
             before = image(both.target)
             say_all(both, first, link, target, ticket)
             late_words(both, 2)
@@ -259,7 +260,7 @@ def restarting(plane: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[KV
         waiter.close()
 
 
-@pytest.mark.parametrize("plane", ["shm", "zmq"])
+@pytest.mark.parametrize("plane", ["shm", "zmq", "staged"])
 def test_a_decode_worker_that_restarted_is_not_written_to_by_stale_addresses(
     plane: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,7 +283,7 @@ def test_a_decode_worker_that_restarted_is_not_written_to_by_stale_addresses(
         assert stale.target is not None
         new = start()
         before, slots = image(new._pools), new._notices._arrivals._slots.clone()
-        if plane == "zmq":
+        if plane in OVER_TCP:
             # What is sent while the old connection ends may be lost with it: only the next one is of interest here.
             ended = False
             while not (ended and stale.peer.link.up):
@@ -291,7 +292,7 @@ def test_a_decode_worker_that_restarted_is_not_written_to_by_stale_addresses(
         stale.peer.link.post(PageWrite(stale.target, stale.target.runs))
         stale.peer.link.post(SlotWrite(stale.target, b"\1" * 100))
         stale.peer.link.notify(room, m.encode_notice(m.SlotWritten(room, stale.ticket)))
-        while plane == "zmq" and (new._plane.dropped, new.late) < (1, 1):
+        while plane in OVER_TCP and (new._plane.dropped, new.late) < (1, 1):
             # Slot and notice come: the connection was made again by itself. Pages don't: it has another secret.
             assert new.poll() == []
             waiter.wait(0.01)

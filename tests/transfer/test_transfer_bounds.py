@@ -79,7 +79,7 @@ def test_no_socket_between_workers_takes_in_frames_without_bound() -> None:
             both.quiet()
 
 
-@pytest.mark.parametrize("plane", ["shm", "zmq"])
+@pytest.mark.parametrize("plane", ["shm", "zmq", "staged"])
 def test_a_strangers_long_frame_is_not_taken_in_and_cuts_off_only_the_stranger(plane: str) -> None:
     sizes = {"plane": plane, "control_frame_bytes": 50_000, "frame_bytes": 50_000}
     with ends(SPEC, plane, transfer=sizes) as both:

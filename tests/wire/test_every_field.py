@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -381,7 +382,9 @@ def planes(kind: str) -> Iterator[tuple[DataPlane, DataPlane]]:
     made: list[Any] = []
     for reads in (False, True):
         slots = torch.zeros(2, SLOT_BYTES, dtype=torch.uint8)
-        kinds: dict[str, Any] = {"zmq": ZmqPlane, "shm": ShmPlane, "nixl": NixlPlane}
+        kinds: dict[str, Any] = {
+            "zmq": ZmqPlane, "shm": ShmPlane, "nixl": NixlPlane, "staged": partial(ZmqPlane, bounce_bytes=4096)
+        }  # fmt: skip
         plane = kinds[kind](FaultsConfig(), "127.0.0.1", None)
         layout = spec.even(9)
         pools = PoolSet(spec, layout)
@@ -397,7 +400,7 @@ def planes(kind: str) -> Iterator[tuple[DataPlane, DataPlane]]:
             plane.close()
 
 
-@pytest.mark.parametrize("kind", ["shm", "zmq", "nixl"])
+@pytest.mark.parametrize("kind", ["shm", "zmq", "nixl", "staged"])
 def test_every_field_of_every_notice_arrives_over_all_planes(kind: str) -> None:
     with planes(kind) as (writer, reader):
         link = writer.connect(reader.describe())

@@ -30,8 +30,8 @@ from tests.poolsets import pool_sets
 from tests.workers.test_any_state import HashPair, hash_pair
 
 SETS = ("full+window", "full+state", "all")
-PLANES = ("local", "shm", "zmq", "nixl")
-SOME = (("full+window", "local"), ("full+state", "nixl"), ("all", "shm"), ("all", "zmq"))
+PLANES = ("local", "shm", "zmq", "nixl", "staged")
+SOME = (("full+window", "local"), ("full+state", "nixl"), ("all", "shm"), ("all", "zmq"), ("all", "staged"))
 """Every plane, and every kind of state."""
 PROMPT, ANSWER, PAGE = 22, 6, 4
 FILLER = 36

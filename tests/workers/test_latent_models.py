@@ -38,7 +38,7 @@ def talk(both: Pair, asked: list[list[int]]) -> list[list[int]]:
     return [answer.list for answer in (*first, *later)]
 
 
-@pytest.mark.parametrize("plane", ["shm", "zmq"])
+@pytest.mark.parametrize("plane", ["shm", "zmq", "staged"])
 def test_answers_are_the_oracles_over_chunks_and_shared_prefixes(glm5: Path, plane: str) -> None:
     oracle, asked = Oracle(glm5), prompts(1, 1, 64, 65, 300)
     asked += [asked[-1][:200] + words for words in prompts(2, 30, 90)]

@@ -52,7 +52,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plane", ["local", "shm", "zmq", "nixl"])
+@pytest.mark.parametrize("plane", ["local", "shm", "zmq", "nixl", "staged"])
 def test_what_is_sent_beside_the_computation_is_what_was_computed(model: Path, oracle: Oracle, plane: str) -> None:
     devices: dict[Role, Device] = {role: AsyncCpuDevice() for role in Role}
     transfer = {"plane": plane, **BY_LAYER}

@@ -282,7 +282,7 @@ def test_what_a_request_has_to_come_and_its_own_pace_decide_whether_it_migrates(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plane", ["shm", "zmq"])
+@pytest.mark.parametrize("plane", ["shm", "zmq", "staged"])
 def test_requests_migrate_on_every_data_plane(model: Path, plane: str) -> None:
     with company(model, transfer={"plane": plane}, decode={"migration_precopy_bytes": 1}) as c:
         rid = _moving(c)

@@ -20,7 +20,7 @@ from contracts.sampling_params import SamplingParams
 from tests.checkpoints import Oracle, compare
 from tests.pair import SESSION, Answer, Pair, pair
 
-PLANES = ["local", "shm", "zmq", "nixl"]
+PLANES = ["local", "shm", "zmq", "nixl", "staged"]
 VOCAB = 300
 
 

@@ -23,7 +23,7 @@ def warm() -> Iterator[RankProcesses]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("plane", "prefill", "decode"), [("shm", 2, 1), ("zmq", 1, 2)])
+@pytest.mark.parametrize(("plane", "prefill", "decode"), [("shm", 2, 1), ("zmq", 1, 2), ("staged", 2, 1)])
 def test_greedy_answers_are_the_oracles_with_ranks_on_one_side(
     model: Path, oracle: Oracle, warm: RankProcesses, plane: str, prefill: int, decode: int
 ) -> None:

@@ -143,7 +143,7 @@ def test_a5_a_writers_proven_death_gives_its_pages_back(model: Path, oracle: Ora
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plane", PLANES)
+@pytest.mark.parametrize("plane", [*PLANES, "zmq", "staged"])
 def test_a5_a_readers_proven_death_ends_its_rooms_at_the_writer(model: Path, plane: str) -> None:
     """By its pidfd: the clock stands still, so no deadline can be the reason."""
     sections = {"transfer": {"plane": plane}, "engine": {"threads": 1}, "prefill": {"chunk_tokens": 16}}

@@ -6,6 +6,7 @@ used twice, and a piece that is left out, repeated, moved or changed doesn't ope
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cryptography.exceptions import InvalidTag
@@ -43,3 +44,76 @@ class SealedStream:
         nonce = self._pieces.to_bytes(12, "big")
         self._pieces += 1
         return nonce
+
+
+class SealedBody:
+    """The body of one write, at the writer: its bytes are sealed in pieces of `PIECE_BYTES`, however they come."""
+
+    def __init__(self, stream: SealedStream, send: Callable[[Sequence[memoryview]], None], nbytes: int) -> None:
+        """`send` sends what is sealed. `nbytes`: of the whole body."""
+        self._stream, self._send, self._left = stream, send, nbytes
+        self._out = memoryview(bytearray(PIECE_BYTES + TAG_BYTES))
+        self._piece = bytearray()
+        """The bytes of a piece that isn't whole yet."""
+
+    def send(self, rows: Sequence[memoryview]) -> None:
+        """Send these bytes, as far as they fill pieces; the last ones of the body fill the last piece."""
+        for row in rows:
+            at = 0
+            while at < len(row):
+                whole = min(PIECE_BYTES, self._left)
+                some = row[at : at + whole - len(self._piece)]
+                at += len(some)
+                if not self._piece and len(some) == whole:
+                    self._seal(some)
+                    continue
+                self._piece += some
+                if len(self._piece) == whole:
+                    self._seal(memoryview(self._piece))
+                    self._piece = bytearray()
+
+    def _seal(self, piece: memoryview) -> None:
+        self._left -= len(piece)
+        self._send([self._stream.seal(piece, self._out)])
+
+
+class OpenedBody:
+    """The body of one write, at the reader: its bytes in portions of any size, though they come in sealed pieces."""
+
+    def __init__(
+        self, stream: SealedStream, fill: Callable[[memoryview], None], scratch: bytearray, nbytes: int
+    ) -> None:
+        """`fill` waits for as many bytes as its memory has. `scratch`: memory for two sealed pieces. `nbytes`: of the
+        whole body."""
+        self._stream, self._fill, self._left = stream, fill, nbytes
+        half = PIECE_BYTES + TAG_BYTES
+        self._sealed, self._opened = memoryview(scratch)[:half], memoryview(scratch)[half : 2 * half]
+        self._over = self._opened[:0]
+        """What was opened and not read yet."""
+
+    def read(self, into: memoryview) -> None:
+        """Read as many bytes as `into` has. Raises `WireError` where a piece can't be opened."""
+        at = 0
+        while at < len(into):
+            if not self._over:
+                size = min(PIECE_BYTES, self._left)
+                self._left -= size
+                sealed = self._sealed[: size + TAG_BYTES]
+                self._fill(sealed)
+                if size <= len(into) - at:
+                    self._stream.open(sealed, into[at:])
+                    at += size
+                    continue
+                self._over = self._stream.open(sealed, self._opened)
+            some = self._over[: len(into) - at]
+            into[at : at + len(some)] = some
+            self._over, at = self._over[len(some) :], at + len(some)
+
+    def drop(self) -> None:
+        """Read the rest. Each piece is opened all the same, as they are counted."""
+        while self._left:
+            size = min(PIECE_BYTES, self._left)
+            self._left -= size
+            self._fill(self._sealed[: size + TAG_BYTES])
+            self._stream.open(self._sealed[: size + TAG_BYTES], self._opened)
+        self._over = self._opened[:0]

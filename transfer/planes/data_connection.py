@@ -20,11 +20,11 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 from transfer.net import connection_keys
-from transfer.net.sealed_stream import PIECE_BYTES, TAG_BYTES, SealedStream
+from transfer.net.sealed_stream import TAG_BYTES, SealedBody, SealedStream
 from transfer.planes.data_plane import SentCounts
 from transfer.planes.posted_write import PostedWrite
 
@@ -43,8 +43,8 @@ class OutgoingWrite:
     """A write that waits to be sent, or for the reader's answer."""
 
     head: bytes
-    body: Callable[[], Sequence[memoryview]]
-    """Makes the body, just before it is sent."""
+    body: Callable[[], Generator[Sequence[memoryview]]]
+    """Makes the body, piece by piece as it is sent: each may lie in memory that the next one uses."""
     nbytes: int
     """Bytes of the body."""
     posted: PostedWrite
@@ -65,7 +65,7 @@ class DataConnection:
         counts: SentCounts,
     ) -> None:
         """`secret`: the reader's. `sealed`: whether what is sent is sealed. `half_sent` is called in the middle of each
-        write."""
+        write, after the first piece of its body."""
         self._address, self._secret, self._timeout_s = address, secret, timeout_s
         self._sealed = sealed
         self._stream: SealedStream | None = None
@@ -117,7 +117,7 @@ class DataConnection:
         try:
             self._open()
             self._work()
-        except (OSError, ConnectionError) as error:
+        except (OSError, ConnectionError, RuntimeError) as error:  # The last is a copy from a device that failed.
             self._end(str(error) or type(error).__name__)
         finally:
             self._socket.close()
@@ -194,23 +194,21 @@ class DataConnection:
         head: memoryview = memoryview(write.head)
         if self._stream is not None:
             head = self._stream.seal(write.head, memoryview(bytearray(len(write.head) + TAG_BYTES)), lengths)
-        rows = write.body()
-        half = len(rows) // 2
-        self._rows(rows[:half], memoryview(lengths), head)
-        self._half_sent()
-        self._rows(rows[half:])
+        sealing = SealedBody(self._stream, self._send, write.nbytes) if self._stream is not None else None
+        ahead = [memoryview(lengths), head]
+        with contextlib.closing(write.body()) as body:
+            for number, rows in enumerate(body):
+                if sealing is None:
+                    self._send([*ahead, *rows])
+                else:
+                    self._send(ahead)
+                    sealing.send(rows)
+                ahead = []
+                if not number:
+                    self._half_sent()
+        if ahead:  # There is nothing behind it.
+            self._send(ahead)
         self._counts.busy_s += time.monotonic() - start
-
-    def _rows(self, rows: Sequence[memoryview], *ahead: memoryview) -> None:
-        """Send `ahead` as it is, and rows sealed where the connection is."""
-        if self._stream is None:
-            self._send([*ahead, *rows])
-            return
-        self._send(ahead)
-        out = memoryview(bytearray(PIECE_BYTES + TAG_BYTES))
-        for row in rows:
-            for at in range(0, len(row), PIECE_BYTES):
-                self._send([self._stream.seal(row[at : at + PIECE_BYTES], out)])
 
     def _send(self, rows: Sequence[memoryview]) -> None:
         """Send all of `rows`. Raises `OSError` where nothing leaves for the time-out."""

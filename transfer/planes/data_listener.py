@@ -6,7 +6,9 @@ know this reader's secret gets no thread, and is closed soon.
 
 Revoking is exact. Bytes are stored in slices of at most `SLICE_BYTES` that have arrived already, each under its
 connection's lock, and after the room was looked at again; `revoke` marks the room and passes through all locks. When it
-returns nothing of the room is being stored, and nothing will be.
+returns nothing of the room is being stored, and nothing will be. Pages of a device are stored by copies that run on
+it (`transfer.planes.bounce_buffers`): each is begun under the lock, and `revoke` waits for it there. A write is taken
+in once the last of them is over.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from dataclasses import dataclass, field
 
 from contracts.errors import WireError
 from transfer.net import connection_keys
-from transfer.net.sealed_stream import PIECE_BYTES, TAG_BYTES, SealedStream
+from transfer.net.sealed_stream import PIECE_BYTES, TAG_BYTES, OpenedBody, SealedStream
+from transfer.planes.bounce_buffers import BounceBuffer, Load, Staging, settle
 from transfer.planes.data_connection import COMING, HEAD_BYTES, LENGTHS, MOST_ROWS, TAKEN, patient
 
 log = logging.getLogger("twinpool.transfer")
@@ -60,6 +63,8 @@ class Landing:
     parts: Sequence[LandingPart]
     taken: Callable[[], None]
     """To be called when all of it is stored."""
+    loads: Sequence[Load] | None = None
+    """What goes through bounce buffers instead of to `parts`; None: nothing."""
 
 
 Lookup = Callable[[bytes, int], Landing | None]
@@ -81,12 +86,21 @@ class _Stranger:
 class DataListener:
     """All data connections of one rank of a reader."""
 
-    def __init__(self, host: str, most_bytes: int, timeout_s: float, lookup: Lookup, sealed: bool) -> None:
+    def __init__(
+        self,
+        host: str,
+        most_bytes: int,
+        timeout_s: float,
+        lookup: Lookup,
+        sealed: bool,
+        staging: Staging | None = None,
+    ) -> None:
         """`most_bytes`: of the body of a write; a connection that announces more is cut. `sealed`: whether what comes
-        is sealed."""
+        is sealed. `staging`: the bounce buffers of landings that have loads."""
         self.secret = connection_keys.draw()
         """What a writer must know."""
         self._most_bytes, self._timeout_s, self._lookup, self._sealed = most_bytes, timeout_s, lookup, sealed
+        self.staging = staging
         self._door = socket.create_server((host, 0), backlog=128)
         self._door.setblocking(False)
         host, port = self._door.getsockname()[:2]
@@ -105,7 +119,7 @@ class DataListener:
             connections = list(self._connections)
         for connection in connections:
             with connection.landing:
-                pass
+                settle(connection.buffers)
 
     def close(self) -> None:
         """End all connections. When this returns, nothing is stored any more."""
@@ -192,7 +206,7 @@ class _Reading:
     """What one connection reads into; kept, as memory that was used before is several times as fast as new memory."""
 
     head: bytearray = field(default_factory=lambda: bytearray(HEAD_BYTES + TAG_BYTES))
-    piece: bytearray = field(default_factory=lambda: bytearray(PIECE_BYTES + TAG_BYTES))
+    pieces: bytearray = field(default_factory=lambda: bytearray(2 * (PIECE_BYTES + TAG_BYTES)))
     packed: bytearray = field(default_factory=bytearray)
 
     def room_for(self, nbytes: int) -> memoryview:
@@ -212,7 +226,9 @@ class _Connection:
         self._poller, self._least = select.poll(), 1
         self._poller.register(connection, select.POLLIN)
         self.landing = threading.Lock()
-        """Held while a slice is stored."""
+        """Held while a slice is stored, or its copy to a device is begun."""
+        self.buffers: Sequence[BounceBuffer] = ()
+        """The bounce buffers that copies to pages may be under way from; changed under `landing`."""
         self._thread = threading.Thread(target=self._run, name="kv-receive", daemon=True)
 
     def start(self) -> None:
@@ -232,7 +248,7 @@ class _Connection:
                 self._write()
         except (OSError, EOFError):
             pass  # Its writer knows by itself: no answer comes any more.
-        except WireError as error:
+        except (WireError, RuntimeError) as error:  # The latter is a copy to a device that failed.
             log.warning("a data connection was cut: %.200s", error)
         finally:
             self._socket.close()
@@ -251,17 +267,20 @@ class _Connection:
             opened = self._reading.room_for(head_bytes)
             head = self._stream.open(head, opened, bytes(lengths))
         landing = self._listener.look_up(bytes(head), nbytes)
+        body = OpenedBody(self._stream, self._fill, self._reading.pieces, nbytes) if self._stream else None
         if landing is None:
-            self._drop(nbytes)
-        elif self._stream is not None:
-            self._store(landing, nbytes, landing.parts)
-            landing.taken()
+            self._drop(nbytes, body)
+        elif landing.loads is not None:
+            self._bounce(landing, landing.loads, nbytes, body)
+        elif body is not None:
+            self._store(landing, nbytes, landing.parts, body)
         else:
             for part in landing.parts:
                 if part.rows is not None:
                     self._land(landing, part.rows)
                 else:
-                    self._store(landing, part.nbytes, [part])
+                    self._store(landing, part.nbytes, [part], None)
+        if landing is not None:
             landing.taken()
         self._socket.sendall(TAKEN)
 
@@ -285,11 +304,34 @@ class _Connection:
                     left[0] = left[0][got:]
                     break
                 got -= len(left.popleft())
-        self._drop(due)
+        self._drop(due, None)
 
-    def _store(self, landing: Landing, nbytes: int, parts: Sequence[LandingPart]) -> None:
+    def _bounce(self, landing: Landing, loads: Sequence[Load], nbytes: int, body: OpenedBody | None) -> None:
+        """Take in `loads` one by one, of `nbytes` together, and have each copied to its pages while the next one comes.
+        When this returns, all of them have been, or nothing more of the room will be."""
+        assert self._listener.staging is not None
+        buffers = self._listener.staging.buffers()
+        try:
+            for number, load in enumerate(loads):
+                buffer = buffers[number % 2]
+                buffer.over.wait()
+                self._read(buffer.bytes[: load.nbytes], body)
+                nbytes -= load.nbytes
+                with self.landing:
+                    if landing.revoked():
+                        break
+                    self.buffers = buffers
+                    buffer.spread(load)
+        finally:
+            settle(buffers)
+        for buffer in buffers:
+            buffer.over.wait()
+        self._drop(nbytes, body)
+
+    def _store(self, landing: Landing, nbytes: int, parts: Sequence[LandingPart], body: OpenedBody | None) -> None:
         """Take in `parts`, of `nbytes` together, and then store them from there."""
-        packed = self._take(nbytes)
+        packed = self._reading.room_for(nbytes)
+        self._read(packed, body)
         with self.landing:
             if landing.revoked():
                 return
@@ -298,22 +340,17 @@ class _Connection:
                 part.store(packed[at : at + part.nbytes])
                 at += part.nbytes
 
-    def _take(self, nbytes: int) -> memoryview:
-        packed = self._reading.room_for(nbytes)
-        for at in range(0, nbytes, PIECE_BYTES):
-            piece = packed[at : at + PIECE_BYTES]
-            if self._stream is None:
-                self._fill(piece)
-            else:
-                sealed = memoryview(self._reading.piece)[: len(piece) + TAG_BYTES]
-                self._fill(sealed)
-                self._stream.open(sealed, piece)
-        return packed
+    def _read(self, into: memoryview, body: OpenedBody | None) -> None:
+        """Read as much of a write's body as `into` has."""
+        if body is None:
+            self._fill(into)
+        else:
+            body.read(into)
 
-    def _drop(self, nbytes: int) -> None:
-        """Drop what comes. Of sealed pieces each is opened all the same, as they are counted."""
-        if self._stream is not None:
-            self._take(nbytes)
+    def _drop(self, nbytes: int, body: OpenedBody | None) -> None:
+        """Drop what comes of a write's body, of which `nbytes` weren't read yet."""
+        if body is not None:
+            body.drop()
             return
         scratch = self._reading.room_for(min(nbytes, SLICE_BYTES))
         while nbytes:

@@ -19,11 +19,13 @@ from typing import Any, Protocol, TypeVar
 import torch
 import zmq
 
+from cache.device.device_copies import CPU
 from cache.device.device_port import Completion
 from cache.memory.kv_cache_spec import PoolSetSpec
 from cache.memory.page_moves import PageMove
 from cache.pool.pool_set import PoolSet
-from contracts.errors import LayoutMismatch
+from contracts.config.plane_choice import DEVICE_PLANES
+from contracts.errors import ConfigError, LayoutMismatch
 from contracts.ids import RoomId
 from contracts.messages.rank_orders import WriteArrived
 
@@ -168,8 +170,9 @@ class DataPlane(Protocol):
     dropped: int
     """Writes and notices that were dropped: they came for no room, or could not be used."""
 
-    def allocate(self, name: str, nbytes: int) -> torch.Tensor:
-        """Return zeroed memory, uint8 [nbytes], that this plane can register."""
+    def allocate(self, name: str, nbytes: int, device: torch.device = CPU) -> torch.Tensor:
+        """Return zeroed memory of `device`, uint8 [nbytes], that this plane can register. Raises `ConfigError` for
+        memory that it can't write from and into."""
 
     def register(self, pools: PoolSet, slots: torch.Tensor | None) -> None:
         """Let peers write into the pool set and the metadata slots, uint8 [slots, SLOT_BYTES]. A worker that only
@@ -219,6 +222,15 @@ class RankDataPlane(DataPlane, Protocol):
 
 
 WakeCallback = Callable[[], None]
+
+
+def refuse_device_memory(kind: str, device: torch.device) -> None:
+    """Raises `ConfigError` for a device's memory, on a plane that reaches host memory alone."""
+    if device.type != "cpu":
+        raise ConfigError(
+            f"transfer.plane={kind} reaches host memory alone, and the pools lie on {device}: use transfer.plane=auto, "
+            f"{' or '.join(DEVICE_PLANES)}, or engine.device=cpu"
+        )
 
 
 def said(descriptor: object, name: str, kind: type[T]) -> T:

@@ -1,4 +1,4 @@
-"""The writer's side of planes `local` and `shm`: stores straight into the reader's memory."""
+"""The writer's side of planes `local`, `shm` and `cuda_ipc`: stores straight into the reader's memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from cache.device.device_copies import device_copies
 from cache.device.device_port import DONE, Completion
 from cache.memory.head_slices import HeadSlice, chosen, common, copy_common, of_layers
 from cache.memory.memory_layout import BufferLayout, PoolSetLayout
@@ -23,7 +24,8 @@ HEAD = 64
 
 
 class DirectLink:
-    """The `WriteLink` of planes `local` and `shm`: writes into a reader's memory that is mapped here."""
+    """The `WriteLink` of planes `local`, `shm` and `cuda_ipc`: writes into a reader's memory that is mapped here. A
+    write is over when `post` returns, on a device too: it waits for its copies."""
 
     frame_bytes: int | None = None
     layered = True
@@ -46,6 +48,7 @@ class DirectLink:
         self._source = source
         self._cut = cut
         self._region = region
+        self._copies = device_copies(source.region.device)
         self._layout = layout
         self._slots = slots
         self._notify = notify
@@ -70,9 +73,9 @@ class DirectLink:
             return DONE
         start, move = time.monotonic(), write.move
         first, rest = _halves(move)
-        self._copy(first, write.layers)
+        self._copies.begin(lambda: self._copy(first, write.layers)).wait()
         self._faults.in_write()
-        self._copy(rest, write.layers)
+        self._copies.begin(lambda: self._copy(rest, write.layers)).wait()
         self._faults.slow(write.nbytes(self._source.spec))
         for part in move.parts:
             for buffer in self._chosen(self._layout, part.pool)[:1]:

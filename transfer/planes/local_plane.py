@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 import zmq
 
+from cache.device.device_copies import CPU, zeroed
 from cache.memory.head_slices import HeadSlice
 from cache.memory.kv_cache_spec import PoolSetSpec
 from cache.pool.pool_set import PoolSet
@@ -41,8 +42,8 @@ class LocalPlane:
         self.dropped = 0
         self._readers[self._token] = self
 
-    def allocate(self, name: str, nbytes: int) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8)
+    def allocate(self, name: str, nbytes: int, device: torch.device = CPU) -> torch.Tensor:
+        return zeroed(nbytes, device)
 
     def register(self, pools: PoolSet, slots: torch.Tensor | None) -> None:
         self._pools, self._slots = pools, slots

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from contracts.config.cluster_config import Config
+from contracts.config.plane_choice import with_plane
 from transfer.net.curve_keys import CurveKeys
+from transfer.planes.cuda_ipc import CudaIpc
 from transfer.planes.data_plane import RankDataPlane, WakeCallback
 from transfer.planes.local_plane import LocalPlane
 from transfer.planes.nixl_plane import NixlPlane
@@ -15,15 +17,21 @@ def make_plane(
     config: Config, host: str, curve: CurveKeys | None, wake: WakeCallback, rank: int = 0, size: int = 1
 ) -> RankDataPlane:
     """Open the plane that `transfer.plane` names, bound to a free port of `host`, for rank `rank` of a worker of `size`
-    ranks."""
+    ranks. ``auto``, which `serve` has resolved, is for workers built by hand. Raises `ConfigError` for a plane that
+    doesn't reach the pools, or that this machine lacks."""
+    if config.transfer.plane == "auto":
+        config = with_plane(config, one_host=host.startswith("127."))
     if config.transfer.plane == "local":
         return LocalPlane(config.faults, wake, rank, size)
     chosen = config.transfer
     silence_s, message_bytes = chosen.link_timeout_s, chosen.control_frame_bytes
-    if chosen.plane == "shm":
-        return ShmPlane(config.faults, host, curve, rank, size, silence_s, message_bytes)
+    if chosen.plane in {"shm", "cuda_ipc"}:
+        sharing = CudaIpc() if chosen.plane == "cuda_ipc" else None
+        return ShmPlane(config.faults, host, curve, rank, size, silence_s, message_bytes, sharing)
     if chosen.plane == "nixl":
         return NixlPlane(config.faults, host, curve, rank, size, silence_s, message_bytes, wake)
+    bounce_bytes = chosen.bounce_bytes if chosen.plane == "staged" else None
     return ZmqPlane(
-        config.faults, host, curve, rank, size, silence_s, chosen.frame_bytes, chosen.connections, message_bytes, wake
-    )
+        config.faults, host, curve, rank, size, silence_s, chosen.frame_bytes, chosen.connections, message_bytes, wake,
+        bounce_bytes,
+    )  # fmt: skip

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import zmq
 
+from cache.device.device_copies import CPU
 from cache.memory.head_slices import HeadSlice
 from cache.memory.kv_cache_spec import PoolSetSpec
 from cache.memory.memory_layout import PoolSetLayout
@@ -35,7 +36,7 @@ from contracts.messages.rank_orders import WriteArrived
 from transfer.net.curve_keys import CurveKeys, bind, dial
 from transfer.net.disconnects import keep_alive
 from transfer.net.fault_injection import WriteFaults, via_proxy
-from transfer.planes.data_plane import RoomTarget, WakeCallback, WriteLink, said
+from transfer.planes.data_plane import RoomTarget, WakeCallback, WriteLink, refuse_device_memory, said
 from transfer.planes.nixl_agent import NixlAgent, load_nixl
 from transfer.planes.nixl_link import NixlLink, ReaderMemory
 from transfer.planes.rank_fan import fan
@@ -87,7 +88,8 @@ class NixlPlane:
         self._progress: threading.Thread | None = None
         self.dropped = 0
 
-    def allocate(self, name: str, nbytes: int) -> torch.Tensor:
+    def allocate(self, name: str, nbytes: int, device: torch.device = CPU) -> torch.Tensor:
+        refuse_device_memory(self.kind, device)
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     def register(self, pools: PoolSet, slots: torch.Tensor | None) -> None:

@@ -1,8 +1,13 @@
-"""Plane `shm`: a writer on the same host stores straight into the reader's memory.
+"""Planes `shm` and `cuda_ipc`: a writer on the same host stores straight into the reader's memory.
 
 It is not revocable: a stopped writer that comes back finishes its store, whatever happened meanwhile. The reader's
 memory is an anonymous memfd, which the writer opens through the reader's `/proc/PID/fd`; it has no name, so
 nothing stays behind when processes die. Notices go over a ZMQ socket, after the stores they tell of.
+
+On plane `cuda_ipc` the pages are a GPU's memory, which the writer opens by a handle (`transfer.planes.cuda_ipc`) and
+copies to by its own GPU: the same one, or one that reaches it. Metadata slots are host memory as on `shm`. A writer's
+copy is over when its write is; what a dead process had begun ends with its context, before its pidfd says that it is
+dead.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from typing import Any
 import torch
 import zmq
 
+from cache.device.device_copies import CPU
 from cache.memory.head_slices import HeadSlice
 from cache.memory.kv_cache_spec import PoolSetSpec
 from cache.memory.memory_layout import PoolSetLayout
@@ -30,7 +36,8 @@ from transfer.net import process_watch as process
 from transfer.net.curve_keys import CurveKeys, bind, dial
 from transfer.net.disconnects import keep_alive
 from transfer.net.fault_injection import WriteFaults, via_proxy
-from transfer.planes.data_plane import SLOT_BYTES, RoomTarget, WriteLink, said
+from transfer.planes.data_plane import SLOT_BYTES, RoomTarget, WriteLink, refuse_device_memory, said
+from transfer.planes.device_sharing import DeviceSharing, MappedRegion
 from transfer.planes.direct_link import HEAD, DirectLink
 from transfer.planes.rank_fan import fan
 
@@ -40,6 +47,8 @@ AT_ONCE = 4096
 """Notices that one poll takes in at most."""
 WAITING = 64
 """Messages of one connection that may wait here; more wait at their sender."""
+PAGES = "pages"
+"""The name of the memory that pages lie in (`allocate`)."""
 _SEGMENT = "twinpool-"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 MOST_COUNT = 2**40
@@ -48,7 +57,6 @@ MOST_COUNT = 2**40
 class ShmPlane:
     """The data plane of a writer and a reader on one host, in two processes."""
 
-    kind = "shm"
     revocable = False
     by_peer = False
 
@@ -61,8 +69,12 @@ class ShmPlane:
         size: int = 1,
         link_timeout_s: float = LINK_TIMEOUT_S,
         frame_bytes: int = FRAME_BYTES,
+        sharing: DeviceSharing | None = None,
     ) -> None:
-        """`frame_bytes`: the longest notice that is taken in."""
+        """`frame_bytes`: the longest notice that is taken in. `sharing`: of the device that pages lie on; None: plane
+        `shm`, whose pages lie in host memory."""
+        self.kind = "shm" if sharing is None else "cuda_ipc"
+        self._sharing = sharing
         self._rank, self._size = rank, size
         self._link_timeout_s = link_timeout_s
         self._nonce = secrets.token_bytes(HEAD)
@@ -78,7 +90,10 @@ class ShmPlane:
         self._endpoint = via_proxy(bind(self._notices, host, curve), "data", str(os.getpid()), faults.proxy)
         self.dropped = 0
 
-    def allocate(self, name: str, nbytes: int) -> torch.Tensor:
+    def allocate(self, name: str, nbytes: int, device: torch.device = CPU) -> torch.Tensor:
+        if self._sharing is not None and name == PAGES:
+            return self._sharing.allocate(nbytes, device)
+        refuse_device_memory(self.kind, device)
         fd = os.memfd_create(f"{_SEGMENT}{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, HEAD + nbytes)
         # A writer that has the segment mapped would die if it shrank.
@@ -101,6 +116,8 @@ class ShmPlane:
             "counts": dict(self._pools.layout.counts),
             "endpoint": self._endpoint,
         }
+        if self._sharing is not None:
+            mine["shared"] = self._sharing.describe(self._pools.region)
         return {"ranks": [mine]}
 
     def sever(self, peer: str) -> None: ...
@@ -110,28 +127,48 @@ class ShmPlane:
         if isinstance(ranks, list | tuple):
             counts = [said(part, "counts", dict) for part in ranks]
             if any(other != counts[0] for other in counts):
-                raise LayoutMismatch(f"plane shm: the reader's ranks have different counts: {counts!r:.200}")
+                raise LayoutMismatch(f"plane {self.kind}: the reader's ranks have different counts: {counts!r:.200}")
         return fan(self._pools.spec.whole, self._rank, self._size, descriptor, self._link)
 
     def _link(self, descriptor: dict[str, Any], spec: PoolSetSpec, cut: HeadSlice | None) -> WriteLink:
         here, there = process.namespace(), said(descriptor, "namespace", str)
         if there != here:
+            other = "zmq" if self._sharing is None else "staged"
             raise LayoutMismatch(
-                f"plane shm: the reader is on host {there:.200}, the writer on {here}; use transfer.plane=zmq"
+                f"plane {self.kind}: the reader is on host {there:.200}, the writer on {here}; "
+                f"use transfer.plane={other}"
             )
         segments, counts = said(descriptor, "segments", dict), said(descriptor, "counts", dict)
         most = {pool.name: counts.get(pool.name) for pool in spec.pools}
         if most != counts or not all(type(count) is int and 0 < count <= MOST_COUNT for count in most.values()):
-            raise LayoutMismatch(f"plane shm: the reader's counts must be of {sorted(most)}, got {counts!r:.200}")
+            raise LayoutMismatch(
+                f"plane {self.kind}: the reader's counts must be of {sorted(most)}, got {counts!r:.200}"
+            )
         layout = PoolSetLayout(spec, counts)
-        pages = self._map(descriptor, "pages", layout.nbytes)
         slots = self._map(descriptor, "slots").view(-1, SLOT_BYTES) if "slots" in segments else None
+        endpoint = said(descriptor, "endpoint", str)
+        pages = self._pages(descriptor, layout.nbytes)
+        region, faults = pages.region, self._faults
         if self._rank or slots is None:
             # Notices go from leader to leader: between other ranks there is nothing that a connection could lose.
-            return DirectLink(self._pools, pages, layout, None, no_notices, None, lambda: None, self._faults, cut)
-        endpoint = said(descriptor, "endpoint", str)
-        socket, watch = dial(self._context, endpoint, self._curve, self._link_timeout_s)
-        return DirectLink(self._pools, pages, layout, slots, socket.send, watch, socket.close, self._faults, cut)
+            return DirectLink(self._pools, region, layout, None, no_notices, None, pages.close, faults, cut)
+        try:
+            socket, watch = dial(self._context, endpoint, self._curve, self._link_timeout_s)
+        except BaseException:
+            pages.close()
+            raise
+
+        def close() -> None:
+            socket.close()
+            pages.close()
+
+        return DirectLink(self._pools, region, layout, slots, socket.send, watch, close, faults, cut)
+
+    def _pages(self, descriptor: dict[str, Any], nbytes: int) -> MappedRegion:
+        """Map the reader's pages."""
+        if self._sharing is None:
+            return MappedRegion(self._map(descriptor, PAGES, nbytes), lambda: None)
+        return self._sharing.open(said(descriptor, "shared", dict), nbytes, self._pools.region.device)
 
     def _map(self, descriptor: dict[str, Any], name: str, wanted: int | None = None) -> torch.Tensor:
         """Map segment `name` of the reader, of `wanted` bytes; None: of any whole number of metadata slots.
@@ -140,7 +177,7 @@ class ShmPlane:
         Raises `LayoutMismatch` for anything else that a descriptor may name. Returns uint8 [bytes], without the head.
         """
         pid, segment = said(descriptor, "pid", int), said(descriptor, "segments", dict).get(name)
-        where = f"plane shm: {name} of process {pid}"
+        where = f"plane {self.kind}: {name} of process {pid}"
         if not isinstance(segment, list | tuple) or len(segment) != 2 or not all(type(n) is int for n in segment):
             raise LayoutMismatch(f"{where} must be a descriptor and a size, got {segment!r:.80}")
         fd, nbytes = segment
@@ -160,7 +197,7 @@ class ShmPlane:
         except (OSError, ValueError, OverflowError) as error:
             raise LayoutMismatch(f"{where} can't be mapped: {error}") from None
         if memory[:HEAD] != said(descriptor, "nonce", bytes):
-            raise LayoutMismatch(f"plane shm: process {pid} isn't the one that described its memory")
+            raise LayoutMismatch(f"plane {self.kind}: process {pid} isn't the one that described its memory")
         return torch.frombuffer(memory, dtype=torch.uint8, offset=HEAD)
 
     def permit(self, target: RoomTarget) -> None: ...

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import zmq
 
+from cache.device.device_copies import CPU
 from cache.device.device_port import Completion
 from cache.pool.pool_set import PoolSet
 from contracts.errors import LayoutMismatch
@@ -57,8 +58,8 @@ class TPDataPlane:
     def dropped(self, value: int) -> None:
         self._plane.dropped = value
 
-    def allocate(self, name: str, nbytes: int) -> torch.Tensor:
-        return self._plane.allocate(name, nbytes)
+    def allocate(self, name: str, nbytes: int, device: torch.device = CPU) -> torch.Tensor:
+        return self._plane.allocate(name, nbytes, device)
 
     def register(self, pools: PoolSet, slots: torch.Tensor | None) -> None:
         self._plane.register(pools, slots)

@@ -1,9 +1,12 @@
-"""The writer's side of plane `zmq`: pages go down data connections, slots and notices down a ZMQ socket."""
+"""The writer's side of planes `zmq` and `staged`: pages go down data connections, slots and notices down a ZMQ
+socket."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
 
 import msgpack
 import torch
@@ -14,6 +17,7 @@ from cache.pool.pool_set import PoolSet
 from contracts.ids import RoomId
 from transfer.net.disconnects import DisconnectWatch
 from transfer.net.fault_injection import WriteFaults
+from transfer.planes.bounce_buffers import Staging, StreamPart
 from transfer.planes.data_connection import DataConnection, OutgoingWrite
 from transfer.planes.data_plane import PageWrite, RoomTarget, SentCounts, SlotWrite
 from transfer.planes.page_stream import PoolStream, bytes_of
@@ -23,8 +27,8 @@ SLOT_FRAME, NOTICE_FRAME = b"S", b"N"
 
 
 class ZmqLink:
-    """The `WriteLink` of plane `zmq`. A notice may overtake pages, so it says how many writes go before it. Writes may
-    be posted on another thread than notices are sent on."""
+    """The `WriteLink` of planes `zmq` and `staged`. A notice may overtake pages, so it says how many writes go before
+    it. Writes may be posted on another thread than notices are sent on."""
 
     layered = True
 
@@ -44,16 +48,18 @@ class ZmqLink:
         connections: int,
         timeout_s: float,
         wake: Callable[[], None],
+        staging: Staging | None = None,
     ) -> None:
         """`ranks`: this writer's rank, and the number of ranks of its worker. `streams`: what is written to the
         reader's rank, by pool. `address`, `secret`: where its data connections are taken, and what a writer must know.
         `frame_bytes`: the most bytes of a pool in one write. `connections`: how many to spread writes over. `wake` is
-        called when a write has ended."""
+        called when a write has ended. `staging`: the bounce buffers that pages go through; None: they are sent from
+        where they lie."""
         self.frame_bytes: int | None = frame_bytes
         self.sent = SentCounts()
         self._ranks, self._streams, self._address = ranks, streams, address
         self._secret, self._sealed, self._timeout_s, self._wake = secret, sealed, timeout_s, wake
-        self._source, self._region = source, bytes_of(source.region)
+        self._source, self._staging = source, staging
         self._socket, self._watch, self._faults = socket, watch, faults
         self._connections: list[DataConnection | None] = [None] * connections
         self._cut = False
@@ -68,7 +74,7 @@ class ZmqLink:
             with self._one:
                 self._socket.send_multipart([SLOT_FRAME, msgpack.packb((target.room, target.ticket)), write.data])
             return DONE
-        parts, runs = list[tuple[PoolStream, tuple[int, ...]]](), list[tuple[str | int, ...]]()
+        parts, runs = list[StreamPart](), list[tuple[str | int, ...]]()
         for pool, run in write.runs.items():
             if (stream := self._streams.get(pool)) is not None:
                 layers = () if write.layers is None else (write.layers[pool].start, write.layers[pool].stop)
@@ -77,7 +83,8 @@ class ZmqLink:
         head = msgpack.packb((target.room, target.ticket, runs, *self._ranks, write.number))
         nbytes = sum(len(pages) * stream.page_bytes for stream, pages in parts)
         posted = PostedWrite(self._wake)
-        outgoing = OutgoingWrite(head, lambda: self._body(parts, nbytes), nbytes, posted)
+        body = partial(self._body, parts, nbytes) if self._staging is None else partial(self._bounced, parts)
+        outgoing = OutgoingWrite(head, body, nbytes, posted)
         with self._one:
             while not self._connection().send(outgoing):
                 self._look()
@@ -93,15 +100,37 @@ class ZmqLink:
             )
         return connection
 
-    def _body(self, parts: Sequence[tuple[PoolStream, tuple[int, ...]]], nbytes: int) -> Sequence[memoryview]:
+    def _body(self, parts: Sequence[StreamPart], nbytes: int) -> Generator[Sequence[memoryview]]:
+        """Yield the bytes of these pages in the order in which they travel, in two halves."""
+        rows = self._rows(parts, nbytes)
+        half = len(rows) // 2
+        yield rows[:half]
+        yield rows[half:]
+
+    def _bounced(self, parts: Sequence[StreamPart]) -> Generator[Sequence[memoryview]]:
+        """Yield the same bytes out of bounce buffers, the first load in two halves."""
+        assert self._staging is not None
+        with contextlib.closing(self._staging.collected(parts)) as collected:
+            for number, (buffer, load) in enumerate(collected):
+                for piece in load.pieces:
+                    if piece.first:
+                        self._faults.after_seal(buffer.of(piece), 0)
+                ready = buffer.bytes[: load.nbytes]
+                half = 0 if number else len(ready) // 2
+                if half:
+                    yield [ready[:half]]
+                yield [ready[half:]]
+
+    def _rows(self, parts: Sequence[StreamPart], nbytes: int) -> Sequence[memoryview]:
         """Return the bytes of these pages in the order in which they travel; sealed ones in one piece."""
+        region = bytes_of(self._source.region)
         out: list[memoryview] = []
         packed = torch.empty(nbytes if self._sealed else 0, dtype=torch.uint8)
         at = 0
         for stream, indices in parts:
             size = len(indices) * stream.page_bytes
             # What is damaged on purpose is a copy: the pages themselves stay right.
-            rows = None if self._sealed or self._faults.corrupts else stream.rows(self._region, indices)
+            rows = None if self._sealed or self._faults.corrupts else stream.rows(region, indices)
             if rows is not None:
                 out += rows
                 continue

@@ -1,4 +1,4 @@
-"""Plane `zmq`: pages over TCP connections, stored by the reader itself.
+"""Planes `zmq` and `staged`: pages over TCP connections, stored by the reader itself.
 
 The reader copies, so access is revocable: what comes for a room that has ended is dropped and counted, and its pages
 can be used again at once. A write names positions in the room's grant, never addresses; the reader looks them up before
@@ -11,6 +11,9 @@ and may overtake pages: a notice waits for the writes before it (`transfer.plane
 
 Between workers of several ranks each rank has its own sockets at the reader, and a write holds what the two ranks have
 in common. Notices go to the leader.
+
+Plane `staged` is the same for pools anywhere: at either end pages go through bounce buffers in host memory
+(`transfer.planes.bounce_buffers`), which a device copies from and to.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import msgpack
 import torch
 import zmq
 
+from cache.device.device_copies import CPU, zeroed
 from cache.memory.head_slices import HeadSlice, chosen
 from cache.memory.kv_cache_spec import PoolSetSpec
 from cache.pool.pool_set import PoolSet
@@ -38,8 +42,9 @@ from transfer.net.connection_keys import SALT_BYTES
 from transfer.net.curve_keys import CurveKeys, bind, dial
 from transfer.net.disconnects import keep_alive
 from transfer.net.fault_injection import WriteFaults, via_proxy
+from transfer.planes.bounce_buffers import Staging, StreamPart, buffer_bytes, loads
 from transfer.planes.data_listener import DataListener, Landing, LandingPart
-from transfer.planes.data_plane import SLOT_BYTES, RoomTarget, WakeCallback, WriteLink, said
+from transfer.planes.data_plane import SLOT_BYTES, RoomTarget, WakeCallback, WriteLink, refuse_device_memory, said
 from transfer.planes.ordered_notices import OrderedNotices
 from transfer.planes.page_stream import PoolStream, bytes_of, shared
 from transfer.planes.rank_fan import MOST_RANKS, fan, rank_cut, writers
@@ -63,7 +68,6 @@ class _Granted:
 class ZmqPlane:
     """The data plane of a writer and a reader that TCP connects."""
 
-    kind = "zmq"
     revocable = True
     by_peer = False
 
@@ -79,10 +83,15 @@ class ZmqPlane:
         connections: int = CONNECTIONS,
         message_bytes: int = MESSAGE_BYTES,
         wake: WakeCallback = lambda: None,
+        bounce_bytes: int | None = None,
     ) -> None:
         """`frame_bytes`: the most bytes of a pool that one write may have, unless one page has more. `connections`:
         data connections to one rank of a reader. `message_bytes`: the longest notice that is taken in. `wake`: called,
-        on any thread, when `poll` or a completion has news."""
+        on any thread, when `poll` or a completion has news. `bounce_bytes`: of each bounce buffer, unless one page of a
+        layer has more; None: plane `zmq`, whose pages lie in host memory."""
+        self.kind = "zmq" if bounce_bytes is None else "staged"
+        self._bounce_bytes = bounce_bytes
+        self._staging: Staging | None = None
         self._rank, self._size = rank, size
         self._link_timeout_s, self._frame_bytes, self._lanes = link_timeout_s, frame_bytes, connections
         self._host, self._endpoint, self._data_endpoint = host, "", ""
@@ -103,8 +112,10 @@ class ZmqPlane:
         self._from: dict[tuple[int, int], dict[str, PoolStream]] = {}
         self.dropped = 0
 
-    def allocate(self, name: str, nbytes: int) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8)
+    def allocate(self, name: str, nbytes: int, device: torch.device = CPU) -> torch.Tensor:
+        if self._bounce_bytes is None:
+            refuse_device_memory(self.kind, device)
+        return zeroed(nbytes, device)
 
     def register(self, pools: PoolSet, slots: torch.Tensor | None) -> None:
         self._pools, self._slots = pools, slots
@@ -113,11 +124,14 @@ class ZmqPlane:
             whole = pools.spec.whole
             self._frame_bytes = max(self._frame_bytes, *(whole.unit_bytes(p.name) for p in whole.pools))
             most, sealed = self._frame_bytes * len(whole.pools), self._curve is not None
+            if self._bounce_bytes is not None:
+                self._staging = Staging(pools.region, buffer_bytes(whole, self._bounce_bytes))
             endpoint = bind(self._inbound, self._host, self._curve)
             self._endpoint = via_proxy(endpoint, "data", str(os.getpid()), self._proxy)
-            self._listener = DataListener(self._host, most, self._link_timeout_s, self._landing, sealed)
+            self._listener = DataListener(self._host, most, self._link_timeout_s, self._landing, sealed, self._staging)
             self._data_endpoint = via_proxy(self._listener.endpoint, "pages", str(os.getpid()), self._proxy)
-            self._region = bytes_of(pools.region)
+            if self._staging is None:
+                self._region = bytes_of(pools.region)
 
     def describe(self, peer: str = "") -> dict[str, Any]:
         assert self._listener is not None, "to be registered before it is described"
@@ -133,18 +147,22 @@ class ZmqPlane:
         endpoint, frame_bytes = said(descriptor, "endpoint", str), said(descriptor, "frame_bytes", int)
         address, secret = _address(said(descriptor, "pages", str)), said(descriptor, "secret", bytes)
         if len(secret) != SALT_BYTES:
-            raise LayoutMismatch(f"plane zmq: the reader's secret must have {SALT_BYTES} bytes, got {len(secret)}")
+            raise LayoutMismatch(
+                f"plane {self.kind}: the reader's secret must have {SALT_BYTES} bytes, got {len(secret)}"
+            )
         whole = self._pools.spec.whole
         least = max(whole.unit_bytes(pool.name) for pool in whole.pools)
         if frame_bytes < least:
-            raise LayoutMismatch(f"plane zmq: the reader takes frames of {frame_bytes} bytes, one page has {least}")
+            raise LayoutMismatch(
+                f"plane {self.kind}: the reader takes frames of {frame_bytes} bytes, one page has {least}"
+            )
         names = {p.name: tuple(b.name for b in p.buffers) for p in spec.pools} if cut is None else cut
         streams = {pool: self._stream(pool, names[pool], spec) for pool in names}
         socket, watch = dial(self._context, endpoint, self._curve, self._link_timeout_s)
         return ZmqLink(
             self._pools, socket, watch, self._faults, (self._rank, self._size), streams, address, secret,
             sealed=self._curve is not None, frame_bytes=frame_bytes, connections=self._lanes,
-            timeout_s=self._link_timeout_s, wake=self._wake,
+            timeout_s=self._link_timeout_s, wake=self._wake, staging=self._staging,
         )  # fmt: skip
 
     def _stream(self, pool: str, names: Sequence[str], other: PoolSetSpec) -> PoolStream:
@@ -227,7 +245,7 @@ class ZmqPlane:
         if not (type(source) is type(sources) is type(number) is int and 0 <= source < sources <= MOST_RANKS):
             raise ValueError(f"rank {source} of {sources}")
         granted = self._granted_to(room, ticket)
-        streams, parts, pools = self._streams(source, sources), list[LandingPart](), set[str]()
+        streams, parts, pools = self._streams(source, sources), list[StreamPart](), set[str]()
         for pool, first, count, *layers in runs:
             if any(type(n) is not int for n in (first, count, *layers)) or count <= 0 or pool in pools:
                 raise ValueError(f"{count} pages of {pool}")
@@ -239,12 +257,21 @@ class ZmqPlane:
                 if not 0 <= begin < stop <= stream.layers:
                     raise ValueError(f"layers {begin}..{stop - 1} of {pool}")
                 stream = stream.of_layers(range(begin, stop))
-            store = partial(self._unpack, stream, pages)
-            parts.append(LandingPart(count * stream.page_bytes, stream.rows(self._region, pages), store))
-        if sum(part.nbytes for part in parts) != nbytes:
+            parts.append((stream, pages))
+        if sum(len(pages) * stream.page_bytes for stream, pages in parts) != nbytes:
             raise ValueError(f"{nbytes} bytes for {runs!r:.80}")
         arrived = WriteArrived(room, source, number)
-        return Landing(lambda: granted.revoked, parts, lambda: self._news(None if granted.revoked else arrived))
+        bounced = None if self._staging is None else loads(parts, self._staging.nbytes)
+        return Landing(
+            lambda: granted.revoked,
+            [self._part(*part) for part in parts] if bounced is None else (),
+            lambda: self._news(None if granted.revoked else arrived),
+            bounced,
+        )
+
+    def _part(self, stream: PoolStream, pages: Sequence[int]) -> LandingPart:
+        store = partial(self._unpack, stream, pages)
+        return LandingPart(len(pages) * stream.page_bytes, stream.rows(self._region, pages), store)
 
     def _unpack(self, stream: PoolStream, pages: Sequence[int], packed: memoryview) -> None:
         stream.unpack(torch.frombuffer(packed, dtype=torch.uint8), self._pools.region, pages)
@@ -285,5 +312,5 @@ def _address(endpoint: str) -> tuple[str, int]:
     """Return the host and port of an endpoint. Raises `LayoutMismatch` where it is none."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     if not (endpoint.startswith("tcp://") and host and port.isdecimal() and int(port) < 1 << 16):
-        raise LayoutMismatch(f"plane zmq: pages must go to tcp://HOST:PORT, got {endpoint!r:.80}")
+        raise LayoutMismatch(f"pages must go to tcp://HOST:PORT, got {endpoint!r:.80}")
     return host, int(port)

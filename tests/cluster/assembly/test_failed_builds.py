@@ -68,7 +68,7 @@ def config_of(plane: str, tmp_path: Path) -> Config:
     return config_from_dict({"transfer": {"plane": plane}, "engine": {"threads": 1}, "cache": cache})
 
 
-@pytest.mark.parametrize("plane", ["shm", "zmq"])
+@pytest.mark.parametrize("plane", ["shm", "zmq", "staged"])
 @pytest.mark.parametrize(
     ("role", "part"),
     [

@@ -72,7 +72,10 @@ def test_colocated_workers_take_the_place_of_both_pools() -> None:
         ({"assignments": ("cache.device_tokens=3",)}, "less than one page"),
         ({"assignments": ("decode.cache.page_tokens=32",)}, "page_tokens is 16 and decode.cache.page_tokens is 32"),
         ({"assignments": ("transfer.plane=local",), "ray_address": "auto"}, "--ray-address"),
-        ({"assignments": ("engine.device=cuda",)}, "engine.device=cpu"),
+        ({"assignments": ("engine.device=cuda",)}, "engine.device=cuda: torch sees no GPU: torch"),
+        ({"assignments": ("engine.device=gpu",)}, "engine.device must be auto, cpu, cuda or cuda:N; got 'gpu'"),
+        ({"assignments": ("engine.device=cuda:1",), "ray_address": "auto"}, "Ray deals GPUs out; use cuda"),
+        ({"assignments": ("cache.device_share=1.5",)}, "cache.device_share is a share up to 1; got 1.5"),
         (
             {"assignments": ("cache.storage.backend=memory", "cluster.host_memory_share=0")},
             "set cache.host_bytes, or cluster.host_memory_share",

@@ -26,7 +26,7 @@ from transfer.net import disconnects as cuts
 from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
 
 SPEC = pool_sets()["all"]
-PLANES = ["shm", "zmq"]
+PLANES = ["shm", "zmq", "staged"]
 LINK_S = 0.6
 """What connections may be silent for, in these tests: of the wall's clock, as sockets know no other."""
 

@@ -23,7 +23,7 @@ from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptA
 SETS = headed_sets()
 QUICK = [
     (name, *sizes, plane)
-    for name, sizes, plane in itertools.product(("full", "all"), ((1, 2), (2, 1), (4, 2)), ("shm", "zmq"))
+    for name, sizes, plane in itertools.product(("full", "all"), ((1, 2), (2, 1), (4, 2)), ("shm", "zmq", "staged"))
 ]
 ALL = [
     pytest.param(name, writers, readers, plane, marks=[pytest.mark.soak])

@@ -36,7 +36,7 @@ def identity_of(child: subprocess.Popen[bytes]) -> tuple[int, int, str]:
     return child.pid, process.start_ticks(child.pid) or 0, process.namespace()
 
 
-@pytest.mark.parametrize("plane", ["local", "shm", "zmq"])
+@pytest.mark.parametrize("plane", ["local", "shm", "zmq", "staged"])
 def test_b10_a_dead_peers_leases_end_by_revocation(
     plane: str, stand_in: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,7 +67,7 @@ def test_b10_a_dead_peers_leases_end_by_revocation(
             assert allocator.free == allocator.total
 
 
-@pytest.mark.parametrize("plane", ["local", "shm", "zmq"])
+@pytest.mark.parametrize("plane", ["local", "shm", "zmq", "staged"])
 def test_b10_a_dead_readers_rooms_end_at_the_writer_and_nothing_stays_pinned(
     plane: str, stand_in: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,7 +42,7 @@ def failing(plane: str, verify: bool) -> Iterator[tuple[Ends, Prompt, dict[str, 
 
 
 @pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize("plane", ["local", "shm", "zmq"])
+@pytest.mark.parametrize("plane", ["local", "shm", "zmq", "staged"])
 def test_a_send_that_failed_is_never_announced_as_written(plane: str, verify: bool) -> None:
     """Nor is it called damage: no byte of it went wrong."""
     with failing(plane, verify) as (both, prompt, leases):

@@ -74,7 +74,7 @@ def below(layers: LayerCounts) -> dict[str, list[bool]]:
     return {pool: [layer < layers[pool] for layer in range(most)] for pool, most in LAYERS.items()}
 
 
-@pytest.mark.parametrize("plane", ["local", "shm", "zmq", "nixl"])
+@pytest.mark.parametrize("plane", ["local", "shm", "zmq", "nixl", "staged"])
 def test_a7_layers_arrive_as_their_marks_are_reached_and_are_announced_once_they_are_finished(plane: str) -> None:
     with layered_ends(plane) as both:
         prompt, step, marks = both.prompt(40), Step(), marks_of()

@@ -351,7 +351,7 @@ def test_who_gave_a_room_up_says_so_again_after_a_cut(monkeypatch: pytest.Monkey
         both.quiet()
 
 
-@pytest.mark.parametrize("plane", ["local", "shm", "zmq"])
+@pytest.mark.parametrize("plane", ["local", "shm", "zmq", "staged"])
 def test_a5_the_places_of_a_damaged_room_are_free_at_once_only_where_nobody_can_write_to_them_any_more(
     plane: str,
 ) -> None:

@@ -16,7 +16,7 @@ HAPPENS = {"opened", "given up", "rotten", "damaged", "PromptArrived", "Handover
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plane", ["shm", "zmq"])
+@pytest.mark.parametrize("plane", ["shm", "zmq", "staged"])
 @pytest.mark.parametrize("name", NAMES)
 def test_whatever_happens_who_arrives_has_what_was_sealed_and_everything_comes_back(name: str, plane: str) -> None:
     """Over the simulator's network, so that a seed is one run: what happens, and how often, is the same everywhere."""

@@ -1,0 +1,50 @@
+"""The choice of the device that `engine.device` names: a CPU, or an NVIDIA GPU that torch sees and Triton runs on."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+
+from contracts.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class GpuView:
+    """What this process sees of NVIDIA GPUs."""
+
+    count: int
+    """GPUs that torch sees."""
+    why_none: str
+    """Why torch sees none, in words; empty where it sees some."""
+    triton: bool
+    """Whether Triton can be imported."""
+
+
+def gpu_view() -> GpuView:
+    """Look for GPUs. Takes no memory of any."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    why = ""
+    if not count:
+        built = torch.version.cuda is not None
+        why = "no driver, or none of its GPUs is visible here" if built else f"torch {torch.__version__} has no CUDA"
+    return GpuView(count, why, importlib.util.find_spec("triton") is not None)
+
+
+def chosen_device(name: str, view: GpuView) -> torch.device:
+    """The device of this name, as in `engine.device`: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+
+    ``auto`` is the first GPU where there is one and Triton too. Raises `ConfigError` for a GPU that can't be used.
+    """
+    if name == "cpu" or (name == "auto" and not (view.count and view.triton)):
+        return torch.device("cpu")
+    if not view.count:
+        raise ConfigError(f"engine.device={name}: torch sees no GPU: {view.why_none}; use engine.device=cpu")
+    if not view.triton:
+        raise ConfigError(f"engine.device={name}: triton isn't installed: pip install 'twinpool[cuda]'")
+    index = int(name.partition(":")[2] or 0) if name != "auto" else 0
+    if index >= view.count:
+        there = "cuda:0 alone" if view.count == 1 else f"cuda:0 to cuda:{view.count - 1}"
+        raise ConfigError(f"engine.device={name}: torch sees {there}")
+    return torch.device("cuda", index)

@@ -1,0 +1,150 @@
+"""The cards (GPUs) of a machine, which of them each rank is dealt, and how much of its memory a rank's pools may take.
+
+Ranks that are dealt the same card have equal parts of what is free on it, whatever their roles. Of its part a rank's
+weights and its process's own memory go off first; `cache.device_share` of the rest is for its pools, and what is over
+for what steps compute in.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from contracts.errors import ConfigError
+from contracts.ids import Role, WorkerName
+
+if TYPE_CHECKING:
+    from cache.device.device_choice import GpuView
+    from cluster.assembly.memory_plan import MemoryPlan
+
+PROCESS_BYTES = 1 << 30
+"""Bytes of a card that a process takes besides weights and pools: its CUDA context, kernels and their scratch. Not
+measured yet (docs/gpu.md)."""
+READ_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class CardFacts:
+    """One card, measured before any worker of ours runs on it."""
+
+    index: int
+    """Of ``cuda:N``, as torch counts here."""
+    name: str
+    total: int
+    """Bytes of its memory."""
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class CardParts:
+    """What the workers of a node get of its cards."""
+
+    free: int
+    """Bytes of a card that each rank has for everything."""
+    ranks: Mapping[Role, int]
+    """Tensor-parallel ranks of a worker."""
+    shares: Mapping[Role, float]
+    """`cache.device_share`."""
+    weights: int
+    """Bytes of a worker's weights."""
+
+    def budget(self, role: Role) -> int:
+        """Bytes that the pools of a worker may take, all its ranks together; 0 where not even its weights fit."""
+        left = self.free - self._besides(role)
+        return self.ranks[role] * max(0, int(self.shares[role] * left))
+
+    def short(self, plans: Mapping[Role, MemoryPlan]) -> str:
+        """Why some worker's memory doesn't fit on its cards, in words; empty where all do."""
+        for role, plan in plans.items():
+            size = self.ranks[role]
+            need = plan.nbytes // size + self._besides(role)
+            if need > self.free:
+                return (
+                    f"each rank of a {role} worker needs about {_mib(need)} of a GPU ({_mib(self.weights // size)} of "
+                    f"weights, pools of {_mib(plan.nbytes // size)}), and has {_mib(self.free)} there"
+                )
+        return ""
+
+    def _besides(self, role: Role) -> int:
+        return self.weights // self.ranks[role] + PROCESS_BYTES
+
+
+Dealt = Mapping[WorkerName, tuple[int, ...]]
+"""The index of the card of each rank of each worker."""
+
+
+def deal(workers: Sequence[tuple[WorkerName, int]], cards: Sequence[CardFacts]) -> Dealt:
+    """Deal the cards out round-robin to workers of so many ranks, rank by rank.
+
+    Raises `ConfigError` where ranks of one worker would share a card.
+    """
+    out, number = dict[WorkerName, tuple[int, ...]](), 0
+    for name, ranks in workers:
+        if ranks > len(cards):
+            raise ConfigError(f"the {ranks} ranks of {name} need a GPU each; engine.device names {len(cards)}")
+        out[name] = tuple(cards[(number + rank) % len(cards)].index for rank in range(ranks))
+        number += ranks
+    return out
+
+
+def least_part(dealt: Dealt, cards: Sequence[CardFacts]) -> int:
+    """The bytes of a card that each rank has: the least of the equal parts of the cards. A worker whose role is changed
+    keeps its cards, so all have the same."""
+    users = Counter(card for worker in dealt.values() for card in worker)
+    return min(card.free // users[card.index] for card in cards if users[card.index])
+
+
+def cards_of(
+    setting: str, view: GpuView | None = None, read: Callable[[], tuple[CardFacts, ...]] | None = None
+) -> tuple[CardFacts, ...]:
+    """The cards that `engine.device` names: none for a CPU, one for ``cuda:N``, all for ``cuda`` and ``auto``.
+
+    Raises `ConfigError` for a GPU that can't be used. `view`, `read`: what torch sees, and what measures the cards;
+    None: this machine's.
+    """
+    from cache.device.device_choice import chosen_device, gpu_view
+
+    if setting == "cpu":
+        return ()
+    device = chosen_device(setting, view or gpu_view())
+    if device.type == "cpu":
+        return ()
+    cards = (read or read_cards)()
+    return tuple(card for card in cards if card.index == device.index) if ":" in setting else cards
+
+
+def read_cards() -> tuple[CardFacts, ...]:
+    """Measure all cards, in a process of its own: who looks takes some of their memory while it lives.
+
+    Raises `ConfigError` where that fails.
+    """
+    command = [sys.executable, "-m", "cluster.assembly.device_cards"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=READ_TIMEOUT_S, check=True).stdout
+        return tuple(CardFacts(*card) for card in json.loads(said.splitlines()[-1]))
+    except (subprocess.SubprocessError, OSError, ValueError, IndexError, TypeError) as error:
+        raise ConfigError(f"the GPUs can't be measured: {error!r:.300}; use engine.device=cpu") from None
+
+
+def _measure() -> list[tuple[int, str, int, int]]:
+    """Index, name, total and free bytes of each card. Takes memory of all of them. Not run on a GPU yet."""
+    import torch
+
+    found = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        found.append((index, torch.cuda.get_device_name(index), total, free))
+    return found
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):,.0f} MiB"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(_measure()) + "\n")

@@ -1,0 +1,53 @@
+"""The choice of data plane for ``transfer.plane=auto``, and which planes reach pools on GPUs.
+
+One plane is chosen for the whole cluster, before its workers start:
+
+    pools in       workers on              plane
+    host memory    one host                shm
+    host memory    hosts of a Ray          zmq
+    GPUs           one host                cuda_ipc
+    GPUs           hosts of a Ray          staged
+
+`nixl` has to be asked for: what it carries is neither authenticated nor encrypted. A Ray that `serve` joins counts as
+several hosts, as it may grow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from contracts.config.cluster_config import Config
+from contracts.errors import ConfigError
+
+DEVICE_PLANES = ("cuda_ipc", "staged", "local")
+"""Planes that reach a GPU's memory; the last two reach host memory, too."""
+
+
+def on_gpus(config: Config) -> bool:
+    """Whether `engine.device` names GPUs; ``auto`` of it must have been resolved."""
+    return config.engine.device.startswith("cuda")
+
+
+def with_plane(config: Config, one_host: bool) -> Config:
+    """`config` with ``auto`` of `transfer.plane` made the plane that the table above says. Raises `ConfigError` for a
+    plane that doesn't reach the pools."""
+    chosen = config.transfer.plane
+    if chosen == "auto":
+        if on_gpus(config):
+            chosen = "cuda_ipc" if one_host else "staged"
+        else:
+            chosen = "shm" if one_host else "zmq"
+        return dataclasses.replace(config, transfer=dataclasses.replace(config.transfer, plane=chosen))
+    if on_gpus(config) and chosen not in DEVICE_PLANES:
+        raise ConfigError(
+            f"transfer.plane={chosen} reaches host memory alone, and engine.device={config.engine.device}: use "
+            f"transfer.plane=auto, {' or '.join(DEVICE_PLANES)}, or engine.device=cpu"
+        )
+    if not on_gpus(config) and chosen == "cuda_ipc":
+        raise ConfigError("transfer.plane=cuda_ipc is for pools on GPUs, and engine.device=cpu: use shm or auto")
+    return config
+
+
+def why(config: Config) -> str:
+    """What a chosen plane is chosen for, in words."""
+    return f"{config.transfer.plane}, for pools {'on GPUs' if on_gpus(config) else 'in host memory'}"

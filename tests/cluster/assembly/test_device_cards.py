@@ -1,0 +1,168 @@
+"""Cards dealt out, and what ranks get of them: by readings of GPUs that aren't here."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from cache.device.device_choice import GpuView
+from cluster.assembly.device_cards import PROCESS_BYTES, CardFacts, cards_of, deal, least_part
+from cluster.assembly.node_shares import MemoryShort, NodeFacts
+from cluster.ray_nodes.worker_actors import rank_resources
+from cluster.serve.memory_fit import CUDA_WORKER_BYTES
+from cluster.serve.preflight import ServeOptions, ServePlan, on_device, prepare
+from cluster.serve.terminal import node_table, pool_table
+from cluster.worker_process.worker_plan import WorkerPlan
+from contracts.errors import ConfigError
+from contracts.ids import Incarnation, Role, WorkerName
+
+GIB = 1 << 30
+SEEN = GpuView(2, "", True)
+
+
+def cards(*free: int) -> tuple[CardFacts, ...]:
+    return tuple(CardFacts(index, "a card", 80 * GIB, nbytes) for index, nbytes in enumerate(free))
+
+
+def planned(*free: int, assignments: Sequence[str] = (), host: int = 64 * GIB, **counts: int) -> ServePlan:
+    """`serve`'s plan on a machine with cards that have so many free bytes."""
+    options = replace(ServeOptions(port=0), assignments=tuple(assignments), **counts)  # type: ignore[arg-type]
+    return prepare(options, host, cards(*free))
+
+
+def test_cards_are_dealt_in_turn_rank_by_rank() -> None:
+    names = [WorkerName(n) for n in ("prefill-0", "decode-0", "decode-1")]
+    assert deal([(name, 1) for name in names], cards(1, 1)) == {names[0]: (0,), names[1]: (1,), names[2]: (0,)}
+    assert deal([(names[0], 2), (names[1], 1)], cards(1, 1, 1)) == {names[0]: (0, 1), names[1]: (2,)}
+    assert deal([(names[0], 1), (names[1], 2)], cards(1, 1)) == {names[0]: (0,), names[1]: (1, 0)}
+    with pytest.raises(ConfigError, match=r"the 3 ranks of prefill-0 need a GPU each; engine\.device names 2"):
+        deal([(names[0], 3)], cards(1, 1))
+
+
+def test_ranks_that_share_a_card_have_equal_parts_and_all_have_the_least() -> None:
+    a, b, c = (WorkerName(n) for n in ("prefill-0", "decode-0", "decode-1"))
+    assert least_part({a: (0,), b: (0,)}, cards(40 * GIB)) == 20 * GIB
+    assert least_part({a: (0,), b: (1,), c: (0,)}, cards(40 * GIB, 40 * GIB)) == 20 * GIB
+    assert least_part({a: (0,), b: (1,)}, cards(40 * GIB, 10 * GIB)) == 10 * GIB
+
+
+def test_pools_take_their_share_of_what_is_free_on_a_card_after_weights_and_process() -> None:
+    for share in (0.9, 0.5):
+        found = planned(3 * GIB, 3 * GIB, assignments=[f"cache.device_share={share}"])
+        want = int(share * (3 * GIB - PROCESS_BYTES - found.weights))
+        assert found.here.device_bytes == dict.fromkeys((Role.PREFILL, Role.DECODE), want)
+        assert all(plan.nbytes <= want for plan in found.here.plans.values())
+    # A card that is too small for a context for each request is filled.
+    small = planned(PROCESS_BYTES + (40 << 20), PROCESS_BYTES + (40 << 20))
+    budget = small.here.device_bytes[Role.DECODE]
+    page = small.here.plans[Role.DECODE].nbytes / small.here.plans[Role.DECODE].counts["full"]
+    assert budget - 2 * page < small.here.plans[Role.DECODE].nbytes <= budget
+
+
+def test_a_share_can_be_set_by_role() -> None:
+    found = planned(4 * GIB, 4 * GIB, assignments=["decode.cache.device_share=0.25"])
+    assert found.here.device_bytes[Role.DECODE] * 3 < found.here.device_bytes[Role.PREFILL]
+
+
+def test_two_roles_on_one_card_share_its_memory() -> None:
+    two, one = planned(6 * GIB, 6 * GIB), planned(12 * GIB)
+    assert one.here.dealt == {"prefill-0": (0,), "decode-0": (0,)}
+    assert two.here.dealt == {"prefill-0": (0,), "decode-0": (1,)}
+    assert one.here.device_bytes == two.here.device_bytes
+
+
+def test_host_memory_has_neither_weights_nor_pools_but_processes_and_host_tiers() -> None:
+    found = planned(60 * GIB, 60 * GIB, host=8 * GIB, assignments=["cluster.host_memory_bytes=8000000000"])
+    assert found.here.host_budget == min(8_000_000_000, 8 * GIB - 2 * CUDA_WORKER_BYTES)
+    with pytest.raises(MemoryShort, match="3,072 MiB are free"):
+        planned(60 * GIB, 60 * GIB, host=3 * GIB)
+
+
+@pytest.mark.parametrize("tokens", [0, 10**9])
+def test_what_a_card_has_no_room_for_is_refused_with_a_size_that_fits(tokens: int) -> None:
+    if not tokens:
+        with pytest.raises(MemoryShort, match="each rank has 1,024 MiB of a GPU, too little"):
+            planned(GIB, GIB)
+        return
+    with pytest.raises(
+        MemoryShort, match=r"each rank of a prefill worker needs .* of a GPU .* has 8,192 MiB"
+    ) as caught:
+        planned(8 * GIB, 8 * GIB, assignments=[f"cache.device_tokens={tokens}"])
+    fits = str(caught.value).rpartition("cache.device_tokens=")[2].partition(" ")[0]
+    assert planned(8 * GIB, 8 * GIB, assignments=[f"cache.device_tokens={fits}"]).here.plans
+
+
+def test_a_worker_is_told_its_cards_and_each_rank_its_own() -> None:
+    found = planned(8 * GIB, 8 * GIB, 8 * GIB, assignments=["decode.tp=2"])
+    name = WorkerName("decode-0")
+    assert found.cards_of(name, Role.DECODE) == (1, 2)
+    # Its role is changed: it stays where it is.
+    assert found.cards_of(name, Role.PREFILL) == (1,)
+    assert found.cards_of(WorkerName("prefill-0"), Role.DECODE) == (0, 1)
+    plan = worker_plan(found, name, (1, 2))
+    assert [replace(plan, rank=rank).rank_config.engine.device for rank in (0, 1)] == ["cuda:1", "cuda:2"]
+    assert rank_resources(plan) == {"twinpool_decode": 1.0}
+
+
+def test_under_a_ray_that_is_joined_each_rank_asks_for_a_gpu_of_its_own() -> None:
+    options = replace(ServeOptions(port=0), ray_address="auto")
+    joined = prepare(options)
+    assert joined.config.engine.device == "auto", "its nodes decide"
+    joined = replace(joined, config=on_device(joined.config, True))
+    node = NodeFacts("n", 8, 64 * GIB, {Role.PREFILL: 1, Role.DECODE: 1}, "n-id", cards(9 * GIB, 8 * GIB))
+    share = joined.divide(node)
+    assert share.device_bytes[Role.DECODE] == int(0.9 * (8 * GIB - PROCESS_BYTES - joined.weights))
+    assert joined.cards_of(WorkerName("decode-0"), Role.DECODE) == ()
+    plan = worker_plan(joined, WorkerName("decode-0"), ())
+    assert plan.rank_config.engine.device == "cuda"
+    assert rank_resources(plan) == {"twinpool_decode": 1.0, "GPU": 1.0}
+    with pytest.raises(MemoryShort, match="no GPU that torch sees"):
+        joined.divide(replace(node, cards=()))
+    on_cpu = replace(joined, config=on_device(prepare(options).config, False))
+    assert rank_resources(worker_plan(on_cpu, WorkerName("decode-0"), ())) == {"twinpool_decode": 1.0}
+
+
+def worker_plan(found: ServePlan, name: WorkerName, dealt: tuple[int, ...]) -> WorkerPlan:
+    return WorkerPlan(
+        name, Role.DECODE, Incarnation(1), found.spec.folder, found.config, {}, "", "", found.spec.folder, cards=dealt
+    )
+
+
+def test_the_setting_says_which_cards_count() -> None:
+    both = cards(GIB, 2 * GIB)
+    for setting, want in (("auto", both), ("cuda", both), ("cuda:1", both[1:]), ("cpu", ())):
+        assert cards_of(setting, SEEN, lambda: both) == want
+    for blind in (GpuView(0, "no driver", True), GpuView(2, "", False)):
+        assert cards_of("auto", blind, lambda: both) == ()
+
+
+@pytest.mark.parametrize(
+    ("setting", "view", "words"),
+    [
+        (
+            "cuda",
+            GpuView(0, "no driver", True),
+            "engine.device=cuda: torch sees no GPU: no driver; use engine.device=cpu",
+        ),
+        ("cuda", GpuView(1, "", False), r"triton isn't installed: pip install 'twinpool\[cuda\]'"),
+        ("cuda:2", SEEN, "engine.device=cuda:2: torch sees cuda:0 to cuda:1"),
+        ("cuda:1", GpuView(1, "", True), "engine.device=cuda:1: torch sees cuda:0 alone"),
+    ],
+)
+def test_a_gpu_that_cannot_be_used_is_refused_with_the_reason(setting: str, view: GpuView, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        cards_of(setting, view, lambda: cards(GIB))
+
+
+def test_serves_tables_show_both_memories() -> None:
+    found = planned(6 * GIB, 5 * GIB)
+    out = io.StringIO()
+    for table in (node_table(found), pool_table(found, found.here)):
+        Console(file=out, width=160).print(table)
+    text = out.getvalue()
+    for words in ("cards", "free there", "11,264.0 MiB", "65,536.0 MiB", "on its card"):
+        assert words in text

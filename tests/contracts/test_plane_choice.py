@@ -1,0 +1,30 @@
+"""Which plane `auto` is, and which planes are refused for want of a way to the pools."""
+
+from __future__ import annotations
+
+import pytest
+
+from contracts.config.load_config import config_from_dict
+from contracts.config.plane_choice import why, with_plane
+from contracts.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("device", "one_host", "plane"),
+    [("cpu", True, "shm"), ("cpu", False, "zmq"), ("cuda", True, "cuda_ipc"), ("cuda:1", False, "staged")],
+)
+def test_auto_goes_by_where_pools_lie_and_by_hosts(device: str, one_host: bool, plane: str) -> None:
+    chosen = with_plane(config_from_dict({"engine": {"device": device}}), one_host)
+    assert chosen.transfer.plane == plane
+    assert why(chosen) == f"{plane}, for pools {'in host memory' if device == 'cpu' else 'on GPUs'}"
+
+
+@pytest.mark.parametrize("plane", ["local", "shm", "zmq", "nixl", "cuda_ipc", "staged"])
+def test_a_plane_that_is_asked_for_is_taken_or_refused(plane: str) -> None:
+    for device, reaches in (("cpu", plane != "cuda_ipc"), ("cuda", plane in {"cuda_ipc", "staged", "local"})):
+        config = config_from_dict({"engine": {"device": device}, "transfer": {"plane": plane}})
+        if reaches:
+            assert with_plane(config, True) == config
+        else:
+            with pytest.raises(ConfigError, match=rf"transfer\.plane={plane} .*engine\.device={device}"):
+                with_plane(config, True)
