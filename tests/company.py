@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cache.device.device_backends import CpuDevice
 from cluster.assembly.build_worker import build_worker
 from cluster.ranks.rendezvous import RankGroup
 from contracts.checkpoint.model_spec import read_model_spec
@@ -32,6 +31,7 @@ from router.core.router_core import RouterCore
 from router.state.prefix_hashes import prefix_hashes
 from router.state.routed_request import RoutedRequest
 from router.state.worker_table import WorkerKey
+from tests.default_device import default_device
 from tests.pair import SESSION, counts_for
 from tests.rank_workers import RankProcesses, group_of
 
@@ -76,7 +76,7 @@ class Company:
         worker = build_worker(
             role, name, Incarnation(number), read_model_spec(self._folder), self.config, host="127.0.0.1",
             counts=counts_for(self._folder, self.config, role, self._tokens), clock=self.clock,
-            group=self._crew(role), device=CpuDevice(),
+            group=self._crew(role), device=default_device(),
         )  # fmt: skip
         self.workers[name] = worker
         self.view()

@@ -322,6 +322,8 @@ def damaged_on_the_way(both: Pair, buffer: Buffer, *, whole: bool) -> Iterator[l
         before = buffer.saved(pools, mine)
         (buffer.scramble if whole else buffer.flip)(pools, mine, len(hurt))
         write(room, finished, after, generation)
+        for peer in sender._peers.values():
+            peer.writes.settle()  # On some devices it is under way still.
         buffer.restore(pools, mine, before)
         hurt.extend(mine)
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cache.device.device_backends import CpuDevice
 from cache.device.device_port import Device
 from cluster.assembly.build_worker import build_worker
 from cluster.assembly.memory_plan import plan_memory, state_options
@@ -26,6 +25,7 @@ from contracts.sampling_params import SamplingParams, TokenLogprob
 from decode.worker import DecodeWorker
 from engine.models.registry import read_model
 from prefill.worker import PrefillWorker
+from tests.default_device import default_device
 
 if TYPE_CHECKING:
     from cluster.arena.arena_client import ArenaProvider
@@ -81,7 +81,7 @@ class Pair:
                 spec,
                 config,
                 counts=counts_for(folder, config, role, sizes[role]),
-                device=devices.get(role) or CpuDevice(),
+                device=devices.get(role) or default_device(),
                 group=groups.get(role),
                 arenas=arenas.get(role),
                 **options,

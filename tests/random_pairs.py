@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import random
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from cache.device.device_backends import CpuDevice
+from cache.device.device_port import Device
 from contracts.errors import ErrorKind
 from contracts.ids import PAIR, RequestId, Role
 from contracts.sampling_params import SamplingParams
@@ -156,9 +159,9 @@ def run_colocated_seed(seed: int) -> dict[str, float]:
         return dict(both.worker.status().counters)
 
 
-def run_seed(seed: int) -> None:
+def run_seed(seed: int, device: Callable[[], Device] = CpuDevice) -> None:
     """Draw a pair and all that it is asked, and run it; then nothing may be left in either worker."""
     rng = random.Random(seed)
     drawn = draw(rng)
-    with hash_pair(drawn.name, drawn.counts, **drawn.sections) as both:
+    with hash_pair(drawn.name, drawn.counts, device=device, **drawn.sections) as both:
         serve(both, drawn, rng)

@@ -9,9 +9,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-import pytest
+from typing import TYPE_CHECKING, Any
 
 from cache.swap.swapped_state import SwappedState
 from contracts.errors import ErrorKind
@@ -20,6 +18,9 @@ from decode.request.request import DecodeRequest
 from decode.worker import DecodeWorker
 from tests.family_scenes import PAGE, Buffer, Family, buffers_of, device_bytes, greedy, tokens_of
 from tests.pair import Answer, Pair, pair
+
+if TYPE_CHECKING:
+    import pytest
 
 Ask = tuple[list[int], int]
 """A prompt, and how many tokens are wanted."""

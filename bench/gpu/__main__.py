@@ -2,13 +2,15 @@
 
     python -m bench.gpu --out gpu.json              # all sections
     python -m bench.gpu --only copies engine        # some of them
+    python -m bench.gpu --out gpu.json --resume     # what gpu.json doesn't have yet, or what failed there
     python -m bench.gpu --rehearse                  # on a CPU, in small: does this script work?
 
-Sections: `kernels` (the Triton kernels: right, invariant, and how fast beside torch's own), `copies` (what goes
-between the device and pinned host memory beside one plain copy of as many bytes, and whether it comes back as it went),
-`engine` (prefill and decode of a model with random weights beside transformers on the same GPU, and whether the tokens
-agree). Each is a process of its own with a deadline: one that fails or hangs costs the others nothing. What each
-printed and its figures go into one file. Exit code 1 when a section failed.
+Sections: `kernels` (the Triton kernels: right, invariant, and how fast beside torch's own), `families` (every family
+through both workers with their state on the GPU, against transformers: hand-over, tiers, retraction, migration,
+damage), `copies` (what goes between the device and pinned host memory beside one plain copy of as many bytes, and
+whether it comes back as it went), `engine` (prefill and decode of a model with random weights beside transformers on
+the same GPU, and whether the tokens agree). Each is a process of its own with a deadline: one that fails or hangs costs
+the others nothing. What each printed and its figures go into one file. Exit code 1 when a section failed.
 
 Needs torch with CUDA, triton and transformers, and nothing that a cluster needs: neither ray nor pyzmq. A rehearsal
 says nothing about a GPU; its file says that it was one.
@@ -35,9 +37,12 @@ from bench.common import machine
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = {
     "kernels": "bench.engine.attention_kernels_bench",
+    "families": "bench.gpu.gpu_families",
     "copies": "bench.gpu.gpu_copies",
     "engine": "bench.gpu.gpu_engine",
 }
+_SCENES_SHARE = 0.85
+"""Part of its time after which section `families` begins no other scene."""
 _TAIL_LINES = 40
 """Of what a section printed, what goes to the screen."""
 
@@ -77,6 +82,17 @@ def run_section(section: str, extra: Sequence[str], deadline_s: float, env: dict
     return SectionResult(section, ok, time.monotonic() - began, ended, output, figures)
 
 
+def passed_before(out: Path, rehearsal: bool) -> list[SectionResult]:
+    """The sections that passed when `out` was written. Raises `SystemExit` where it is of a rehearsal and this is none,
+    or the other way round."""
+    if not out.exists():
+        return []
+    written = json.loads(out.read_text(encoding="utf-8"))
+    if written["rehearsal"] != rehearsal:
+        raise SystemExit(f"bench.gpu: {out} is {'' if written['rehearsal'] else 'not '}of a rehearsal")
+    return [SectionResult(**section) for section in written["sections"].values() if section["ok"]]
+
+
 def gpu() -> dict[str, object] | None:
     """The GPU that torch sees first, and its driver's versions; None without one."""
     if not torch.cuda.is_available():
@@ -96,10 +112,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags.add_argument("--only", nargs="+", choices=list(MODULES), default=list(MODULES), help="default: all")
     flags.add_argument("--minutes", type=float, default=9.0, help="for all of it (default: %(default)s)")
     flags.add_argument("--out", type=Path, help="write everything to this file, after every section")
+    flags.add_argument("--resume", action="store_true", help="keep the sections of --out's file that passed")
     flags.add_argument("--rehearse", action="store_true", help="on the CPU, in small")
     args = flags.parse_args(argv)
     if args.minutes <= 0:
         flags.error("--minutes must be more than 0")
+    if args.resume and args.out is None:
+        flags.error("--resume needs --out: the file that has what was done")
     found = gpu()
     if found is None and not args.rehearse:
         print("bench.gpu: torch sees no GPU; --rehearse shows on a CPU that this script works", file=sys.stderr)
@@ -108,13 +127,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     extra: dict[str, list[str]] = {section: [] for section in MODULES}
     if args.rehearse:
         env["TRITON_INTERPRET"] = "1"
-        extra["copies"] = extra["engine"] = ["--rehearse"]
+        extra["families"] = extra["copies"] = extra["engine"] = ["--rehearse"]
     print(found["name"] if found and not args.rehearse else f"rehearsal: {machine.headline()}", flush=True)
     ends_at = time.monotonic() + 60 * args.minutes
-    results: list[SectionResult] = []
-    for number, section in enumerate(args.only):
-        share = (ends_at - time.monotonic()) / (len(args.only) - number)
-        result = run_section(section, extra[section], max(1.0, share), env)
+    results = passed_before(args.out, args.rehearse) if args.resume else []
+    left = [section for section in args.only if section not in {result.section for result in results}]
+    for number, section in enumerate(left):
+        share = max(1.0, (ends_at - time.monotonic()) / (len(left) - number))
+        seconds = ["--seconds", f"{_SCENES_SHARE * share:.0f}"] if section == "families" else []
+        result = run_section(section, [*extra[section], *seconds], share, env)
         results.append(result)
         print(f"== {section}: {result.ended}, {result.seconds:.0f} s")
         print("\n".join(result.output.splitlines()[-_TAIL_LINES:]), flush=True)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from bench.gpu import __main__ as gpu
-from bench.gpu import gpu_copies
+from bench.gpu import gpu_copies, gpu_families
 from cache.device.device_backends import CpuDevice
+from tests.family_scenes import Family
 
 
 @pytest.fixture
@@ -41,6 +42,46 @@ def test_a_rehearsal_writes_every_section_and_says_that_it_was_one(tmp_path: Pat
     assert {name: section["ok"] for name, section in written["sections"].items()} == {"copies": True}
     for rates in written["sections"]["copies"]["figures"]["gb_per_s"].values():
         assert {"one block up", "pieces down, digested", "layers up"} <= set(rates)
+
+
+@pytest.mark.slow
+def test_families_are_rehearsed_scene_by_scene(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    assert gpu.main(["--rehearse", "--only", "families", "--out", str(out)]) == 0
+    scenes = json.loads(out.read_text())["sections"]["families"]["figures"]["scenes"]
+    assert {scene["ended"] for scene in scenes} == {"passed"}
+    assert len(scenes) == 6
+
+
+def test_a_scene_that_fails_is_told_with_its_reason_and_the_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(family: Family) -> None:
+        raise AssertionError("another token")
+
+    monkeypatch.setitem(gpu_families.SCENES, "answers", wrong)
+    result = gpu_families.run_scene(Family("llama", Path("nowhere")), "answers")
+    assert result.ended == "failed"
+    assert "another token" in result.why
+
+
+def test_what_passed_is_not_run_again_and_what_failed_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, ran = tmp_path / "gpu.json", list[str]()
+
+    def run(section: str, extra: object, deadline_s: float, env: object) -> gpu.SectionResult:
+        ran.append(section)
+        return gpu.SectionResult(section, section != "copies" or len(ran) > 2, 1.0, "exit code", "", {"of": len(ran)})
+
+    monkeypatch.setattr(gpu, "run_section", run)
+    assert gpu.main(["--rehearse", "--only", "kernels", "copies", "--out", str(out)]) == 1
+    assert gpu.main(["--rehearse", "--only", "kernels", "copies", "--out", str(out), "--resume"]) == 0
+    assert ran == ["kernels", "copies", "copies"]
+    sections = json.loads(out.read_text())["sections"]
+    assert {name: section["figures"] for name, section in sections.items()} == {
+        "kernels": {"of": 1},
+        "copies": {"of": 3},
+    }
+    out.write_text(out.read_text().replace('"rehearsal": true', '"rehearsal": false'))
+    with pytest.raises(SystemExit, match="not of a rehearsal"):
+        gpu.main(["--rehearse", "--out", str(out), "--resume"])
 
 
 @pytest.mark.soak

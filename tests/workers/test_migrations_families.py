@@ -12,9 +12,8 @@ from contracts.sampling_params import SamplingParams
 from tests.company import company, generated, hears
 from tests.families import FAMILIES
 from tests.family_scenes import tokens_of
+from tests.migration_scenes import COUNT, expect_migrations_change_nothing
 
-PAGE = 16
-COUNT = 30
 FIRST = ["gemma3", "deepseek_v32", "qwen3_next", "falcon_h1"]
 """One with windows, one with index keys, two with recurrent states; the others take as long and are the soak's."""
 
@@ -24,27 +23,7 @@ FIRST = ["gemma3", "deepseek_v32", "qwen3_next", "falcon_h1"]
     "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.soak) for name in FAMILIES]
 )
 def test_a_migrated_request_goes_on_as_if_it_had_stayed(name: str, tmp_path: Path) -> None:
-    folder = FAMILIES[name](tmp_path / name)
-    prompts = [tokens_of(seed, length) for seed, length in enumerate((70, 131, 38))]
-    options = [SamplingParams(COUNT, temperature=0.8, seed=seed) for seed in range(3)]
-    with company(folder, cache={"page_tokens": PAGE}, prefill={"chunk_tokens": 48}) as c:
-        stayed = c.run(*[c.submit(p, o) for p, o in zip(prompts, options, strict=True)])
-    with company(folder, cache={"page_tokens": PAGE}, prefill={"chunk_tokens": 48}, tokens=4096) as c:
-        moved = hears(c, MigrationDone)
-        rids = [c.submit(p, o) for p, o in zip(prompts, options, strict=True)]
-        for number, rid in enumerate(rids):
-            # At different places within a page, and within what recurrent layers gather.
-            c.until(generated(c, rid, 9 + 3 * number), "it to run")
-            assert c.core.migrations.begin(c.told[rid].request)
-            c.act()
-        c.until(lambda: c.core.migrations.counts.migrated == 3, "all to move")
-        assert c.run(*rids) == stayed
-        spec = c.decode("decode-0")._manager.spec
-        least = sum(min(len(n), 1) * spec.unit_bytes(pool) for pool, n in due(spec, 60).items())
-        assert min(event.bytes for event in moved if isinstance(event, MigrationDone)) >= least, (
-            "something of every pool"
-        )
-        assert all(not told.replays for told in c.told.values())
+    expect_migrations_change_nothing(FAMILIES[name](tmp_path / name))
 
 
 @pytest.mark.soak

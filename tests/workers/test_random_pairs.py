@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from cache.device.async_cpu_device import AsyncCpuDevice
 from tests.random_pairs import run_seed
 
 
@@ -12,3 +13,9 @@ from tests.random_pairs import run_seed
 @pytest.mark.parametrize("seed", range(8))
 def test_whatever_is_drawn_every_answer_is_exact_and_nothing_is_left(seed: int) -> None:
     run_seed(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 1008))
+def test_nor_does_anything_change_where_copies_and_sends_have_threads(seed: int) -> None:
+    run_seed(seed, AsyncCpuDevice)

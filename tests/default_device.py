@@ -1,0 +1,15 @@
+"""The device of workers that a test builds without naming one: the CPU, and a GPU where `bench.gpu` runs the scenes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cache.device.device_backends import CpuDevice
+from cache.device.device_port import Device
+
+MAKERS: list[Callable[[], Device]] = [CpuDevice]
+"""The last one counts."""
+
+
+def default_device() -> Device:
+    return MAKERS[-1]()
