@@ -147,7 +147,7 @@ def test_loads_fit_a_buffer_and_have_every_byte_of_a_write_once_and_in_order(nam
             cut = loads(parts, most)
             assert all(load.nbytes <= most for load in cut)
             assert sum(piece.first for load in cut for piece in load.pieces) == len(parts)
-            sent = b"".join(bytes(buffer.bytes[: load.nbytes]) for buffer, load in staging.collected(parts))
+            sent = b"".join(bytes(buffer.bytes[: load.nbytes]) for buffer, load in staging.gathered(parts))
             assert sent == by_hand(pools, parts)
 
 
