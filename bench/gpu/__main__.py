@@ -6,11 +6,13 @@
 
 Sections: `kernels` (the Triton kernels: right, invariant, and how fast beside torch's own), `copies` (what goes
 between the device and pinned host memory beside one plain copy of as many bytes, and whether it comes back as it went),
+`handover` (planes `staged` and `cuda_ipc` between two processes on one card, every byte compared),
 `engine` (prefill and decode of a model with random weights beside transformers on the same GPU, and whether the tokens
 agree). Each is a process of its own with a deadline: one that fails or hangs costs the others nothing. What each
 printed and its figures go into one file. Exit code 1 when a section failed.
 
-Needs torch with CUDA, triton and transformers, and nothing that a cluster needs: neither ray nor pyzmq. A rehearsal
+Needs torch with CUDA, triton and transformers, and nothing that a cluster needs: neither ray nor, but for `handover`,
+pyzmq and msgpack. A rehearsal
 says nothing about a GPU; its file says that it was one.
 """
 
@@ -36,6 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULES = {
     "kernels": "bench.engine.attention_kernels_bench",
     "copies": "bench.gpu.gpu_copies",
+    "handover": "bench.gpu.gpu_handover",
     "engine": "bench.gpu.gpu_engine",
 }
 _TAIL_LINES = 40
@@ -108,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     extra: dict[str, list[str]] = {section: [] for section in MODULES}
     if args.rehearse:
         env["TRITON_INTERPRET"] = "1"
-        extra["copies"] = extra["engine"] = ["--rehearse"]
+        extra["copies"] = extra["handover"] = extra["engine"] = ["--rehearse"]
     print(found["name"] if found and not args.rehearse else f"rehearsal: {machine.headline()}", flush=True)
     ends_at = time.monotonic() + 60 * args.minutes
     results: list[SectionResult] = []

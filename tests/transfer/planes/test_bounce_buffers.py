@@ -171,7 +171,7 @@ def test_a_thread_has_two_buffers_and_keeps_them() -> None:
 
 @pytest.mark.parametrize("curve", [None, CURVE], ids=["plain", "sealed"])
 @pytest.mark.parametrize("sizes", [(SMALL, 1 << 20), (1 << 20, SMALL), (300, 300)])
-def test_every_page_arrives_whatever_buffers_the_ends_have(
+def test_a7_every_page_arrives_whatever_buffers_the_ends_have(
     curve: CurveKeys | None, sizes: tuple[int, int], late: list[LateCopies], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a device that copies as late as it may: who reads a buffer before its copy is over reads something else."""
