@@ -8,12 +8,13 @@
 Sections: `kernels` (the Triton kernels: right, invariant, and how fast beside torch's own), `families` (every family
 through both workers with their state on the GPU, against transformers: hand-over, tiers, retraction, migration,
 damage), `copies` (what goes between the device and pinned host memory beside one plain copy of as many bytes, and
-whether it comes back as it went), `engine` (prefill and decode of a model with random weights beside transformers on
-the same GPU, and whether the tokens agree). Each is a process of its own with a deadline: one that fails or hangs costs
-the others nothing. What each printed and its figures go into one file. Exit code 1 when a section failed.
+whether it comes back as it went), `handover` (planes `staged` and `cuda_ipc` between two processes on one card, every
+byte compared), `engine` (prefill and decode of a model with random weights beside transformers on the same GPU, and
+whether the tokens agree). Each is a process of its own with a deadline: one that fails or hangs costs the others
+nothing. What each printed and its figures go into one file. Exit code 1 when a section failed.
 
-Needs torch with CUDA, triton and transformers, and nothing that a cluster needs: neither ray nor pyzmq. A rehearsal
-says nothing about a GPU; its file says that it was one.
+Needs torch with CUDA, triton and transformers, and nothing that a cluster needs: neither ray nor, but for `families` and
+`handover`, pyzmq and msgpack. A rehearsal says nothing about a GPU; its file says that it was one.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ MODULES = {
     "kernels": "bench.engine.attention_kernels_bench",
     "families": "bench.gpu.gpu_families",
     "copies": "bench.gpu.gpu_copies",
+    "handover": "bench.gpu.gpu_handover",
     "engine": "bench.gpu.gpu_engine",
 }
 _SCENES_SHARE = 0.85
@@ -127,7 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     extra: dict[str, list[str]] = {section: [] for section in MODULES}
     if args.rehearse:
         env["TRITON_INTERPRET"] = "1"
-        extra["families"] = extra["copies"] = extra["engine"] = ["--rehearse"]
+        for section in ("families", "copies", "handover", "engine"):
+            extra[section] = ["--rehearse"]
     print(found["name"] if found and not args.rehearse else f"rehearsal: {machine.headline()}", flush=True)
     ends_at = time.monotonic() + 60 * args.minutes
     results = passed_before(args.out, args.rehearse) if args.resume else []

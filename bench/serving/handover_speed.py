@@ -3,9 +3,9 @@
     python -m bench.serving.handover_speed
     python -m bench.serving.handover_speed --layers 4 --kv-heads 2 --head-dim 48    # the demo's state
 
-`shm`, `zmq`, `nixl`, the socket, pyzmq and NIXL go between two processes, `local` stays in one. Throughput is with some
-chunks under way at once, the time of a chunk with one: from the post until the reader, having it in its pages, has
-answered. Rounds go over all ways in turns; medians are shown. All bytes that arrived are compared.
+`shm`, `zmq`, `staged`, `nixl`, the socket, pyzmq and NIXL go between two processes, `local` stays in one. Throughput is
+with some chunks under way at once, the time of a chunk with one: from the post until the reader, having it in its
+pages, has answered. Rounds go over all ways in turns; medians are shown. All bytes that arrived are compared.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class Measured:
         return statistics.median(self.gb_per_s)
 
 
-def read_chunks(pipe: Connection, way: str, shape: Shape, threads: int) -> None:
+def read_chunks(pipe: Connection, way: str, shape: Shape, threads: int, device: str = "cpu") -> None:
     """The reader's process: describes itself, then answers each chunk; a number asks for that many, None ends."""
     torch.set_num_threads(threads)
-    reader = make_reader(way, shape)
+    reader = make_reader(way, shape, device)
     try:
         pipe.send(reader.describe())
         while (wanted := pipe.recv()) is not None:
@@ -85,12 +85,13 @@ def read_chunks(pipe: Connection, way: str, shape: Shape, threads: int) -> None:
 class Way:
     """One way between this process and another."""
 
-    def __init__(self, name: str, shape: Shape, memory: Memory, threads: int) -> None:
+    def __init__(self, name: str, shape: Shape, memory: Memory, threads: int, device: str = "cpu") -> None:
+        """`device`: where the reader's pages lie."""
         self.name = name
         self._shape = shape
         spawn = multiprocessing.get_context("spawn")
         self._pipe, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=read_chunks, args=(theirs, name, shape, threads), daemon=True)
+        self._process = spawn.Process(target=read_chunks, args=(theirs, name, shape, threads, device), daemon=True)
         self._process.start()
         theirs.close()
         self._writer = make_writer(name, memory, self._wait(self._pipe.recv))

@@ -6,13 +6,16 @@ way delivers the same bytes, and a way that doesn't has no speed.
 
 from __future__ import annotations
 
+import mmap
+import os
 import random
 import socket
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,9 +27,12 @@ from cache.memory.memory_layout import PoolSetLayout
 from cache.memory.page_moves import gather
 from cache.pool.pool_set import PoolSet
 from contracts.config.cluster_config import FaultsConfig
+from contracts.config.worker_config import TransferConfig
 from contracts.ids import RoomId
 from transfer.net.waiter import Waiter
+from transfer.planes.cuda_ipc import CudaIpc
 from transfer.planes.data_plane import SLOT_BYTES, DataPlane, PageNumbers, PageWrite, RoomTarget
+from transfer.planes.device_sharing import MappedRegion
 from transfer.planes.local_plane import LocalPlane
 from transfer.planes.nixl_agent import byte_runs, load_nixl
 from transfer.planes.nixl_plane import NixlPlane
@@ -73,14 +79,15 @@ class Memory:
         layout = PoolSetLayout(shape.spec, {"full": pages})
         self.pools = PoolSet(shape.spec, layout.counts, allocate("pages", layout.nbytes))
         if noise:
-            self.pools.region.random_(0, 256, generator=torch.Generator().manual_seed(1))
+            drawn = torch.empty(layout.nbytes, dtype=torch.uint8)
+            self.pools.region.copy_(drawn.random_(0, 256, generator=torch.Generator().manual_seed(1)))
         order = list(range(1, pages))
         random.Random(seed).shuffle(order)
         each = shape.chunk_pages
         self.chunks = [order[at : at + each] for at in range(0, DISTINCT * each, each)]
 
     def packed(self, number: int) -> torch.Tensor:
-        return gather(self.pools.region, self.pools.layout, "full", self.chunks[number % DISTINCT])
+        return gather(self.pools.region, self.pools.layout, "full", self.chunks[number % DISTINCT]).cpu()
 
     def sums(self) -> list[int]:
         """A checksum of each distinct chunk."""
@@ -124,18 +131,43 @@ def make_plane(kind: str, wake: Callable[[], None] = lambda: None) -> DataPlane:
         return ShmPlane(faults, HOST, None)
     if kind == "nixl":
         return NixlPlane(faults, HOST, None, wake=wake)
-    if kind == "zmq":
-        return ZmqPlane(faults, HOST, None, frame_bytes=1 << 30, wake=wake)
+    if kind in {"zmq", "staged"}:
+        bounce_bytes = TransferConfig().bounce_bytes if kind == "staged" else None
+        return ZmqPlane(faults, HOST, None, frame_bytes=1 << 30, wake=wake, bounce_bytes=bounce_bytes)
+    if kind == "cuda_ipc":
+        return ShmPlane(faults, HOST, None, sharing=CudaIpc())
+    if kind == "cuda_ipc, rehearsed":
+        return ShmPlane(faults, HOST, None, sharing=SharedFile())
     return LocalPlane(faults, lambda: None)
+
+
+class SharedFile:
+    """What stands for CUDA IPC where there is no GPU: memory of a file without a name, which another process maps.
+    Implements `transfer.planes.device_sharing.DeviceSharing`."""
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        self._fd = os.memfd_create("bench-shared")
+        os.ftruncate(self._fd, nbytes)
+        return torch.frombuffer(mmap.mmap(self._fd, nbytes), dtype=torch.uint8)
+
+    def describe(self, region: torch.Tensor) -> dict[str, Any]:
+        return {"path": f"/proc/{os.getpid()}/fd/{self._fd}"}
+
+    def open(self, described: Mapping[str, Any], nbytes: int, device: torch.device) -> MappedRegion:
+        with open(described["path"], "r+b") as file:
+            region = torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
+        return MappedRegion(region, lambda: None)
 
 
 class PlaneReader:
     """Decode's end of a plane: grants a room for each distinct chunk."""
 
-    def __init__(self, kind: str, shape: Shape) -> None:
+    def __init__(self, kind: str, shape: Shape, device: str = "cpu") -> None:
+        """`device`: where the pages lie."""
         self._waiter = Waiter()
         self.plane = make_plane(kind, self._waiter.wake)
-        self.memory = Memory(shape, seed=2, allocate=self.plane.allocate, noise=False)
+        there = partial(self.plane.allocate, device=torch.device(device))
+        self.memory = Memory(shape, seed=2, allocate=there, noise=False)
         slots = self.plane.allocate("slots", DISTINCT * SLOT_BYTES).view(DISTINCT, SLOT_BYTES)
         self.plane.register(self.memory.pools, slots)
         self.targets = [
@@ -169,6 +201,7 @@ class PlaneWriter:
     """Prefill's end of a plane: posts chunks, and notifies of each when it is complete."""
 
     def __init__(self, kind: str, memory: Memory, description: Any) -> None:
+        """`memory`: of a plane of this kind, or any that it can read."""
         descriptor, self._targets = description
         self._memory = memory
         self._plane = make_plane(kind)
@@ -345,15 +378,15 @@ class NixlWriter:
             handle.release()
 
 
-BETWEEN_PROCESSES: Sequence[str] = ("shm", "zmq", "nixl", "tcp socket", "pyzmq", "bare nixl")
+BETWEEN_PROCESSES: Sequence[str] = ("shm", "zmq", "staged", "nixl", "tcp socket", "pyzmq", "bare nixl")
 
 
-def make_reader(way: str, shape: Shape) -> Reader:
+def make_reader(way: str, shape: Shape, device: str = "cpu") -> Reader:
     if way == "bare nixl":
         return NixlReader(shape)
     if way == "tcp socket":
         return SocketReader(shape)
-    return MessageReader() if way == "pyzmq" else PlaneReader(way, shape)
+    return MessageReader() if way == "pyzmq" else PlaneReader(way, shape, device)
 
 
 def make_writer(way: str, memory: Memory, description: Any) -> Writer:

@@ -36,10 +36,13 @@ def test_copies_come_back_as_they_went_and_a_changed_byte_is_told() -> None:
 @pytest.mark.slow
 def test_a_rehearsal_writes_every_section_and_says_that_it_was_one(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
-    assert gpu.main(["--rehearse", "--only", "copies", "--out", str(out)]) == 0
+    assert gpu.main(["--rehearse", "--only", "copies", "handover", "--out", str(out)]) == 0
     written = json.loads(out.read_text())
     assert written["rehearsal"]
-    assert {name: section["ok"] for name, section in written["sections"].items()} == {"copies": True}
+    assert {name: section["ok"] for name, section in written["sections"].items()} == {
+        "copies": True, "handover": True
+    }  # fmt: skip
+    assert set(written["sections"]["handover"]["figures"]) == {"one block", "staged", "cuda_ipc, rehearsed"}
     for rates in written["sections"]["copies"]["figures"]["gb_per_s"].values():
         assert {"one block up", "pieces down, digested", "layers up"} <= set(rates)
 

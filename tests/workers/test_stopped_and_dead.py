@@ -143,6 +143,30 @@ def test_a5_a_writers_proven_death_gives_its_pages_back(model: Path, oracle: Ora
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGCONT])
+@pytest.mark.parametrize("plane", ["zmq", "staged"])
+def test_a5_over_tcp_promised_pages_come_back_at_once_and_nothing_of_a_torn_write_lands_in_them(
+    model: Path, oracle: Oracle, plane: str, end: signal.Signals
+) -> None:
+    """The reader stores, so a room that is given up is revoked: others compute in its pages, and then the writer is
+    killed in mid-write, or goes on with it."""
+    with ExitStack() as stack:
+        scene = Scene(model, stack, plane)
+        scene.ask("stuck", scene.stopping)
+        scene.until(lambda: scene.stopping.stopped)
+        scene.decode.handle(SESSION, Cancel(RequestId("stuck"), 0))
+        scene.until(lambda: scene.free == 24)
+        prompts = {name: scene.ask(name, scene.healthy) for name in ("a", "b", "c")}
+        scene.until(lambda: scene.begun("a") and scene.begun("b"))
+        scene.stopping.signal(end)
+        scene.until(lambda: set(scene.done) >= {"a", "b", "c"} and scene.free == 24)
+        for name, prompt in prompts.items():
+            assert compare(oracle, prompt, scene.answer(name)).equal
+        assert scene.decode.check().violations == ()
+        assert scene.decode.check().rooms == 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("plane", [*PLANES, "zmq", "staged"])
 def test_a5_a_readers_proven_death_ends_its_rooms_at_the_writer(model: Path, plane: str) -> None:
     """By its pidfd: the clock stands still, so no deadline can be the reason."""

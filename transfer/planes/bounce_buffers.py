@@ -108,7 +108,7 @@ class BounceBuffer:
         self._gathered = torch.empty(self.nbytes, dtype=torch.uint8, device=self.region.device)
         self.bytes = bytes_of(self._host)
 
-    def collect(self, load: Load) -> None:
+    def gather(self, load: Load) -> None:
         """Begin to copy a load's pages here; `bytes` are theirs once that is `over`."""
 
         def copy() -> None:
@@ -119,7 +119,7 @@ class BounceBuffer:
 
         self.over = self.copies.begin(copy)
 
-    def spread(self, load: Load) -> None:
+    def scatter(self, load: Load) -> None:
         """Begin to copy `bytes` to a load's pages; they are stored once that is `over`."""
 
         def copy() -> None:
@@ -153,14 +153,14 @@ class Staging:
         pair: tuple[BounceBuffer, BounceBuffer] = self._local.pair
         return pair
 
-    def collected(self, parts: Sequence[StreamPart]) -> Generator[tuple[BounceBuffer, Load]]:
+    def gathered(self, parts: Sequence[StreamPart]) -> Generator[tuple[BounceBuffer, Load]]:
         """Bring a write's pages to host memory, load by load: each lies in the buffer until the next is asked for. Once
         it is closed no page is read any more."""
         buffers, cut = self.buffers(), loads(parts, self.nbytes)
         try:
             for number in range(len(cut) + 1):
                 if number < len(cut):
-                    buffers[number % 2].collect(cut[number])
+                    buffers[number % 2].gather(cut[number])
                 if number:
                     ready = buffers[(number - 1) % 2]
                     ready.over.wait()

@@ -321,7 +321,7 @@ class _Connection:
                     if landing.revoked():
                         break
                     self.buffers = buffers
-                    buffer.spread(load)
+                    buffer.scatter(load)
         finally:
             settle(buffers)
         for buffer in buffers:

@@ -110,8 +110,8 @@ class ZmqLink:
     def _bounced(self, parts: Sequence[StreamPart]) -> Generator[Sequence[memoryview]]:
         """Yield the same bytes out of bounce buffers, the first load in two halves."""
         assert self._staging is not None
-        with contextlib.closing(self._staging.collected(parts)) as collected:
-            for number, (buffer, load) in enumerate(collected):
+        with contextlib.closing(self._staging.gathered(parts)) as gathered:
+            for number, (buffer, load) in enumerate(gathered):
                 for piece in load.pieces:
                     if piece.first:
                         self._faults.after_seal(buffer.of(piece), 0)

@@ -147,7 +147,7 @@ def test_loads_fit_a_buffer_and_have_every_byte_of_a_write_once_and_in_order(nam
             cut = loads(parts, most)
             assert all(load.nbytes <= most for load in cut)
             assert sum(piece.first for load in cut for piece in load.pieces) == len(parts)
-            sent = b"".join(bytes(buffer.bytes[: load.nbytes]) for buffer, load in staging.collected(parts))
+            sent = b"".join(bytes(buffer.bytes[: load.nbytes]) for buffer, load in staging.gathered(parts))
             assert sent == by_hand(pools, parts)
 
 
@@ -171,7 +171,7 @@ def test_a_thread_has_two_buffers_and_keeps_them() -> None:
 
 @pytest.mark.parametrize("curve", [None, CURVE], ids=["plain", "sealed"])
 @pytest.mark.parametrize("sizes", [(SMALL, 1 << 20), (1 << 20, SMALL), (300, 300)])
-def test_every_page_arrives_whatever_buffers_the_ends_have(
+def test_a7_every_page_arrives_whatever_buffers_the_ends_have(
     curve: CurveKeys | None, sizes: tuple[int, int], late: list[LateCopies], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a device that copies as late as it may: who reads a buffer before its copy is over reads something else."""

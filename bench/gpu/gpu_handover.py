@@ -1,0 +1,84 @@
+"""Hand-overs between two processes on one card, by the planes that reach its memory, beside a copy on the card.
+
+    python -m bench.gpu.gpu_handover [--rounds 5] [--json FILE]
+
+Chunks of scattered pages go from pools of this process to pools of another, each with a notice, and all bytes that
+arrived are compared. The base is a copy of as many bytes on the card, in one block. On a CPU (`--rehearse`) a file
+without a name stands for CUDA IPC.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from bench.serving.handover_speed import Measured, Way
+from bench.serving.transfer_ways import DISTINCT, Memory, Shape
+from cache.device.device_copies import zeroed
+
+
+def plain_copy(shape: Shape, chunks: int, device: torch.device, into: Measured) -> None:
+    """One block of a chunk's bytes, copied on the device as often."""
+    here, there = (zeroed(shape.chunk_bytes, device) for _ in range(2))
+    began = time.perf_counter()
+    for _ in range(chunks):
+        there.copy_(here)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    took = time.perf_counter() - began
+    into.gb_per_s.append(chunks * shape.chunk_bytes / 1e9 / took)
+    into.chunk_ms.append(1e3 * took / chunks)
+
+
+def measure(shape: Shape, planes: Sequence[str], device: str, chunks: int, rounds: int) -> dict[str, Measured]:
+    """All planes in turns; round 0 warms up and counts for nothing. Raises `RuntimeError` for bytes that differ."""
+    where = torch.device(device)
+    memory = Memory(shape, seed=1, allocate=lambda name, nbytes: zeroed(nbytes, where), noise=True)
+    results = {name: Measured() for name in ("one block", *planes)}
+    with ExitStack() as stack:
+        ways = [Way(name, shape, memory, 1, device) for name in planes]
+        for way in ways:
+            stack.callback(way.close)
+        for number in range(rounds + 1):
+            plain_copy(shape, chunks, where, results["one block"] if number else Measured())
+            for way in ways:
+                way.round(chunks, results[way.name] if number else Measured())
+    return results
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--rounds", type=int, default=5)
+    flags.add_argument("--json", type=Path, help="write all figures to this file")
+    flags.add_argument("--rehearse", action="store_true", help="on the CPU, in small")
+    args = flags.parse_args(argv)
+    if args.rounds < 1:
+        flags.error("--rounds must be 1 or more")
+    shape, chunks, device = Shape(36, 8, 128, 16, 1024), 16 * DISTINCT, "cuda:0"
+    planes = ["staged", "cuda_ipc"]
+    if args.rehearse:
+        shape, chunks, device = Shape(2, 2, 32, 16, 64), DISTINCT, "cpu"
+        planes = ["staged", "cuda_ipc, rehearsed"]
+    results = measure(shape, planes, device, chunks, args.rounds)
+    base = results["one block"].rate
+    print(f"chunks of {shape.chunk_bytes / 2**20:.1f} MiB in {shape.chunk_pages} pages, on {device}")
+    for name, measured in results.items():
+        each = statistics.median(measured.chunk_ms)
+        print(f"  {name:20} {measured.rate:8.2f} GB/s, {each:8.3f} ms a chunk, {measured.rate / base:.3f} of one block")
+    if args.json is not None:
+        figures = {name: asdict(m) | {"median_gb_per_s": m.rate} for name, m in results.items()}
+        args.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
