@@ -13,8 +13,8 @@ byte compared), `engine` (prefill and decode of a model with random weights besi
 whether the tokens agree). Each is a process of its own with a deadline: one that fails or hangs costs the others
 nothing. What each printed and its figures go into one file. Exit code 1 when a section failed.
 
-Needs torch with CUDA, triton and transformers, and nothing that a cluster needs: neither ray nor, but for `families` and
-`handover`, pyzmq and msgpack. A rehearsal says nothing about a GPU; its file says that it was one.
+Needs torch with CUDA, triton and transformers, and nothing that a cluster needs: no ray, and pyzmq and msgpack for
+`families` and `handover` alone. A rehearsal says nothing about a GPU; its file says that it was one.
 """
 
 from __future__ import annotations
