@@ -34,7 +34,7 @@ from bench.common import machine
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = {
-    "kernels": "bench.engine.attention_kernels_bench",
+    "kernels": "bench.kernels",
     "copies": "bench.gpu.gpu_copies",
     "engine": "bench.gpu.gpu_engine",
 }

@@ -28,7 +28,7 @@ from tests.families import FAMILIES
 from tests.kernels.claims import answer
 from tests.plain_attention import expect_within, plain_attention
 
-TRITON = TritonAttention(tile_rows=16, block_tokens=16, split_tokens=32)
+TRITON = TritonAttention(tile_rows=16, block_tokens=16, split_tokens=32, segment_tokens=64)
 TORCH = TorchAttention(FAST)
 Run = tuple[int, int, int]
 """Sequence, start, queries."""
@@ -113,6 +113,16 @@ def claim_windows_are_the_twins_for_any_page_size() -> None:
     for page_tokens in (1, 64):
         Case(page_tokens, window=40).check(EXTEND)
         Case(page_tokens, window=40).check(DECODE)
+
+
+def claim_a_row_is_bitwise_the_same_wherever_the_segments_that_its_window_reaches_are_counted_from() -> None:
+    """The first of a tile may be an earlier one than the row's own: by chunk, and by what it shares a tile with."""
+    for window in (33, 70, 100):
+        case = Case(window=window, heads=1, sinks=True)
+        (whole,) = case.run([(0, 60, 70)])
+        for start, count in ((128, 2), (129, 1), (122, 8), (100, 30), (126, 1)):
+            (part,) = case.run([(0, start, count)])
+            assert torch.equal(part, whole[start - 60 : start - 60 + count]), (window, start)
 
 
 def claim_sinks_are_the_twins() -> None:
