@@ -64,7 +64,18 @@ def class_of(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> 
     kernels = current_kernels.available(native_level(config)) if named == "native" else None
     if named == "triton" and device.type != "cuda":
         return f"interpreted/{numerics_class(None, config.numerics_class, dtype, device)}"
-    return numerics_class(kernels, config.numerics_class, dtype, device)
+    of_libraries = numerics_class(kernels, config.numerics_class, dtype, device)
+    return f"{of_libraries}/{_triton_class()}" if named == "triton" else of_libraries
+
+
+def _triton_class() -> str:
+    """What the bits of Triton's kernels follow from besides the GPU: its compiler lays out tiles, and ours are their
+    sizes. Tuned options are no part of it: they change no order (`engine.tensors.tuned_options`)."""
+    import triton
+
+    from engine.attention.triton_backend import tile_shapes
+
+    return f"triton-{triton.__version__}/tiles-{tile_shapes.order_key(tile_shapes.device_capability())}"
 
 
 def hold_to_class(config: EngineConfig) -> None:

@@ -64,7 +64,7 @@ def test_nor_on_gpus_of_the_generation_after(said: Said) -> None:
 
 def test_products_in_half_precision_are_the_tensor_cores(said: Said) -> None:
     for kernel in ("extend_kernel", "decode_split_kernel"):
-        for row in rows_of(said, kernel, "32/8 of 128: "):
+        for row in rows_of(said, kernel, "Llama 3: 32/8 of 128: "):
             assert "wgmma" in row["code"]["instructions"]
     for row in rows_of(said, "latent_split_kernel", "GLM-5"):
         assert "wgmma" in row["code"]["instructions"]

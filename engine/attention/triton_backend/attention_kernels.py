@@ -7,20 +7,22 @@ So the order in which a query reads its keys depends on absolute positions and o
     positions   0        64       128      192      256      320  ...
     blocks      |--------|--------|--------|--------|--------|---      `BLOCK_N` keys, one online-softmax update each
     splits      |-----------------------------------|------------      `SPLIT` keys, each begun afresh
+    segments    |------------------------------------------------      `SEGMENT` keys, some splits
 
-A *split* starts from nothing (`_attend_split`); finished splits are merged from first to last (`partial_weights`).
-*Extend* does both in one program, a loop over splits around a loop over blocks. *Decode* gives each split its own
-program, because one query a sequence would leave the device idle, and a second small kernel merges them: the same
-splits, the same merge, the same order. Keys after a query's own position are masked to weight zero, and a split that
-is masked as a whole merges as an exact no-op, so it does not matter how far a program runs past a query.
+A *split* starts from nothing; finished splits of a *segment* are merged from first to last, and segments in the order
+that `merge_kernels` says. *Extend* has a program for each segment of a tile of queries, a loop over blocks that merges
+where a split ends: so a few queries behind a long context keep a device busy too. *Decode* gives each split its own
+program, because one query a sequence would leave the device idle, and small kernels merge them: the same splits, the
+same merge, the same order. Keys after a query's own position are masked to weight zero, and a split that is masked as a
+whole merges as an exact no-op, so it does not matter how far a program runs past a query.
 
 A tile is `ROWS` rows by `BLOCK_D` columns: `ROWS / GROUP` queries, times the `GROUP` query heads that share one
 key head (padded to a power of two). Both kernels use the same tile shape, although decode then fills few of its rows:
 the instruction that multiplies a tile is chosen by its shape, and another instruction may add in another order.
 Decode waits for memory, so the idle rows cost little.
 
-A *window* hides positions before it as the causal mask hides those after a query; splits and blocks that a tile's
-first query can't see are left out, which is as exact: a block or a split that is masked as a whole changes nothing.
+A *window* hides positions before it as the causal mask hides those after a query; blocks, splits and segments that a
+tile's first query can't see are left out, which is as exact: what is masked as a whole changes nothing.
 A *sink*, a score without a value, is merged last, like a split of one key whose value is zero. Soft-capping is by
 element.
 
@@ -187,28 +189,27 @@ def extend_kernel(
             tl.store(out, result.to(out_ptr.dtype.element_ty), mask=live[:, None] & (dims[None, :] < HEAD_DIM))
 
 
-@triton.jit(do_not_specialize=["segments"])
+@triton.jit(do_not_specialize=["splits"])
 def decode_split_kernel(
     q_ptr, k_ptr, v_ptr, m_ptr, total_ptr, acc_ptr, starts_ptr, offsets_ptr, tables_ptr, firsts_ptr,
     q_stride_t, q_stride_h, k_stride_p, k_stride_t, k_stride_h, v_stride_p, v_stride_t, v_stride_h,
-    tables_stride, heads, segments, scale_log2, cap_log2,
+    tables_stride, heads, splits, scale_log2, cap_log2,
     PAGE_TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS_PER_KV: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, SEGMENT: tl.constexpr,
-    UPCAST: tl.constexpr, WINDOW: tl.constexpr, FIRSTS: tl.constexpr, CAPPED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr,
+    WINDOW: tl.constexpr, FIRSTS: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: one split of one sequence's only query, one key head. Grid (splits, sequences, kv_heads).
 
-    Splits are counted from the begin of the first segment that the query sees. Writes parts [sequences, heads,
-    segments, SEGMENT / SPLIT].
+    Splits are counted from the first that the query sees. Writes parts [sequences, heads, splits].
     """
     split, row, kv_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first = tl.load(offsets_ptr + row)
     queries = tl.load(offsets_ptr + row + 1) - first
     start = tl.load(starts_ptr + row)
     low = first_seen(start, WINDOW)
-    begin = low // SEGMENT * SEGMENT + split * SPLIT
+    begin = (low // SPLIT + split) * SPLIT
     end = tl.minimum(start + queries, begin + SPLIT)
-    if (queries > 0) & (begin < end) & (low < end):
+    if (queries > 0) & (begin < end):
         first_page = tl.load(firsts_ptr + row) if FIRSTS else 0
         q, _, head, position, live = _load_queries(
             q_ptr, q_stride_t, q_stride_h, first, start, 0, queries, kv_head,
@@ -224,7 +225,7 @@ def decode_split_kernel(
                 k_stride_p, k_stride_t, k_stride_h, v_stride_p, v_stride_t, v_stride_h, scale_log2, cap_log2,
                 PAGE_TOKENS, HEAD_DIM, ROWS, BLOCK_D, BLOCK_N, UPCAST, WINDOW, CAPPED,
             )  # fmt: skip
-        part = (row.to(tl.int64) * heads + head) * segments * (SEGMENT // SPLIT) + split
+        part = (row.to(tl.int64) * heads + head) * splits + split
         dims = tl.arange(0, BLOCK_D)
         tl.store(m_ptr + part, m, mask=live)
         tl.store(total_ptr + part, total, mask=live)

@@ -1,10 +1,11 @@
 """Triton kernels over latents and index keys.
 
-Attention to latents has one key for all heads, and the key's first part is the value: a block of latents is loaded
-once and multiplied twice. The order of reduction is that of `attention_kernels`, by position: blocks within
-splits, splits merged from the first to the last, in extend by a loop and in decode by a second kernel. For sparse
-attention a position is its rank among the selected ones, and the table has one slot a rank; nothing else changes, so a
-selection of everything gives the very bits of attention to everything.
+Attention to latents has one key for all heads, and the key's first part is the value: a block of latents is loaded once
+and multiplied twice. The order of reduction goes by position, as in `attention_kernels`: blocks within splits, and a
+split is a segment of its own (`merge_kernels`), as a second sum of a whole tile would not fit into registers. So extend
+and decode are one kernel, with a program for each split of a tile of queries. For sparse attention a position is its
+rank among the selected ones, and the table has one slot a rank; nothing else changes, so a selection of everything
+gives the very bits of attention to everything.
 
 A tile is `ROWS` rows: `ROWS / GROUP` queries times `GROUP` heads; where there are more heads than rows, further
 programs take them. The latent part of a row (512 numbers in the published models) and the rotated part (64) are two
@@ -224,31 +225,3 @@ def select_kernel(
             written += tl.sum(chosen.to(tl.int32), 0)
             tied += tl.sum(equal.to(tl.int32), 0)
         tl.store(counts_ptr + index, tl.minimum(top_k, seen))
-
-
-@triton.jit
-def _on_float8_grid(value):
-    """The nearest numbers that float8e4nv has, ties to even; within its range. Then the cast is exact everywhere."""
-    exponent = (value.to(tl.int32, bitcast=True) >> 23) & 255
-    step_exponent = tl.maximum(exponent - 3, 118)  # of float32: 127 - 9, the least step there is
-    step = (step_exponent << 23).to(tl.float32, bitcast=True)
-    inverse = ((254 - step_exponent) << 23).to(tl.float32, bitcast=True)
-    return ((value * inverse + 12582912.0) - 12582912.0) * step  # 1.5 * 2^23 leaves no room for a fraction
-
-
-@triton.jit
-def store_float8_kernel(
-    keys_ptr, pages_ptr, scales_ptr, slots_ptr, keys_stride, stride_p, stride_t, scales_stride,
-    PAGE_TOKENS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Round one token's key to float8 with its own scale, into its slot. Grid (tokens,)."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + token).to(tl.int64)
-    page, offset = slot // PAGE_TOKENS, slot % PAGE_TOKENS
-    dims = tl.arange(0, BLOCK_D)
-    key = tl.load(keys_ptr + token * keys_stride + dims, mask=dims < DIM, other=0.0).to(tl.float32)
-    scale = tl.div_rn(tl.max(tl.abs(key), 0), 448.0)
-    value = tl.div_rn(key, tl.where(scale > 0, scale, 1.0) + tl.zeros_like(key))
-    value = _on_float8_grid(tl.minimum(tl.maximum(value, -448.0), 448.0))
-    tl.store(pages_ptr + page * stride_p + offset * stride_t + dims, value.to(tl.float8e4nv), mask=dims < DIM)
-    tl.store(scales_ptr + page * scales_stride + offset, scale)

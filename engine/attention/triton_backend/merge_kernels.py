@@ -8,7 +8,8 @@ fixed by absolute positions:
     splits      |-----|-----|-----|-----|-----|-----|-----|-----|---         `SPLIT` positions
 
 The splits of a segment are merged first to last, a chain of `SEGMENT / SPLIT` at most: by `merge_splits_kernel`, a
-program for each segment, or by who read them one after the other. Segments are merged `SEGMENTS_AT_ONCE` side by side,
+program for each segment, or by who read them one after the other. Where a window is no longer than a segment there is
+one segment of all positions: the chain is as short. Segments are merged `SEGMENTS_AT_ONCE` side by side,
 each in the place that its number gives it: their maximum first, which needs no order, then the sums of all of them,
 whose terms don't wait for each other. A part that is masked as a whole weighs exactly nothing, and places without a
 part are zeros, so it does not matter how many there are.
@@ -56,20 +57,19 @@ def first_seen(position, WINDOW: tl.constexpr):
         return position * 0
 
 
-@triton.jit(do_not_specialize=["segments"])
+@triton.jit(do_not_specialize=["splits", "segments"])
 def merge_splits_kernel(
     m_ptr, total_ptr, acc_ptr, out_ptr, m_out_ptr, total_out_ptr, acc_out_ptr, starts_ptr, offsets_ptr, sinks_ptr,
-    out_stride_t, out_stride_h, heads, segments,
+    out_stride_t, out_stride_h, heads, splits, segments,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, SEGMENT: tl.constexpr, WINDOW: tl.constexpr,
     SINKS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one segment of one query. Grid (segments, sequences, heads); at most one query a sequence.
 
-    Reads parts [sequences, heads, segments, SEGMENT / SPLIT] and writes parts [query, heads, segments]; without
-    `PARTS`, where there is one segment, the result. Segments are counted from the first that the query sees.
+    Reads parts [sequences, heads, splits] and writes parts [query, heads, segments]; without `PARTS`, where there is
+    one segment, the result. Splits and segments are counted from the first that the query sees.
     """
     segment, row, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    SPLITS: tl.constexpr = SEGMENT // SPLIT
     index = tl.load(offsets_ptr + row)
     position = tl.load(starts_ptr + row)
     low = first_seen(position, WINDOW)
@@ -77,13 +77,12 @@ def merge_splits_kernel(
     if (tl.load(offsets_ptr + row + 1) > index) & (begin <= position):
         dims = tl.arange(0, BLOCK_D)
         lone = tl.arange(0, 1)
-        part = ((row.to(tl.int64) * heads + head) * segments + segment) * SPLITS
+        part = (row.to(tl.int64) * heads + head) * splits - low // SPLIT
         m = tl.full([1], float("-inf"), tl.float32)
         total = tl.zeros([1], tl.float32)
         acc = tl.zeros([1, BLOCK_D], tl.float32)
-        first = tl.maximum(low - begin, 0) // SPLIT
-        last = tl.minimum((position - begin) // SPLIT, SPLITS - 1)
-        for split in range(first, last + 1):
+        last = tl.minimum(position, begin + (SEGMENT - 1)) // SPLIT
+        for split in range(tl.maximum(low, begin) // SPLIT, last + 1):
             at = part + split
             m, old, new = partial_weights(m, tl.load(m_ptr + at + lone))
             total = merge_partials(total, old, tl.load(total_ptr + at + lone), new)

@@ -1,4 +1,4 @@
-"""Triton kernels of pages: the store of keys and values, and the comparison of epochs."""
+"""Triton kernels of pages: stores of keys and values and of index keys in float8, and the comparison of epochs."""
 
 # The compiler reads these functions, Python does not run them: they have no types that mypy could check.
 # mypy: ignore-errors
@@ -47,3 +47,31 @@ def epoch_check_kernel(
         now = tl.load(now_ptr + page, mask=mask, other=0)
         stale |= (leased != now).to(tl.int32)
     tl.store(stale_ptr + row, tl.max(stale, 0).to(tl.int8))
+
+
+@triton.jit
+def _on_float8_grid(value):
+    """The nearest numbers that float8e4nv has, ties to even; within its range. Then the cast is exact everywhere."""
+    exponent = (value.to(tl.int32, bitcast=True) >> 23) & 255
+    step_exponent = tl.maximum(exponent - 3, 118)  # of float32: 127 - 9, the least step there is
+    step = (step_exponent << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 - step_exponent) << 23).to(tl.float32, bitcast=True)
+    return ((value * inverse + 12582912.0) - 12582912.0) * step  # 1.5 * 2^23 leaves no room for a fraction
+
+
+@triton.jit
+def store_float8_kernel(
+    keys_ptr, pages_ptr, scales_ptr, slots_ptr, keys_stride, stride_p, stride_t, scales_stride,
+    PAGE_TOKENS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Round one token's key to float8 with its own scale, into its slot. Grid (tokens,)."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    page, offset = slot // PAGE_TOKENS, slot % PAGE_TOKENS
+    dims = tl.arange(0, BLOCK_D)
+    key = tl.load(keys_ptr + token * keys_stride + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+    scale = tl.div_rn(tl.max(tl.abs(key), 0), 448.0)
+    value = tl.div_rn(key, tl.where(scale > 0, scale, 1.0) + tl.zeros_like(key))
+    value = _on_float8_grid(tl.minimum(tl.maximum(value, -448.0), 448.0))
+    tl.store(pages_ptr + page * stride_p + offset * stride_t + dims, value.to(tl.float8e4nv), mask=dims < DIM)
+    tl.store(scales_ptr + page * scales_stride + offset, scale)

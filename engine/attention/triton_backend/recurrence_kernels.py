@@ -1,7 +1,7 @@
 """Triton kernels of recurrences: the computation of `torch_recurrence`, block by block of absolute positions.
 
-One program of `scan_kernel` has one head of one sequence and some columns of its matrix, which it keeps in registers
-over all blocks that the step touches:
+One program of `scan_kernel` has one head of one sequence and some columns of its matrix, over all blocks that the step
+touches:
 
     position    0        16       32       48
     blocks      |--------|--------|--------|--
@@ -11,6 +11,11 @@ over all blocks that the step touches:
 Each turn is the same tile of 16 rows, however many of them are new: the block's earlier rows are loaded from the slot,
 rows beyond the sequence are zero. So a decode step, one new row of a tile, gives the very bits of an extend, and no
 chunk end shows. The solve of the delta rule's triangular system goes row by row, for the rows that are new.
+
+The matrix stays in the slot, which nobody else touches meanwhile: a block's products read `DIMS` of its rows at a time,
+one chain of additions over all of them, and where a block ends they are written over it. In registers as a whole, with
+products that no tensor core does, it would be moved to memory and back many times over. Rows of a muted sequence read
+zeros and write zeros.
 
 `keep_keys_kernel` and `keep_rows_kernel` write the parts of a slot that all programs of a group or head read, so they
 run afterwards.

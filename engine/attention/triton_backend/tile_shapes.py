@@ -11,11 +11,16 @@ so have room for larger ones. The capability is in the numerics class, so tiles 
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 
+SPLIT_TOKENS, SEGMENT_TOKENS = 256, 4096
+"""What a split and a segment of keys and values are (`merge_kernels`)."""
+LATENT_SPLIT_TOKENS = 1024
+"""What a split of latents is, which is a segment by itself."""
 _LEAST = 16
 """Rows, and columns, of the smallest product."""
 
@@ -76,3 +81,14 @@ def latent_tile(dtype: torch.dtype, capability: int) -> TileShape:
 def index_tile(dtype: torch.dtype) -> TileShape:
     """The tile for an indexer's scores: queries one after the other, all heads of one at once."""
     return TileShape(8, 64, 4, 3) if dtype.itemsize == 2 else TileShape(8, 32, 8, 2)
+
+
+def order_key(capability: int) -> str:
+    """Six hexadecimal digits that follow from all tiles, splits and segments: with others, sums are made in another
+    order."""
+    dtypes = (torch.bfloat16, torch.float32)
+    tiles = [head_tile(width, dtype, capability) for width in (64, 128, 256, 512) for dtype in dtypes]
+    tiles += [latent_tile(dtype, capability) for dtype in dtypes] + [index_tile(dtype) for dtype in dtypes]
+    sizes = [(tile.rows, tile.block, tile.warps) for tile in tiles]
+    said = repr((sizes, SPLIT_TOKENS, SEGMENT_TOKENS, LATENT_SPLIT_TOKENS))
+    return hashlib.blake2b(said.encode(), digest_size=3).hexdigest()

@@ -14,9 +14,9 @@ from contracts.errors import ConfigError
 from engine.attention.attention_plan import AttentionPlan
 from engine.attention.latent_backend import IndexKeys, SparseSelection
 from engine.attention.triton_backend import latent_kernels as kernels
-from engine.attention.triton_backend import merge_kernels
+from engine.attention.triton_backend import merge_kernels, page_kernels
 from engine.attention.triton_backend.softmax_parts import SCRATCH_BYTES, Parts, waves
-from engine.attention.triton_backend.tile_shapes import index_tile, latent_tile
+from engine.attention.triton_backend.tile_shapes import LATENT_SPLIT_TOKENS, index_tile, latent_tile
 from engine.tensors.tuned_options import launch_options
 
 MAX_LATENT = 512
@@ -35,8 +35,9 @@ class TritonLatent:
     """
 
     def __init__(
-        self, *, interpreted: bool, tile_rows: int = 64, block_tokens: int = 32, split_tokens: int = 1024,
-        index_block: int = 64, index_queries: int = 8, scratch_bytes: int = SCRATCH_BYTES, capability: int = 90,
+        self, *, interpreted: bool, tile_rows: int = 64, block_tokens: int = 32,
+        split_tokens: int = LATENT_SPLIT_TOKENS, index_block: int = 64, index_queries: int = 8,
+        scratch_bytes: int = SCRATCH_BYTES, capability: int = 90,
     ) -> None:  # fmt: skip
         self._interpreted = interpreted
         self._rows, self._block, self._split = tile_rows, block_tokens, split_tokens
@@ -55,7 +56,7 @@ class TritonLatent:
         if into.scales is None:
             into.pages.view(-1, dim).index_copy_(0, plan.slots_t, keys_td)
         elif len(keys_td):
-            kernels.store_float8_kernel[(len(keys_td),)](
+            page_kernels.store_float8_kernel[(len(keys_td),)](
                 keys_td, into.pages, into.scales, plan.slots_t,
                 keys_td.stride(0), *into.pages.stride()[:2], into.scales.stride(0),
                 PAGE_TOKENS=plan.page_tokens, DIM=dim, BLOCK_D=triton.next_power_of_2(dim),
