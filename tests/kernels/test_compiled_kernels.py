@@ -66,7 +66,7 @@ def test_products_in_half_precision_are_the_tensor_cores(said: Said) -> None:
     for kernel in ("extend_kernel", "decode_split_kernel"):
         for row in rows_of(said, kernel, "Llama 3: 32/8 of 128: "):
             assert "wgmma" in row["code"]["instructions"]
-    for row in rows_of(said, "latent_split_kernel", "GLM-5"):
+    for row in rows_of(said, "latent_split_kernel", "DeepSeek-V3.2: "):
         assert "wgmma" in row["code"]["instructions"]
     for row in rows_of(said, "grouped_product_kernel", "bfloat16"):
         assert "wgmma" in row["code"]["instructions"]
