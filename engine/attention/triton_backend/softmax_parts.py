@@ -46,6 +46,6 @@ def waves(tokens: int, bytes_a_token: int, scratch_bytes: int, quantum: int) -> 
     Whole multiples of `quantum` where so many fit; a single token always does.
     """
     fits = max(1, (scratch_bytes - _PADDING_BYTES) // bytes_a_token if bytes_a_token else tokens)
-    at_once = fits // quantum * quantum if fits >= quantum else fits
+    at_once = fits // quantum * quantum if quantum <= fits < tokens else fits
     for first in range(0, tokens, at_once):
         yield first, min(at_once, tokens - first)
