@@ -198,7 +198,7 @@ def main(json_file: Path | None, interpreted: bool) -> int:
     device = torch.device("cpu" if interpreted else "cuda")
     attention = TritonAttention()
     shapes = [Heads(4, 2, 48)] if interpreted else [Heads(4, 2, 48), Heads(16, 8, 128), Heads(32, 8, 128)]
-    lengths = [40] if interpreted else [100, 3001]
+    lengths = [40] if interpreted else [100, 3001, 9001]
     verdicts = []
     for dtype in (torch.float32, torch.float16) if interpreted else (torch.float32, torch.float16, torch.bfloat16):
         for heads in shapes:
