@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from itertools import pairwise, product
 
 import pytest
 import torch
+from torch import Tensor
 
+from bench.kernels import production_launches
+from bench.kernels.recorded_launches import recording
 from engine.attention.triton_backend.softmax_parts import Parts, waves
+from engine.attention.triton_backend.triton_attention import TritonAttention
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 64, 1000])
@@ -42,3 +47,24 @@ def test_the_tensors_of_parts_are_apart_and_begin_where_vectors_do() -> None:
     assert Parts(5, 12).nbytes == 5 * 14 * 4
     assert not Parts(5, 12).fit(5 * 14 * 4)
     assert Parts(5, 12).fit(5 * 14 * 4 + 128)
+
+
+def test_parts_of_a_wave_are_given_back_before_those_of_the_next_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[weakref.ref[Tensor]] = []
+    real = Parts.tensors
+
+    def tensors(self: Parts, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        assert all(wave() is None for wave in taken)
+        found = real(self, device)
+        taken.append(weakref.ref(found[0]))
+        return found
+
+    monkeypatch.setattr(Parts, "tensors", tensors)
+    rig = production_launches.Rig(TritonAttention(capability=90, scratch_bytes=1 << 20))
+    with recording() as launches:
+        production_launches._attend(rig, production_launches.HEADS[0], 1, 64, 32768)
+        assert len(taken) == 10, "a megabyte has room for seven queries of 32 heads and 8 segments"
+        production_launches._attend_latent(rig, production_launches.LATENTS[0], 1, 8, 32768)
+    assert len(taken) > 11
+    assert {launch.name for launch in launches} == {"extend_kernel", "latent_split_kernel", "merge_segments_kernel"}
+    assert max(launch.scratch_bytes for launch in launches if launch.name == "extend_kernel") <= 1 << 20

@@ -94,7 +94,7 @@ class TritonAttention:
         shape = self._shape(call)
         segments, splits = self._segments(call, shape), self._splits(call)
         programs = plan.starts_b.shape[0] * k_pages.shape[2] * segments
-        parts = Parts(plan.starts_b.shape[0] * q_thd.shape[1] * splits, shape["BLOCK_D"])
+        parts = Parts(plan.starts_b.shape[0] * q_thd.shape[1] * (splits + segments), shape["BLOCK_D"])
         if plan.max_queries == 1 and programs < self._split_below and parts.fit(self._scratch_bytes):
             self._decode(call, shape, segments, splits)
         else:
@@ -169,6 +169,7 @@ class TritonAttention:
             )  # fmt: skip
             if segments > 1:
                 self._merge_segments(call, shape, parts, segments, first, count)
+            del parts  # before those of the next wave are taken
 
     def _decode(self, call: AttendCall, shape: dict[str, int], segments: int, splits: int) -> None:
         """A program for every split, and two kernels that merge: splits, and, where there are several, segments."""

@@ -95,6 +95,7 @@ class TritonLatent:
                 scores.stride(0), top_k, plan.tables_bp.stride(0), top_k, first, tokens,
                 PAGE_TOKENS=plan.page_tokens, BLOCK=min(_SELECT_BLOCK, triton.next_power_of_2(columns)),
             )  # fmt: skip
+            del scores  # before those of the next wave are taken
         return SparseSelection(rows, slots_sk, positions_sk, {"counts": counts_s})
 
     def attend_selected(
@@ -152,6 +153,7 @@ class TritonLatent:
                     HEAD_DIM=shape["LATENT"], BLOCK_D=shape["BLOCK_L"], SEGMENT=self._split, PER_TILE=per_tile,
                     WINDOW=0, SINKS=False,
                 )  # fmt: skip
+            del parts  # before those of the next wave are taken
         return out_thd
 
     def _index_shape(self, q_thd: Tensor, keys: IndexKeys, page_tokens: int) -> dict[str, int]:
