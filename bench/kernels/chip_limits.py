@@ -30,10 +30,13 @@ class ChipLimits:
 
 CHIPS = {
     80: ChipLimits(80, 164 * 1024, 163 * 1024, 64, 32),
+    86: ChipLimits(86, 100 * 1024, 99 * 1024, 48, 16),
+    89: ChipLimits(89, 100 * 1024, 99 * 1024, 48, 24),
     90: ChipLimits(90, 228 * 1024, 227 * 1024, 64, 32),
     100: ChipLimits(100, 228 * 1024, 227 * 1024, 64, 32),
+    120: ChipLimits(120, 100 * 1024, 99 * 1024, 48, 24),
 }
-"""A100; H100 and H200; B200."""
+"""A100; RTX 30 and A10; RTX 40 and L4; H100 and H200; B200; RTX 50."""
 
 
 def blocks_at_once(chip: ChipLimits, registers: int, shared_bytes: int, warps: int) -> int:

@@ -46,6 +46,10 @@ class TileShape:
 
 _BY_HEAD_DIM = {
     9: {128: TileShape(64, 64, 4, 3), 256: TileShape(64, 32, 8, 3), 512: TileShape(32, 16, 8, 3)},
+    12: {
+        64: TileShape(64, 32, 4, 3), 128: TileShape(64, 32, 8, 3), 256: TileShape(32, 32, 8, 3),
+        512: TileShape(16, 32, 8, 2),
+    },
     0: {
         64: TileShape(64, 64, 4, 3), 128: TileShape(64, 64, 8, 3), 256: TileShape(32, 32, 8, 3),
         512: TileShape(16, 32, 8, 2),
