@@ -37,7 +37,7 @@ from bench.common import machine
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = {
-    "kernels": "bench.engine.attention_kernels_bench",
+    "kernels": "bench.kernels",
     "families": "bench.gpu.gpu_families",
     "copies": "bench.gpu.gpu_copies",
     "handover": "bench.gpu.gpu_handover",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from functools import cache
-from importlib.metadata import version
 
 import torch
 
@@ -69,11 +68,20 @@ def class_of(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> 
     """The numerics class (`engine.runner.numerics_class`) of an engine of this process that computes in `dtype`."""
     named = kernels_name(config, device)
     kernels = current_kernels.available(native_level(config)) if named == "native" else None
-    found = numerics_class(kernels, config.numerics_class, dtype, device)
-    if named != "triton":
-        return found
-    # What Triton's compiler makes of a kernel changes from version to version.
-    return f"{found}/triton-{version('triton')}" if device.type == "cuda" else f"interpreted/{found}"
+    if named == "triton" and device.type != "cuda":
+        return f"interpreted/{numerics_class(None, config.numerics_class, dtype, device)}"
+    of_libraries = numerics_class(kernels, config.numerics_class, dtype, device)
+    return f"{of_libraries}/{_triton_class()}" if named == "triton" else of_libraries
+
+
+def _triton_class() -> str:
+    """What the bits of Triton's kernels follow from besides the GPU: its compiler lays out tiles, and ours are their
+    sizes. Tuned options are no part of it: they change no order (`engine.tensors.tuned_options`)."""
+    import triton
+
+    from engine.attention.triton_backend import tile_shapes
+
+    return f"triton-{triton.__version__}/tiles-{tile_shapes.order_key(tile_shapes.device_capability())}"
 
 
 def hold_to_class(config: EngineConfig) -> None:

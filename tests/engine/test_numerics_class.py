@@ -142,3 +142,22 @@ def test_levels_are_those_of_the_abi() -> None:
     assert processor.onednn_isa({}, four) == "avx512_core"
     assert processor.onednn_isa({"ONEDNN_MAX_CPU_ISA": "AVX2"}, four) == "avx2"
     assert processor.onednn_isa({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, three) == "avx2", "a limit adds nothing"
+
+
+def test_the_class_of_a_gpu_names_the_compiler_and_the_tiles_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both lay down in which order a kernel adds up."""
+    import triton
+
+    from engine.attention.triton_backend import tile_shapes
+    from engine.runner import kernel_choice
+
+    monkeypatch.setattr(kernel_choice, "numerics_class", lambda *of: "cuda/a-gpu/bfloat16")
+    gpu, config = torch.device("cuda"), EngineConfig(attention="triton")
+    class_of.cache_clear()
+    named = class_of(config, torch.bfloat16, gpu)
+    assert named == f"cuda/a-gpu/bfloat16/triton-{triton.__version__}/tiles-{tile_shapes.order_key(90)}"
+    monkeypatch.setattr(tile_shapes, "SEGMENT_TOKENS", 8192)
+    class_of.cache_clear()
+    assert class_of(config, torch.bfloat16, gpu) != named
+    assert tile_shapes.order_key(80) != tile_shapes.order_key(90)
+    class_of.cache_clear()

@@ -29,7 +29,7 @@ from engine.tensors.row_exact_linear import FAST
 from tests.kernels.claims import answer
 from tests.plain_attention import expect_within, plain_attention
 
-TILES = {"tile_rows": 16, "block_tokens": 16, "split_tokens": 32}
+TILES = {"tile_rows": 16, "block_tokens": 16, "split_tokens": 32, "segment_tokens": 128}
 """Small, so that short sequences already have several tiles, blocks and splits."""
 
 
@@ -42,10 +42,12 @@ class Case:
     v: list[Tensor]
     page_tokens: int
 
-    def run(self, rows: list[tuple[int, int, int]], fill: float = float("nan")) -> list[Tensor]:
+    def run(
+        self, rows: list[tuple[int, int, int]], fill: float = float("nan"), **options: int
+    ) -> list[Tensor]:  # fmt: skip
         """Attend for `rows` of (sequence, start, queries) in one batch; all memory that none owns holds `fill`."""
         q_thd, k_pages, v_pages, plan = self.batch(rows, fill)
-        out_thd = TritonAttention(**TILES).attend(q_thd, k_pages, v_pages, plan, ScoreOptions(self.scale))
+        out_thd = TritonAttention(**(TILES | options)).attend(q_thd, k_pages, v_pages, plan, ScoreOptions(self.scale))
         return list(torch.split(out_thd, [count for _, _, count in rows]))
 
     def batch(self, rows: list[tuple[int, int, int]], fill: float) -> tuple[Tensor, Tensor, Tensor, AttentionPlan]:
@@ -143,10 +145,10 @@ def claim_half_precision_stays_within_its_rounding() -> None:
 
 
 def claim_a_decoded_row_is_bitwise_the_extended_row() -> None:
-    both = case([70])
-    (extended,) = both.run([(0, 63, 7)])
+    both = case([140])
+    (extended,) = both.run([(0, 133, 7)])
     for query in range(7):
-        (decoded,) = both.run([(0, 63 + query, 1)])
+        (decoded,) = both.run([(0, 133 + query, 1)])
         assert torch.equal(decoded[0], extended[query]), f"query {query}"
 
 
@@ -173,6 +175,36 @@ def claim_a_row_is_bitwise_the_same_for_any_page_size() -> None:
         small, middle, large = (case([70], page_tokens).run(rows)[0] for page_tokens in (1, 16, 64))
         assert torch.equal(small, middle)
         assert torch.equal(small, large)
+
+
+def claim_a_decoded_row_is_bitwise_the_same_by_splits_and_by_segments() -> None:
+    """Which of the two is launched follows from the size of the batch, and from how much scratch there is."""
+    both = case([300, 40, 128], kv_heads=1)
+    rows = [(0, 299, 1), (1, 39, 1), (2, 127, 1)]
+    by_splits, by_segments, short_of_scratch = (
+        torch.cat(both.run(rows, **options)) for options in ({}, {"split_below": 0}, {"scratch_bytes": 2048})
+    )
+    assert torch.equal(by_splits, by_segments)
+    assert torch.equal(by_splits, short_of_scratch)
+
+
+def claim_a_row_is_bitwise_the_same_however_little_scratch_there_is() -> None:
+    """One token at a time, some, or all at once; tiles are then cut, and computed more than once."""
+    long = case([180, 20], kv_heads=1)
+    for rows in ([(0, 163, 17), (1, 0, 20)], [(0, 150, 30)]):
+        want = torch.cat(long.run(rows))
+        for scratch_bytes in (1, 5000, 12000):
+            assert torch.equal(torch.cat(long.run(rows, scratch_bytes=scratch_bytes)), want), scratch_bytes
+
+
+def claim_many_segments_are_merged_exactly_and_in_one_order() -> None:
+    """More than are merged side by side, so that there are several groups of them."""
+    long = case([1100], kv_heads=1, group=1, dim=16, page_tokens=64)
+    (extended,) = long.run([(0, 1097, 3)], segment_tokens=64)
+    expect_within(extended, *plain_attention(long.q[0][1097:], long.k[0], long.v[0], 1097, scale=long.scale))
+    for query in range(3):
+        (decoded,) = long.run([(0, 1097 + query, 1)], segment_tokens=64)
+        assert torch.equal(decoded[0], extended[query]), f"query {query}"
 
 
 def claim_memory_that_no_sequence_owns_is_never_used() -> None:
@@ -217,7 +249,7 @@ def claim_what_no_kernel_serves_is_refused_with_the_way_out() -> None:
     for arguments in ((q_thd.half(), k_pages, v_pages), (q_thd[:, :3], k_pages, v_pages), (q_thd.int(),) * 3):
         with pytest.raises(ConfigError, match=r"use engine\.attention=torch"):
             TritonAttention(**TILES).attend(*arguments, plan, ScoreOptions(1.0))
-    for sizes in ({"tile_rows": 24}, {"block_tokens": 64, "split_tokens": 32}):
+    for sizes in ({"tile_rows": 24}, {"block_tokens": 64, "split_tokens": 32}, {"segment_tokens": 16}):
         with pytest.raises(ConfigError):
             TritonAttention(**sizes)
 

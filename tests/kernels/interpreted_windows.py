@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from tests.families import FAMILIES
 from tests.kernels.claims import answer
 from tests.plain_attention import expect_within, plain_attention
 
-TRITON = TritonAttention(tile_rows=16, block_tokens=16, split_tokens=32)
+TRITON = TritonAttention(tile_rows=16, block_tokens=16, split_tokens=32, segment_tokens=64)
 TORCH = TorchAttention(FAST)
 Run = tuple[int, int, int]
 """Sequence, start, queries."""
@@ -46,6 +47,7 @@ class Case:
         dim: int = 24,
         dtype: torch.dtype = torch.float32,
         sinks: bool = False,
+        lengths: Sequence[int] = LENGTHS,
         **options: Any,
     ) -> None:
         source = torch.Generator().manual_seed(3)
@@ -54,7 +56,7 @@ class Case:
         if sinks:
             options["sinks_h"] = 2 * torch.randn(heads, generator=source)
         self.q, self.k, self.v = (
-            [2 * torch.randn(length, count, dim, generator=source).to(dtype) for length in LENGTHS]
+            [2 * torch.randn(length, count, dim, generator=source).to(dtype) for length in lengths]
             for count in (heads, kv_heads, kv_heads)
         )
 
@@ -113,6 +115,17 @@ def claim_windows_are_the_twins_for_any_page_size() -> None:
     for page_tokens in (1, 64):
         Case(page_tokens, window=40).check(EXTEND)
         Case(page_tokens, window=40).check(DECODE)
+
+
+def claim_a_row_is_bitwise_the_same_wherever_the_segments_that_its_window_reaches_are_counted_from() -> None:
+    """The first of a tile may be an earlier one than the row's own: by chunk, and by what it shares a tile with."""
+    for window in (33, 70, 200):
+        case = Case(window=window, heads=1, sinks=True, lengths=(300,))
+        case.check([(0, 285, 15)])
+        (whole,) = case.run([(0, 240, 60)])
+        for start, count in ((298, 2), (299, 1), (262, 8), (270, 30), (256, 1)):
+            (part,) = case.run([(0, start, count)])
+            assert torch.equal(part, whole[start - 240 : start - 240 + count]), (window, start)
 
 
 def claim_sinks_are_the_twins() -> None:

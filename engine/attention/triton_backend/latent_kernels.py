@@ -1,10 +1,11 @@
 """Triton kernels over latents and index keys.
 
-Attention to latents has one key for all heads, and the key's first part is the value: a block of latents is loaded
-once and multiplied twice. The order of reduction is that of `attention_kernels`, by position: blocks within
-splits, splits merged from the first to the last, in extend by a loop and in decode by a second kernel. For sparse
-attention a position is its rank among the selected ones, and the table has one slot a rank; nothing else changes, so a
-selection of everything gives the very bits of attention to everything.
+Attention to latents has one key for all heads, and the key's first part is the value: a block of latents is loaded once
+and multiplied twice. The order of reduction goes by position, as in `attention_kernels`: blocks within splits, and a
+split is a segment of its own (`merge_kernels`), as a second sum of a whole tile would not fit into registers. So extend
+and decode are one kernel, with a program for each split of a tile of queries. For sparse attention a position is its
+rank among the selected ones, and the table has one slot a rank; nothing else changes, so a selection of everything
+gives the very bits of attention to everything.
 
 A tile is `ROWS` rows: `ROWS / GROUP` queries times `GROUP` heads; where there are more heads than rows, further
 programs take them. The latent part of a row (512 numbers in the published models) and the rotated part (64) are two
@@ -25,7 +26,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.attention.triton_backend.attention_kernels import dot_upcast, merge_partials, partial_weights
+from engine.attention.triton_backend.attention_kernels import dot_upcast
+from engine.attention.triton_backend.merge_kernels import partial_weights
 
 
 @triton.jit
@@ -50,131 +52,94 @@ def _load_rows(
     return q, q_turning, index, head, position, live
 
 
-@triton.jit
-def _attend_split(
-    q, q_turning, position, latents_ptr, table_ptr, begin, end, stride_p, stride_t, scale_log2,
-    PAGE_TOKENS: tl.constexpr, LATENT: tl.constexpr, TURNING: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """Attend to positions [begin, end), begun afresh: maximum [ROWS], sum [ROWS], weighted latents [ROWS, BLOCK_L]."""
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_L], tl.float32)
-    dims, turning = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_R)
-    for block in range(begin, end, BLOCK_N):
-        n = block + tl.arange(0, BLOCK_N)
-        live = n < end
-        page = tl.load(table_ptr + n // PAGE_TOKENS, mask=live, other=0).to(tl.int64)
-        base = latents_ptr + page * stride_p + n % PAGE_TOKENS * stride_t
-        c = tl.load(base[:, None] + dims[None, :], mask=live[:, None] & (dims[None, :] < LATENT), other=0.0)
-        mask = live[:, None] & (turning[None, :] < TURNING)
-        k = tl.load(base[:, None] + LATENT + turning[None, :], mask=mask, other=0.0)
-        scores = dot_upcast(q, tl.trans(c), tl.zeros([ROWS, BLOCK_N], tl.float32), UPCAST)
-        scores = dot_upcast(q_turning, tl.trans(k), scores, UPCAST) * scale_log2
-        seen = live[None, :] & (n[None, :] <= position[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
-        m_next, alpha, _ = partial_weights(m, tl.max(scores, 1))
-        p = tl.exp2(scores - tl.where(m_next == float("-inf"), 0.0, m_next)[:, None])
-        if not UPCAST:
-            p_c = p.to(c.dtype)
-        else:
-            p_c = p
-        acc = dot_upcast(p_c, c, acc * alpha[:, None], UPCAST)
-        total = total * alpha + tl.sum(p, 1)
-        m = m_next
-    return m, total, acc
-
-
-@triton.jit
-def latent_extend_kernel(
-    q_ptr, latents_ptr, out_ptr, starts_ptr, offsets_ptr, tables_ptr,
-    q_stride_t, q_stride_h, stride_p, stride_t, out_stride_t, out_stride_h, tables_stride, heads, scale_log2,
+@triton.jit(do_not_specialize=["splits", "first_token", "tokens"])
+def latent_split_kernel(
+    q_ptr, latents_ptr, out_ptr, m_ptr, total_ptr, acc_ptr, starts_ptr, offsets_ptr, tables_ptr,
+    q_stride_t, q_stride_h, stride_p, stride_t, out_stride_t, out_stride_h, tables_stride, heads, splits,
+    first_token, tokens, scale_log2,
     PAGE_TOKENS: tl.constexpr, LATENT: tl.constexpr, TURNING: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a sequence's queries, some heads, all latents. Grid (tiles, sequences, head groups)."""
-    tile, row, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """One tile of a sequence's queries, some heads, one split. Grid (tiles * splits, sequences, head groups).
+
+    Of the queries at [first_token, first_token + tokens) on the packed axis. Writes parts [tokens, heads, splits], to
+    be merged by `merge_kernels.merge_segments_kernel`; without `PARTS`, where there is one split, the result.
+    """
+    row, group = tl.program_id(1), tl.program_id(2)
+    PER_TILE: tl.constexpr = ROWS // GROUP
     first = tl.load(offsets_ptr + row)
     queries = tl.load(offsets_ptr + row + 1) - first
-    PER_TILE: tl.constexpr = ROWS // GROUP
-    if tile * PER_TILE < queries:
-        start = tl.load(starts_ptr + row)
+    tile = tl.maximum(first_token - first, 0) // PER_TILE + tl.program_id(0) // splits
+    split = tl.program_id(0) % splits
+    start = tl.load(starts_ptr + row)
+    begin = split * SPLIT
+    end = start + tl.minimum(queries, (tile + 1) * PER_TILE)
+    if (tile * PER_TILE < queries) & (first + tile * PER_TILE < first_token + tokens) & (begin < end):
         q, q_turning, index, head, position, live = _load_rows(
             q_ptr, q_stride_t, q_stride_h, first, start, tile, queries, group, heads,
             GROUP, LATENT, TURNING, ROWS, BLOCK_L, BLOCK_R,
         )  # fmt: skip
-        end = start + tl.minimum(queries, (tile + 1) * PER_TILE)
+        end = tl.minimum(end, begin + SPLIT)
+        table_ptr = tables_ptr + row.to(tl.int64) * tables_stride
+        dims, turning = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_R)
         m = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, BLOCK_L], tl.float32)
-        for begin in range(0, end, SPLIT):
-            m_split, total_split, acc_split = _attend_split(
-                q, q_turning, position, latents_ptr, tables_ptr + row.to(tl.int64) * tables_stride,
-                begin, tl.minimum(begin + SPLIT, end), stride_p, stride_t, scale_log2,
-                PAGE_TOKENS, LATENT, TURNING, ROWS, BLOCK_L, BLOCK_R, BLOCK_N, UPCAST,
-            )  # fmt: skip
-            m, old, new = partial_weights(m, m_split)
-            total = merge_partials(total, old, total_split, new)
-            acc = merge_partials(acc, old[:, None], acc_split, new[:, None])
-        dims = tl.arange(0, BLOCK_L)
-        pointers = out_ptr + index.to(tl.int64)[:, None] * out_stride_t + head[:, None] * out_stride_h + dims[None, :]
-        result = acc / tl.where(live, total, 1.0)[:, None]
-        tl.store(pointers, result.to(out_ptr.dtype.element_ty), mask=live[:, None] & (dims[None, :] < LATENT))
+        for block in range(begin, end, BLOCK_N):
+            n = block + tl.arange(0, BLOCK_N)
+            seen = n < end
+            page = tl.load(table_ptr + n // PAGE_TOKENS, mask=seen, other=0).to(tl.int64)
+            base = latents_ptr + page * stride_p + n % PAGE_TOKENS * stride_t
+            c = tl.load(base[:, None] + dims[None, :], mask=seen[:, None] & (dims[None, :] < LATENT), other=0.0)
+            mask = seen[:, None] & (turning[None, :] < TURNING)
+            k = tl.load(base[:, None] + LATENT + turning[None, :], mask=mask, other=0.0)
+            scores = dot_upcast(q, tl.trans(c), tl.zeros([ROWS, BLOCK_N], tl.float32), UPCAST)
+            scores = dot_upcast(q_turning, tl.trans(k), scores, UPCAST) * scale_log2
+            scores = tl.where(seen[None, :] & (n[None, :] <= position[:, None]), scores, float("-inf"))
+            m_next, alpha, _ = partial_weights(m, tl.max(scores, 1))
+            p = tl.exp2(scores - tl.where(m_next == float("-inf"), 0.0, m_next)[:, None])
+            if not UPCAST:
+                p_c = p.to(c.dtype)
+            else:
+                p_c = p
+            acc = dot_upcast(p_c, c, acc * alpha[:, None], UPCAST)
+            total = tl.fma(total, alpha, tl.sum(p, 1))
+            m = m_next
+        live = live & (index >= first_token) & (index < first_token + tokens)
+        if PARTS:
+            part = ((index - first_token).to(tl.int64) * heads + head) * splits + split
+            tl.store(m_ptr + part, m, mask=live)
+            tl.store(total_ptr + part, total, mask=live)
+            tl.store(acc_ptr + part[:, None] * BLOCK_L + dims[None, :], acc, mask=live[:, None])
+        else:
+            out = out_ptr + index.to(tl.int64)[:, None] * out_stride_t + head[:, None] * out_stride_h + dims[None, :]
+            # Plus zero, as a merge would make it: minus zero and zero are one value.
+            result = (acc + 0.0) / tl.where(live, total, 1.0)[:, None]
+            tl.store(out, result.to(out_ptr.dtype.element_ty), mask=live[:, None] & (dims[None, :] < LATENT))
 
 
-@triton.jit
-def latent_split_kernel(
-    q_ptr, latents_ptr, m_ptr, total_ptr, acc_ptr, starts_ptr, offsets_ptr, tables_ptr,
-    q_stride_t, q_stride_h, stride_p, stride_t, tables_stride, heads, splits, scale_log2,
-    PAGE_TOKENS: tl.constexpr, LATENT: tl.constexpr, TURNING: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """One split of one sequence's only query, some heads. Grid (splits, sequences, head groups).
-
-    Writes to m and total [sequences, heads, splits] and acc [sequences, heads, splits, BLOCK_L]; the merge is
-    `triton_kernels.decode_merge_kernel`.
-    """
-    split, row, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first = tl.load(offsets_ptr + row)
-    queries = tl.load(offsets_ptr + row + 1) - first
-    start = tl.load(starts_ptr + row)
-    end = start + queries
-    begin = split * SPLIT
-    if (queries > 0) & (begin < end):
-        q, q_turning, _, head, position, live = _load_rows(
-            q_ptr, q_stride_t, q_stride_h, first, start, 0, queries, group, heads,
-            GROUP, LATENT, TURNING, ROWS, BLOCK_L, BLOCK_R,
-        )  # fmt: skip
-        m, total, acc = _attend_split(
-            q, q_turning, position, latents_ptr, tables_ptr + row.to(tl.int64) * tables_stride,
-            begin, tl.minimum(begin + SPLIT, end), stride_p, stride_t, scale_log2,
-            PAGE_TOKENS, LATENT, TURNING, ROWS, BLOCK_L, BLOCK_R, BLOCK_N, UPCAST,
-        )  # fmt: skip
-        part = (row.to(tl.int64) * heads + head) * splits + split
-        dims = tl.arange(0, BLOCK_L)
-        tl.store(m_ptr + part, m, mask=live)
-        tl.store(total_ptr + part, total, mask=live)
-        tl.store(acc_ptr + part[:, None] * BLOCK_L + dims[None, :], acc, mask=live[:, None])
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["first_token", "tokens"])
 def index_score_kernel(
     q_ptr, weights_ptr, keys_ptr, scales_ptr, scores_ptr, starts_ptr, offsets_ptr, tables_ptr,
     q_stride_t, q_stride_h, weights_stride, stride_p, stride_t, scales_stride, scores_stride, tables_stride, heads,
+    first_token, tokens,
     PAGE_TOKENS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr, QUERIES: tl.constexpr, FLOAT8: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Scores of `QUERIES` queries of a sequence for a block of positions. Grid (blocks, tiles, sequences).
 
-    Writes scores [T, width] float32 up to the block of each query's position; -inf behind it.
+    Of the queries at [first_token, first_token + tokens) on the packed axis: writes scores [tokens, width] float32 up
+    to the block of each query's position; -inf behind it.
     """
-    block, tile, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block, row = tl.program_id(0), tl.program_id(2)
     first = tl.load(offsets_ptr + row)
     queries = tl.load(offsets_ptr + row + 1) - first
     start = tl.load(starts_ptr + row)
-    last = tl.minimum((tile + 1) * QUERIES, queries)
+    begin_query = tl.maximum(first_token - first, 0) + tl.program_id(1) * QUERIES
+    last = tl.minimum(tl.minimum(begin_query + QUERIES, queries), first_token + tokens - first)
     begin = block * BLOCK_N
-    if (tile * QUERIES < queries) & (begin < start + last):
+    if (begin_query < last) & (begin < start + last):
         n = begin + tl.arange(0, BLOCK_N)
         live = n < start + last
         dims, head = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_H)
@@ -184,7 +149,7 @@ def index_score_kernel(
         pointers = keys_ptr + (page * stride_p + slot * stride_t)[:, None] + dims[None, :]
         k = tl.load(pointers, mask=live[:, None] & (dims[None, :] < DIM), other=0.0)
         k = k.to(q_ptr.dtype.element_ty)
-        for query in range(tile * QUERIES, last):
+        for query in range(begin_query, last):
             index = (first + query).to(tl.int64)
             q_mask = (head[:, None] < heads) & (dims[None, :] < DIM)
             q = tl.load(q_ptr + index * q_stride_t + head[:, None] * q_stride_h + dims[None, :], mask=q_mask, other=0.0)
@@ -197,7 +162,7 @@ def index_score_kernel(
             # Plus zero: minus zero and zero are one score. What is no number is the lowest.
             number = score == score  # noqa: PLR0124
             score = tl.where((n <= start + query) & number, score + 0.0, float("-inf"))
-            tl.store(scores_ptr + index * scores_stride + n, score)
+            tl.store(scores_ptr + (index - first_token) * scores_stride + n, score)
 
 
 @triton.jit
@@ -207,18 +172,23 @@ def _ordered(score):
     return (tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)).to(tl.int64) + 2147483648
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_token", "tokens"])
 def select_kernel(
     scores_ptr, positions_ptr, slots_ptr, counts_ptr, starts_ptr, offsets_ptr, tables_ptr,
-    scores_stride, selected_stride, tables_stride, top_k,
+    scores_stride, selected_stride, tables_stride, top_k, first_token, tokens,
     PAGE_TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What one query reads: positions and slots [T, top_k] int32, by rising position. Grid (queries, sequences)."""
-    query, row = tl.program_id(0), tl.program_id(1)
+    """What one query reads: positions and slots [T, top_k] int32, by rising position. Grid (queries, sequences).
+
+    Of the queries at [first_token, first_token + tokens) on the packed axis, whose scores are [tokens, width].
+    """
+    row = tl.program_id(1)
     first = tl.load(offsets_ptr + row)
-    if query < tl.load(offsets_ptr + row + 1) - first:
+    query = tl.maximum(first_token - first, 0) + tl.program_id(0)
+    if (first + query < tl.load(offsets_ptr + row + 1)) & (first + query < first_token + tokens):
         seen = tl.load(starts_ptr + row) + query + 1
         index = (first + query).to(tl.int64)
+        scores_ptr += (index - first_token) * scores_stride
         columns = tl.arange(0, BLOCK)
         digits = tl.arange(0, 16)
         least = tl.zeros([1], tl.int64)
@@ -229,7 +199,7 @@ def select_kernel(
                 counts = tl.zeros([16], tl.int32)
                 for begin in range(0, seen, BLOCK):
                     n = begin + columns
-                    score = tl.load(scores_ptr + index * scores_stride + n, mask=n < seen, other=0.0)
+                    score = tl.load(scores_ptr + n, mask=n < seen, other=0.0)
                     key = _ordered(score)
                     among = (n < seen) & ((key >> (shift + 4)) == (least >> (shift + 4)))
                     same = among[:, None] & (((key >> shift) & 15)[:, None] == digits[None, :])
@@ -243,7 +213,7 @@ def select_kernel(
         tied = tl.zeros([1], tl.int32)
         for begin in range(0, seen, BLOCK):
             n = begin + columns
-            score = tl.load(scores_ptr + index * scores_stride + n, mask=(n < seen) & (seen > top_k), other=0.0)
+            score = tl.load(scores_ptr + n, mask=(n < seen) & (seen > top_k), other=0.0)
             key = _ordered(score)
             equal = (n < seen) & (key == least)
             rank = tied + tl.cumsum(equal.to(tl.int32), 0)
@@ -255,31 +225,3 @@ def select_kernel(
             written += tl.sum(chosen.to(tl.int32), 0)
             tied += tl.sum(equal.to(tl.int32), 0)
         tl.store(counts_ptr + index, tl.minimum(top_k, seen))
-
-
-@triton.jit
-def _on_float8_grid(value):
-    """The nearest numbers that float8e4nv has, ties to even; within its range. Then the cast is exact everywhere."""
-    exponent = (value.to(tl.int32, bitcast=True) >> 23) & 255
-    step_exponent = tl.maximum(exponent - 3, 118)  # of float32: 127 - 9, the least step there is
-    step = (step_exponent << 23).to(tl.float32, bitcast=True)
-    inverse = ((254 - step_exponent) << 23).to(tl.float32, bitcast=True)
-    return ((value * inverse + 12582912.0) - 12582912.0) * step  # 1.5 * 2^23 leaves no room for a fraction
-
-
-@triton.jit
-def store_float8_kernel(
-    keys_ptr, pages_ptr, scales_ptr, slots_ptr, keys_stride, stride_p, stride_t, scales_stride,
-    PAGE_TOKENS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Round one token's key to float8 with its own scale, into its slot. Grid (tokens,)."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + token).to(tl.int64)
-    page, offset = slot // PAGE_TOKENS, slot % PAGE_TOKENS
-    dims = tl.arange(0, BLOCK_D)
-    key = tl.load(keys_ptr + token * keys_stride + dims, mask=dims < DIM, other=0.0).to(tl.float32)
-    scale = tl.div_rn(tl.max(tl.abs(key), 0), 448.0)
-    value = tl.div_rn(key, tl.where(scale > 0, scale, 1.0) + tl.zeros_like(key))
-    value = _on_float8_grid(tl.minimum(tl.maximum(value, -448.0), 448.0))
-    tl.store(pages_ptr + page * stride_p + offset * stride_t + dims, value.to(tl.float8e4nv), mask=dims < DIM)
-    tl.store(scales_ptr + page * scales_stride + offset, scale)

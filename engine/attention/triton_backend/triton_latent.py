@@ -13,8 +13,11 @@ from torch import Tensor
 from contracts.errors import ConfigError
 from engine.attention.attention_plan import AttentionPlan
 from engine.attention.latent_backend import IndexKeys, SparseSelection
-from engine.attention.triton_backend import attention_kernels as triton_kernels
 from engine.attention.triton_backend import latent_kernels as kernels
+from engine.attention.triton_backend import merge_kernels, page_kernels
+from engine.attention.triton_backend.softmax_parts import SCRATCH_BYTES, Parts, waves
+from engine.attention.triton_backend.tile_shapes import LATENT_SPLIT_TOKENS, index_tile, latent_tile
+from engine.tensors.tuned_options import launch_options
 
 MAX_LATENT = 512
 MAX_TURNING = 128
@@ -26,29 +29,25 @@ _SELECT_BLOCK = 1024
 class TritonLatent:
     """Implements `LatentBackend` in Triton kernels.
 
-    `tile_rows`, `block_tokens` and `split_tokens` (powers of two) are the shape of the work: changing one changes the
-    last bits of results. In float32 tiles and blocks are at most 16, so that they fit into shared memory.
+    `split_tokens` (a power of two) and tiles are the shape of the work: changing one changes the last bits of results.
+    Tiles are those of `tile_shapes` for GPUs of `capability`, but not larger than `tile_rows` by `block_tokens`, and
+    `index_queries` by `index_block` for the indexer.
     """
 
     def __init__(
-        self, *, interpreted: bool, tile_rows: int = 64, block_tokens: int = 32, split_tokens: int = 1024,
-        index_block: int = 64, index_queries: int = 8,
+        self, *, interpreted: bool, tile_rows: int = 64, block_tokens: int = 32,
+        split_tokens: int = LATENT_SPLIT_TOKENS, index_block: int = 64, index_queries: int = 8,
+        scratch_bytes: int = SCRATCH_BYTES, capability: int = 90,
     ) -> None:  # fmt: skip
         self._interpreted = interpreted
         self._rows, self._block, self._split = tile_rows, block_tokens, split_tokens
         self._index_block, self._index_queries = index_block, index_queries
+        self._scratch_bytes, self._capability = scratch_bytes, capability
 
     def attend(self, q_thd: Tensor, latents: Tensor, plan: AttentionPlan, scale: float, value_dim: int) -> Tensor:
         """As `LatentBackend.attend`. Raises `ConfigError` for shapes that no kernel serves."""
         self._check(q_thd, latents, value_dim)
-        out_thd = q_thd.new_empty(*q_thd.shape[:2], value_dim)
-        if len(q_thd) == 0:
-            return out_thd
-        if plan.max_queries == 1:
-            self._decode(q_thd, latents, out_thd, plan, scale)
-        else:
-            self._extend(q_thd, latents, out_thd, plan, scale)
-        return out_thd
+        return self._attend(q_thd, latents, plan, scale, value_dim)
 
     def store_keys(self, keys_td: Tensor, into: IndexKeys, plan: AttentionPlan) -> None:
         if plan.muted_t is not None:
@@ -57,7 +56,7 @@ class TritonLatent:
         if into.scales is None:
             into.pages.view(-1, dim).index_copy_(0, plan.slots_t, keys_td)
         elif len(keys_td):
-            kernels.store_float8_kernel[(len(keys_td),)](
+            page_kernels.store_float8_kernel[(len(keys_td),)](
                 keys_td, into.pages, into.scales, plan.slots_t,
                 keys_td.stride(0), *into.pages.stride()[:2], into.scales.stride(0),
                 PAGE_TOKENS=plan.page_tokens, DIM=dim, BLOCK_D=triton.next_power_of_2(dim),
@@ -67,7 +66,7 @@ class TritonLatent:
         self, q_thd: Tensor, weights_th: Tensor, keys: IndexKeys, plan: AttentionPlan, top_k: int
     ) -> SparseSelection | None:
         """As `LatentBackend.select`. `rows_s` has every query; the scratch says how many positions each reads."""
-        count, heads, dim = q_thd.shape
+        count, heads = q_thd.shape[:2]
         width = plan.tables_bp.shape[1] * plan.page_tokens
         if width <= top_k or count == 0:
             return None
@@ -77,22 +76,26 @@ class TritonLatent:
         rows = torch.arange(count, device=q_thd.device)
         positions_sk = torch.zeros(count, top_k, dtype=torch.int32, device=q_thd.device)
         slots_sk, counts_s = torch.zeros_like(positions_sk), positions_sk.new_empty(count)
-        scores = torch.empty(count, columns, dtype=torch.float32, device=q_thd.device)
-        batch, queries = len(plan.starts_b), plan.max_queries
-        kernels.index_score_kernel[(columns // self._index_block, triton.cdiv(queries, self._index_queries), batch)](
-            q_thd, weights_th, keys.pages, weights_th if keys.scales is None else keys.scales, scores,
-            plan.starts_b, plan.offsets_b, plan.tables_bp,
-            *q_thd.stride()[:2], weights_th.stride(0), *keys.pages.stride()[:2],
-            0 if keys.scales is None else keys.scales.stride(0), scores.stride(0), plan.tables_bp.stride(0), heads,
-            PAGE_TOKENS=plan.page_tokens, DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)),
-            BLOCK_H=max(16, triton.next_power_of_2(heads)), BLOCK_N=self._index_block, QUERIES=self._index_queries,
-            FLOAT8=keys.scales is not None, UPCAST=self._interpreted and q_thd.dtype == torch.bfloat16,
-        )  # fmt: skip
-        kernels.select_kernel[(queries, batch)](
-            scores, positions_sk, slots_sk, counts_s, plan.starts_b, plan.offsets_b, plan.tables_bp,
-            scores.stride(0), top_k, plan.tables_bp.stride(0), top_k,
-            PAGE_TOKENS=plan.page_tokens, BLOCK=min(_SELECT_BLOCK, triton.next_power_of_2(columns)),
-        )  # fmt: skip
+        batch, shape = len(plan.starts_b), self._index_shape(q_thd, keys, plan.page_tokens)
+        tile = index_tile(q_thd.dtype)
+        options = launch_options(kernels.index_score_kernel, q_thd.dtype, shape, tile.warps, tile.stages)
+        for first, tokens in waves(count, columns * 4, self._scratch_bytes, self._index_queries):
+            scores = torch.empty(tokens, columns, dtype=torch.float32, device=q_thd.device)
+            queries = min(plan.max_queries, tokens)
+            grid = (columns // shape["BLOCK_N"], triton.cdiv(queries, self._index_queries), batch)
+            kernels.index_score_kernel[grid](
+                q_thd, weights_th, keys.pages, weights_th if keys.scales is None else keys.scales, scores,
+                plan.starts_b, plan.offsets_b, plan.tables_bp,
+                *q_thd.stride()[:2], weights_th.stride(0), *keys.pages.stride()[:2],
+                0 if keys.scales is None else keys.scales.stride(0), scores.stride(0), plan.tables_bp.stride(0), heads,
+                first, tokens, **shape, **options,
+            )  # fmt: skip
+            kernels.select_kernel[(queries, batch)](
+                scores, positions_sk, slots_sk, counts_s, plan.starts_b, plan.offsets_b, plan.tables_bp,
+                scores.stride(0), top_k, plan.tables_bp.stride(0), top_k, first, tokens,
+                PAGE_TOKENS=plan.page_tokens, BLOCK=min(_SELECT_BLOCK, triton.next_power_of_2(columns)),
+            )  # fmt: skip
+            del scores  # before those of the next wave are taken
         return SparseSelection(rows, slots_sk, positions_sk, {"counts": counts_s})
 
     def attend_selected(
@@ -107,15 +110,8 @@ class TritonLatent:
         if selection is None:
             return self.attend(q_thd, latents, plan, scale, value_dim)
         self._check(q_thd, latents, value_dim)
-        out_thd = q_thd.new_empty(*q_thd.shape[:2], value_dim)
         by_token = latents.view(-1, 1, latents.shape[-1])
-        by_query = self._by_query(selection)
-        # Few queries need many programs each; many are enough as they are. The bits are the same.
-        if plan.max_queries == 1:
-            self._decode(q_thd, by_token, out_thd, by_query, scale)
-        else:
-            self._extend(q_thd, by_token, out_thd, by_query, scale)
-        return out_thd
+        return self._attend(q_thd, by_token, self._by_query(selection), scale, value_dim)
 
     def _by_query(self, selection: SparseSelection) -> AttentionPlan:
         """The plan with each query as a sequence of its own, whose pages of one token are the selected slots."""
@@ -132,48 +128,61 @@ class TritonLatent:
         plan: AttentionPlan = selection.scratch["plan"]
         return plan
 
-    def _extend(self, q_thd: Tensor, latents: Tensor, out_thd: Tensor, plan: AttentionPlan, scale: float) -> None:
-        heads = q_thd.shape[1]
-        shape = self._shape(q_thd, latents, out_thd.shape[2])
-        tiles = triton.cdiv(plan.max_queries, shape["ROWS"] // shape["GROUP"])
-        kernels.latent_extend_kernel[(tiles, len(plan.starts_b), triton.cdiv(heads, shape["GROUP"]))](
-            q_thd, latents, out_thd, plan.starts_b, plan.offsets_b, plan.tables_bp,
-            *q_thd.stride()[:2], *latents.stride()[:2], *out_thd.stride()[:2], plan.tables_bp.stride(0),
-            heads, scale * _LOG2_E, **shape, num_warps=8, num_stages=1,
-        )  # fmt: skip
-
-    def _decode(self, q_thd: Tensor, latents: Tensor, out_thd: Tensor, plan: AttentionPlan, scale: float) -> None:
-        batch, heads = len(plan.starts_b), q_thd.shape[1]
-        shape = self._shape(q_thd, latents, out_thd.shape[2])
+    def _attend(self, q_thd: Tensor, latents: Tensor, plan: AttentionPlan, scale: float, value_dim: int) -> Tensor:
+        """Some queries after the others, so many that their parts fit into the scratch. Decode is no other case."""
+        out_thd = q_thd.new_empty(*q_thd.shape[:2], value_dim)
+        (tokens, heads), batch = q_thd.shape[:2], len(plan.starts_b)
+        shape = self._shape(q_thd, latents, value_dim)
+        tile = latent_tile(q_thd.dtype, self._capability)
+        options = launch_options(kernels.latent_split_kernel, q_thd.dtype, shape, tile.warps, tile.stages)
+        per_tile, groups = shape["ROWS"] // shape["GROUP"], triton.cdiv(heads, shape["GROUP"])
         splits = triton.cdiv(plan.tables_bp.shape[1] * plan.page_tokens, self._split)
-        count = batch * heads * splits
-        parts = torch.empty(count * (shape["BLOCK_L"] + 2), dtype=torch.float32, device=q_thd.device)
-        acc_bhsl, m_bhs, total_bhs = torch.split(parts, [count * shape["BLOCK_L"], count, count])
-        kernels.latent_split_kernel[(splits, batch, triton.cdiv(heads, shape["GROUP"]))](
-            q_thd, latents, m_bhs, total_bhs, acc_bhsl, plan.starts_b, plan.offsets_b, plan.tables_bp,
-            *q_thd.stride()[:2], *latents.stride()[:2], plan.tables_bp.stride(0), heads, splits, scale * _LOG2_E,
-            **shape, num_warps=8, num_stages=1,
-        )  # fmt: skip
-        triton_kernels.decode_merge_kernel[(batch, heads)](
-            m_bhs, total_bhs, acc_bhsl, out_thd, plan.starts_b, plan.offsets_b, plan.starts_b,
-            *out_thd.stride()[:2], heads, splits,
-            HEAD_DIM=shape["LATENT"], BLOCK_D=shape["BLOCK_L"], SPLIT=self._split, WINDOW=0, SINKS=False,
-        )  # fmt: skip
+        a_token = Parts(heads * splits if splits > 1 else 0, shape["BLOCK_L"])
+        for first, count in waves(tokens, a_token.nbytes, self._scratch_bytes, per_tile):
+            parts = a_token.times(count).tensors(q_thd.device)
+            queries = min(plan.max_queries, count + (0 if batch == 1 and first % per_tile == 0 else per_tile - 1))
+            kernels.latent_split_kernel[(triton.cdiv(queries, per_tile) * splits, batch, groups)](
+                q_thd, latents, out_thd, *parts, plan.starts_b, plan.offsets_b, plan.tables_bp,
+                *q_thd.stride()[:2], *latents.stride()[:2], *out_thd.stride()[:2], plan.tables_bp.stride(0),
+                heads, splits, first, count, scale * _LOG2_E, **shape, PARTS=splits > 1, **options,
+            )  # fmt: skip
+            if splits > 1:
+                merge_kernels.merge_segments_kernel[(min(plan.max_queries, count), batch, heads)](
+                    *parts, out_thd, plan.starts_b, plan.offsets_b, plan.starts_b,
+                    *out_thd.stride()[:2], heads, splits, first, count,
+                    HEAD_DIM=shape["LATENT"], BLOCK_D=shape["BLOCK_L"], SEGMENT=self._split, PER_TILE=per_tile,
+                    WINDOW=0, SINKS=False,
+                )  # fmt: skip
+            del parts  # before those of the next wave are taken
+        return out_thd
+
+    def _index_shape(self, q_thd: Tensor, keys: IndexKeys, page_tokens: int) -> dict[str, int]:
+        """The compile-time numbers of an indexer's scores."""
+        (_, heads, dim), tile = q_thd.shape, index_tile(q_thd.dtype).within(self._index_queries, self._index_block)
+        return {
+            "PAGE_TOKENS": page_tokens,
+            "DIM": dim,
+            "BLOCK_D": max(16, triton.next_power_of_2(dim)),
+            "BLOCK_H": max(16, triton.next_power_of_2(heads)),
+            "BLOCK_N": tile.block,
+            "QUERIES": self._index_queries,
+            "FLOAT8": keys.scales is not None,
+            "UPCAST": self._interpreted and q_thd.dtype == torch.bfloat16,
+        }
 
     def _shape(self, q_thd: Tensor, latents: Tensor, value_dim: int) -> dict[str, int]:
         """The kernels' compile-time numbers."""
-        small = q_thd.dtype == torch.float32
-        rows = 16 if small else self._rows
+        tile = latent_tile(q_thd.dtype, self._capability).within(self._rows, self._block)
         turning = latents.shape[2] - value_dim
         return {
             "PAGE_TOKENS": latents.shape[1],
             "LATENT": value_dim,
             "TURNING": turning,
-            "GROUP": min(rows, triton.next_power_of_2(q_thd.shape[1])),
-            "ROWS": rows,
+            "GROUP": min(tile.rows, triton.next_power_of_2(q_thd.shape[1])),
+            "ROWS": tile.rows,
             "BLOCK_L": max(16, triton.next_power_of_2(value_dim)),
             "BLOCK_R": max(16, triton.next_power_of_2(turning)),
-            "BLOCK_N": 16 if small else self._block,
+            "BLOCK_N": tile.block,
             "SPLIT": self._split,
             "UPCAST": self._interpreted and q_thd.dtype == torch.bfloat16,
         }

@@ -18,7 +18,9 @@ from engine.tensors.pinned_memory import to_device
 _CONV_ROWS = 16
 _CONV_COLUMNS = 128
 _SCAN_COLUMNS = 64
-"""Columns of a head's matrix that one program keeps in registers."""
+"""Columns of a head's matrix that one program takes."""
+_SCAN_DIMS = 16
+"""Rows of the matrix that are in registers at once. A sum over all of them is one chain, whatever this is."""
 
 
 @dataclass(frozen=True)
@@ -118,10 +120,12 @@ class TritonRecurrence:
             GROUPS=groups,
             KEY_DIM=key_dim,
             VALUE_DIM=value_dim,
-            BLOCK_K=block_k,
+            DIMS=_SCAN_DIMS,
             BLOCK_V=block_v,
             DELTA=delta,
             MUTED=rows.muted,
+            num_warps=4,
+            num_stages=1,
         )
         kernels.keep_keys_kernel[batch, groups](
             k_tgk,

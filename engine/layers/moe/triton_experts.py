@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.layers.moe import expert_kernels as kernels
 from engine.layers.moe.expert_router import ExpertRoutes
 from engine.tensors.row_exact_linear import FAST, Numerics
+from engine.tensors.tuned_options import launch_options
 
 ROWS, BLOCK_N, BLOCK_K = 64, 64, 64
 """The tile of a product: rows of a block, columns, and steps of the inner axis. Other sizes change last bits."""
@@ -81,12 +82,13 @@ class TritonExperts:
         experts, width, inner = weight.shape
         x_rk = x_rk.contiguous()
         out_sn = torch.empty(len(row_s), width, dtype=x_rk.dtype, device=x_rk.device)
+        tile = {"ROWS": self._rows, "BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K}
         kernels.grouped_product_kernel[(len(groups.expert_b), triton.cdiv(width, BLOCK_N))](
             x_rk, weight, weight if bias is None else bias, out_sn, row_s,
             groups.expert_b, groups.first_b, groups.count_b,
             x_rk.stride(0), weight.stride(0), weight.stride(1), out_sn.stride(0), experts, inner, width,
-            ROWS=self._rows, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, BIAS=bias is not None,
-            UPCAST=self._interpreted and x_rk.dtype == torch.bfloat16,
+            **tile, BIAS=bias is not None, UPCAST=self._interpreted and x_rk.dtype == torch.bfloat16,
+            **launch_options(kernels.grouped_product_kernel, x_rk.dtype, tile, warps=4, stages=3),
         )  # fmt: skip
         return out_sn
 

@@ -1,4 +1,4 @@
-"""Latent and sparse attention and the indexer at GLM-5's shapes, for `attention_kernels_bench`.
+"""Latent and sparse attention and the indexer at GLM-5's shapes, for `attention_bench`.
 
 64 heads over latents of 512 + 64, 32 index heads of 128, 2,048 positions selected. torch's side is attention with the
 latents as keys and values of one head (`scaled_dot_product_attention`), and for the indexer its own operations, both
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.common.listed_plans import listed_plan
-from bench.engine.row_kernels_bench import RowCheck, RowTiming, median_us
+from bench.kernels.rows_bench import RowCheck, RowTiming, median_us
 from engine.attention.attention_plan import AttentionPlan
 from engine.attention.latent_backend import IndexKeys, LatentBackend, SparseSelection
 from engine.attention.torch_backend.torch_attention import TorchAttention

@@ -1,7 +1,5 @@
 """The Triton kernels on a GPU: are they right, are they invariant, and how fast beside torch's own attention?
 
-    python -m bench.engine.attention_kernels_bench [--json FILE] [--tile-rows 64] [--split-tokens 256]
-
 Checks first, in float32, float16 and bfloat16: against softmax attention in float64, a decoded row against the same
 row of an extend, a row alone against a row in a crowd, and the store kernel. The last two must be bitwise. Then it
 times decode and extend beside `scaled_dot_product_attention` over keys that lie contiguously, which is what paging
@@ -13,9 +11,7 @@ and says nothing about a GPU.
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -27,8 +23,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.common.listed_plans import listed_plan
-from bench.engine import latent_kernels_bench as kernels_latent
-from bench.engine import row_kernels_bench as kernels_rows
+from bench.kernels import latent_bench as kernels_latent
+from bench.kernels import rows_bench as kernels_rows
 from engine.attention.attention_backend import ScoreOptions
 from engine.attention.attention_plan import AttentionPlan
 from engine.attention.triton_backend.triton_attention import TritonAttention
@@ -197,18 +193,12 @@ def rows(device: torch.device, interpreted: bool) -> tuple[list[kernels_rows.Row
     return found, timings
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write all results to this file")
-    parser.add_argument("--tile-rows", type=int, default=64)
-    parser.add_argument("--block-tokens", type=int, default=64)
-    parser.add_argument("--split-tokens", type=int, default=256)
-    args = parser.parse_args()
-    interpreted = bool(triton.knobs.runtime.interpret)
+def main(json_file: Path | None, interpreted: bool) -> int:
+    """All checks, and on a GPU all timings. Returns 1 where a check failed."""
     device = torch.device("cpu" if interpreted else "cuda")
-    attention = TritonAttention(args.tile_rows, args.block_tokens, args.split_tokens)
+    attention = TritonAttention()
     shapes = [Heads(4, 2, 48)] if interpreted else [Heads(4, 2, 48), Heads(16, 8, 128), Heads(32, 8, 128)]
-    lengths = [40] if interpreted else [100, 3001]
+    lengths = [40] if interpreted else [100, 3001, 9001]
     verdicts = []
     for dtype in (torch.float32, torch.float16) if interpreted else (torch.float32, torch.float16, torch.bfloat16):
         for heads in shapes:
@@ -234,18 +224,13 @@ def main() -> int:
                 f"{one_timing.rate:.0f} {'GB/s' if queries == 1 else 'TFLOP/s'}"
             )
     row_checks, row_timings = rows(device, interpreted)
-    if args.json:
+    if json_file is not None:
         where = "interpreter" if interpreted else torch.cuda.get_device_name()
         setting = {"torch": torch.__version__, "triton": triton.__version__, "device": where}
-        setting |= {name: str(getattr(args, name)) for name in ("tile_rows", "block_tokens", "split_tokens")}
         results = {"checks": [asdict(v) for v in verdicts], "timings": [asdict(t) for t in timings]}
         results |= {"row_checks": [asdict(c) for c in row_checks], "row_timings": [asdict(t) for t in row_timings]}
-        args.json.write_text(json.dumps({"setting": setting, **results}, indent=1) + "\n")
+        json_file.write_text(json.dumps({"setting": setting, **results}, indent=1) + "\n")
     outcomes = [*(verdict.ok for verdict in verdicts), *(row.ok for row in row_checks)]
     wrong = outcomes.count(False)
     print(f"{len(outcomes) - wrong} checks passed, {wrong} failed")
     return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

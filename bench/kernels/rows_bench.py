@@ -1,4 +1,4 @@
-"""Kernels by row and of experts, for `attention_kernels_bench`: right, invariant, and how fast beside torch?"""
+"""Kernels by row and of experts, for `attention_bench`: right, invariant, and how fast beside torch?"""
 
 from __future__ import annotations
 
