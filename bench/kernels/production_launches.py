@@ -315,10 +315,10 @@ def _rows(rig: Rig, dtype: torch.dtype) -> object:
     return kernels.silu_product(rig.empty(512, 2 * 12288, dtype=dtype))
 
 
-def _digest(rig: Rig, words: torch.dtype) -> object:
+def _digest(rig: Rig, words: torch.dtype) -> None:
     stack_lpw = rig.empty(72, rig.pages, 32768 // words.itemsize, dtype=words)
     coefficients_lw = rig.empty(72, 2048 // words.itemsize, dtype=torch.int64)
-    return add_sums(stack_lpw, [1, 2, 3], coefficients_lw, rig.empty(3, 16, dtype=torch.int64))
+    add_sums(stack_lpw, [1, 2, 3], coefficients_lw, rig.empty(3, 16, dtype=torch.int64))
 
 
 def _copy(rig: Rig, words: torch.dtype) -> object:

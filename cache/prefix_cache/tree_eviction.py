@@ -57,6 +57,11 @@ class TreeEviction:
                 queue.forget(part)  # A save without room for it has queued it again.
                 spared.append(part)
                 continue
+            if order.goes_alone(part):
+                # A save that had room for some of the node keeps its full state.
+                freed += len(part)
+                self._detach(part)
+                continue
             spare = node.pages - (count - freed)
             if spare > 0 and component == full and not (self._points and self._has_point(node)):
                 freed += self._drop_end(node, tier, spare)

@@ -7,7 +7,7 @@ import pytest
 from cache.pool.pool_set import PoolSet
 from cache.prefix_cache.eviction_policy import POLICIES
 from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.prefix_cache.nodes.tree_node import PageOffer, Tier
+from cache.prefix_cache.nodes.tree_node import NodeLock, PageOffer, Tier, TreeNode
 from cache.prefix_cache.radix_tree import RadixTree
 from tests.poolsets import pool_sets
 
@@ -160,3 +160,22 @@ def test_what_was_invalidated_is_never_found_and_leaves_with_its_last_lock() -> 
     assert grove.tree.eviction.clear() == 3
     for allocator in grove.pools.allocators.values():
         assert allocator.free == allocator.total
+
+
+@pytest.mark.parametrize("pool", ["window", "state"])
+def test_what_the_host_has_no_room_for_goes_alone_while_the_full_state_of_its_node_is_being_saved(pool: str) -> None:
+    """Found by random pairs with threads for copies: a save that is over at once keeps nothing locked."""
+    grove = Grove("all")
+    grove.put(A, "full", pool)
+    saves: list[NodeLock] = []
+
+    def begin(node: TreeNode) -> bool:
+        saves.append(grove.tree.locks.keep([node.parts[Tier.DEVICE]["full"]], "save"))
+        return False
+
+    assert grove.tree.eviction.evict(Tier.DEVICE, pool, 1, begin) > 0
+    (node,) = grove.tree.accounts.nodes()
+    assert set(node.parts[Tier.DEVICE]) == {"full"}
+    assert grove.tree.check() == []
+    grove.tree.locks.unlock(saves.pop())
+    assert grove.evict(2) == 2
