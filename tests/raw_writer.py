@@ -11,7 +11,7 @@ from typing import Any
 import msgpack
 
 from transfer.net import connection_keys
-from transfer.planes.zmq_plane import ZmqPlane
+from transfer.planes.tcp.zmq_plane import ZmqPlane
 
 
 class RawWriter:

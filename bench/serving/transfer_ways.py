@@ -30,15 +30,15 @@ from contracts.config.cluster_config import FaultsConfig
 from contracts.config.worker_config import TransferConfig
 from contracts.ids import RoomId
 from transfer.net.waiter import Waiter
-from transfer.planes.cuda_ipc import CudaIpc
 from transfer.planes.data_plane import SLOT_BYTES, DataPlane, PageNumbers, PageWrite, RoomTarget
-from transfer.planes.device_sharing import MappedRegion
-from transfer.planes.local_plane import LocalPlane
-from transfer.planes.nixl_agent import byte_runs, load_nixl
-from transfer.planes.nixl_plane import NixlPlane
+from transfer.planes.direct.cuda_ipc import CudaIpc
+from transfer.planes.direct.device_sharing import MappedRegion
+from transfer.planes.direct.local_plane import LocalPlane
+from transfer.planes.direct.shm_plane import ShmPlane
+from transfer.planes.nixl.nixl_agent import byte_runs, load_nixl
+from transfer.planes.nixl.nixl_plane import NixlPlane
 from transfer.planes.page_runs import page_runs
-from transfer.planes.shm_plane import ShmPlane
-from transfer.planes.zmq_plane import ZmqPlane
+from transfer.planes.tcp.zmq_plane import ZmqPlane
 
 HOST = "127.0.0.1"
 DISTINCT = 4
@@ -143,7 +143,7 @@ def make_plane(kind: str, wake: Callable[[], None] = lambda: None) -> DataPlane:
 
 class SharedFile:
     """What stands for CUDA IPC where there is no GPU: memory of a file without a name, which another process maps.
-    Implements `transfer.planes.device_sharing.DeviceSharing`."""
+    Implements `transfer.planes.direct.device_sharing.DeviceSharing`."""
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         self._fd = os.memfd_create("bench-shared")

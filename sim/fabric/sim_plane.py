@@ -32,8 +32,8 @@ from contracts.messages.rank_orders import WriteArrived
 from sim.fabric.sim_network import SimNetwork
 from sim.fabric.sim_process import SimProcess
 from transfer.planes.data_plane import SLOT_BYTES, PageWrite, RoomTarget, SentCounts, SlotWrite, WriteLink
-from transfer.planes.ordered_notices import OrderedNotices
 from transfer.planes.rank_fan import fan, rank_cut, writers
+from transfer.planes.tcp.ordered_notices import OrderedNotices
 
 
 class WireDamage:

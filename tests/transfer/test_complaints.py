@@ -32,10 +32,10 @@ from transfer.net.curve_keys import CurveKeys
 from transfer.net.curve_keys import bind as first_bind
 from transfer.net.waiter import Waiter
 from transfer.net.zmq_channel import ZmqControlTransport
-from transfer.planes import zmq_plane as tcp
 from transfer.planes.data_plane import PageWrite, RoomTarget, SlotWrite, WriteLink
 from transfer.planes.make_plane import make_plane
-from transfer.planes.zmq_link import ZmqLink
+from transfer.planes.tcp import zmq_plane as tcp
+from transfer.planes.tcp.zmq_link import ZmqLink
 from transfer.rooms import room_messages as m
 from transfer.rooms.compatibility import fingerprint
 from transfer.rooms.metadata_slots import HandoverMetadata, pack

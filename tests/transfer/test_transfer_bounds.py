@@ -22,12 +22,12 @@ from contracts.ids import Incarnation, RoomId, WorkerName
 from contracts.messages.router_commands import PeerRef
 from tests.poolsets import pool_sets
 from tests.rooms import Ends, ends, image
-from transfer.planes import shm_plane as direct
-from transfer.planes import zmq_plane as tcp
 from transfer.planes.data_plane import SLOT_BYTES, PageNumbers, RoomTarget
-from transfer.planes.ordered_notices import MOST_HELD, OrderedNotices
-from transfer.planes.zmq_link import ZmqLink
-from transfer.planes.zmq_plane import ZmqPlane
+from transfer.planes.direct import shm_plane as direct
+from transfer.planes.tcp import zmq_plane as tcp
+from transfer.planes.tcp.ordered_notices import MOST_HELD, OrderedNotices
+from transfer.planes.tcp.zmq_link import ZmqLink
+from transfer.planes.tcp.zmq_plane import ZmqPlane
 from transfer.rooms import room_messages as m
 from transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
 from transfer.rooms.sender import early_grants as early

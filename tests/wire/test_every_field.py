@@ -47,9 +47,9 @@ from tests.wire.instances import absent, all_of, empty, full, one_truth_each, un
 from transfer.net.waiter import Waiter
 from transfer.net.zmq_channel import ZmqControlTransport
 from transfer.planes.data_plane import SLOT_BYTES, DataPlane
-from transfer.planes.nixl_plane import NixlPlane
-from transfer.planes.shm_plane import ShmPlane
-from transfer.planes.zmq_plane import ZmqPlane
+from transfer.planes.direct.shm_plane import ShmPlane
+from transfer.planes.nixl.nixl_plane import NixlPlane
+from transfer.planes.tcp.zmq_plane import ZmqPlane
 from transfer.rooms import room_messages as t
 from transfer.rooms.metadata_slots import HandoverMetadata, copy_out, pack
 

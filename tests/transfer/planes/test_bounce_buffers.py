@@ -23,12 +23,12 @@ from tests.raw_writer import RawWriter, until
 from tests.rooms import ends, image, placed
 from transfer.net import sealed_stream
 from transfer.net.curve_keys import CurveKeys
-from transfer.planes import bounce_buffers
-from transfer.planes.bounce_buffers import Staging, StreamPart, buffer_bytes, loads
 from transfer.planes.data_plane import SLOT_BYTES, PageNumbers, PageWrite, RoomTarget
 from transfer.planes.make_plane import make_plane
-from transfer.planes.page_stream import PoolStream, shared
-from transfer.planes.zmq_plane import ZmqPlane
+from transfer.planes.tcp import bounce_buffers
+from transfer.planes.tcp.bounce_buffers import Staging, StreamPart, buffer_bytes, loads
+from transfer.planes.tcp.page_stream import PoolStream, shared
+from transfer.planes.tcp.zmq_plane import ZmqPlane
 
 SPEC = pool_sets()["all"]
 ROOM = RoomId("room-1")

@@ -16,9 +16,10 @@ from contracts.errors import ConfigError, LayoutMismatch
 from tests.poolsets import pool_sets
 from tests.ranks import headed_sets
 from tests.rooms import Ends, ends, placed
-from transfer.planes import cuda_ipc, direct_link, make_plane, shm_plane
-from transfer.planes.cuda_ipc import HANDLE_BYTES, CudaIpc, handle_of
-from transfer.planes.device_sharing import MappedRegion
+from transfer.planes import make_plane
+from transfer.planes.direct import cuda_ipc, direct_link, shm_plane
+from transfer.planes.direct.cuda_ipc import HANDLE_BYTES, CudaIpc, handle_of
+from transfer.planes.direct.device_sharing import MappedRegion
 from transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
 
 

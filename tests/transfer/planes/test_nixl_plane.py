@@ -18,9 +18,9 @@ from contracts.ids import RoomId
 from tests.poolsets import entry, pool_sets
 from tests.ranks import headed_sets
 from tests.rooms import ends, image
-from transfer.planes import nixl_agent
 from transfer.planes.data_plane import SLOT_BYTES, PageNumbers, PageWrite, RoomTarget, SlotWrite, WriteLink
-from transfer.planes.nixl_plane import NixlPlane
+from transfer.planes.nixl import nixl_agent
+from transfer.planes.nixl.nixl_plane import NixlPlane
 from transfer.planes.page_runs import page_runs
 from transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
 

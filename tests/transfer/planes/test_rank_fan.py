@@ -17,7 +17,7 @@ from tests.poolsets import NAMES
 from tests.ranks import headed_sets
 from tests.rooms import PLANES, Ends, Prompt, ends, placed
 from tests.transfer.test_rooms_of_all_pools import some_held, write_in_chunks
-from transfer.planes.ordered_notices import OrderedNotices
+from transfer.planes.tcp.ordered_notices import OrderedNotices
 from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
 
 SETS = headed_sets()

@@ -22,9 +22,9 @@ from tests.rooms import image
 from transfer.net import connection_keys
 from transfer.net.curve_keys import CurveKeys
 from transfer.net.sealed_stream import SealedStream
-from transfer.planes import data_connection, data_listener
 from transfer.planes.data_plane import SLOT_BYTES, PageNumbers, PageWrite, RoomTarget
-from transfer.planes.zmq_plane import ZmqPlane
+from transfer.planes.tcp import data_connection, data_listener
+from transfer.planes.tcp.zmq_plane import ZmqPlane
 
 SPEC = pool_sets()["all"]
 WIDE = PoolSetSpec(16, (PoolSpec("full", (BufferSpec("k", 2, (4, 64), torch.float32),)),))

@@ -19,7 +19,7 @@ import torch
 from cache.device.device_copies import zeroed
 from contracts.errors import ConfigError, LayoutMismatch
 from transfer.planes.data_plane import said
-from transfer.planes.device_sharing import MappedRegion
+from transfer.planes.direct.device_sharing import MappedRegion
 
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
@@ -54,7 +54,7 @@ class _DeviceArray:
 
 
 class CudaIpc:
-    """Implements `transfer.planes.device_sharing.DeviceSharing`."""
+    """Implements `transfer.planes.direct.device_sharing.DeviceSharing`."""
 
     def __init__(self) -> None:
         """Raises `ConfigError` where there is no NVIDIA driver."""

@@ -4,16 +4,16 @@ The reader copies, so access is revocable: what comes for a room that has ended 
 can be used again at once. A write names positions in the room's grant, never addresses; the reader looks them up before
 it stores anything, and a write of several pools that doesn't fit in one is stored in none.
 
-Pages go down plain sockets (`transfer.planes.data_connection`), on threads of their own at both ends and without a copy
-by either process: the kernel takes them from the writer's pages and puts them into the reader's
-(`transfer.planes.data_listener`). Off the loopback what they carry is sealed. Notices and metadata go over a ZMQ socket
-and may overtake pages: a notice waits for the writes before it (`transfer.planes.ordered_notices`).
+Pages go down plain sockets (`transfer.planes.tcp.data_connection`), on threads of their own at both ends and without a
+copy by either process: the kernel takes them from the writer's pages and puts them into the reader's
+(`transfer.planes.tcp.data_listener`). Off the loopback what they carry is sealed. Notices and metadata go over a ZMQ
+socket and may overtake pages: a notice waits for the writes before it (`transfer.planes.tcp.ordered_notices`).
 
 Between workers of several ranks each rank has its own sockets at the reader, and a write holds what the two ranks have
 in common. Notices go to the leader.
 
 Plane `staged` is the same for pools anywhere: at either end pages go through bounce buffers in host memory
-(`transfer.planes.bounce_buffers`), which a device copies from and to.
+(`transfer.planes.tcp.bounce_buffers`), which a device copies from and to.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from transfer.net.connection_keys import SALT_BYTES
 from transfer.net.curve_keys import CurveKeys, bind, dial
 from transfer.net.disconnects import keep_alive
 from transfer.net.fault_injection import WriteFaults, via_proxy
-from transfer.planes.bounce_buffers import Staging, StreamPart, buffer_bytes, loads
-from transfer.planes.data_listener import DataListener, Landing, LandingPart
 from transfer.planes.data_plane import SLOT_BYTES, RoomTarget, WakeCallback, WriteLink, refuse_device_memory, said
-from transfer.planes.ordered_notices import OrderedNotices
-from transfer.planes.page_stream import PoolStream, bytes_of, shared
+from transfer.planes.direct.shm_plane import AT_ONCE, WAITING
 from transfer.planes.rank_fan import MOST_RANKS, fan, rank_cut, writers
-from transfer.planes.shm_plane import AT_ONCE, WAITING
-from transfer.planes.zmq_link import NOTICE_FRAME, SLOT_FRAME, ZmqLink
+from transfer.planes.tcp.bounce_buffers import Staging, StreamPart, buffer_bytes, loads
+from transfer.planes.tcp.data_listener import DataListener, Landing, LandingPart
+from transfer.planes.tcp.ordered_notices import OrderedNotices
+from transfer.planes.tcp.page_stream import PoolStream, bytes_of, shared
+from transfer.planes.tcp.zmq_link import NOTICE_FRAME, SLOT_FRAME, ZmqLink
 
 LINK_TIMEOUT_S = TransferConfig().link_timeout_s
 FRAME_BYTES = TransferConfig().frame_bytes

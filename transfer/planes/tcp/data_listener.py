@@ -6,8 +6,8 @@ know this reader's secret gets no thread, and is closed soon.
 
 Revoking is exact. Bytes are stored in slices of at most `SLICE_BYTES` that have arrived already, each under its
 connection's lock, and after the room was looked at again; `revoke` marks the room and passes through all locks. When it
-returns nothing of the room is being stored, and nothing will be. Pages of a device are stored by copies that run on
-it (`transfer.planes.bounce_buffers`): each is begun under the lock, and `revoke` waits for it there. A write is taken
+returns nothing of the room is being stored, and nothing will be. Pages of a device are stored by copies that run on it
+(`transfer.planes.tcp.bounce_buffers`): each is begun under the lock, and `revoke` waits for it there. A write is taken
 in once the last of them is over.
 """
 
@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 from contracts.errors import WireError
 from transfer.net import connection_keys
 from transfer.net.sealed_stream import PIECE_BYTES, TAG_BYTES, OpenedBody, SealedStream
-from transfer.planes.bounce_buffers import BounceBuffer, Load, Staging, settle
-from transfer.planes.data_connection import COMING, HEAD_BYTES, LENGTHS, MOST_ROWS, TAKEN, patient
+from transfer.planes.tcp.bounce_buffers import BounceBuffer, Load, Staging, settle
+from transfer.planes.tcp.data_connection import COMING, HEAD_BYTES, LENGTHS, MOST_ROWS, TAKEN, patient
 
 log = logging.getLogger("twinpool.transfer")
 SLICE_BYTES = 4 << 20

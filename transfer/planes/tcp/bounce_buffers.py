@@ -5,7 +5,7 @@ registry. The pieces of a load are gathered next to each other on the device, an
 at the reader the other way round. A connection has two buffers at either end, so that one is filled while the other is
 emptied, and no more: a peer that is slow keeps no further memory.
 
-Both ends cut as they like: on the wire a write is the same as on plane `zmq` (`transfer.planes.page_stream`).
+Both ends cut as they like: on the wire a write is the same as on plane `zmq` (`transfer.planes.tcp.page_stream`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from cache.device.device_copies import DeviceCopies, device_copies
 from cache.device.device_port import DONE, Completion
 from cache.memory.kv_cache_spec import PoolSetSpec
-from transfer.planes.page_stream import PoolStream, bytes_of
+from transfer.planes.tcp.page_stream import PoolStream, bytes_of
 
 _ALIGNED = 16
 """Pieces begin at multiples of so many bytes of a load, as kernels copy words."""

@@ -37,10 +37,10 @@ from transfer.net.curve_keys import CurveKeys, bind, dial
 from transfer.net.disconnects import keep_alive
 from transfer.net.fault_injection import WriteFaults, via_proxy
 from transfer.planes.data_plane import RoomTarget, WakeCallback, WriteLink, refuse_device_memory, said
-from transfer.planes.nixl_agent import NixlAgent, load_nixl
-from transfer.planes.nixl_link import NixlLink, ReaderMemory
+from transfer.planes.direct.shm_plane import MOST_COUNT, WAITING, drain, no_notices
+from transfer.planes.nixl.nixl_agent import NixlAgent, load_nixl
+from transfer.planes.nixl.nixl_link import NixlLink, ReaderMemory
 from transfer.planes.rank_fan import fan
-from transfer.planes.shm_plane import MOST_COUNT, WAITING, drain, no_notices
 
 LINK_TIMEOUT_S = TransferConfig().link_timeout_s
 FRAME_BYTES = TransferConfig().control_frame_bytes

@@ -21,7 +21,7 @@ from contracts.ids import RoomId
 from transfer.net.disconnects import DisconnectWatch
 from transfer.net.fault_injection import WriteFaults
 from transfer.planes.data_plane import SLOT_BYTES, PageWrite, RoomTarget, SentCounts, SlotWrite
-from transfer.planes.nixl_agent import NixlAgent, byte_runs
+from transfer.planes.nixl.nixl_agent import NixlAgent, byte_runs
 from transfer.planes.page_runs import IntArray, page_runs
 from transfer.planes.posted_write import PostedWrite
 

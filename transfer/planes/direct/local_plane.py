@@ -20,9 +20,9 @@ from contracts.ids import RoomId
 from contracts.messages.rank_orders import WriteArrived
 from transfer.net.fault_injection import WriteFaults
 from transfer.planes.data_plane import RoomTarget, WakeCallback, WriteLink, said
-from transfer.planes.direct_link import DirectLink
+from transfer.planes.direct.direct_link import DirectLink
+from transfer.planes.direct.shm_plane import AT_ONCE
 from transfer.planes.rank_fan import fan
-from transfer.planes.shm_plane import AT_ONCE
 
 
 class LocalPlane:

@@ -4,10 +4,10 @@ It is not revocable: a stopped writer that comes back finishes its store, whatev
 memory is an anonymous memfd, which the writer opens through the reader's `/proc/PID/fd`; it has no name, so
 nothing stays behind when processes die. Notices go over a ZMQ socket, after the stores they tell of.
 
-On plane `cuda_ipc` the pages are a GPU's memory, which the writer opens by a handle (`transfer.planes.cuda_ipc`) and
-copies to by its own GPU: the same one, or one that reaches it. Metadata slots are host memory as on `shm`. A writer's
-copy is over when its write is; what a dead process had begun ends with its context, before its pidfd says that it is
-dead.
+On plane `cuda_ipc` the pages are a GPU's memory, which the writer opens by a handle (`transfer.planes.direct.cuda_ipc`)
+and copies to by its own GPU: the same one, or one that reaches it. Metadata slots are host memory as on `shm`. A
+writer's copy is over when its write is; what a dead process had begun ends with its context, before its pidfd says that
+it is dead.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from transfer.net.curve_keys import CurveKeys, bind, dial
 from transfer.net.disconnects import keep_alive
 from transfer.net.fault_injection import WriteFaults, via_proxy
 from transfer.planes.data_plane import SLOT_BYTES, RoomTarget, WriteLink, refuse_device_memory, said
-from transfer.planes.device_sharing import DeviceSharing, MappedRegion
-from transfer.planes.direct_link import HEAD, DirectLink
+from transfer.planes.direct.device_sharing import DeviceSharing, MappedRegion
+from transfer.planes.direct.direct_link import HEAD, DirectLink
 from transfer.planes.rank_fan import fan
 
 LINK_TIMEOUT_S = TransferConfig().link_timeout_s

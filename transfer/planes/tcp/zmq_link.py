@@ -17,11 +17,11 @@ from cache.pool.pool_set import PoolSet
 from contracts.ids import RoomId
 from transfer.net.disconnects import DisconnectWatch
 from transfer.net.fault_injection import WriteFaults
-from transfer.planes.bounce_buffers import Staging, StreamPart
-from transfer.planes.data_connection import DataConnection, OutgoingWrite
 from transfer.planes.data_plane import PageWrite, RoomTarget, SentCounts, SlotWrite
-from transfer.planes.page_stream import PoolStream, bytes_of
 from transfer.planes.posted_write import PostedWrite
+from transfer.planes.tcp.bounce_buffers import Staging, StreamPart
+from transfer.planes.tcp.data_connection import DataConnection, OutgoingWrite
+from transfer.planes.tcp.page_stream import PoolStream, bytes_of
 
 SLOT_FRAME, NOTICE_FRAME = b"S", b"N"
 

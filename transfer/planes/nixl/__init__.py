@@ -1,0 +1,1 @@
+"""Plane `nixl`: one-sided writes by NIXL over UCX."""
