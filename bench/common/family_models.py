@@ -39,6 +39,33 @@ _LATENT: dict[str, Any] = {
     "rope_parameters": _ROPE,
 }
 
+_SPARSE_CUT: dict[str, Any] = {
+    "vocab_size": 16384,
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "num_hidden_layers": 4,
+    "intermediate_size": 18432,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 2048,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "rope_parameters": _ROPE,
+}
+LARGE = {"deepseek-v3.2-cut": ("DeepseekV32Config", _SPARSE_CUT)}
+"""For GPUs: layers as published, four of them, with 16 experts each (3.7 B parameters)."""
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": (
         "Qwen3Config",
@@ -117,6 +144,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def config_of(family: str) -> Any:
-    """transformers' configuration of a miniature of `FAMILIES`."""
-    name, numbers = FAMILIES[family]
+    """transformers' configuration of a miniature of `FAMILIES`, or of one of `LARGE`."""
+    name, numbers = (FAMILIES | LARGE)[family]
     return getattr(transformers, name)(**(_COMMON | numbers))

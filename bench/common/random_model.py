@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from bench.common.family_models import FAMILIES, config_of
+from bench.common.family_models import FAMILIES, LARGE, config_of
 
 DEMO = Path(__file__).parents[2] / "cluster" / "demo"
 
@@ -34,12 +34,21 @@ SIZES: dict[str, dict[str, int]] = {
         "inner": 3072,
         "vocab": 32768,
     },
+    "qwen3-8b-cut": {
+        "hidden": 4096,
+        "layers": 12,
+        "heads": 32,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "inner": 12288,
+        "vocab": 151936,
+    },
 }
 """445m is Qwen3-0.6B with a small vocabulary; qwen3-445m has narrower heads, a larger vocabulary and 386 M parameters,
-as its embedding is tied."""
+as its embedding is tied. qwen3-8b-cut has a third of Qwen3-8B's layers (2.9 B parameters)."""
 
 
-NAMES = (*SIZES, *FAMILIES)
+NAMES = (*SIZES, *FAMILIES, *LARGE)
 
 
 def _qwen3(shape: dict[str, int]) -> Any:
@@ -59,12 +68,13 @@ def _qwen3(shape: dict[str, int]) -> Any:
     )
 
 
-def make(folder: Path, name: str, seed: int = 0) -> Path:
-    """Write a bf16 checkpoint of one of `NAMES` to `folder`; returns it."""
+def make(folder: Path, name: str, seed: int = 0, device: str = "cpu") -> Path:
+    """Write a bf16 checkpoint of one of `NAMES` to `folder`; returns it. `device`: where its weights are drawn."""
     config = _qwen3(SIZES[name]) if name in SIZES else config_of(name)
     torch.manual_seed(seed)
     factory: Any = AutoModelForCausalLM
-    model = factory.from_config(config, dtype=torch.bfloat16)
+    with torch.device(device):
+        model = factory.from_config(config, dtype=torch.bfloat16)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from bench.engine.engine_speed import SpeedScenario
 from bench.gpu import __main__ as gpu
 from bench.gpu import gpu_copies, gpu_families
+from bench.gpu.gpu_limits import Ceilings
 from cache.device.device_backends import CpuDevice
 from tests.family_scenes import Family
 
@@ -92,8 +94,12 @@ def test_the_engine_is_rehearsed_beside_transformers(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     assert gpu.main(["--rehearse", "--only", "engine", "--out", str(out)]) == 0
     figures = json.loads(out.read_text())["sections"]["engine"]["figures"]
-    assert set(figures["tokens_per_s"]) >= {"prefill of 24", "decode, batch 2"}
-    assert figures["differing_in_a_batch"] == 0
+    model = figures["models"]["4m"]
+    assert set(model["tokens_per_s"]) >= {"prefill of 24", "decode, batch 2"}
+    for by_side in model["tokens_per_s"].values():
+        assert {"twinpool, invariant", "twinpool, fast", "transformers generate"} <= set(by_side)
+        assert by_side["predicted limit"] > 0
+    assert model["differing_in_a_batch"] == 0
 
 
 def test_a_section_that_fails_or_hangs_is_told_and_the_next_one_runs(
@@ -113,3 +119,13 @@ def test_without_a_gpu_it_says_what_to_do(capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setattr(gpu, "gpu", lambda: None)
     assert gpu.main([]) == 2
     assert "--rehearse" in capsys.readouterr().err
+
+
+def test_what_a_gpu_could_reach_follows_from_bytes_or_from_operations() -> None:
+    ceilings = Ceilings(bytes_per_s=1000.0, flops_per_s=4000.0)
+    weights, parameters, token_bytes = 200, 100, 10
+    alone = ceilings.predicted(SpeedScenario(1, 30, 5), weights, parameters, token_bytes)
+    assert alone == pytest.approx(1 / ((200 + 30 * 10) / 1000)), "one sequence waits for the weights and its state"
+    many = ceilings.predicted(SpeedScenario(100, 30, 5), weights, parameters, 0)
+    assert many == pytest.approx(4000 / 200), "many wait for the products"
+    assert ceilings.predicted(SpeedScenario(1, 30, 1), weights, parameters, token_bytes) == pytest.approx(20.0)
