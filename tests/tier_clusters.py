@@ -54,7 +54,8 @@ def settings(trace: Trace, storage: Path, plane: str, *, decode_tiers: bool) -> 
     assert host < trace.pages / 2, "the host is to be too small for all of it"
     return {
         "transfer": {"plane": plane},
-        "engine": {"threads": 1},
+        # With threads for copies and sends pages are free a little later, which may cost no prefix.
+        "engine": {"threads": 1, "copy_threads": True},
         # What caches hold is counted exactly, and an audit takes pages from them.
         "audit": {"fraction": 0},
         "cache": {

@@ -87,7 +87,8 @@ def build_parts(
     ranks, line = (ALONE, None) if group is None else (group.ranks, group.line)
     waiter = Waiter()
     undo.callback(waiter.close)
-    device = device or make_device(config.engine.device, waiter.wake, streams=ranks.size == 1)
+    streams = config.engine.copy_threads and ranks.size == 1
+    device = device or make_device(config.engine.device, waiter.wake, streams=streams)
     undo.callback(device.close)
     own = make_plane(config, host, curve, waiter.wake, ranks.rank, ranks.size)
     plane: DataPlane = own if line is None else TPDataPlane(own, line)

@@ -16,6 +16,9 @@ class EngineConfig:
     """auto: triton on an NVIDIA GPU; on a CPU native, kernels compiled by g++ where there is one; else torch."""
     threads: int = 0
     """Threads a worker computes with; 0: cores divided by workers."""
+    copy_threads: bool = False
+    """Whether a worker on a CPU, of one rank, copies and sends on threads of their own while it computes: for machines
+    with cores that don't compute, or with slow links. On a GPU it always does."""
     numerics: Literal["invariant", "fast"] = "invariant"
     """invariant: a row's result depends on its own sequence alone, never on the batch or on chunk ends; fast: results
     may differ by rounding."""
@@ -119,7 +122,7 @@ class TransferConfig:
     """The longest control message or notice that is taken in: a grant has about ten bytes a page, a notice thirty."""
     layers: bool = True
     """Whether pages leave layer by layer while later layers are computed; else when their chunk is computed. Workers of
-    several ranks send whole chunks."""
+    several ranks send whole chunks, and so does a CPU without `engine.copy_threads`."""
     layer_group_bytes: int = 256 * 1024
     """A group of layers that leaves at once has at least so many bytes."""
     frame_bytes: int = 4 * 1024 * 1024

@@ -1,0 +1,33 @@
+"""Copies and sends of a worker on a CPU have threads where that is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cache.device.async_cpu_device import AsyncCpuDevice
+from cache.device.device_backends import CpuDevice
+from cluster.assembly.build_worker import build_worker
+from contracts.checkpoint.model_spec import read_model_spec
+from contracts.clock import SystemClock
+from contracts.config.load_config import config_from_dict
+from contracts.ids import Incarnation, Role, WorkerName
+from prefill.worker import PrefillWorker
+from tests.checkpoints import make_checkpoint
+from tests.pair import counts_for
+
+
+@pytest.mark.parametrize(("asked", "device"), [(True, AsyncCpuDevice), (False, CpuDevice)])
+def test_a_worker_of_one_rank_has_them_as_configured(asked: bool, device: type, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "m", "qwen3", layers=1)
+    config = config_from_dict({"engine": {"threads": 1, "copy_threads": asked}, "transfer": {"plane": "local"}})
+    worker = build_worker(
+        Role.PREFILL, WorkerName("prefill-0"), Incarnation(1), read_model_spec(folder), config, host="127.0.0.1",
+        clock=SystemClock(), counts=counts_for(folder, config, Role.PREFILL, 256),
+    )  # fmt: skip
+    try:
+        assert isinstance(worker, PrefillWorker)
+        assert type(worker._engine.device) is device
+    finally:
+        worker.close()
