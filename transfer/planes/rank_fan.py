@@ -80,8 +80,15 @@ class AllWrites:
         return all(c.done for c in self._completions)
 
     def wait(self) -> None:
+        """Return once all are over, also where one fails before others; then raises the first one's error."""
+        failed: RuntimeError | None = None
         for completion in self._completions:
-            completion.wait()
+            try:
+                completion.wait()
+            except RuntimeError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     def order(self) -> None:
         for completion in self._completions:

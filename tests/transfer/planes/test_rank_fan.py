@@ -17,6 +17,7 @@ from tests.poolsets import NAMES
 from tests.ranks import headed_sets
 from tests.rooms import PLANES, Ends, Prompt, ends, placed
 from tests.transfer.test_rooms_of_all_pools import some_held, write_in_chunks
+from transfer.planes.rank_fan import AllWrites
 from transfer.planes.tcp.ordered_notices import OrderedNotices
 from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
 
@@ -173,3 +174,29 @@ def test_a9_after_a_write_that_was_lost_nothing_counts_as_arrived_and_only_an_en
     held.settled(0, room, 0, 4)
     assert held.due() == []
     assert held.add(room, b"failed", 0, 1) == [b"failed"]
+
+
+def test_who_waits_for_all_parts_of_a_write_waits_for_those_behind_one_that_failed_too() -> None:
+    """Seed 648 of the simulator: pages stayed pinned for ever by a write whose first part had failed with its reader."""
+    over: list[str] = []
+
+    class Part:
+        def __init__(self, name: str, *, fails: bool) -> None:
+            self.name, self._fails = name, fails
+
+        @property
+        def done(self) -> bool:
+            return self.name in over
+
+        def wait(self) -> None:
+            over.append(self.name)
+            if self._fails:
+                raise RuntimeError(f"{self.name} failed")
+
+        order = wait
+
+    both = AllWrites([Part("our part", fails=True), Part("a follower's", fails=False)])
+    with pytest.raises(RuntimeError, match="our part failed"):
+        both.wait()
+    assert over == ["our part", "a follower's"]
+    assert both.done
