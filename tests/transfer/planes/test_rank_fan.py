@@ -177,7 +177,7 @@ def test_a9_after_a_write_that_was_lost_nothing_counts_as_arrived_and_only_an_en
 
 
 def test_who_waits_for_all_parts_of_a_write_waits_for_those_behind_one_that_failed_too() -> None:
-    """Seed 648 of the simulator: pages stayed pinned for ever by a write whose first part had failed with its reader."""
+    """Seed 648 of the simulator: a write whose first part had failed with its reader kept its pages pinned for ever."""
     over: list[str] = []
 
     class Part:
