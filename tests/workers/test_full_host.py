@@ -26,7 +26,7 @@ from tests.workers.test_any_state import PAGE, HashPair, hash_pair
 ROUND_S = 0.0001
 
 
-DRAWS = 60
+DRAWS = 240
 
 
 class ByHand:
