@@ -25,6 +25,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    """The tokens that may be drawn, sorted; empty: all."""
     seed: int = 0
     """64 bits, minted by the router when the client sends none."""
     choice: int = 0

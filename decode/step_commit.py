@@ -81,7 +81,7 @@ class DecodeStepCommit:
     def _row(self, request: DecodeRequest) -> BatchRow:
         at, sampling = request.launched, request.submit.sampling
         tables = self._manager.growth.block_tables(request.held, at, at + 1)
-        draw = TokenDraw(sampling, request.history or (), request.submit.prompt_len, at + 1)
+        draw = TokenDraw(sampling, request.history or (), request.submit.prompt_len, at + 1, request.mask)
         tokens = request.latest if request.under_way and request.latest is not None else request.tokens[-1:]
         return BatchRow(tokens, at, tables, draw)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from contracts.clock import Clock
 from contracts.config.worker_config import PrefillConfig
 from engine.runner.batch import BatchRow, TokenDraw
+from engine.runner.sampling.token_mask import TokenMask
 from prefill.request import PrefillEvent, PrefillPhase, PrefillRequest
 from prefill.request_pages import PrefillPages
 from worker.request_table import RequestTable
@@ -166,8 +167,10 @@ class PrefillScheduler:
     def _row(self, request: PrefillRequest, count: int) -> BatchRow:
         start, end = request.launched, request.launched + count
         tokens, sampling = request.tokens, request.submit.sampling
-        last = end == len(tokens)
-        draw = TokenDraw(sampling, tokens, request.submit.prompt_len) if last and request.wants_draw else None
+        draw = None
+        if end == len(tokens) and request.wants_draw:
+            mask = TokenMask.allowed(sampling.allowed_token_ids)
+            draw = TokenDraw(sampling, tokens, request.submit.prompt_len, mask=mask)
         follow = tokens[start + 1 : end + 1] if request.wants_scores else ()
         tables = self._manager.growth.block_tables(request.held, start, end)
         top = sampling.prompt_logprobs or 0

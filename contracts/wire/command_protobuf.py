@@ -154,6 +154,7 @@ def _sampling_to_proto(s: SamplingParams) -> pb.Sampling:
         stop_token_ids=s.stop_token_ids,
         logprobs=s.logprobs,
         prompt_logprobs=s.prompt_logprobs,
+        allowed_token_ids=s.allowed_token_ids,
     )
 
 
@@ -174,6 +175,7 @@ def _sampling_from_proto(m: pb.Sampling) -> SamplingParams:
         stop_token_ids=tuple(m.stop_token_ids),
         logprobs=m.logprobs if m.HasField("logprobs") else None,
         prompt_logprobs=m.prompt_logprobs if m.HasField("prompt_logprobs") else None,
+        allowed_token_ids=tuple(m.allowed_token_ids),
     )
 
 

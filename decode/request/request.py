@@ -30,6 +30,7 @@ from contracts.state_table import StateTable
 from engine.runner.batch import TokenFromStep
 from engine.runner.sampling.penalties import needs_history
 from engine.runner.sampling.token_history import TokenHistory
+from engine.runner.sampling.token_mask import TokenMask
 from transfer.rooms.metadata_slots import HandoverMetadata
 
 
@@ -115,6 +116,8 @@ class DecodeRequest:
     """Prompt and answer so far; the state of all but the last is in the pages."""
     history: TokenHistory | None = None
     """The same tokens for its draws, where it has penalties that count them."""
+    mask: TokenMask | None = None
+    """The tokens that may be drawn; None: all."""
     committed: int = 0
     """Positions whose state is known to be complete: all but the last token's."""
     launched: int = 0
@@ -168,7 +171,9 @@ class DecodeRequest:
         """Begin with the state of all submitted tokens, and with the first token after them, as handed over."""
         self.metadata = metadata
         self.tokens = [*self.submit.tokens, metadata.token]
-        self.history = TokenHistory(self.tokens) if needs_history(self.submit.sampling) else None
+        sampling = self.submit.sampling
+        self.history = TokenHistory(self.tokens) if needs_history(sampling) else None
+        self.mask = TokenMask.allowed(sampling.allowed_token_ids)
         self.committed = self.launched = self.planned = len(self.submit.tokens)
 
     def commit(self, token: int) -> None:

@@ -15,6 +15,7 @@ from cache.allocation.block_table import TableSlice
 from cache.device.device_port import Completion
 from contracts.sampling_params import SamplingParams, TokenDifference, TokenLogprob
 from engine.runner.sampling.token_history import TokenHistory
+from engine.runner.sampling.token_mask import TokenMask
 
 
 class TokenDraw(NamedTuple):
@@ -27,6 +28,14 @@ class TokenDraw(NamedTuple):
     prompt_len: int
     at: int | None = None
     """The absolute position of the drawn token; None: `len(tokens)`."""
+    mask: TokenMask | None = None
+    """The tokens that may be drawn; None: all."""
+
+    def masked(self, mask: TokenMask | None) -> TokenDraw:
+        """Return this draw of the tokens that both masks allow."""
+        if mask is None:
+            return self
+        return self._replace(mask=mask if self.mask is None else self.mask & mask)
 
     @property
     def position(self) -> int:

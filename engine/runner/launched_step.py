@@ -11,20 +11,18 @@ from torch import Tensor
 
 from cache.device.device_port import DONE, Completion
 from engine.runner.batch import BatchRow, DrawnToken, RowOutput, TokenFromStep
+from engine.runner.planned_step import PlannedStep
 from engine.runner.sampling.redraw import RedrawnTokens
 from engine.runner.sampling.sampler import DrawnRows, Logprobs
 from engine.tensors.pinned_memory import to_device, upload
 
 
-@dataclass(frozen=True)
-class StepResults:
-    """The results of a step: tensors on their way to the host, readable once the step is complete."""
+@dataclass
+class ForwardResults:
+    """The results of a step's forward pass: tensors on their way to the host, readable once the step is complete."""
 
-    drawing: Sequence[int]
-    """The rows that drew a token, by number, in order."""
-    tokens_n: Tensor | None
-    """[n] int64, still on the device: the tokens that these rows drew, from which the next step may go on."""
-    draws: DrawnRows | None
+    logits_nv: Tensor | None
+    """[n, vocab] float32, on the device: of the rows that draw, until they have drawn; None where none does."""
     scores: Sequence[Sequence[Logprobs]]
     """For each row, the log-probabilities of its scored tokens, in runs; empty where it asked for none."""
     replays: Sequence[Sequence[RedrawnTokens]]
@@ -41,26 +39,44 @@ class StepResults:
 class LaunchedStep:
     """Implements `engine.runner.batch.StepHandle`; `ModelRunner` fills it when the device runs the step."""
 
-    def __init__(self, rows: Sequence[BatchRow]) -> None:
+    def __init__(self, rows: Sequence[BatchRow], planned: PlannedStep) -> None:
+        self.rows, self.planned = rows, planned
+        self.drawing = [i for i, row in enumerate(rows) if row.draw is not None]
+        """The rows that draw a token, by number, in order."""
+        self.forward: Completion = DONE
+        """The completion of the forward pass alone."""
         self.completion: Completion = DONE
-        self._rows = len(rows)
-        self._computed: StepResults | None = None
+        self._computed: ForwardResults | None = None
+        self._tokens_n: Tensor | None = None
+        self._draws: DrawnRows | None = None
 
     @property
     def done(self) -> bool:
         return self.completion.done
 
-    def fill(self, computed: StepResults) -> None:
+    def fill(self, computed: ForwardResults) -> None:
         self._computed = computed
+
+    def take_logits(self) -> Tensor:
+        """The logits of the rows that draw, [n, vocab] float32; once. For an operation that runs later on the same
+        stream. Raises what the forward pass raised."""
+        if self._computed is None:
+            self.forward.wait()
+        assert self._computed is not None, "the draw runs after the forward pass"
+        logits_nv, self._computed.logits_nv = self._computed.logits_nv, None
+        assert logits_nv is not None, "a step draws once"
+        return logits_nv
+
+    def draw(self, drawn: DrawnRows) -> None:
+        self._tokens_n, self._draws = drawn.tokens_n, drawn.to_host()
 
     def tokens(self, rows: Sequence[int]) -> Tensor:
         """The tokens that `rows` drew, [n] int64 on the device. For operations that run later on the same stream."""
-        assert self._computed is not None, "a later step of the same stream runs later"
-        tokens_n, drawing = self._computed.tokens_n, self._computed.drawing
-        assert tokens_n is not None, "the rows draw"
-        if list(rows) == list(drawing):
+        tokens_n = self._tokens_n
+        assert tokens_n is not None, "the rows draw, and a later operation of the same stream runs later"
+        if list(rows) == self.drawing:
             return tokens_n
-        at = {row: i for i, row in enumerate(drawing)}
+        at = {row: i for i, row in enumerate(self.drawing)}
         return tokens_n.index_select(0, to_device([at[row] for row in rows], tokens_n.device))
 
     def outputs(self) -> list[RowOutput]:
@@ -68,10 +84,10 @@ class LaunchedStep:
         self.completion.wait()
         computed = self._computed
         assert computed is not None, "a complete step has been computed"
-        draws = computed.draws.listed() if computed.draws is not None else []
-        drawn: list[DrawnToken | None] = [None] * self._rows
-        nonfinite = [False] * self._rows
-        for row, token in zip(computed.drawing, draws, strict=True):
+        draws = self._draws.listed() if self._draws is not None else []
+        drawn: list[DrawnToken | None] = [None] * len(self.rows)
+        nonfinite = [False] * len(self.rows)
+        for row, token in zip(self.drawing, draws, strict=True):
             drawn[row], nonfinite[row] = token, token is None
         outputs = [
             RowOutput(token, stale=stale, nonfinite=bad)

@@ -1,4 +1,4 @@
-"""The model runner: launches a step, which draws tokens and writes its state into pages."""
+"""The model runner: launches a step, which writes its state into pages, and the draw of the step's tokens."""
 
 from __future__ import annotations
 
@@ -30,18 +30,20 @@ from engine.attention.attention_plan import (
 )
 from engine.layers.decoder import Decoder
 from engine.layers.forward_context import ForwardContext
-from engine.runner.batch import BatchRow, RowOutput, StepHandle
+from engine.runner.batch import BatchRow, RowOutput, StepHandle, TokenDraw
 from engine.runner.device_block_tables import DeviceBlockTables, PlannedTables
 from engine.runner.device_rows import RowUpdate
-from engine.runner.launched_step import LaunchedStep, StepResults, input_tokens
+from engine.runner.launched_step import ForwardResults, LaunchedStep, input_tokens
 from engine.runner.planned_step import PlannedSlots, PlannedStep
 from engine.runner.sampling.redraw import RedrawnTokens, redraw
 from engine.runner.sampling.sampler import DrawnRows, Logprobs, draw_tokens, token_logprobs
 from engine.runner.sampling.token_history import DeviceTokenHistories, TokenHistory
+from engine.runner.sampling.token_mask import TokenMask
 from engine.tensors.pinned_memory import HostIntegers, to_device, to_host, upload
 from engine.tensors.row_exact_linear import Numerics
 from engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
 
+NO_MASKS: Mapping[int, TokenMask] = {}
 _LOGIT_ELEMENTS = 1 << 23
 """Logits computed at once when prompts are scored: 32 MiB in float32."""
 
@@ -81,10 +83,18 @@ class ModelRunner:
         return self._device
 
     def launch(self, rows: Sequence[BatchRow], marks: LayerMarks | None = None) -> StepHandle:
-        """Submit one step to the device: compute and write the rows' state, and draw, score or replay as a row asks.
+        """Begin a step and draw its tokens. Returns as soon as both are submitted; without `marks` the step is complete
+        by then on a CPU."""
+        step = self.begin(rows, marks)
+        self.draw(step)
+        return step
 
-        Returns as soon as the step is submitted; without `marks` it is complete by then on a CPU. The rows are read
-        when the step runs, so they must not change until it is complete. `marks`: of the device; the step reaches them.
+    def begin(self, rows: Sequence[BatchRow], marks: LayerMarks | None = None) -> LaunchedStep:
+        """Submit the forward pass of one step to the device: compute and write the rows' state, and score or replay as
+        a row asks. `draw` must follow before the next step begins.
+
+        The rows are read when the step runs, so they must not change until it is complete. `marks`: of the device; the
+        step reaches them.
         """
         planned = self.plan(rows)
         # Sets of all pages of a batch cost more than the rest of the plan: they are made for a device that checks them.
@@ -92,9 +102,9 @@ class ModelRunner:
         op = DeviceOp("forward", DeviceStream.COMPUTE, reads=spans(DEVICE, reads), writes=spans(DEVICE, writes))
         passages = {pool.name: self._gates[pool.name].enter(pool.name) for pool in self.spec.pools}
         gates = {gate: loads for passage in passages.values() for gate, loads in passage.gates.items()}
-        step = LaunchedStep(rows)
+        step = LaunchedStep(rows, planned)
         try:
-            step.completion = self._device.submit(
+            step.forward = self._device.submit(
                 op, lambda: step.fill(self._step(rows, planned, passages, marks)), gates=gates, marks=marks
             )
         except UnorderedAccess:
@@ -103,7 +113,23 @@ class ModelRunner:
             if planned.histories is not None:
                 self._histories.undo(planned.histories)
             raise
+        step.completion = step.forward
         return step
+
+    def draw(self, step: LaunchedStep, masks: Mapping[int, TokenMask] = NO_MASKS) -> None:
+        """Submit the draw of a begun step's tokens.
+
+        It is an operation of its own, so that masks may still be made while the forward pass runs. `masks`: by row, the
+        tokens that may be drawn, besides what the row's own draw allows.
+        """
+        if not step.drawing:
+            return
+        draws = {row: step.rows[row].draw for row in step.drawing}
+        assert draws.keys() >= masks.keys(), "only rows that draw have masks"
+        wanted = [draw.masked(masks.get(row)) for row, draw in draws.items() if draw is not None]
+        step.completion = self._device.submit(
+            DeviceOp("draw", DeviceStream.COMPUTE), lambda: step.draw(self._draw(step, wanted))
+        )
 
     def plan(self, rows: Sequence[BatchRow]) -> PlannedStep:
         """Plan a step: what it needs of every pool, and what the device lacks of that. `context` must be called for
@@ -137,7 +163,7 @@ class ModelRunner:
         planned: PlannedStep,
         doors: Mapping[str, GatePass],
         marks: LayerMarks | None,
-    ) -> StepResults:
+    ) -> ForwardResults:
         device = self._device.torch_device
         if self._followers is not None:
             self._followers.send(compute_order(planned))
@@ -155,7 +181,7 @@ class ModelRunner:
             self._histories.update(planned.histories, tokens_m)
         x_mh = self.decoder.forward(tokens_m, ctx)
         firsts = planned.shape.offsets[:-1].tolist()
-        draws = self._draw(rows, planned, x_mh.index_select(0, last_n), drawing) if drawing else None
+        logits_nv = self.decoder.logits(x_mh.index_select(0, last_n), self.numerics) if drawing else None
         scores: list[Sequence[Logprobs]] = [()] * len(rows)
         replays: list[Sequence[RedrawnTokens]] = [()] * len(rows)
         for at, (row, first) in enumerate(zip(rows, firsts, strict=True)):
@@ -163,14 +189,7 @@ class ModelRunner:
                 scores[at] = [part.to_host() for part in self._score(row, x_mh[first:])]
             if row.replay is not None:
                 replays[at] = [part.to_host() for part in self._redraw(row, x_mh[first:])]
-        return StepResults(
-            drawing,
-            draws.tokens_n if draws is not None else None,
-            draws.to_host() if draws is not None else None,
-            scores,
-            replays,
-            to_host(stale_b),
-        )
+        return ForwardResults(logits_nv, scores, replays, to_host(stale_b))
 
     @torch.inference_mode()
     def follow(self, order: RunStep) -> None:
@@ -275,17 +294,16 @@ class ModelRunner:
             ctx.plans = {pool: muted(plan, stale_b) for pool, plan in ctx.plans.items()}
             ctx.slots = {pool: muted_slots(plan, stale_b) for pool, plan in ctx.slots.items()}
 
-    def _draw(self, rows: Sequence[BatchRow], planned: PlannedStep, x_nh: Tensor, drawing: Sequence[int]) -> DrawnRows:
-        """Draw for the rows `drawing`; `x_nh` is the last layer's output for the last token of each."""
-        wanted = [draw for row in rows if (draw := row.draw) is not None]
-        histories = planned.histories
+    @torch.inference_mode()
+    def _draw(self, step: LaunchedStep, wanted: Sequence[TokenDraw]) -> DrawnRows:
+        """Draw for the rows that do, by the logits of the step's forward pass."""
+        histories = step.planned.histories
 
         def read(some: Sequence[int]) -> Tensor:
             assert histories is not None, "who draws by a history has it planned"
-            return self._histories.read(histories, [drawing[i] for i in some])
+            return self._histories.read(histories, [step.drawing[i] for i in some])
 
-        logits_nv = self.decoder.logits(x_nh, self.numerics)
-        return draw_tokens(logits_nv, wanted, triton=self._triton, histories=read)
+        return draw_tokens(step.take_logits(), wanted, triton=self._triton, histories=read)
 
     def _score(self, row: BatchRow, x_th: Tensor) -> Iterator[Logprobs]:
         """Log-probabilities of the tokens in `row.score`, some rows of logits at a time."""

@@ -35,6 +35,7 @@ _COMMON: dict[str, Any] = {
     "model": {"type": "string", "description": "The served model; may be left out."},
     "stop": {"oneOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": 16}]},
     "stop_token_ids": _TOKENS,
+    "allowed_token_ids": _TOKENS,
     "logit_bias": {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
     "stream_options": _STREAM_OPTIONS,
 }

@@ -127,8 +127,17 @@ def _read_sampling(
     defaults = spec.generation_defaults
     stop_ids = read_tokens(body.get("stop_token_ids") or [], spec, "stop_token_ids")
     ends = () if values.get("ignore_eos", False) else spec.eos_token_ids
-    if values.get("min_tokens", 0) and len({*stop_ids, *ends}) >= spec.vocab_size:
-        raise RequestError("min_tokens with stop_token_ids of the whole vocabulary leaves no token", param="min_tokens")
+    allowed = _read_allowed(body.get("allowed_token_ids"), spec)
+    if values.get("min_tokens", 0):
+        if len({*stop_ids, *ends}) >= spec.vocab_size:
+            raise RequestError(
+                "min_tokens with stop_token_ids of the whole vocabulary leaves no token", param="min_tokens"
+            )
+        if allowed and not {*allowed} - {*stop_ids, *ends}:
+            raise RequestError(
+                "min_tokens with no allowed_token_ids but tokens that end the answer leaves no token",
+                param="min_tokens",
+            )
     seed = values.get("seed")
     top_p = float(values.get("top_p", defaults.get("top_p", 1.0)))
     top_k = max(0, int(values.get("top_k", defaults.get("top_k", 0))))
@@ -144,6 +153,7 @@ def _read_sampling(
         presence_penalty=float(values.get("presence_penalty", 0.0)),
         frequency_penalty=float(values.get("frequency_penalty", 0.0)),
         logit_bias=_read_bias(body.get("logit_bias"), spec),
+        allowed_token_ids=allowed,
         seed=secrets.randbits(64) if seed is None else seed & (2**64 - 1),
         min_tokens=values.get("min_tokens", 0),
         stop_token_ids=tuple(dict.fromkeys((*stop_ids, *ends))),
@@ -215,6 +225,14 @@ def _read_bias(bias: object, spec: ModelSpec) -> tuple[tuple[int, float], ...]:
         check_value("logit_bias", value, RequestField("number", -100, 100))
         pairs[int(key)] = float(value)
     return tuple(sorted(pairs.items()))
+
+
+def _read_allowed(tokens: object, spec: ModelSpec) -> tuple[int, ...]:
+    if tokens is None:
+        return ()
+    if tokens == []:
+        raise RequestError("allowed_token_ids must hold at least one token id", param="allowed_token_ids")
+    return tuple(sorted(set(read_tokens(tokens, spec, "allowed_token_ids"))))
 
 
 def _read_stream_options(options: object, stream: bool) -> tuple[bool, bool]:

@@ -94,7 +94,7 @@ STREAM_OPTIONS: dict[str, RequestField] = {
 
 DETOKENIZE: dict[str, RequestField] = {}
 
-GENERATE_OTHERS = ("model", "stop", "stop_token_ids", "logit_bias", "stream_options")
+GENERATE_OTHERS = ("model", "stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "stream_options")
 """Fields of generation requests that aren't plain values; `router.openai.parse_request` reads them."""
 
 IGNORED: dict[str, str] = {
@@ -170,7 +170,6 @@ REFUSED: dict[str, FieldRefusal] = {
     **_refuse("only 1 is supported; use n", "best_of", 1),
     **_refuse("beam search is not supported", "use_beam_search", False),
     **_refuse("bad_words is not supported; use logit_bias", "bad_words", []),
-    **_refuse("allowed_token_ids is not supported; use logit_bias", "allowed_token_ids"),
     **_refuse("logits processors are not supported", "logits_processors", []),
     **_refuse("logits processors are not supported", "custom_logit_processor custom_params vllm_xargs", {}),
     **_refuse("prompts are not truncated; shorten the prompt", "truncate_prompt_tokens truncation_side"),

@@ -54,6 +54,7 @@ def _manner(params: SamplingParams) -> bytes:
         params.presence_penalty,
         params.frequency_penalty,
         biases,
+        params.allowed_token_ids,
         params.seed,
         params.choice,
     )
@@ -71,9 +72,11 @@ def _draw(mark: bytes, params: SamplingParams, before: Sequence[int], prompt_len
     if penalised(params):
         assert len(before) >= position, "penalties look at all tokens before the drawn one"
         said += bytes(before[:prompt_len]) + b"|" + bytes(before[prompt_len:position])
+    allowed = params.allowed_token_ids
     for attempt in range(1 << 20):
         drawn = hashlib.blake2b(said + attempt.to_bytes(4, "little"), digest_size=8).digest()
-        token = int.from_bytes(drawn, "little") % VOCABULARY
+        number = int.from_bytes(drawn, "little")
+        token = allowed[number % len(allowed)] if allowed else number % VOCABULARY
         if position - prompt_len >= params.min_tokens or token not in params.stop_token_ids:
             return token
     raise AssertionError("every token is a stop token")

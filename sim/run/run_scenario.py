@@ -244,6 +244,7 @@ class ScenarioRun:
             "prioritised": ask.priority != 0,
             "penalised": penalised(sampling),
             "biased": bool(sampling.logit_bias),
+            "masked": bool(sampling.allowed_token_ids),
             "held_open": sampling.min_tokens > 0 and sampling.min_tokens > len(recite(spec, ask.prompt, free).tokens),
             "logprobs": sampling.logprobs is not None,
             "scored": sampling.prompt_logprobs is not None,

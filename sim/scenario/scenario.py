@@ -122,6 +122,7 @@ def sampling_of(rng: random.Random, prompt: int, most: int) -> SamplingParams:
         presence_penalty=rng.choice((0.0, 0.0, 0.0, 0.4)),
         frequency_penalty=rng.choice((0.0, 0.0, 0.0, -0.2)),
         logit_bias=rng.choice(((), (), ((3, -1.5), (41, 2.25)))),
+        allowed_token_ids=tuple(t for t in range(VOCABULARY) if t % 4 != 1) if sampling.seed % 4 == 0 else (),
         min_tokens=rng.randint(0, most) if rng.random() < 0.5 else 0,
         logprobs=rng.choice((None, None, 0, 3)),
         prompt_logprobs=rng.choice((0, 2)) if scored else None,

@@ -57,6 +57,9 @@ SAMPLINGS = {
         max_tokens=12, temperature=0.8, seed=7, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4
     ),
     "bias": SamplingParams(max_tokens=12, temperature=0.8, seed=8, logit_bias=((5, 4.0), (9, -4.0)), logprobs=2),
+    "mask": SamplingParams(
+        max_tokens=12, temperature=0.9, seed=9, allowed_token_ids=tuple(range(3, 300, 7)), min_tokens=2
+    ),
     "scores": SamplingParams(max_tokens=4, temperature=0.0, prompt_logprobs=2),
     "stop": SamplingParams(max_tokens=12, temperature=1.0, seed=9, stop_token_ids=tuple(range(0, 300, 3))),
     "one": SamplingParams(max_tokens=1, temperature=1.0, seed=9, logprobs=1),
@@ -72,7 +75,7 @@ def said(answer: Answer) -> tuple[Any, ...]:
 
 @pytest.mark.slow
 def test_whatever_is_asked_for_the_answer_is_that_of_two_pools(model: Path) -> None:
-    asked = [(p, s) for p, s in zip(prompts(5, 7, 33, 64, 100, 21, 18, 40, 50), SAMPLINGS.values(), strict=True)]
+    asked = [(p, s) for p, s in zip(prompts(5, 7, 33, 64, 12, 100, 21, 18, 40, 50), SAMPLINGS.values(), strict=True)]
     with pair(model, prefill={"chunk_tokens": 32}) as two:
         expected = [said(answer) for answer in two.run(*[two.submit(p, s) for p, s in asked])]
     with colocated(model, prefill={"chunk_tokens": 32}) as both:
@@ -127,7 +130,7 @@ def test_a_hand_over_is_a_lease_that_changes_hands_and_no_byte_is_copied(model: 
         both.run(request)
         assert leg.allocation is None
         assert before[0].released
-        assert set(device.ops) == {"forward"}, "nothing but forward passes was ever given to the device"
+        assert set(device.ops) == {"forward", "draw"}, "nothing but steps was ever given to the device"
         assert copies == []
         assert both.answers[request].progress[Role.DECODE].transfer_bytes == 0
         assert both.worker.check().rooms == 0

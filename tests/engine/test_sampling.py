@@ -16,10 +16,11 @@ from torch import Tensor
 
 from contracts.sampling_params import SamplingParams, TokenLogprob
 from engine.runner.batch import DrawnToken, TokenDraw
-from engine.runner.sampling import penalties
+from engine.runner.sampling import penalties, token_mask
 from engine.runner.sampling import sampler as sampling
 from engine.runner.sampling.sampler import uniform
 from engine.runner.sampling.token_history import TokenHistory
+from engine.runner.sampling.token_mask import TokenMask
 
 VOCAB = 50
 PLAIN = SamplingParams(max_tokens=100)
@@ -44,6 +45,12 @@ def listed(draw: TokenDraw) -> Sequence[int]:
     return draw.tokens
 
 
+def may_be_drawn(mask: TokenMask) -> set[int]:
+    """Read a mask bit by bit."""
+    words = [int(word) & 0xFFFFFFFF for word in mask.words]
+    return {32 * at + bit for at, word in enumerate(words) for bit in range(32) if word >> bit & 1}
+
+
 def reference(logits: list[float], draw: TokenDraw) -> int:
     """The same draw in plain Python, token by token."""
     p, x = draw.params, list(logits)
@@ -51,13 +58,14 @@ def reference(logits: list[float], draw: TokenDraw) -> int:
     output = tokens[draw.prompt_len :]
     for token, bias in p.logit_bias:
         x[token] += bias
-    if len(output) < p.min_tokens:
-        for token in p.stop_token_ids:
-            x[token] = -math.inf
     for token in set(tokens):
         x[token] = x[token] / p.repetition_penalty if x[token] > 0 else x[token] * p.repetition_penalty
     for token, count in Counter(output).items():
         x[token] -= p.presence_penalty + p.frequency_penalty * count
+    allowed = set(range(VOCAB)) if draw.mask is None else may_be_drawn(draw.mask)
+    if len(output) < p.min_tokens and (draw.mask is None or allowed - set(p.stop_token_ids)):
+        allowed -= set(p.stop_token_ids)
+    x = [value if token in allowed else -math.inf for token, value in enumerate(x)]
     if p.greedy:
         return x.index(max(x))
     x = [value / p.temperature for value in x]
@@ -100,16 +108,19 @@ def random_draw(rng: random.Random) -> TokenDraw:
         stop_token_ids=(1, 2, 40) if rng.random() < 0.5 else (),
         logprobs=rng.choice([None, 0, 3]),
     )
-    return TokenDraw(params, tuple(tokens), rng.randrange(1, len(tokens) + 1))
+    mask = rng.choice([None, None, range(VOCAB), [1, 2, 40], [2], rng.sample(range(VOCAB), 9), [0, 31, 32, 49]])
+    prompt = rng.randrange(1, len(tokens) + 1)
+    return TokenDraw(params, tuple(tokens), prompt, mask=None if mask is None else TokenMask.of(mask))
 
 
 @pytest.mark.parametrize("elements", [None, 4 * VOCAB])
 def test_every_combination_draws_what_a_plain_reference_draws(
     elements: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Penalties of all rows at once, and of a few at a time."""
+    """Penalties and masks of all rows at once, and of a few at a time."""
     if elements is not None:
         monkeypatch.setattr(penalties, "_ELEMENTS", elements)
+        monkeypatch.setattr(token_mask, "_ELEMENTS", elements)
     rng = random.Random(0)
     draws = [random_draw(rng) for _ in range(400)]
     logits = random_logits(400)
@@ -117,6 +128,30 @@ def test_every_combination_draws_what_a_plain_reference_draws(
     got = [drawn.token for drawn in draw_tokens(logits, draws)]
     assert got == [reference(row, draw) for row, draw in zip(logits.double().tolist(), draws, strict=True)]
     assert torch.equal(logits, before), "logits belong to the caller"
+
+
+def test_a_mask_is_the_words_that_structured_output_engines_make() -> None:
+    assert TokenMask.of([0, 5, 31, 33]).words.tolist() == [1 + 32 - 2**31, 2]
+    both = TokenMask.of(range(0, 100, 2)) & TokenMask.of(range(0, 70, 3))
+    assert may_be_drawn(both) == set(range(0, 70, 6))
+    assert TokenMask.allowed(()) is None
+    plain = TokenDraw(PLAIN, (1,), 1)
+    assert plain.masked(None) is plain
+    assert plain.masked(both).mask is both
+    narrowed = plain.masked(both).masked(TokenMask.of([12, 13])).mask
+    assert narrowed is not None
+    assert may_be_drawn(narrowed) == {12}
+
+
+def test_a_mask_wider_than_the_vocabulary_is_cut_and_hides_no_damage() -> None:
+    logits = random_logits(3)
+    mask = TokenMask.of([7, 300])
+    draws = [TokenDraw(replace(PLAIN, temperature=0.0, seed=i), (1,), 1, mask=mask) for i in range(3)]
+    assert [d.token for d in draw_tokens(logits, draws)] == [7, 7, 7]
+    logits[0, 9], logits[1, 7], logits[2] = math.nan, math.inf, -math.inf
+    assert sampling.draw_tokens(logits, draws).listed() == [None, None, None]
+    beyond = TokenDraw(PLAIN, (1,), 1, mask=TokenMask.of([VOCAB, 300]))
+    assert sampling.draw_tokens(random_logits(1), [beyond]).listed() == [None], "nothing may be drawn"
 
 
 def test_a_rows_draw_and_log_probabilities_do_not_depend_on_the_batch() -> None:

@@ -88,8 +88,8 @@ def test_plans_draw_all_that_they_can_draw() -> None:
     assert sum(max(plan.shape.config[role]["tp"] for role in ("prefill", "decode")) > 1 for plan in plans) >= 15
     plain = SamplingParams(1)
     for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-                 "frequency_penalty", "logit_bias", "min_tokens", "stop_token_ids", "logprobs", "prompt_logprobs",
-                 "choice"):  # fmt: skip
+                 "frequency_penalty", "logit_bias", "allowed_token_ids", "min_tokens", "stop_token_ids", "logprobs",
+                 "prompt_logprobs", "choice"):  # fmt: skip
         assert sum(getattr(ask, name) != getattr(plain, name) for ask in asks) >= 20, name
     drawn = {name for name in SamplingParams.__dataclass_fields__ if len({getattr(ask, name) for ask in asks}) > 1}
     assert drawn == set(SamplingParams.__dataclass_fields__), "a parameter that no plan draws isn't simulated"

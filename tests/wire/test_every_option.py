@@ -31,6 +31,7 @@ SENT: dict[str, tuple[Any, Any]] = {
     "presence_penalty": (0.5, 0.5),
     "frequency_penalty": (-0.75, -0.75),
     "logit_bias": ({"17": 2.5, "13": -1.5}, ((13, -1.5), (17, 2.5))),
+    "allowed_token_ids": ([19, 13, 17, 13], (13, 17, 19)),
     "seed": (-5, 2**64 - 5),
     "min_tokens": (3, 3),
     "stop_token_ids": ([901, 902], (901, 902)),

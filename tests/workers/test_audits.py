@@ -48,6 +48,9 @@ SAMPLINGS = {
         max_tokens=12, temperature=0.8, seed=7, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4
     ),
     "bias": SamplingParams(max_tokens=12, temperature=0.8, seed=8, logit_bias=((5, 4.0), (9, -4.0)), logprobs=2),
+    "mask": SamplingParams(
+        max_tokens=12, temperature=0.9, seed=9, allowed_token_ids=tuple(range(3, 300, 7)), min_tokens=2
+    ),
     "stop tokens": SamplingParams(
         max_tokens=12, temperature=1.0, seed=9, stop_token_ids=tuple(range(0, 300, 3)), min_tokens=6
     ),

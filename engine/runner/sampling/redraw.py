@@ -27,6 +27,7 @@ from contracts.sampling_params import SamplingParams, TokenDifference
 from engine.runner.batch import BatchRow, TokenDraw
 from engine.runner.sampling.penalties import needs_history
 from engine.runner.sampling.sampler import draw_tokens, shape_all, uniform, weights
+from engine.runner.sampling.token_mask import TokenMask
 from engine.tensors.pinned_memory import to_device, to_host
 
 
@@ -69,12 +70,12 @@ def redraw(
     known = row.replay
     if known is None:
         return
-    params = replace(known.params, logprobs=None)
+    params, mask = replace(known.params, logprobs=None), TokenMask.allowed(known.params.allowed_token_ids)
     wanted = known.positions(row.start, len(row.tokens))
     for at in range(wanted.start, wanted.stop, max(1, most_rows)):
         positions = range(at, min(at + max(1, most_rows), wanted.stop))
         history = needs_history(params)
-        draws = [TokenDraw(params, known.tokens[:p] if history else (), known.prompt_len, p) for p in positions]
+        draws = [TokenDraw(params, known.tokens[:p] if history else (), known.prompt_len, p, mask) for p in positions]
         known_n = to_device(known.tokens[positions.start : positions.stop], x_th.device)
         logits_nv = logits(x_th[positions.start - 1 - row.start : positions.stop - 1 - row.start])
         again = draw_tokens(logits_nv, draws, triton=triton)

@@ -4,11 +4,11 @@ There is no generator whose state could be lost: the three numbers are hashed in
 the one at which the cumulative distribution, in order of token ids, passes that number. So a request can be taken over
 by any worker at any position, and repeats of a request draw the same tokens in any batch.
 
-The distribution is shaped in this order: logit bias; suppression of stop tokens before `min_tokens`; repetition
-penalty (prompt and output); presence and frequency penalties (output); temperature; then min-p, top-k and top-p, each
-over the tokens that the cut before it kept, as in vLLM (docs/decisions/0025). Top-k and top-p cut by value: tokens
-equal to the last one kept are kept too, so no result depends on how a sort breaks ties. Probabilities are in float64,
-where rounding practically never moves a draw across a boundary.
+The distribution is shaped in this order: logit bias; repetition penalty (prompt and output); presence and frequency
+penalties (output); the mask of allowed tokens; suppression of stop tokens before `min_tokens`; temperature; then min-p,
+top-k and top-p, each over the tokens that the cut before it kept, as in vLLM (docs/decisions/0025). Top-k and top-p cut
+by value: tokens equal to the last one kept are kept too, so no result depends on how a sort breaks ties. Probabilities
+are in float64, where rounding practically never moves a draw across a boundary.
 
 Logits with a NaN or plus infinity, or with nothing finite left, are damage and no distribution. Such a row is flagged
 (`DrawnRows.nonfinite_n`), and its token is 0 and means nothing: the worker must not use it.
@@ -26,6 +26,7 @@ from contracts.sampling_params import SamplingParams, TokenLogprob
 from engine.runner.batch import DrawnToken, TokenDraw
 from engine.runner.sampling.penalties import needs_history, penalise
 from engine.runner.sampling.token_history import TokenHistory, rectangle
+from engine.runner.sampling.token_mask import apply_masks
 from engine.tensors.pinned_memory import to_device, to_host
 
 ReadHistories = Callable[[Sequence[int]], Tensor]
@@ -166,7 +167,7 @@ def token_logprobs(logits_nv: Tensor, tokens_n: Tensor, tops: Sequence[int]) -> 
 def _shapes(draw: TokenDraw) -> bool:
     """Whether the logits of this draw are changed before temperature."""
     p = draw.params
-    return bool(p.logit_bias or needs_history(p) or _too_early(draw))
+    return bool(p.logit_bias or needs_history(p) or draw.mask is not None or _too_early(draw))
 
 
 def _too_early(draw: TokenDraw) -> bool:
@@ -198,12 +199,12 @@ def _draw_shaped(
 
 
 def shape_all(logits_nv: Tensor, draws: Sequence[TokenDraw], histories: ReadHistories | None = None) -> None:
-    """Apply bias, suppression and penalties of each row's draw to its logits, in place.
+    """Apply bias, penalties, mask and suppression of each row's draw to its logits, in place.
 
     `histories` reads the tokens of draws by a `TokenHistory`: given their numbers among `draws`, [k, most] int64.
     """
     for row, draw in zip(logits_nv, draws, strict=True):
-        _shape(row, draw)
+        _bias(row, draw.params)
     rows = [i for i, draw in enumerate(draws) if needs_history(draw.params)]
     here = [i for i in rows if isinstance(draws[i].tokens, TokenHistory)]
     if here:
@@ -211,6 +212,12 @@ def shape_all(logits_nv: Tensor, draws: Sequence[TokenDraw], histories: ReadHist
         _penalise(logits_nv, draws, here, histories)
     if known := [i for i in rows if draws[i].tokens and not isinstance(draws[i].tokens, TokenHistory)]:
         _penalise(logits_nv, draws, known, lambda some: rectangle([_listed(draws[i]) for i in some], logits_nv.device))
+    masks = {i: mask for i, draw in enumerate(draws) if (mask := draw.mask) is not None}
+    if masks:
+        apply_masks(logits_nv, list(masks), list(masks.values()))
+    for row, draw in zip(logits_nv, draws, strict=True):
+        if _too_early(draw):
+            _hold_open(row, draw)
 
 
 def _penalise(logits_nv: Tensor, draws: Sequence[TokenDraw], rows: Sequence[int], histories: ReadHistories) -> None:
@@ -230,14 +237,21 @@ def _listed(draw: TokenDraw) -> Sequence[int]:
     return draw.tokens
 
 
-def _shape(row_v: Tensor, draw: TokenDraw) -> None:
-    """Apply bias and suppression to one row of logits, in place."""
-    p, device = draw.params, row_v.device
-    if p.logit_bias:
-        ids, values = zip(*p.logit_bias, strict=True)
-        row_v[to_device(ids, device)] += to_device(values, device, torch.float32)
-    if _too_early(draw):
-        row_v.index_fill_(0, to_device(p.stop_token_ids, device), -torch.inf)
+def _bias(row_v: Tensor, params: SamplingParams) -> None:
+    """Add the bias to one row of logits, in place."""
+    if params.logit_bias:
+        ids, values = zip(*params.logit_bias, strict=True)
+        row_v[to_device(ids, row_v.device)] += to_device(values, row_v.device, torch.float32)
+
+
+def _hold_open(row_v: Tensor, draw: TokenDraw) -> None:
+    """Suppress the stop tokens in one row of logits, in place, unless its mask allows nothing else."""
+    stops = to_device(draw.params.stop_token_ids, row_v.device)
+    if draw.mask is None:
+        row_v.index_fill_(0, stops, -torch.inf)
+    else:
+        others_v = row_v.index_fill(0, stops, -torch.inf)
+        row_v.copy_(torch.where(others_v.amax() == -torch.inf, row_v, others_v))
 
 
 def _sample(logits_nv: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:

@@ -53,7 +53,7 @@ ASKED: list[tuple[str, Any]] = [
     ("regex", "[0-9]+"), ("ebnf", 'root ::= "a"'), ("json_schema", "{}"), ("stop_regex", "a"), ("lora_path", "x"),
     ("best_of", 2), ("guided_json", {}), ("guided_choice", ["a"]), ("structured_outputs", {"regex": "a"}),
     ("prompt_logprobs", 0), ("truncate_prompt_tokens", -1), ("use_beam_search", True), ("bad_words", ["x"]),
-    ("allowed_token_ids", [5]), ("detokenize", False), ("include_reasoning", False), ("no_stop_trim", True),
+    ("detokenize", False), ("include_reasoning", False), ("no_stop_trim", True),
     ("reasoning_effort", "low"), ("modalities", ["text", "audio"]), ("documents", [{"a": 1}]),
     ("kv_transfer_params", {"a": 1}), ("extra_key", "x"), ("mirostat_mode", 2), ("sampling_params", {"n": 2}),
     ("chat_template", "{{ 1 }}"), ("continue_final_message", True), ("input_ids", [5]), ("frobnicate", 1),
