@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from cache.device.device_port import Device
 from cluster.arena.arena_client import ArenaProvider
 from cluster.assembly.build_parts import WorkerParts, build_parts, numerics_class_of
+from cluster.assembly.captured_steps import capture_steps
 from cluster.ranks.rendezvous import RankGroup
 from colocate.worker import ColocatedWorker
 from contracts.checkpoint.model_spec import ModelSpec
@@ -119,6 +120,7 @@ def _decode_worker(
     """A decode worker, or one that computes prompts as well."""
     for socket in p.plane.waitable:
         p.waiter.add(socket)
+    capture_steps(p.engine, p.config, p.spec.context)
     made = ColocatedWorker if role is Role.COLOCATED else DecodeWorker
     return made(
         name,

@@ -152,9 +152,12 @@ def prepare(
 
 
 def on_device(config: Config, cards: bool) -> Config:
-    """`config` with ``auto`` of `engine.device` made cuda, where there are `cards`, or cpu."""
+    """`config` with ``auto`` of `engine.device` made cuda, where there are `cards`, or cpu. Raises `ConfigError` where
+    something needs a GPU then."""
     device = config.engine.device
     chosen = device if device != "auto" else "cuda" if cards else "cpu"
+    if chosen == "cpu" and config.engine.graphs == "on":
+        raise ConfigError("engine.graphs=on needs a GPU, and the workers run on the CPU: set engine.graphs=auto")
     return dataclasses.replace(config, engine=dataclasses.replace(config.engine, device=chosen))
 
 

@@ -29,6 +29,9 @@ class EngineConfig:
     """auto, cpu, cuda, or cuda:N for one GPU alone. auto: the GPUs if torch sees any and Triton is there (``pip install
     'twinpool[cuda]'``), else the CPU. Ranks are dealt the GPUs of a machine in turn; under a Ray that `serve` joins
     each asks for one of its own."""
+    graphs: Literal["auto", "on", "off"] = "auto"
+    """Whether the decode steps of a worker on a GPU are captured when it starts, and replayed in one launch each. auto:
+    where that works, else the log says why not; on: a worker whose steps can't be captured doesn't start."""
 
 
 @dataclass(frozen=True, slots=True)

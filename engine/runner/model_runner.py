@@ -15,7 +15,7 @@ from cache.device.layer_marks import LayerMarks
 from cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
 from cache.pool.epoch_table import EpochTable
 from cache.pool.load_gate import GateDoor, GatePass, LoadGate
-from contracts.errors import UnorderedAccess
+from contracts.errors import ConfigError, UnorderedAccess
 from contracts.messages.rank_order_codec import OrderChannel
 from contracts.messages.rank_orders import RowOrder, RunStep, TableEntries, TablePlace
 from engine.attention.attention_backend import AttentionBackend
@@ -33,6 +33,8 @@ from engine.layers.forward_context import ForwardContext
 from engine.runner.batch import BatchRow, RowOutput, StepHandle, TokenDraw
 from engine.runner.device_block_tables import DeviceBlockTables, PlannedTables
 from engine.runner.device_rows import RowUpdate
+from engine.runner.graphs.graph_capture import Capture
+from engine.runner.graphs.step_graphs import StepGraphs, capture_logged, why_none
 from engine.runner.launched_step import ForwardResults, LaunchedStep, input_tokens
 from engine.runner.planned_step import PlannedSlots, PlannedStep
 from engine.runner.sampling.redraw import RedrawnTokens, redraw
@@ -77,6 +79,8 @@ class ModelRunner:
         }
         self._histories = DeviceTokenHistories(device.torch_device)
         self._triton = triton
+        self.graphs: StepGraphs | None = None
+        """The captured forward passes of steps with one position a row, where there are any."""
 
     @property
     def device(self) -> Device:
@@ -179,7 +183,9 @@ class ModelRunner:
         self._mute(ctx, stale_b)
         if planned.histories is not None:
             self._histories.update(planned.histories, tokens_m)
-        x_mh = self.decoder.forward(tokens_m, ctx)
+        x_mh = self._replayed(tokens_m, ctx, planned, doors) if marks is None else None
+        if x_mh is None:
+            x_mh = self.decoder.forward(tokens_m, ctx)
         firsts = planned.shape.offsets[:-1].tolist()
         logits_nv = self.decoder.logits(x_mh.index_select(0, last_n), self.numerics) if drawing else None
         scores: list[Sequence[Logprobs]] = [()] * len(rows)
@@ -190,6 +196,28 @@ class ModelRunner:
             if row.replay is not None:
                 replays[at] = [part.to_host() for part in self._redraw(row, x_mh[first:])]
         return ForwardResults(logits_nv, scores, replays, to_host(stale_b))
+
+    def _replayed(
+        self, tokens_m: Tensor, ctx: ForwardContext, planned: PlannedStep, doors: Mapping[str, GatePass]
+    ) -> Tensor | None:
+        """Replay a step that was captured: as `Decoder.forward`; None where the step has to be launched by kernels."""
+        if self.graphs is None or planned.shape.counts.max() > 1 or any(door.gates for door in doors.values()):
+            return None
+        return self.graphs.replay(tokens_m, ctx)
+
+    @torch.inference_mode()
+    def capture(self, capture: Capture, *, rows: int, positions: int) -> None:
+        """Capture the forward passes of steps of up to `rows` rows, one position each, in contexts of up to
+        `positions`. Raises `ConfigError` where the model's steps can't be captured, or compute other bits then."""
+        reason = why_none(self.spec, self.ranks.size)
+        if reason is not None:
+            raise ConfigError(f"steps of this model can't be captured: {reason}")
+        graphs = StepGraphs(
+            self.decoder, self.numerics, self.attention, self.spec, self._gates, self._device.torch_device,
+            rows=rows, positions=positions,
+        )  # fmt: skip
+        capture_logged(graphs, capture)
+        self.graphs = graphs
 
     @torch.inference_mode()
     def follow(self, order: RunStep) -> None:

@@ -1,0 +1,38 @@
+"""Captured steps of a decode worker: step graphs, where `engine.graphs` asks for them and the worker can have them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from contracts.config.cluster_config import Config
+from contracts.errors import ConfigError
+from engine.runner.graphs.graph_capture import Capture, CudaCapture
+from engine.runner.model_runner import ModelRunner
+
+log = logging.getLogger("twinpool.engine")
+
+
+def capture_steps(
+    engine: ModelRunner, config: Config, context: int, make: Callable[[torch.device], Capture] = CudaCapture
+) -> None:
+    """Capture the steps of a worker with contexts of up to `context` positions, before it serves.
+
+    With ``auto`` a worker whose steps can't be captured launches them kernel by kernel, and logs why; with ``on`` that
+    is a `ConfigError`.
+    """
+    wanted, device = config.engine.graphs, engine.device.torch_device
+    if wanted == "off":
+        return
+    if device.type != "cuda":
+        if wanted == "on":
+            raise ConfigError("engine.graphs=on needs a GPU: a CPU has nothing to capture; set engine.graphs=auto")
+        return
+    try:
+        engine.capture(make(device), rows=config.decode.max_batch_tokens, positions=context)
+    except (ConfigError, RuntimeError) as error:
+        if wanted == "on":
+            raise ConfigError(f"engine.graphs=on: {error!s:.300}; set engine.graphs=auto to go on without") from error
+        log.warning("steps are launched kernel by kernel, slower for small batches reason=%s", f"{error!s:.300}")

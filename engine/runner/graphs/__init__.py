@@ -1,0 +1,1 @@
+"""Step graphs: forward passes of decode steps, captured once by size and replayed by one launch."""

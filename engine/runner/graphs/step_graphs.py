@@ -1,0 +1,130 @@
+"""Step graphs: the forward passes of decode steps, captured by size when a worker starts.
+
+A decode step launches hundreds of kernels, each of which costs the host more than it costs the GPU when the batch is
+small. A captured forward pass is one launch. What a graph was captured with stays as it is: numbers of the host, grids,
+addresses. So a graph is of one size, and a step is replayed by the smallest one that it fits, with padding behind its
+rows: sizes go by powers of two in rows and of four in pages. Kernels were made for that: their grids come from the
+width of block tables, programs past a sequence's end end at once, and no row's bits depend on the others.
+
+What isn't replayed is launched kernel by kernel, as everything is without graphs: steps with chunks of prompts, steps
+that wait for loads layer by layer, families with recurrent states (whose kernels take positions from the host), and
+workers of several ranks.
+
+A graph is tried out before it is used: under `numerics: invariant` its result must have the bits of the same step
+launched kernel by kernel.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
+from cache.pool.load_gate import GateDoor
+from contracts.errors import ConfigError
+from engine.attention.attention_backend import AttentionBackend
+from engine.layers.decoder import Decoder
+from engine.layers.forward_context import ForwardContext
+from engine.runner.graphs.graph_capture import Capture, CapturedRun
+from engine.runner.graphs.graph_inputs import GraphInputs, GraphSize
+from engine.tensors.row_exact_linear import Numerics
+
+log = logging.getLogger("twinpool.engine")
+_FEWEST_PAGES = 16
+
+
+def graph_sizes(rows: int, pages: int) -> list[GraphSize]:
+    """The sizes of graphs for steps of up to so many rows and pages a block table, smallest first."""
+    widths = [pages]
+    while widths[-1] > _FEWEST_PAGES:
+        widths.append(max(_FEWEST_PAGES, -(-widths[-1] // 4)))
+    batches = [1 << n for n in range(rows.bit_length()) if 1 << n < rows] + [rows]
+    return [GraphSize(batch, width) for width in reversed(widths) for batch in batches]
+
+
+def why_none(spec: PoolSetSpec, ranks: int) -> str | None:
+    """Say why steps of a model can't be captured; None where they can."""
+    if any(pool.kind is PoolKind.STATE for pool in spec.pools):
+        return "recurrent layers take positions from the host"
+    if ranks > 1:
+        return f"its {ranks} ranks add up their results between kernels"
+    return None
+
+
+class StepGraphs:
+    """The captured forward passes of one model."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        numerics: Numerics,
+        attention: AttentionBackend,
+        spec: PoolSetSpec,
+        doors: Mapping[str, GateDoor],
+        device: torch.device,
+        *,
+        rows: int,
+        positions: int,
+    ) -> None:
+        """`doors`: of the pools' load gates. For steps of up to `rows` sequences of up to `positions` positions."""
+        self._decoder, self._numerics, self._attention, self._doors = decoder, numerics, attention, doors
+        self._longest = positions
+        self.sizes = graph_sizes(rows, -(-positions // spec.page_tokens))
+        self._inputs = GraphInputs(spec, numerics, self.sizes[-1], device)
+        self._captured: dict[GraphSize, CapturedRun] = {}
+        self.replayed = 0
+        """Steps that were replayed."""
+
+    def __len__(self) -> int:
+        """The graphs that were captured."""
+        return len(self._captured)
+
+    def capture(self, capture: Capture, told: Callable[[int, int], None] = lambda _done, _all: None) -> None:
+        """Capture all sizes, the largest first, whose memory the others reuse; `told` hears how many of how many there
+        are. Raises `ConfigError` for a graph whose result isn't that of the step which it was captured from."""
+        for size in reversed(self.sizes):
+            self._captured[size] = self._capture(size, capture)
+            told(len(self._captured), len(self.sizes))
+
+    def _capture(self, size: GraphSize, capture: Capture) -> CapturedRun:
+        tokens_m, ctx = self._inputs.context(size, self._attention, self._doors, self._longest)
+
+        def run() -> Tensor:
+            ctx.scratch.clear()
+            for plan in ctx.plans.values():
+                plan.scratch.clear()
+            return self._decoder.forward(tokens_m, ctx)
+
+        self._inputs.try_out(size, self._decoder.embed_vh.shape[0])
+        want_mh = run().clone()  # Compiles the kernels, and makes tables that grow with the longest context.
+        captured = capture(run)
+        captured.replay()
+        if self._numerics.invariant and not torch.equal(captured.output, want_mh):
+            raise ConfigError(f"a captured step of {size.rows} rows and {size.pages} pages computes other bits")
+        return captured
+
+    def replay(self, tokens_m: Tensor, ctx: ForwardContext) -> Tensor | None:
+        """Replay a step of one position a row: the last layer's output [rows, hidden], to be used before the next
+        replay. None where no graph is as large."""
+        size = next((size for size in self.sizes if size in self._captured and self._inputs.fit(ctx, size)), None)
+        if size is None:
+            return None
+        self._inputs.fill(size, tokens_m, ctx)
+        self._captured[size].replay()
+        self.replayed += 1
+        return self._captured[size].output
+
+
+def capture_logged(graphs: StepGraphs, capture: Capture) -> None:
+    """Capture all sizes, and log how far it is. Raises what `StepGraphs.capture` does."""
+    began = time.monotonic()
+
+    def told(done: int, all_of_them: int) -> None:
+        if done == all_of_them or done % 8 == 0:
+            log.info("capturing step graphs done=%d of=%d seconds=%.1f", done, all_of_them, time.monotonic() - began)
+
+    graphs.capture(capture, told)

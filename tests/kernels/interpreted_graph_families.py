@@ -1,0 +1,34 @@
+"""Captured steps of every family whose steps can be captured; run as a script by `test_step_graph_families.py`."""
+
+from __future__ import annotations
+
+from tests.kernels.claims import answer
+from tests.kernels.interpreted_graphs import same_bits
+
+
+def claim_experts_have_the_same_bits() -> None:
+    same_bits("qwen3_moe")
+
+
+def claim_latents_have_the_same_bits() -> None:
+    same_bits("deepseek_v3")
+
+
+def claim_selections_have_the_same_bits() -> None:
+    same_bits("deepseek_v32")
+
+
+def claim_windows_have_the_same_bits() -> None:
+    same_bits("gemma3")
+
+
+def claim_shared_keys_have_the_same_bits() -> None:
+    same_bits("gemma4")
+
+
+def claim_sinks_have_the_same_bits() -> None:
+    same_bits("gpt_oss")
+
+
+if __name__ == "__main__":
+    answer(globals())

@@ -1,0 +1,176 @@
+"""Captured steps against the same steps launched kernel by kernel; run as a script by `test_step_graphs.py`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from cache.allocation.block_table import TableSlice
+from contracts.errors import ConfigError
+from contracts.sampling_params import SamplingParams
+from engine.runner.batch import BatchRow, RowOutput, TokenDraw
+from engine.runner.graphs import step_graphs
+from engine.runner.graphs.graph_capture import Run
+from engine.runner.graphs.graph_inputs import GraphSize
+from engine.runner.model_runner import ModelRunner
+from tests.engine.harness import Bench, Held
+from tests.families import FAMILIES
+from tests.kernels.claims import answer
+from tests.kernels.recorded_graph import RecordedRun, capture
+
+PROMPTS = [[3, 250, 17, 17, 90, 4, 201, 33, 5], [7, 8], [60 + i for i in range(21)]]
+STEPS = 4
+DRAW = SamplingParams(max_tokens=1 << 20, temperature=0.0, logprobs=3)
+
+step_graphs._FEWEST_PAGES = 5  # so that small tables come in two widths
+
+
+def bench(folder: str, **config: Any) -> Bench:
+    return Bench(Path(folder), page_tokens=4, tokens=256, attention="triton", **config)
+
+
+def captured(host: Bench, record: Callable[[Run], RecordedRun] = capture, rows: int = 3) -> ModelRunner:
+    host.engine.capture(record, rows=rows, positions=40)
+    return host.engine
+
+
+class Sequences:
+    """The prompts, computed, and their answers."""
+
+    def __init__(self, host: Bench) -> None:
+        self.host, self.held = host, [host.hold(len(prompt) + STEPS + 1) for prompt in PROMPTS]
+        self.tokens = [list(prompt) for prompt in PROMPTS]
+        for number in range(len(PROMPTS)):
+            (out,) = host.engine.forward([self.row(number, self.tokens[number], 0)])
+            self.take(number, out)
+
+    def row(self, number: int, tokens: Sequence[int], start: int, held: Held | None = None) -> BatchRow:
+        draw = TokenDraw(DRAW, (), len(PROMPTS[number]), start + len(tokens))
+        return self.host.row(tokens, start, held or self.held[number], draw)
+
+    def next(self, number: int) -> BatchRow:
+        tokens = self.tokens[number]
+        return self.row(number, tokens[-1:], len(tokens) - 1)
+
+    def take(self, number: int, out: RowOutput) -> Any:
+        assert out.drawn is not None
+        self.tokens[number].append(out.drawn.token)
+        return out.drawn
+
+    def step(self, *numbers: int) -> list[Any]:
+        """A step of some of them: tokens and log-probabilities."""
+        outs = self.host.engine.forward([self.next(number) for number in numbers])
+        return [self.take(number, out) for number, out in zip(numbers, outs, strict=True)]
+
+    def answers(self) -> list[Any]:
+        """Of steps with three, two, one and again three rows, which change places."""
+        return [self.step(*numbers) for numbers in ((0, 1, 2), (2, 0), (1,), (2, 1, 0))]
+
+
+def same_bits(name: str) -> None:
+    """A family's replayed steps against its steps launched kernel by kernel."""
+    with tempfile.TemporaryDirectory() as folder:
+        FAMILIES[name](Path(folder))
+        want = Sequences(bench(folder)).answers()
+        host = bench(folder)
+        engine = captured(host)
+        assert Sequences(host).answers() == want, name
+    assert engine.graphs is not None
+    assert engine.graphs.replayed == STEPS, f"{name}: {engine.graphs.replayed} steps were replayed"
+    assert len(engine.graphs) == len(engine.graphs.sizes) == 6
+
+
+def claim_replayed_steps_have_the_bits_of_steps_launched_kernel_by_kernel() -> None:
+    same_bits("qwen3")
+
+
+def claim_a_stale_row_is_flagged_and_writes_nothing_where_its_step_is_replayed() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        FAMILIES["qwen3"](Path(folder))
+        host = bench(folder)
+        engine = captured(host, rows=2)
+        known = Sequences(host)
+        before = host.region.clone()
+        stale = known.next(1)
+        table = stale.tables["full"]
+        freed = TableSlice.of(table.pages, [epoch + 1 for epoch in table.epochs])
+        ahead = list(known.tokens[0])
+        good, bad = engine.forward([known.next(0), stale._replace(tables={"full": freed})])
+        assert (good.stale, bad.stale) == (False, True)
+        assert engine.graphs is not None
+        assert engine.graphs.replayed == 1
+        written = {page for page in range(64) if not _same(host, before, page)}
+        assert written == {known.held[0].pages[(len(ahead) - 1) // 4]}
+
+
+def _same(host: Bench, before: torch.Tensor, page: int) -> bool:
+    """Whether a page has the bytes that it had."""
+    now, then = host.region, before
+    spans = [
+        (buffer.offset(layer, page), buffer.entry_bytes)
+        for buffer in host.buffers
+        for layer in range(buffer.spec.layers)
+    ]
+    return all(torch.equal(now[at : at + size], then[at : at + size]) for at, size in spans)
+
+
+def claim_chunks_of_prompts_and_steps_larger_than_any_graph_are_launched_kernel_by_kernel() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        FAMILIES["qwen3"](Path(folder))
+        want = Sequences(bench(folder))
+        wanted = [want.step(0, 1, 2), want.step(0, 1, 2)]
+        host = bench(folder)
+        captured(host, rows=2)
+        known = Sequences(host)
+        assert [known.step(0, 1, 2), known.step(0, 1, 2)] == wanted
+        assert host.engine.graphs is not None
+        assert host.engine.graphs.replayed == 0
+
+
+def claim_a_graph_that_computes_other_bits_is_refused() -> None:
+    class Off(RecordedRun):
+        def replay(self) -> None:
+            super().replay()
+            self.output.flatten()[0].nextafter_(torch.tensor(1e9))
+
+    with tempfile.TemporaryDirectory() as folder:
+        FAMILIES["qwen3"](Path(folder))
+        host = bench(folder)
+        try:
+            captured(host, Off)
+        except ConfigError as error:
+            assert "other bits" in str(error)  # noqa: PT017 (claims run without pytest)
+        else:
+            raise AssertionError("nothing noticed")
+        assert host.engine.graphs is None
+
+
+def claim_recurrent_families_say_why_their_steps_are_not_captured() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        FAMILIES["qwen3_next"](Path(folder))
+        try:
+            captured(bench(folder))
+        except ConfigError as error:
+            assert "recurrent" in str(error)  # noqa: PT017
+        else:
+            raise AssertionError("nothing noticed")
+
+
+def claim_sizes_go_by_two_in_rows_and_by_four_in_pages() -> None:
+    sizes = step_graphs.graph_sizes(6, 20)
+    assert sorted({size.rows for size in sizes}) == [1, 2, 4, 6]
+    assert sorted({size.pages for size in sizes}) == [5, 20]
+    assert sizes[0] == GraphSize(1, 5)
+    assert sizes[-1] == GraphSize(6, 20)
+    assert len(step_graphs.graph_sizes(1, 1)) == 1
+
+
+if __name__ == "__main__":
+    answer(globals())

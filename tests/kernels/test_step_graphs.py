@@ -1,0 +1,16 @@
+"""Captured steps in the interpreter: each claim of `interpreted_graphs.py` is a test here."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels.claims import Said, names
+
+SCRIPT = "interpreted_graphs.py"
+
+pytestmark = [pytest.mark.slow, pytest.mark.runs(SCRIPT)]
+
+
+@pytest.mark.parametrize("claim", names(SCRIPT))
+def test_in_the_interpreter(claim: str, said: Said) -> None:
+    assert said[claim] is None, said[claim]
