@@ -13,6 +13,8 @@ from engine.runner.graphs.graph_capture import Capture, CudaCapture
 from engine.runner.model_runner import ModelRunner
 
 log = logging.getLogger("twinpool.engine")
+_PART_OF_START = 0.4
+"""The part of `cluster.start_timeout_s` in which graphs may be begun: weights were loaded before."""
 
 
 def capture_steps(
@@ -31,7 +33,8 @@ def capture_steps(
             raise ConfigError("engine.graphs=on needs a GPU: a CPU has nothing to capture; set engine.graphs=auto")
         return
     try:
-        engine.capture(make(device), rows=config.decode.max_batch_tokens, positions=context)
+        within_s = config.cluster.start_timeout_s * _PART_OF_START
+        engine.capture(make(device), rows=config.decode.max_batch_tokens, positions=context, within_s=within_s)
     except (ConfigError, RuntimeError) as error:
         if wanted == "on":
             raise ConfigError(f"engine.graphs=on: {error!s:.300}; set engine.graphs=auto to go on without") from error

@@ -34,7 +34,7 @@ from engine.runner.batch import BatchRow, RowOutput, StepHandle, TokenDraw
 from engine.runner.device_block_tables import DeviceBlockTables, PlannedTables
 from engine.runner.device_rows import RowUpdate
 from engine.runner.graphs.graph_capture import Capture
-from engine.runner.graphs.step_graphs import StepGraphs, capture_logged, why_none
+from engine.runner.graphs.step_graphs import StepGraphs, why_none
 from engine.runner.launched_step import ForwardResults, LaunchedStep, input_tokens
 from engine.runner.planned_step import PlannedSlots, PlannedStep
 from engine.runner.sampling.redraw import RedrawnTokens, redraw
@@ -206,9 +206,10 @@ class ModelRunner:
         return self.graphs.replay(tokens_m, ctx)
 
     @torch.inference_mode()
-    def capture(self, capture: Capture, *, rows: int, positions: int) -> None:
+    def capture(self, capture: Capture, *, rows: int, positions: int, within_s: float) -> None:
         """Capture the forward passes of steps of up to `rows` rows, one position each, in contexts of up to
-        `positions`. Raises `ConfigError` where the model's steps can't be captured, or compute other bits then."""
+        `positions`: as many sizes as can be begun `within_s` seconds. Raises `ConfigError` where the model's steps
+        can't be captured, or compute other bits then."""
         reason = why_none(self.spec, self.ranks.size)
         if reason is not None:
             raise ConfigError(f"steps of this model can't be captured: {reason}")
@@ -216,7 +217,7 @@ class ModelRunner:
             self.decoder, self.numerics, self.attention, self.spec, self._gates, self._device.torch_device,
             rows=rows, positions=positions,
         )  # fmt: skip
-        capture_logged(graphs, capture)
+        graphs.capture(capture, within_s)
         self.graphs = graphs
 
     @torch.inference_mode()

@@ -37,7 +37,7 @@ def bench(folder: str, **config: Any) -> Bench:
 
 
 def captured(host: Bench, record: Callable[[Run], RecordedRun] = capture, rows: int = 3) -> ModelRunner:
-    host.engine.capture(record, rows=rows, positions=40)
+    host.engine.capture(record, rows=rows, positions=40, within_s=1e9)
     return host.engine
 
 
@@ -132,6 +132,18 @@ def claim_chunks_of_prompts_and_steps_larger_than_any_graph_are_launched_kernel_
         assert [known.step(0, 1, 2), known.step(0, 1, 2)] == wanted
         assert host.engine.graphs is not None
         assert host.engine.graphs.replayed == 0
+
+
+def claim_with_no_time_left_the_largest_graph_replays_all_steps() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        FAMILIES["qwen3"](Path(folder))
+        want = Sequences(bench(folder)).answers()
+        host = bench(folder)
+        host.engine.capture(capture, rows=3, positions=40, within_s=0.0)
+        assert Sequences(host).answers() == want
+        graphs = host.engine.graphs
+        assert graphs is not None
+        assert (len(graphs), graphs.replayed) == (1, STEPS)
 
 
 def claim_a_graph_that_computes_other_bits_is_refused() -> None:

@@ -35,6 +35,8 @@ from engine.tensors.row_exact_linear import Numerics
 
 log = logging.getLogger("twinpool.engine")
 _FEWEST_PAGES = 16
+_LOGGED = 8
+"""Captures from one line of the log to the next."""
 
 
 def graph_sizes(rows: int, pages: int) -> list[GraphSize]:
@@ -83,12 +85,20 @@ class StepGraphs:
         """The graphs that were captured."""
         return len(self._captured)
 
-    def capture(self, capture: Capture, told: Callable[[int, int], None] = lambda _done, _all: None) -> None:
-        """Capture all sizes, the largest first, whose memory the others reuse; `told` hears how many of how many there
-        are. Raises `ConfigError` for a graph whose result isn't that of the step which it was captured from."""
+    def capture(self, capture: Capture, within_s: float, now: Callable[[], float] = time.monotonic) -> None:
+        """Capture all sizes, the largest first, whose memory the others reuse, and log how far it is. No new one is
+        begun after `within_s` seconds: the steps of those that are left are replayed by larger ones.
+
+        Raises `ConfigError` for a graph whose result isn't that of the step which it was captured from.
+        """
+        began = now()
         for size in reversed(self.sizes):
+            if self._captured and now() - began >= within_s:
+                log.warning("no time is left to capture more step graphs done=%d of=%d", len(self), len(self.sizes))
+                return
             self._captured[size] = self._capture(size, capture)
-            told(len(self._captured), len(self.sizes))
+            if len(self) % _LOGGED == 0 or len(self) == len(self.sizes):
+                log.info("capturing step graphs done=%d of=%d seconds=%.1f", len(self), len(self.sizes), now() - began)
 
     def _capture(self, size: GraphSize, capture: Capture) -> CapturedRun:
         tokens_m, ctx = self._inputs.context(size, self._attention, self._doors, self._longest)
@@ -117,14 +127,3 @@ class StepGraphs:
         self._captured[size].replay()
         self.replayed += 1
         return self._captured[size].output
-
-
-def capture_logged(graphs: StepGraphs, capture: Capture) -> None:
-    """Capture all sizes, and log how far it is. Raises what `StepGraphs.capture` does."""
-    began = time.monotonic()
-
-    def told(done: int, all_of_them: int) -> None:
-        if done == all_of_them or done % 8 == 0:
-            log.info("capturing step graphs done=%d of=%d seconds=%.1f", done, all_of_them, time.monotonic() - began)
-
-    graphs.capture(capture, told)

@@ -37,9 +37,10 @@ class Engine:
         self.captured: list[tuple[Any, int, int]] = []
         self._error = error
 
-    def capture(self, capture: Any, *, rows: int, positions: int) -> None:
+    def capture(self, capture: Any, *, rows: int, positions: int, within_s: float) -> None:
         if self._error is not None:
             raise self._error
+        assert within_s < config("auto").cluster.start_timeout_s / 2, "the rest is for loading"
         self.captured.append((capture, rows, positions))
 
 
