@@ -36,7 +36,7 @@ def bench(folder: str, **config: Any) -> Bench:
     return Bench(Path(folder), page_tokens=4, tokens=256, attention="triton", **config)
 
 
-def captured(host: Bench, record: Callable[[Run], RecordedRun] = capture, rows: int = 3) -> ModelRunner:
+def captured(host: Bench, record: Callable[[Run], RecordedRun] = capture, rows: int = 4) -> ModelRunner:
     host.engine.capture(record, rows=rows, positions=40, within_s=1e9)
     return host.engine
 
@@ -70,7 +70,7 @@ class Sequences:
         return [self.take(number, out) for number, out in zip(numbers, outs, strict=True)]
 
     def answers(self) -> list[Any]:
-        """Of steps with three, two, one and again three rows, which change places."""
+        """Of steps with three, two, one and again three rows, which change places; graphs of four have a row to spare."""
         return [self.step(*numbers) for numbers in ((0, 1, 2), (2, 0), (1,), (2, 1, 0))]
 
 
@@ -91,23 +91,23 @@ def claim_replayed_steps_have_the_bits_of_steps_launched_kernel_by_kernel() -> N
     same_bits("qwen3")
 
 
-def claim_a_stale_row_is_flagged_and_writes_nothing_where_its_step_is_replayed() -> None:
+def claim_stale_rows_and_padding_write_nothing_where_a_step_is_replayed() -> None:
     with tempfile.TemporaryDirectory() as folder:
         FAMILIES["qwen3"](Path(folder))
         host = bench(folder)
-        engine = captured(host, rows=2)
+        engine = captured(host)
         known = Sequences(host)
         before = host.region.clone()
         stale = known.next(1)
         table = stale.tables["full"]
         freed = TableSlice.of(table.pages, [epoch + 1 for epoch in table.epochs])
-        ahead = list(known.tokens[0])
-        good, bad = engine.forward([known.next(0), stale._replace(tables={"full": freed})])
-        assert (good.stale, bad.stale) == (False, True)
+        reach = [len(known.tokens[number]) - 1 for number in (0, 2)]
+        good, bad, last = engine.forward([known.next(0), stale._replace(tables={"full": freed}), known.next(2)])
+        assert (good.stale, bad.stale, last.stale) == (False, True, False)
         assert engine.graphs is not None
         assert engine.graphs.replayed == 1
         written = {page for page in range(64) if not _same(host, before, page)}
-        assert written == {known.held[0].pages[(len(ahead) - 1) // 4]}
+        assert written == {known.held[n].pages[at // 4] for n, at in zip((0, 2), reach, strict=True)}
 
 
 def _same(host: Bench, before: torch.Tensor, page: int) -> bool:
@@ -139,7 +139,7 @@ def claim_with_no_time_left_the_largest_graph_replays_all_steps() -> None:
         FAMILIES["qwen3"](Path(folder))
         want = Sequences(bench(folder)).answers()
         host = bench(folder)
-        host.engine.capture(capture, rows=3, positions=40, within_s=0.0)
+        host.engine.capture(capture, rows=4, positions=40, within_s=0.0)
         assert Sequences(host).answers() == want
         graphs = host.engine.graphs
         assert graphs is not None
