@@ -7,6 +7,7 @@ notice. At the reader the leader describes the memory of every rank, and permits
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from itertools import count
@@ -149,8 +150,14 @@ class _TPLink:
             return self._mine.post(write)
         sources, targets = _places(write.runs), _places(write.target.runs)
         order = PostWrite(self._number, write.target.room, write.target.ticket, write.number, sources, targets)
-        answers = self._plane.followers.ask(order)
-        return AllWrites([self._mine.post(write), _Answered(answers)])
+        others = _Answered(self._plane.followers.ask(order))
+        try:
+            mine = self._mine.post(write)
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                others.wait()  # The followers still read the pages, which go back when this is heard of.
+            raise
+        return AllWrites([mine, others])
 
     def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:
         self._mine.notify(room, data, writes)

@@ -17,8 +17,10 @@ from tests.poolsets import NAMES
 from tests.ranks import headed_sets
 from tests.rooms import PLANES, Ends, Prompt, ends, placed
 from tests.transfer.test_rooms_of_all_pools import some_held, write_in_chunks
-from transfer.planes.rank_fan import AllWrites
+from transfer.planes.data_plane import PageWrite, RoomTarget, SentCounts, SlotWrite
+from transfer.planes.rank_fan import AllWrites, RankFan
 from transfer.planes.tcp.ordered_notices import OrderedNotices
+from transfer.planes.tp_plane import _TPLink
 from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
 
 SETS = headed_sets()
@@ -200,3 +202,54 @@ def test_who_waits_for_all_parts_of_a_write_waits_for_those_behind_one_that_fail
         both.wait()
     assert over == ["our part", "a follower's"]
     assert both.done
+
+
+class Posting:
+    """A link whose writes are over when they are waited for; `refuses` to post any."""
+
+    layered, frame_bytes = True, None
+
+    def __init__(self, refuses: str = "") -> None:
+        self.sent, self._refuses = SentCounts(), refuses
+        self.done = True
+
+    def post(self, write: PageWrite | SlotWrite) -> Posting:
+        if self._refuses:
+            raise RuntimeError(self._refuses)
+        self.done = False
+        return self
+
+    def wait(self) -> None:
+        self.done = True
+        raise RuntimeError("nothing that anybody waits for")
+
+    order = wait
+
+
+PAGES = PageWrite(RoomTarget(RoomId("room-1"), {}, 0), {})
+
+
+def test_a6_a_write_that_one_link_refuses_is_over_on_the_others_before_anybody_hears_of_it() -> None:
+    first = Posting()
+    with pytest.raises(RuntimeError, match="no thread is left"):
+        RankFan(None, [first, Posting("no thread is left")]).post(PAGES)  # type: ignore[list-item]
+    assert first.done, "a failed write gives its pages back, and this one still reads them"
+
+
+def test_a6_a_write_that_the_leader_cannot_post_is_over_at_its_followers_before_anybody_hears_of_it() -> None:
+    waited: list[str] = []
+
+    class Answers:
+        done = False
+
+        def wait(self) -> list[bool]:
+            waited.append("the followers")
+            return [False]
+
+    class Plane:
+        class followers:  # noqa: N801 (a plane's attribute)
+            ask = staticmethod(lambda order: Answers())
+
+    with pytest.raises(RuntimeError, match="no thread is left"):
+        _TPLink(1, Posting("no thread is left"), Plane()).post(PAGES)  # type: ignore[arg-type]
+    assert waited == ["the followers"]
