@@ -72,12 +72,12 @@ class DataConnection:
         self._half_sent, self._counts = half_sent, counts
         self._waiting: deque[OutgoingWrite] = deque()
         self._unanswered: deque[OutgoingWrite] = deque()
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
         """Held to queue a write, and to end the connection: no write is queued on one that has ended."""
         self.failed = ""
         """Why it ended; empty while it hasn't."""
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._thread = threading.Thread(target=self._run, name="kv-send", daemon=True)
         self._thread.start()
 

@@ -86,8 +86,11 @@ class ZmqLink:
         body = partial(self._body, parts, nbytes) if self._staging is None else partial(self._bounced, parts)
         outgoing = OutgoingWrite(head, body, nbytes, posted)
         with self._one:
-            while not self._connection().send(outgoing):
-                self._look()
+            try:
+                while not self._connection().send(outgoing):
+                    self._look()
+            except OSError as error:  # Too many open files, say. Whoever posts knows failed writes by `RuntimeError`.
+                raise RuntimeError(f"no connection for pages can be opened: {error}") from None
         return posted
 
     def _connection(self) -> DataConnection:
