@@ -231,6 +231,16 @@ def test_what_the_driver_refuses_is_told_in_its_words(driver: Driver) -> None:
         sharing.describe(region)  # type: ignore[arg-type]
 
 
+def test_memory_that_cannot_be_shared_is_refused_before_any_reader_is_met(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_ipc, "zeroed", lambda nbytes, device: Region())
+    assert CudaIpc().allocate(2048, Region.device).numel() == 2048
+    driver.code = 1
+    with pytest.raises(ConfigError, match="expandable segments"):
+        CudaIpc().allocate(2048, Region.device)
+
+
 def test_pools_on_a_cpu_are_none_of_its_business(driver: Driver) -> None:
     with pytest.raises(ConfigError, match=r"for pools on a GPU, and they lie on cpu: use shm"):
         CudaIpc().allocate(64, torch.device("cpu"))

@@ -259,7 +259,7 @@ def test_strangers_that_say_nothing_are_bounded_and_keep_nobody_out(monkeypatch:
 
 
 def test_a_connection_that_cannot_be_taken_keeps_nobody_else_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    take, refused = data_listener.patient, list[object]()
+    take, refused = data_connection.patient, list[object]()
 
     def refuse_the_first(connected: Any, timeout_s: float) -> None:
         if not refused:
@@ -269,7 +269,7 @@ def test_a_connection_that_cannot_be_taken_keeps_nobody_else_out(monkeypatch: py
 
     with reader() as (plane, _):
         with monkeypatch.context() as patched:
-            patched.setattr(data_listener, "patient", refuse_the_first)
+            patched.setattr("transfer.planes.tcp.data_listener.patient", refuse_the_first)
             with pytest.raises((OSError, EOFError)), writing(plane) as writer:
                 writer.write((ROOM, TICKET, [("state", 4, 1)], *ALONE), b"\3" * STATE)
         with writing(plane) as writer:

@@ -66,7 +66,9 @@ class CudaIpc:
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         if device.type != "cuda":
             raise ConfigError(f"transfer.plane=cuda_ipc is for pools on a GPU, and they lie on {device}: use shm")
-        return zeroed(nbytes, device)
+        region = zeroed(nbytes, device)
+        self.describe(region)  # Memory that can't be shared is refused now, not when the first reader is met.
+        return region
 
     def describe(self, region: torch.Tensor) -> dict[str, Any]:
         base, _ = self._allocation(region.data_ptr(), region.device)

@@ -68,6 +68,9 @@ class LocalPlane:
         pools, slots = reader._pools, reader._slots
         if slots is None and reader._rank == 0:
             raise LayoutMismatch("plane local: the reader has no metadata slots")
+        here, there = self._pools.region.device, pools.region.device
+        if here != there:
+            raise LayoutMismatch(f"plane local: the reader's pools lie on {there}, the writer's on {here}")
         return DirectLink(self._pools, pools.region, pools.layout, slots, notify, None, lambda: None, self._faults, cut)
 
     def permit(self, target: RoomTarget) -> None: ...
