@@ -142,7 +142,10 @@ def read_cards(python: str = sys.executable) -> tuple[CardFacts, ...]:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=READ_TIMEOUT_S, check=False)
         if ended.returncode:
             raise OSError((ended.stderr.splitlines() or [f"exit code {ended.returncode}"])[-1])
-        return tuple(CardFacts(*card[:-1], peers=tuple(card[-1])) for card in json.loads(ended.stdout.splitlines()[-1]))
+        return tuple(
+            CardFacts(index, name, total, free, capability, tuple(peers))
+            for index, name, total, free, capability, peers in json.loads(ended.stdout.splitlines()[-1])
+        )
     except (subprocess.SubprocessError, OSError, ValueError, IndexError, TypeError) as error:
         raise ConfigError(f"the GPUs can't be measured: {error!r:.300}; use engine.device=cpu") from None
 
