@@ -200,7 +200,7 @@ def test_where_only_some_nodes_have_gpus_workers_and_their_memory_are_on_cpus() 
 def test_a_node_without_the_gpus_that_are_asked_for_takes_no_worker_and_says_why() -> None:
     joined = prepare(replace(ServeOptions(port=0), ray_address="auto", assignments=("engine.device=cuda",)))
     facts = replace(measured({Role.PREFILL: 1, Role.DECODE: 1}, "n-id", "cuda"), cards=())
-    with pytest.raises(MemoryShort, match="engine.device=cuda: torch sees no GPU"):
+    with pytest.raises(MemoryShort, match=r"engine\.device=cuda: torch sees no GPU"):
         joined.divide(facts)
 
 
@@ -216,10 +216,10 @@ def test_float8_index_keys_are_refused_on_a_card_that_lacks_float8(tmp_path: Pat
 
 def test_what_the_child_that_measures_says_is_read_and_why_it_fails_is_told(tmp_path: Path) -> None:
     says = tmp_path / "python"
-    says.write_text("#!/bin/sh\necho noise\necho '[[0, \"a card\", 9, 5, 90, [1]], [1, \"b\", 9, 6, 86, []]]'\n")
+    says.write_text('#!/bin/sh\necho noise\necho \'[[0, "a card", 9, 5, 90, [1]], [1, "b", 9, 6, 86, []]]\'\n')
     says.chmod(0o755)
     found = read_cards(str(says))
     assert found == (CardFacts(0, "a card", 9, 5, 90, (1,)), CardFacts(1, "b", 9, 6, 86, ()))
     says.write_text("#!/bin/sh\necho first >&2\necho 'CUDA error: out of memory' >&2\nexit 1\n")
-    with pytest.raises(ConfigError, match="can't be measured: .*CUDA error: out of memory"):
+    with pytest.raises(ConfigError, match=r"can't be measured: .*CUDA error: out of memory"):
         read_cards(str(says))

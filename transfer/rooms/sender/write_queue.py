@@ -228,8 +228,8 @@ class WriteQueue:
         return notice
 
     def end(self) -> None:
-        """Give the reader up: writes that the device hasn't come to fail, and nothing new goes to the link. To be called
-        before the link is severed, which ends the others."""
+        """Give the reader up: writes that the device hasn't come to yet fail, and nothing new goes to the link. To be
+        called before the link is severed, which ends the others."""
         self._ended = True
 
     def settle(self) -> None:
