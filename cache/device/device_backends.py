@@ -81,6 +81,7 @@ class CudaDevice:
             except Exception as error:
                 if marks is not None:
                     marks.end(error)
+                stream.synchronize()  # Whoever hears of it gives pages back that a part of it may still touch.
                 raise
             if marks is not None:
                 marks.end(None)

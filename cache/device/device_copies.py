@@ -47,7 +47,11 @@ class CudaCopies:
 
     def begin(self, copy: Callable[[], object]) -> Completion:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            copy()
+            try:
+                copy()
+            except BaseException:
+                self._stream.synchronize()  # Whoever hears of it gives pages back that a part of it may still touch.
+                raise
             # Whoever waits sleeps: it is a thread beside the one that steps the worker.
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record(self._stream)
