@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import msgpack
 import pytest
@@ -19,11 +19,11 @@ from contracts.config.load_config import config_from_dict
 from contracts.errors import ConfigError
 from contracts.ids import RoomId
 from tests.poolsets import entry, filled, pool_sets
-from tests.raw_writer import RawWriter, until
+from tests.raw_writer import RawWriter, revoke_waits_for, tcp_reader, until
 from tests.rooms import ends, image, placed
 from transfer.net import sealed_stream
 from transfer.net.curve_keys import CurveKeys
-from transfer.planes.data_plane import SLOT_BYTES, PageNumbers, PageWrite, RoomTarget
+from transfer.planes.data_plane import PageNumbers, PageWrite, RoomTarget
 from transfer.planes.make_plane import make_plane
 from transfer.planes.tcp import bounce_buffers
 from transfer.planes.tcp.bounce_buffers import Staging, StreamPart, buffer_bytes, loads
@@ -100,16 +100,10 @@ def plane(curve: CurveKeys | None = None, bounce_bytes: int = SMALL) -> ZmqPlane
     return ZmqPlane(FaultsConfig(), "127.0.0.1", curve, link_timeout_s=20.0, bounce_bytes=bounce_bytes)
 
 
-@contextmanager
-def reader(curve: CurveKeys | None = None, bounce_bytes: int = SMALL) -> Iterator[tuple[ZmqPlane, PoolSet]]:
-    one = plane(curve, bounce_bytes)
-    pools = PoolSet(SPEC, SPEC.even(9))
-    one.register(pools, torch.zeros(2, SLOT_BYTES, dtype=torch.uint8))
-    one.permit(TARGET)
-    try:
-        yield one, pools
-    finally:
-        one.close()
+def reader(
+    curve: CurveKeys | None = None, bounce_bytes: int = SMALL
+) -> AbstractContextManager[tuple[ZmqPlane, PoolSet]]:
+    return tcp_reader(TARGET, SPEC, curve, bounce_bytes)
 
 
 def streams(spec: PoolSetSpec, pools: PoolSet) -> dict[str, PoolStream]:
@@ -228,7 +222,7 @@ def test_a5_of_a_room_revoked_in_mid_write_no_further_load_is_stored() -> None:
 
 def test_a5_revoke_waits_for_the_copies_to_pages_that_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else they would end in pages that are somebody else's by then."""
-    gate, revoked = threading.Event(), threading.Event()
+    gate = threading.Event()
     copies = LateCopies(gate)
     monkeypatch.setattr(bounce_buffers, "device_copies", lambda device: copies)
     with reader() as (one, pools):
@@ -236,17 +230,7 @@ def test_a5_revoke_waits_for_the_copies_to_pages_that_are_under_way(monkeypatch:
         writer.begin(head(("full", 2, 2)), 2 * FULL)
         writer.socket.sendall(b"\1" * (2 * FULL))
         assert copies.begun.wait(20)
-
-        def revoke() -> None:
-            one.revoke(ROOM)
-            revoked.set()
-
-        revoking = threading.Thread(target=revoke)
-        revoking.start()
-        assert not revoked.wait(0.05)
-        gate.set()
-        revoking.join(20)
-        assert revoked.is_set()
+        revoke_waits_for(gate, one, ROOM)
         after = image(pools)
         until(lambda: (one.poll(), one.dropped)[1] == 1, "the rest to be dropped")
         assert image(pools) == after

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgpack
@@ -20,12 +19,12 @@ from cache.pool.pool_set import PoolSet
 from contracts.config.cluster_config import FaultsConfig
 from contracts.ids import RoomId
 from tests.poolsets import entry, pool_sets
-from tests.raw_writer import RawWriter, until
+from tests.raw_writer import RawWriter, revoke_waits_for, tcp_reader, until, writing
 from tests.rooms import ends, image
 from transfer.net import connection_keys
 from transfer.net.curve_keys import CurveKeys
 from transfer.net.sealed_stream import SealedStream
-from transfer.planes.data_plane import SLOT_BYTES, PageNumbers, PageWrite, RoomTarget
+from transfer.planes.data_plane import PageNumbers, PageWrite, RoomTarget
 from transfer.planes.tcp import data_connection, data_listener
 from transfer.planes.tcp.zmq_plane import ZmqPlane
 from transfer.rooms.room_outcomes import HandoverFailed
@@ -41,25 +40,10 @@ ALONE = (0, 1, 1)
 FULL, STATE = SPEC.unit_bytes("full"), SPEC.unit_bytes("state")
 
 
-@contextmanager
-def reader(spec: PoolSetSpec = SPEC, curve: CurveKeys | None = None) -> Iterator[tuple[ZmqPlane, PoolSet]]:
-    plane = ZmqPlane(FaultsConfig(), "127.0.0.1", curve, link_timeout_s=5.0)
-    pools = PoolSet(spec, spec.even(9))
-    plane.register(pools, torch.zeros(2, SLOT_BYTES, dtype=torch.uint8))
-    plane.permit(TARGET)
-    try:
-        yield plane, pools
-    finally:
-        plane.close()
-
-
-@contextmanager
-def writing(plane: ZmqPlane) -> Iterator[RawWriter]:
-    writer = RawWriter(plane)
-    try:
-        yield writer
-    finally:
-        writer.close()
+def reader(
+    spec: PoolSetSpec = SPEC, curve: CurveKeys | None = None
+) -> AbstractContextManager[tuple[ZmqPlane, PoolSet]]:
+    return tcp_reader(TARGET, spec, curve)
 
 
 def deliver(plane: ZmqPlane, *frames: bytes) -> None:
@@ -203,7 +187,7 @@ def test_a5_nothing_lands_after_revoke_although_the_write_had_begun(
 
 def test_a5_revoke_waits_for_the_slice_that_is_being_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else its last bytes would land in pages that are somebody else's by then."""
-    storing, go, revoked = threading.Event(), threading.Event(), threading.Event()
+    storing, go = threading.Event(), threading.Event()
 
     def slowly(rows: Any) -> Any:
         storing.set()
@@ -217,17 +201,7 @@ def test_a5_revoke_waits_for_the_slice_that_is_being_stored(monkeypatch: pytest.
         writer.begin(msgpack.packb((ROOM, TICKET, [("full", 2, 1)], *ALONE)), size)
         writer.socket.sendall(b"\1" * size)
         assert storing.wait(20)
-
-        def revoke() -> None:
-            plane.revoke(ROOM)
-            revoked.set()
-
-        revoking = threading.Thread(target=revoke)
-        revoking.start()
-        assert not revoked.wait(0.05)
-        go.set()
-        revoking.join(20)
-        assert revoked.is_set()
+        revoke_waits_for(go, plane, ROOM)
 
 
 def test_who_does_not_know_the_secret_gets_no_connection() -> None:
