@@ -132,10 +132,10 @@ class MemoryDemand:
         """One line for the operator: why the workers don't fit, and which settings would."""
         workers = sum(self.workers.values())
         if self.cards is not None and (plans is None or self.cards.short(plans)):
-            if plans is not None:
-                return f"{self.cards.short(plans)}: {self._advice()}"
             part = f"each rank has {_mib(self.cards.free)} of a GPU"
-            return f"{part}, too little for its part of {_mib(self.weights)} of weights, and a page: {self._advice()}"
+            none = f"{part}, too little for its part of {_mib(self.weights)} of weights, and a page"
+            short = none if plans is None else self.cards.short(plans)
+            return f"{short}: {self._advice()}; or engine.device=cpu"
         if plans is None:
             said = f"{workers} workers need {_mib(self.weights)} of weights each, and pools of at least a page"
         else:
@@ -223,7 +223,8 @@ def divide(
     if on_gpus(config) and not facts.cards:
         raise MemoryShort(facts.no_cards or "engine.device=cuda, and it has no GPU that torch sees, or no Triton")
     for card in facts.cards:
-        if refused := refused_state(pool_set, card.capability):
+        refused = refused_state(pool_set, card.capability) if config.engine.attention != "torch" else ""
+        if refused:
             raise MemoryShort(f"cuda:{card.index} ({card.name}): {refused}")
     dealt, cards = card_parts(facts, config, weights, workers)
     demand = MemoryDemand(config, pool_set, context, weights, workers, facts.free, cards)

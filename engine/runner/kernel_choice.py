@@ -119,8 +119,8 @@ def attention_for(
 
 
 def refused_state(spec: PoolSetSpec, capability: int) -> str:
-    """Why kernels on a GPU of this compute capability (times 10) can't keep such state, in words; empty where they
-    can."""
+    """Why Triton's kernels on a GPU of this compute capability (times 10) can't keep such state, in words; empty where
+    they can."""
     buffers = {b.name: b.dtype for pool in spec.pools for b in pool.buffers}
     for name, dtype in buffers.items():
         if dtype is torch.float8_e4m3fn and capability < _FLOAT8_CAPABILITY:
@@ -132,7 +132,7 @@ def refused_state(spec: PoolSetSpec, capability: int) -> str:
 
 
 def check_state(spec: PoolSetSpec, device: torch.device) -> None:
-    """Raise `ConfigError` where kernels on `device` can't keep such state."""
+    """Raise `ConfigError` where Triton's kernels on `device` can't keep such state."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         if refused := refused_state(spec, 10 * major + minor):

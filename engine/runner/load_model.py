@@ -42,8 +42,9 @@ def load_engine(
     if config.threads:
         torch.set_num_threads(config.threads)
     torch_device = device.torch_device
-    check_state(spec, torch_device)
     triton = wants_triton(config, torch_device)
+    if triton:
+        check_state(spec, torch_device)
     kernels = kernels_for_config(config, torch_device)
     shard = Shard(ranks.rank, ranks.size)
     weights = Weights(model.spec, dtype_for(model.spec, config), torch_device, shard, triton=triton)

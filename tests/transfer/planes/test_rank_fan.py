@@ -207,9 +207,10 @@ def test_who_waits_for_all_parts_of_a_write_waits_for_those_behind_one_that_fail
 class Posting:
     """A link whose writes are over when they are waited for; `refuses` to post any."""
 
-    layered, frame_bytes = True, None
+    layered = True
 
     def __init__(self, refuses: str = "") -> None:
+        self.frame_bytes: int | None = None
         self.sent, self._refuses = SentCounts(), refuses
         self.done = True
 
@@ -224,6 +225,14 @@ class Posting:
         raise RuntimeError("nothing that anybody waits for")
 
     order = wait
+
+
+def test_a_write_to_several_ranks_is_as_small_as_the_smallest_frame_of_any() -> None:
+    links = [Posting(), Posting(), Posting()]
+    assert RankFan(None, links).frame_bytes is None  # type: ignore[arg-type]
+    for link, size in zip(links[1:], (4096, 1024), strict=True):
+        link.frame_bytes = size
+    assert RankFan(links[0], links[1:]).frame_bytes == 1024  # type: ignore[arg-type]
 
 
 PAGES = PageWrite(RoomTarget(RoomId("room-1"), {}, 0), {})
