@@ -1,4 +1,4 @@
-"""Plane `local`: what it refuses. What it carries is in the tests of rooms."""
+"""Plane `local`: what it refuses, and what its links count. What it carries is in the tests of rooms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from cache.pool.pool_set import PoolSet
 from contracts.config.cluster_config import FaultsConfig
 from contracts.errors import LayoutMismatch
 from tests.poolsets import pool_sets
-from transfer.planes.data_plane import SLOT_BYTES
+from tests.rooms import ends
+from transfer.planes.data_plane import SLOT_BYTES, PageWrite, RoomTarget
 from transfer.planes.direct.local_plane import LocalPlane
 
 SPEC = pool_sets()["full"]
@@ -28,3 +29,28 @@ def test_pools_on_two_devices_are_refused() -> None:
         writer.connect(reader.describe())
     for plane in (writer, reader):
         plane.close()
+
+
+@pytest.mark.parametrize("plane", ["local", "shm"])
+def test_a_link_counts_its_writes_and_their_bytes_also_of_some_layers(plane: str) -> None:
+    with ends(pool_sets()["all"], plane) as both:
+        prompt = both.prompt(20)
+        both.open(prompt)
+        link = next(iter(both.sender._peers.values())).link
+        target = RoomTarget(prompt.room, prompt.runs, 0)
+        whole = PageWrite(target, prompt.runs)
+        some = PageWrite(target, prompt.runs, 2, {pool: range(0, 1) for pool in prompt.runs})
+        for write in (whole, some, whole):
+            link.post(write)
+        entries = {
+            pool: [b.entry_bytes(both.spec.page_tokens) for b in both.spec.by_name[pool].buffers]
+            for pool in prompt.runs
+        }
+        layers = {pool: [b.layers for b in both.spec.by_name[pool].buffers] for pool in prompt.runs}
+        first = sum(len(run) * sum(entries[pool]) for pool, run in prompt.runs.items())
+        every = sum(
+            len(run) * sum(n * e for n, e in zip(layers[pool], entries[pool], strict=True))
+            for pool, run in prompt.runs.items()
+        )
+        assert (link.sent.writes, link.sent.nbytes) == (3, 2 * every + first)
+        assert every > first
