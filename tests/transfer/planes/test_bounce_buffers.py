@@ -11,8 +11,9 @@ import msgpack
 import pytest
 import torch
 
+from cache.device.device_copies import HostCopies
 from cache.device.device_port import Completion
-from cache.memory.kv_cache_spec import PoolSetSpec
+from cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
 from cache.pool.pool_set import PoolSet
 from contracts.config.cluster_config import FaultsConfig
 from contracts.config.load_config import config_from_dict
@@ -26,7 +27,7 @@ from transfer.net.curve_keys import CurveKeys
 from transfer.planes.data_plane import PageNumbers, PageWrite, RoomTarget
 from transfer.planes.make_plane import make_plane
 from transfer.planes.tcp import bounce_buffers
-from transfer.planes.tcp.bounce_buffers import Staging, StreamPart, buffer_bytes, loads
+from transfer.planes.tcp.bounce_buffers import BounceBuffer, Staging, StreamPart, buffer_bytes, loads
 from transfer.planes.tcp.page_stream import PoolStream, shared
 from transfer.planes.tcp.zmq_plane import ZmqPlane
 
@@ -143,6 +144,21 @@ def test_loads_fit_a_buffer_and_have_every_byte_of_a_write_once_and_in_order(nam
             assert sum(piece.first for load in cut for piece in load.pieces) == len(parts)
             sent = b"".join(bytes(buffer.bytes[: load.nbytes]) for buffer, load in staging.gathered(parts))
             assert sent == by_hand(pools, parts)
+
+
+def test_pieces_begin_where_a_kernel_can_copy_whole_words() -> None:
+    narrow = PoolSpec("full", tuple(BufferSpec(name, 2, (size,), torch.int8) for name, size in (("k", 3), ("v", 5))))
+    spec = PoolSetSpec(1, (narrow,))
+    (stream,) = streams(spec, PoolSet(spec, spec.even(9))).values()
+    for pages in ((1,), (1, 4), (2, 3, 7, 8)):
+        pieces = [piece for load in loads([(stream, pages)], 1 << 20) for piece in load.pieces]
+        assert sum(piece.nbytes for piece in pieces) == len(pages) * stream.page_bytes
+        assert all(piece.start % 16 == 0 for piece in pieces), "each of them in a load of its own, if need be"
+
+
+def test_pages_are_gathered_on_the_device_that_they_lie_on() -> None:
+    buffer = BounceBuffer(torch.empty(64, dtype=torch.uint8, device="meta"), HostCopies(), 64)
+    assert buffer._gathered.device == torch.device("meta")
 
 
 def test_a_buffer_has_room_for_the_largest_page_of_a_layer_whatever_was_asked_for() -> None:
