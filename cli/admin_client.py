@@ -26,7 +26,7 @@ SAY_EVERY_S = 5.0
 """How often a drain repeats a line that hasn't changed."""
 STATUS_KEYS = (
     "name", "role", "state", "pid", "node", "incarnation", "running", "waiting", "pages_total", "pages_free",
-    "counters", "stalled_s", "last_end", "breaker", "node_id", "cordoned",
+    "counters", "stalled_s", "last_end", "breaker", "node_id", "cordoned", "plane",
 )  # fmt: skip
 
 
@@ -135,7 +135,7 @@ _COLOURS = {"ready": "green", "starting": "cyan", "draining": "yellow", "left": 
 
 def status_table(workers: Sequence[Mapping[str, Any]]) -> Any:
     """Return a rich table of the workers."""
-    table = plain_table("worker", "state", "node", "pid", "start", "running", "waiting", "pages free", "pages")
+    table = plain_table("worker", "state", "node", "pid", "start", "running", "waiting", "pages free", "pages", "plane")
     for w in workers:
         colour = _COLOURS.get(w["state"], "default")
         state = "".join([w["state"], *_troubles(w)])
@@ -147,6 +147,7 @@ def status_table(workers: Sequence[Mapping[str, Any]]) -> Any:
             w["waiting"],
             w["pages_free"],
             w["pages_total"],
+            w.get("plane") or "-",
         ]
         table.add_row(w["name"], f"[{colour}]{state}[/]", *(str(cell) for cell in cells))
     return table

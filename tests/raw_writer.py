@@ -1,16 +1,26 @@
-"""A writer of plane `zmq` that says what a test likes, byte by byte: bare sockets, nothing of the production link."""
+"""A reader of plane `zmq` or `staged`, and a writer that says what a test likes, byte by byte: bare sockets, nothing
+of the production link."""
 
 from __future__ import annotations
 
 import socket
 import struct
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgpack
+import torch
 
+from cache.memory.kv_cache_spec import PoolSetSpec
+from cache.pool.pool_set import PoolSet
+from contracts.config.cluster_config import FaultsConfig
+from contracts.ids import RoomId
 from transfer.net import connection_keys
+from transfer.net.curve_keys import CurveKeys
+from transfer.planes.data_plane import SLOT_BYTES, RoomTarget
 from transfer.planes.tcp.zmq_plane import ZmqPlane
 
 
@@ -63,3 +73,43 @@ def until(come: Callable[[], object], what: str) -> None:
     while not come():
         assert time.monotonic() < end, f"waited for {what}"
         time.sleep(0.001)
+
+
+@contextmanager
+def tcp_reader(
+    target: RoomTarget, spec: PoolSetSpec, curve: CurveKeys | None = None, bounce_bytes: int | None = None
+) -> Iterator[tuple[ZmqPlane, PoolSet]]:
+    """A reader that has granted `target`, of plane `zmq`, or of `staged` with `bounce_bytes`."""
+    plane = ZmqPlane(FaultsConfig(), "127.0.0.1", curve, link_timeout_s=5.0, bounce_bytes=bounce_bytes)
+    pools = PoolSet(spec, spec.even(9))
+    plane.register(pools, torch.zeros(2, SLOT_BYTES, dtype=torch.uint8))
+    plane.permit(target)
+    try:
+        yield plane, pools
+    finally:
+        plane.close()
+
+
+@contextmanager
+def writing(plane: ZmqPlane) -> Iterator[RawWriter]:
+    writer = RawWriter(plane)
+    try:
+        yield writer
+    finally:
+        writer.close()
+
+
+def revoke_waits_for(go: threading.Event, plane: ZmqPlane, room: RoomId) -> None:
+    """Revoke a room on a thread: that ends when `go` is set, and not before."""
+    revoked = threading.Event()
+
+    def revoke() -> None:
+        plane.revoke(room)
+        revoked.set()
+
+    revoking = threading.Thread(target=revoke)
+    revoking.start()
+    assert not revoked.wait(0.05)
+    go.set()
+    revoking.join(20)
+    assert revoked.is_set()

@@ -54,7 +54,9 @@ class WorkerLoop(ABC, Generic[R]):
         self.fits = WorkerLimits(manager.supply.max_positions, context)
         self._request_table = RequestTable[R](name, self.fits, clock)
         self._fitness = NonfiniteRows(config.nonfinite_rows, config.nonfinite_window_s, clock)
-        self._report = WorkerReport(name, self.role, incarnation, self._request_table, self._fitness, manager)
+        self._report = WorkerReport(
+            name, self.role, incarnation, self._request_table, self._fitness, manager, sender.plane
+        )
 
     @property
     def control(self) -> str:

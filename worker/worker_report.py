@@ -26,8 +26,10 @@ class WorkerReport:
         requests: RequestTable[Any],
         fitness: NonfiniteRows,
         manager: KVCacheManager,
+        plane: str,
     ) -> None:
-        self._name, self._role, self._incarnation = name, role, incarnation
+        """`plane`: the name of its data plane."""
+        self._name, self._role, self._incarnation, self._plane = name, role, incarnation, plane
         self._requests, self._fitness, self._manager = requests, fitness, manager
         self._pages = manager.pools.allocators[manager.full]
 
@@ -52,6 +54,7 @@ class WorkerReport:
                 **self._manager.stats(),
                 f"{PREFIX}{DamageSite.LOGITS}": self._fitness.rows,
             },
+            plane=self._plane,
         )
 
     def check(self, found: Sequence[str], allocations: int, *, rooms: int, slots: int = 0) -> CheckReport:

@@ -55,7 +55,7 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         self._sends = HostStream("device-send", wake)
         self._streams = {stream: torch.cuda.Stream(self.torch_device) for stream in DeviceStream}  # type: ignore[no-untyped-call]
-        self._kept: deque[tuple[torch.cuda.Event, tuple[Any, ...]]] = deque()
+        self._kept: deque[tuple[CudaEvent, tuple[Any, ...]]] = deque()
 
     def submit(
         self,
@@ -81,6 +81,7 @@ class CudaDevice:
             except Exception as error:
                 if marks is not None:
                     marks.end(error)
+                stream.synchronize()  # Whoever hears of it gives pages back that a part of it may still touch.
                 raise
             if marks is not None:
                 marks.end(None)
@@ -88,8 +89,9 @@ class CudaDevice:
             event.record(stream)
         # The caching allocator would hand the memory of a dropped tensor to its own stream while this one still
         # reads it: so everything that the launch could reach stays until the event.
-        self._kept.append((event, (run, *keep)))
-        return CudaEvent(event)
+        over = CudaEvent(event, self.torch_device)
+        self._kept.append((over, (run, *keep)))
+        return over
 
     def touch(self, name: str, *, reads: Sequence[PageSpanUse] = (), writes: Sequence[PageSpanUse] = ()) -> None:
         return
@@ -110,7 +112,7 @@ class CudaDevice:
         self._sends.close()
 
     def _let_go(self) -> None:
-        while self._kept and self._kept[0][0].query():  # type: ignore[no-untyped-call]
+        while self._kept and self._kept[0][0].done:
             self._kept.popleft()
 
 

@@ -47,28 +47,37 @@ class CudaCopies:
 
     def begin(self, copy: Callable[[], object]) -> Completion:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            copy()
+            try:
+                copy()
+            except BaseException:
+                self._stream.synchronize()  # Whoever hears of it gives pages back that a part of it may still touch.
+                raise
             # Whoever waits sleeps: it is a thread beside the one that steps the worker.
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record(self._stream)
-        return CudaEvent(event)
+        return CudaEvent(event, self._device)
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 class CudaEvent:
-    """A CUDA event as a `Completion`."""
+    """A CUDA event as a `Completion`.
 
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
+    It is asked on its own GPU: threads begin on the first one, and whoever asks there takes memory of it.
+    """
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self._event, self._device = event, device
 
     @property
     def done(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self._device):
+            return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        self._event.synchronize()
+        with torch.cuda.device(self._device):
+            self._event.synchronize()
 
     def order(self) -> None:
         torch.cuda.current_stream().wait_event(self._event)
@@ -82,6 +91,11 @@ def device_copies(device: torch.device) -> DeviceCopies:
 def zeroed(nbytes: int, device: torch.device = CPU) -> torch.Tensor:
     """Zeroed memory, uint8 [nbytes]. It is zero when this returns, for every stream and every process."""
     memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    settled(device)
+    return memory
+
+
+def settled(device: torch.device) -> None:
+    """Return once everything that this process has begun on a device is over."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return memory

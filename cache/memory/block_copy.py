@@ -52,6 +52,14 @@ def copy_block(
     if not from_rpw.is_cuda and not to_rpw.is_cuda:
         _copy_on_cpu(block, from_rpw, sources, to_rpw, targets)
         return
+    copy_on_gpu(from_rpw, sources, to_rpw, targets)
+
+
+def copy_on_gpu(from_rpw: torch.Tensor, sources: Sequence[int], to_rpw: torch.Tensor, targets: Sequence[int]) -> None:
+    """Copy pages between stacks of integers [rows, pages, words], at least one of them on a GPU.
+
+    From one GPU to another's memory it is the source's that copies, on its current stream.
+    """
     from cache.memory.triton_copy import copy_rows, reachable
 
     if reachable(from_rpw) and reachable(to_rpw):

@@ -3,7 +3,7 @@
 Ranks of a worker hold slices of the heads, and two workers may have different numbers of ranks. Where both hold the
 same heads of a buffer, its pages are copied whole, with as few pieces as their layouts allow
 (`cache.memory.copy_plan`). Elsewhere each token has a run of heads in common, at different places on both sides: a
-strided copy.
+strided copy; on a GPU, a launch a layer, and nothing runs on the other end's GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from cache.memory.block_copy import copy_block
+from cache.memory.block_copy import copy_block, copy_on_gpu
 from cache.memory.copy_plan import blocks, index_tensor
 from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec, copies
 from cache.memory.memory_layout import BufferLayout, word_dtype
@@ -146,7 +146,21 @@ def _copy_heads(
         by_head = stack_lpw.view(buffer.spec.layers, count, tokens, buffer.spec.shape[0], -1)
         sides.append(by_head[:, :, :, first : first + len(heads)])
     from_lptnw, to_lptnw = sides
-    a, b = index_tensor(source_pages[1], source.device), index_tensor(target_pages[1], target.device)
     every = range(mine.spec.layers)
-    for layer in every if layers is None else every[layers.start : layers.stop]:
-        to_lptnw[layer].index_copy_(0, b, from_lptnw[layer].index_select(0, a).to(target.device))
+    some = every if layers is None else every[layers.start : layers.stop]
+    if _on_gpu(source, target):
+        for layer in some:
+            copy_on_gpu(_by_token(from_lptnw[layer]), source_pages[1], _by_token(to_lptnw[layer]), target_pages[1])
+        return
+    a, b = index_tensor(source_pages[1], source.device), index_tensor(target_pages[1], target.device)
+    for layer in some:
+        to_lptnw[layer].index_copy_(0, b, from_lptnw[layer].index_select(0, a))
+
+
+def _on_gpu(source: torch.Tensor, target: torch.Tensor) -> bool:
+    return source.is_cuda or target.is_cuda
+
+
+def _by_token(heads_ptnw: torch.Tensor) -> torch.Tensor:
+    """The heads of each token as a run of words, [tokens, pages, words], where they lie."""
+    return heads_ptnw.view(*heads_ptnw.shape[:2], -1).transpose(0, 1)

@@ -117,10 +117,15 @@ class FollowerPools:
     """A follower's pool sets by place; carries out the leader's orders on their bytes."""
 
     def __init__(
-        self, pools: Mapping[str, PoolSet], size: int, copied: Callable[[str], None] = lambda place: None
+        self,
+        pools: Mapping[str, PoolSet],
+        size: int,
+        copied: Callable[[str], None] = lambda place: None,
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
-        """`copied` is called after each copy, with the place of its target."""
-        self._pools, self._copied = dict(pools), copied
+        """`copied` is called after each copy, with the place of its target. `settle` waits until copies are over on the
+        device, too: host memory is read and given away as soon as the leader's own copy is over."""
+        self._pools, self._copied, self._settle = dict(pools), copied, settle
         self._digesters = {
             place: TPDigester(pool_set.layout, pool_set.region.device, size) for place, pool_set in pools.items()
         }
@@ -137,6 +142,8 @@ class FollowerPools:
                 )
                 layers = None if order.layers is None else range(*order.layers)
                 self._pools[order.source].copy(move, self._pools[order.target], layers)
+                if order.source != order.target:
+                    self._settle()
                 self._copied(order.target)
             case DigestPages():
                 region = self._pools[order.place].region

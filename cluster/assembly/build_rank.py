@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from cache.arena.arena import Arena
 from cache.device.device_backends import make_device
+from cache.device.device_copies import settled
 from cache.device.device_port import DEVICE, HOST
 from cache.pool.pool_set import PoolSet
 from cache.pool.tp_pool_set import FollowerPools
@@ -91,5 +93,8 @@ def build_rank(
         undo.pop_all()
     for socket in plane.waitable:
         waiter.add(socket)
-    state = FollowerPools(places, ranks.size, lambda place: arena.count_copy() if arena and place == HOST else None)
-    return RankParts(state, FollowerLinks(plane), engine, storage, waiter, arena)
+    settle = partial(settled, device.torch_device)
+    state = FollowerPools(
+        places, ranks.size, lambda place: arena.count_copy() if arena and place == HOST else None, settle
+    )
+    return RankParts(state, FollowerLinks(plane, settle), engine, storage, waiter, arena)

@@ -38,6 +38,10 @@ class CardFacts:
     total: int
     """Bytes of its memory."""
     free: int
+    capability: int
+    """Its compute capability, times 10."""
+    peers: tuple[int, ...]
+    """The other cards here whose memory it reaches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,15 @@ def least_part(dealt: Dealt, cards: Sequence[CardFacts]) -> int:
     return min(card.free // users[card.index] for card in cards if users[card.index])
 
 
+def apart(cards: Sequence[CardFacts]) -> str:
+    """Why workers on these cards can't write into each other's memory, in words; empty where they can."""
+    for card in cards:
+        for other in cards:
+            if other.index != card.index and other.index not in card.peers:
+                return f"cuda:{card.index} ({card.name}) doesn't reach the memory of cuda:{other.index}"
+    return ""
+
+
 def cards_of(
     setting: str, view: GpuView | None = None, read: Callable[[], tuple[CardFacts, ...]] | None = None
 ) -> tuple[CardFacts, ...]:
@@ -118,27 +131,36 @@ def cards_of(
     return tuple(card for card in cards if card.index == device.index) if ":" in setting else cards
 
 
-def read_cards() -> tuple[CardFacts, ...]:
-    """Measure all cards, in a process of its own: who looks takes some of their memory while it lives.
+def read_cards(python: str = sys.executable) -> tuple[CardFacts, ...]:
+    """Measure all cards, in a process of its own: who looks takes some of their memory while it lives. `python` runs
+    it.
 
     Raises `ConfigError` where that fails.
     """
-    command = [sys.executable, "-m", "cluster.assembly.device_cards"]
+    command = [python, "-m", "cluster.assembly.device_cards"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=READ_TIMEOUT_S, check=True).stdout
-        return tuple(CardFacts(*card) for card in json.loads(said.splitlines()[-1]))
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=READ_TIMEOUT_S, check=False)
+        if ended.returncode:
+            raise OSError((ended.stderr.splitlines() or [f"exit code {ended.returncode}"])[-1])
+        return tuple(
+            CardFacts(index, name, total, free, capability, tuple(peers))
+            for index, name, total, free, capability, peers in json.loads(ended.stdout.splitlines()[-1])
+        )
     except (subprocess.SubprocessError, OSError, ValueError, IndexError, TypeError) as error:
         raise ConfigError(f"the GPUs can't be measured: {error!r:.300}; use engine.device=cpu") from None
 
 
-def _measure() -> list[tuple[int, str, int, int]]:
-    """Index, name, total and free bytes of each card. Takes memory of all of them. Not run on a GPU yet."""
+def _measure() -> list[tuple[int, str, int, int, int, list[int]]]:
+    """The values of `CardFacts` of each card. Takes memory of all of them. Not run on a GPU yet."""
     import torch
 
     found = []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
-        found.append((index, torch.cuda.get_device_name(index), total, free))
+        major, minor = torch.cuda.get_device_capability(index)
+        others = (other for other in range(torch.cuda.device_count()) if other != index)
+        peers = [other for other in others if torch.cuda.can_device_access_peer(index, other)]
+        found.append((index, torch.cuda.get_device_name(index), total, free, 10 * major + minor, peers))
     return found
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from cluster.assembly.device_cards import CardFacts, Dealt, cards_of
 from contracts.config.cluster_config import Config
-from contracts.errors import TwinpoolError
+from contracts.errors import ConfigError, TwinpoolError
 from contracts.ids import Role
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ MEMORY_FILES = (
 
 
 class MemoryShort(TwinpoolError):
-    """Raised when weights and pools don't fit into free memory; the text says which sizes would."""
+    """Raised when weights and pools don't fit into free memory, the text says which sizes would; and for a node that
+    lacks what `engine.device` asks for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ class NodeFacts:
     """The Ray node id; empty without Ray."""
     cards: tuple[CardFacts, ...] = ()
     """The GPUs that `engine.device` names there; none: its workers run on the CPU."""
+    no_cards: str = ""
+    """Why it has none of the GPUs that `engine.device` asks for, in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +105,16 @@ class NodeShare:
 
 def measured(places: Mapping[Role, int], node_id: str = "", device: str = "cpu") -> NodeFacts:
     """Measure the machine that this process runs on, with the GPUs that `device` (`engine.device`) names. Raises
-    `ConfigError` where they can't be used."""
-    cards = () if device == "cpu" else cards_of(device)
-    return NodeFacts(socket.gethostname(), cores(), free_bytes(), dict(places), node_id, cards)
+    `ConfigError` where it has some that ``auto`` would be, and they can't be measured."""
+    cards: tuple[CardFacts, ...] = ()
+    no_cards = ""
+    try:
+        cards = cards_of(device)
+    except ConfigError as error:
+        if device == "auto":
+            raise  # No reason to compute on its CPU.
+        no_cards = str(error)
+    return NodeFacts(socket.gethostname(), cores(), free_bytes(), dict(places), node_id, cards, no_cards)
 
 
 def by_machine(nodes: Iterable[NodeFacts]) -> list[NodeFacts]:

@@ -13,8 +13,10 @@ from cluster.assembly.memory_plan import MemoryPlan, plan_memory, unit_bytes
 from cluster.assembly.node_shares import MemoryShort, NodeFacts, NodeShare
 from contracts.config.cache_config import CacheOverride
 from contracts.config.cluster_config import Config, section_of
+from contracts.config.plane_choice import on_gpus
 from contracts.errors import ConfigError
 from contracts.ids import Role, WorkerName
+from engine.runner.kernel_choice import refused_state
 
 MEMORY_SHARE = 0.25
 """The part of a worker's share of free memory that its pools may take where the configuration sets no sizes."""
@@ -130,10 +132,10 @@ class MemoryDemand:
         """One line for the operator: why the workers don't fit, and which settings would."""
         workers = sum(self.workers.values())
         if self.cards is not None and (plans is None or self.cards.short(plans)):
-            if plans is not None:
-                return f"{self.cards.short(plans)}: {self._advice()}"
             part = f"each rank has {_mib(self.cards.free)} of a GPU"
-            return f"{part}, too little for its part of {_mib(self.weights)} of weights, and a page: {self._advice()}"
+            none = f"{part}, too little for its part of {_mib(self.weights)} of weights, and a page"
+            short = none if plans is None else self.cards.short(plans)
+            return f"{short}: {self._advice()}; or engine.device=cpu"
         if plans is None:
             said = f"{workers} workers need {_mib(self.weights)} of weights each, and pools of at least a page"
         else:
@@ -214,10 +216,16 @@ def divide(
 
     Raises `MemoryShort` with the numbers that would fit, and `ConfigError` for a pool smaller than a page.
     """
+    if not on_gpus(config):
+        facts = replace(facts, cards=())  # Of several nodes only some have GPUs, so that none of them is used.
     workers = {role: min(wanted[role], facts.places.get(role, 0) // config.tp_for(role)) for role in wanted}
     processes = sum(workers[role] * config.tp_for(role) for role in wanted)
-    if facts.node_id and config.engine.device == "cuda" and not facts.cards:
-        raise MemoryShort("engine.device=cuda, and it has no GPU that torch sees, or no Triton")
+    if on_gpus(config) and not facts.cards:
+        raise MemoryShort(facts.no_cards or "engine.device=cuda, and it has no GPU that torch sees, or no Triton")
+    for card in facts.cards:
+        refused = refused_state(pool_set, card.capability) if config.engine.attention != "torch" else ""
+        if refused:
+            raise MemoryShort(f"cuda:{card.index} ({card.name}): {refused}")
     dealt, cards = card_parts(facts, config, weights, workers)
     demand = MemoryDemand(config, pool_set, context, weights, workers, facts.free, cards)
     plans = demand.plans()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from cluster.assembly.device_cards import CardFacts, cards_of
+from cluster.assembly.device_cards import CardFacts, apart, cards_of
 from cluster.assembly.node_shares import NodeFacts, NodeShare, measured
 from contracts import cpu_levels as processor
 from contracts.checkpoint.model_spec import ModelSpec, read_model_spec, served_as
@@ -136,7 +136,9 @@ def prepare(
         cards = ()
     else:
         cards = cards_of(config.engine.device) if cards is None else cards
-        config = with_plane(on_device(config, bool(cards)), one_host=True)
+        if config.transfer.plane == "local":
+            cards = cards[:1]  # Its copies reach the pools of one card alone.
+        config = with_plane(on_device(config, bool(cards)), one_host=True, apart=apart(cards))
     pool_set = pool_set_of(spec, config, options.cache_role)
     check_ranks(config, spec, options.workers)
     weights = weight_bytes(spec, config)

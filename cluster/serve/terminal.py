@@ -76,8 +76,18 @@ def worker_table(prepared: ServePlan, views: Sequence[WorkerView]) -> object:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=True)
     on_cards = any(share.facts.cards for share in prepared.shares.values())
-    left = ("worker", "node", "kernels", "device")
-    titles = ("worker", "node", "pid", "threads", *(["device"] if on_cards else []), "kernels", "pages", "positions")
+    left = ("worker", "node", "kernels", "device", "plane")
+    titles = (
+        "worker",
+        "node",
+        "pid",
+        "threads",
+        *(["device"] if on_cards else []),
+        "kernels",
+        "plane",
+        "pages",
+        "positions",
+    )
     for title in (*titles, "pools", "weights"):
         table.add_column(title, justify="left" if title in left else "right", no_wrap=True)
     for view in views:
@@ -91,6 +101,7 @@ def worker_table(prepared: ServePlan, views: Sequence[WorkerView]) -> object:
             str(share.threads),
             *([device_of(prepared, view.record)] if on_cards else []),
             kernels_of(view.record),
+            view.status.plane or "-",
             f"{view.status.pages_total:,}",
             f"{positions:,}",
             mib(share.plans[role].nbytes),

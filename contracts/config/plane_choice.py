@@ -5,7 +5,7 @@ One plane is chosen for the whole cluster, before its workers start:
     pools in       workers on              plane
     host memory    one host                shm
     host memory    hosts of a Ray          zmq
-    GPUs           one host                cuda_ipc
+    GPUs           one host                cuda_ipc, or staged where some GPU doesn't reach another's memory
     GPUs           hosts of a Ray          staged
 
 `nixl` has to be asked for: what it carries is neither authenticated nor encrypted. A Ray that `serve` joins counts as
@@ -28,13 +28,14 @@ def on_gpus(config: Config) -> bool:
     return config.engine.device.startswith("cuda")
 
 
-def with_plane(config: Config, one_host: bool) -> Config:
-    """`config` with ``auto`` of `transfer.plane` made the plane that the table above says. Raises `ConfigError` for a
-    plane that doesn't reach the pools."""
+def with_plane(config: Config, one_host: bool, apart: str = "") -> Config:
+    """`config` with ``auto`` of `transfer.plane` made the plane that the table above says. `apart`: why the host's GPUs
+    don't share their memory, in words; empty where they can. Raises `ConfigError` for a plane that doesn't reach the
+    pools."""
     chosen = config.transfer.plane
     if chosen == "auto":
         if on_gpus(config):
-            chosen = "cuda_ipc" if one_host else "staged"
+            chosen = "cuda_ipc" if one_host and not apart else "staged"
         else:
             chosen = "shm" if one_host else "zmq"
         return dataclasses.replace(config, transfer=dataclasses.replace(config.transfer, plane=chosen))
@@ -45,6 +46,8 @@ def with_plane(config: Config, one_host: bool) -> Config:
         )
     if not on_gpus(config) and chosen == "cuda_ipc":
         raise ConfigError("transfer.plane=cuda_ipc is for pools on GPUs, and engine.device=cpu: use shm or auto")
+    if apart and chosen == "cuda_ipc":
+        raise ConfigError(f"transfer.plane=cuda_ipc: {apart}; use transfer.plane=staged or auto")
     return config
 
 

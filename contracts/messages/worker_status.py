@@ -67,6 +67,8 @@ class WorkerStatus:
     """Seconds of the longest of its latest steps: a long step for one worker is usual for another."""
     last_end: str = ""
     """Why its last incarnation ended, as far as the controller knows; empty where none has."""
+    plane: str = ""
+    """The data plane that its pages travel by, as in `transfer.plane`; empty while it hasn't said."""
 
 
 @dataclass(frozen=True, slots=True)

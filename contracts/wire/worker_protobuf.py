@@ -27,6 +27,7 @@ def status_to_proto(s: WorkerStatus) -> pb.WorkerStatus:
         stalled_s=s.stalled_s,
         longest_step_s=s.longest_step_s,
         last_end=s.last_end,
+        plane=s.plane,
     )
 
 
@@ -48,6 +49,7 @@ def status_from_proto(m: pb.WorkerStatus) -> WorkerStatus:
         m.stalled_s,
         m.longest_step_s,
         m.last_end,
+        m.plane,
     )
 
 

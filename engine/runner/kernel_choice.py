@@ -8,6 +8,7 @@ from functools import cache
 
 import torch
 
+from cache.memory.kv_cache_spec import PoolSetSpec
 from contracts import cpu_levels as processor
 from contracts.config.worker_config import EngineConfig
 from contracts.errors import ConfigError
@@ -20,6 +21,8 @@ from engine.runner.numerics_class import numerics_class
 from engine.tensors.row_exact_linear import Numerics
 
 log = logging.getLogger(__name__)
+_FLOAT8_CAPABILITY = 89
+"""The least compute capability, times 10, for which Triton compiles float8 (e4m3)."""
 
 
 def kernels_for_config(config: EngineConfig, device: torch.device) -> LayerKernels | None:
@@ -113,6 +116,27 @@ def attention_for(
     from engine.attention.triton_backend.triton_attention import TritonAttention
 
     return TritonAttention()
+
+
+def refused_state(spec: PoolSetSpec, capability: int) -> str:
+    """Why Triton's kernels on a GPU of this compute capability (times 10) can't keep such state, in words; empty where
+    they can."""
+    buffers = {b.name: b.dtype for pool in spec.pools for b in pool.buffers}
+    for name, dtype in buffers.items():
+        if dtype is torch.float8_e4m3fn and capability < _FLOAT8_CAPABILITY:
+            return (
+                f"buffer {name} is float8, which needs compute capability {_FLOAT8_CAPABILITY / 10}, and it has "
+                f"{capability / 10}; use cache.index_dtype=auto"
+            )
+    return ""
+
+
+def check_state(spec: PoolSetSpec, device: torch.device) -> None:
+    """Raise `ConfigError` where Triton's kernels on `device` can't keep such state."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if refused := refused_state(spec, 10 * major + minor):
+            raise ConfigError(f"{device}: {refused}")
 
 
 def _check_triton(device: torch.device) -> None:

@@ -14,7 +14,7 @@ from contracts.config.worker_config import EngineConfig
 from contracts.messages.rank_order_codec import OrderChannel
 from engine.models.model_base import Model
 from engine.native import current_kernels
-from engine.runner.kernel_choice import attention_for, kernels_for_config, wants_triton
+from engine.runner.kernel_choice import attention_for, check_state, kernels_for_config, wants_triton
 from engine.runner.model_runner import ModelRunner
 from engine.tensors.row_exact_linear import FAST, Numerics, probe
 from engine.tensors.shard import Shard
@@ -37,12 +37,14 @@ def load_engine(
     Each of several `ranks` loads its part, and all must call this at the same time; the leader sends orders to its
     `followers`. `epochs` are the epoch tables of the allocators that hand out the pools' pages and slots, by pool.
     Sets torch's threads to `config.threads` unless that is 0. Raises `CheckpointError` for a checkpoint that can't be
-    read and `ConfigError` for an attention backend that can't run here.
+    read and `ConfigError` for an attention backend, or state, that can't be had on this device.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
     torch_device = device.torch_device
     triton = wants_triton(config, torch_device)
+    if triton:
+        check_state(spec, torch_device)
     kernels = kernels_for_config(config, torch_device)
     shard = Shard(ranks.rank, ranks.size)
     weights = Weights(model.spec, dtype_for(model.spec, config), torch_device, shard, triton=triton)

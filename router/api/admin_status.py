@@ -124,6 +124,7 @@ def status_line(s: WorkerStatus) -> dict[str, Any]:
         "outgoing": s.outgoing,
         "stalled_s": round(s.stalled_s, 1),
         "last_end": s.last_end,
+        "plane": s.plane,
         "counters": s.counters,
     }
 

@@ -28,3 +28,13 @@ def test_a_plane_that_is_asked_for_is_taken_or_refused(plane: str) -> None:
         else:
             with pytest.raises(ConfigError, match=rf"transfer\.plane={plane} .*engine\.device={device}"):
                 with_plane(config, True)
+
+
+def test_gpus_that_do_not_reach_each_other_are_no_case_for_cuda_ipc() -> None:
+    apart = "cuda:0 doesn't reach the memory of cuda:1"
+    on_gpus = config_from_dict({"engine": {"device": "cuda"}})
+    assert with_plane(on_gpus, True, apart).transfer.plane == "staged"
+    assert with_plane(config_from_dict({"engine": {"device": "cpu"}}), True).transfer.plane == "shm"
+    asked = config_from_dict({"engine": {"device": "cuda"}, "transfer": {"plane": "cuda_ipc"}})
+    with pytest.raises(ConfigError, match=rf"cuda_ipc: {apart}; use transfer\.plane=staged"):
+        with_plane(asked, True, apart)

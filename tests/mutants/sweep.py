@@ -92,10 +92,18 @@ TARGETS = (
     "engine/runner/sampling/token_history.py", "engine/runner/sampling/penalties.py",
     "engine/runner/sampling/sampler.py",
     "cluster/controller/controller.py", "cluster/worker_process/lease_keeper.py",
+    "transfer/planes/rank_fan.py", "transfer/planes/direct/direct_link.py", "transfer/planes/direct/cuda_ipc.py",
+    "transfer/planes/tcp/bounce_buffers.py", "transfer/planes/tcp/page_stream.py",
+    "transfer/planes/tcp/data_listener.py", "transfer/planes/tcp/data_connection.py",
+    "transfer/planes/tcp/zmq_link.py", "transfer/planes/tcp/zmq_plane.py", "transfer/planes/tcp/ordered_notices.py",
+    "transfer/net/sealed_stream.py", "cluster/assembly/device_cards.py", "cluster/serve/memory_fit.py",
+    "contracts/config/plane_choice.py", "cache/memory/head_slices.py", "cache/device/layer_marks.py",
+    "cache/device/async_cpu_device.py",
 )  # fmt: skip
 TESTS = (
     "tests/router", "tests/cache", "tests/transfer", "tests/workers", "tests/prefill", "tests/decode", "tests/sim",
-    "tests/cluster", "tests/wire", "tests/engine/test_sampling.py", "tests/engine/test_launched_steps.py",
+    "tests/cluster", "tests/contracts", "tests/wire",
+    "tests/engine/test_sampling.py", "tests/engine/test_launched_steps.py",
     "tests/engine/test_device_block_tables.py", "tests/engine/test_token_history.py", "tests/engine/test_replay.py",
     "tests/repository/test_hazards.py", "tests/repository/test_complaints.py",
 )  # fmt: skip

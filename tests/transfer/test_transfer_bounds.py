@@ -22,8 +22,8 @@ from contracts.ids import Incarnation, RoomId, WorkerName
 from contracts.messages.router_commands import PeerRef
 from tests.poolsets import pool_sets
 from tests.rooms import Ends, ends, image
+from transfer.planes import notice_inbox
 from transfer.planes.data_plane import SLOT_BYTES, PageNumbers, RoomTarget
-from transfer.planes.direct import shm_plane as direct
 from transfer.planes.tcp import zmq_plane as tcp
 from transfer.planes.tcp.ordered_notices import MOST_HELD, OrderedNotices
 from transfer.planes.tcp.zmq_link import ZmqLink
@@ -145,7 +145,7 @@ def test_a_page_that_is_longer_than_the_configured_frame_is_taken_in_all_the_sam
 def test_one_poll_of_a_plane_takes_in_a_bounded_number_of_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     """A flood of garbage keeps nobody in `poll`: what was dropped counts, too."""
     monkeypatch.setattr(tcp, "AT_ONCE", 7)
-    monkeypatch.setattr(direct, "AT_ONCE", 7)
+    monkeypatch.setattr(notice_inbox, "AT_ONCE", 7)
     for plane in ("shm", "zmq"):
         with ends(SPEC, plane) as both, calling(data_endpoint(both)) as stranger:
             for _ in range(30):

@@ -18,14 +18,14 @@ def test_a_status_counts_whoever_does_not_run_as_waiting() -> None:
     parts.ask("b")
     parts.fitness.nonfinite()
     report = WorkerReport(
-        WorkerName("decode-0"), Role.DECODE, Incarnation(3), parts.requests, parts.fitness, parts.manager
+        WorkerName("decode-0"), Role.DECODE, Incarnation(3), parts.requests, parts.fitness, parts.manager, "shm"
     )
     status = report.status(running=1, steps=5, outgoing=2, counters={"ours": 7.0})
     assert (status.running, status.waiting, status.steps, status.outgoing, status.incarnation) == (1, 1, 5, 2, 3)
     assert (status.pages_total, status.pages_free) == (31, 31), "the null page is nobody's"
     assert (status.counters["ours"], status.counters[f"{PREFIX}{DamageSite.LOGITS}"]) == (7.0, 1)
     assert status.counters.keys() >= parts.manager.stats().keys()
-    assert status.state == "ready"
+    assert (status.state, status.plane) == ("ready", "shm")
     parts.requests.draining = True
     assert report.status(running=1, steps=5, outgoing=2, counters={}).state == "draining"
 
@@ -34,7 +34,7 @@ def test_a_check_compares_allocations_with_those_that_the_manager_knows() -> Non
     parts = DecodeParts()
     (request,) = parts.run("a")
     report = WorkerReport(
-        WorkerName("decode-0"), Role.DECODE, Incarnation(1), parts.requests, parts.fitness, parts.manager
+        WorkerName("decode-0"), Role.DECODE, Incarnation(1), parts.requests, parts.fitness, parts.manager, "shm"
     )
     assert report.check([], 1, rooms=0).violations == ()
     found = report.check(["something"], 2, rooms=3, slots=4)

@@ -3,6 +3,7 @@ workers meet."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -42,7 +43,15 @@ class RankFan:
         if isinstance(write, SlotWrite):
             assert self._leader is not None, "only leaders write metadata"
             return self._leader.post(write)
-        posted = [link.post(write) for link in self._parts]
+        posted: list[Completion] = []
+        try:
+            for link in self._parts:
+                posted.append(link.post(write))
+        except BaseException:
+            # Whoever posts hears of a failed write alone, and gives its pages back: nothing may be reading them then.
+            with contextlib.suppress(RuntimeError):
+                AllWrites(posted).wait()
+            raise
         return DONE if all(p is DONE for p in posted) else AllWrites(posted)
 
     def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:

@@ -7,8 +7,9 @@ notice. At the reader the leader describes the memory of every rank, and permits
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -149,8 +150,14 @@ class _TPLink:
             return self._mine.post(write)
         sources, targets = _places(write.runs), _places(write.target.runs)
         order = PostWrite(self._number, write.target.room, write.target.ticket, write.number, sources, targets)
-        answers = self._plane.followers.ask(order)
-        return AllWrites([self._mine.post(write), _Answered(answers)])
+        others = _Answered(self._plane.followers.ask(order))
+        try:
+            mine = self._mine.post(write)
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                others.wait()  # The followers still read the pages, which go back when this is heard of.
+            raise
+        return AllWrites([mine, others])
 
     def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:
         self._mine.notify(room, data, writes)
@@ -196,8 +203,10 @@ class _Answered:
 class FollowerLinks:
     """A follower's plane and its links: carries out the leader's orders about them."""
 
-    def __init__(self, plane: RankDataPlane) -> None:
-        self._plane = plane
+    def __init__(self, plane: RankDataPlane, settle: Callable[[], None] = lambda: None) -> None:
+        """`settle` waits until earlier orders have been carried out on the device, too: the leader knows of its own
+        device alone, and data planes copy beside it."""
+        self._plane, self._settle = plane, settle
         self._links: dict[int, WriteLink] = {}
 
     def carry_out(
@@ -222,6 +231,7 @@ class FollowerLinks:
                     link.close()
             case PostWrite():
                 target = RoomTarget(RoomId(order.room), _runs(order.targets), 0, order.ticket)
+                self._settle()
                 try:
                     self._links[order.link].post(PageWrite(target, _runs(order.sources), order.number)).wait()
                 except RuntimeError as error:
@@ -229,6 +239,7 @@ class FollowerLinks:
                     return False
                 return True
             case PermitRoom():
+                self._settle()
                 self._plane.permit(RoomTarget(RoomId(order.room), _runs(order.places), 0, order.ticket))
                 return True
             case RevokeRoom():

@@ -81,13 +81,19 @@ def test_a_window_waits_for_the_step_under_way_and_not_for_anybody_else() -> Non
     world.settle()
 
 
-def test_a_request_alone_does_without_its_prefix_where_that_leaves_no_room_for_the_rest() -> None:
+def who_has_shared_eight_pages() -> tuple[World, Visitor]:
+    """A world, and a visitor whose pages are its tree's, too."""
     world = world_of(HOLD)
     visitor = world.arrive(LONG[: 2 * 8])
     assert world.admit(visitor)
     compute(world, visitor)
     assert visitor.allocation is not None
     world._share(visitor, visitor.allocation)
+    return world, visitor
+
+
+def test_a_request_alone_does_without_its_prefix_where_that_leaves_no_room_for_the_rest() -> None:
+    world, visitor = who_has_shared_eight_pages()
     world.leave(visitor)
     tree = world.manager.tree
     longer = world.arrive(LONG)
@@ -101,12 +107,7 @@ def test_a_request_alone_does_without_its_prefix_where_that_leaves_no_room_for_t
 
 
 def test_a_request_alone_keeps_its_prefix_and_waits_for_pages_that_are_still_being_sent() -> None:
-    world = world_of(HOLD)
-    visitor = world.arrive(LONG[: 2 * 8])
-    assert world.admit(visitor)
-    compute(world, visitor)
-    assert visitor.allocation is not None
-    world._share(visitor, visitor.allocation)
+    world, visitor = who_has_shared_eight_pages()
     allocator = world.manager.pools.allocators["full"]
     sent = allocator.lease(allocator.free, "a request that has left")
     pin = sent.pin("its send")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cache.device.device_port import DEVICE
+from cache.device.device_port import DEVICE, HOST
 from cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
 from cache.memory.page_moves import PageMove, PoolMove
-from cache.pool.tp_pool_set import TPPoolSet
+from cache.pool.pool_set import PoolSet
+from cache.pool.tp_pool_set import FollowerPools, TPPoolSet
 from contracts.errors import ConfigError
-from contracts.messages.rank_orders import CopyPages
+from contracts.messages.rank_orders import CopyPages, PageSpan
 from tests.poolsets import NAMES
 from tests.ranks import RankedSeat, content, fill, headed_sets, tp_manager
 
@@ -118,3 +119,15 @@ def test_heads_fewer_than_ranks_go_to_neighbours() -> None:
     spec = PoolSetSpec(4, (PoolSpec("full", (BufferSpec("k", 1, (2, 2), torch.float32, heads=2),)),))
     assert [spec.shard(rank, 4).full.buffers[0].first_head for rank in range(4)] == [0, 0, 1, 1]
     assert spec.shard(3, 4).whole == spec
+
+
+def test_a_follower_goes_on_only_when_a_copy_from_or_to_host_memory_is_over_on_its_device() -> None:
+    spec, events = headed_sets()["full"], list[str]()
+    places = {place: PoolSet(spec, spec.even(4)) for place in (DEVICE, HOST)}
+    followers = FollowerPools(
+        places, 2, lambda place: events.append(f"copied to {place}"), lambda: events.append("over")
+    )
+    pieces = (PageSpan("full", (1,), (2,)),)
+    for source, target in ((DEVICE, HOST), (HOST, DEVICE), (DEVICE, DEVICE)):
+        followers.carry_out(CopyPages(source, target, pieces, None))
+    assert events == ["over", "copied to host", "over", "copied to device", "copied to device"]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from cache.device.device_choice import GpuView
-from cluster.assembly.device_cards import PROCESS_BYTES, CardFacts, cards_of, deal, least_part
-from cluster.assembly.node_shares import MemoryShort, NodeFacts
+from cluster.assembly.device_cards import PROCESS_BYTES, CardFacts, cards_of, deal, least_part, read_cards
+from cluster.assembly.node_shares import MemoryShort, NodeFacts, measured
 from cluster.ray_nodes.worker_actors import rank_resources
 from cluster.serve.memory_fit import CUDA_WORKER_BYTES
 from cluster.serve.preflight import ServeOptions, ServePlan, on_device, prepare
@@ -19,13 +20,18 @@ from cluster.serve.terminal import node_table, pool_table
 from cluster.worker_process.worker_plan import WorkerPlan
 from contracts.errors import ConfigError
 from contracts.ids import Incarnation, Role, WorkerName
+from tests.families import FAMILIES
 
 GIB = 1 << 30
 SEEN = GpuView(2, "", True)
 
 
 def cards(*free: int) -> tuple[CardFacts, ...]:
-    return tuple(CardFacts(index, "a card", 80 * GIB, nbytes) for index, nbytes in enumerate(free))
+    every = range(len(free))
+    return tuple(
+        CardFacts(index, "a card", 80 * GIB, free[index], 90, tuple(other for other in every if other != index))
+        for index in every
+    )
 
 
 def planned(*free: int, assignments: Sequence[str] = (), host: int = 64 * GIB, **counts: int) -> ServePlan:
@@ -85,7 +91,7 @@ def test_host_memory_has_neither_weights_nor_pools_but_processes_and_host_tiers(
 @pytest.mark.parametrize("tokens", [0, 10**9])
 def test_what_a_card_has_no_room_for_is_refused_with_a_size_that_fits(tokens: int) -> None:
     if not tokens:
-        with pytest.raises(MemoryShort, match="each rank has 1,024 MiB of a GPU, too little"):
+        with pytest.raises(MemoryShort, match=r"each rank has 1,024 MiB of a GPU, too little.*or engine\.device=cpu$"):
             planned(GIB, GIB)
         return
     with pytest.raises(
@@ -166,3 +172,55 @@ def test_serves_tables_show_both_memories() -> None:
     text = out.getvalue()
     for words in ("cards", "free there", "11,264.0 MiB", "65,536.0 MiB", "on its card"):
         assert words in text
+
+
+def test_serve_takes_a_plane_that_all_cards_reach_each_other_by() -> None:
+    assert planned(GIB * 8, GIB * 8).config.transfer.plane == "cuda_ipc"
+    one, other = cards(GIB * 8, GIB * 8)
+    lonely = (one, replace(other, peers=()))
+    assert prepare(ServeOptions(port=0), 64 * GIB, lonely).config.transfer.plane == "staged"
+    asked = replace(ServeOptions(port=0), assignments=("transfer.plane=cuda_ipc",))
+    with pytest.raises(ConfigError, match=r"cuda:1 \(a card\) doesn't reach the memory of cuda:0; use .*staged"):
+        prepare(asked, 64 * GIB, lonely)
+
+
+def test_in_one_process_all_workers_are_on_one_card() -> None:
+    found = planned(8 * GIB, 8 * GIB, assignments=["transfer.plane=local"])
+    assert found.here.dealt == {"prefill-0": (0,), "decode-0": (0,)}
+
+
+def test_where_only_some_nodes_have_gpus_workers_and_their_memory_are_on_cpus() -> None:
+    joined = prepare(replace(ServeOptions(port=0), ray_address="auto"))
+    joined = replace(joined, config=on_device(joined.config, False))
+    node = NodeFacts("n", 8, 16 * GIB, {Role.PREFILL: 1, Role.DECODE: 1}, "n-id")
+    with_gpus = replace(node, cards=cards(70 * GIB))
+    assert joined.divide(with_gpus) == joined.divide(node)
+
+
+def test_a_node_without_the_gpus_that_are_asked_for_takes_no_worker_and_says_why() -> None:
+    joined = prepare(replace(ServeOptions(port=0), ray_address="auto", assignments=("engine.device=cuda",)))
+    facts = replace(measured({Role.PREFILL: 1, Role.DECODE: 1}, "n-id", "cuda"), cards=())
+    with pytest.raises(MemoryShort, match=r"engine\.device=cuda: torch sees no GPU"):
+        joined.divide(facts)
+
+
+def test_float8_index_keys_are_refused_on_a_card_that_lacks_float8(tmp_path: Path) -> None:
+    folder = FAMILIES["deepseek_v32"](tmp_path / "model")
+    options = replace(ServeOptions(port=0), model=str(folder), assignments=("cache.index_dtype=fp8",))
+    old = tuple(replace(card, capability=86) for card in cards(8 * GIB))
+    with pytest.raises(MemoryShort, match=r"cuda:0 \(a card\): buffer index_k is float8.* 8\.9.* 8\.6; use cache"):
+        prepare(options, 64 * GIB, old)
+    assert prepare(options, 64 * GIB, cards(8 * GIB)).here.plans
+    for others in ((), (*options.assignments, "engine.attention=torch")):
+        assert prepare(replace(options, assignments=others), 64 * GIB, old).here.plans
+
+
+def test_what_the_child_that_measures_says_is_read_and_why_it_fails_is_told(tmp_path: Path) -> None:
+    says = tmp_path / "python"
+    says.write_text('#!/bin/sh\necho noise\necho \'[[0, "a card", 9, 5, 90, [1]], [1, "b", 9, 6, 86, []]]\'\n')
+    says.chmod(0o755)
+    found = read_cards(str(says))
+    assert found == (CardFacts(0, "a card", 9, 5, 90, (1,)), CardFacts(1, "b", 9, 6, 86, ()))
+    says.write_text("#!/bin/sh\necho first >&2\necho 'CUDA error: out of memory' >&2\nexit 1\n")
+    with pytest.raises(ConfigError, match=r"can't be measured: .*CUDA error: out of memory"):
+        read_cards(str(says))

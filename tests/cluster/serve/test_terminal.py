@@ -29,7 +29,8 @@ def view(name: str, numerics: str | None) -> WorkerView:
     record = WorkerRecord(
         WorkerName(name), role, Incarnation(1), 77, "a node", "e", "c", WorkerLimits(1, 1), "id", mark
     )
-    return WorkerView(record, WorkerStatus(record.name, role, "ready", 77, "a node", Incarnation(1), 0, 0, 46, 46))
+    status = WorkerStatus(record.name, role, "ready", 77, "a node", Incarnation(1), 0, 0, 46, 46, plane="staged")
+    return WorkerView(record, status)
 
 
 def prepared(config: Config, ray_address: str | None = None) -> Any:
@@ -46,14 +47,14 @@ def test_kernels_are_named_by_the_workers_own_word(numerics: str | None, kernels
     assert kernels_of(view("decode-0", numerics).record) == kernels
 
 
-def test_the_table_of_workers_has_the_kernels_of_each() -> None:
+def test_the_table_of_workers_has_the_kernels_and_the_plane_of_each() -> None:
     out = io.StringIO()
     table: Any = worker_table(prepared(Config()), [view("prefill-0", NATIVE), view("decode-0", TORCH)])
     Console(file=out, width=200).print(table)
     rows = {cells[0]: cells for line in out.getvalue().splitlines() if (cells := re.split(r"\s{2,}", line.strip()))}
-    assert rows["worker"][:5] == ["worker", "node", "pid", "threads", "kernels"]
-    assert rows["prefill-0"][:5] == ["prefill-0", "a node", "77", "3", "C++"]
-    assert rows["decode-0"][:5] == ["decode-0", "a node", "77", "3", "torch"]
+    assert rows["worker"][:6] == ["worker", "node", "pid", "threads", "kernels", "plane"]
+    assert rows["prefill-0"][:6] == ["prefill-0", "a node", "77", "3", "C++", "staged"]
+    assert rows["decode-0"][:6] == ["decode-0", "a node", "77", "3", "torch", "staged"]
 
 
 def test_one_class_is_one_line_and_of_several_each_says_whose_it_is() -> None:

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import msgpack
 import pytest
 import torch
 
+from cache.device.device_copies import HostCopies
 from cache.device.device_port import Completion
-from cache.memory.kv_cache_spec import PoolSetSpec
+from cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
 from cache.pool.pool_set import PoolSet
 from contracts.config.cluster_config import FaultsConfig
 from contracts.config.load_config import config_from_dict
 from contracts.errors import ConfigError
 from contracts.ids import RoomId
 from tests.poolsets import entry, filled, pool_sets
-from tests.raw_writer import RawWriter, until
+from tests.raw_writer import RawWriter, revoke_waits_for, tcp_reader, until
 from tests.rooms import ends, image, placed
 from transfer.net import sealed_stream
 from transfer.net.curve_keys import CurveKeys
-from transfer.planes.data_plane import SLOT_BYTES, PageNumbers, PageWrite, RoomTarget
+from transfer.planes.data_plane import PageNumbers, PageWrite, RoomTarget
 from transfer.planes.make_plane import make_plane
 from transfer.planes.tcp import bounce_buffers
-from transfer.planes.tcp.bounce_buffers import Staging, StreamPart, buffer_bytes, loads
+from transfer.planes.tcp.bounce_buffers import BounceBuffer, Staging, StreamPart, buffer_bytes, loads
 from transfer.planes.tcp.page_stream import PoolStream, shared
 from transfer.planes.tcp.zmq_plane import ZmqPlane
 
@@ -100,16 +101,10 @@ def plane(curve: CurveKeys | None = None, bounce_bytes: int = SMALL) -> ZmqPlane
     return ZmqPlane(FaultsConfig(), "127.0.0.1", curve, link_timeout_s=20.0, bounce_bytes=bounce_bytes)
 
 
-@contextmanager
-def reader(curve: CurveKeys | None = None, bounce_bytes: int = SMALL) -> Iterator[tuple[ZmqPlane, PoolSet]]:
-    one = plane(curve, bounce_bytes)
-    pools = PoolSet(SPEC, SPEC.even(9))
-    one.register(pools, torch.zeros(2, SLOT_BYTES, dtype=torch.uint8))
-    one.permit(TARGET)
-    try:
-        yield one, pools
-    finally:
-        one.close()
+def reader(
+    curve: CurveKeys | None = None, bounce_bytes: int = SMALL
+) -> AbstractContextManager[tuple[ZmqPlane, PoolSet]]:
+    return tcp_reader(TARGET, SPEC, curve, bounce_bytes)
 
 
 def streams(spec: PoolSetSpec, pools: PoolSet) -> dict[str, PoolStream]:
@@ -149,6 +144,21 @@ def test_loads_fit_a_buffer_and_have_every_byte_of_a_write_once_and_in_order(nam
             assert sum(piece.first for load in cut for piece in load.pieces) == len(parts)
             sent = b"".join(bytes(buffer.bytes[: load.nbytes]) for buffer, load in staging.gathered(parts))
             assert sent == by_hand(pools, parts)
+
+
+def test_pieces_begin_where_a_kernel_can_copy_whole_words() -> None:
+    narrow = PoolSpec("full", tuple(BufferSpec(name, 2, (size,), torch.int8) for name, size in (("k", 3), ("v", 5))))
+    spec = PoolSetSpec(1, (narrow,))
+    (stream,) = streams(spec, PoolSet(spec, spec.even(9))).values()
+    for pages in ((1,), (1, 4), (2, 3, 7, 8)):
+        pieces = [piece for load in loads([(stream, pages)], 1 << 20) for piece in load.pieces]
+        assert sum(piece.nbytes for piece in pieces) == len(pages) * stream.page_bytes
+        assert all(piece.start % 16 == 0 for piece in pieces), "each of them in a load of its own, if need be"
+
+
+def test_pages_are_gathered_on_the_device_that_they_lie_on() -> None:
+    buffer = BounceBuffer(torch.empty(64, dtype=torch.uint8, device="meta"), HostCopies(), 64)
+    assert buffer._gathered.device == torch.device("meta")
 
 
 def test_a_buffer_has_room_for_the_largest_page_of_a_layer_whatever_was_asked_for() -> None:
@@ -228,7 +238,7 @@ def test_a5_of_a_room_revoked_in_mid_write_no_further_load_is_stored() -> None:
 
 def test_a5_revoke_waits_for_the_copies_to_pages_that_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else they would end in pages that are somebody else's by then."""
-    gate, revoked = threading.Event(), threading.Event()
+    gate = threading.Event()
     copies = LateCopies(gate)
     monkeypatch.setattr(bounce_buffers, "device_copies", lambda device: copies)
     with reader() as (one, pools):
@@ -236,17 +246,7 @@ def test_a5_revoke_waits_for_the_copies_to_pages_that_are_under_way(monkeypatch:
         writer.begin(head(("full", 2, 2)), 2 * FULL)
         writer.socket.sendall(b"\1" * (2 * FULL))
         assert copies.begun.wait(20)
-
-        def revoke() -> None:
-            one.revoke(ROOM)
-            revoked.set()
-
-        revoking = threading.Thread(target=revoke)
-        revoking.start()
-        assert not revoked.wait(0.05)
-        gate.set()
-        revoking.join(20)
-        assert revoked.is_set()
+        revoke_waits_for(gate, one, ROOM)
         after = image(pools)
         until(lambda: (one.poll(), one.dropped)[1] == 1, "the rest to be dropped")
         assert image(pools) == after

@@ -221,6 +221,29 @@ def test_a_region_in_the_middle_of_an_allocation_is_opened_where_it_begins(
     assert driver.open_count == 0
 
 
+def test_the_driver_is_asked_on_the_readers_gpu_and_a_mapping_ends_when_its_copies_are_over(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events, region = list[str](), Region()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: events.append(f"{device} is through"))
+
+    def noted(name: str, call: Callable[..., int]) -> Callable[..., int]:
+        def noting(*arguments: Any) -> int:
+            events.append(name)
+            return call(*arguments)
+
+        return noting
+
+    for name in ("cuMemGetAddressRange_v2", "cuIpcOpenMemHandle_v2", "cuIpcCloseMemHandle"):
+        monkeypatch.setattr(driver, name, noted(name, getattr(driver, name)))
+    monkeypatch.setattr(CudaIpc, "_tensor", lambda self, address, nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+    sharing = CudaIpc()
+    sharing.open(sharing.describe(region), 2048, region.device).close()  # type: ignore[arg-type]
+    over = "cuda:0 is through"
+    asked = ["cuMemGetAddressRange_v2", "cuIpcOpenMemHandle_v2", "cuMemGetAddressRange_v2", "cuIpcCloseMemHandle"]
+    assert events == [word for name in asked for word in (over, name)]
+
+
 def test_what_the_driver_refuses_is_told_in_its_words(driver: Driver) -> None:
     sharing, region = CudaIpc(), Region()
     described = sharing.describe(region)  # type: ignore[arg-type]
@@ -229,6 +252,26 @@ def test_what_the_driver_refuses_is_told_in_its_words(driver: Driver) -> None:
         sharing.open(described, 2048, region.device)
     with pytest.raises(ConfigError, match="expandable segments"):
         sharing.describe(region)  # type: ignore[arg-type]
+
+
+def test_a_mapping_that_cannot_be_ended_ends_nothing_else(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(CudaIpc, "_tensor", lambda self, address, nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+    monkeypatch.setattr(driver, "cuIpcCloseMemHandle", lambda address: 201)
+    sharing, region = CudaIpc(), Region()
+    sharing.open(sharing.describe(region), 2048, region.device).close()  # type: ignore[arg-type]
+    assert "CUDA_ERROR_INVALID_CONTEXT" in caplog.text
+
+
+def test_memory_that_cannot_be_shared_is_refused_before_any_reader_is_met(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_ipc, "zeroed", lambda nbytes, device: Region())
+    assert CudaIpc().allocate(2048, Region.device).numel() == 2048
+    driver.code = 1
+    with pytest.raises(ConfigError, match="expandable segments"):
+        CudaIpc().allocate(2048, Region.device)
 
 
 def test_pools_on_a_cpu_are_none_of_its_business(driver: Driver) -> None:

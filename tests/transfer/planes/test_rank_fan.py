@@ -8,17 +8,19 @@ from collections.abc import Mapping
 
 import pytest
 
-from cache.device.device_port import DONE
+from cache.device.device_port import DONE, Completion
 from cache.memory.head_slices import common, cuts
 from contracts.errors import ErrorKind
 from contracts.ids import RoomId
-from contracts.messages.rank_orders import PostWrite
+from contracts.messages.rank_orders import OpenLink, PermitRoom, PostWrite
 from tests.poolsets import NAMES
 from tests.ranks import headed_sets
 from tests.rooms import PLANES, Ends, Prompt, ends, placed
 from tests.transfer.test_rooms_of_all_pools import some_held, write_in_chunks
-from transfer.planes.rank_fan import AllWrites
+from transfer.planes.data_plane import PageWrite, RoomTarget, SentCounts, SlotWrite
+from transfer.planes.rank_fan import AllWrites, RankFan
 from transfer.planes.tcp.ordered_notices import OrderedNotices
+from transfer.planes.tp_plane import FollowerLinks, _TPLink
 from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
 
 SETS = headed_sets()
@@ -200,3 +202,84 @@ def test_who_waits_for_all_parts_of_a_write_waits_for_those_behind_one_that_fail
         both.wait()
     assert over == ["our part", "a follower's"]
     assert both.done
+
+
+class Posting:
+    """A link whose writes are over when they are waited for; `refuses` to post any."""
+
+    layered = True
+
+    def __init__(self, refuses: str = "") -> None:
+        self.frame_bytes: int | None = None
+        self.sent, self._refuses = SentCounts(), refuses
+        self.done = True
+
+    def post(self, write: PageWrite | SlotWrite) -> Posting:
+        if self._refuses:
+            raise RuntimeError(self._refuses)
+        self.done = False
+        return self
+
+    def wait(self) -> None:
+        self.done = True
+        raise RuntimeError("nothing that anybody waits for")
+
+    order = wait
+
+
+def test_a_write_to_several_ranks_is_as_small_as_the_smallest_frame_of_any() -> None:
+    links = [Posting(), Posting(), Posting()]
+    assert RankFan(None, links).frame_bytes is None  # type: ignore[arg-type]
+    for link, size in zip(links[1:], (4096, 1024), strict=True):
+        link.frame_bytes = size
+    assert RankFan(links[0], links[1:]).frame_bytes == 1024  # type: ignore[arg-type]
+
+
+PAGES = PageWrite(RoomTarget(RoomId("room-1"), {}, 0), {})
+
+
+def test_a6_a_write_that_one_link_refuses_is_over_on_the_others_before_anybody_hears_of_it() -> None:
+    first = Posting()
+    with pytest.raises(RuntimeError, match="no thread is left"):
+        RankFan(None, [first, Posting("no thread is left")]).post(PAGES)  # type: ignore[list-item]
+    assert first.done, "a failed write gives its pages back, and this one still reads them"
+
+
+def test_a6_a_write_that_the_leader_cannot_post_is_over_at_its_followers_before_anybody_hears_of_it() -> None:
+    waited: list[str] = []
+
+    class Answers:
+        done = False
+
+        def wait(self) -> list[bool]:
+            waited.append("the followers")
+            return [False]
+
+    class Plane:
+        class followers:
+            ask = staticmethod(lambda order: Answers())
+
+    with pytest.raises(RuntimeError, match="no thread is left"):
+        _TPLink(1, Posting("no thread is left"), Plane()).post(PAGES)  # type: ignore[arg-type]
+    assert waited == ["the followers"]
+
+
+def test_a7_a_follower_writes_and_permits_only_when_its_own_device_is_through_with_earlier_orders() -> None:
+    events = list[str]()
+
+    class Plane:
+        def connect(self, descriptor: object) -> Plane:
+            return self
+
+        def permit(self, target: RoomTarget) -> None:
+            events.append("permitted")
+
+        def post(self, write: PageWrite) -> Completion:
+            events.append("posted")
+            return DONE
+
+    links = FollowerLinks(Plane(), lambda: events.append("settled"))  # type: ignore[arg-type]
+    links.carry_out(OpenLink(1, {}))
+    assert links.carry_out(PermitRoom("room-1", 1, ())) is True
+    assert links.carry_out(PostWrite(1, "room-1", 1, 1, (), ())) is True
+    assert events == ["settled", "permitted", "settled", "posted"]

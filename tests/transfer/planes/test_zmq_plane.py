@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgpack
@@ -12,19 +13,21 @@ import pytest
 import torch
 import zmq
 
+from cache.device.device_port import DONE
 from cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
 from cache.pool.pool_set import PoolSet
 from contracts.config.cluster_config import FaultsConfig
 from contracts.ids import RoomId
 from tests.poolsets import entry, pool_sets
-from tests.raw_writer import RawWriter, until
-from tests.rooms import image
+from tests.raw_writer import RawWriter, revoke_waits_for, tcp_reader, until, writing
+from tests.rooms import ends, image
 from transfer.net import connection_keys
 from transfer.net.curve_keys import CurveKeys
 from transfer.net.sealed_stream import SealedStream
-from transfer.planes.data_plane import SLOT_BYTES, PageNumbers, PageWrite, RoomTarget
+from transfer.planes.data_plane import PageNumbers, PageWrite, RoomTarget
 from transfer.planes.tcp import data_connection, data_listener
 from transfer.planes.tcp.zmq_plane import ZmqPlane
+from transfer.rooms.room_outcomes import HandoverFailed
 
 SPEC = pool_sets()["all"]
 WIDE = PoolSetSpec(16, (PoolSpec("full", (BufferSpec("k", 2, (4, 64), torch.float32),)),))
@@ -37,25 +40,10 @@ ALONE = (0, 1, 1)
 FULL, STATE = SPEC.unit_bytes("full"), SPEC.unit_bytes("state")
 
 
-@contextmanager
-def reader(spec: PoolSetSpec = SPEC, curve: CurveKeys | None = None) -> Iterator[tuple[ZmqPlane, PoolSet]]:
-    plane = ZmqPlane(FaultsConfig(), "127.0.0.1", curve, link_timeout_s=5.0)
-    pools = PoolSet(spec, spec.even(9))
-    plane.register(pools, torch.zeros(2, SLOT_BYTES, dtype=torch.uint8))
-    plane.permit(TARGET)
-    try:
-        yield plane, pools
-    finally:
-        plane.close()
-
-
-@contextmanager
-def writing(plane: ZmqPlane) -> Iterator[RawWriter]:
-    writer = RawWriter(plane)
-    try:
-        yield writer
-    finally:
-        writer.close()
+def reader(
+    spec: PoolSetSpec = SPEC, curve: CurveKeys | None = None
+) -> AbstractContextManager[tuple[ZmqPlane, PoolSet]]:
+    return tcp_reader(TARGET, spec, curve)
 
 
 def deliver(plane: ZmqPlane, *frames: bytes) -> None:
@@ -199,7 +187,7 @@ def test_a5_nothing_lands_after_revoke_although_the_write_had_begun(
 
 def test_a5_revoke_waits_for_the_slice_that_is_being_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else its last bytes would land in pages that are somebody else's by then."""
-    storing, go, revoked = threading.Event(), threading.Event(), threading.Event()
+    storing, go = threading.Event(), threading.Event()
 
     def slowly(rows: Any) -> Any:
         storing.set()
@@ -213,17 +201,7 @@ def test_a5_revoke_waits_for_the_slice_that_is_being_stored(monkeypatch: pytest.
         writer.begin(msgpack.packb((ROOM, TICKET, [("full", 2, 1)], *ALONE)), size)
         writer.socket.sendall(b"\1" * size)
         assert storing.wait(20)
-
-        def revoke() -> None:
-            plane.revoke(ROOM)
-            revoked.set()
-
-        revoking = threading.Thread(target=revoke)
-        revoking.start()
-        assert not revoked.wait(0.05)
-        go.set()
-        revoking.join(20)
-        assert revoked.is_set()
+        revoke_waits_for(go, plane, ROOM)
 
 
 def test_who_does_not_know_the_secret_gets_no_connection() -> None:
@@ -252,6 +230,40 @@ def test_strangers_that_say_nothing_are_bounded_and_keep_nobody_out(monkeypatch:
         assert image(pools) != before
         for one in silent:
             one.close()
+
+
+def test_a_connection_that_cannot_be_taken_keeps_nobody_else_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    take, refused = data_connection.patient, list[object]()
+
+    def refuse_the_first(connected: Any, timeout_s: float) -> None:
+        if not refused:
+            refused.append(connected)
+            raise OSError("it is gone again")
+        take(connected, timeout_s)
+
+    with reader() as (plane, _):
+        with monkeypatch.context() as patched:
+            patched.setattr("transfer.planes.tcp.data_listener.patient", refuse_the_first)
+            with pytest.raises((OSError, EOFError)), writing(plane) as writer:
+                writer.write((ROOM, TICKET, [("state", 4, 1)], *ALONE), b"\3" * STATE)
+        with writing(plane) as writer:
+            writer.write((ROOM, TICKET, [("state", 4, 1)], *ALONE), b"\3" * STATE)
+    assert refused
+
+
+def test_without_a_file_for_a_connection_a_write_fails_and_nothing_else() -> None:
+    with ends(SPEC, "zmq") as both:
+        prompt = both.prompt(8)
+        both.open(prompt)
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, before[1]))
+        try:
+            both.sender.write(prompt.room, prompt.all(), (DONE,))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        outcome = both.outcome(prompt.room)
+        assert isinstance(outcome, HandoverFailed)
+        assert "no connection for pages can be opened" in outcome.message
 
 
 def test_a_slow_writer_is_told_that_its_write_comes(monkeypatch: pytest.MonkeyPatch) -> None:

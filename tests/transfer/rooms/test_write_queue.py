@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cache.device.adversarial_device import AdversarialDevice
 from cache.device.device_backends import CpuDevice
 from cache.device.device_port import Completion
 from cache.pool.pool_set import PoolSet
@@ -216,6 +217,20 @@ def test_settling_waits_for_all_that_is_under_way_and_says_what_can_be_said() ->
     assert bench.said == [said]
     assert bench.pinned() == set()
     assert not len(bench.queue)
+
+
+def test_nothing_goes_to_a_reader_that_was_given_up_and_what_waited_for_the_device_fails_at_once() -> None:
+    device = AdversarialDevice(1, stray=0.0)
+    bench = Bench(device)
+    bench.write(A)
+    device.settle()
+    bench.write(B)
+    bench.queue.end()
+    ends(bench.link.posted[0])
+    bench.queue.settle()
+    assert len(bench.link.posted) == 1, "a link that was severed would open connections to a dead reader"
+    assert bench.queue.failed(B) == "a write to decode-0 failed: decode-0 is given up"
+    assert (bench.pinned(), len(bench.queue)) == (set(), 0)
 
 
 def test_one_write_has_no_more_pages_than_the_readers_frames_and_a_notice_take() -> None:

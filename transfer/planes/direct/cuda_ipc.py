@@ -11,6 +11,7 @@ Nothing of this file was run on a GPU yet: see docs/gpu.md.
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from contracts.errors import ConfigError, LayoutMismatch
 from transfer.planes.data_plane import said
 from transfer.planes.direct.device_sharing import MappedRegion
 
+log = logging.getLogger("twinpool.transfer")
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
 _DEVICE_ORDINAL = 9
@@ -66,7 +68,9 @@ class CudaIpc:
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         if device.type != "cuda":
             raise ConfigError(f"transfer.plane=cuda_ipc is for pools on a GPU, and they lie on {device}: use shm")
-        return zeroed(nbytes, device)
+        region = zeroed(nbytes, device)
+        self.describe(region)  # Memory that can't be shared is refused now, not when the first reader is met.
+        return region
 
     def describe(self, region: torch.Tensor) -> dict[str, Any]:
         base, _ = self._allocation(region.data_ptr(), region.device)
@@ -118,7 +122,10 @@ class CudaIpc:
 
     def _close(self, base: int, device: torch.device) -> None:
         torch.cuda.synchronize(device)
-        self._call("cuIpcCloseMemHandle", ctypes.c_uint64(base))
+        try:
+            self._call("cuIpcCloseMemHandle", ctypes.c_uint64(base))
+        except OSError as error:  # Nothing is done with it any more, and its reader is dead, perhaps.
+            log.warning("a reader's memory stays mapped: %s", error)
 
     def _call(self, name: str, *arguments: Any) -> None:
         """Call the driver. Raises `OSError` with its own word for what went wrong."""

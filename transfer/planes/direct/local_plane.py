@@ -16,20 +16,18 @@ from cache.memory.kv_cache_spec import PoolSetSpec
 from cache.pool.pool_set import PoolSet
 from contracts.config.cluster_config import FaultsConfig
 from contracts.errors import LayoutMismatch
-from contracts.ids import RoomId
-from contracts.messages.rank_orders import WriteArrived
 from transfer.net.fault_injection import WriteFaults
-from transfer.planes.data_plane import RoomTarget, WakeCallback, WriteLink, said
+from transfer.planes.data_plane import WakeCallback, WriteLink, said
 from transfer.planes.direct.direct_link import DirectLink
-from transfer.planes.direct.shm_plane import AT_ONCE
+from transfer.planes.notice_inbox import AT_ONCE
+from transfer.planes.one_sided import OneSidedPlane
 from transfer.planes.rank_fan import fan
 
 
-class LocalPlane:
+class LocalPlane(OneSidedPlane):
     """The data plane of reader and writer in one process: for tests, and for trying things out without a cluster."""
 
     kind = "local"
-    revocable = False
     by_peer = False
     _readers: ClassVar[dict[str, LocalPlane]] = {}
 
@@ -68,21 +66,13 @@ class LocalPlane:
         pools, slots = reader._pools, reader._slots
         if slots is None and reader._rank == 0:
             raise LayoutMismatch("plane local: the reader has no metadata slots")
+        here, there = self._pools.region.device, pools.region.device
+        if here != there:
+            raise LayoutMismatch(f"plane local: the reader's pools lie on {there}, the writer's on {here}")
         return DirectLink(self._pools, pools.region, pools.layout, slots, notify, None, lambda: None, self._faults, cut)
-
-    def permit(self, target: RoomTarget) -> None: ...
-
-    def revoke(self, room: RoomId) -> None: ...
-
-    def poll_followers(self) -> None: ...
 
     def poll(self) -> list[bytes]:
         return [self._arrived.popleft() for _ in range(min(len(self._arrived), AT_ONCE))]
-
-    def settled(self, rank: int, settled: WriteArrived) -> None: ...
-
-    def take_settled(self) -> list[WriteArrived]:
-        return []
 
     @property
     def waitable(self) -> Sequence[zmq.Socket[bytes]]:

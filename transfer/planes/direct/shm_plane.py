@@ -25,39 +25,31 @@ import zmq
 from cache.device.device_copies import CPU
 from cache.memory.head_slices import HeadSlice
 from cache.memory.kv_cache_spec import PoolSetSpec
-from cache.memory.memory_layout import PoolSetLayout
 from cache.pool.pool_set import PoolSet
 from contracts.config.cluster_config import FaultsConfig
 from contracts.config.worker_config import TransferConfig
 from contracts.errors import LayoutMismatch
-from contracts.ids import RoomId
-from contracts.messages.rank_orders import WriteArrived
 from transfer.net import process_watch as process
-from transfer.net.curve_keys import CurveKeys, bind, dial
-from transfer.net.disconnects import keep_alive
-from transfer.net.fault_injection import WriteFaults, via_proxy
-from transfer.planes.data_plane import SLOT_BYTES, RoomTarget, WriteLink, refuse_device_memory, said
+from transfer.net.curve_keys import CurveKeys, dial
+from transfer.net.fault_injection import WriteFaults
+from transfer.planes.data_plane import SLOT_BYTES, WriteLink, refuse_device_memory, said
 from transfer.planes.direct.device_sharing import DeviceSharing, MappedRegion
 from transfer.planes.direct.direct_link import HEAD, DirectLink
+from transfer.planes.notice_inbox import NoticeInbox
+from transfer.planes.one_sided import OneSidedPlane, described_layout, no_notices
 from transfer.planes.rank_fan import fan
 
 LINK_TIMEOUT_S = TransferConfig().link_timeout_s
 FRAME_BYTES = TransferConfig().control_frame_bytes
-AT_ONCE = 4096
-"""Notices that one poll takes in at most."""
-WAITING = 64
-"""Messages of one connection that may wait here; more wait at their sender."""
 PAGES = "pages"
 """The name of the memory that pages lie in (`allocate`)."""
 _SEGMENT = "twinpool-"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-MOST_COUNT = 2**40
 
 
-class ShmPlane:
+class ShmPlane(OneSidedPlane):
     """The data plane of a writer and a reader on one host, in two processes."""
 
-    revocable = False
     by_peer = False
 
     def __init__(
@@ -82,12 +74,7 @@ class ShmPlane:
         self._maps: list[mmap.mmap] = []
         self._faults = WriteFaults(faults)
         self._curve = curve
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self._notices = self._context.socket(zmq.PULL)
-        self._notices.set(zmq.RCVHWM, WAITING)
-        self._notices.set(zmq.MAXMSGSIZE, frame_bytes)
-        keep_alive(self._notices, link_timeout_s)
-        self._endpoint = via_proxy(bind(self._notices, host, curve), "data", str(os.getpid()), faults.proxy)
+        self._notices = NoticeInbox(host, curve, link_timeout_s, frame_bytes, faults.proxy)
         self.dropped = 0
 
     def allocate(self, name: str, nbytes: int, device: torch.device = CPU) -> torch.Tensor:
@@ -114,7 +101,7 @@ class ShmPlane:
             "nonce": self._nonce,
             "segments": {name: list(segment) for name, segment in self._segments.items()},
             "counts": dict(self._pools.layout.counts),
-            "endpoint": self._endpoint,
+            "endpoint": self._notices.endpoint,
         }
         if self._sharing is not None:
             mine["shared"] = self._sharing.describe(self._pools.region)
@@ -138,13 +125,7 @@ class ShmPlane:
                 f"plane {self.kind}: the reader is on host {there:.200}, the writer on {here}; "
                 f"use transfer.plane={other}"
             )
-        segments, counts = said(descriptor, "segments", dict), said(descriptor, "counts", dict)
-        most = {pool.name: counts.get(pool.name) for pool in spec.pools}
-        if most != counts or not all(type(count) is int and 0 < count <= MOST_COUNT for count in most.values()):
-            raise LayoutMismatch(
-                f"plane {self.kind}: the reader's counts must be of {sorted(most)}, got {counts!r:.200}"
-            )
-        layout = PoolSetLayout(spec, counts)
+        segments, layout = said(descriptor, "segments", dict), described_layout(self.kind, descriptor, spec)
         slots = self._map(descriptor, "slots").view(-1, SLOT_BYTES) if "slots" in segments else None
         endpoint = said(descriptor, "endpoint", str)
         pages = self._pages(descriptor, layout.nbytes)
@@ -153,7 +134,7 @@ class ShmPlane:
             # Notices go from leader to leader: between other ranks there is nothing that a connection could lose.
             return DirectLink(self._pools, region, layout, None, no_notices, None, pages.close, faults, cut)
         try:
-            socket, watch = dial(self._context, endpoint, self._curve, self._link_timeout_s)
+            socket, watch = dial(zmq.Context.instance(), endpoint, self._curve, self._link_timeout_s)
         except BaseException:
             pages.close()
             raise
@@ -200,43 +181,15 @@ class ShmPlane:
             raise LayoutMismatch(f"plane {self.kind}: process {pid} isn't the one that described its memory")
         return torch.frombuffer(memory, dtype=torch.uint8, offset=HEAD)
 
-    def permit(self, target: RoomTarget) -> None: ...
-
-    def revoke(self, room: RoomId) -> None: ...
-
-    def poll_followers(self) -> None: ...
-
     def poll(self) -> list[bytes]:
-        return drain(self._notices)
-
-    def settled(self, rank: int, settled: WriteArrived) -> None: ...
-
-    def take_settled(self) -> list[WriteArrived]:
-        return []
+        return self._notices.poll()
 
     @property
     def waitable(self) -> Sequence[zmq.Socket[bytes]]:
-        return (self._notices,)
+        return self._notices.waitable
 
     def close(self) -> None:
-        self._notices.close(linger=0)
+        self._notices.close()
         for fd, _ in self._segments.values():
             os.close(fd)
         self._segments.clear()
-
-
-def no_notices(data: bytes) -> None:
-    raise AssertionError("only leaders give notice, to leaders")
-
-
-def drain(socket: zmq.Socket[bytes]) -> list[bytes]:
-    """Return the messages that have arrived, `AT_ONCE` at most. Messages of several frames are dropped."""
-    out: list[bytes] = []
-    for _ in range(AT_ONCE):
-        try:
-            frames = socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            break
-        if len(frames) == 1:
-            out.append(frames[0])
-    return out

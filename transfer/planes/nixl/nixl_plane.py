@@ -15,7 +15,6 @@ authenticated off the loopback. What UCX carries is neither authenticated nor en
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -26,20 +25,18 @@ import zmq
 from cache.device.device_copies import CPU
 from cache.memory.head_slices import HeadSlice
 from cache.memory.kv_cache_spec import PoolSetSpec
-from cache.memory.memory_layout import PoolSetLayout
 from cache.pool.pool_set import PoolSet
 from contracts.config.cluster_config import FaultsConfig
 from contracts.config.worker_config import TransferConfig
 from contracts.errors import LayoutMismatch
 from contracts.ids import RoomId
-from contracts.messages.rank_orders import WriteArrived
-from transfer.net.curve_keys import CurveKeys, bind, dial
-from transfer.net.disconnects import keep_alive
-from transfer.net.fault_injection import WriteFaults, via_proxy
+from transfer.net.curve_keys import CurveKeys, dial
+from transfer.net.fault_injection import WriteFaults
 from transfer.planes.data_plane import RoomTarget, WakeCallback, WriteLink, refuse_device_memory, said
-from transfer.planes.direct.shm_plane import MOST_COUNT, WAITING, drain, no_notices
 from transfer.planes.nixl.nixl_agent import NixlAgent, load_nixl
 from transfer.planes.nixl.nixl_link import NixlLink, ReaderMemory
+from transfer.planes.notice_inbox import NoticeInbox
+from transfer.planes.one_sided import MOST_COUNT, OneSidedPlane, described_layout, no_notices
 from transfer.planes.rank_fan import fan
 
 LINK_TIMEOUT_S = TransferConfig().link_timeout_s
@@ -49,11 +46,10 @@ _BUSY_S, _IDLE_S = 0.001, 0.05
 _MOST_METADATA = 1 << 16
 
 
-class NixlPlane:
+class NixlPlane(OneSidedPlane):
     """The data plane of a writer and a reader that both have NIXL."""
 
     kind = "nixl"
-    revocable = False
     by_peer = True
 
     def __init__(
@@ -73,12 +69,7 @@ class NixlPlane:
         self._rank, self._size = rank, size
         self._link_timeout_s, self._curve, self._wake = link_timeout_s, curve, wake
         self._faults = WriteFaults(faults)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self._notices = self._context.socket(zmq.PULL)
-        self._notices.set(zmq.RCVHWM, WAITING)
-        self._notices.set(zmq.MAXMSGSIZE, frame_bytes)
-        keep_alive(self._notices, link_timeout_s)
-        self._endpoint = via_proxy(bind(self._notices, host, curve), "data", str(os.getpid()), faults.proxy)
+        self._notices = NoticeInbox(host, curve, link_timeout_s, frame_bytes, faults.proxy)
         self._agents: dict[str, NixlAgent] = {}
         """The agents that writers write through, by writer."""
         self._using = threading.Lock()
@@ -112,7 +103,7 @@ class NixlPlane:
             "counts": dict(self._pools.layout.counts),
             "slots": self._slots.data_ptr() if self._slots is not None else 0,
             "slot_count": len(self._slots) if self._slots is not None else 0,
-            "endpoint": self._endpoint,
+            "endpoint": self._notices.endpoint,
         }
         return {"ranks": [mine]}
 
@@ -126,17 +117,14 @@ class NixlPlane:
         return fan(self._pools.spec.whole, self._rank, self._size, descriptor, self._link)
 
     def _link(self, descriptor: dict[str, Any], spec: PoolSetSpec, cut: HeadSlice | None) -> WriteLink:
-        counts, metadata = said(descriptor, "counts", dict), said(descriptor, "agent", bytes)
-        most = {pool.name: counts.get(pool.name) for pool in spec.pools}
-        if most != counts or not all(type(count) is int and 0 < count <= MOST_COUNT for count in most.values()):
-            raise LayoutMismatch(f"plane nixl: the reader's counts must be of {sorted(most)}, got {counts!r:.200}")
+        layout, metadata = described_layout(self.kind, descriptor, spec), said(descriptor, "agent", bytes)
         if not 0 < len(metadata) <= _MOST_METADATA:
             raise LayoutMismatch(f"plane nixl: an agent's metadata of {len(metadata)} bytes")
         pages, slots = said(descriptor, "pages", int), said(descriptor, "slots", int)
         slot_count = said(descriptor, "slot_count", int)
         if not (0 < pages < 1 << 63 and 0 <= slots < 1 << 63 and 0 <= slot_count <= MOST_COUNT):
             raise LayoutMismatch(f"plane nixl: no memory is at {pages}, or at {slots}")
-        reader = ReaderMemory(metadata, pages, PoolSetLayout(spec, counts), slots, slot_count)
+        reader = ReaderMemory(metadata, pages, layout, slots, slot_count)
         if self._rank or not slots:
             return self._opened(reader, cut, None)
         return self._opened(reader, cut, said(descriptor, "endpoint", str))
@@ -147,7 +135,7 @@ class NixlPlane:
             return NixlLink(
                 self._pools, reader, no_notices, None, lambda: None, self._faults, cut, self._link_timeout_s, self._wake
             )
-        socket, watch = dial(self._context, endpoint, self._curve, self._link_timeout_s)
+        socket, watch = dial(zmq.Context.instance(), endpoint, self._curve, self._link_timeout_s)
         try:
             return NixlLink(
                 self._pools, reader, socket.send, watch, lambda: socket.close(linger=0), self._faults, cut,
@@ -164,19 +152,12 @@ class NixlPlane:
     def revoke(self, room: RoomId) -> None:
         self._granted.discard(room)
 
-    def poll_followers(self) -> None: ...
-
     def poll(self) -> list[bytes]:
-        return drain(self._notices)
-
-    def settled(self, rank: int, settled: WriteArrived) -> None: ...
-
-    def take_settled(self) -> list[WriteArrived]:
-        return []
+        return self._notices.poll()
 
     @property
     def waitable(self) -> Sequence[zmq.Socket[bytes]]:
-        return (self._notices,)
+        return self._notices.waitable
 
     def close(self) -> None:
         self._closing.set()
@@ -184,7 +165,7 @@ class NixlPlane:
             self._progress.join()
         for peer in list(self._agents):
             self.sever(peer)
-        self._notices.close(linger=0)
+        self._notices.close()
 
     def _run(self) -> None:
         """Help to store what comes, where the transport needs that; on a thread of its own."""

@@ -38,6 +38,19 @@ MOST_ROWS = 1024
 """Pieces of memory that one system call takes."""
 
 
+@dataclass(frozen=True, slots=True)
+class DataDoor:
+    """Where one rank of a reader takes data connections, and how."""
+
+    address: tuple[str, int]
+    secret: bytes
+    """What a writer must know."""
+    sealed: bool
+    """Whether what is sent is sealed."""
+    timeout_s: float
+    """How long the other end may be silent."""
+
+
 @dataclass(eq=False)
 class OutgoingWrite:
     """A write that waits to be sent, or for the reader's answer."""
@@ -57,27 +70,22 @@ class DataConnection:
 
     def __init__(
         self,
-        address: tuple[str, int],
-        secret: bytes,
-        sealed: bool,
-        timeout_s: float,
+        door: DataDoor,
         half_sent: Callable[[], None],
         counts: SentCounts,
     ) -> None:
-        """`secret`: the reader's. `sealed`: whether what is sent is sealed. `half_sent` is called in the middle of each
-        write, after the first piece of its body."""
-        self._address, self._secret, self._timeout_s = address, secret, timeout_s
-        self._sealed = sealed
+        """`half_sent` is called in the middle of each write, after the first piece of its body."""
+        self._door, self._timeout_s = door, door.timeout_s
         self._stream: SealedStream | None = None
         self._half_sent, self._counts = half_sent, counts
         self._waiting: deque[OutgoingWrite] = deque()
         self._unanswered: deque[OutgoingWrite] = deque()
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
         """Held to queue a write, and to end the connection: no write is queued on one that has ended."""
         self.failed = ""
         """Why it ended; empty while it hasn't."""
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._thread = threading.Thread(target=self._run, name="kv-send", daemon=True)
         self._thread.start()
 
@@ -132,7 +140,7 @@ class DataConnection:
 
     def _open(self) -> None:
         self._socket.settimeout(self._timeout_s)
-        self._socket.connect(self._address)
+        self._socket.connect(self._door.address)
         patient(self._socket, self._timeout_s)
         self._counts.opened += 1
         salt = b""
@@ -142,9 +150,9 @@ class DataConnection:
                 raise ConnectionError("the reader has closed it")
             salt += said
         mine = connection_keys.draw()
-        if self._sealed:
-            self._stream = SealedStream(connection_keys.key(self._secret, salt, mine))
-        self._send([memoryview(connection_keys.hello(self._secret, salt, mine))])
+        if self._door.sealed:
+            self._stream = SealedStream(connection_keys.key(self._door.secret, salt, mine))
+        self._send([memoryview(connection_keys.hello(self._door.secret, salt, mine))])
 
     def _work(self) -> None:
         poller = select.poll()

@@ -189,8 +189,13 @@ class DataListener:
                 return True
             connection = _Connection(self, stranger.connection, key if self._sealed else None)
             self._connections.add(connection)
+        try:
+            connection.start()
+        except (OSError, RuntimeError) as error:  # It is gone again, or there can be no more threads.
+            log.warning("a data connection can't be taken: %s", error)
+            self.ended(connection)
+            return True
         stranger.met = True
-        connection.start()
         return True
 
     @property

@@ -20,7 +20,7 @@ from transfer.net.fault_injection import WriteFaults
 from transfer.planes.data_plane import PageWrite, RoomTarget, SentCounts, SlotWrite
 from transfer.planes.posted_write import PostedWrite
 from transfer.planes.tcp.bounce_buffers import Staging, StreamPart
-from transfer.planes.tcp.data_connection import DataConnection, OutgoingWrite
+from transfer.planes.tcp.data_connection import DataConnection, DataDoor, OutgoingWrite
 from transfer.planes.tcp.page_stream import PoolStream, bytes_of
 
 SLOT_FRAME, NOTICE_FRAME = b"S", b"N"
@@ -40,25 +40,20 @@ class ZmqLink:
         faults: WriteFaults,
         ranks: tuple[int, int],
         streams: dict[str, PoolStream],
-        address: tuple[str, int],
-        secret: bytes,
+        door: DataDoor,
         *,
-        sealed: bool,
         frame_bytes: int,
         connections: int,
-        timeout_s: float,
         wake: Callable[[], None],
         staging: Staging | None = None,
     ) -> None:
         """`ranks`: this writer's rank, and the number of ranks of its worker. `streams`: what is written to the
-        reader's rank, by pool. `address`, `secret`: where its data connections are taken, and what a writer must know.
-        `frame_bytes`: the most bytes of a pool in one write. `connections`: how many to spread writes over. `wake` is
-        called when a write has ended. `staging`: the bounce buffers that pages go through; None: they are sent from
-        where they lie."""
+        reader's rank, by pool. `door`: where its data connections are taken. `frame_bytes`: the most bytes of a pool in
+        one write. `connections`: how many to spread writes over. `wake` is called when a write has ended. `staging`:
+        the bounce buffers that pages go through; None: they are sent from where they lie."""
         self.frame_bytes: int | None = frame_bytes
         self.sent = SentCounts()
-        self._ranks, self._streams, self._address = ranks, streams, address
-        self._secret, self._sealed, self._timeout_s, self._wake = secret, sealed, timeout_s, wake
+        self._ranks, self._streams, self._door, self._wake = ranks, streams, door, wake
         self._source, self._staging = source, staging
         self._socket, self._watch, self._faults = socket, watch, faults
         self._connections: list[DataConnection | None] = [None] * connections
@@ -86,8 +81,11 @@ class ZmqLink:
         body = partial(self._body, parts, nbytes) if self._staging is None else partial(self._bounced, parts)
         outgoing = OutgoingWrite(head, body, nbytes, posted)
         with self._one:
-            while not self._connection().send(outgoing):
-                self._look()
+            try:
+                while not self._connection().send(outgoing):
+                    self._look()
+            except OSError as error:  # Too many open files, say. Whoever posts knows failed writes by `RuntimeError`.
+                raise RuntimeError(f"no connection for pages can be opened: {error}") from None
         return posted
 
     def _connection(self) -> DataConnection:
@@ -95,9 +93,7 @@ class ZmqLink:
         at = min(range(len(self._connections)), key=lambda n: len(self._connections[n] or ()))
         connection = self._connections[at]
         if connection is None:
-            connection = self._connections[at] = DataConnection(
-                self._address, self._secret, self._sealed, self._timeout_s, self._faults.in_write, self.sent
-            )
+            connection = self._connections[at] = DataConnection(self._door, self._faults.in_write, self.sent)
         return connection
 
     def _body(self, parts: Sequence[StreamPart], nbytes: int) -> Generator[Sequence[memoryview]]:
@@ -125,22 +121,22 @@ class ZmqLink:
         """Return the bytes of these pages in the order in which they travel; sealed ones in one piece."""
         region = bytes_of(self._source.region)
         out: list[memoryview] = []
-        packed = torch.empty(nbytes if self._sealed else 0, dtype=torch.uint8)
+        packed = torch.empty(nbytes if self._door.sealed else 0, dtype=torch.uint8)
         at = 0
         for stream, indices in parts:
             size = len(indices) * stream.page_bytes
             # What is damaged on purpose is a copy: the pages themselves stay right.
-            rows = None if self._sealed or self._faults.corrupts else stream.rows(region, indices)
+            rows = None if self._door.sealed or self._faults.corrupts else stream.rows(region, indices)
             if rows is not None:
                 out += rows
                 continue
-            part = packed[at : at + size] if self._sealed else torch.empty(size, dtype=torch.uint8)
+            part = packed[at : at + size] if self._door.sealed else torch.empty(size, dtype=torch.uint8)
             stream.pack(self._source.region, indices, part)
             self._faults.after_seal(part, 0)
             at += size
-            if not self._sealed:
+            if not self._door.sealed:
                 out.append(bytes_of(part))
-        return [bytes_of(packed)] if self._sealed else out
+        return [bytes_of(packed)] if self._door.sealed else out
 
     def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:
         with self._one:

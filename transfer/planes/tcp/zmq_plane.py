@@ -40,12 +40,12 @@ from contracts.ids import RoomId
 from contracts.messages.rank_orders import WriteArrived
 from transfer.net.connection_keys import SALT_BYTES
 from transfer.net.curve_keys import CurveKeys, bind, dial
-from transfer.net.disconnects import keep_alive
 from transfer.net.fault_injection import WriteFaults, via_proxy
 from transfer.planes.data_plane import SLOT_BYTES, RoomTarget, WakeCallback, WriteLink, refuse_device_memory, said
-from transfer.planes.direct.shm_plane import AT_ONCE, WAITING
+from transfer.planes.notice_inbox import AT_ONCE, pull_socket
 from transfer.planes.rank_fan import MOST_RANKS, fan, rank_cut, writers
 from transfer.planes.tcp.bounce_buffers import Staging, StreamPart, buffer_bytes, loads
+from transfer.planes.tcp.data_connection import DataDoor
 from transfer.planes.tcp.data_listener import DataListener, Landing, LandingPart
 from transfer.planes.tcp.ordered_notices import OrderedNotices
 from transfer.planes.tcp.page_stream import PoolStream, bytes_of, shared
@@ -103,10 +103,7 @@ class ZmqPlane:
         self._faults, self._proxy = WriteFaults(faults), faults.proxy
         self._curve, self._wake = curve, wake
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self._inbound = self._context.socket(zmq.PULL)
-        self._inbound.set(zmq.RCVHWM, WAITING)
-        self._inbound.set(zmq.MAXMSGSIZE, max(SLOT_BYTES, message_bytes))
-        keep_alive(self._inbound, link_timeout_s)
+        self._inbound = pull_socket(self._context, link_timeout_s, max(SLOT_BYTES, message_bytes))
         self._listener: DataListener | None = None
         self._granted: dict[RoomId, _Granted] = {}
         self._from: dict[tuple[int, int], dict[str, PoolStream]] = {}
@@ -159,10 +156,10 @@ class ZmqPlane:
         names = {p.name: tuple(b.name for b in p.buffers) for p in spec.pools} if cut is None else cut
         streams = {pool: self._stream(pool, names[pool], spec) for pool in names}
         socket, watch = dial(self._context, endpoint, self._curve, self._link_timeout_s)
+        door = DataDoor(address, secret, self._curve is not None, self._link_timeout_s)
         return ZmqLink(
-            self._pools, socket, watch, self._faults, (self._rank, self._size), streams, address, secret,
-            sealed=self._curve is not None, frame_bytes=frame_bytes, connections=self._lanes,
-            timeout_s=self._link_timeout_s, wake=self._wake, staging=self._staging,
+            self._pools, socket, watch, self._faults, (self._rank, self._size), streams, door,
+            frame_bytes=frame_bytes, connections=self._lanes, wake=self._wake, staging=self._staging,
         )  # fmt: skip
 
     def _stream(self, pool: str, names: Sequence[str], other: PoolSetSpec) -> PoolStream:

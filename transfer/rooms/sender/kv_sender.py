@@ -257,6 +257,11 @@ class KVSender:
         return self._rooms.take_outcomes()
 
     @property
+    def plane(self) -> str:
+        """The name of the data plane, as in `transfer.plane`."""
+        return self._plane.kind
+
+    @property
     def late(self) -> int:
         """Messages that came for a room that had ended."""
         return self._messages.late

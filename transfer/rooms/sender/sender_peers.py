@@ -164,10 +164,8 @@ class SenderPeers(Mapping[bytes, SenderPeer]):
 
     def lose(self, peer: SenderPeer, reason: str) -> PeerLost:
         """End what is being written to `peer`, wait until that is over, and forget it."""
-        peer.link.sever()
-        peer.writes.settle()
-        del self._peers[peer.identity]
         _disconnect(peer)
+        del self._peers[peer.identity]
         return PeerLost(peer, reason)
 
     def dead(self) -> list[PeerLost]:
@@ -198,13 +196,15 @@ class SenderPeers(Mapping[bytes, SenderPeer]):
 
     def close(self) -> None:
         for peer in self._peers.values():
-            peer.link.sever()
-            peer.writes.settle()
             _disconnect(peer)
         self._inbox.close()
 
 
 def _disconnect(peer: SenderPeer) -> None:
+    """End what is being written to a peer, and wait until that is over."""
+    peer.writes.end()
+    peer.link.sever()
+    peer.writes.settle()
     peer.link.close()
     if peer.watch is not None:
         peer.watch.close()

@@ -129,6 +129,8 @@ class WriteQueue:
         self._writes: deque[QueuedWrite] = deque()
         self._notices: deque[PendingNotice] = deque()
         self._failed: dict[RoomId, str] = {}
+        self._ended = False
+        """Whether no further write goes to the link."""
         self._torn: OrderedDict[RoomId, None] = OrderedDict()
         """Rooms of which a write has failed, over or not, the latest last."""
 
@@ -171,6 +173,8 @@ class WriteQueue:
         def run() -> None:
             for earlier in over:
                 earlier.completion.wait_posted()
+            if self._ended:
+                raise RuntimeError(f"{self._reader} is given up")
             span.began_at = self._clock.now()
             posted.append(self._link.post(write))
             if all(p is DONE for p in posted):
@@ -222,6 +226,11 @@ class WriteQueue:
         if notice.room in self._torn and isinstance(notice, m.WriterQuiesced | m.RoomFailed | m.NothingToDecode):
             return replace(notice, torn=True)
         return notice
+
+    def end(self) -> None:
+        """Give the reader up: writes that the device hasn't come to yet fail, and nothing new goes to the link. To be
+        called before the link is severed, which ends the others."""
+        self._ended = True
 
     def settle(self) -> None:
         """Wait until no write is under way, and send the notices and last words that waited."""
