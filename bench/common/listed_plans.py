@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -44,7 +45,8 @@ def listed_slots(
     starts: Sequence[int], counts: Sequence[int], slots: Sequence[Sequence[int]], device: torch.device
 ) -> SlotPlan:
     """The plan of the recurrent states of sequences, whose slots are never freed."""
-    return SlotPlan(to_device(slots, device, torch.int32), tuple(starts), tuple(counts))
+    begins, offsets = (to_device(some, device, torch.int32) for some in (starts, [0, *accumulate(counts)]))
+    return SlotPlan(to_device(slots, device, torch.int32), tuple(starts), tuple(counts), begins, offsets)
 
 
 def _rectangle(rows: Sequence[Sequence[int]], used: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -246,7 +246,9 @@ def _float8(rig: Rig, shape: LatentShape) -> object:
 
 def _slots(rig: Rig, muted: bool) -> SlotPlan:
     muted_b = rig.integers(torch.tensor([0, 1]), torch.bool) if muted else None
-    return SlotPlan(rig.integers(torch.tensor([[1], [2]])), (5, 40), (500, 12), muted_b=muted_b)
+    starts_b, offsets_b = rig.integers(torch.tensor([5, 40])), rig.integers(torch.tensor([0, 500, 512]))
+    slots_b1 = rig.integers(torch.tensor([[1], [2]]))
+    return SlotPlan(slots_b1, (5, 40), (500, 12), starts_b, offsets_b, muted_b=muted_b)
 
 
 def _scan(rig: Rig, heads: int, groups: int, keys: int, values: int, delta: bool, muted: bool = False) -> object:

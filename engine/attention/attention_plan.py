@@ -58,6 +58,10 @@ class SlotPlan:
     """Absolute position of each sequence's first row."""
     counts: tuple[int, ...]
     """How many rows each sequence has on the packed axis, one sequence after the other."""
+    starts_b: Tensor
+    """[B] int32: the same starts on the compute device."""
+    offsets_b: Tensor
+    """[B+1] int32: where the rows of each sequence begin on the packed axis; the last entry is T."""
     epochs_bp: Tensor | None = None
     """[B, 1] int32: the epoch of each slot when it was leased. None: these slots are never freed."""
     muted_b: Tensor | None = None

@@ -34,7 +34,7 @@ from engine.runner.batch import BatchRow, RowOutput, StepHandle, TokenDraw
 from engine.runner.device_block_tables import DeviceBlockTables, PlannedTables
 from engine.runner.device_rows import RowUpdate
 from engine.runner.graphs.graph_capture import Capture
-from engine.runner.graphs.step_graphs import StepGraphs, why_none
+from engine.runner.graphs.step_graphs import StepGraphs
 from engine.runner.launched_step import ForwardResults, LaunchedStep, input_tokens
 from engine.runner.planned_step import PlannedSlots, PlannedStep
 from engine.runner.sampling.redraw import RedrawnTokens, redraw
@@ -208,11 +208,10 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self, capture: Capture, *, rows: int, positions: int, within_s: float) -> None:
         """Capture the forward passes of steps of up to `rows` rows, one position each, in contexts of up to
-        `positions`: as many sizes as can be begun `within_s` seconds. Raises `ConfigError` where the model's steps
-        can't be captured, or compute other bits then."""
-        reason = why_none(self.spec, self.ranks.size)
-        if reason is not None:
-            raise ConfigError(f"steps of this model can't be captured: {reason}")
+        `positions`: as many sizes as can be begun in `within_s` seconds. Raises `ConfigError` where steps can't be
+        captured, or compute other bits then."""
+        if self.ranks.size > 1:
+            raise ConfigError(f"its {self.ranks.size} ranks add up their results on the host, between kernels")
         graphs = StepGraphs(
             self.decoder, self.numerics, self.attention, self.spec, self._gates, self._device.torch_device,
             rows=rows, positions=positions,
@@ -289,7 +288,7 @@ class ModelRunner:
                 plans[pool] = make_plan(shape, on_device, kept.pages(tables, rows_b), size, epochs_bp)
         starts, counts = tuple(shape.starts.tolist()), tuple(shape.counts.tolist())
         slots = {
-            pool: SlotPlan(there[f"slots of {pool}"], starts, counts, there[f"epochs of {pool}"])
+            pool: SlotPlan(there[f"slots of {pool}"], starts, counts, *on_device[:2], there[f"epochs of {pool}"])
             for pool in planned.slots
         }
         return ForwardContext(

@@ -26,6 +26,14 @@ def claim_shared_keys_have_the_same_bits() -> None:
     same_bits("gemma4")
 
 
+def claim_gated_delta_states_have_the_same_bits() -> None:
+    same_bits("qwen3_next")
+
+
+def claim_states_of_mamba_have_the_same_bits() -> None:
+    same_bits("nemotron_h")
+
+
 def claim_sinks_have_the_same_bits() -> None:
     same_bits("gpt_oss")
 

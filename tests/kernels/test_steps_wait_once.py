@@ -8,7 +8,6 @@ from tests.families import FAMILIES
 from tests.kernels.claims import Said
 
 SCRIPT = "fake_steps.py"
-RECURRENT = {"qwen3_next", "qwen3_5", "falcon_h1", "nemotron_h"}
 
 pytestmark = [pytest.mark.slow, pytest.mark.runs(SCRIPT)]
 
@@ -28,10 +27,10 @@ def test_a_step_that_asks_what_was_routed_where_would_be_caught(said: Said) -> N
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_decode_step_brings_its_numbers_to_the_device_in_two_copies(family: str, said: Said) -> None:
-    """Those of all rows together, then the tokens; recurrent layers bring two more. What doesn't change is there."""
+    """Those of all rows together, then the tokens. What doesn't change is there."""
     counts = said["counts"]
     assert isinstance(counts, dict)
-    assert counts[family]["copies up"] <= (4 if family in RECURRENT else 2), counts[family]
+    assert counts[family]["copies up"] <= 2, counts[family]
 
 
 def test_the_kernels_of_a_step_are_as_many_as_its_layers_need_and_no_more(said: Said) -> None:

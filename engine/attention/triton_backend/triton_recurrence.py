@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 import triton
@@ -13,7 +12,6 @@ from torch import Tensor
 from engine.attention.attention_plan import SlotPlan
 from engine.attention.recurrence_backend import BLOCK, ScanState
 from engine.attention.triton_backend import recurrence_kernels as kernels
-from engine.tensors.pinned_memory import to_device
 
 _CONV_ROWS = 16
 _CONV_COLUMNS = 128
@@ -160,13 +158,10 @@ def _width(size: int) -> int:
 def _rows(plan: SlotPlan) -> _Rows:
     """The rows of a plan, computed once a step."""
     if "triton rows" not in plan.scratch:
-        device = plan.tables_bp.device
-        offsets_b = to_device([0, *accumulate(plan.counts)], device, torch.int32)
-        starts_b = to_device(plan.starts, device, torch.int32)
         slots_b = plan.tables_bp[:, 0].contiguous()
-        muted_b = starts_b if plan.muted_b is None else plan.muted_b.to(torch.int8)
+        muted_b = plan.starts_b if plan.muted_b is None else plan.muted_b.to(torch.int8)
         plan.scratch["triton rows"] = _Rows(
-            offsets_b, starts_b, slots_b, muted_b, plan.muted_b is not None, max(plan.counts)
+            plan.offsets_b, plan.starts_b, slots_b, muted_b, plan.muted_b is not None, max(plan.counts)
         )
     found: _Rows = plan.scratch["triton rows"]
     return found

@@ -7,8 +7,7 @@ rows: sizes go by powers of two in rows and of four in pages. Kernels were made 
 width of block tables, programs past a sequence's end end at once, and no row's bits depend on the others.
 
 What isn't replayed is launched kernel by kernel, as everything is without graphs: steps with chunks of prompts, steps
-that wait for loads layer by layer, families with recurrent states (whose kernels take positions from the host), and
-workers of several ranks.
+that wait for loads layer by layer, and workers of several ranks, whose sums go over the host.
 
 A graph is tried out before it is used: under `numerics: invariant` its result must have the bits of the same step
 launched kernel by kernel.
@@ -23,10 +22,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
+from cache.memory.kv_cache_spec import PoolSetSpec
 from cache.pool.load_gate import GateDoor
 from contracts.errors import ConfigError
 from engine.attention.attention_backend import AttentionBackend
+from engine.attention.attention_plan import BackendPlan
 from engine.layers.decoder import Decoder
 from engine.layers.forward_context import ForwardContext
 from engine.runner.graphs.graph_capture import Capture, CapturedRun
@@ -46,15 +46,6 @@ def graph_sizes(rows: int, pages: int) -> list[GraphSize]:
         widths.append(max(_FEWEST_PAGES, -(-widths[-1] // 4)))
     batches = [1 << n for n in range(rows.bit_length()) if 1 << n < rows] + [rows]
     return [GraphSize(batch, width) for width in reversed(widths) for batch in batches]
-
-
-def why_none(spec: PoolSetSpec, ranks: int) -> str | None:
-    """Say why steps of a model can't be captured; None where they can."""
-    if any(pool.kind is PoolKind.STATE for pool in spec.pools):
-        return "recurrent layers take positions from the host"
-    if ranks > 1:
-        return f"its {ranks} ranks add up their results between kernels"
-    return None
 
 
 class StepGraphs:
@@ -105,7 +96,8 @@ class StepGraphs:
 
         def run() -> Tensor:
             ctx.scratch.clear()
-            for plan in ctx.plans.values():
+            plans: list[BackendPlan] = [*ctx.plans.values(), *ctx.slots.values()]
+            for plan in plans:
                 plan.scratch.clear()
             return self._decoder.forward(tokens_m, ctx)
 
