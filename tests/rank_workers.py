@@ -111,6 +111,6 @@ def group_of(
     with ExitStack() as stack:
         for warm in taken:
             stack.callback(processes.give, warm)
-        group = lead(plan.meeting, size, SystemClock(), deadline_s=60.0, start_s=START_S)
+        group = lead(plan.meeting, size, SystemClock(), plan.rank_config.engine, deadline_s=60.0, start_s=START_S)
         stack.callback(group.close)
         yield group

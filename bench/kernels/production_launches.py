@@ -27,6 +27,7 @@ from engine.layers.moe.expert_router import ExpertRoutes
 from engine.layers.moe.experts import gated_silu
 from engine.layers.moe.triton_experts import StackedProducts, TritonExperts
 from engine.runner.sampling import triton_draw
+from engine.tensors.triton_rank_sum import add_ranks
 
 META = torch.device("meta")
 LATENT_PAGE = 64
@@ -158,6 +159,7 @@ def scenes(capability: int, rig: Rig | None = None) -> Iterator[Scene]:
         for what, rows, width, inner in PRODUCTS:
             yield Scene(f"product in {dtype}, {what}", partial(_product, rig, rows, width, inner, dtype))
         yield Scene(f"norms and activation in {dtype}", partial(_rows, rig, dtype))
+        yield Scene(f"sum over four ranks in {dtype}", partial(_rank_sum, rig, dtype))
     yield Scene("DeepSeek-V3.2: products by head", partial(_by_head, rig, LATENTS[0]))
 
 
@@ -315,6 +317,10 @@ def _rows(rig: Rig, dtype: torch.dtype) -> object:
     kernels.add_rms_norm(x_mn, x_mn, rig.empty(4096, dtype=dtype), 1e-6)
     kernels.rms_norm(rig.empty(512, 16384, dtype=dtype), rig.empty(16384, dtype=torch.float32), 1e-6)
     return kernels.silu_product(rig.empty(512, 2 * 12288, dtype=dtype))
+
+
+def _rank_sum(rig: Rig, dtype: torch.dtype) -> object:
+    return add_ranks(rig.empty(4, 64, 4096, dtype=dtype))
 
 
 def _digest(rig: Rig, words: torch.dtype) -> None:

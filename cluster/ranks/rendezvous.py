@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from cache.device.device_choice import chosen_device, gpu_view
 from cluster.ranks.follower_channel import FollowerChannel
 from cluster.ranks.leader_channel import LeaderChannel
 from contracts.clock import Clock
+from contracts.config.worker_config import EngineConfig
 from contracts.errors import PeerDead, WireError
 from contracts.messages.rank_orders import EndRank, FormGroup
 from engine.tensors.tensor_parallel import TorchDistributedGroup
@@ -37,18 +39,21 @@ class RankGroup:
             self.ranks.close()
 
 
-def lead(meeting: str, size: int, clock: Clock, *, deadline_s: float, start_s: float) -> RankGroup:
+def lead(
+    meeting: str, size: int, clock: Clock, engine: EngineConfig, *, deadline_s: float, start_s: float
+) -> RankGroup:
     """Be rank 0 of `size`: wait up to `start_s` for the followers, and form the group.
 
-    `meeting`: the ranks' secret, in hex. `deadline_s`: for answers to orders, and for each collective of the group.
-    Raises `PeerDead` when a follower doesn't come.
+    `meeting`: the ranks' secret, in hex. `engine`: says on which device this rank computes, and how exactly.
+    `deadline_s`: for answers to orders, and for each collective of the group. Raises `PeerDead` when a follower doesn't
+    come, and `ConfigError` for a GPU that can't be used.
     """
     line = LeaderChannel(meeting, size, clock, deadline_s)
     try:
         line.meet(start_s)
         store = _meeting_place()
         line.send(FormGroup(store, *process.mine()))
-        return RankGroup(line, _group(store, 0, size, deadline_s))
+        return RankGroup(line, _group(store, 0, size, engine, deadline_s))
     except BaseException:
         line.close()
         raise
@@ -77,8 +82,10 @@ class FollowerRank:
         self.leader.close()
 
 
-def follow(meeting: str, rank: int, size: int, *, deadline_s: float, start_s: float) -> FollowerRank:
-    """Be rank `rank` of `size`, from 1 on, and form the group. `meeting`, `deadline_s`: as for `lead`.
+def follow(
+    meeting: str, rank: int, size: int, engine: EngineConfig, *, deadline_s: float, start_s: float
+) -> FollowerRank:
+    """Be rank `rank` of `size`, from 1 on, and form the group. `meeting`, `engine`, `deadline_s`: as for `lead`.
 
     Raises `PeerDead` when the leader doesn't come within `start_s`, has died, or is on another host, and `WireError`
     when its first order is not to form a group.
@@ -97,15 +104,20 @@ def follow(meeting: str, rank: int, size: int, *, deadline_s: float, start_s: fl
             raise PeerDead(f"the leader of this worker (pid {form.pid}) died") from None
         if leader is None:
             raise PeerDead("the leader of this worker is on another host: all ranks of a worker must be on one")
-        return FollowerRank(line, _group(form.store, rank, size, deadline_s), leader)
+        return FollowerRank(line, _group(form.store, rank, size, engine, deadline_s), leader)
     except BaseException:
         line.close()
         raise
 
 
-def _group(store: str, rank: int, size: int, deadline_s: float) -> TorchDistributedGroup:
+def _group(store: str, rank: int, size: int, engine: EngineConfig, deadline_s: float) -> TorchDistributedGroup:
+    device = chosen_device(engine.device, gpu_view())
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     # On loopback only, because gloo doesn't authenticate; all ranks of a worker are on one host.
-    ranks = TorchDistributedGroup(FileStore(store, size), rank, size, deadline_s=deadline_s)
+    ranks = TorchDistributedGroup(
+        FileStore(store, size), rank, size, device=device, deadline_s=deadline_s, exact=engine.numerics == "invariant"
+    )
     # After this collective all ranks are connected, and none reads the leader's file again.
-    ranks.gather(torch.zeros(1))
+    ranks.gather(torch.zeros(1, device=device))
     return ranks

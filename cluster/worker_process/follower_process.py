@@ -103,7 +103,14 @@ def serve_rank(plan: WorkerPlan) -> str:
     processor.pin(config.engine.numerics_class)  # before the ranks meet, which computes
     size = config.tp_for(plan.role)
     cluster = config.cluster
-    follower = follow(plan.meeting, plan.rank, size, deadline_s=cluster.rank_timeout_s, start_s=cluster.start_timeout_s)
+    follower = follow(
+        plan.meeting,
+        plan.rank,
+        size,
+        config.engine,
+        deadline_s=cluster.rank_timeout_s,
+        start_s=cluster.start_timeout_s,
+    )
     try:
         spec = read_model_spec(plan.model)
         parts = build_rank(

@@ -161,6 +161,7 @@ def _group(plan: WorkerPlan) -> RankGroup:
         plan.meeting,
         plan.config.tp_for(plan.role),
         SystemClock(),
+        plan.rank_config.engine,
         deadline_s=cluster.rank_timeout_s,
         start_s=cluster.start_timeout_s,
     )

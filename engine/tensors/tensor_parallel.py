@@ -4,10 +4,12 @@ A product over a divided axis leaves each rank with a part of the sum. A library
 that depends on its ring and its chunks, and so on the number of rows; then a row's result would depend on its batch.
 So every rank gathers all parts and adds them itself, in the order of the ranks, in float32, rounding once: the same
 bits on every rank, for a row in any batch. A gather moves (n-1) parts a rank where a ring moves 2(n-1)/n of one; with
-the few ranks of one host, and activations of some rows, latency matters more than these bytes.
+the few ranks of one host, and activations of some rows, latency matters more than these bytes. On GPUs it is NCCL that
+gathers and one kernel that adds. Under `numerics: fast` NCCL's own reduction does both.
 
 When a rank dies, its connections break and the others' collectives end with an error. When a rank is merely silent,
-they end at the deadline. Either way the worker ends as a whole.
+they end at the deadline. Either way the worker ends as a whole. On a GPU the host doesn't wait for a collective: there
+NCCL's own watch ends the process at the deadline, and a rank that died is noticed by its process before that.
 """
 
 from __future__ import annotations
@@ -66,8 +68,9 @@ class TorchDistributedGroup:
     """Ranks in processes of their own: over gloo for tensors on a CPU, over NCCL on NVIDIA GPUs. For one thread.
 
     `store`: where the ranks find each other; it serves this group alone. `host`: the address of this rank's network
-    interface, for gloo. The constructor waits up to `deadline_s` seconds for all ranks and raises `PeerDead` when they
-    don't come. All methods raise `PeerDead` when a rank is gone, or silent for longer than the deadline.
+    interface, for gloo. `exact`: sums are in the order of the ranks; else in any, where that is faster. The constructor
+    waits up to `deadline_s` seconds for all ranks and raises `PeerDead` when they don't come. All methods raise
+    `PeerDead` when a rank is gone, or silent for longer than the deadline.
     """
 
     def __init__(
@@ -79,9 +82,11 @@ class TorchDistributedGroup:
         device: torch.device = torch.device("cpu"),  # noqa: B008 (a constant)
         host: str = "127.0.0.1",
         deadline_s: float = 30.0,
+        exact: bool = True,
     ) -> None:
         assert 0 <= rank < size
         self.rank, self.size = rank, size
+        self._device, self._exact = device, exact
         self._deadline = timedelta(seconds=deadline_s)
         store.set_timeout(self._deadline)
         try:
@@ -90,17 +95,30 @@ class TorchDistributedGroup:
             raise PeerDead(f"rank {rank} of {size} did not meet the others: {_first_line(error)}") from None
 
     def sum(self, x: Tensor) -> Tensor:
-        first, *others = self.gather(x)
-        total = first.float()
-        for part in others:
+        on_gpu = self._device.type == "cuda"
+        if on_gpu and not self._exact:
+            total = x.clone(memory_format=torch.contiguous_format)
+            self._run(lambda group: group.allreduce([total]))
+            return total
+        parts = self._gathered(x)
+        if on_gpu:
+            from engine.tensors.triton_rank_sum import add_ranks
+
+            return add_ranks(parts)
+        total = parts[0].float()
+        for part in parts[1:]:
             total = total + part
         return total.to(x.dtype)
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        raw = x.contiguous().view(torch.uint8)
-        parts = [torch.empty_like(raw) for _ in range(self.size)]
-        self._run(lambda group: group.allgather([parts], [raw]))
-        return [part.view(x.dtype) for part in parts]
+        return list(self._gathered(x))
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        """Every rank's `x`, one after the other: [ranks, *shape]."""
+        raw = x.contiguous().reshape(-1).view(torch.uint8)
+        parts = raw.new_empty(self.size * len(raw))
+        self._run(lambda group: group._allgather_base(parts, raw))
+        return parts.view(x.dtype).view(self.size, *x.shape)
 
     def first(self, x: Tensor) -> Tensor:
         raw = x.clone() if self.rank == 0 else torch.empty_like(x)
@@ -111,7 +129,11 @@ class TorchDistributedGroup:
         if self._group is None:
             raise PeerDead("this rank has left the group")
         try:
-            collective(self._group).wait(self._deadline)
+            work = collective(self._group)
+            if self._device.type == "cuda":
+                work.wait()  # What this stream does from here on comes after it. With a deadline the host would wait.
+            else:
+                work.wait(self._deadline)
         except RuntimeError as error:
             raise PeerDead(f"a rank of this worker is gone: {_first_line(error)}") from None
 

@@ -11,11 +11,14 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from engine.gpu.gpu_kernels import BLOCK_K, GpuKernels
 from engine.layers.norm import rms_norm, silu
 from engine.native.current_kernels import using
+from engine.tensors import tensor_parallel
 from engine.tensors.row_exact_linear import HeadLinear, RowExactLinear
+from engine.tensors.tensor_parallel import TorchDistributedGroup
 from tests.kernels.claims import answer
 
 KERNELS = GpuKernels(part=2 * BLOCK_K)
@@ -136,6 +139,51 @@ def claim_fast_numerics_leave_products_to_the_library() -> None:
         assert not linear.row_exact
         heads = HeadLinear(draw(2, 20, 10))
         assert not heads.row_exact
+
+
+class Nccl:
+    """A library of collectives as rank 0 of three sees it; `others` are what the other ranks bring."""
+
+    def __init__(self, others: list[Tensor]) -> None:
+        self.others, self.waited = others, list[tuple[object, ...]]()
+
+    def _allgather_base(self, parts: Tensor, mine: Tensor) -> Nccl:
+        parts.copy_(torch.cat([mine, *(other.reshape(-1).view(torch.uint8) for other in self.others)]))
+        return self
+
+    def allreduce(self, tensors: list[Tensor]) -> Nccl:
+        for other in reversed(self.others):  # in an order of its own
+            tensors[0] += other
+        return self
+
+    def wait(self, *deadline: object) -> None:
+        self.waited.append(deadline)
+
+
+def ranks_of(library: Nccl, *, exact: bool) -> TorchDistributedGroup:
+    made, tensor_parallel._group = tensor_parallel._group, lambda *_: library
+    try:
+        return TorchDistributedGroup(HashStore(), 0, 3, device=torch.device("cuda"), exact=exact)
+    finally:
+        tensor_parallel._group = made
+
+
+def claim_ranks_on_gpus_add_up_in_their_order_and_round_once() -> None:
+    for dtype in (torch.float32, torch.float16):
+        for shape in ((3, 7), (1, 1), (2, 1500), (0, 4)):
+            mine, *others = [(10 ** (2 - n) * draw(*shape, seed=n)).to(dtype) for n in range(3)]
+            library = Nccl(others)
+            total = (mine.float() + others[0].float() + others[1].float()).to(dtype)
+            assert torch.equal(ranks_of(library, exact=True).sum(mine), total)
+            assert library.waited == [()], "with a deadline the host would wait"
+
+
+def claim_where_nobody_asks_for_exact_sums_the_library_reduces() -> None:
+    mine, *others = [draw(3, 7, seed=n) for n in range(3)]
+    library, before = Nccl(others), mine.clone()
+    assert torch.equal(ranks_of(library, exact=False).sum(mine), mine + others[1] + others[0])
+    assert torch.equal(mine, before), "what a rank brought is still its own"
+    assert library.waited == [()]
 
 
 if __name__ == "__main__":
