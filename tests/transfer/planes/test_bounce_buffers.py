@@ -202,6 +202,21 @@ def test_a7_every_page_arrives_whatever_buffers_the_ends_have(
     assert len(late) == 2, "a line of copies for the thread at either end"
 
 
+def test_a_write_is_cut_in_its_middle_where_faults_on_purpose_come_however_few_loads_it_has() -> None:
+    with reader() as (theirs, _):
+        for size in (SMALL, 1 << 20):
+            mine = plane(bounce_bytes=size)
+            mine.register(PoolSet(SPEC, SPEC.even(9)), None)
+            link = mine.connect(theirs.describe())
+            parts = [(link._streams[pool], run.indices) for pool, run in WRITE.runs.items()]  # type: ignore[attr-defined]
+            sent = [sum(map(len, rows)) for rows in link._bounced(parts)]  # type: ignore[attr-defined]
+            assert sum(sent) == 4 * FULL + STATE
+            assert 0 < sent[0] < sum(sent), "half of the first load, after which a fault may come"
+            assert sent[0] == sent[1] or size == SMALL
+            link.close()
+            mine.close()
+
+
 @pytest.mark.parametrize("sets", ["full", "all"])
 def test_rooms_end_whole_on_a_device_that_copies_late(sets: str, late: list[LateCopies]) -> None:
     spec = pool_sets()[sets]
