@@ -10,7 +10,7 @@ import torch
 
 from cache.device.async_cpu_device import AsyncCpuDevice
 from cache.device.device_backends import CpuDevice, make_device
-from cache.device.device_port import DONE, DeviceOp, DeviceStream
+from cache.device.device_port import DONE, DeviceOp, DeviceStream, failure
 from cache.device.layer_marks import LayerMarks, layer_groups
 
 WAIT_S = 30.0
@@ -177,6 +177,24 @@ def test_a_step_that_is_interrupted_reaches_no_mark_and_interrupts_its_host(devi
         with pytest.raises(KeyboardInterrupt):
             failed.wait()
     assert not sent
+
+
+def test_closing_ends_what_waits_for_a_step_that_nobody_has_looked_at() -> None:
+    ran, failed = list[str](), list[BaseException | None]()
+
+    def life() -> None:
+        device = AsyncCpuDevice()
+        marks = device.marks([{"full": 1}])
+        step = device.submit(STEP, lambda: ran.append("step"), marks=marks)
+        device.submit(SEND, lambda: ran.append("send"), tuple(marks))
+        device.close()
+        failed.append(failure(step))
+
+    living = threading.Thread(target=life, daemon=True)
+    living.start()
+    living.join(WAIT_S)
+    assert not living.is_alive()
+    assert (ran, [str(error) for error in failed]) == ([], ["the device was closed before it ran"])
 
 
 def test_groups_have_about_as_many_layers_of_each_pool() -> None:
