@@ -154,6 +154,9 @@ def test_pieces_begin_where_a_kernel_can_copy_whole_words() -> None:
         pieces = [piece for load in loads([(stream, pages)], 1 << 20) for piece in load.pieces]
         assert sum(piece.nbytes for piece in pieces) == len(pages) * stream.page_bytes
         assert all(piece.start % 16 == 0 for piece in pieces), "each of them in a load of its own, if need be"
+    wide = PoolSetSpec(1, (PoolSpec("full", tuple(BufferSpec(name, 2, (16,), torch.int8) for name in "kv")),))
+    (stream,) = streams(wide, PoolSet(wide, wide.even(9))).values()
+    assert len(loads([(stream, (2, 3, 7))], 1 << 20)) == 1, "and else together, as many as fit"
 
 
 def test_pages_are_gathered_on_the_device_that_they_lie_on() -> None:
