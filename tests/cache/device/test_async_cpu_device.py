@@ -206,13 +206,19 @@ def test_groups_have_about_as_many_layers_of_each_pool() -> None:
 
 
 def test_its_threads_leave_the_number_of_torchs_threads_alone(device: AsyncCpuDevice) -> None:
-    before, inside, later = torch.get_num_threads(), list[int](), list[int]()
+    def seen() -> tuple[int, int]:
+        """The number here, and in a thread that begins now."""
+        new = list[int]()
+        thread = threading.Thread(target=lambda: new.append(torch.get_num_threads()))
+        thread.start()
+        thread.join(WAIT_S)
+        return torch.get_num_threads(), new[0]
+
+    torch.set_num_threads(torch.get_num_threads())  # Whatever tests before this one have left to new threads.
+    before, inside = seen(), list[int]()
     device.submit(SEND, lambda: inside.append(torch.get_num_threads())).wait()
-    new = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
-    new.start()
-    new.join(WAIT_S)
     assert inside == [1]
-    assert (torch.get_num_threads(), later) == (before, [before])
+    assert seen() == before
 
 
 def test_a_cpu_has_streams_where_they_are_asked_for_and_else_does_one_thing_after_the_other() -> None:
