@@ -58,6 +58,9 @@ class AsyncCpuDevice(CpuMemory):
         return LayerMarks(groups)
 
     def close(self) -> None:
+        if self._deferred is not None:
+            self._deferred.give_up()  # Else what comes after its marks would keep its thread for ever.
+            self._deferred = None
         for stream in self._streams.values():
             stream.close()
 
@@ -128,6 +131,15 @@ class _DeferredCompute:
             if not isinstance(error, Exception):
                 raise
         finally:
-            del self._run
-            self._marks.end(self._error)
-            self._over.set()
+            self._end()
+
+    def give_up(self) -> None:
+        """Fail it, unless it has begun before: its host closes."""
+        if not self._begun:
+            self._begun, self._error = True, RuntimeError("the device was closed before it ran")
+            self._end()
+
+    def _end(self) -> None:
+        del self._run
+        self._marks.end(self._error)
+        self._over.set()

@@ -10,7 +10,7 @@ import torch
 
 from cache.device.async_cpu_device import AsyncCpuDevice
 from cache.device.device_backends import CpuDevice, make_device
-from cache.device.device_port import DONE, DeviceOp, DeviceStream
+from cache.device.device_port import DONE, DeviceOp, DeviceStream, failure
 from cache.device.layer_marks import LayerMarks, layer_groups
 
 WAIT_S = 30.0
@@ -179,6 +179,24 @@ def test_a_step_that_is_interrupted_reaches_no_mark_and_interrupts_its_host(devi
     assert not sent
 
 
+def test_closing_ends_what_waits_for_a_step_that_nobody_has_looked_at() -> None:
+    ran, failed = list[str](), list[BaseException | None]()
+
+    def life() -> None:
+        device = AsyncCpuDevice()
+        marks = device.marks([{"full": 1}])
+        step = device.submit(STEP, lambda: ran.append("step"), marks=marks)
+        device.submit(SEND, lambda: ran.append("send"), tuple(marks))
+        device.close()
+        failed.append(failure(step))
+
+    living = threading.Thread(target=life, daemon=True)
+    living.start()
+    living.join(WAIT_S)
+    assert not living.is_alive()
+    assert (ran, [str(error) for error in failed]) == ([], ["the device was closed before it ran"])
+
+
 def test_groups_have_about_as_many_layers_of_each_pool() -> None:
     assert layer_groups({"full": 5, "state": 2}, 3) == [
         {"full": 2, "state": 1},
@@ -188,13 +206,19 @@ def test_groups_have_about_as_many_layers_of_each_pool() -> None:
 
 
 def test_its_threads_leave_the_number_of_torchs_threads_alone(device: AsyncCpuDevice) -> None:
-    before, inside, later = torch.get_num_threads(), list[int](), list[int]()
+    def seen() -> tuple[int, int]:
+        """The number here, and in a thread that begins now."""
+        new = list[int]()
+        thread = threading.Thread(target=lambda: new.append(torch.get_num_threads()))
+        thread.start()
+        thread.join(WAIT_S)
+        return torch.get_num_threads(), new[0]
+
+    torch.set_num_threads(torch.get_num_threads())  # Whatever tests before this one have left to new threads.
+    before, inside = seen(), list[int]()
     device.submit(SEND, lambda: inside.append(torch.get_num_threads())).wait()
-    new = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
-    new.start()
-    new.join(WAIT_S)
     assert inside == [1]
-    assert (torch.get_num_threads(), later) == (before, [before])
+    assert seen() == before
 
 
 def test_a_cpu_has_streams_where_they_are_asked_for_and_else_does_one_thing_after_the_other() -> None:

@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from cache.device.device_choice import GpuView
-from cluster.assembly.device_cards import PROCESS_BYTES, CardFacts, cards_of, deal, least_part, read_cards
+from cluster.assembly.device_cards import PROCESS_BYTES, CardFacts, _measure, cards_of, deal, least_part, read_cards
 from cluster.assembly.node_shares import MemoryShort, NodeFacts, measured
 from cluster.ray_nodes.worker_actors import rank_resources
 from cluster.serve.memory_fit import CUDA_WORKER_BYTES
@@ -222,5 +223,20 @@ def test_what_the_child_that_measures_says_is_read_and_why_it_fails_is_told(tmp_
     found = read_cards(str(says))
     assert found == (CardFacts(0, "a card", 9, 5, 90, (1,)), CardFacts(1, "b", 9, 6, 86, ()))
     says.write_text("#!/bin/sh\necho first >&2\necho 'CUDA error: out of memory' >&2\nexit 1\n")
-    with pytest.raises(ConfigError, match=r"can't be measured: .*CUDA error: out of memory"):
+    with pytest.raises(ConfigError, match=r"can't be measured: OSError\('CUDA error: out of memory'\)"):
         read_cards(str(says))
+
+
+def test_a_card_is_measured_with_what_it_can_do_and_whom_it_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {
+        "device_count": lambda: 3,
+        "mem_get_info": lambda index: (100 - index, 200),
+        "get_device_name": lambda index: f"card {index}",
+        "get_device_capability": lambda index: (8, 6 + index),
+        "can_device_access_peer": lambda index, other: other == index + 1,
+    }
+    for name, answer in said.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    assert _measure() == [
+        (0, "card 0", 200, 100, 86, [1]), (1, "card 1", 200, 99, 87, [2]), (2, "card 2", 200, 98, 88, [])
+    ]  # fmt: skip

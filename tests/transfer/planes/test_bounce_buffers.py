@@ -154,6 +154,9 @@ def test_pieces_begin_where_a_kernel_can_copy_whole_words() -> None:
         pieces = [piece for load in loads([(stream, pages)], 1 << 20) for piece in load.pieces]
         assert sum(piece.nbytes for piece in pieces) == len(pages) * stream.page_bytes
         assert all(piece.start % 16 == 0 for piece in pieces), "each of them in a load of its own, if need be"
+    wide = PoolSetSpec(1, (PoolSpec("full", tuple(BufferSpec(name, 2, (16,), torch.int8) for name in "kv")),))
+    (stream,) = streams(wide, PoolSet(wide, wide.even(9))).values()
+    assert len(loads([(stream, (2, 3, 7))], 1 << 20)) == 1, "and else together, as many as fit"
 
 
 def test_pages_are_gathered_on_the_device_that_they_lie_on() -> None:
@@ -200,6 +203,21 @@ def test_a7_every_page_arrives_whatever_buffers_the_ends_have(
             link.close()
             mine.close()
     assert len(late) == 2, "a line of copies for the thread at either end"
+
+
+def test_a_write_is_cut_in_its_middle_where_faults_on_purpose_come_however_few_loads_it_has() -> None:
+    with reader() as (theirs, _):
+        for size in (SMALL, 1 << 20):
+            mine = plane(bounce_bytes=size)
+            mine.register(PoolSet(SPEC, SPEC.even(9)), None)
+            link = mine.connect(theirs.describe())
+            parts = [(link._streams[pool], run.indices) for pool, run in WRITE.runs.items()]  # type: ignore[attr-defined]
+            sent = [sum(map(len, rows)) for rows in link._bounced(parts)]  # type: ignore[attr-defined]
+            assert sum(sent) == 4 * FULL + STATE
+            assert 0 < sent[0] < sum(sent), "half of the first load, after which a fault may come"
+            assert sent[0] == sent[1] or size == SMALL
+            link.close()
+            mine.close()
 
 
 @pytest.mark.parametrize("sets", ["full", "all"])

@@ -266,6 +266,17 @@ def test_without_a_file_for_a_connection_a_write_fails_and_nothing_else() -> Non
         assert "no connection for pages can be opened" in outcome.message
 
 
+def test_a_connection_sleeps_once_its_writes_are_taken_in() -> None:
+    with ends(SPEC, "zmq") as both:
+        prompt = both.prompt(8)
+        both.open(prompt)
+        link = next(iter(both.sender._peers.values())).link
+        link.post(PageWrite(RoomTarget(prompt.room, prompt.runs, 0), prompt.runs)).wait()
+        (connection,) = (one for one in link._connections if one is not None)  # type: ignore[attr-defined]
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(connection._wake)
+
+
 def test_a_slow_writer_is_told_that_its_write_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would take the connection for a silent one, however much of a long write has come."""
     monkeypatch.setattr(data_listener, "_PATIENCE_S", 0.0)
