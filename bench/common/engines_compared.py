@@ -209,7 +209,9 @@ class ContinuousBatching:
         )
         self._stack = ExitStack()
         self._manager = self._stack.enter_context(
-            _load(folder, config).to(device or torch.device("cpu")).continuous_batching_context_manager(
+            _load(folder, config)
+            .to(device or torch.device("cpu"))
+            .continuous_batching_context_manager(
                 generation_config=generation, continuous_batching_config=batching, timeout=5
             )
         )

@@ -34,7 +34,8 @@ class Load:
 
     def asks(self, vocab: int) -> list[tuple[float, list[int]]]:
         """When each request is due, in seconds, and its prompt: the same for the same seed."""
-        random, at, asks = np.random.default_rng(self.seed), 0.0, []
+        random, at = np.random.default_rng(self.seed), 0.0
+        asks: list[tuple[float, list[int]]] = []
         while (at := at + random.exponential(1 / self.rate)) < self.seconds or not asks:
             length = int(random.integers(self.prompt_tokens[0], self.prompt_tokens[1], endpoint=True))
             asks.append((min(at, self.seconds), random.integers(vocab // 2, vocab, length).tolist()))

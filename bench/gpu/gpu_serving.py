@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,10 +143,12 @@ def measure_handover(run: SectionRun, folder: Path, setting: Setting, ceilings: 
         run.add("handover", name, found)
         for length, each in found.items():
             print(
-                f"hand-over, {name}, {length} tokens: {each['transfer_bytes'] / 2**20:.1f} MiB, exposed "
-                f"{each['exposed_ms']:.2f} ms, hidden {each['hidden_ms']:.2f} ms (one block {each['block_ms']:.2f} ms), "
-                f"tokens at {each['first_token_ms']:.1f} and {each['second_token_ms']:.1f} ms", flush=True,
-            )  # fmt: skip
+                f"hand-over, {name}, {length} tokens: {each['transfer_bytes'] / 2**20:.1f} MiB, "
+                f"exposed {each['exposed_ms']:.2f} ms, hidden {each['hidden_ms']:.2f} ms "
+                f"(one block {each['block_ms']:.2f} ms), "
+                f"tokens at {each['first_token_ms']:.1f} and {each['second_token_ms']:.1f} ms",
+                flush=True,
+            )
     if answers["two pools"] != answers["colocated"]:
         run.wrong.append("a prompt got other tokens from two pools than from a colocated worker")
 
@@ -221,12 +223,15 @@ def _rates(
 
 
 def _say(name: str, came: Goodput, limit: float) -> None:
-    print(
-        f"goodput, {name}, {came.rate:g} requests/s: {came.good} of {came.requests} good, {came.goodput_per_s:.2f} good/s "
-        f"(products allow {limit:.1f}), TTFT {came.ttft_ms[0]:.0f} / {came.ttft_ms[1]:.0f} ms, ITL {came.itl_ms[0]:.1f} / "
-        f"{came.itl_ms[1]:.1f} ms, {came.output_tokens_per_s:.0f} tokens/s, {came.transfer_bytes / 2**20:.0f} MiB "
-        f"handed over{'; failed: ' + came.failed[0] if came.failed else ''}", flush=True,
-    )  # fmt: skip
+    said = (
+        f"{came.good} of {came.requests} good, {came.goodput_per_s:.2f} good/s (products allow {limit:.1f})",
+        f"TTFT {came.ttft_ms[0]:.0f} / {came.ttft_ms[1]:.0f} ms",
+        f"ITL {came.itl_ms[0]:.1f} / {came.itl_ms[1]:.1f} ms",
+        f"{came.output_tokens_per_s:.0f} tokens/s",
+        f"{came.transfer_bytes / 2**20:.0f} MiB handed over",
+        *(f"failed: {why}" for why in came.failed[:1]),
+    )
+    print(f"goodput, {name}, {came.rate:g} requests/s: {', '.join(said)}", flush=True)
 
 
 def run_parts(run: SectionRun, folder: Path, setting: Setting, parts: Sequence[str], slo: Slo) -> None:
@@ -279,8 +284,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     setting = REHEARSAL if args.rehearse else CARD
-    setting = Setting(**{**vars_of(setting), **({"model": args.model} if args.model else {}),
-                         **({"rates": tuple(args.rates)} if args.rates else {})})  # fmt: skip
+    changes = {"model": args.model, "rates": args.rates and tuple(args.rates)}
+    setting = replace(setting, **{name: value for name, value in changes.items() if value})
     run = SectionRun(args.seconds, args.json)
     with tempfile.TemporaryDirectory(prefix="twinpool-gpu-") as made:
         kind = torch.device(setting.device).type
@@ -289,11 +294,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for one in run.wrong:
         print(f"WRONG {one}")
     return 1 if run.wrong else 0
-
-
-def vars_of(setting: Setting) -> dict[str, Any]:
-    """Its fields by name."""
-    return {name: getattr(setting, name) for name in setting.__dataclass_fields__}
 
 
 if __name__ == "__main__":

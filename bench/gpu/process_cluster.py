@@ -1,8 +1,8 @@
 """Workers of one model in this process, each on its thread: two pools on one card, or one colocated worker.
 
-There is no router, no HTTP and no Ray: requests go to the workers' threads (`cluster.worker_process.worker_thread`) as a
-router's session would bring them, state goes over plane `local` from pool to pool on the same device, and the times of
-tokens are those at which the workers deliver them. All workers share the interpreter's lock, as processes would not.
+There is no router, no HTTP and no Ray: requests go to the workers' threads (`cluster.worker_process.worker_thread`) as
+a router's session would bring them, state goes over plane `local` from pool to pool on the same device, and the times
+of tokens are those at which the workers deliver them. All workers share the interpreter's lock, as processes would not.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ def _missing(name: str) -> bool:
 def _stand_in(*names: str) -> dict[str, _StandIn]:
     made = {name: _StandIn(name) for name in names}
     for name, module in made.items():
-        module.__path__ = []  # type: ignore[attr-defined]  # A package: parts of it can be imported.
+        module.__path__ = []  # A package: parts of it can be imported.
         parent, _, last = name.rpartition(".")
         if parent:
             vars(made[parent])[last] = module

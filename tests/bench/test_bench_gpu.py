@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.engine.engine_speed import SpeedScenario
 from bench.gpu import __main__ as gpu
 from bench.gpu import gpu_copies, gpu_families
-from bench.gpu.gpu_limits import Ceilings
+from bench.gpu.goodput import Goodput, Load, Slo
+from bench.gpu.gpu_limits import Ceilings, ModelCost
+from bench.gpu.process_cluster import Served
+from bench.gpu.process_sockets import NothingThere, ProcessPoller, ProcessSocket, ProcessSocketError
+from bench.kernels.flex_bench import flex_call
 from cache.device.device_backends import CpuDevice
 from tests.family_scenes import Family
 
@@ -76,8 +84,9 @@ def test_what_passed_is_not_run_again_and_what_failed_is(tmp_path: Path, monkeyp
         return gpu.SectionResult(section, section != "copies" or len(ran) > 2, 1.0, "exit code", "", {"of": len(ran)})
 
     monkeypatch.setattr(gpu, "run_section", run)
-    assert gpu.main(["--rehearse", "--only", "kernels", "copies", "--out", str(out)]) == 1
-    assert gpu.main(["--rehearse", "--only", "kernels", "copies", "--out", str(out), "--resume"]) == 0
+    once = ["--rehearse", "--at-once", "1", "--out", str(out)]
+    assert gpu.main([*once, "--only", "kernels", "copies"]) == 1
+    assert gpu.main([*once, "--only", "kernels", "copies", "--resume"]) == 0
     assert ran == ["kernels", "copies", "copies"]
     sections = json.loads(out.read_text())["sections"]
     assert {name: section["figures"] for name, section in sections.items()} == {
@@ -123,9 +132,156 @@ def test_without_a_gpu_it_says_what_to_do(capsys: pytest.CaptureFixture[str], mo
 
 def test_what_a_gpu_could_reach_follows_from_bytes_or_from_operations() -> None:
     ceilings = Ceilings(bytes_per_s=1000.0, flops_per_s=4000.0)
-    weights, parameters, token_bytes = 200, 100, 10
-    alone = ceilings.predicted(SpeedScenario(1, 30, 5), weights, parameters, token_bytes)
+    cost = ModelCost(weights=200, itemsize=2, token_bytes=10)
+    alone = ceilings.predicted(SpeedScenario(1, 30, 5), cost)
     assert alone == pytest.approx(1 / ((200 + 30 * 10) / 1000)), "one sequence waits for the weights and its state"
-    many = ceilings.predicted(SpeedScenario(100, 30, 5), weights, parameters, 0)
+    many = ceilings.predicted(SpeedScenario(100, 30, 5), replace(cost, token_bytes=0))
     assert many == pytest.approx(4000 / 200), "many wait for the products"
-    assert ceilings.predicted(SpeedScenario(1, 30, 1), weights, parameters, token_bytes) == pytest.approx(20.0)
+    assert ceilings.predicted(SpeedScenario(1, 30, 1), cost) == pytest.approx(20.0)
+
+
+def test_a_token_reads_the_experts_that_it_chose_and_a_large_batch_all_of_them() -> None:
+    cost = ModelCost(weights=100, itemsize=2, token_bytes=0, experts=800, chosen=0.25)
+    assert cost.bytes_read(1) == pytest.approx(100 + 200)
+    assert cost.bytes_read(2) == pytest.approx(100 + 800 * (1 - 0.75**2))
+    assert cost.bytes_read(1000) == pytest.approx(900)
+    assert cost.flops == pytest.approx(2 * (100 + 200) / 2)
+
+
+def test_sections_have_their_parts_of_the_time_and_what_one_leaves_is_the_others() -> None:
+    asked = list[tuple[str, float]]()
+    gpu.run_in_turn(lambda section, seconds: asked.append((section, seconds)), list(gpu.WEIGHTS), 540, 1)
+    total = sum(gpu.WEIGHTS.values())
+    assert [section for section, _ in asked] == list(gpu.WEIGHTS)
+    assert asked[0][1] == pytest.approx(540 * gpu.WEIGHTS["kernels"] / total, rel=0.01)
+    assert asked[-1][1] == pytest.approx(540, rel=0.01), "the others took none of theirs"
+    assert total == 540
+
+
+def test_what_is_kept_is_an_answer_within_both_limits_from_when_it_was_due() -> None:
+    def served(*times: float, wanted: int = 3, failed: str = "") -> Served:
+        return Served(0.0, wanted, dict.fromkeys(range(len(times)), 7), dict(enumerate(times)), 5, {}, failed)
+
+    slo = Slo(1.0, 0.04)
+    late, slow, cut = served(1.1, 1.12, 1.14), served(0.1, 0.3, 0.5), served(0.1, 0.11)
+    good, wrong = served(0.9, 0.97, 0.971), served(0.1, 0.11, 0.12, failed="no memory")
+    assert [slo.holds(one) for one in (good, late, slow, cut, wrong)] == [True, False, False, False, False]
+    came = Goodput.of(3.0, [good, late, slow, cut, wrong], slo, 0.0)
+    assert (came.requests, came.good, came.failed, came.transfer_bytes) == (5, 1, ("no memory",), 25)
+    assert came.goodput_per_s == pytest.approx(1 / 1.14)
+    assert served(0.5, 0.4, 0.6).times_s == [0.5, 0.5, 0.6], "a token is told after those before it"
+
+
+def test_arrivals_are_the_same_for_the_same_seed_and_as_many_as_the_rate_says() -> None:
+    load = Load(50.0, 20.0, (3, 9), 4)
+    asks = load.asks(100)
+    assert asks == load.asks(100) != replace(load, seed=2).asks(100)
+    assert len(asks) == pytest.approx(1000, rel=0.2)
+    assert all(3 <= len(prompt) <= 9 for _, prompt in asks)
+    assert [at for at, _ in asks] == sorted(at for at, _ in asks)
+
+
+@pytest.mark.slow
+def test_serving_is_rehearsed_and_a_colocated_worker_hands_nothing_over(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    assert gpu.main(["--rehearse", "--only", "serving", "--out", str(out)]) == 0, out.read_text()
+    figures = json.loads(out.read_text())["sections"]["serving"]["figures"]
+    assert figures["wrong"] == []
+    for length in figures["handover"]["two pools"].values():
+        assert length["transfer_bytes"] > 0
+        assert length["exposed_ms"] > 0
+    assert all(each["transfer_bytes"] == 0 for each in figures["handover"]["colocated"].values())
+    for side in ("two pools", "colocated"):
+        (rate,) = figures["goodput"][side]
+        assert rate["requests"] > 0
+        assert rate["failed"] == []
+        assert (rate["transfer_bytes"] > 0) == (side == "two pools")
+    assert "transformers continuous" in figures["goodput"]
+    assert {f"all lacks of {name}" for name in ("no tags", "no epochs", "none")} < set(figures["verification"])
+
+
+_WITHOUT = """
+import importlib.util, sys
+MISSING = {missing}
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name.split(".")[0] in MISSING else find(name, package)
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in MISSING:
+            raise ModuleNotFoundError(f"{{name}} isn't on this machine")
+
+sys.meta_path.insert(0, Missing())
+import bench.gpu
+assert bench.gpu.STANDS_IN
+from bench.gpu import __main__, gpu_families, gpu_handover
+for module in __main__.MODULES.values():
+    importlib.import_module(module if module != "bench.kernels" else "bench.kernels.attention_bench")
+assert not MISSING & {{name.split(".")[0] for name, found in sys.modules.items() if getattr(found, "__spec__", None)}}
+assert gpu_handover.main(["--rehearse"]) == __main__.NOT_RUN
+sys.exit(gpu_families.main(["--rehearse", "--seconds", "60"]))
+"""
+
+
+@pytest.mark.slow
+def test_no_section_needs_what_a_machine_with_a_gpu_for_some_minutes_lacks(env: dict[str, str]) -> None:
+    """Whole workers answer, retract and migrate there as well: in this process, without sockets."""
+    missing = {"ray", "zmq", "cryptography", "uvicorn", "httptools", "starlette", "redis", "nixl", "openai"}
+    ran = subprocess.run(
+        [sys.executable, "-c", _WITHOUT.format(missing=missing)],
+        cwd=gpu.ROOT, env=env, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "5 scenes passed, 0 failed, 1 not run" in ran.stdout
+
+
+def test_queues_carry_messages_in_order_to_whom_they_are_for_and_wake_who_polls() -> None:
+    router, poller = ProcessSocket("ROUTER"), ProcessPoller()
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    callers = [ProcessSocket("DEALER") for _ in range(2)]
+    poller.register(router)
+    assert poller.poll(0) == []
+    for number, caller in enumerate(callers):
+        caller.set("ROUTING_ID", b"%d" % number)
+        caller.connect(f"tcp://127.0.0.1:{port}")
+        caller.send(b"first")
+        caller.send(b"second")
+    assert poller.poll(0)
+    assert [router.recv_multipart() for _ in range(4)] == [
+        [name, said] for name in (b"0", b"1") for said in (b"first", b"second")
+    ]
+    assert poller.poll(0) == []
+    router.send_multipart([b"1", b"answer"])
+    assert callers[1].recv() == b"answer"
+    with pytest.raises(NothingThere):
+        callers[0].recv()
+    router.close()
+    callers[0].send(b"to nobody")
+    with pytest.raises(ProcessSocketError, match="needs pyzmq"):
+        ProcessSocket("PUSH")
+    for caller in callers:
+        caller.close()
+
+
+def test_what_can_not_be_run_here_is_told_and_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(section: str, extra: object, deadline_s: float, env: object) -> gpu.SectionResult:
+        return gpu.SectionResult(section, False, 1.0, "not run", "pyzmq isn't installed\n", None)
+
+    monkeypatch.setattr(gpu, "run_section", run)
+    out = tmp_path / "gpu.json"
+    assert gpu.main(["--rehearse", "--only", "handover", "--out", str(out)]) == 0
+    assert "handover was not run: pyzmq isn't installed" in capsys.readouterr().out
+    assert not json.loads(out.read_text())["sections"]["handover"]["ok"]
+
+
+def test_flex_attention_is_asked_for_the_same_attention() -> None:
+    """Uncompiled, as torch computes it on any CPU; its compiler is a GPU's."""
+    torch.manual_seed(1)
+    q, k, v = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 40, 16), torch.randn(2, 2, 40, 8)
+    call = flex_call(q, k, v, 35, 0.25, compiled=False)
+    assert not isinstance(call, str), call
+    seen = torch.arange(40) <= torch.arange(35, 40)[:, None]
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=0.25, enable_gqa=True)
+    assert torch.allclose(call(), want, atol=1e-5)
