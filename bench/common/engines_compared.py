@@ -6,13 +6,12 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from bench.common import bench_clock as clock
 from cache.allocation.block_table import TableSlice
@@ -187,6 +186,16 @@ class Generate:
     def close(self) -> None: ...
 
 
+def _batching(page_tokens: int, **options: Any) -> Any:
+    """The configuration of continuous batching. What a page is called changed between versions of transformers."""
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    named = {field.name for field in fields(ContinuousBatchingConfig)}
+    size = "page_size" if "page_size" in named else "block_size"
+    factory: Any = ContinuousBatchingConfig
+    return factory(**{size: page_tokens}, **options)
+
+
 class ContinuousBatching:
     """transformers' continuous batching: a manager's thread that takes requests into a paged cache."""
 
@@ -201,8 +210,8 @@ class ContinuousBatching:
     ) -> None:
         self.name = "transformers continuous"
         generation: Any = GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        batching: Any = ContinuousBatchingConfig(
-            page_size=page_tokens,
+        batching = _batching(
+            page_tokens,
             num_blocks=2 * -(-tokens // page_tokens),
             max_batch_tokens=batch_tokens,
             allow_block_sharing=False,

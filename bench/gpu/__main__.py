@@ -24,8 +24,10 @@ file says that it was one.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -76,24 +78,33 @@ class SectionResult:
 
 
 def run_section(section: str, extra: Sequence[str], deadline_s: float, env: dict[str, str]) -> SectionResult:
-    """One section in a process of its own, which is gone at the end."""
+    """One section in a process of its own, which is gone at the end with all that it began."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="twinpool-gpu-") as folder:
         out = Path(folder) / "figures.json"
         command = [sys.executable, "-m", MODULES[section], "--json", str(out), *extra]
         with subprocess.Popen(
-            command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        ) as child:
+            command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True,
+        ) as child:  # fmt: skip
             try:
                 output, _ = child.communicate(timeout=deadline_s)
                 ended = "not run" if child.returncode == NOT_RUN else f"exit code {child.returncode}"
             except subprocess.TimeoutExpired:
-                child.kill()
+                _kill_all(child)
                 output, _ = child.communicate()
                 ended = f"not done after {deadline_s:.0f} s"
+            finally:
+                _kill_all(child)
         ok = child.returncode == 0
         figures = json.loads(out.read_text(encoding="utf-8")) if out.exists() else None
     return SectionResult(section, ok, time.monotonic() - began, ended, output, figures)
+
+
+def _kill_all(child: subprocess.Popen[str]) -> None:
+    """A section's process, and those that it began."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
 
 
 def passed_before(out: Path, rehearsal: bool) -> list[SectionResult]:

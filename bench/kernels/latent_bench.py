@@ -25,6 +25,8 @@ from engine.tensors.row_exact_linear import FAST
 
 PAGE_TOKENS = 64
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 8e-3, torch.bfloat16: 6e-2}
+_FLEX_CONTEXT = 32768
+"""Contexts of one sequence for which FlexAttention is asked: it takes seconds to compile."""
 
 
 @dataclass(frozen=True)
@@ -149,8 +151,7 @@ def _timed(backend: LatentBackend, context: Context) -> Iterator[RowTiming]:
     ours = median_us(lambda: backend.attend(q_thd, context.latents, plan, context.scale, value_dim))
     read, work = batch * length * dim * 2, 2 * batch * queries * length * shape.heads * (dim + value_dim)
     torch_us = median_us(torchs) * -(-queries // some)
-    flexed = flex_call(context.q.transpose(1, 2), keys, value, length - queries, context.scale)
-    flex = flexed if isinstance(flexed, str) else f"{median_us(flexed):.1f} us"
+    flex = _flex(context, keys, value) if batch == 1 and length <= _FLEX_CONTEXT else ""
     yield _timing(f"latent attention, {name}", ours, torch_us, queries, read, work, flex)
 
     index_q, weights = context.packed(context.index_q, rows), context.packed(context.weights, rows)
@@ -174,6 +175,12 @@ def _timed(backend: LatentBackend, context: Context) -> Iterator[RowTiming]:
     read = batch * queries * shape.top_k * dim * 2
     work = 2 * batch * queries * shape.top_k * shape.heads * (dim + value_dim)
     yield _timing(f"sparse attention (beside dense), {name}", sparse, ours, queries, read, work)
+
+
+def _flex(context: Context, keys: Tensor, value: Tensor) -> str:
+    """What FlexAttention takes for this, or why it doesn't."""
+    call = flex_call(context.q.transpose(1, 2), keys, value, context.length - context.queries, context.scale)
+    return call if isinstance(call, str) else f"{median_us(call):.1f} us"
 
 
 def _selected(

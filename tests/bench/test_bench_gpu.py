@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,27 +44,62 @@ def test_copies_come_back_as_they_went_and_a_changed_byte_is_told() -> None:
     assert len(gpu_copies.check(pair)) == 3
 
 
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All sections, as CI has them."""
+    out = tmp_path_factory.mktemp("rehearsal") / "gpu.json"
+    assert gpu.main(["--rehearse", "--out", str(out)]) == 0, out.read_text()
+    written: dict[str, Any] = json.loads(out.read_text())
+    return written
+
+
 @pytest.mark.slow
-def test_a_rehearsal_writes_every_section_and_says_that_it_was_one(tmp_path: Path) -> None:
-    out = tmp_path / "gpu.json"
-    assert gpu.main(["--rehearse", "--only", "copies", "handover", "--out", str(out)]) == 0
-    written = json.loads(out.read_text())
-    assert written["rehearsal"]
-    assert {name: section["ok"] for name, section in written["sections"].items()} == {
-        "copies": True, "handover": True
-    }  # fmt: skip
-    assert set(written["sections"]["handover"]["figures"]) == {"one block", "staged", "cuda_ipc, rehearsed"}
-    for rates in written["sections"]["copies"]["figures"]["gb_per_s"].values():
+@pytest.mark.timeout(300)
+def test_a_rehearsal_writes_every_section_and_says_that_it_was_one(rehearsed: dict[str, Any]) -> None:
+    assert rehearsed["rehearsal"]
+    assert {name: section["ok"] for name, section in rehearsed["sections"].items()} == dict.fromkeys(gpu.MODULES, True)
+    figures = {name: section["figures"] for name, section in rehearsed["sections"].items()}
+    assert set(figures["handover"]) == {"one block", "staged", "cuda_ipc, rehearsed"}
+    for rates in figures["copies"]["gb_per_s"].values():
         assert {"one block up", "pieces down, digested", "layers up"} <= set(rates)
+    assert all(set(kept) == {"copy", "products"} for ways in figures["copies"]["beside_products"].values()
+               for kept in ways.values())  # fmt: skip
+    assert all(check["ok"] for group in ("checks", "row_checks") for check in figures["kernels"][group])
 
 
 @pytest.mark.slow
-def test_families_are_rehearsed_scene_by_scene(tmp_path: Path) -> None:
-    out = tmp_path / "gpu.json"
-    assert gpu.main(["--rehearse", "--only", "families", "--out", str(out)]) == 0
-    scenes = json.loads(out.read_text())["sections"]["families"]["figures"]["scenes"]
+def test_families_are_rehearsed_scene_by_scene(rehearsed: dict[str, Any]) -> None:
+    scenes = rehearsed["sections"]["families"]["figures"]["scenes"]
     assert {scene["ended"] for scene in scenes} == {"passed"}
     assert len(scenes) == 6
+
+
+@pytest.mark.slow
+def test_the_engine_is_rehearsed_beside_transformers(rehearsed: dict[str, Any]) -> None:
+    model = rehearsed["sections"]["engine"]["figures"]["models"]["4m"]
+    assert set(model["tokens_per_s"]) >= {"prefill of 24", "decode, batch 2"}
+    for by_side in model["tokens_per_s"].values():
+        assert {"twinpool, invariant", "twinpool, fast", "transformers generate"} <= set(by_side)
+        assert by_side["predicted limit"] > 0
+    assert model["differing_in_a_batch"] == 0
+    assert model["left_out"] == {}
+
+
+@pytest.mark.slow
+def test_serving_is_rehearsed_and_a_colocated_worker_hands_nothing_over(rehearsed: dict[str, Any]) -> None:
+    figures = rehearsed["sections"]["serving"]["figures"]
+    assert figures["wrong"] == []
+    for length in figures["handover"]["two pools"].values():
+        assert length["transfer_bytes"] > 0
+        assert length["exposed_ms"] > 0
+    assert all(each["transfer_bytes"] == 0 for each in figures["handover"]["colocated"].values())
+    for side in ("two pools", "colocated"):
+        (rate,) = figures["goodput"][side]
+        assert rate["requests"] > 0
+        assert rate["failed"] == []
+        assert (rate["transfer_bytes"] > 0) == (side == "two pools")
+    assert "transformers continuous" in figures["goodput"]
+    assert {f"all lacks of {name}" for name in ("no tags", "no epochs", "none")} < set(figures["verification"])
 
 
 def test_a_scene_that_fails_is_told_with_its_reason_and_the_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,19 +134,7 @@ def test_what_passed_is_not_run_again_and_what_failed_is(tmp_path: Path, monkeyp
         gpu.main(["--rehearse", "--out", str(out), "--resume"])
 
 
-@pytest.mark.soak
-def test_the_engine_is_rehearsed_beside_transformers(tmp_path: Path) -> None:
-    out = tmp_path / "gpu.json"
-    assert gpu.main(["--rehearse", "--only", "engine", "--out", str(out)]) == 0
-    figures = json.loads(out.read_text())["sections"]["engine"]["figures"]
-    model = figures["models"]["4m"]
-    assert set(model["tokens_per_s"]) >= {"prefill of 24", "decode, batch 2"}
-    for by_side in model["tokens_per_s"].values():
-        assert {"twinpool, invariant", "twinpool, fast", "transformers generate"} <= set(by_side)
-        assert by_side["predicted limit"] > 0
-    assert model["differing_in_a_batch"] == 0
-
-
+@pytest.mark.slow
 def test_a_section_that_fails_or_hangs_is_told_and_the_next_one_runs(
     tmp_path: Path, env: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +146,31 @@ def test_a_section_that_fails_or_hangs_is_told_and_the_next_one_runs(
     assert (broken.ok, broken.ended, broken.output, broken.figures) == (False, "exit code 3", "the reason\n", None)
     hanging = gpu.run_section("hangs", [], 3, env)
     assert (hanging.ok, hanging.ended) == (False, "not done after 3 s")
+
+
+@pytest.mark.slow
+def test_what_a_section_began_is_gone_with_it(
+    tmp_path: Path, env: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its pipe would stay open, and the section's end be waited for for ever."""
+    began = (
+        "import subprocess, sys, time\nchild = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    )
+    (tmp_path / "begins.py").write_text(f"{began}\nprint(child.pid, flush=True)\ntime.sleep(600)\n")
+    monkeypatch.setattr(gpu, "MODULES", {"begins": "begins"})
+    env["PYTHONPATH"] = str(tmp_path)
+    hanging = gpu.run_section("begins", [], 3, env)
+    assert hanging.ended == "not done after 3 s"
+    assert not Path(f"/proc/{int(hanging.output)}/fd/1").exists()
+
+
+@pytest.mark.slow
+def test_families_are_divided_among_processes_and_told_together(tmp_path: Path) -> None:
+    out = tmp_path / "scenes.json"
+    chosen = ["--families", "llama", "qwen2", "--scenes", "answers", "--processes", "2"]
+    assert gpu_families.main(["--rehearse", *chosen, "--json", str(out)]) == 0
+    scenes = json.loads(out.read_text())["scenes"]
+    assert {(scene["family"], scene["ended"]) for scene in scenes} == {("llama", "passed"), ("qwen2", "passed")}
 
 
 def test_without_a_gpu_it_says_what_to_do(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,25 +228,6 @@ def test_arrivals_are_the_same_for_the_same_seed_and_as_many_as_the_rate_says() 
     assert len(asks) == pytest.approx(1000, rel=0.2)
     assert all(3 <= len(prompt) <= 9 for _, prompt in asks)
     assert [at for at, _ in asks] == sorted(at for at, _ in asks)
-
-
-@pytest.mark.slow
-def test_serving_is_rehearsed_and_a_colocated_worker_hands_nothing_over(tmp_path: Path) -> None:
-    out = tmp_path / "gpu.json"
-    assert gpu.main(["--rehearse", "--only", "serving", "--out", str(out)]) == 0, out.read_text()
-    figures = json.loads(out.read_text())["sections"]["serving"]["figures"]
-    assert figures["wrong"] == []
-    for length in figures["handover"]["two pools"].values():
-        assert length["transfer_bytes"] > 0
-        assert length["exposed_ms"] > 0
-    assert all(each["transfer_bytes"] == 0 for each in figures["handover"]["colocated"].values())
-    for side in ("two pools", "colocated"):
-        (rate,) = figures["goodput"][side]
-        assert rate["requests"] > 0
-        assert rate["failed"] == []
-        assert (rate["transfer_bytes"] > 0) == (side == "two pools")
-    assert "transformers continuous" in figures["goodput"]
-    assert {f"all lacks of {name}" for name in ("no tags", "no epochs", "none")} < set(figures["verification"])
 
 
 _WITHOUT = """
