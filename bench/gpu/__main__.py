@@ -13,7 +13,8 @@ on one card, every byte compared), `engine` (prefill and decode of models with r
 same GPU, and whether the tokens agree), `serving` (whole workers: exposed time of the hand-over, goodput of two pools
 and of a colocated worker beside transformers' continuous batching, what verification costs). Each is a process of its
 own with a deadline, its part of what is left (`WEIGHTS`): one that fails or hangs costs the others nothing. What each
-printed and its figures go into one file. Exit code 1 when a section failed.
+printed and its figures go into one file, and its tables for docs/benchmarks.md, with what the GPU would allow beside
+each figure, into one beside it (gpu.md). Exit code 1 when a section failed.
 
 Needs torch with CUDA, triton, transformers, msgpack, grpcio, xxhash, psutil and rich, and neither ray nor a network.
 Without pyzmq workers tell each other of rooms by queues (`bench.gpu.process_sockets`), and what is between processes is
@@ -42,6 +43,7 @@ from typing import Any
 import torch
 
 from bench.common import machine
+from bench.gpu.gpu_tables import tables
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = {
@@ -192,7 +194,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("\n".join(result.output.splitlines()[-_TAIL_LINES:]), flush=True)
             if args.out is not None:
                 sections = {r.section: asdict(r) for r in results}
-                args.out.write_text(json.dumps({**about, "sections": sections}, indent=1) + "\n", encoding="utf-8")
+                written = {**about, "sections": sections}
+                args.out.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+                args.out.with_suffix(".md").write_text(tables(written), encoding="utf-8")
 
     run_in_turn(run, left, 60 * args.minutes, at_once)
     for result in results:
