@@ -46,6 +46,8 @@ from contracts.ids import PAIR, Role
 _POOLS: dict[str, Sequence[Role]] = {"two pools": PAIR, "colocated": (Role.COLOCATED,)}
 _WARM_S = 120.0
 _ANSWER_S = 60.0
+_VERIFICATION_S = 20.0
+"""What the last part takes."""
 
 
 @dataclass(frozen=True)
@@ -186,19 +188,29 @@ def measure_goodput(
 ) -> None:
     """All rates on one side after the other; a side that doesn't get through a rate isn't asked at a higher one."""
     for number, (name, make) in enumerate(made.items()):
-        until = run.left() * (1 - 1 / (len(made) - number))
+        until = run.left() - max(0.0, run.left() - _VERIFICATION_S) / (len(made) - number)
         try:
             cluster = make()
         except Exception as error:  # What a rival raises where it can't run here is its own.
-            run.add("goodput", name, {"not_run": f"{type(error).__name__}: {error}"[:300]})
-            print(f"goodput, {name}: not run: {error}", flush=True)
-            if name in _POOLS:
-                raise
+            _not_run(run, name, error)
             continue
         try:
             _rates(run, name, cluster, setting, slo, limit, vocab, until)
+        except Exception as error:
+            _not_run(run, name, error)
         finally:
             cluster.close()
+            del cluster
+            gc.collect()
+
+
+def _not_run(run: SectionRun, name: str, error: Exception) -> None:
+    """Say so, and raise it where it is one of ours."""
+    if name in _POOLS:
+        raise error
+    begun = name in run.figures.get("goodput", {})
+    run.add("goodput", f"{name}, further" if begun else name, {"not_run": f"{type(error).__name__}: {error}"[:300]})
+    print(f"goodput, {name}: not run: {error}", flush=True)
 
 
 def _rates(
