@@ -287,6 +287,7 @@ class Buffer:
         for index in indices:
             layer, at = rng.randrange(stack.shape[0]), rng.randrange(stack.shape[2])
             stack[layer, index, at] ^= 1 << rng.randrange(8)
+        _settle(pools)
 
     def scramble(self, pools: PoolSet, indices: Sequence[int], seed: int) -> None:
         """All of it: other numbers, some of them large."""
@@ -294,15 +295,26 @@ class Buffer:
         for layer in range(layout.spec.layers):
             view = pools.layout.view(pools.region, self.pool, layout, layer)
             noise = 4 * torch.randn((len(indices), *view.shape[1:]), generator=generator)
-            view[list(indices)] = noise.to(view.dtype) if view.dtype.is_floating_point else (noise * 50).to(view.dtype)
+            noise = noise if view.dtype.is_floating_point else noise * 50
+            view[list(indices)] = noise.to(view.device, view.dtype)
+        _settle(pools)
 
     def saved(self, pools: PoolSet, indices: Sequence[int]) -> torch.Tensor:
         stack = self.layout(pools).stack(pools.region, pools.layout.counts[self.pool], torch.uint8)
-        return stack[:, list(indices)].clone()
+        content = stack[:, list(indices)].clone()
+        _settle(pools)
+        return content
 
     def restore(self, pools: PoolSet, indices: Sequence[int], content: torch.Tensor) -> None:
         stack = self.layout(pools).stack(pools.region, pools.layout.counts[self.pool], torch.uint8)
         stack[:, list(indices)] = content
+        _settle(pools)
+
+
+def _settle(pools: PoolSet) -> None:
+    """Until what was done to a GPU's memory is done: the worker's streams don't wait for this thread's."""
+    if pools.region.is_cuda:
+        torch.cuda.synchronize(pools.region.device)
 
 
 def buffers_of(spec: PoolSetSpec) -> list[Buffer]:
@@ -319,6 +331,8 @@ def damaged_on_the_way(both: Pair, buffer: Buffer, *, whole: bool) -> Iterator[l
 
     def damaging(room: Any, finished: Mapping[str, Any], after: Any, generation: int = 0) -> None:
         mine = finished[buffer.pool].indices if buffer.pool in finished else ()
+        for completion in after:
+            completion.wait()
         before = buffer.saved(pools, mine)
         (buffer.scramble if whole else buffer.flip)(pools, mine, len(hurt))
         write(room, finished, after, generation)

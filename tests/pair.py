@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from tests.rank_workers import RankProcesses
 
 SESSION = SessionId(1)
+_AT_ONCE, _LOOK_S = 200, 0.001
+"""Rounds after which a pair that comes to rest waits for what its devices do, and how long each time."""
 
 
 @dataclass
@@ -144,7 +146,7 @@ class Pair:
 
     def settle(self, rounds: int = 2000) -> None:
         """Step until neither worker holds a request or a room, then check both and that every page is back."""
-        for _ in range(rounds):
+        for number in range(rounds):
             self.step()
             statuses = [w.status() for w in (self.prefill, self.decode)]
             reports = [w.check() for w in (self.prefill, self.decode)]
@@ -152,6 +154,8 @@ class Pair:
             # Pages that an operation under way still names come back when it is complete.
             if idle and all(s.pages_free == s.pages_total for s in statuses):
                 break
+            if number > _AT_ONCE:
+                self.decode.wait(_LOOK_S)
         for status, report in zip(statuses, reports, strict=True):
             assert report.violations == ()
             assert report.rooms == 0

@@ -6,13 +6,12 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from bench.common import bench_clock as clock
 from cache.allocation.block_table import TableSlice
@@ -187,34 +186,69 @@ class Generate:
     def close(self) -> None: ...
 
 
+def _batching(page_tokens: int, **options: Any) -> Any:
+    """The configuration of continuous batching. What a page is called changed between versions of transformers."""
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    named = {field.name for field in fields(ContinuousBatchingConfig)}
+    size = "page_size" if "page_size" in named else "block_size"
+    factory: Any = ContinuousBatchingConfig
+    return factory(**{size: page_tokens}, **options)
+
+
 class ContinuousBatching:
     """transformers' continuous batching: a manager's thread that takes requests into a paged cache."""
 
-    def __init__(self, folder: Path, config: EngineConfig, tokens: int, page_tokens: int = 32) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: EngineConfig,
+        tokens: int,
+        page_tokens: int = 32,
+        device: torch.device | None = None,
+        batch_tokens: int = 512,
+    ) -> None:
         self.name = "transformers continuous"
         generation: Any = GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        batching: Any = ContinuousBatchingConfig(
-            page_size=page_tokens,
+        batching = _batching(
+            page_tokens,
             num_blocks=2 * -(-tokens // page_tokens),
-            max_batch_tokens=512,
+            max_batch_tokens=batch_tokens,
             allow_block_sharing=False,
         )
         self._stack = ExitStack()
         self._manager = self._stack.enter_context(
-            _load(folder, config).continuous_batching_context_manager(
+            _load(folder, config)
+            .to(device or torch.device("cpu"))
+            .continuous_batching_context_manager(
                 generation_config=generation, continuous_batching_config=batching, timeout=5
             )
         )
 
+    def add(self, prompt: Sequence[int], count: int) -> str:
+        """Ask for `count` tokens; returns the request's name. Any thread."""
+        (name,) = self._manager.add_requests([list(prompt)], max_new_tokens=count, record_timestamps=True)
+        return str(name)
+
+    def take(self, timeout_s: float) -> Any:
+        """Return a request that has ended, or None: its `request_id`, `generated_tokens`, `error`, and `timestamps` of
+        `time.perf_counter`. Raises `RuntimeError` where the manager has ended."""
+        result = self._manager.get_result(timeout=timeout_s)
+        if result is not None and result.is_finished():
+            return result
+        if not self._manager.is_running():
+            raise RuntimeError("transformers' continuous batching has ended")
+        return None
+
     def run(self, prompts: Prompts, count: int) -> Answer:
         start = time.perf_counter()
-        names = self._manager.add_requests([list(p) for p in prompts], max_new_tokens=count, record_timestamps=True)
+        names = [self.add(prompt, count) for prompt in prompts]
         results: dict[str, Any] = {}
         while len(results) < len(names):
-            result = self._manager.get_result(timeout=1)
-            if result is not None and result.is_finished():
+            result = self.take(1.0)
+            if result is not None:
                 results[result.request_id] = result
-            elif time.perf_counter() - start > _RESULT_TIMEOUT_S or not self._manager.is_running():
+            elif time.perf_counter() - start > _RESULT_TIMEOUT_S:
                 raise RuntimeError("transformers' continuous batching gave no answer")
         answers = [results[name] for name in names]
         for answer in answers:

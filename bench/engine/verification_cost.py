@@ -57,6 +57,7 @@ from contracts.sampling_params import SamplingParams
 from decode.worker import DecodeWorker
 from engine.layers.forward_context import ForwardContext
 from engine.models.registry import read_model
+from engine.runner.planned_step import PlannedStep
 from prefill.worker import PrefillWorker
 
 P = ParamSpec("P")
@@ -106,11 +107,11 @@ class Figures:
 class Workers:
     """A prefill and a decode worker of one model, stepped by hand."""
 
-    def __init__(self, folder: Path, shape: Shape, threads: int, *, host: bool) -> None:
-        """`host`: with a host tier that holds all of a round."""
+    def __init__(self, folder: Path, shape: Shape, threads: int, *, host: bool, device: str = "cpu") -> None:
+        """`host`: with a host tier that holds all of a round. `device`: as `engine.device`."""
         tokens = 2 * shape.requests * (shape.prompt_tokens + shape.output_tokens + 64)
         sections: dict[str, Any] = {
-            "engine": {"threads": threads},
+            "engine": {"threads": threads, "device": device},
             "transfer": {"plane": "local"},
             "decode": {"max_batch_tokens": max(64, shape.requests)},
             "cache": {"device_tokens": tokens, "load_back": "always"},
@@ -246,9 +247,8 @@ def _no_digest(pool: str, indices: Sequence[int], firsts: Sequence[int], ends: S
     return [0] * len(indices)
 
 
-def _nothing_stale(ctx: ForwardContext) -> torch.Tensor:
-    starts = [len(plan.starts_b) for plan in ctx.plans.values()]
-    return torch.zeros(starts[0], dtype=torch.bool)
+def _nothing_stale(ctx: ForwardContext, planned: PlannedStep) -> torch.Tensor:
+    return torch.zeros(len(planned.shape.starts), dtype=torch.bool, device=ctx.positions_m.device)
 
 
 def measure(folder: Path, shape: Shape, vocab: int, rounds: int, threads: int) -> Figures:

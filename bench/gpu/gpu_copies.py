@@ -3,8 +3,10 @@
     python -m bench.gpu.gpu_copies [--mib 512] [--rounds 5] [--json FILE]
 
 Swap-out and swap-in of scattered pages in pieces, without and with digests on the device, and load back layer by layer,
-through the copier that workers use (`cache.tiers.tier_copy`). Baselines: one asynchronous copy of a contiguous pinned
-block each way. What comes back is compared byte for byte. A round is timed until the device has ended it.
+through the copier that workers use (`cache.tiers.tier_copy`), on its own streams. Baselines, which no copy passes: one
+asynchronous copy of a contiguous pinned block each way. Then the same beside products on the compute stream: what
+copies and products lose by each other. What comes back is compared byte for byte. A round is timed until the device has
+ended it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from pathlib import Path
 import torch
 
 from cache.device.device_backends import CpuDevice, CudaDevice
-from cache.device.device_port import Device, DeviceStream
+from cache.device.device_port import Completion, Device, DeviceOp, DeviceStream
 from cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
 from cache.memory.memory_layout import LayoutOrder, PoolSetLayout
 from cache.memory.page_moves import PageMove
@@ -149,6 +151,56 @@ def measure(pair: TierPair, rounds: int) -> dict[str, list[float]]:
     return results
 
 
+class Products:
+    """Products of squares on the device's compute stream."""
+
+    def __init__(self, device: Device, size: int) -> None:
+        self._device = device
+        self._a = torch.randn(size, size, device=device.torch_device).to(torch.bfloat16)
+
+    def submit(self, count: int) -> Completion:
+        def run() -> None:
+            for _ in range(count):
+                torch.mm(self._a, self._a)
+
+        return self._device.submit(DeviceOp("products", DeviceStream.COMPUTE), run)
+
+    def alone_s(self, count: int) -> float:
+        began = time.perf_counter()
+        self.submit(count).wait()
+        return time.perf_counter() - began
+
+
+def beside_products(pair: TierPair, size: int, rounds: int) -> dict[str, dict[str, float]]:
+    """For each way: what part of its rate a copy keeps beside products that last longer than it, and what part of
+    theirs these keep; medians."""
+    products = Products(pair.device, size)
+    each_s = max(1e-9, min(products.alone_s(4) for _ in range(3)) / 4)
+    ways: dict[str, Callable[[], None]] = {
+        "pieces down": lambda: _ignore(pair.save(digested=False)),
+        "pieces up": lambda: _ignore(pair.load(digested=False)),
+        "layers up": pair.load_by_layers,
+    }
+    found: dict[str, dict[str, float]] = {}
+    for name, run in ways.items():
+        kept: list[tuple[float, float]] = []
+        for _ in range(rounds + 1):
+            began = time.perf_counter()
+            run()
+            copy_s = time.perf_counter() - began
+            count = 1 + int(1.5 * copy_s / each_s)
+            alone_s = products.alone_s(count)
+            began = time.perf_counter()
+            computing = products.submit(count)
+            run()
+            copied_s = time.perf_counter() - began
+            computing.wait()
+            kept.append((copy_s / copied_s, alone_s / (time.perf_counter() - began)))
+        copies, computed = zip(*kept[1:], strict=True)
+        found[name] = {"copy": statistics.median(copies), "products": statistics.median(computed)}
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--mib", type=int, default=512, help="copied at a time (default: %(default)s)")
@@ -163,6 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     shapes |= {"32 layers, 1 head of 128, pages of 64": kv_spec(32, 1, 128, 64)}
     nbytes, rounds = (2**20, 1) if args.rehearse else (args.mib * 2**20, args.rounds)
     figures: dict[str, dict[str, list[float]]] = {}
+    beside: dict[str, dict[str, dict[str, float]]] = {}
     wrong: list[str] = []
     for title, spec in shapes.items():
         pair = TierPair(device, spec, nbytes)
@@ -173,10 +226,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             base = statistics.median(figures[title]["one block up" if "up" in name else "one block down"])
             rate = statistics.median(rates)
             print(f"  {name:24} {rate:7.2f} GB/s, {rate / base:.2f} of one block")
+        beside[title] = beside_products(pair, 64 if args.rehearse else 8192, rounds)
+        for name, kept in beside[title].items():
+            print(f"  {name:24} beside products keeps {kept['copy']:.0%} of its rate, products {kept['products']:.0%}")
+        if args.json is not None:
+            out = {"gb_per_s": figures, "beside_products": beside, "wrong": wrong}
+            args.json.write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")
     for one in wrong:
         print(f"WRONG {one}")
-    if args.json is not None:
-        args.json.write_text(json.dumps({"gb_per_s": figures, "wrong": wrong}, indent=1) + "\n", encoding="utf-8")
     return 1 if wrong else 0
 
 

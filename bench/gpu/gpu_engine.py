@@ -6,7 +6,8 @@ Weights are random. Prefill: tokens a second of one prompt; decode: tokens a sec
 have their first token. Sides (ours with `engine.numerics: invariant` and `fast`, and transformers) take turns, and
 medians are shown, each over what the GPU's ceilings allow (`bench.gpu.gpu_limits`). Beside the speed it says for how
 many sequences the tokens are transformers', and checks one thing that must hold bit for bit: a sequence alone and the
-same in a batch get the same tokens. What one model came to is written before the next begins.
+same in a batch get the same tokens. What a scenario came to is written before the next begins; a side that has no
+memory for one, or that transformers doesn't know, is left out there and told.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,17 +29,35 @@ import torch
 import transformers
 
 from bench.common import random_model
-from bench.common.engines_compared import Generate, Twinpool
-from bench.engine.engine_speed import SpeedScenario, measure
-from bench.gpu.gpu_limits import Ceilings, measure_ceilings
+from bench.common.engines_compared import Answer, Generate, Side, Twinpool
+from bench.engine.engine_speed import Measured, SpeedScenario
+from bench.gpu.gpu_limits import Ceilings, ModelCost, measure_ceilings
 from cache.device.device_backends import CpuDevice, CudaDevice
 from cache.device.device_port import Device
-from contracts.checkpoint.model_spec import read_model_spec
+from contracts.checkpoint.model_spec import ModelSpec, read_model_spec
 from contracts.config.worker_config import EngineConfig
 
 _CHECKED_TOKENS = 16
-MODELS = ["qwen3-445m", "qwen3-8b-cut", "deepseek-v3.2-cut"]
-"""The small one first: what runs out of time or memory costs the others nothing."""
+MODELS = ["qwen3-8b-cut", "deepseek-v3.2-cut", "qwen3-445m"]
+"""The first ones matter most: what runs out of time costs the last."""
+
+
+class EngineRun:
+    """The figures so far, written as they come, and the time that is left."""
+
+    def __init__(self, args: argparse.Namespace, device: Device, ceilings: Ceilings) -> None:
+        self.args, self.device, self.ceilings = args, device, ceilings
+        self._ends_at: float = time.monotonic() + args.seconds
+        self.models: dict[str, Any] = {}
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() > self._ends_at
+
+    def write(self) -> None:
+        if self.args.json is not None:
+            out = {"ceilings": asdict(self.ceilings), "models": self.models}
+            self.args.json.write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")
 
 
 def alone_and_in_a_batch(side: Twinpool, vocab: int, batch: int, context: int) -> int:
@@ -48,39 +68,114 @@ def alone_and_in_a_batch(side: Twinpool, vocab: int, batch: int, context: int) -
     return sum(mine != got for mine, got in zip(alone, together, strict=True))
 
 
-def measured(
-    folder: Path,
-    name: str,
-    device: Device,
-    scenarios: Sequence[SpeedScenario],
-    args: argparse.Namespace,
-    ceilings: Ceilings,
-) -> dict[str, Any]:
+def cost_of(spec: ModelSpec, folder: Path, page_bytes: float) -> ModelCost:
+    """By the checkpoint's tensors. `page_bytes`: of a position."""
+    stored = sum(header.end - header.begin for header in spec.headers.values())
+    routed = sum(h.end - h.begin for name, h in spec.headers.items() if ".experts." in name)
+    values = spec.config.values
+    total, taken = (values.get(key) for key in ("n_routed_experts", "num_experts_per_tok"))
+    chosen = taken / total if isinstance(total, int) and isinstance(taken, int) and routed else 0.0
+    return ModelCost(stored - routed, torch.bfloat16.itemsize, int(page_bytes), routed, chosen)
+
+
+def run_scenario(
+    sides: Sequence[Side], scenario: SpeedScenario, vocab: int, repeats: int
+) -> tuple[dict[str, Measured], dict[str, str]]:
+    """Rounds of all sides in turns, the first uncounted; and why a side was left out."""
+    random, left_out = np.random.default_rng(1), dict[str, str]()
+    found = {side.name: Measured() for side in sides}
+    for number in range(repeats + 1):
+        shape = (scenario.batch, scenario.prompt_tokens)
+        prompts = random.integers(min(300, vocab // 2), vocab, shape).tolist()
+        turn, answers = number % len(sides), dict[str, Answer]()
+        for side in (*sides[turn:], *sides[:turn]):
+            if side.name in left_out:
+                continue
+            try:
+                answers[side.name] = side.run(prompts, scenario.output_tokens)
+            except torch.OutOfMemoryError as error:
+                left_out[side.name] = f"no memory: {error}"[:200]
+                found.pop(side.name)
+                gc.collect()
+                torch.cuda.empty_cache()
+        first = answers.get(sides[0].name)
+        for name, answer in answers.items() if number else ():
+            if name in found:
+                found[name].rates.append(scenario.rate(answer))
+                pairs = zip(answer.tokens, first.tokens, strict=True) if first is not None else ()
+                found[name].equal += [a == b for a, b in pairs]
+    return found, left_out
+
+
+def measure_model(run: EngineRun, folder: Path, name: str, scenarios: Sequence[SpeedScenario]) -> None:
     """One model on all sides: its figures, which are printed as well."""
+    args, device = run.args, run.device
     model = random_model.make(folder / name, name, device=device.torch_device.type)
-    vocab = read_model_spec(model).vocab_size
+    spec = read_model_spec(model)
+    vocab = spec.vocab_size
     tokens = max(s.batch * (s.prompt_tokens + max(s.output_tokens, _CHECKED_TOKENS) + 32) for s in scenarios)
     attention = "auto" if args.rehearse else "triton"
     configs = [EngineConfig(attention=attention, numerics=kind) for kind in ("invariant", "fast")]  # type: ignore[arg-type]
     ours = [Twinpool(model, config, tokens, max(args.batches), device=device) for config in configs]
-    theirs = Generate(model, configs[0], device.torch_device)
-    results = measure([*ours, theirs], scenarios, vocab, args.repeats)
-    differing = alone_and_in_a_batch(ours[0], vocab, min(8, max(args.batches)), args.context)
-    weights = sum(p.numel() * p.element_size() for p in theirs.model.parameters())
-    token_bytes = ours[0].pools.spec.page_bytes // ours[0].pools.spec.page_tokens
-    figures: dict[str, Any] = {}
+    for side in ours:
+        side.chunk_tokens = args.chunk_tokens
+    into = run.models.setdefault(name, {"tokens_per_s": {}, "left_out": {}})
+    sides: list[Side] = [*ours]
+    try:
+        sides.append(Generate(model, configs[0], device.torch_device))
+    except Exception as error:  # A model that this version of transformers doesn't know, or no memory for it.
+        into["left_out"]["transformers generate"] = f"{type(error).__name__}: {error}"[:200]
+        print(f"{name}: without transformers: {error}"[:200], flush=True)
+    into["differing_in_a_batch"] = alone_and_in_a_batch(ours[0], vocab, min(8, max(args.batches)), args.context)
+    print(f"{name}: {into['differing_in_a_batch']} sequences get other tokens alone than in a batch", flush=True)
+    run.write()
+    cost = cost_of(spec, model, ours[0].pools.spec.page_bytes / ours[0].pools.spec.page_tokens)
     for scenario in scenarios:
-        by_side = results[scenario.name]
-        limit = ceilings.predicted(scenario, weights, weights // theirs.model.dtype.itemsize, token_bytes)
-        base = by_side[theirs.name]
-        figures[scenario.name] = {side: asdict(m) | {"median": m.median} for side, m in by_side.items()}
-        figures[scenario.name]["predicted limit"] = limit
-        said = [f"{side} {m.median:.1f} ({m.median / base.median:.2f}, {m.median / limit:.0%} of the limit)"
-                for side, m in by_side.items() if side != theirs.name]  # fmt: skip
-        print(f"{name}, {scenario.name}: {'; '.join(said)}; {theirs.name} {base.median:.1f} tokens/s, its tokens in "
-              f"{statistics.fmean(base.equal):.0%} of sequences", flush=True)  # fmt: skip
-    print(f"{name}: {differing} sequences get other tokens alone than in a batch", flush=True)
-    return {"tokens_per_s": figures, "differing_in_a_batch": differing}
+        if run.over:
+            into["left_out"][scenario.name] = "no time was left"
+            print(f"{name}, {scenario.name}: not run, no time is left", flush=True)
+            continue
+        found, left_out = run_scenario(sides, scenario, vocab, args.repeats)
+        limit = run.ceilings.predicted(scenario, cost)
+        figures: dict[str, Any] = {side: asdict(m) | {"median": m.median} for side, m in found.items()}
+        into["tokens_per_s"][scenario.name] = figures | {"predicted limit": limit}
+        into["left_out"] |= {f"{scenario.name}, {side}": why for side, why in left_out.items()}
+        run.write()
+        _say(name, scenario, found, left_out, limit)
+
+
+def _say(
+    name: str, scenario: SpeedScenario, found: dict[str, Measured], left_out: dict[str, str], limit: float
+) -> None:
+    base = found.get("transformers generate")
+    said = []
+    for side, m in found.items():
+        over = f"{m.median / base.median:.2f}, " if base is not None and m is not base else ""
+        said.append(f"{side} {m.median:.1f} ({over}{m.median / limit:.0%} of the limit)")
+    same = f"; its tokens in {statistics.fmean(base.equal):.0%} of sequences" if base is not None and base.equal else ""
+    out = "".join(f"; {side}: {why[:60]}" for side, why in left_out.items())
+    print(f"{name}, {scenario.name}: {'; '.join(said)} tokens/s{same}{out}", flush=True)
+
+
+def measure_all(run: EngineRun, scenarios: Sequence[SpeedScenario]) -> None:
+    """All models, each in a folder of its own; one that fails costs the others nothing."""
+    for name in run.args.models:
+        if run.over:
+            run.models[name] = {"left_out": {"all": "no time was left"}}
+            print(f"{name}: not run, no time is left", flush=True)
+            continue
+        try:
+            with tempfile.TemporaryDirectory(prefix="twinpool-gpu-") as folder:
+                measure_model(run, Path(folder), name, scenarios)
+        except Exception as error:
+            run.models.setdefault(name, {})["failed"] = f"{type(error).__name__}: {error}"[:500]
+            print(f"{name}: FAILED: {type(error).__name__}: {error}", flush=True)
+        if run.device.torch_device.type == "cuda":
+            print(f"peak device memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB", flush=True)
+        gc.collect()
+        if run.device.torch_device.type == "cuda":
+            torch.cuda.empty_cache()
+        run.write()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,17 +183,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags.add_argument("--models", nargs="+", choices=random_model.NAMES, default=MODELS, help="default: %(default)s")
     flags.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256])
     flags.add_argument("--prefill-tokens", type=int, default=2048)
+    flags.add_argument("--chunk-tokens", type=int, default=2048, help="of our prefill")
     flags.add_argument("--context", type=int, default=512, help="prompt tokens before decode")
-    flags.add_argument("--output-tokens", type=int, default=65, help="of a decode run, the first uncounted")
-    flags.add_argument("--repeats", type=int, default=3)
-    flags.add_argument("--json", type=Path, help="write all figures to this file, after every model")
+    flags.add_argument("--output-tokens", type=int, default=33, help="of a decode run, the first uncounted")
+    flags.add_argument("--repeats", type=int, default=2)
+    flags.add_argument("--seconds", type=float, default=600.0, help="after which no scenario is begun")
+    flags.add_argument("--json", type=Path, help="write all figures to this file, after every scenario")
     flags.add_argument("--rehearse", action="store_true", help="on the CPU, in small")
     args = flags.parse_args(argv)
     if args.rehearse:
         args.models, args.batches, args.prefill_tokens, args.context, args.output_tokens = ["4m"], [1, 2], 24, 12, 3
         args.repeats = 1
-    if min(*args.batches, args.prefill_tokens, args.context, args.repeats) < 1 or args.output_tokens < 2:
-        flags.error("batches, tokens and repeats must be 1 or more, --output-tokens 2 or more")
+    least = min(*args.batches, args.prefill_tokens, args.chunk_tokens, args.context, args.repeats)
+    if least < 1 or args.output_tokens < 2 or args.seconds <= 0:
+        flags.error("batches, tokens, seconds and repeats must be 1 or more, --output-tokens 2 or more")
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     device: Device = CpuDevice() if args.rehearse else CudaDevice()
@@ -106,18 +204,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"ceilings: {ceilings.bytes_per_s / 1e9:.0f} GB/s, {ceilings.flops_per_s / 1e12:.1f} TFLOP/s", flush=True)
     scenarios = [SpeedScenario(1, args.prefill_tokens, 1)]
     scenarios += [SpeedScenario(batch, args.context, args.output_tokens) for batch in args.batches]
-    found: dict[str, Any] = {}
-    for name in args.models:
-        with tempfile.TemporaryDirectory(prefix="twinpool-gpu-") as folder:
-            found[name] = measured(Path(folder), name, device, scenarios, args, ceilings)
-        if device.torch_device.type == "cuda":
-            print(f"peak device memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB", flush=True)
-            gc.collect()
-            torch.cuda.empty_cache()
-        if args.json is not None:
-            out = {"ceilings": asdict(ceilings), "models": found}
-            args.json.write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")
-    return 1 if any(model["differing_in_a_batch"] for model in found.values()) else 0
+    run = EngineRun(args, device, ceilings)
+    measure_all(run, scenarios)
+    bad = [name for name, model in run.models.items() if "failed" in model or model.get("differing_in_a_batch")]
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":

@@ -5,23 +5,30 @@
 The scenes are those of the tests, with workers whose pools and steps are on the GPU: prefill, hand-over (within a
 process and through bounce buffers), pools too small for the state so that it goes over all tiers, retraction and
 resuming, migration, and damage to each buffer that has to be found. Each prints what it came to; one that fails is
-told and the next one runs. A scene that the time doesn't suffice for is told as not run.
+told and the next one runs. A scene that the time doesn't suffice for, or that needs pyzmq where that isn't installed,
+is told as not run. Families are divided among processes on the same GPU, since most of the time goes into compiling
+kernels, on one core each.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import transformers
 
+import bench.gpu
 from cache.device.async_cpu_device import AsyncCpuDevice
 from cache.device.device_backends import CudaDevice
 from tests.default_device import MAKERS
@@ -32,6 +39,8 @@ from tests.retract_scenes import expect_same_answers
 
 LENGTHS = (1, 2, 16, 17, 65, 130, 200)
 _TRACE_LINES = 12
+_BETWEEN_SOCKETS = ("answers through bounce buffers",)
+"""Scenes whose workers need pyzmq, though both are in this process."""
 
 
 def _retract(family: Family) -> None:
@@ -73,23 +82,28 @@ def run_scene(family: Family, scene: str) -> SceneResult:
 
 def main(argv: Sequence[str] | None = None) -> int:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES), help="default: all")
+    flags.add_argument("--families", nargs="+", choices=list(FAMILIES), help="default: all, in a rehearsal one")
     flags.add_argument("--scenes", nargs="+", choices=list(SCENES), default=list(SCENES), help="default: all")
     flags.add_argument("--seconds", type=float, default=240.0, help="after which no scene is begun")
+    flags.add_argument("--processes", type=int, default=6, help="side by side (default: %(default)s)")
     flags.add_argument("--json", type=Path, help="write what came of each scene to this file, after every one")
-    flags.add_argument("--rehearse", action="store_true", help="on the CPU, one family")
+    flags.add_argument("--rehearse", action="store_true", help="on the CPU")
     args = flags.parse_args(argv)
+    if args.processes < 1 or args.seconds <= 0:
+        flags.error("--processes and --seconds must be more than 0")
+    args.families = args.families or list(FAMILIES)[: 1 if args.rehearse else None]
+    if args.processes > 1 and len(args.families) > 1:
+        return _divided(args)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     MAKERS.append(AsyncCpuDevice if args.rehearse else CudaDevice)
-    names = args.families[:1] if args.rehearse else args.families
     ends_at, results = time.monotonic() + args.seconds, list[SceneResult]()
     with tempfile.TemporaryDirectory(prefix="twinpool-gpu-") as folder:
-        families = [make_family(name, Path(folder)) for name in names]
+        families = [make_family(name, Path(folder)) for name in args.families]
         # Scene by scene, so that time that runs out costs the last scenes and no family.
         for scene in args.scenes:
             for family in families:
-                over = time.monotonic() > ends_at
+                over = time.monotonic() > ends_at or (bench.gpu.STANDS_IN and scene in _BETWEEN_SOCKETS)
                 result = SceneResult(family.name, scene, "not run", 0.0) if over else run_scene(family, scene)
                 results.append(result)
                 print(f"{result.family:14} {result.scene:32} {result.ended}, {result.seconds:.1f} s", flush=True)
@@ -98,10 +112,47 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if args.json is not None:
                     written = json.dumps({"scenes": [asdict(each) for each in results]}, indent=1)
                     args.json.write_text(written + "\n", encoding="utf-8")
-    wrong = [f"{r.family}: {r.scene}" for r in results if r.ended == "failed"]
-    left = sum(r.ended == "not run" for r in results)
-    print(f"{len(results) - len(wrong) - left} scenes passed, {len(wrong)} failed, {left} not run")
-    return 1 if wrong else 0
+    return _summary([result.ended for result in results])
+
+
+def _summary(ended: Sequence[str]) -> int:
+    """Says how many scenes came to what; returns the exit code."""
+    failed, left = ended.count("failed"), ended.count("not run")
+    print(f"{len(ended) - failed - left} scenes passed, {failed} failed, {left} not run", flush=True)
+    return 1 if failed else 0
+
+
+def _divided(args: argparse.Namespace) -> int:
+    """The families in turn to processes of this program, and what they came to together."""
+    groups = [group for n in range(args.processes) if (group := args.families[n :: args.processes])]
+    env = {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // len(groups)))}
+    scenes: list[dict[str, Any]] = []
+    codes = []
+    with tempfile.TemporaryDirectory(prefix="twinpool-gpu-") as folder, ExitStack() as stack:
+        parts = [Path(folder) / f"{number}.json" for number in range(len(groups))]
+        children = []
+        for group, part in zip(groups, parts, strict=True):
+            chosen = ["--families", *group, "--scenes", *args.scenes, "--seconds", str(args.seconds)]
+            chosen += ["--rehearse"] if args.rehearse else []
+            command = [sys.executable, "-m", "bench.gpu.gpu_families", *chosen, "--processes", "1", "--json", str(part)]
+            children.append(subprocess.Popen(command, env=env))
+            stack.callback(_ended, children[-1])
+        for child in children:
+            codes.append(child.wait())
+            scenes = [s for part in parts if part.exists() for s in json.loads(part.read_text())["scenes"]]
+            if args.json is not None:
+                args.json.write_text(json.dumps({"scenes": scenes}, indent=1) + "\n", encoding="utf-8")
+    expected = len(args.families) * len(args.scenes)
+    if len(scenes) < expected:
+        print(f"{expected - len(scenes)} scenes came to nothing: exit codes {codes}")
+    return _summary([scene["ended"] for scene in scenes]) or int(len(scenes) < expected)
+
+
+def _ended(child: subprocess.Popen[bytes]) -> None:
+    """End a process that is still there."""
+    if child.poll() is None:
+        child.kill()
+    child.wait()
 
 
 if __name__ == "__main__":

@@ -21,9 +21,12 @@ from pathlib import Path
 
 import torch
 
+import bench.gpu
 from bench.serving.handover_speed import Measured, Way
 from bench.serving.transfer_ways import DISTINCT, Memory, Shape
 from cache.device.device_copies import zeroed
+
+NOT_RUN = 77
 
 
 def plain_copy(shape: Shape, chunks: int, device: torch.device, into: Measured) -> None:
@@ -63,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = flags.parse_args(argv)
     if args.rounds < 1:
         flags.error("--rounds must be 1 or more")
+    if bench.gpu.STANDS_IN:
+        print("pyzmq isn't installed: two processes can't tell each other of pages")
+        return NOT_RUN
     shape, chunks, device = Shape(36, 8, 128, 16, 1024), 16 * DISTINCT, "cuda:0"
     planes = ["staged", "cuda_ipc"]
     if args.rehearse:

@@ -3,8 +3,10 @@
 Checks first, in float32, float16 and bfloat16: against softmax attention in float64, a decoded row against the same
 row of an extend, a row alone against a row in a crowd, and the store kernel. The last two must be bitwise. Then it
 times decode and extend beside `scaled_dot_product_attention` over keys that lie contiguously, which is what paging
-gives up. The kernels by row (norm, rope and store; the draw of tokens), of experts, and of latent and sparse attention
-are checked and timed beside their torch twins. Needs torch 2.11, triton 3.6 and an NVIDIA GPU. With
+gives up, and in bfloat16 beside FlexAttention, where torch has it. Products are beside the vendor's library; the other
+kernels by row (norms, activations; norm, rope and store; the draw of tokens), of experts, and of latent and sparse
+attention are checked and timed beside their torch twins. Needs torch 2.11, triton 3.6 and an NVIDIA GPU. What there is
+so far is written after each group; nothing is timed once its time is over. With
 ``TRITON_INTERPRET=1`` the checks run on a CPU in small shapes and nothing is timed: that shows that this script works,
 and says nothing about a GPU.
 """
@@ -12,10 +14,11 @@ and says nothing about a GPU.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -25,6 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from bench.common.listed_plans import listed_plan
 from bench.kernels import latent_bench as kernels_latent
 from bench.kernels import rows_bench as kernels_rows
+from bench.kernels.flex_bench import flex_call
 from engine.attention.attention_backend import ScoreOptions
 from engine.attention.attention_plan import AttentionPlan
 from engine.attention.triton_backend.triton_attention import TritonAttention
@@ -59,6 +63,9 @@ class Timing:
     queries: int
     triton_us: float
     torch_us: float
+    flex_us: float | None
+    """None: not asked for, or `flex_note` says why not."""
+    flex_note: str
     rate: float
     """GB/s of keys and values read for decode, TFLOP/s for extend."""
 
@@ -140,9 +147,10 @@ def check(
 
 
 def measure(
-    attention: TritonAttention, heads: Heads, dtype: torch.dtype, batch: int, context: int, queries: int
+    attention: TritonAttention, heads: Heads, dtype: torch.dtype, batch: int, context: int, queries: int, flex: bool
 ) -> Timing:
-    """Median times of one call over `context` positions of which the last `queries` are new."""
+    """Median times of one call over `context` positions of which the last `queries` are new. `flex`: FlexAttention's as
+    well, which takes seconds to compile."""
     paged = Paged(batch, context, heads, dtype, torch.device("cuda"))
     start = context - queries
     plan, q_thd = paged.plan(range(batch), start, queries), paged.packed(range(batch), start, queries)
@@ -163,74 +171,106 @@ def measure(
     else:
         pairs = queries * (start + (queries + 1) / 2)
         rate = batch * heads.heads * pairs * heads.dim * 4 / triton_us / 1e6
-    what = "decode" if queries == 1 else "extend"
-    return Timing(what, str(dtype).removeprefix("torch."), batch, context, queries, triton_us, torch_us, rate)
+    what, name = "decode" if queries == 1 else "extend", str(dtype).removeprefix("torch.")
+    call = flex_call(q_bhqd, k_bhnd, v_bhnd, start, paged.scale) if flex else ""
+    flex_us = None if isinstance(call, str) else median_us(call)
+    note = call if isinstance(call, str) else ""
+    return Timing(what, name, batch, context, queries, triton_us, torch_us, flex_us, note, rate)
 
 
 def median_us(call: Callable[[], Tensor]) -> float:
     return float(triton.testing.do_bench(call, warmup=50, rep=200, return_mode="median")) * 1e3
 
 
-def rows(device: torch.device, interpreted: bool) -> tuple[list[kernels_rows.RowCheck], list[kernels_rows.RowTiming]]:
-    """Check and time the kernels by row, of experts, and of latent and sparse attention."""
-    latent = TritonAttention().latent
-    found = []
-    for dtype in (torch.float32, torch.float16) if interpreted else (torch.float32, torch.float16, torch.bfloat16):
-        both = (
-            kernels_rows.checks(dtype, device, interpreted),
-            kernels_latent.checks(latent, dtype, device, interpreted),
-        )
-        for row in chain.from_iterable(both):
-            found.append(row)
-            print(f"{'ok   ' if row.ok else 'WRONG'} {row.dtype:9} {row.claim} (worst {row.worst:.1e})")
-    timings = []
-    for timing in () if interpreted else chain(kernels_rows.timings(device), kernels_latent.timings(latent, device)):
-        timings.append(timing)
-        print(
-            f"{timing.what}: triton {timing.triton_us:9.1f} us, torch {timing.torch_us:9.1f} us, "
-            f"ratio {timing.torch_us / timing.triton_us:.2f}, {timing.rate:.0f} {timing.unit}"
-        )
-    return found, timings
+class KernelsRun:
+    """The results so far, written after each group of them, and the time that is left for timings."""
+
+    def __init__(self, file: Path | None, seconds: float, interpreted: bool) -> None:
+        where = "interpreter" if interpreted else torch.cuda.get_device_name()
+        self._setting = {"torch": torch.__version__, "triton": triton.__version__, "device": where}
+        self._file, self._ends_at = file, time.monotonic() + seconds
+        self.groups: dict[str, list[Any]] = {}
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() > self._ends_at
+
+    def add(self, group: str, found: Iterable[Any], say: Callable[[Any], str]) -> None:
+        """Take in results one by one, as long as there is time for timings; says each."""
+        into = self.groups.setdefault(group, [])
+        for one in found:
+            into.append(one)
+            print(say(one), flush=True)
+            if self.over and group.endswith("timings"):
+                print(f"{group}: no time is left for more", flush=True)
+                break
+        if self._file is not None:
+            groups = {name: [asdict(one) for one in some] for name, some in self.groups.items()}
+            self._file.write_text(json.dumps({"setting": self._setting, **groups}, indent=1) + "\n")
 
 
-def main(json_file: Path | None, interpreted: bool) -> int:
+def _verdict(one: Any) -> str:
+    shape = f" {one.heads.heads}/{one.heads.kv_heads}x{one.heads.dim}" if isinstance(one, Verdict) else ""
+    return f"{'ok   ' if one.ok else 'WRONG'} {one.dtype:9}{shape} {one.claim} (worst {one.worst:.1e})"
+
+
+def _timing(one: Timing) -> str:
+    flex = (
+        f"flex {one.flex_us:9.1f} us, " if one.flex_us is not None else f"flex {one.flex_note}, " * bool(one.flex_note)
+    )
+    return (
+        f"{one.what} {one.dtype:9} batch {one.batch:4} context {one.context:6} queries {one.queries:5}: "
+        f"triton {one.triton_us:9.1f} us, torch {one.torch_us:9.1f} us, {flex}"
+        f"ratio {one.torch_us / one.triton_us:.2f}, {one.rate:.0f} {'GB/s' if one.queries == 1 else 'TFLOP/s'}"
+    )
+
+
+def _row_timing(one: kernels_rows.RowTiming) -> str:
+    flex = f"flex {one.flex}, " if one.flex else ""
+    return (
+        f"{one.what}: triton {one.triton_us:9.1f} us, torch {one.torch_us:9.1f} us, {flex}"
+        f"ratio {one.torch_us / one.triton_us:.2f}, {one.rate:.0f} {one.unit}"
+    )
+
+
+_TIMED = (
+    (1, 1024, 1), (1, 16384, 1), (8, 4096, 1), (32, 4096, 1), (128, 2048, 1),
+    (1, 512, 512), (1, 4096, 4096), (1, 8192, 512), (4, 2048, 512),
+)  # fmt: skip
+"""Batch, context, and queries of it."""
+_FLEX = ((1, 16384, 1), (32, 4096, 1), (1, 4096, 4096), (1, 8192, 512))
+
+
+def _timings(attention: TritonAttention) -> Iterator[Timing]:
+    """The dtypes of models first; FlexAttention last, as it takes seconds to compile for each shape."""
+    heads = Heads(32, 8, 128)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for batch, context, queries in _TIMED:
+            yield measure(attention, heads, dtype, batch, context, queries, flex=False)
+            torch.cuda.empty_cache()
+    for batch, context, queries in _FLEX:
+        yield measure(attention, heads, torch.bfloat16, batch, context, queries, flex=True)
+        torch.cuda.empty_cache()
+
+
+def main(json_file: Path | None, interpreted: bool, seconds: float = 600.0) -> int:
     """All checks, and on a GPU all timings. Returns 1 where a check failed."""
     device = torch.device("cpu" if interpreted else "cuda")
     attention = TritonAttention()
+    run = KernelsRun(json_file, seconds, interpreted)
     shapes = [Heads(4, 2, 48)] if interpreted else [Heads(4, 2, 48), Heads(16, 8, 128), Heads(32, 8, 128)]
-    lengths = [40] if interpreted else [100, 3001, 9001]
-    verdicts = []
-    for dtype in (torch.float32, torch.float16) if interpreted else (torch.float32, torch.float16, torch.bfloat16):
+    dtypes = (torch.float32, torch.float16) if interpreted else (torch.float32, torch.float16, torch.bfloat16)
+    for dtype in dtypes:
         for heads in shapes:
-            for length in lengths:
-                verdicts += check(attention, heads, dtype, length, device)
-                for one in verdicts[-7:]:
-                    print(
-                        f"{'ok   ' if one.ok else 'WRONG'} {one.dtype:9} {heads.heads}/{heads.kv_heads}x{heads.dim} "
-                        f"length {length}: {one.claim} (worst {one.worst:.1e})"
-                    )
-    timings = []
-    for dtype in () if interpreted else (torch.bfloat16, torch.float16, torch.float32):
-        for batch, context, queries in (
-            (1, 1024, 1), (1, 16384, 1), (8, 4096, 1), (32, 4096, 1), (128, 2048, 1),
-            (1, 512, 512), (1, 4096, 4096), (1, 8192, 512), (4, 2048, 512),
-        ):  # fmt: skip
-            one_timing = measure(attention, Heads(32, 8, 128), dtype, batch, context, queries)
-            timings.append(one_timing)
-            print(
-                f"{one_timing.what} {one_timing.dtype:9} batch {batch:4} context {context:6} queries {queries:5}: "
-                f"triton {one_timing.triton_us:9.1f} us, torch {one_timing.torch_us:9.1f} us, "
-                f"ratio {one_timing.torch_us / one_timing.triton_us:.2f}, "
-                f"{one_timing.rate:.0f} {'GB/s' if queries == 1 else 'TFLOP/s'}"
-            )
-    row_checks, row_timings = rows(device, interpreted)
-    if json_file is not None:
-        where = "interpreter" if interpreted else torch.cuda.get_device_name()
-        setting = {"torch": torch.__version__, "triton": triton.__version__, "device": where}
-        results = {"checks": [asdict(v) for v in verdicts], "timings": [asdict(t) for t in timings]}
-        results |= {"row_checks": [asdict(c) for c in row_checks], "row_timings": [asdict(t) for t in row_timings]}
-        json_file.write_text(json.dumps({"setting": setting, **results}, indent=1) + "\n")
-    outcomes = [*(verdict.ok for verdict in verdicts), *(row.ok for row in row_checks)]
+            for length in [40] if interpreted else [100, 3001, 9001]:
+                run.add("checks", check(attention, heads, dtype, length, device), _verdict)
+        run.add("row_checks", kernels_rows.checks(dtype, device, interpreted), _verdict)
+        run.add("row_checks", kernels_latent.checks(attention.latent, dtype, device, interpreted), _verdict)
+    if not interpreted:
+        run.add("row_timings", kernels_rows.timings(device), _row_timing)
+        run.add("row_timings", kernels_latent.timings(attention.latent, device), _row_timing)
+        run.add("timings", _timings(attention), _timing)
+    outcomes = [one.ok for group in ("checks", "row_checks") for one in run.groups[group]]
     wrong = outcomes.count(False)
     print(f"{len(outcomes) - wrong} checks passed, {wrong} failed")
     return 1 if wrong else 0

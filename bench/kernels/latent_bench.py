@@ -1,8 +1,8 @@
 """Latent and sparse attention and the indexer at GLM-5's shapes, for `attention_bench`.
 
 64 heads over latents of 512 + 64, 32 index heads of 128, 2,048 positions selected. torch's side is attention with the
-latents as keys and values of one head (`scaled_dot_product_attention`), and for the indexer its own operations, both
-over contexts that lie contiguously.
+latents as keys and values of one head (`scaled_dot_product_attention`; FlexAttention where it takes the shape), and for
+the indexer its own operations, all over contexts that lie contiguously.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.common.listed_plans import listed_plan
+from bench.kernels.flex_bench import flex_call
 from bench.kernels.rows_bench import RowCheck, RowTiming, median_us
 from engine.attention.attention_plan import AttentionPlan
 from engine.attention.latent_backend import IndexKeys, LatentBackend, SparseSelection
@@ -24,6 +25,8 @@ from engine.tensors.row_exact_linear import FAST
 
 PAGE_TOKENS = 64
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 8e-3, torch.bfloat16: 6e-2}
+_FLEX_CONTEXT = 32768
+"""Contexts of one sequence for which FlexAttention is asked: it takes seconds to compile."""
 
 
 @dataclass(frozen=True)
@@ -132,26 +135,31 @@ def _timed(backend: LatentBackend, context: Context) -> Iterator[RowTiming]:
     rows, plan, name = range(batch), context.plan(range(batch)), f"batch {batch}, context {length}, queries {queries}"
     dim, value_dim = shape.latent + shape.turning, shape.latent
     q_thd = context.packed(context.q, rows)
-    by_row = context.latents[torch.tensor(context.tables, device=context.device)].flatten(1, 2)[:, None, :length]
-    q_bhqd, value = context.q.transpose(1, 2), by_row[..., :value_dim]
-    mask = (
-        torch.arange(length, device=context.device)
-        <= torch.arange(length - queries, length, device=context.device)[:, None]
-    )
+    keys = context.latents[torch.tensor(context.tables, device=context.device)].flatten(1, 2)[:, None, :length]
+    value = keys[..., :value_dim]
+    # One head of keys for all heads: they are rows of queries of one head, or torch would copy keys for each of them.
+    # As many queries at once as a mask has room for; times are those of all of them.
+    some = min(queries, 16)
+    q_bhqd = context.q[:, -some:].transpose(1, 2)
+    q_one = q_bhqd.reshape(batch, 1, shape.heads * some, dim)
+    positions = torch.arange(length, device=context.device)
+    mask = (positions <= positions[-some:, None]).repeat(shape.heads, 1) if some > 1 else None
 
     def torchs() -> Tensor:
-        return scaled_dot_product_attention(q_bhqd, by_row, value, mask if queries > 1 else None, enable_gqa=True)
+        return scaled_dot_product_attention(q_one, keys, value, mask, scale=context.scale)
 
     ours = median_us(lambda: backend.attend(q_thd, context.latents, plan, context.scale, value_dim))
     read, work = batch * length * dim * 2, 2 * batch * queries * length * shape.heads * (dim + value_dim)
-    yield _timing(f"latent attention, {name}", ours, median_us(torchs), queries, read, work)
+    torch_us = median_us(torchs) * -(-queries // some)
+    flex = _flex(context, keys, value) if batch == 1 and length <= _FLEX_CONTEXT else ""
+    yield _timing(f"latent attention, {name}", ours, torch_us, queries, read, work, flex)
 
     index_q, weights = context.packed(context.index_q, rows), context.packed(context.weights, rows)
     selecting = median_us(lambda: _selected(backend, context, plan, index_q, weights).slots_sk)
-    keys = context.keys.pages[torch.tensor(context.tables, device=context.device)].flatten(1, 2)[:, :length]
+    index_keys = context.keys.pages[torch.tensor(context.tables, device=context.device)].flatten(1, 2)[:, :length]
 
     def torchs_indexer() -> Tensor:
-        by_head = torch.einsum("bqhd,bnd->bqhn", context.index_q[:, :64], keys).relu_()
+        by_head = torch.einsum("bqhd,bnd->bqhn", context.index_q[:, :64], index_keys).relu_()
         scores = torch.einsum("bqh,bqhn->bqn", context.weights[:, :64].to(by_head.dtype), by_head)
         return scores.topk(shape.top_k).indices
 
@@ -169,6 +177,12 @@ def _timed(backend: LatentBackend, context: Context) -> Iterator[RowTiming]:
     yield _timing(f"sparse attention (beside dense), {name}", sparse, ours, queries, read, work)
 
 
+def _flex(context: Context, keys: Tensor, value: Tensor) -> str:
+    """What FlexAttention takes for this, or why it doesn't."""
+    call = flex_call(context.q.transpose(1, 2), keys, value, context.length - context.queries, context.scale)
+    return call if isinstance(call, str) else f"{median_us(call):.1f} us"
+
+
 def _selected(
     backend: LatentBackend, context: Context, plan: AttentionPlan, index_q: Tensor, weights: Tensor
 ) -> SparseSelection:
@@ -177,8 +191,8 @@ def _selected(
     return found
 
 
-def _timing(what: str, ours: float, torchs: float, queries: int, read: int, work: int) -> RowTiming:
+def _timing(what: str, ours: float, torchs: float, queries: int, read: int, work: int, flex: str = "") -> RowTiming:
     """Bytes that must be read for decode, operations for extends; a step of queries reads shared keys once."""
     if queries == 1:
-        return RowTiming(what, ours, torchs, read / ours / 1e3, "GB/s")
-    return RowTiming(what, ours, torchs, work / ours / 1e6, "TFLOP/s")
+        return RowTiming(what, ours, torchs, read / ours / 1e3, "GB/s", flex)
+    return RowTiming(what, ours, torchs, work / ours / 1e6, "TFLOP/s", flex)

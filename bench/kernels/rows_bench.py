@@ -1,4 +1,4 @@
-"""Kernels by row and of experts, for `attention_bench`: right, invariant, and how fast beside torch?"""
+"""Kernels by row, of products and of experts, for `attention_bench`: right, invariant, and how fast beside torch?"""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from contracts.checkpoint.rope_spec import RopeSpec
 from contracts.sampling_params import SamplingParams
+from engine.gpu.gpu_kernels import GpuKernels
 from engine.layers.mixers import triton_store_heads
 from engine.layers.moe.expert_router import ExpertRoutes
 from engine.layers.moe.experts import TorchExperts, gated_silu
@@ -41,6 +42,8 @@ class RowTiming:
     torch_us: float
     rate: float
     unit: str
+    flex: str = ""
+    """What FlexAttention takes, or why it doesn't."""
 
 
 class Mixture:
@@ -109,6 +112,7 @@ def checks(dtype: torch.dtype, device: torch.device, small: bool) -> Iterator[Ro
         yield check(f"experts of {tokens} tokens are torch's", got, want, TOLERANCE[dtype])
         alone = mixture.kernels(x[:1], ExpertRoutes(routes.experts_mk[:1], routes.weights_mk[:1]))
         yield check(f"experts of a row are bitwise the same alone as among {tokens}", alone, got[:1])
+    yield from _layer_checks(dtype, device, small, check)
     heads = Heads(20, 4, 2, 48, dtype, device)
     want_q = heads.by_torch()
     want_pages = [pages.clone() for pages in heads.pages]
@@ -122,8 +126,56 @@ def checks(dtype: torch.dtype, device: torch.device, small: bool) -> Iterator[Ro
     yield check("drawn tokens are torch's", drawn, sampling._sample(logits, [PARAMS] * rows, uniforms))
 
 
+def _layer_checks(
+    dtype: torch.dtype, device: torch.device, small: bool, check: Callable[..., RowCheck]
+) -> Iterator[RowCheck]:
+    """Products, norms and activations against float64, and rows alone against rows among others."""
+    kernels, source = GpuKernels(), torch.Generator(device).manual_seed(9)
+    rows, inner, width = (5, 80, 40) if small else (200, 3000, 1000)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=source, device=device).to(dtype)
+
+    weight, x, added = draw(width, inner) * inner**-0.5, draw(rows, inner), draw(rows, inner)
+    product, norm = kernels.packed(weight, None), torch.rand(inner, generator=source, device=device).to(dtype)
+    out = product(x)
+    yield check("products are float64's", out, x.double() @ weight.double().T, TOLERANCE[dtype])
+    for count in (1, 3) if small else (1, 3, 64, 65, 129):
+        yield check(f"products of {count} rows are bitwise those of {rows}", product(x[:count]), out[:count])
+    total, normed = kernels.add_rms_norm(x, added, norm, 1e-6)
+    mean = total.double().square().mean(-1, keepdim=True) + 1e-6
+    yield check("norms are float64's", normed, total.double() * mean.rsqrt() * norm.double(), 2 * TOLERANCE[dtype])
+    alone = kernels.add_rms_norm(x[:1], added[:1], norm, 1e-6)[1]
+    yield check("a norm is bitwise the same alone", alone, normed[:1])
+    gate, up = x.double().chunk(2, dim=-1)
+    want = torch.nn.functional.silu(gate) * up
+    yield check("gated activations are float64's", kernels.silu_product(x), want, 4 * TOLERANCE[dtype])
+
+
+def _layer_timings(device: torch.device) -> Iterator[RowTiming]:
+    """Products beside the vendor's, at the shapes of Qwen3-8B, and a norm beside torch's."""
+    kernels, dtype = GpuKernels(), torch.bfloat16
+    for width, inner in ((24576, 4096), (4096, 12288)):
+        weight = torch.randn(width, inner, device=device).mul_(inner**-0.5).to(dtype)
+        ours = kernels.packed(weight, None)
+        for rows in (1, 16, 64, 256, 2048):
+            x = torch.randn(rows, inner, device=device).to(dtype)
+            triton_us = median_us(lambda: ours(x))  # noqa: B023
+            torch_us = median_us(lambda: torch.nn.functional.linear(x, weight))  # noqa: B023
+            if rows <= 64:
+                rate, unit = weight.nbytes / triton_us / 1e3, "GB/s"
+            else:
+                rate, unit = 2 * rows * width * inner / triton_us / 1e6, "TFLOP/s"
+            yield RowTiming(f"product {inner} x {width}, {rows} rows", triton_us, torch_us, rate, unit)
+    x, norm = torch.randn(2048, 4096, device=device).to(dtype), torch.rand(4096, device=device).to(dtype)
+    ours_us = median_us(lambda: kernels.rms_norm(x, norm, 1e-6))
+    torch_us = median_us(lambda: torch.nn.functional.rms_norm(x, (4096,), norm, 1e-6))
+    yield RowTiming("norm, 2048 rows of 4096", ours_us, torch_us, 2 * x.nbytes / ours_us / 1e3, "GB/s")
+
+
 def timings(device: torch.device) -> Iterator[RowTiming]:
-    """At the shapes of a model of 30 B parameters with 128 experts, 8 of them a token, in bfloat16."""
+    """At the shapes of Qwen3-8B, and of a model of 30 B parameters with 128 experts, 8 of them a token, in bfloat16."""
+    yield from _layer_timings(device)
     mixture = Mixture(128, 2048, 768, torch.bfloat16, device)
     for tokens in (1, 8, 64, 4096):
         x, routes = mixture.step(tokens, 8)

@@ -1,8 +1,8 @@
 """The cards (GPUs) of a machine, which of them each rank is dealt, and how much of its memory a rank's pools may take.
 
 Ranks that are dealt the same card have equal parts of what is free on it, whatever their roles. Of its part a rank's
-weights and its process's own memory go off first; `cache.device_share` of the rest is for its pools, and what is over
-for what steps compute in.
+weights, its process's own memory and that of its steps (`cluster.assembly.step_memory`) go off first;
+`cache.device_share` of the rest is for its pools, and what is over for whatever was counted too low.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from cluster.assembly.memory_plan import MemoryPlan
 
 PROCESS_BYTES = 1 << 30
-"""Bytes of a card that a process takes besides weights and pools: its CUDA context, kernels and their scratch. Not
-measured yet (docs/gpu.md)."""
+"""Bytes of a card that a process takes besides weights, pools and what steps take: its CUDA context, kernels, pages
+that it keeps for reuse. Not measured yet (docs/gpu.md)."""
 READ_TIMEOUT_S = 60.0
 
 
@@ -56,6 +56,8 @@ class CardParts:
     """`cache.device_share`."""
     weights: int
     """Bytes of a worker's weights."""
+    steps: Mapping[Role, int]
+    """Bytes that steps of a worker keep and compute in, on each rank."""
 
     def budget(self, role: Role) -> int:
         """Bytes that the pools of a worker may take, all its ranks together; 0 where not even its weights fit."""
@@ -70,12 +72,13 @@ class CardParts:
             if need > self.free:
                 return (
                     f"each rank of a {role} worker needs about {_mib(need)} of a GPU ({_mib(self.weights // size)} of "
-                    f"weights, pools of {_mib(plan.nbytes // size)}), and has {_mib(self.free)} there"
+                    f"weights, pools of {_mib(plan.nbytes // size)}, {_mib(self.steps[role])} for steps), and has "
+                    f"{_mib(self.free)} there"
                 )
         return ""
 
     def _besides(self, role: Role) -> int:
-        return self.weights // self.ranks[role] + PROCESS_BYTES
+        return self.weights // self.ranks[role] + PROCESS_BYTES + self.steps[role]
 
 
 Dealt = Mapping[WorkerName, tuple[int, ...]]

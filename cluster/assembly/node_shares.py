@@ -26,6 +26,7 @@ from contracts.ids import Role
 
 if TYPE_CHECKING:
     from cluster.assembly.memory_plan import MemoryPlan
+    from cluster.assembly.step_memory import StepMemory
 
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -96,6 +97,8 @@ class NodeShare:
     """Bytes of the host tier of a worker of each role."""
     device_bytes: Mapping[Role, int] = field(default_factory=dict)
     """Bytes of its cards that the pools of a worker of each role may take; empty where they lie in host memory."""
+    steps: Mapping[Role, StepMemory] = field(default_factory=dict)
+    """What steps of a worker of each role take besides, on each rank."""
     dealt: Dealt = field(default_factory=dict)
     """The cards of the ranks of each worker; empty where there are none, or Ray deals them out."""
 

@@ -11,6 +11,8 @@ from cache.memory.kv_cache_spec import PoolSetSpec
 from cluster.assembly.device_cards import CardParts, Dealt, deal, least_part
 from cluster.assembly.memory_plan import MemoryPlan, plan_memory, unit_bytes
 from cluster.assembly.node_shares import MemoryShort, NodeFacts, NodeShare
+from cluster.assembly.step_memory import StepMemory, step_memory
+from contracts.checkpoint.model_spec import ModelSpec
 from contracts.config.cache_config import CacheOverride
 from contracts.config.cluster_config import Config, section_of
 from contracts.config.plane_choice import on_gpus
@@ -40,6 +42,8 @@ class MemoryDemand:
     """Number of workers of each role that the cluster has."""
     free: int
     """Bytes of the node's memory that are free."""
+    steps: Mapping[Role, StepMemory]
+    """What steps of a worker of each role take besides weights and pools, on each rank."""
     cards: CardParts | None = None
     """What the workers get of the node's cards, where their weights and pools lie; None: in its memory."""
 
@@ -70,15 +74,17 @@ class MemoryDemand:
         return plans
 
     def need(self, plans: dict[Role, MemoryPlan]) -> int:
-        """Bytes of the node's memory that all workers take together: pools and weights unless they lie on cards,
-        processes, and host tiers of a configured size."""
+        """Bytes of the node's memory that all workers take together: pools, weights and what steps take unless they lie
+        on cards, processes, and host tiers of a configured size."""
         each = {role: self._processes(role) for role in self.workers}
         if self.cards is None:
             each = {role: plans[role].nbytes + self.weights + own for role, own in each.items()}
         return sum(count * each[role] for role, count in self.workers.items()) + self._hosts
 
     def _processes(self, role: Role) -> int:
-        return self.config.tp_for(role) * (WORKER_BYTES if self.cards is None else CUDA_WORKER_BYTES)
+        """Bytes of the node's memory that the processes of a worker take, and its steps unless they are on cards."""
+        each = WORKER_BYTES + self.steps[role].nbytes if self.cards is None else CUDA_WORKER_BYTES
+        return self.config.tp_for(role) * each
 
     def fits(self, plans: dict[Role, MemoryPlan]) -> bool:
         """Whether these plans fit into the node's memory, and onto its cards."""
@@ -133,7 +139,7 @@ class MemoryDemand:
         workers = sum(self.workers.values())
         if self.cards is not None and (plans is None or self.cards.short(plans)):
             part = f"each rank has {_mib(self.cards.free)} of a GPU"
-            none = f"{part}, too little for its part of {_mib(self.weights)} of weights, and a page"
+            none = f"{part}, too little for its part of {_mib(self.weights)} of weights, what steps take, and a page"
             short = none if plans is None else self.cards.short(plans)
             return f"{short}: {self._advice()}; or engine.device=cpu"
         if plans is None:
@@ -190,7 +196,7 @@ def named(workers: Mapping[Role, int]) -> list[tuple[WorkerName, Role]]:
 
 
 def card_parts(
-    facts: NodeFacts, config: Config, weights: int, workers: Mapping[Role, int]
+    facts: NodeFacts, config: Config, weights: int, workers: Mapping[Role, int], steps: Mapping[Role, StepMemory]
 ) -> tuple[Dealt, CardParts | None]:
     """The cards that a node's workers are dealt, and what they get of them; nothing where it has none that count.
 
@@ -201,18 +207,19 @@ def card_parts(
         return {}, None
     ranks = {role: config.tp_for(role) for role in workers}
     shares = {role: config.cache_for(role).device_share for role in workers}
+    taken = {role: steps[role].nbytes for role in workers}
     if facts.node_id:
-        return {}, CardParts(min(card.free for card in facts.cards), ranks, shares, weights)
+        return {}, CardParts(min(card.free for card in facts.cards), ranks, shares, weights, taken)
     dealt = deal([(name, ranks[role]) for name, role in named(workers)], facts.cards)
-    return dealt, CardParts(least_part(dealt, facts.cards), ranks, shares, weights)
+    return dealt, CardParts(least_part(dealt, facts.cards), ranks, shares, weights, taken)
 
 
 def divide(
-    facts: NodeFacts, config: Config, pool_set: PoolSetSpec, context: int, weights: int, wanted: Mapping[Role, int]
+    facts: NodeFacts, config: Config, pool_set: PoolSetSpec, spec: ModelSpec, weights: int, wanted: Mapping[Role, int]
 ) -> NodeShare:
     """Divide a node's cores and memory among the workers of each role that it has places for, of those `wanted`.
 
-    `weights`: bytes of one worker's weights; `context`: the model's context length in positions.
+    `weights`: bytes of one worker's weights.
 
     Raises `MemoryShort` with the numbers that would fit, and `ConfigError` for a pool smaller than a page.
     """
@@ -226,15 +233,16 @@ def divide(
         refused = refused_state(pool_set, card.capability) if config.engine.attention != "torch" else ""
         if refused:
             raise MemoryShort(f"cuda:{card.index} ({card.name}): {refused}")
-    dealt, cards = card_parts(facts, config, weights, workers)
-    demand = MemoryDemand(config, pool_set, context, weights, workers, facts.free, cards)
+    steps = {role: step_memory(spec, pool_set, config, role, bool(facts.cards)) for role in workers}
+    dealt, cards = card_parts(facts, config, weights, workers, steps)
+    demand = MemoryDemand(config, pool_set, spec.context, weights, workers, facts.free, steps, cards)
     plans = demand.plans()
     if plans is None or not demand.fits(plans):
         raise MemoryShort(demand.refusal(plans))
     budget, host_bytes = demand.host_tiers(plans)
     threads = config.engine.threads or max(1, facts.cores // max(1, processes))
     on_cards = {role: cards.budget(role) for role in workers} if cards is not None else {}
-    return NodeShare(facts, workers, threads, weights, plans, budget, host_bytes, on_cards, dealt)
+    return NodeShare(facts, workers, threads, weights, plans, budget, host_bytes, on_cards, steps, dealt)
 
 
 def _mib(size: int) -> str:

@@ -94,7 +94,7 @@ class ServePlan:
         """Divide a node among the workers that it has places for. Raises `MemoryShort` and `ConfigError`."""
         from cluster.serve.memory_fit import divide
 
-        return divide(facts, self.config, self.pool_set, self.spec.context, self.weights, self.wanted)
+        return divide(facts, self.config, self.pool_set, self.spec, self.weights, self.wanted)
 
     def cards_of(self, name: WorkerName, role: Role) -> tuple[int, ...]:
         """The cards of a worker's ranks, by rank; none where they run on the CPU, or Ray deals. A worker whose role was

@@ -183,7 +183,7 @@ def why_torch(prepared: ServePlan, record: WorkerRecord) -> str:
 
 
 def pool_table(prepared: ServePlan, share: NodeShare) -> object:
-    """A rich table: one row a pool of each role that has workers on the node."""
+    """A rich table: one row a pool of each role that has workers on the node, and one for what steps take on a rank."""
     from rich import box
     from rich.table import Table
 
@@ -204,6 +204,9 @@ def pool_table(prepared: ServePlan, share: NodeShare) -> object:
             if tiers:
                 cells.append(f"{host[pool.pool] - 1:,}" if host else "-")
             table.add_row(*cells, pool.purpose)
+        steps = share.steps[role]
+        cells = [role, "steps", f"{steps.rows:,} rows", mib(steps.nbytes), *(["-"] if tiers else [])]
+        table.add_row(*cells, "tables, draws, activations")
     return table
 
 

@@ -57,14 +57,16 @@ def test_ranks_that_share_a_card_have_equal_parts_and_all_have_the_least() -> No
     assert least_part({a: (0,), b: (1,)}, cards(40 * GIB, 10 * GIB)) == 10 * GIB
 
 
-def test_pools_take_their_share_of_what_is_free_on_a_card_after_weights_and_process() -> None:
+def test_pools_take_their_share_of_what_is_free_on_a_card_after_weights_process_and_steps() -> None:
     for share in (0.9, 0.5):
         found = planned(3 * GIB, 3 * GIB, assignments=[f"cache.device_share={share}"])
-        want = int(share * (3 * GIB - PROCESS_BYTES - found.weights))
-        assert found.here.device_bytes == dict.fromkeys((Role.PREFILL, Role.DECODE), want)
-        assert all(plan.nbytes <= want for plan in found.here.plans.values())
+        for role, plan in found.here.plans.items():
+            want = int(share * (3 * GIB - PROCESS_BYTES - found.weights - found.here.steps[role].nbytes))
+            assert found.here.device_bytes[role] == want
+            assert plan.nbytes <= want
     # A card that is too small for a context for each request is filled.
-    small = planned(PROCESS_BYTES + (40 << 20), PROCESS_BYTES + (40 << 20))
+    free = PROCESS_BYTES + max(steps.nbytes for steps in found.here.steps.values()) + (40 << 20)
+    small = planned(free, free)
     budget = small.here.device_bytes[Role.DECODE]
     page = small.here.plans[Role.DECODE].nbytes / small.here.plans[Role.DECODE].counts["full"]
     assert budget - 2 * page < small.here.plans[Role.DECODE].nbytes <= budget
@@ -122,7 +124,9 @@ def test_under_a_ray_that_is_joined_each_rank_asks_for_a_gpu_of_its_own() -> Non
     joined = replace(joined, config=on_device(joined.config, True))
     node = NodeFacts("n", 8, 64 * GIB, {Role.PREFILL: 1, Role.DECODE: 1}, "n-id", cards(9 * GIB, 8 * GIB))
     share = joined.divide(node)
-    assert share.device_bytes[Role.DECODE] == int(0.9 * (8 * GIB - PROCESS_BYTES - joined.weights))
+    assert share.device_bytes[Role.DECODE] == int(
+        0.9 * (8 * GIB - PROCESS_BYTES - joined.weights - share.steps[Role.DECODE].nbytes)
+    )
     assert joined.cards_of(WorkerName("decode-0"), Role.DECODE) == ()
     plan = worker_plan(joined, WorkerName("decode-0"), ())
     assert plan.rank_config.engine.device == "cuda"

@@ -27,7 +27,12 @@ def test_each_pool_of_each_role_has_a_row_with_its_pages_bytes_and_what_for(host
         plans[role] = plan
     out = io.StringIO()
     Console(file=out, width=80).print(pool_table(replace(demo, pool_set=spec), replace(demo.here, plans=plans)))
-    rows = [line.split() for line in out.getvalue().splitlines() if line.split()[:1] in (["prefill"], ["decode"])]
+    lines = [line.split() for line in out.getvalue().splitlines() if line.split()[:1] in (["prefill"], ["decode"])]
+    rows = [line for line in lines if line[1] != "steps"]
+    assert [line[:6] for line in lines if line[1] == "steps"] == [
+        [role, "steps", f"{steps.rows:,}", "rows", f"{steps.nbytes / (1 << 20):,.1f}", "MiB"]
+        for role, steps in demo.here.steps.items()
+    ]
     assert [(row[0], row[1]) for row in rows] == [(role, pool) for role in PAIR for pool in spec.by_name]
     for row in rows:
         count = plans[Role(row[0])].counts[row[1]]

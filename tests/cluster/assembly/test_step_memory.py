@@ -1,0 +1,109 @@
+"""What steps keep and compute in, as planned, beside the bytes that a worker really allocates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.common.engines_compared import Twinpool
+from cache.device.device_backends import CpuDevice
+from cache.memory.kv_cache_spec import PoolKind
+from cluster.assembly.memory_plan import state_options
+from cluster.assembly.step_memory import StepMemory, kept_bytes, step_memory, step_rows, step_tokens, widest_product
+from contracts.checkpoint.model_spec import ModelSpec
+from contracts.config.cluster_config import Config
+from contracts.config.load_config import config_from_dict
+from contracts.ids import Role
+from contracts.sampling_params import SamplingParams
+from engine.models.registry import read_model
+from engine.runner.batch import TokenDraw
+from engine.runner.model_runner import ModelRunner
+from engine.runner.sampling.sampler import draw_tokens
+from tests.engine.native import kernels_or_skip
+from tests.families import FAMILIES
+from tests.live_bytes import LiveBytes
+from tests.pair import pair
+
+PENALTIES = SamplingParams(max_tokens=40, temperature=1.0, repetition_penalty=1.2, seed=1)
+SPARSE = ("deepseek_v32", "glm5")
+"""They score all positions for each query; the scratch of a GPU's kernels for that has a bound."""
+
+
+def of(folder: Path, role: Role, config: Config, on_cards: bool = False) -> tuple[ModelSpec, StepMemory]:
+    model = read_model(folder)
+    pool_set = model.pool_set(state_options(model.spec, config, role))
+    return model.spec, step_memory(model.spec, pool_set, config, role, on_cards)
+
+
+def kept(engine: ModelRunner) -> tuple[int, int]:
+    """Bytes of the block tables and of the token histories that an engine has on its device."""
+    tables = sum(t.nbytes for pool in engine._tables.values() for t in pool._rows.tensors)
+    return tables, sum(t.nbytes for t in engine._histories._rows.tensors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+def test_rows_of_a_full_batch_beside_a_whole_context_are_those_of_the_plan(tmp_path: Path, family: str) -> None:
+    folder = FAMILIES[family](tmp_path, max_position_embeddings=512)
+    sections: dict[str, Any] = {"cache": {"page_tokens": 4}, "decode": {"max_batch_tokens": 20}}
+    with pair(folder, tokens=4096, **sections) as both:
+        longest = both.submit([n % 200 + 5 for n in range(460)], PENALTIES)
+        others = [both.submit([n + 5] * 9, PENALTIES) for n in range(19)]
+        both.run(longest, *others)
+        engine = both.decode._steps._engine
+        assert isinstance(engine, ModelRunner)
+        tables, histories = kept(engine)
+    spec, planned = of(folder, Role.DECODE, config_from_dict(sections))
+    paged = sum(pool.kind is not PoolKind.STATE for pool in engine.spec.pools)
+    assert tables == paged * kept_bytes(20, 512 // 4, 2) <= planned.block_tables
+    assert histories == kept_bytes(20, 512, 1) <= planned.histories
+    assert spec.context == 512
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.0, "logprobs": 20},
+        {"top_p": 0.999999, "top_k": 500, "min_p": 1e-9, "logprobs": 20},
+        {"top_p": 0.999999, "repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1},
+    ],
+)
+def test_drawing_for_a_full_batch_takes_no_more_than_planned(tmp_path: Path, params: dict[str, float]) -> None:
+    folder = FAMILIES["qwen2"](tmp_path, vocab_size=8192, max_position_embeddings=4096)
+    spec, planned = of(folder, Role.DECODE, config_from_dict({}))
+    rows = step_rows(config_from_dict({}), Role.DECODE)
+    sampling = SamplingParams(**{"max_tokens": 4, "temperature": 1.0, **params})  # type: ignore[arg-type]
+    tokens = [n % spec.vocab_size for n in range(spec.context)]
+    draws = [TokenDraw(sampling, tokens, 10, len(tokens))] * rows
+    with torch.inference_mode(), LiveBytes() as live:
+        # Flat: as many candidates as there can be.
+        draw_tokens(torch.randn(rows, spec.vocab_size, dtype=torch.float32) / 100, draws)
+    assert live.peak <= planned.logits + planned.histories
+    if not sampling.temperature:  # As on a GPU: a kernel draws there, and log-probabilities take the most.
+        assert live.peak <= of(folder, Role.DECODE, config_from_dict({}), on_cards=True)[1].logits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in SPARSE])
+def test_activations_of_a_chunk_are_no_more_than_planned_and_not_much_less(tmp_path: Path, family: str) -> None:
+    kernels_or_skip()
+    folder = FAMILIES[family](tmp_path)
+    tokens = 256
+    config = config_from_dict({"prefill": {"chunk_tokens": tokens}, "engine": {"numerics": "fast"}})
+    side = Twinpool(folder, config.engine, 4 * tokens, 1, device=CpuDevice())
+    prompts = [[5] * tokens]
+    side.run(prompts, 1)
+    with LiveBytes() as live:
+        side.run(prompts, 1)
+    spec, planned = of(folder, Role.PREFILL, config)
+    assert planned.activations / 8 < live.peak <= planned.activations + planned.logits
+    assert widest_product(spec) >= spec.config.size("intermediate_size", 1) or "moe" in family
+
+
+def test_a_colocated_step_has_rows_and_tokens_of_both_roles() -> None:
+    config = config_from_dict({"prefill": {"chunk_tokens": 300, "max_running": 7}, "decode": {"max_batch_tokens": 50}})
+    assert [step_rows(config, role) for role in (Role.PREFILL, Role.DECODE, Role.COLOCATED)] == [7, 50, 57]
+    assert [step_tokens(config, role) for role in (Role.PREFILL, Role.DECODE, Role.COLOCATED)] == [300, 50, 350]
