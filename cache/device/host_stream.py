@@ -36,9 +36,35 @@ class HostStream:
         future.add_done_callback(lambda _: self._wake())
         return _StreamOp(future)
 
+    def close(self, wait: bool = True) -> None:
+        """End the thread after what was submitted, and `wait` for that. Idempotent."""
+        self._pool.shutdown(wait)
+
+
+class HostLanes:
+    """Host streams by lane, each made when it is first used."""
+
+    def __init__(self, name: str, wake: Callable[[], None]) -> None:
+        """`name`: of the threads. `wake`: as for `HostStream`."""
+        self._name, self._wake = name, wake
+        self._streams: dict[str, HostStream] = {}
+
+    def submit(self, lane: str, run: Callable[[], object], after: Sequence[Completion]) -> Completion:
+        """Queue an operation on a lane, as `HostStream.submit` does."""
+        if lane not in self._streams:
+            self._streams[lane] = HostStream(self._name, self._wake)
+        return self._streams[lane].submit(run, after)
+
+    def end(self, lane: str) -> None:
+        """Forget a lane: its thread ends after what was submitted."""
+        stream = self._streams.pop(lane, None)
+        if stream is not None:
+            stream.close(wait=False)
+
     def close(self) -> None:
-        """Wait for what was submitted, and end the thread. Idempotent."""
-        self._pool.shutdown()
+        """Wait for what was submitted to any lane, and end their threads. Idempotent."""
+        for stream in self._streams.values():
+            stream.close()
 
 
 class _StreamOp:

@@ -24,6 +24,9 @@ from contracts.messages.rank_orders import (
     FindPages,
     FollowerNotice,
     FormGroup,
+    LayerCount,
+    LayerSpan,
+    MarkStep,
     OpenLink,
     Order,
     PagePlaces,
@@ -48,6 +51,7 @@ TAGS: dict[int, type[Any]] = {
     4: CheckPages,
     5: BindArenas,
     8: RunStep,
+    9: MarkStep,
     16: DescribeMemory,
     17: OpenLink,
     18: CloseLink,
@@ -70,6 +74,8 @@ _INNER: dict[tuple[type[Any], str], type[Any]] = {
     (RunStep, "entries"): TableEntries,
     (PostWrite, "sources"): PagePlaces,
     (PostWrite, "targets"): PagePlaces,
+    (PostWrite, "layers"): LayerSpan,
+    (MarkStep, "groups"): LayerCount,
     (PermitRoom, "places"): PagePlaces,
     (FetchPages, "pages"): StoredPage,
     (PutPages, "pages"): StoredPage,
@@ -98,6 +104,8 @@ def decode(data: bytes | memoryview) -> Order:
 
 
 def _made(inner: type[Any], value: tuple[Any, ...]) -> Any:
+    if inner is LayerCount:
+        return tuple(LayerCount(*count) for count in value)
     if inner is RowOrder:
         start, tokens, tables = value
         return RowOrder(start, tokens, tuple(TablePlace(*table) for table in tables))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from cache.device.async_cpu_device import AsyncCpuDevice
+from cache.device.async_cpu_device import BESIDE, AsyncCpuDevice
 from cache.device.device_backends import CpuDevice, make_device
 from cache.device.device_port import DONE, DeviceOp, DeviceStream
 from cache.device.layer_marks import LayerMarks, layer_groups
@@ -16,7 +16,6 @@ from cache.device.layer_marks import LayerMarks, layer_groups
 WAIT_S = 30.0
 STEP = DeviceOp("forward", DeviceStream.COMPUTE)
 SEND = DeviceOp("send", DeviceStream.SEND)
-BESIDE = [DeviceStream.LOAD, DeviceStream.SAVE, DeviceStream.SEND]
 
 
 @pytest.fixture
@@ -198,7 +197,7 @@ def test_its_threads_leave_the_number_of_torchs_threads_alone(device: AsyncCpuDe
 
 
 def test_a_cpu_has_streams_where_they_are_asked_for_and_else_does_one_thing_after_the_other() -> None:
-    made = [make_device("cpu", streams=streams) for streams in (True, False)]
+    made = [make_device("cpu", streams=streams) for streams in (BESIDE, ())]
     assert [type(device) for device in made] == [AsyncCpuDevice, CpuDevice]
     assert made[1].marks([{"full": 1}]) is None
     for device in made:

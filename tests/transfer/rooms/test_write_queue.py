@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from cache.device.device_backends import CpuDevice
-from cache.device.device_port import Completion
+from cache.device.device_port import DONE, Completion
 from cache.pool.pool_set import PoolSet
 from contracts.clock import ManualClock
 from contracts.errors import ErrorKind
@@ -44,6 +45,7 @@ class Link:
 
     frame_bytes: int | None = None
     layered = True
+    ranked = False
     up = True
 
     def __init__(self) -> None:
@@ -52,6 +54,9 @@ class Link:
         self.said: list[tuple[m.Notice, int]] = []
 
     def admit(self, target: RoomTarget) -> None: ...
+
+    def order_parts(self, write: PageWrite | SlotWrite, after: Sequence[Completion]) -> Completion:
+        return DONE
 
     def post(self, write: PageWrite | SlotWrite) -> Held:
         self.posted.append(Held())
@@ -73,9 +78,11 @@ class Link:
 class Bench:
     """A queue, and what it works with."""
 
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, device: Any = None, most_bytes: int = 1 << 30) -> None:
         self.link, self.pools = Link(), PoolSet(SPEC, SPEC.even(9))
-        self.queue = WriteQueue(WorkerName("decode-0"), self.link, self.pools, device or CpuDevice(), ManualClock())
+        self.queue = WriteQueue(
+            WorkerName("decode-0"), self.link, self.pools, device or CpuDevice(), ManualClock(), most_bytes
+        )
 
     def write(self, room: RoomId, number: int = 1, after: tuple[Completion, ...] = ()) -> m.Notice:
         """Posts pages of two pools."""

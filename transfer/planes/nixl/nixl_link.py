@@ -6,13 +6,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from cache.device.device_port import Completion
+from cache.device.device_port import DONE, Completion
 from cache.memory.head_slices import HeadSlice, chosen, of_layers
 from cache.memory.memory_layout import BufferLayout, PoolSetLayout
 from cache.pool.pool_set import PoolSet
@@ -55,6 +55,7 @@ class NixlLink:
 
     frame_bytes: int | None = None
     layered = True
+    ranked = False
 
     def __init__(
         self,
@@ -102,6 +103,9 @@ class NixlLink:
                 raise WireError(f"room {target.room} was granted places of {pool} beyond the reader's {count}")
         if self._reader.slots and not 0 <= target.slot < self._reader.slot_count:
             raise WireError(f"room {target.room} was granted slot {target.slot} of {self._reader.slot_count}")
+
+    def order_parts(self, write: PageWrite | SlotWrite, after: Sequence[Completion]) -> Completion:
+        return DONE
 
     def post(self, write: PageWrite | SlotWrite) -> Completion:
         if isinstance(write, PageWrite):
