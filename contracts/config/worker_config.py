@@ -17,8 +17,8 @@ class EngineConfig:
     threads: int = 0
     """Threads a worker computes with; 0: cores divided by workers."""
     copy_threads: bool = False
-    """Whether a worker on a CPU, of one rank, copies and sends on threads of their own while it computes: for machines
-    with cores that don't compute, or with slow links. On a GPU it always does."""
+    """Whether a worker on a CPU copies and sends on threads of their own while it computes, and one of several ranks
+    sends so: for machines with cores that don't compute, or with slow links. On a GPU it always does."""
     numerics: Literal["invariant", "fast"] = "invariant"
     """invariant: a row's result depends on its own sequence alone, never on the batch or on chunk ends; fast: results
     may differ by rounding."""

@@ -115,7 +115,7 @@ def begin(scene: Layered) -> None:
 
 @pytest.mark.parametrize("follower", [AsyncCpuDevice, CpuDevice])
 @pytest.mark.parametrize("ranks", [(2, 1), (2, 2), (2, 4)])
-@pytest.mark.parametrize("plane", ["local", "shm", "zmq", "nixl", "staged"])
+@pytest.mark.parametrize("plane", ["local", "shm", "zmq", pytest.param("nixl", marks=pytest.mark.slow), "staged"])
 def test_a7_each_ranks_layers_leave_after_its_own_marks(
     plane: str, ranks: tuple[int, int], follower: type[AsyncCpuDevice] | type[CpuDevice]
 ) -> None:
