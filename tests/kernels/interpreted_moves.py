@@ -88,6 +88,19 @@ def claim_words_of_every_size_and_rows_longer_than_a_piece_arrive() -> None:
             assert not target[:, [0, 2]].any()
 
 
+def claim_heads_of_each_token_are_copied_as_torch_copies_them() -> None:
+    """Stacks [layers, tokens, pages, words], of some heads of wider pages on both sides."""
+    whole, part = torch.randint(1 << 40, (3, 6, 5, 4, 7)), torch.zeros(3, 4, 5, 2, 7, dtype=torch.int64)
+    some = whole[:, :, :, 1:3].transpose(1, 2).flatten(3)
+    results = []
+    for copy in (copy_rows, copy_indexed):
+        region = part.clone()
+        copy(some, [4, 1, 5], region.transpose(1, 2).flatten(3), [3, 1, 2])
+        results.append(region)
+    assert torch.equal(*results)
+    assert torch.equal(results[0][:, [3, 1, 2]], whole[:, [4, 1, 5], :, 1:3])
+
+
 def claim_no_pages_are_no_launch() -> None:
     stack = torch.zeros(2, 3, 5, dtype=torch.int64)
     copy_rows(stack, [], stack, [])
