@@ -21,7 +21,7 @@ from contracts.ids import RoomId
 from transfer.net.disconnects import DisconnectWatch
 from transfer.net.fault_injection import WriteFaults
 from transfer.planes.data_plane import SLOT_BYTES, PageWrite, RoomTarget, SentCounts, SlotWrite
-from transfer.planes.nixl.nixl_agent import NixlAgent, byte_runs
+from transfer.planes.nixl.nixl_agent import HOST_MEMORY, MemoryKind, NixlAgent, byte_runs, kind_of, own_device
 from transfer.planes.page_runs import IntArray, page_runs
 from transfer.planes.posted_write import PostedWrite
 
@@ -37,6 +37,8 @@ class ReaderMemory:
     metadata: bytes
     pages: int
     """Address of its pool region."""
+    kind: MemoryKind
+    """Where its pool region lies; metadata slots are the host's memory."""
     layout: PoolSetLayout
     slots: int
     """Address of its metadata slots; 0 where it has none."""
@@ -149,6 +151,7 @@ class NixlLink:
     # ------------------------------------------------------------ on its thread
 
     def _run(self) -> None:
+        own_device(self._source.region)
         while True:
             with self._work:
                 self._work.wait_for(lambda: self._waiting or self._closed)
@@ -184,7 +187,7 @@ class NixlLink:
         if isinstance(write, SlotWrite):
             size = len(write.data)
             self._scratch[:size] = torch.frombuffer(bytearray(write.data), dtype=torch.uint8)
-            self._from_scratch(self._reader.slots + write.target.slot * SLOT_BYTES, size)
+            self._from_scratch(self._reader.slots + write.target.slot * SLOT_BYTES, size, HOST_MEMORY)
             return size
         total = 0
         for part in write.move.parts:
@@ -208,8 +211,10 @@ class NixlLink:
         return buffers if self._slice is None else chosen(buffers, self._slice.get(pool, ()))
 
     def _move(self, here: IntArray, there: IntArray, sizes: IntArray) -> None:
-        base = self._source.region.data_ptr()
-        self._transfer(byte_runs(base, here, sizes), byte_runs(self._reader.pages, there, sizes))
+        region, reader = self._source.region, self._reader
+        mine = kind_of(region)
+        sources = byte_runs(region.data_ptr(), here, sizes, mine)
+        self._transfer(sources, mine, byte_runs(reader.pages, there, sizes, reader.kind), reader.kind)
 
     def _damage(self, here: int, there: int) -> None:
         """Flip a bit of the first byte that was written, where a fault on purpose is due."""
@@ -218,17 +223,18 @@ class NixlLink:
             self._scratch[0] = right
             self._faults.after_seal(self._scratch, 0)
             if int(self._scratch[0]) != right:
-                self._from_scratch(self._reader.pages + there, 1)
+                self._from_scratch(self._reader.pages + there, 1, self._reader.kind)
 
-    def _from_scratch(self, address: int, size: int) -> None:
+    def _from_scratch(self, address: int, size: int, there: MemoryKind) -> None:
         zero, length = np.zeros(1, dtype=np.int64), np.full(1, size, dtype=np.int64)
-        self._transfer(byte_runs(self._scratch.data_ptr(), zero, length), byte_runs(address, zero, length))
+        source = byte_runs(self._scratch.data_ptr(), zero, length, HOST_MEMORY)
+        self._transfer(source, HOST_MEMORY, byte_runs(address, zero, length, there), there)
 
-    def _transfer(self, sources: IntArray, targets: IntArray) -> None:
+    def _transfer(self, sources: IntArray, here: MemoryKind, targets: IntArray, there: MemoryKind) -> None:
         """Carry out one transfer. Raises `RuntimeError` where it fails, or makes no end within the time-out."""
         if self._agent is None:
             self._agent = self._opened()
-        handle, until = self._agent.post(sources, targets), time.monotonic() + self._timeout_s
+        handle, until = self._agent.post(sources, here, targets, there), time.monotonic() + self._timeout_s
         try:
             while not self._agent.over(handle):
                 if self._severed or time.monotonic() >= until:
