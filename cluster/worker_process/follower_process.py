@@ -39,6 +39,7 @@ from contracts.messages.rank_orders import (
     PutPages,
     RevokeRoom,
     RunStep,
+    SeverLink,
     SeverPeer,
     ZeroPages,
 )
@@ -98,7 +99,7 @@ class FollowerLoop:
                 return None
             case ZeroPages() | CopyPages() | DigestPages() | CheckPages():
                 return self._parts.steps.apply(partial(self._parts.state.carry_out, order))
-            case DescribeMemory() | SeverPeer() | OpenLink() | CloseLink() | PermitRoom() | RevokeRoom():
+            case DescribeMemory() | SeverPeer() | OpenLink() | CloseLink() | SeverLink() | PermitRoom() | RevokeRoom():
                 return self._parts.links.carry_out(order)
             case BindArenas():
                 return rebind(self._parts.arena, order)

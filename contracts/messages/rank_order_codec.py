@@ -37,6 +37,7 @@ from contracts.messages.rank_orders import (
     RevokeRoom,
     RowOrder,
     RunStep,
+    SeverLink,
     SeverPeer,
     StoredPage,
     TableEntries,
@@ -65,6 +66,7 @@ TAGS: dict[int, type[Any]] = {
     33: AwaitReady,
     34: EndRank,
     35: SeverPeer,
+    36: SeverLink,
 }
 _TAG_OF = {cls: tag for tag, cls in TAGS.items()}
 _NAMES = {cls: tuple(f.name for f in fields(cls)) for cls in TAGS.values()}

@@ -184,6 +184,13 @@ class CloseLink:
 
 
 @dataclass(frozen=True, slots=True)
+class SeverLink:
+    """End the writes that are under way on write link `link`, as far as they can be: they are answered soon after."""
+
+    link: int
+
+
+@dataclass(frozen=True, slots=True)
 class PostWrite:
     """Write this rank's pages and slots in `sources` to the reader's in `targets` of the same page numbers; answer when
     the write is done.
@@ -317,6 +324,7 @@ Order = (
     | SeverPeer
     | OpenLink
     | CloseLink
+    | SeverLink
     | PostWrite
     | PermitRoom
     | RevokeRoom

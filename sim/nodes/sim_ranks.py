@@ -40,6 +40,7 @@ from contracts.messages.rank_orders import (
     PostWrite,
     PutPages,
     RevokeRoom,
+    SeverLink,
     SeverPeer,
     ZeroPages,
 )
@@ -117,7 +118,7 @@ class SimRank:
                 self.steps.expect(order)
             case ZeroPages() | CopyPages() | DigestPages() | CheckPages():
                 answer = self.state.carry_out(order)
-            case DescribeMemory() | SeverPeer() | OpenLink() | CloseLink() | PermitRoom() | RevokeRoom():
+            case DescribeMemory() | SeverPeer() | OpenLink() | CloseLink() | SeverLink() | PermitRoom() | RevokeRoom():
                 answer = self.links.carry_out(order)
             case BindArenas():
                 answer = rebind(self.arena, order)

@@ -26,13 +26,14 @@ from contracts.messages.rank_orders import (
     PermitRoom,
     PostWrite,
     RevokeRoom,
+    SeverLink,
     SeverPeer,
 )
 from transfer.planes.data_plane import PageNumbers, PageWrite, RankDataPlane, RoomTarget, WriteLink
 from transfer.planes.launched_write import LaunchedWrite, lanes_of, launch_write
 
 log = logging.getLogger("twinpool.transfer")
-LinkOrder = DescribeMemory | SeverPeer | OpenLink | CloseLink | PermitRoom | RevokeRoom
+LinkOrder = DescribeMemory | SeverPeer | OpenLink | CloseLink | SeverLink | PermitRoom | RevokeRoom
 
 
 @dataclass(eq=False)
@@ -43,6 +44,8 @@ class _FollowerWrite:
     order: PostWrite
     launched: LaunchedWrite | None = None
     """None while it is not known what it comes after, or where the device would wait for that."""
+    given_up: bool = False
+    """Whether it will not be launched any more."""
 
 
 class FollowerLinks:
@@ -69,17 +72,28 @@ class FollowerLinks:
                     return str(error)
                 return ""
             case CloseLink():
+                self._give_up(order.link)
                 link = self._links.pop(order.link, None)
                 if link is not None:
                     link.close()
                     for lane in lanes_of(str(order.link)):
                         self._steps.device.end_lane(lane)
+            case SeverLink():
+                link = self._links.get(order.link)
+                if link is not None:
+                    link.sever()
+                self._give_up(order.link)
             case PermitRoom():
                 self._plane.permit(RoomTarget(RoomId(order.room), _runs(order.places), 0, order.ticket))
                 return True
             case RevokeRoom():
                 self._plane.revoke(RoomId(order.room))
         return None
+
+    def _give_up(self, link: int) -> None:
+        """Launch no write of a link any more that is not launched yet."""
+        for write in self._writes:
+            write.given_up = write.given_up or (write.order.link == link and write.launched is None)
 
     def post(self, sequence: int, order: PostWrite) -> None:
         """Take in the order of a write; `answers` has its answer, under `sequence`, when the write is over."""
@@ -93,6 +107,9 @@ class FollowerLinks:
         out: list[tuple[int, bool]] = []
         left: list[_FollowerWrite] = []
         for write in self._writes:
+            if write.given_up:
+                out.append((write.sequence, False))
+                continue
             if not self._launch(write) or write.launched is None or not write.launched.done:
                 left.append(write)
                 continue
@@ -106,7 +123,7 @@ class FollowerLinks:
     def settle(self) -> list[tuple[int, bool]]:
         """Wait for the writes that are under way; returns their answers."""
         for write in self._writes:
-            if self._launch(write) and write.launched is not None and not write.launched.done:
+            if not write.given_up and self._launch(write) and write.launched is not None and not write.launched.done:
                 failure_of(write.launched)
         return self.answers()
 

@@ -32,6 +32,7 @@ from contracts.messages.rank_orders import (
     PermitRoom,
     PostWrite,
     RevokeRoom,
+    SeverLink,
     SeverPeer,
 )
 from transfer.planes.data_plane import PageNumbers, PageWrite, RankDataPlane, RoomTarget, SlotWrite, WriteLink
@@ -171,7 +172,7 @@ class _TPLink:
         return self._mine.up
 
     def sever(self) -> None:
-        """End the writes of the leader's own part; those of followers end when their connections do."""
+        self._plane.followers.send(SeverLink(self._number))
         self._mine.sever()
 
     def close(self) -> None:

@@ -204,3 +204,16 @@ def test_a_followers_step_that_fails_fails_the_room() -> None:
         assert isinstance(outcome, HandoverFailed)
         assert "a follower rank's part of the write failed" in outcome.message
         scene.both.quiet()
+
+
+def test_a_severed_link_ends_the_writes_of_followers_too() -> None:
+    """What a follower has still to post comes to nothing at once; nobody waits for its step, or for the reader."""
+    with layered("shm", (2, 1), CpuDevice) as scene:
+        scene.send()
+        scene.marks[0].end(None)
+        peer = scene.both.sender._peers[b"decode-0:1"]
+        peer.link.sever()
+        peer.writes.settle()
+        assert "a follower rank's part of the write failed" in peer.writes.failed(scene.prompt.room)
+        assert not len(peer.writes)
+        assert not scene.heads(0) & SECOND
