@@ -15,6 +15,8 @@ import torch
 
 from cache.device.device_port import Completion
 
+_BEGINNING = threading.Lock()
+
 
 class HostStream:
     """Runs operations in order, on one thread that starts with the first. `wake` is called, on that thread, whenever
@@ -89,10 +91,12 @@ def _alone() -> None:
     those that compute.
 
     torch keeps the number for each thread, and that of the last call for threads that come later: a thread of its own
-    gives later ones the number that they would have had.
+    gives later ones the number that they would have had. One at a time, as a thread that begins in between would take
+    the 1 for that number.
     """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    restoring = threading.Thread(target=torch.set_num_threads, args=(before,))
-    restoring.start()
-    restoring.join()
+    with _BEGINNING:
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        restoring = threading.Thread(target=torch.set_num_threads, args=(before,))
+        restoring.start()
+        restoring.join()

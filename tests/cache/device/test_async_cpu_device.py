@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 import torch
@@ -202,3 +203,22 @@ def test_a_cpu_has_streams_where_they_are_asked_for_and_else_does_one_thing_afte
     assert made[1].marks([{"full": 1}]) is None
     for device in made:
         device.close()
+
+
+def test_threads_that_begin_at_the_same_time_change_the_number_one_after_the_other(
+    device: AsyncCpuDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one would take the other's 1 for the number that later threads are to have."""
+    both, met, read = threading.Barrier(2), list[bool](), torch.get_num_threads
+
+    def together() -> int:
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.1)
+            met.append(True)
+        return read()
+
+    monkeypatch.setattr(torch, "get_num_threads", together)
+    lanes = [DeviceOp("send", DeviceStream.SEND, lane=lane) for lane in ("one", "other")]
+    for completion in [device.submit(op, int) for op in lanes]:
+        completion.wait()
+    assert not met
