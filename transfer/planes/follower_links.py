@@ -84,6 +84,7 @@ class FollowerLinks:
                     link.sever()
                 self._give_up(order.link)
             case PermitRoom():
+                self._steps.last.wait()  # What was ordered for these places before is over: planes write beside it.
                 self._plane.permit(RoomTarget(RoomId(order.room), _runs(order.places), 0, order.ticket))
                 return True
             case RevokeRoom():
