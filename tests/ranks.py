@@ -5,23 +5,33 @@ What a follower is told goes through the wire's encoding, so that what can't tra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from cache.device.device_port import DEVICE
+from cache.device.device_backends import CpuDevice
+from cache.device.device_port import DEVICE, Device
 from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec
 from cache.memory.memory_layout import LayoutOrder, PoolSetLayout
+from cache.pool.follower_steps import FollowerSteps
 from cache.pool.pool_set import PoolSet
 from cache.pool.tp_pool_set import FollowerPools, TPPoolSet
 from contracts.messages.rank_order_codec import decode, encode
-from contracts.messages.rank_orders import CheckPages, CopyPages, DigestPages, FollowerNotice, ZeroPages
+from contracts.messages.rank_orders import (
+    CheckPages,
+    CopyPages,
+    DigestPages,
+    FollowerNotice,
+    MarkStep,
+    PostWrite,
+    ZeroPages,
+)
 from contracts.messages.rank_orders import Order as Told
 from tests.poolsets import pool_sets
 from transfer.planes.data_plane import RankDataPlane
-from transfer.planes.tp_plane import FollowerLinks
+from transfer.planes.follower_links import FollowerLinks
 
 
 def headed_sets(page_tokens: int = 4) -> dict[str, PoolSetSpec]:
@@ -56,6 +66,10 @@ class DirectFollowers:
     slow: type[Any] | None = None
     """Orders of this type are carried out by `catch_up`."""
     late: list[tuple[Told, Answered]] = field(default_factory=list)
+    steps: Sequence[FollowerSteps] = ()
+    _open: dict[int, Answered] = field(default_factory=dict)
+    """The answers of writes that are under way."""
+    _asked: int = 0
 
     @property
     def size(self) -> int:
@@ -66,7 +80,7 @@ class DirectFollowers:
 
     def ask(self, order: Told) -> Answered:
         order = decode(encode(order))
-        answered = Answered([], False)
+        answered = Answered([], False, self._answer)
         if self.slow is not None and isinstance(order, self.slow):
             self.late.append((order, answered))
         else:
@@ -80,11 +94,31 @@ class DirectFollowers:
             self._obey(order, answered)
 
     def _obey(self, order: Told, answered: Answered) -> None:
-        if isinstance(order, ZeroPages | CopyPages | DigestPages | CheckPages):
+        if isinstance(order, PostWrite):
+            self._asked += 1
+            self._open[self._asked] = answered
+            for links in self.links:
+                links.post(self._asked, order)
+            self._answer()
+            return
+        if isinstance(order, MarkStep):
+            for steps in self.steps:
+                steps.expect(order)
+        elif isinstance(order, ZeroPages | CopyPages | DigestPages | CheckPages):
             answered.answers += [state.carry_out(order) for state in self.states]
         else:
             answered.answers += [links.carry_out(order) for links in self.links]  # type: ignore[arg-type]
-        answered.done = True
+        answered.over = True
+
+    def _answer(self, *, settle: bool = False) -> None:
+        """Take in the answers of writes that are over; with `settle`, wait for them."""
+        for links in self.links:
+            for number, done in links.settle() if settle else links.answers():
+                self._open[number].answers.append(done)
+        for number, answered in list(self._open.items()):
+            if len(answered.answers) == len(self.links):
+                answered.over = True
+                del self._open[number]
 
     def heard(self) -> list[tuple[int, FollowerNotice]]:
         return [(rank, notice) for rank, links in enumerate(self.links, 1) for notice in links.poll()]
@@ -93,10 +127,19 @@ class DirectFollowers:
 @dataclass
 class Answered:
     answers: list[Any]
-    done: bool = True
+    over: bool = True
+    look: Callable[..., None] = lambda **_: None
+
+    @property
+    def done(self) -> bool:
+        if not self.over:
+            self.look()
+        return self.over
 
     def wait(self) -> list[Any]:
-        assert self.done, "nobody carries it out while this waits"
+        if not self.over:
+            self.look(settle=True)
+        assert self.over, "nobody carries it out while this waits"
         return self.answers
 
 
@@ -107,6 +150,7 @@ class RankedSeat:
     whole: PoolSetSpec
     pools: list[PoolSet]
     followers: DirectFollowers
+    follower_device: Callable[[], Device] = CpuDevice
 
     @property
     def leader(self) -> PoolSet:
@@ -116,10 +160,13 @@ class RankedSeat:
         """The followers' planes; the leader's belongs to an end of its own."""
         for plane, pools in zip(planes[1:], self.pools[1:], strict=True):
             plane.register(pools, None)
-        self.followers.links = [FollowerLinks(plane) for plane in planes[1:]]
+        self.followers.steps = [FollowerSteps(self.follower_device(), pools.gates) for pools in self.pools[1:]]
+        steps = zip(planes[1:], self.followers.steps, strict=True)
+        self.followers.links = [FollowerLinks(plane, its) for plane, its in steps]
 
     def close(self) -> None:
-        for links in self.followers.links:
+        for steps, links in zip(self.followers.steps, self.followers.links, strict=True):
+            steps.close()
             links.close()
 
 

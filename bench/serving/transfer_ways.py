@@ -35,7 +35,7 @@ from transfer.planes.direct.cuda_ipc import CudaIpc
 from transfer.planes.direct.device_sharing import MappedRegion
 from transfer.planes.direct.local_plane import LocalPlane
 from transfer.planes.direct.shm_plane import ShmPlane
-from transfer.planes.nixl.nixl_agent import byte_runs, load_nixl
+from transfer.planes.nixl.nixl_agent import HOST_MEMORY, byte_runs, load_nixl
 from transfer.planes.nixl.nixl_plane import NixlPlane
 from transfer.planes.page_runs import page_runs
 from transfer.planes.tcp.zmq_plane import ZmqPlane
@@ -359,7 +359,10 @@ class NixlWriter:
         self._handles = []
         for mine, its in zip(memory.chunks, chunks, strict=True):
             sides = page_runs(layout.buffers["full"], mine, theirs.buffers["full"], its, layout.spec.page_tokens)
-            pairs = [byte_runs(at, side, sides[2]) for at, side in zip((region.data_ptr(), base), sides, strict=False)]
+            pairs = [
+                byte_runs(at, side, sides[2], HOST_MEMORY)
+                for at, side in zip((region.data_ptr(), base), sides, strict=False)
+            ]
             both = (self._agent.get_xfer_descs(pair, "DRAM") for pair in pairs)
             self._handles.append(self._agent.initialize_xfer("WRITE", *both, reader, b"wrote"))
 

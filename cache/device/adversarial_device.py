@@ -132,12 +132,13 @@ class AdversarialDevice(CpuMemory):
         self._clock = clock
         self._stray = self._random.choice(_STRAY) if stray is None else stray
         self._polled = polled
-        self._queues: dict[DeviceStream, deque[DeferredOp]] = {stream: deque() for stream in DeviceStream}
-        self._stream_clocks: dict[DeviceStream, VectorClock] = {stream: {} for stream in DeviceStream}
+        self._queues: dict[str, deque[DeferredOp]] = {stream: deque() for stream in DeviceStream}
+        """By line (`DeviceOp.line`)."""
+        self._stream_clocks: dict[str, VectorClock] = {stream: {} for stream in DeviceStream}
         self._host: VectorClock = {_HOST: 0}
         self._checker = RaceChecker()
         self._running: list[DeferredOp] = []
-        self._ordered: dict[DeviceStream, WeakSet[DeferredOp]] = {stream: WeakSet() for stream in DeviceStream}
+        self._ordered: dict[str, WeakSet[DeferredOp]] = {stream: WeakSet() for stream in DeviceStream}
         self._failed: list[DeferredOp] = []
         self._write_checker = WriteChecker()
         self.trace: list[str] = []
@@ -158,8 +159,11 @@ class AdversarialDevice(CpuMemory):
         """Queue `op`. Raises `UnorderedAccess`, queueing nothing, if nothing orders it after a conflicting one."""
         assert not self._running, "operations are submitted by the host, not by operations"
         self._host[_HOST] += 1
-        clock = _joined(_joined(self._host, [self._stream_clocks[op.stream]]), _clocks(after))
-        access = PageAccess(op.stream, clock.get(op.stream, 0) + 1, op.name)
+        line = op.line
+        if line not in self._queues:
+            self._queues[line], self._stream_clocks[line], self._ordered[line] = deque(), {}, WeakSet()
+        clock = _joined(_joined(self._host, [self._stream_clocks[line]]), _clocks(after))
+        access = PageAccess(line, clock.get(line, 0) + 1, op.name)
         at_layer: dict[tuple[str, int | None], VectorClock] = {k: _joined(clock, _clocks(v)) for k, v in gates.items()}
         through = dict(at_layer)
         for layer, its in _marked(after):
@@ -167,13 +171,13 @@ class AdversarialDevice(CpuMemory):
         self._checker.enter(access, op.reads, op.writes, lambda pool, layer: through.get((pool, layer), clock))
         # Other layers of an operation that has reached a mark are still being written: its end is no part of this.
         clock = _joined(clock, at_layer.values())
-        clock[op.stream] = access.tick
+        clock[line] = access.tick
         queued = DeferredOp(self, op, run, access, clock, gates, marks)
         queued.before = list(after)
         if isinstance(marks, AdversarialMarks):
             marks.op = queued
-        self._stream_clocks[op.stream] = dict(clock)
-        self._queues[op.stream].append(queued)
+        self._stream_clocks[line] = dict(clock)
+        self._queues[line].append(queued)
         self.run_some()
         return queued
 
@@ -249,7 +253,7 @@ class AdversarialDevice(CpuMemory):
         self._force(op)
         self.run_some()
         self._write_checker.accept_all()
-        self._ordered[running.op.stream].add(op)
+        self._ordered[running.op.line].add(op)
         if op.error is not None:
             op.heard = True
             raise op.error
@@ -297,7 +301,7 @@ class AdversarialDevice(CpuMemory):
             if op.state is _OpState.OVER or op in needed:
                 continue
             needed.add(op)
-            queue = list(self._queues[op.op.stream])
+            queue = list(self._queues[op.op.line])
             stack += queue[: queue.index(op)]
             stack += [b for b in op.before if isinstance(b, DeferredOp)]
             stack += [m.op for m in _adversarial_marks(op.before) if m.op is not None]
@@ -338,14 +342,14 @@ class AdversarialDevice(CpuMemory):
             self._write_checker.accept_all()
         op.state = _OpState.OVER
         op.run = _nothing
-        self._queues[op.op.stream].popleft()
+        self._queues[op.op.line].popleft()
         if self._clock is not None:
             self._clock.advance(self._random.random() * _OP_S)
 
     def _check_gates(self, op: DeferredOp) -> None:
         for (pool, layer), loads in op.gates.items():
             for load in loads:
-                if isinstance(load, DeferredOp) and not load.known and load not in self._ordered[op.op.stream]:
+                if isinstance(load, DeferredOp) and not load.known and load not in self._ordered[op.op.line]:
                     raise UnorderedAccess(
                         f"{op.access} touched layer {layer} of {pool} without waiting for {load.access}"
                     )

@@ -1,34 +1,41 @@
 """The asynchronous CPU: it computes on the thread that steps the worker, and copies and sends beside it.
 
-Loads, saves and sends have a thread each (`HostStream`). What computes runs on the caller's thread, as a second thread
-for it would take the interpreter's lock from the first more often than it helped (decision 9): at once, or, for an
-operation with layer marks, when the caller next looks at it. So its caller can submit what comes after its marks first,
-as on a GPU, and that runs beside it.
+Loads and saves have a thread each (`HostStream`), and so has each lane of sends. What computes runs on the caller's
+thread, as a second thread for it would take the interpreter's lock from the first more often than it helped (decision
+9): at once, or, for an operation with layer marks, when the caller next looks at it. So its caller can submit what
+comes after its marks first, as on a GPU, and that runs beside it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from cache.device.cpu_memory import CpuMemory
 from cache.device.device_port import DONE, NO_GATES, Completion, DeviceOp, DeviceStream, GatedLoads
-from cache.device.host_stream import HostStream
+from cache.device.host_stream import HostLanes, HostStream
 from cache.device.layer_marks import LayerCounts, LayerMarks
+
+BESIDE = (DeviceStream.LOAD, DeviceStream.SAVE, DeviceStream.SEND)
+"""The streams that may run beside what computes."""
 
 
 class AsyncCpuDevice(CpuMemory):
-    """CPU torch whose copies and sends run on threads of their own. `wake` is called whenever one of them is over.
+    """CPU torch whose copies and sends, or some of them, run on threads of their own.
 
     One thread submits and waits; operations may wait for each other on any.
     """
 
     checks = False
 
-    def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
-        beside = [stream for stream in DeviceStream if stream is not DeviceStream.COMPUTE]
+    def __init__(self, wake: Callable[[], None] = lambda: None, beside: Collection[DeviceStream] = BESIDE) -> None:
+        """`wake` is called whenever something on another thread is over. `beside`: the streams with threads of their
+        own; the others run on the thread that submits. Ranks of a worker tell each other of copies in the order in
+        which these run, on one thread: of several ranks, only sends may run beside."""
+        self._beside = frozenset(beside)
         self._streams = {stream: HostStream(f"device-{stream}", wake) for stream in beside}
+        self._sends = HostLanes(f"device-{DeviceStream.SEND}", wake)
         self._deferred: _DeferredCompute | None = None
 
     def submit(
@@ -41,7 +48,9 @@ class AsyncCpuDevice(CpuMemory):
         keep: Sequence[Any] = (),
         marks: LayerMarks | None = None,
     ) -> Completion:
-        if op.stream is not DeviceStream.COMPUTE:
+        if op.stream in self._beside:
+            if op.stream is DeviceStream.SEND:
+                return _Beside(self._sends.submit(op.lane, run, after), self._deferred)
             return _Beside(self._streams[op.stream].submit(run, after), self._deferred)
         if self._deferred is not None:
             self._deferred.run()
@@ -57,10 +66,14 @@ class AsyncCpuDevice(CpuMemory):
     def marks(self, groups: Sequence[LayerCounts]) -> LayerMarks:
         return LayerMarks(groups)
 
+    def end_lane(self, lane: str) -> None:
+        self._sends.end(lane)
+
     def close(self) -> None:
         if self._deferred is not None:
             self._deferred.give_up()  # Else what comes after its marks would keep its thread for ever.
             self._deferred = None
+        self._sends.close()
         for stream in self._streams.values():
             stream.close()
 

@@ -14,6 +14,9 @@ class CpuMemory:
 
     torch_device = torch.device("cpu")
 
+    def end_lane(self, lane: str) -> None:
+        return
+
     def touch(self, name: str, *, reads: Sequence[PageSpanUse] = (), writes: Sequence[PageSpanUse] = ()) -> None:
         return
 

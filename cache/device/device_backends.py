@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from cache.device.cuda_marks import CudaLayerMarks
 from cache.device.device_choice import GpuView, chosen_device, gpu_view
 from cache.device.device_copies import CudaEvent
 from cache.device.device_port import DONE, NO_GATES, Completion, Device, DeviceOp, DeviceStream, GatedLoads, PageSpanUse
-from cache.device.host_stream import HostStream
+from cache.device.host_stream import HostLanes
 from cache.device.layer_marks import LayerCounts, LayerMarks
 
 
@@ -46,14 +46,14 @@ class CpuDevice(CpuMemory):
 
 
 class CudaDevice:
-    """NVIDIA: one CUDA stream a `DeviceStream`, but a thread of the host for sends; completions are CUDA events."""
+    """NVIDIA: one CUDA stream a `DeviceStream`, but threads of the host for sends; completions are CUDA events."""
 
     checks = False
 
     def __init__(self, index: int = 0, wake: Callable[[], None] = lambda: None) -> None:
         """`wake` is called whenever a send is over."""
         self.torch_device = torch.device("cuda", index)
-        self._sends = HostStream("device-send", wake)
+        self._sends = HostLanes("device-send", wake)
         self._streams = {stream: torch.cuda.Stream(self.torch_device) for stream in DeviceStream}  # type: ignore[no-untyped-call]
         self._kept: deque[tuple[CudaEvent, tuple[Any, ...]]] = deque()
 
@@ -68,7 +68,7 @@ class CudaDevice:
         marks: LayerMarks | None = None,
     ) -> Completion:
         if op.stream is DeviceStream.SEND:
-            return self._sends.submit(run, after)
+            return self._sends.submit(op.lane, run, after)
         self._let_go()
         stream = self._streams[op.stream]
         # What the caller made on its own stream (index tensors, say) must be there before the operation reads it.
@@ -108,6 +108,9 @@ class CudaDevice:
         if int(code):
             raise RuntimeError(f"{memory.numel()} bytes of host memory can't be registered with the GPU: error {code}")
 
+    def end_lane(self, lane: str) -> None:
+        self._sends.end(lane)
+
     def close(self) -> None:
         self._sends.close()
 
@@ -117,16 +120,19 @@ class CudaDevice:
 
 
 def make_device(
-    name: str, wake: Callable[[], None] = lambda: None, *, streams: bool = False, view: GpuView | None = None
+    name: str,
+    wake: Callable[[], None] = lambda: None,
+    *,
+    streams: Collection[DeviceStream] = (),
+    view: GpuView | None = None,
 ) -> Device:
     """Return the device of this name, as in `engine.device`. Raises `ConfigError` for a GPU that can't be used.
 
-    `wake` is called when something that runs on a thread of the host is over. `streams`: whether a CPU copies and sends
-    beside what it computes. Ranks of a worker tell each other of copies in the order in which these run, on one thread:
-    several of them have to do one thing after the other. `view`: of the GPUs; None: this process's.
+    `wake` is called when something that runs on a thread of the host is over. `streams`: what a CPU runs beside what it
+    computes (`async_cpu_device`); none: it does one thing after the other. `view`: of the GPUs; None: this process's.
     """
     device = chosen_device(name, view or gpu_view())
     if device.type == "cuda":
         torch.cuda.set_device(device)
         return CudaDevice(device.index, wake)
-    return AsyncCpuDevice(wake) if streams else CpuDevice()
+    return AsyncCpuDevice(wake, streams) if streams else CpuDevice()

@@ -41,7 +41,8 @@ class DeviceStream(StrEnum):
     SAVE = "save"
     """Device to host."""
     SEND = "send"
-    """Device to peers. An operation of the network runs on the host, once what it comes after has happened."""
+    """Device to peers. An operation of the network runs on the host, once what it comes after has happened. Each lane
+    (`DeviceOp.lane`) is a stream of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,13 @@ class DeviceOp:
     stream: DeviceStream
     reads: tuple[PageSpanUse, ...] = ()
     writes: tuple[PageSpanUse, ...] = ()
+    lane: str = ""
+    """Of a send: the link that it takes. Sends of different lanes are of different streams: none waits for another."""
+
+    @property
+    def line(self) -> str:
+        """The stream, told apart by lane: operations of one line run in the order in which they were submitted."""
+        return f"{self.stream} {self.lane}" if self.lane else self.stream
 
 
 class Completion(Protocol):
@@ -138,6 +146,9 @@ class Device(Protocol):
 
         Raises `RuntimeError` where the device can't. Nothing unregisters the memory.
         """
+
+    def end_lane(self, lane: str) -> None:
+        """Forget a lane, after what was submitted to it. Nothing is submitted to it any more."""
 
     def close(self) -> None:
         """Wait for what was submitted to threads of the device, and end them. Idempotent."""

@@ -15,6 +15,8 @@ import torch
 
 from cache.device.device_port import Completion
 
+_BEGINNING = threading.Lock()
+
 
 class HostStream:
     """Runs operations in order, on one thread that starts with the first. `wake` is called, on that thread, whenever
@@ -36,9 +38,35 @@ class HostStream:
         future.add_done_callback(lambda _: self._wake())
         return _StreamOp(future)
 
+    def close(self, wait: bool = True) -> None:
+        """End the thread after what was submitted, and `wait` for that. Idempotent."""
+        self._pool.shutdown(wait)
+
+
+class HostLanes:
+    """Host streams by lane, each made when it is first used."""
+
+    def __init__(self, name: str, wake: Callable[[], None]) -> None:
+        """`name`: of the threads. `wake`: as for `HostStream`."""
+        self._name, self._wake = name, wake
+        self._streams: dict[str, HostStream] = {}
+
+    def submit(self, lane: str, run: Callable[[], object], after: Sequence[Completion]) -> Completion:
+        """Queue an operation on a lane, as `HostStream.submit` does."""
+        if lane not in self._streams:
+            self._streams[lane] = HostStream(self._name, self._wake)
+        return self._streams[lane].submit(run, after)
+
+    def end(self, lane: str) -> None:
+        """Forget a lane: its thread ends after what was submitted."""
+        stream = self._streams.pop(lane, None)
+        if stream is not None:
+            stream.close(wait=False)
+
     def close(self) -> None:
-        """Wait for what was submitted, and end the thread. Idempotent."""
-        self._pool.shutdown()
+        """Wait for what was submitted to any lane, and end their threads. Idempotent."""
+        for stream in self._streams.values():
+            stream.close()
 
 
 class _StreamOp:
@@ -63,10 +91,12 @@ def _alone() -> None:
     those that compute.
 
     torch keeps the number for each thread, and that of the last call for threads that come later: a thread of its own
-    gives later ones the number that they would have had.
+    gives later ones the number that they would have had. One at a time, as a thread that begins in between would take
+    the 1 for that number.
     """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    restoring = threading.Thread(target=torch.set_num_threads, args=(before,))
-    restoring.start()
-    restoring.join()
+    with _BEGINNING:
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        restoring = threading.Thread(target=torch.set_num_threads, args=(before,))
+        restoring.start()
+        restoring.join()

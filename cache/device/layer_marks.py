@@ -33,6 +33,8 @@ class LayerMarks:
         """`groups`: the layers that are written with each group, which grow from group to group."""
         assert groups, "an operation without groups has no marks"
         self.groups = tuple(groups)
+        self.step = 0
+        """The number of the operation among those with marks, at the leader of several ranks; 0: there are none."""
         self._changed = threading.Condition()
         self._reached = 0
         self._error: BaseException | None = None

@@ -6,6 +6,7 @@ KiB. Measured (see docs/benchmarks.md), best is
     runs of pages that follow each other on both sides    one strided copy by torch, on all of torch's threads
     single pages of some KiB                              numpy, page by page, straight to their places
     single pages of some hundred bytes                    numpy, all pages of a row at once, through a temporary
+    some heads of each token of a page                    numpy, page by page, all layers and tokens at once
 
 On a GPU, and between a GPU and pinned host memory, a block is one launch of a kernel that reads the indices on the
 device. Memory that isn't pinned goes through a temporary.
@@ -68,11 +69,30 @@ def copy_on_gpu(from_rpw: torch.Tensor, sources: Sequence[int], to_rpw: torch.Te
         copy_indexed(from_rpw, sources, to_rpw, targets)
 
 
+def copy_inner_rows(
+    from_ripw: torch.Tensor, sources: Sequence[int], to_ripw: torch.Tensor, targets: Sequence[int]
+) -> None:
+    """Copy pages `sources` to pages `targets` between stacks [rows, inner, pages, words]: each row of a page is `inner`
+    runs of words, such as some heads of its tokens."""
+    if not from_ripw.is_cuda and not to_ripw.is_cuda:
+        source, target = from_ripw.numpy(), to_ripw.numpy()
+        for a, b in zip(sources, targets, strict=True):
+            target[:, :, b] = source[:, :, a]
+        return
+    from cache.memory.triton_copy import copy_rows, reachable
+
+    if reachable(from_ripw) and reachable(to_ripw):
+        copy_rows(from_ripw, sources, to_ripw, targets)
+    else:
+        copy_indexed(from_ripw, sources, to_ripw, targets)
+
+
 def copy_indexed(from_rpw: torch.Tensor, sources: Sequence[int], to_rpw: torch.Tensor, targets: Sequence[int]) -> None:
-    """Copy pages between stacks [rows, pages, words] wherever they are: by plain torch, through a temporary."""
+    """Copy pages between stacks [rows, pages, words] or [rows, inner, pages, words] wherever they are: by plain torch,
+    through a temporary."""
     a, b = index_tensor(sources, from_rpw.device), index_tensor(targets, to_rpw.device)
     for row in range(from_rpw.shape[0]):
-        to_rpw[row].index_copy_(0, b, from_rpw[row].index_select(0, a).to(to_rpw.device))
+        to_rpw[row].index_copy_(-2, b, from_rpw[row].index_select(-2, a).to(to_rpw.device))
 
 
 def _copy_on_cpu(

@@ -3,7 +3,8 @@
 Ranks of a worker hold slices of the heads, and two workers may have different numbers of ranks. Where both hold the
 same heads of a buffer, its pages are copied whole, with as few pieces as their layouts allow
 (`cache.memory.copy_plan`). Elsewhere each token has a run of heads in common, at different places on both sides: a
-strided copy; on a GPU, a launch a layer, and nothing runs on the other end's GPU.
+strided copy, of all layers and tokens of a page at once. On a GPU that is one launch a buffer, and nothing runs on the
+other end's GPU.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from dataclasses import replace
 
 import torch
 
-from cache.memory.block_copy import copy_block, copy_on_gpu
-from cache.memory.copy_plan import blocks, index_tensor
+from cache.memory.block_copy import copy_block, copy_inner_rows
+from cache.memory.copy_plan import blocks
 from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec, copies
 from cache.memory.memory_layout import BufferLayout, word_dtype
 
@@ -144,23 +145,7 @@ def _copy_heads(
         first = heads.start - buffer.spec.first_head
         stack_lpw = buffer.stack(region, count, word)
         by_head = stack_lpw.view(buffer.spec.layers, count, tokens, buffer.spec.shape[0], -1)
-        sides.append(by_head[:, :, :, first : first + len(heads)])
-    from_lptnw, to_lptnw = sides
-    every = range(mine.spec.layers)
-    some = every if layers is None else every[layers.start : layers.stop]
-    if _on_gpu(source, target):
-        for layer in some:
-            copy_on_gpu(_by_token(from_lptnw[layer]), source_pages[1], _by_token(to_lptnw[layer]), target_pages[1])
-        return
-    a, b = index_tensor(source_pages[1], source.device), index_tensor(target_pages[1], target.device)
-    for layer in some:
-        to_lptnw[layer].index_copy_(0, b, from_lptnw[layer].index_select(0, a))
-
-
-def _on_gpu(source: torch.Tensor, target: torch.Tensor) -> bool:
-    return source.is_cuda or target.is_cuda
-
-
-def _by_token(heads_ptnw: torch.Tensor) -> torch.Tensor:
-    """The heads of each token as a run of words, [tokens, pages, words], where they lie."""
-    return heads_ptnw.view(*heads_ptnw.shape[:2], -1).transpose(0, 1)
+        some = by_head if layers is None else by_head[layers.start : layers.stop]
+        shared = some[:, :, :, first : first + len(heads)].transpose(1, 2)
+        sides.append(shared.view(*shared.shape[:3], -1))
+    copy_inner_rows(sides[0], source_pages[1], sides[1], target_pages[1])

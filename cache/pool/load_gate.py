@@ -14,8 +14,9 @@ on another stream, has its own wait.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from types import MappingProxyType
 from typing import Protocol
 
@@ -37,20 +38,28 @@ class GatePass:
     """One step's access to a pool's buffers, with the loads that the step has to wait for."""
 
     def __init__(
-        self, gates: GatedLoads, layers: Sequence[LayerBuffers], waits: Mapping[int, Sequence[Completion]]
+        self,
+        gates: GatedLoads,
+        layers: Sequence[LayerBuffers],
+        waits: Mapping[int, Sequence[Completion]],
+        opens: Callable[[int], None] | None = None,
     ) -> None:
+        """`opens` is called with each layer before the step is given its buffers."""
         self.gates = gates
         """The loads that the step promises to wait for: the `gates` of `Device.submit`."""
         self.opened = 0
         """How many layers were touched so far, from the first on."""
         self._layers = layers
         self._waits = waits
+        self._opens = opens
 
     def layer(self, layer: int) -> LayerBuffers:
         """The buffers of `layer`; what the running operation does from here on comes after the loads into that layer.
 
         To be called from within the step's operation.
         """
+        if self._opens is not None:
+            self._opens(layer)
         self.opened = max(self.opened, layer + 1)
         for load in self._waits.get(layer, ()):
             # Requests that rely on a failed load are told before they commit (`LoadBack.poll`); the others go on.
@@ -65,6 +74,9 @@ class LoadGate:
     def __init__(self, layers: list[dict[str, torch.Tensor]]) -> None:
         self._layers: list[LayerBuffers] = [MappingProxyType(names) for names in layers]
         self._pending: list[list[Completion]] = [[] for _ in layers]
+        self.opened: Callable[[str, int], None] | None = None
+        """Called with pool and layer whenever a step that enters from now on takes a layer's buffers; None: nobody
+        is."""
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -81,7 +93,8 @@ class LoadGate:
     def enter(self, pool: str) -> GatePass:
         """Return the pass of a step that is being launched; `pool` is the name of this gate's pool."""
         waits = {layer: pending for layer in range(len(self)) if (pending := self.pending(layer))}
-        return GatePass({(pool, layer): loads for layer, loads in waits.items()}, self._layers, waits)
+        opens = None if self.opened is None else partial(self.opened, pool)
+        return GatePass({(pool, layer): loads for layer, loads in waits.items()}, self._layers, waits, opens)
 
     def layer(self, layer: int) -> LayerBuffers:
         """The buffers of `layer` for the host's own use: the host waits for the loads, and gets their errors."""

@@ -10,8 +10,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from cache.arena.arena import Arena
+from cache.device.async_cpu_device import BESIDE
 from cache.device.device_backends import make_device
-from cache.device.device_port import DEVICE, HOST, Device
+from cache.device.device_port import DEVICE, HOST, Device, DeviceStream
+from cache.device.tp_device import TPDevice
 from cache.manager.kv_cache_manager import KVCacheManager
 from cache.memory.memory_layout import PoolSetLayout
 from cache.memory.page_moves import describe_spec
@@ -87,9 +89,10 @@ def build_parts(
     ranks, line = (ALONE, None) if group is None else (group.ranks, group.line)
     waiter = Waiter()
     undo.callback(waiter.close)
-    streams = config.engine.copy_threads and ranks.size == 1
-    device = device or make_device(config.engine.device, waiter.wake, streams=streams)
+    device = device or make_device(config.engine.device, waiter.wake, streams=streams_beside(config, ranks.size))
     undo.callback(device.close)
+    if line is not None:
+        device = TPDevice(device, line)
     own = make_plane(config, host, curve, waiter.wake, ranks.rank, ranks.size)
     plane: DataPlane = own if line is None else TPDataPlane(own, line)
     undo.callback(plane.close)
@@ -106,6 +109,14 @@ def build_parts(
         line.ask(AwaitReady(), config.cluster.start_timeout_s).wait()
     take_over(manager, line)
     return WorkerParts(spec, config, device, waiter, plane, manager, engine, curve)
+
+
+def streams_beside(config: Config, size: int) -> tuple[DeviceStream, ...]:
+    """The streams that a rank of `size` runs beside what it computes on a CPU. Of several ranks these are sends alone:
+    their leader tells the others of copies as it makes them."""
+    if not config.engine.copy_threads:
+        return ()
+    return BESIDE if size == 1 else (DeviceStream.SEND,)
 
 
 def numerics_class_of(config: Config, spec: ModelSpec, device: Device) -> str:

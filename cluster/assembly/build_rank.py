@@ -11,6 +11,7 @@ from cache.arena.arena import Arena
 from cache.device.device_backends import make_device
 from cache.device.device_copies import settled
 from cache.device.device_port import DEVICE, HOST
+from cache.pool.follower_steps import FollowerSteps
 from cache.pool.pool_set import PoolSet
 from cache.pool.tp_pool_set import FollowerPools
 from cache.storage.backends.backend_factory import make_backend
@@ -18,7 +19,7 @@ from cache.storage.io_queue import ThreadedIoQueue
 from cache.storage.rank_page_store import RankPageStore
 from cache.storage.tp_page_store import FollowerPageStore
 from cluster.arena.arena_client import ArenaProvider
-from cluster.assembly.build_parts import curve_keys_for, host_tier, rank_layout, worker_fingerprint
+from cluster.assembly.build_parts import curve_keys_for, host_tier, rank_layout, streams_beside, worker_fingerprint
 from cluster.assembly.host_tier_memory import host_memory
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.config.cluster_config import Config
@@ -28,8 +29,8 @@ from engine.runner.load_model import load_engine
 from engine.runner.model_runner import ModelRunner
 from engine.tensors.tensor_parallel import TensorParallelGroup
 from transfer.net.waiter import Waiter
+from transfer.planes.follower_links import FollowerLinks
 from transfer.planes.make_plane import make_plane
-from transfer.planes.tp_plane import FollowerLinks
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class RankParts:
 
     state: FollowerPools
     links: FollowerLinks
+    steps: FollowerSteps
     engine: ModelRunner
     storage: FollowerPageStore | None
     waiter: Waiter
@@ -46,6 +48,7 @@ class RankParts:
     def close(self) -> None:
         if self.storage is not None:
             self.storage.close(1.0)
+        self.steps.close()
         self.links.close()
         self.waiter.close()
 
@@ -65,17 +68,19 @@ def build_rank(
     `counts`: pages and slots that each pool can lease, the same on all ranks.
     """
     hold_to_class(config.engine)
-    device = make_device(config.engine.device)
     storage: FollowerPageStore | None = None
     arena: Arena | None = None
     with ExitStack() as undo:
         waiter = Waiter()
         undo.callback(waiter.close)
+        device = make_device(config.engine.device, waiter.wake, streams=streams_beside(config, ranks.size))
         plane = make_plane(config, host, curve_keys_for(host), waiter.wake, ranks.rank, ranks.size)
         undo.callback(plane.close)
         model, layout = rank_layout(role, spec, config, counts, ranks)
         pools = PoolSet(layout.spec, layout.counts, plane.allocate("pages", layout.nbytes, device.torch_device))
         plane.register(pools, None)
+        steps = FollowerSteps(device, pools.gates)
+        undo.callback(steps.close)
         places = {DEVICE: pools}
         tier = host_tier(layout, config, role, ranks.size)
         if tier is not None:
@@ -93,8 +98,10 @@ def build_rank(
         undo.pop_all()
     for socket in plane.waitable:
         waiter.add(socket)
-    settle = partial(settled, device.torch_device)
     state = FollowerPools(
-        places, ranks.size, lambda place: arena.count_copy() if arena and place == HOST else None, settle
+        places,
+        ranks.size,
+        lambda place: arena.count_copy() if arena and place == HOST else None,
+        partial(settled, device.torch_device),
     )
-    return RankParts(state, FollowerLinks(plane, settle), engine, storage, waiter, arena)
+    return RankParts(state, FollowerLinks(plane, steps), steps, engine, storage, waiter, arena)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from typing import Any
 
 from cluster.assembly.build_rank import RankParts, build_rank
@@ -30,6 +31,7 @@ from contracts.messages.rank_orders import (
     EndRank,
     FetchPages,
     FindPages,
+    MarkStep,
     OpenLink,
     Order,
     PermitRoom,
@@ -37,6 +39,7 @@ from contracts.messages.rank_orders import (
     PutPages,
     RevokeRoom,
     RunStep,
+    SeverLink,
     SeverPeer,
     ZeroPages,
 )
@@ -69,11 +72,18 @@ class FollowerLoop:
                     assert self._parts.storage is not None, "a leader without storage asks nothing of it"
                     self._parts.storage.carry_out(sequence, order)
                     continue
+                if isinstance(order, PostWrite):
+                    self._parts.links.post(sequence, order)
+                    continue
                 answer = self._obey(order)
                 if sequence:
                     self._line.answer(sequence, answer)
             for sequence, answer in self._parts.storage.answers() if self._parts.storage is not None else ():
                 self._line.answer(sequence, answer)
+            # Only now, as orders may come before a step's marks that are given while it waits to be run.
+            self._parts.steps.look()
+            for sequence, done in self._parts.links.answers():
+                self._line.answer(sequence, done)
             for notice in self._parts.links.poll():
                 self._line.send(notice)
             if self._leader.dead:
@@ -81,11 +91,15 @@ class FollowerLoop:
 
     def _obey(self, order: Order) -> Any:
         match order:
+            case MarkStep():
+                self._parts.steps.expect(order)
+                return None
             case RunStep():
-                return self._parts.engine.follow(order)
+                self._parts.steps.run(partial(self._parts.engine.follow, order))
+                return None
             case ZeroPages() | CopyPages() | DigestPages() | CheckPages():
-                return self._parts.state.carry_out(order)
-            case DescribeMemory() | SeverPeer() | OpenLink() | CloseLink() | PostWrite() | PermitRoom() | RevokeRoom():
+                return self._parts.steps.apply(partial(self._parts.state.carry_out, order))
+            case DescribeMemory() | SeverPeer() | OpenLink() | CloseLink() | SeverLink() | PermitRoom() | RevokeRoom():
                 return self._parts.links.carry_out(order)
             case BindArenas():
                 return rebind(self._parts.arena, order)

@@ -19,8 +19,9 @@ import dataclasses
 from contracts.config.cluster_config import Config
 from contracts.errors import ConfigError
 
-DEVICE_PLANES = ("cuda_ipc", "staged", "local")
-"""Planes that reach a GPU's memory; the last two reach host memory, too."""
+DEVICE_PLANES = ("cuda_ipc", "staged", "nixl", "local")
+"""Planes that reach a GPU's memory; all but the first reach host memory, too. `nixl` does where its UCX has CUDA: each
+worker finds out as it starts."""
 
 
 def on_gpus(config: Config) -> bool:

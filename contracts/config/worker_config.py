@@ -17,8 +17,8 @@ class EngineConfig:
     threads: int = 0
     """Threads a worker computes with; 0: cores divided by workers."""
     copy_threads: bool = False
-    """Whether a worker on a CPU, of one rank, copies and sends on threads of their own while it computes: for machines
-    with cores that don't compute, or with slow links. On a GPU it always does."""
+    """Whether a worker on a CPU copies and sends on threads of their own while it computes, and one of several ranks
+    sends so: for machines with cores that don't compute, or with slow links. On a GPU it always does."""
     numerics: Literal["invariant", "fast"] = "invariant"
     """invariant: a row's result depends on its own sequence alone, never on the batch or on chunk ends; fast: results
     may differ by rounding."""
@@ -124,10 +124,13 @@ class TransferConfig:
     control_frame_bytes: int = 1024 * 1024
     """The longest control message or notice that is taken in: a grant has about ten bytes a page, a notice thirty."""
     layers: bool = True
-    """Whether pages leave layer by layer while later layers are computed; else when their chunk is computed. Workers of
-    several ranks send whole chunks, and so does a CPU without `engine.copy_threads`."""
+    """Whether pages leave layer by layer while later layers are computed; else when their chunk is computed. On a CPU
+    they leave so only with `engine.copy_threads`."""
     layer_group_bytes: int = 256 * 1024
     """A group of layers that leaves at once has at least so many bytes."""
+    in_flight_bytes: int = 256 * 1024 * 1024
+    """Bytes of pages that may be under way to one peer; more wait their turn, in order. A write that is alone may have
+    more."""
     frame_bytes: int = 4 * 1024 * 1024
     """zmq and staged: the most bytes of a pool that one write may have, or one page where that is more; longer writes
     are split."""

@@ -24,6 +24,9 @@ from contracts.messages.rank_orders import (
     FindPages,
     FollowerNotice,
     FormGroup,
+    LayerCount,
+    LayerSpan,
+    MarkStep,
     OpenLink,
     Order,
     PagePlaces,
@@ -34,6 +37,7 @@ from contracts.messages.rank_orders import (
     RevokeRoom,
     RowOrder,
     RunStep,
+    SeverLink,
     SeverPeer,
     StoredPage,
     TableEntries,
@@ -48,6 +52,7 @@ TAGS: dict[int, type[Any]] = {
     4: CheckPages,
     5: BindArenas,
     8: RunStep,
+    9: MarkStep,
     16: DescribeMemory,
     17: OpenLink,
     18: CloseLink,
@@ -61,6 +66,7 @@ TAGS: dict[int, type[Any]] = {
     33: AwaitReady,
     34: EndRank,
     35: SeverPeer,
+    36: SeverLink,
 }
 _TAG_OF = {cls: tag for tag, cls in TAGS.items()}
 _NAMES = {cls: tuple(f.name for f in fields(cls)) for cls in TAGS.values()}
@@ -70,6 +76,8 @@ _INNER: dict[tuple[type[Any], str], type[Any]] = {
     (RunStep, "entries"): TableEntries,
     (PostWrite, "sources"): PagePlaces,
     (PostWrite, "targets"): PagePlaces,
+    (PostWrite, "layers"): LayerSpan,
+    (MarkStep, "groups"): LayerCount,
     (PermitRoom, "places"): PagePlaces,
     (FetchPages, "pages"): StoredPage,
     (PutPages, "pages"): StoredPage,
@@ -98,6 +106,8 @@ def decode(data: bytes | memoryview) -> Order:
 
 
 def _made(inner: type[Any], value: tuple[Any, ...]) -> Any:
+    if inner is LayerCount:
+        return tuple(LayerCount(*count) for count in value)
     if inner is RowOrder:
         start, tokens, tables = value
         return RowOrder(start, tokens, tuple(TablePlace(*table) for table in tables))

@@ -129,7 +129,31 @@ class RunStep:
     """What was appended to block tables since the step before."""
 
 
+class LayerCount(NamedTuple):
+    """So many layers of a pool, from the first on."""
+
+    pool: str
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class MarkStep:
+    """The next step is to say how far it has come: it is step `step` of those that do, counted from 1, and reaches a
+    mark once the layers of each of `groups` are written."""
+
+    step: int
+    groups: tuple[tuple[LayerCount, ...], ...]
+
+
 # ---------------------------------------------------------------- hand-over
+
+
+class LayerSpan(NamedTuple):
+    """Layers of a pool: `first .. stop-1`."""
+
+    pool: str
+    first: int
+    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +184,18 @@ class CloseLink:
 
 
 @dataclass(frozen=True, slots=True)
+class SeverLink:
+    """End the writes that are under way on write link `link`, as far as they can be: they are answered soon after."""
+
+    link: int
+
+
+@dataclass(frozen=True, slots=True)
 class PostWrite:
     """Write this rank's pages and slots in `sources` to the reader's in `targets` of the same page numbers; answer when
-    the write is done."""
+    the write is done.
+
+    It comes after all orders before it or, with a `step`, after that step's mark alone."""
 
     link: int
     room: str
@@ -172,6 +205,12 @@ class PostWrite:
     """Which write of its room this is, from 1."""
     sources: tuple[PagePlaces, ...]
     targets: tuple[PagePlaces, ...]
+    layers: tuple[LayerSpan, ...] = ()
+    """The layers that are written, one for each pool; without any: all layers."""
+    step: int = 0
+    """The step that writes these layers, as `MarkStep` counts; 0: none."""
+    group: int = 0
+    """The mark of that step, from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,10 +319,12 @@ Order = (
     | CheckPages
     | BindArenas
     | RunStep
+    | MarkStep
     | DescribeMemory
     | SeverPeer
     | OpenLink
     | CloseLink
+    | SeverLink
     | PostWrite
     | PermitRoom
     | RevokeRoom

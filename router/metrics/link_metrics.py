@@ -15,13 +15,24 @@ _COUNTERS = {
     "waited_s": ("twinpool_link_waited_seconds", "Seconds from the post of each write until it had landed, summed"),
     "opened": ("twinpool_link_opened", "Connections for pages that were opened; all but the first ones are retries"),
 }
+_GAUGES = {
+    "under_way": ("twinpool_link_under_way", "Writes that are under way, and those that wait"),
+    "waiting": ("twinpool_link_waiting", "Writes that wait until fewer bytes are under way to the same worker"),
+    "in_flight_bytes": ("twinpool_link_in_flight_bytes", "Bytes of pages that are under way"),
+}
+_PLANE = "plane_"
 
 
 def link_metrics(workers: Iterable[WorkerEntry]) -> Iterator[Metric]:
     """Yield the families, with a sample for each link between workers that are there."""
     labels = ["worker", "to"]
-    families = {what: CounterMetricFamily(*named, labels=labels) for what, named in _COUNTERS.items()}
-    under_way = GaugeMetricFamily("twinpool_link_under_way", "Writes of pages that are under way", labels=labels)
+    families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {
+        **{what: CounterMetricFamily(*named, labels=labels) for what, named in _COUNTERS.items()},
+        **{what: GaugeMetricFamily(*named, labels=labels) for what, named in _GAUGES.items()},
+    }
+    planes = GaugeMetricFamily(
+        "twinpool_link_plane", "1, by the data plane that a link takes", labels=[*labels, "plane"]
+    )
     for entry in workers:
         for key, value in entry.status.counters.items():
             what, _, to = key.removeprefix("link_").partition(":")
@@ -29,7 +40,7 @@ def link_metrics(workers: Iterable[WorkerEntry]) -> Iterator[Metric]:
                 continue
             if what in families:
                 families[what].add_metric([str(entry.record.name), to], value)
-            elif what == "under_way":
-                under_way.add_metric([str(entry.record.name), to], value)
+            elif what.startswith(_PLANE):
+                planes.add_metric([str(entry.record.name), to, what.removeprefix(_PLANE)], value)
     yield from families.values()
-    yield under_way
+    yield planes

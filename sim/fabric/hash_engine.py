@@ -210,11 +210,13 @@ class HashEngine:
         device: Device,
         others: Sequence[PoolSet] = (),
         together: Callable[[], None] = lambda: None,
+        stepped: Callable[[], None] = lambda: None,
     ) -> None:
         """`others`: the pool sets of the worker's other ranks. `together` is called when a step is computed, and makes
-        every rank carry out the orders that were sent before."""
+        every rank carry out the orders that were sent before; `stepped`, when all layers of one with marks are written.
+        """
         self.device = device
-        self._pools, self._spec, self._together = pools, pools.spec.whole, together
+        self._pools, self._spec, self._together, self._stepped = pools, pools.spec.whole, together, stepped
         self._unwritten: list[tuple[_Lane, int, int, bytes]] | None = None
         """What the step that runs has still to write, where it writes layer by layer: lane, page, place in it."""
         ranks = [(memoryview(p.region.numpy()), p.layout.buffers) for p in (pools, *others)]  # type: ignore[arg-type]
@@ -256,6 +258,7 @@ class HashEngine:
                 if lane.layer == layer:
                     lane.write(index, at, data)
             marks.passed({pool: min(layer + 1, count) for pool, count in layers.items()})
+        self._stepped()
 
     def _named(self, rows: Sequence[BatchRow]) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
         """The pages and slots that a step reads and writes, by pool."""

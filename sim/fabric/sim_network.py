@@ -6,6 +6,7 @@
                 whatever isn't acknowledged
     stall       a partition of two processes
     reset       a connection is cut: messages in its pipes are lost, and `on_reset` of each pipe is called
+    death       a message that arrives at a dead process is lost, and its connection is cut
     silence     heartbeats reset a connection whose ends didn't hear each other for `timeout_s` seconds
 
 A connection that was cut must be made anew by the process that made it.
@@ -73,6 +74,10 @@ class SimPipe:
         _, deliver = self._under_way.popleft()
         if self.target.alive:
             deliver()
+        elif self.source.alive:
+            self.lose()
+            if self.on_reset is not None:
+                self.on_reset()
         self._go_on()
 
     def resume(self) -> None:

@@ -236,6 +236,7 @@ class _SimLink:
 
     frame_bytes: int | None = None
     layered = False
+    ranked = False
     up = True
 
     def __init__(self, writer: SimPlane, reader: SimPlane, cut: HeadSlice | None) -> None:
@@ -257,6 +258,9 @@ class _SimLink:
 
     def _reset(self) -> None:
         self._cut = True
+
+    def order_parts(self, write: PageWrite | SlotWrite, after: Sequence[Completion]) -> Completion:
+        return DONE
 
     def cut(self) -> bool:
         cut, self._cut = self._cut, False

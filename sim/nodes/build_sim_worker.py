@@ -11,8 +11,10 @@ from cache.arena.arena import Arena, arena_bytes
 from cache.device.adversarial_device import AdversarialDevice
 from cache.device.device_backends import CpuDevice
 from cache.device.device_port import DEVICE, HOST, Device
+from cache.device.tp_device import TPDevice
 from cache.manager.kv_cache_manager import KVCacheManager
 from cache.memory.memory_layout import PoolSetLayout
+from cache.pool.follower_steps import FollowerSteps
 from cache.pool.pool_set import PoolSet, host_layout
 from cache.pool.tp_pool_set import FollowerPools, TPPoolSet
 from cache.storage.rank_page_store import RankPageStore
@@ -40,7 +42,8 @@ from sim.fabric.virtual_time import VirtualTime
 from sim.nodes.sim_ranks import SimFollowers, SimRank
 from sim.scenario.scenario import CONTEXT, ClusterShape, pool_set
 from transfer.planes.data_plane import DataPlane
-from transfer.planes.tp_plane import FollowerLinks, TPDataPlane
+from transfer.planes.follower_links import FollowerLinks
+from transfer.planes.tp_plane import TPDataPlane
 from transfer.rooms.compatibility import fingerprint
 from transfer.rooms.receiver.kv_receiver import KVReceiver
 from transfer.rooms.sender.kv_sender import KVSender
@@ -149,10 +152,12 @@ def build(
             mine = home.new_process(f"{name}.rank{rank}#{incarnation}", process.node)
             followers.ranks.append(_rank(world, mine, role, layouts[rank], followers, rank, size))
         plane, pools = TPDataPlane(own, followers), TPPoolSet(layouts[0], region, followers, DEVICE)
+        device = TPDevice(device, followers)
     manager = _manager(world, process, role, pools, layouts[0], device, followers, sleep)
     ranks = followers.ranks if followers is not None else []
     together = followers.catch_up if followers is not None else lambda: None
-    engine = cast(ModelRunner, HashEngine(pools, device, [rank.pools for rank in ranks], together))
+    stepped = followers.stepped if followers is not None else lambda: None
+    engine = cast(ModelRunner, HashEngine(pools, device, [rank.pools for rank in ranks], together, stepped))
     take_over(manager, cast(LeaderChannel | None, followers))
     transport = SimControlTransport(world.exchange, process, sleep.wake)
     common: dict[str, Any] = {"context": CONTEXT, "clock": agenda, "pause": lambda s: None}
@@ -257,7 +262,8 @@ def _rank(
             page_store = RankPageStore(SimQueue(world.store, process, wake), host, FINGERPRINT, rank, size)
             storage = FollowerPageStore(page_store)
     state = FollowerPools(places, size, lambda place: arena.count_copy() if arena and place == HOST else None)
-    return SimRank(rank, process, pools, state, FollowerLinks(plane), storage, arena)
+    steps = FollowerSteps(CpuDevice(), pools.gates)
+    return SimRank(rank, process, pools, state, steps, FollowerLinks(plane, steps), storage, arena)
 
 
 def _host_tier(

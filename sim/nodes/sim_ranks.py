@@ -1,6 +1,6 @@
 """The followers of a worker: processes of their own that carry out their leader's orders, one by one and late.
 
-Each has `cache.pool.tp_pool_set.FollowerPools`, `transfer.planes.tp_plane.FollowerLinks` and
+Each has `cache.pool.tp_pool_set.FollowerPools`, `transfer.planes.follower_links.FollowerLinks` and
 `cache.storage.tp_page_store.FollowerPageStore`, as in `cluster.worker_process.follower_process`; orders travel as
 bytes. Only the channel is a model: an order reaches each rank some time after it was sent, and is answered some time
 later; a leader that waits for an answer gets it at once, and all earlier orders are carried out first. The death of a
@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from cache.arena.arena import Arena
+from cache.pool.follower_steps import FollowerSteps
 from cache.pool.pool_set import PoolSet
 from cache.pool.tp_pool_set import FollowerPools
 from cache.storage.tp_page_store import FollowerPageStore
@@ -32,18 +33,20 @@ from contracts.messages.rank_orders import (
     FetchPages,
     FindPages,
     FollowerNotice,
+    MarkStep,
     OpenLink,
     Order,
     PermitRoom,
     PostWrite,
     PutPages,
     RevokeRoom,
+    SeverLink,
     SeverPeer,
     ZeroPages,
 )
 from sim.fabric.sim_process import SimProcess
 from sim.fabric.virtual_time import VirtualTime
-from transfer.planes.tp_plane import FollowerLinks
+from transfer.planes.follower_links import FollowerLinks
 
 LATE_S = 0.002
 """Seconds after which an order is carried out at the latest; at once if its leader waits for it."""
@@ -59,10 +62,14 @@ class SimAnswers:
 
     @property
     def done(self) -> bool:
+        if len(self.answers) < self.wanted:
+            self.line.look()
         return len(self.answers) == self.wanted
 
     def wait(self) -> list[Any]:
         self.line.catch_up()
+        if not self.done:
+            self.line.settle()
         assert self.done, "what only storage can answer isn't waited for"
         return [self.answers[rank] for rank in sorted(self.answers)]
 
@@ -75,12 +82,13 @@ class SimRank:
     process: SimProcess
     pools: PoolSet
     state: FollowerPools
+    steps: FollowerSteps
     links: FollowerLinks
     storage: FollowerPageStore | None
     arena: Arena | None
     orders: deque[tuple[bytes, SimAnswers | None]] = field(default_factory=deque)
     open: dict[int, SimAnswers] = field(default_factory=dict)
-    """The answers that storage still owes, by sequence number."""
+    """The answers that storage and links still owe, by sequence number."""
     follower_notices: list[FollowerNotice] = field(default_factory=list)
     asked: int = 0
 
@@ -100,9 +108,17 @@ class SimRank:
                 self.open[self.asked] = asked
                 self.storage.carry_out(self.asked, order)
                 return
+            case PostWrite():
+                assert asked is not None
+                self.asked += 1
+                self.open[self.asked] = asked
+                self.links.post(self.asked, order)
+                return
+            case MarkStep():
+                self.steps.expect(order)
             case ZeroPages() | CopyPages() | DigestPages() | CheckPages():
                 answer = self.state.carry_out(order)
-            case DescribeMemory() | SeverPeer() | OpenLink() | CloseLink() | PostWrite() | PermitRoom() | RevokeRoom():
+            case DescribeMemory() | SeverPeer() | OpenLink() | CloseLink() | SeverLink() | PermitRoom() | RevokeRoom():
                 answer = self.links.carry_out(order)
             case BindArenas():
                 answer = rebind(self.arena, order)
@@ -116,8 +132,17 @@ class SimRank:
         before = len(self.follower_notices), len(self.open)
         for sequence, answer in self.storage.answers() if self.storage is not None else ():
             self.open.pop(sequence).answers[self.number] = answer
+        self._answered(self.links.answers())
         self.follower_notices += self.links.poll()
         return before != (len(self.follower_notices), len(self.open))
+
+    def settle(self) -> None:
+        """Wait for the writes that are under way."""
+        self._answered(self.links.settle())
+
+    def _answered(self, answers: Sequence[tuple[int, bool]]) -> None:
+        for sequence, done in answers:
+            self.open.pop(sequence).answers[self.number] = done
 
 
 class SimFollowers:
@@ -156,6 +181,23 @@ class SimFollowers:
             if not rank.process.alive:
                 raise PeerDead(f"rank {rank.number} of this worker (pid {rank.process.pid}) died")
             rank.carry_out()
+
+    def look(self) -> None:
+        """Take in the answers of ranks that are over with something."""
+        for rank in self.ranks:
+            if rank.process.alive:
+                rank.look()
+
+    def settle(self) -> None:
+        """Make all ranks wait for the writes that are under way."""
+        for rank in self.ranks:
+            rank.settle()
+
+    def stepped(self) -> None:
+        """A step with marks is computed: all of its layers lie in the pools of all ranks."""
+        for rank in self.ranks:
+            rank.steps.run(lambda: None)
+            self.turn(rank.number)
 
     def _send(self, order: Order, asked: SimAnswers | None) -> None:
         data = encode(order)

@@ -21,7 +21,7 @@ def test_auto_goes_by_where_pools_lie_and_by_hosts(device: str, one_host: bool, 
 
 @pytest.mark.parametrize("plane", ["local", "shm", "zmq", "nixl", "cuda_ipc", "staged"])
 def test_a_plane_that_is_asked_for_is_taken_or_refused(plane: str) -> None:
-    for device, reaches in (("cpu", plane != "cuda_ipc"), ("cuda", plane in {"cuda_ipc", "staged", "local"})):
+    for device, reaches in (("cpu", plane != "cuda_ipc"), ("cuda", plane in {"cuda_ipc", "staged", "nixl", "local"})):
         config = config_from_dict({"engine": {"device": device}, "transfer": {"plane": plane}})
         if reaches:
             assert with_plane(config, True) == config

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from cache.memory import head_slices, triton_copy
 from cache.memory.block_copy import copy_indexed
 from cache.memory.copy_plan import CopyBlock, blocks, packing
-from cache.memory.head_slices import chosen, copy_common, cuts
 from cache.memory.kv_cache_spec import IndexSpace
 from cache.memory.memory_layout import LayoutOrder
 from cache.memory.page_digest import sum_by_numpy
@@ -23,7 +20,6 @@ from cache.memory.triton_digest import add_sums
 from cache.pool.pool_set import PoolSet
 from tests.kernels.claims import answer
 from tests.poolsets import NAMES, filled, pool_sets
-from tests.ranks import headed_sets
 
 COUNT = 7
 
@@ -82,41 +78,6 @@ def claim_some_layers_are_copied_without_the_others() -> None:
             assert torch.equal(got, want)
 
 
-def claim_heads_that_two_ranks_share_are_copied_by_the_kernel_as_by_torch() -> None:
-    draw, whole, sliced = random.Random(2), headed_sets()["all"], 0
-    for sizes in ((1, 2), (2, 1)):
-        for (source, target), cut in cuts(whole, *sizes).items():
-            specs = whole.shard(source, sizes[0]), whole.shard(target, sizes[1])
-            mine, its = (filled(PoolSet(spec, spec.even(COUNT)), n) for n, spec in enumerate(specs))
-            for pool, names in cut.items():
-                pages = [(COUNT, draw.sample(range(1, COUNT), 3)) for _ in "ab"]
-                sides = [chosen(one.layout.buffers[pool], names) for one in (mine, its)]
-                for layers in (None, range(0, 1)):
-                    results = []
-                    for on_gpu in (False, True):
-                        region = its.region.clone()
-                        with patched(on_gpu):
-                            copy_common(
-                                sides[0], mine.region, pages[0], sides[1], region, pages[1], whole.page_tokens, layers
-                            )
-                        results.append(region)
-                    assert torch.equal(*results), (sizes, pool, layers)
-                    assert not torch.equal(results[0], its.region), "something has been copied"
-                sliced += any(a.spec.shape != b.spec.shape for a, b in zip(*sides, strict=True))
-    assert sliced
-
-
-@contextmanager
-def patched(on_gpu: bool) -> Iterator[None]:
-    """Have heads copied as where one end lies on a GPU that reaches the other."""
-    before = head_slices._on_gpu, triton_copy.reachable
-    head_slices._on_gpu, triton_copy.reachable = lambda source, target: on_gpu, lambda tensor: True
-    try:
-        yield
-    finally:
-        head_slices._on_gpu, triton_copy.reachable = before
-
-
 def claim_words_of_every_size_and_rows_longer_than_a_piece_arrive() -> None:
     for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8):
         for words in (1, 3, 1024, 1025, 2500):
@@ -125,6 +86,19 @@ def claim_words_of_every_size_and_rows_longer_than_a_piece_arrive() -> None:
             copy_rows(stack, [2, 0], target, [1, 3])
             assert torch.equal(target[:, [1, 3]], stack[:, [2, 0]])
             assert not target[:, [0, 2]].any()
+
+
+def claim_heads_of_each_token_are_copied_as_torch_copies_them() -> None:
+    """Stacks [layers, tokens, pages, words], of some heads of wider pages on both sides."""
+    whole, part = torch.randint(1 << 40, (3, 6, 5, 4, 7)), torch.zeros(3, 4, 5, 2, 7, dtype=torch.int64)
+    some = whole[:, :, :, 1:3].transpose(1, 2).flatten(3)
+    results = []
+    for copy in (copy_rows, copy_indexed):
+        region = part.clone()
+        copy(some, [4, 1, 5], region.transpose(1, 2).flatten(3), [3, 1, 2])
+        results.append(region)
+    assert torch.equal(*results)
+    assert torch.equal(results[0][:, [3, 1, 2]], whole[:, [4, 1, 5], :, 1:3])
 
 
 def claim_no_pages_are_no_launch() -> None:

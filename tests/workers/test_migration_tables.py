@@ -32,6 +32,7 @@ from decode.migration.migration_state import STAGES, MigrationStage, MigrationSt
 from decode.migration.prefix_push import PUSH_TABLE
 from router.migration.migration_table import MIGRATION, MigrationEvent, MigrationState
 from tests.company import Company, company, generated
+from transfer.planes.data_plane import RoomTarget, SlotWrite
 from transfer.rooms.room_messages import HandoverReceived, WriterQuiesced
 from transfer.rooms.sender.write_queue import QueuedWrite
 
@@ -145,6 +146,13 @@ class _Held:
     order = wait
 
 
+def _queued(room: RoomId, completion: object) -> QueuedWrite:
+    """A write that is under way."""
+    queued = QueuedWrite(room, SlotWrite(RoomTarget(room, {}, 0), b""), (), (), 0)
+    queued.completion = completion  # type: ignore[assignment]
+    return queued
+
+
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
 def test_d2_a_worker_does_not_leave_while_it_still_writes_for_a_room_that_has_ended(model: Path, name: str) -> None:
     """Its pages are pinned, and the reader is still to be told that it may use its own again."""
@@ -159,7 +167,7 @@ def test_d2_a_worker_does_not_leave_while_it_still_writes_for_a_room_that_has_en
         sender = worker._sender  # type: ignore[attr-defined]
         (peer,) = sender._peers.values()
         write = _Held()
-        peer.writes._writes.append(QueuedWrite(RoomId("over"), write))  # type: ignore[arg-type]
+        peer.writes._writes.append(_queued(RoomId("over"), write))
         peer.writes.say(WriterQuiesced(RoomId("over"), 7))
         c.drain(name)
         c.until(lambda: not len(worker._request_table), "its requests to end", 1000)  # type: ignore[attr-defined]

@@ -131,11 +131,19 @@ class WriteLink(Protocol):
     """Bytes of each pool that one write may have; None: any number."""
     layered: bool
     """Whether a write may have some layers of its pages only."""
+    ranked: bool
+    """Whether other ranks of this worker write parts: each write is to be ordered once what it comes after has
+    happened, but for marks of steps under way."""
     sent: SentCounts
     """What it has carried; of several ranks, what goes from this one to the reader's first."""
 
     def admit(self, target: RoomTarget) -> None:
         """Check granted places. Raises `WireError` for places that the memory described by the reader doesn't have."""
+
+    def order_parts(self, write: PageWrite | SlotWrite, after: Sequence[Completion]) -> Completion:
+        """Have the other ranks of this worker write their parts of `write`, which `post` leaves out; returns a
+        completion of these parts, for the thread that calls this. `after`: what the write comes after, each done or a
+        mark of the step under way; the other ranks keep to their own marks."""
 
     def post(self, write: PageWrite | SlotWrite) -> Completion:
         """Start a write. The pages that it reads must stay unchanged until the completion is done: the write has landed

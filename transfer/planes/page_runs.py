@@ -46,6 +46,23 @@ def page_runs(
     return _joined(np.concatenate(here), np.concatenate(there), np.concatenate(sizes))
 
 
+def packs(sources: Sequence[BufferLayout], targets: Sequence[BufferLayout]) -> bool:
+    """Whether pages are to be packed before they are written: of some buffer the target holds only some of the source's
+    heads, all of which are written, so that its pages are long runs and the source's aren't."""
+    pairs = [(mine.spec, its.spec) for mine, its in zip(sources, targets, strict=True)]
+    whole = all(len(common(mine, its)) == its.shape[0] for mine, its in pairs)
+    return whole and any(mine.shape != its.shape and mine.index is IndexSpace.TOKEN for mine, its in pairs)
+
+
+def packed_pages(targets: Sequence[BufferLayout], count: int) -> list[BufferLayout]:
+    """The buffers of `count` pages of the target, packed: buffer by buffer, layer by layer, page by page."""
+    out, base = [], 0
+    for its in targets:
+        out.append(BufferLayout(its.spec, base, count * its.entry_bytes, its.entry_bytes, its.entry_bytes))
+        base += its.spec.layers * count * its.entry_bytes
+    return out
+
+
 def _joined(here: IntArray, there: IntArray, sizes: IntArray) -> tuple[IntArray, IntArray, IntArray]:
     follows = (here[1:] == here[:-1] + sizes[:-1]) & (there[1:] == there[:-1] + sizes[:-1])
     firsts = np.flatnonzero(np.concatenate([np.ones(1, dtype=bool), ~follows]))

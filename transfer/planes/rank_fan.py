@@ -28,6 +28,8 @@ class RankFan:
     isn't the writer's leader. Pages go down the links of `parts`.
     """
 
+    ranked = False
+
     def __init__(self, leader: WriteLink | None, parts: Sequence[WriteLink]) -> None:
         self._leader = leader
         self._parts = parts
@@ -38,6 +40,9 @@ class RankFan:
     def admit(self, target: RoomTarget) -> None:
         for link in self._links():
             link.admit(target)
+
+    def order_parts(self, write: PageWrite | SlotWrite, after: Sequence[Completion]) -> Completion:
+        return DONE
 
     def post(self, write: PageWrite | SlotWrite) -> Completion:
         if isinstance(write, SlotWrite):

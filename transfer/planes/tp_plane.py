@@ -1,15 +1,14 @@
 """The data plane of a worker of several ranks: each rank writes its own heads, the leader speaks for all.
 
-At the writer every rank has links of its own to the ranks of the reader that it writes to. The leader posts a write and
-orders the followers to post their parts; the write is complete when all parts are, and only then the reader is sent its
-notice. At the reader the leader describes the memory of every rank, and permits writes into all of them.
+At the writer every rank has links of its own to the ranks of the reader that it writes to. The leader orders the
+followers to post their parts of a write, each after its own step (`transfer.planes.follower_links`), and posts its own;
+the write is complete when all parts are, and only then the reader is sent its notice. At the reader the leader
+describes the memory of every rank, and permits writes into all of them.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -17,7 +16,8 @@ import torch
 import zmq
 
 from cache.device.device_copies import CPU
-from cache.device.device_port import Completion
+from cache.device.device_port import DONE, Completion
+from cache.device.layer_marks import LayerMark
 from cache.pool.pool_set import PoolSet
 from contracts.errors import LayoutMismatch
 from contracts.ids import RoomId
@@ -25,19 +25,17 @@ from contracts.messages.rank_order_codec import OrderAnswers, OrderChannel
 from contracts.messages.rank_orders import (
     CloseLink,
     DescribeMemory,
-    FollowerNotice,
+    LayerSpan,
     LinkLost,
     OpenLink,
     PagePlaces,
     PermitRoom,
     PostWrite,
     RevokeRoom,
+    SeverLink,
     SeverPeer,
 )
 from transfer.planes.data_plane import PageNumbers, PageWrite, RankDataPlane, RoomTarget, SlotWrite, WriteLink
-from transfer.planes.rank_fan import AllWrites
-
-log = logging.getLogger("twinpool.transfer")
 
 
 class TPDataPlane:
@@ -130,8 +128,7 @@ class TPDataPlane:
 class _TPLink:
     """The links of all ranks of this worker to one reader, as one."""
 
-    layered = False
-    """The leader doesn't know how far its followers' steps are."""
+    ranked = True
 
     def __init__(self, number: int, mine: WriteLink, plane: TPDataPlane) -> None:
         self._number = number
@@ -139,25 +136,27 @@ class _TPLink:
         self._plane = plane
         self.severed = False
         """Whether a follower has reported, since the last `cut`, that its part was cut."""
-        self.frame_bytes, self.sent = mine.frame_bytes, mine.sent
+        self.frame_bytes, self.layered, self.sent = mine.frame_bytes, mine.layered, mine.sent
 
     def admit(self, target: RoomTarget) -> None:
         """Check by the leader's own part: all ranks of a reader describe the same counts."""
         self._mine.admit(target)
 
-    def post(self, write: PageWrite | SlotWrite) -> Completion:
+    def order_parts(self, write: PageWrite | SlotWrite, after: Sequence[Completion]) -> Completion:
         if isinstance(write, SlotWrite):
-            return self._mine.post(write)
-        sources, targets = _places(write.runs), _places(write.target.runs)
-        order = PostWrite(self._number, write.target.room, write.target.ticket, write.number, sources, targets)
-        others = _Answered(self._plane.followers.ask(order))
-        try:
-            mine = self._mine.post(write)
-        except BaseException:
-            with contextlib.suppress(RuntimeError):
-                others.wait()  # The followers still read the pages, which go back when this is heard of.
-            raise
-        return AllWrites([mine, others])
+            return DONE
+        target, marks = write.target, [mark for mark in after if isinstance(mark, LayerMark)]
+        assert len(marks) <= 1, "a write is of layers of one step"
+        layers = tuple(LayerSpan(pool, some.start, some.stop) for pool, some in (write.layers or {}).items())
+        step, group = (marks[0].marks.step, marks[0].group) if marks else (0, 0)
+        order = PostWrite(
+            self._number, target.room, target.ticket, write.number, _places(write.runs), _places(target.runs), layers,
+            step, group,
+        )  # fmt: skip
+        return _Answered(self._plane.followers.ask(order))
+
+    def post(self, write: PageWrite | SlotWrite) -> Completion:
+        return self._mine.post(write)
 
     def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:
         self._mine.notify(room, data, writes)
@@ -173,7 +172,7 @@ class _TPLink:
         return self._mine.up
 
     def sever(self) -> None:
-        """End the writes of the leader's own part; those of followers end when their connections do."""
+        self._plane.followers.send(SeverLink(self._number))
         self._mine.sever()
 
     def close(self) -> None:
@@ -200,68 +199,5 @@ class _Answered:
         self.wait()
 
 
-class FollowerLinks:
-    """A follower's plane and its links: carries out the leader's orders about them."""
-
-    def __init__(self, plane: RankDataPlane, settle: Callable[[], None] = lambda: None) -> None:
-        """`settle` waits until earlier orders have been carried out on the device, too: the leader knows of its own
-        device alone, and data planes copy beside it."""
-        self._plane, self._settle = plane, settle
-        self._links: dict[int, WriteLink] = {}
-
-    def carry_out(
-        self, order: DescribeMemory | SeverPeer | OpenLink | CloseLink | PostWrite | PermitRoom | RevokeRoom
-    ) -> dict[str, Any] | str | bool | None:
-        """Carry an order out, and return its answer; None for an order without one."""
-        match order:
-            case DescribeMemory():
-                return self._plane.describe(order.peer)
-            case SeverPeer():
-                self._plane.sever(order.peer)
-                return True
-            case OpenLink():
-                try:
-                    self._links[order.link] = self._plane.connect(order.descriptor)
-                except LayoutMismatch as error:
-                    return str(error)
-                return ""
-            case CloseLink():
-                link = self._links.pop(order.link, None)
-                if link is not None:
-                    link.close()
-            case PostWrite():
-                target = RoomTarget(RoomId(order.room), _runs(order.targets), 0, order.ticket)
-                self._settle()
-                try:
-                    self._links[order.link].post(PageWrite(target, _runs(order.sources), order.number)).wait()
-                except RuntimeError as error:
-                    log.warning("a write of room %s failed: %s", order.room, error)
-                    return False
-                return True
-            case PermitRoom():
-                self._settle()
-                self._plane.permit(RoomTarget(RoomId(order.room), _runs(order.places), 0, order.ticket))
-                return True
-            case RevokeRoom():
-                self._plane.revoke(RoomId(order.room))
-        return None
-
-    def poll(self) -> list[FollowerNotice]:
-        """Store what has arrived. Returns reports for the leader: writes taken in, and links that were cut."""
-        self._plane.poll()
-        severed = [LinkLost(number) for number, link in self._links.items() if link.cut()]
-        return [*self._plane.take_settled(), *severed]
-
-    def close(self) -> None:
-        for link in self._links.values():
-            link.close()
-        self._links.clear()
-        self._plane.close()
-
-
 def _places(runs: Mapping[str, PageNumbers]) -> tuple[PagePlaces, ...]:
     return tuple(PagePlaces(pool, run.first, tuple(run.indices)) for pool, run in runs.items())
-
-
-def _runs(places: Sequence[PagePlaces]) -> dict[str, PageNumbers]:
-    return {place.pool: PageNumbers(place.first, place.indices) for place in places}

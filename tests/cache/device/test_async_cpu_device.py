@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 import torch
 
-from cache.device.async_cpu_device import AsyncCpuDevice
+from cache.device.async_cpu_device import BESIDE, AsyncCpuDevice
 from cache.device.device_backends import CpuDevice, make_device
 from cache.device.device_port import DONE, DeviceOp, DeviceStream, failure
 from cache.device.layer_marks import LayerMarks, layer_groups
@@ -16,7 +17,6 @@ from cache.device.layer_marks import LayerMarks, layer_groups
 WAIT_S = 30.0
 STEP = DeviceOp("forward", DeviceStream.COMPUTE)
 SEND = DeviceOp("send", DeviceStream.SEND)
-BESIDE = [DeviceStream.LOAD, DeviceStream.SAVE, DeviceStream.SEND]
 
 
 @pytest.fixture
@@ -222,8 +222,27 @@ def test_its_threads_leave_the_number_of_torchs_threads_alone(device: AsyncCpuDe
 
 
 def test_a_cpu_has_streams_where_they_are_asked_for_and_else_does_one_thing_after_the_other() -> None:
-    made = [make_device("cpu", streams=streams) for streams in (True, False)]
+    made = [make_device("cpu", streams=streams) for streams in (BESIDE, ())]
     assert [type(device) for device in made] == [AsyncCpuDevice, CpuDevice]
     assert made[1].marks([{"full": 1}]) is None
     for device in made:
         device.close()
+
+
+def test_threads_that_begin_at_the_same_time_change_the_number_one_after_the_other(
+    device: AsyncCpuDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one would take the other's 1 for the number that later threads are to have."""
+    both, met, read = threading.Barrier(2), list[bool](), torch.get_num_threads
+
+    def together() -> int:
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.1)
+            met.append(True)
+        return read()
+
+    monkeypatch.setattr(torch, "get_num_threads", together)
+    lanes = [DeviceOp("send", DeviceStream.SEND, lane=lane) for lane in ("one", "other")]
+    for completion in [device.submit(op, int) for op in lanes]:
+        completion.wait()
+    assert not met

@@ -10,14 +10,18 @@ from router.metrics.link_metrics import link_metrics
 
 def test_each_link_has_its_own_samples_and_other_counters_have_none() -> None:
     counters = {"link_bytes:decode-0": 7.0, "link_bytes:decode-1": 8.0, "link_under_way:decode-0": 2.0}
+    counters |= {"link_in_flight_bytes:decode-1": 9.0, "link_waiting:decode-1": 4.0, "link_plane_shm:decode-0": 1.0}
     others = {"outgoing_to:decode-0": 1.0, "link_of_tomorrow:decode-0": 3.0, "linkage": 4.0, "link_bytes": 5.0}
     entry = SimpleNamespace(
         record=SimpleNamespace(name="prefill-0"), status=SimpleNamespace(counters={**counters, **others})
     )
     samples = [s for family in link_metrics(cast(Any, [entry])) for s in family.samples]
-    found = {(s.name, s.labels["worker"], s.labels["to"]): s.value for s in samples}
+    assert [(s.labels["to"], s.labels["plane"]) for s in samples if "plane" in s.labels] == [("decode-0", "shm")]
+    found = {(s.name, s.labels["worker"], s.labels["to"]): s.value for s in samples if "plane" not in s.labels}
     assert found == {
         ("twinpool_link_bytes_total", "prefill-0", "decode-0"): 7.0,
         ("twinpool_link_bytes_total", "prefill-0", "decode-1"): 8.0,
         ("twinpool_link_under_way", "prefill-0", "decode-0"): 2.0,
+        ("twinpool_link_in_flight_bytes", "prefill-0", "decode-1"): 9.0,
+        ("twinpool_link_waiting", "prefill-0", "decode-1"): 4.0,
     }

@@ -17,9 +17,9 @@ from contracts.errors import ConfigError, LayoutMismatch
 from contracts.ids import RoomId
 from tests.poolsets import entry, pool_sets
 from tests.ranks import headed_sets
-from tests.rooms import ends, image
+from tests.rooms import ends, image, placed
 from transfer.planes.data_plane import SLOT_BYTES, PageNumbers, PageWrite, RoomTarget, SlotWrite, WriteLink
-from transfer.planes.nixl import nixl_agent
+from transfer.planes.nixl import nixl_agent, nixl_link
 from transfer.planes.nixl.nixl_plane import NixlPlane
 from transfer.planes.page_runs import page_runs
 from transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
@@ -174,3 +174,31 @@ def test_runs_copy_each_common_byte_once_and_nothing_else(sources: int, targets:
         pages = (one.counts[pool], (1, 2, 5)), (other.counts[pool], (3, 4, 1))
         copy_common(mine, noise, pages[0], its, by_copy, pages[1], whole.page_tokens)
         assert torch.equal(by_runs, by_copy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("most", [1, 1 << 20])
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 4), (2, 1)])
+def test_heads_of_more_ranks_are_packed_into_long_runs_some_pages_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, int], most: int
+) -> None:
+    """One page at a time, where memory is short; from two ranks to one nothing is packed: its pages are not whole."""
+    monkeypatch.setattr(nixl_link, "_PACKING_BYTES", most)
+    spec = headed_sets()["full"]
+    sent: list[int] = []
+    post = nixl_agent.NixlAgent.post
+
+    def counting(self: nixl_agent.NixlAgent, sources: Any, *others: Any) -> Any:
+        sent.append(len(sources))
+        return post(self, sources, *others)
+
+    monkeypatch.setattr(nixl_agent.NixlAgent, "post", counting)
+    with ends(spec, "nixl", ranks=ranks) as both:
+        prompt = both.prompt(24)
+        leases = both.open(prompt)
+        both.sender.write(prompt.room, prompt.all(), ())
+        both.seal(prompt)
+        assert isinstance(both.outcome(prompt.room), PromptArrived)
+        placed(both, prompt, leases, {pool: run.numbers for pool, run in prompt.runs.items()})
+    pairs, rows = max(ranks), 6 * 2 * 3  # Pages, buffers, layers; and the metadata is one run.
+    assert (sum(sent) - 1 <= pairs * rows) is (ranks != (2, 1))

@@ -8,19 +8,20 @@ from collections.abc import Mapping
 
 import pytest
 
+from cache.device.device_backends import CpuDevice
 from cache.device.device_port import DONE, Completion
 from cache.memory.head_slices import common, cuts
 from contracts.errors import ErrorKind
 from contracts.ids import RoomId
-from contracts.messages.rank_orders import OpenLink, PermitRoom, PostWrite
+from contracts.messages.rank_orders import PostWrite
 from tests.poolsets import NAMES
 from tests.ranks import headed_sets
 from tests.rooms import PLANES, Ends, Prompt, ends, placed
 from tests.transfer.test_rooms_of_all_pools import some_held, write_in_chunks
 from transfer.planes.data_plane import PageWrite, RoomTarget, SentCounts, SlotWrite
+from transfer.planes.launched_write import launch_write
 from transfer.planes.rank_fan import AllWrites, RankFan
 from transfer.planes.tcp.ordered_notices import OrderedNotices
-from transfer.planes.tp_plane import FollowerLinks, _TPLink
 from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
 
 SETS = headed_sets()
@@ -245,41 +246,16 @@ def test_a6_a_write_that_one_link_refuses_is_over_on_the_others_before_anybody_h
     assert first.done, "a failed write gives its pages back, and this one still reads them"
 
 
-def test_a6_a_write_that_the_leader_cannot_post_is_over_at_its_followers_before_anybody_hears_of_it() -> None:
-    waited: list[str] = []
+def test_a6_a_write_that_the_leader_cannot_post_is_over_only_when_its_followers_parts_are() -> None:
+    followers = Posting()
+    followers.post(PAGES)
 
-    class Answers:
-        done = False
+    def refused(write: PageWrite | SlotWrite) -> Completion:
+        raise RuntimeError("no thread is left")
 
-        def wait(self) -> list[bool]:
-            waited.append("the followers")
-            return [False]
-
-    class Plane:
-        class followers:
-            ask = staticmethod(lambda order: Answers())
-
+    write = launch_write(CpuDevice(), refused, PAGES, (), lane="", others=followers)
+    assert not write.done, "they still read the pages, which go back when it is over"
     with pytest.raises(RuntimeError, match="no thread is left"):
-        _TPLink(1, Posting("no thread is left"), Plane()).post(PAGES)  # type: ignore[arg-type]
-    assert waited == ["the followers"]
-
-
-def test_a7_a_follower_writes_and_permits_only_when_its_own_device_is_through_with_earlier_orders() -> None:
-    events = list[str]()
-
-    class Plane:
-        def connect(self, descriptor: object) -> Plane:
-            return self
-
-        def permit(self, target: RoomTarget) -> None:
-            events.append("permitted")
-
-        def post(self, write: PageWrite) -> Completion:
-            events.append("posted")
-            return DONE
-
-    links = FollowerLinks(Plane(), lambda: events.append("settled"))  # type: ignore[arg-type]
-    links.carry_out(OpenLink(1, {}))
-    assert links.carry_out(PermitRoom("room-1", 1, ())) is True
-    assert links.carry_out(PostWrite(1, "room-1", 1, 1, (), ())) is True
-    assert events == ["settled", "permitted", "settled", "posted"]
+        write.wait()
+    assert followers.done
+    assert write.done

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from cache.device.adversarial_device import AdversarialDevice
+from cache.device.async_cpu_device import AsyncCpuDevice
 from cache.device.device_backends import CpuDevice
-from cache.device.device_port import Completion
+from cache.device.device_port import DONE, Completion
+from cache.device.layer_marks import LayerMarks
 from cache.pool.pool_set import PoolSet
 from contracts.clock import ManualClock
 from contracts.errors import ErrorKind
@@ -23,6 +28,7 @@ from transfer.rooms.sender.write_queue import WriteQueue
 
 SPEC = pool_sets()["all"]
 A, B = RoomId("room-a"), RoomId("room-b")
+WAIT_S = 30.0
 
 
 class Held:
@@ -45,6 +51,7 @@ class Link:
 
     frame_bytes: int | None = None
     layered = True
+    ranked = False
     up = True
 
     def __init__(self) -> None:
@@ -53,6 +60,9 @@ class Link:
         self.said: list[tuple[m.Notice, int]] = []
 
     def admit(self, target: RoomTarget) -> None: ...
+
+    def order_parts(self, write: PageWrite | SlotWrite, after: Sequence[Completion]) -> Completion:
+        return DONE
 
     def post(self, write: PageWrite | SlotWrite) -> Held:
         self.posted.append(Held())
@@ -74,9 +84,11 @@ class Link:
 class Bench:
     """A queue, and what it works with."""
 
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, device: Any = None, most_bytes: int = 1 << 30) -> None:
         self.link, self.pools = Link(), PoolSet(SPEC, SPEC.even(9))
-        self.queue = WriteQueue(WorkerName("decode-0"), self.link, self.pools, device or CpuDevice(), ManualClock())
+        self.queue = WriteQueue(
+            WorkerName("decode-0"), self.link, self.pools, device or CpuDevice(), ManualClock(), most_bytes
+        )
 
     def write(self, room: RoomId, number: int = 1, after: tuple[Completion, ...] = ()) -> m.Notice:
         """Posts pages of two pools."""
@@ -240,3 +252,123 @@ def test_one_write_has_no_more_pages_than_the_readers_frames_and_a_notice_take()
     assert bench.queue.most_pages("full") == 3
     bench.link.frame_bytes = page - 1
     assert bench.queue.most_pages("full") == 1
+
+
+PAGES = PageWrite(RoomTarget(A, {}, 0), {"full": PageNumbers(0, (1, 2)), "state": PageNumbers(0, (3,))}).nbytes(SPEC)
+"""Bytes of a write of the bench."""
+
+
+def test_so_many_bytes_are_under_way_at_once_and_what_is_posted_beyond_that_has_its_turn_in_order() -> None:
+    bench = Bench(most_bytes=2 * PAGES)
+    said = [bench.write(room) for room in (A, B, A, B)]
+    assert (len(bench.link.posted), bench.queue.in_flight_bytes, bench.queue.waiting) == (2, 2 * PAGES, 2)
+    ends(bench.link.posted[1])
+    bench.queue.flush()
+    assert (len(bench.link.posted), bench.queue.in_flight_bytes, bench.queue.waiting) == (3, 2 * PAGES, 1)
+    assert [write.completion is not None for write in bench.queue._writes] == [True, True, True, False]
+    for held in bench.link.posted:
+        ends(held)
+    bench.queue.flush()
+    ends(bench.link.posted[3])
+    bench.queue.flush()
+    assert bench.said == said
+    assert (bench.queue.in_flight_bytes, len(bench.queue), bench.pinned()) == (0, 0, set())
+
+
+def test_a_write_that_is_alone_may_have_any_number_of_bytes() -> None:
+    bench = Bench(most_bytes=1)
+    bench.write(A)
+    bench.write(A)
+    assert (len(bench.link.posted), bench.queue.waiting) == (1, 1)
+    ends(bench.link.posted[0])
+    bench.queue.flush()
+    assert (len(bench.link.posted), bench.queue.waiting) == (2, 0)
+
+
+def test_a_write_that_waits_is_pinned_and_is_not_posted_once_its_room_is_over() -> None:
+    bench = Bench(most_bytes=1)
+    first = bench.write(B)
+    bench.write(A)
+    word = m.WriterQuiesced(A, 7)
+    bench.queue.withdraw(A)
+    bench.queue.say(word)
+    ends(bench.link.posted[0])
+    bench.queue.flush()
+    assert bench.said == [first, word], "nothing of it was written: nothing can be torn"
+    assert (len(bench.link.posted), len(bench.queue), bench.pinned()) == (1, 0, set())
+
+
+def test_a_link_that_ends_posts_nothing_more_and_tells_of_nothing_that_was_not_posted() -> None:
+    bench = Bench(most_bytes=1)
+    said = bench.write(A)
+    bench.write(B)
+    bench.queue.settle()
+    assert bench.said == [said]
+    assert "the link to decode-0 has ended" in bench.queue.failed(B)
+    assert (len(bench.link.posted), len(bench.queue), bench.pinned()) == (1, 0, set())
+
+
+class StalledLink(Link):
+    """A link whose writer is held up in the middle of a write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held, self.entered = threading.Event(), threading.Event()
+
+    def post(self, write: PageWrite | SlotWrite) -> Held:
+        self.entered.set()
+        assert self.held.wait(WAIT_S)
+        return super().post(write)
+
+
+def until(come: Callable[[], object]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not come():
+        assert time.monotonic() < end
+
+
+def test_a_link_that_stalls_holds_up_no_page_of_another() -> None:
+    device = AsyncCpuDevice()
+    stalled, other = Bench(device), Bench(device)
+    stalled.queue._link = link = StalledLink()
+    try:
+        stalled.write(A)
+        assert link.entered.wait(WAIT_S)
+        other.write(B)
+        until(lambda: other.link.posted)
+        assert not link.posted
+    finally:
+        link.held.set()
+        device.close()
+
+
+def test_what_is_ready_goes_ahead_of_layers_that_are_still_to_be_written() -> None:
+    """A step is under way, and its layers are posted already; what an earlier one finished leaves meanwhile."""
+    device, bench = AsyncCpuDevice(), Bench()
+    bench.queue._device = device
+    marks = LayerMarks([{"full": 1, "state": 1}])
+    runs = {"full": PageNumbers(0, (1,))}
+    ahead = PageWrite(RoomTarget(A, runs, 0), runs, 1, {"full": range(1)})
+    try:
+        assert bench.queue.post(ahead, (marks[0],)) is not None
+        bench.write(B)
+        until(lambda: bench.link.posted)
+        assert len(bench.link.posted) == 1
+        marks.end(None)
+        until(lambda: len(bench.link.posted) == 2)
+    finally:
+        marks.end(None)
+        device.close()
+
+
+def test_threads_of_a_link_end_with_it() -> None:
+    device, bench = AsyncCpuDevice(), Bench()
+    bench.queue._device = device
+    try:
+        bench.write(A)
+        until(lambda: bench.link.posted)
+        assert len(device._sends._streams) == 1
+        bench.queue.close()
+        assert not device._sends._streams
+    finally:
+        device.close()

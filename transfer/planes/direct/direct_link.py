@@ -29,6 +29,7 @@ class DirectLink:
 
     frame_bytes: int | None = None
     layered = True
+    ranked = False
 
     def __init__(
         self,
@@ -64,6 +65,9 @@ class DirectLink:
                 raise WireError(f"room {target.room} was granted places of {pool} beyond the reader's {count}")
         if self._slots is not None and not 0 <= target.slot < len(self._slots):
             raise WireError(f"room {target.room} was granted slot {target.slot} of {len(self._slots)}")
+
+    def order_parts(self, write: PageWrite | SlotWrite, after: Sequence[Completion]) -> Completion:
+        return DONE
 
     def post(self, write: PageWrite | SlotWrite) -> Completion:
         if isinstance(write, SlotWrite):

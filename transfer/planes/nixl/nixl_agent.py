@@ -10,6 +10,7 @@ import functools
 import importlib
 import logging
 import secrets
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,26 @@ from contracts.errors import ConfigError, LayoutMismatch
 
 Runs = npt.NDArray[np.int64]
 """Runs of bytes, int64 [runs, 3]: address, length and device of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryKind:
+    """Where memory lies, as NIXL names it."""
+
+    name: str
+    """``DRAM``: the host's. ``VRAM``: a GPU's."""
+    device: int = 0
+    """Which GPU, as its process counts them; 0 for the host's."""
+
+
+HOST_MEMORY = MemoryKind("DRAM")
+
+
+def kind_of(memory: torch.Tensor) -> MemoryKind:
+    return MemoryKind("VRAM", memory.get_device()) if memory.is_cuda else HOST_MEMORY
+
+
+_INSTEAD = ": use transfer.plane=staged, or engine.device=cpu"
 _MODULES = ("nixl_cu12._api", "nixl_cu13._api")
 
 
@@ -43,6 +64,12 @@ def load_nixl() -> Any:
     raise ConfigError(f"plane nixl needs NIXL: {found or 'it is not installed'}; pip install 'twinpool[nixl]'")
 
 
+def own_device(memory: torch.Tensor) -> None:
+    """Make the GPU of `memory`, if it lies on one, this thread's own: UCX asks for the thread's."""
+    if memory.is_cuda:
+        torch.cuda.set_device(memory.device)
+
+
 class NixlAgent:
     """An agent, the memory that is registered with it, and at most one other agent that it writes to. For one thread at
     a time."""
@@ -61,11 +88,17 @@ class NixlAgent:
 
     def register(self, memory: torch.Tensor) -> None:
         """Let transfers use this memory, uint8 [bytes]. Raises `ConfigError` where it can't be registered."""
+        kind = kind_of(memory)
+        if kind.name not in {name.removesuffix("_SEG") for name in self._agent.get_backend_mem_types("UCX")}:
+            raise ConfigError(f"plane nixl: NIXL's UCX knows no {kind.name} here{_INSTEAD}")
         try:
-            runs = [(memory.data_ptr(), memory.numel(), 0, "")]
-            self._registered.append(self._agent.register_memory(runs, "DRAM"))
+            runs = [(memory.data_ptr(), memory.numel(), kind.device, "")]
+            self._registered.append(self._agent.register_memory(runs, kind.name))
         except Exception as error:
-            raise ConfigError(f"plane nixl: {memory.numel()} bytes can't be registered: {error}") from None
+            hint = f"; UCX may have no CUDA here{_INSTEAD}" if kind.name == "VRAM" else ""
+            raise ConfigError(
+                f"plane nixl: {memory.numel()} bytes of {kind.name} can't be registered: {error}{hint}"
+            ) from None
 
     @property
     def metadata(self) -> bytes:
@@ -80,11 +113,11 @@ class NixlAgent:
             raise LayoutMismatch(f"plane nixl: the reader's agent can't be reached: {error}") from None
         self._reader = name.decode() if isinstance(name, bytes) else str(name)
 
-    def post(self, sources: Runs, targets: Runs) -> Any:
+    def post(self, sources: Runs, here: MemoryKind, targets: Runs, there: MemoryKind) -> Any:
         """Start a write of runs here to runs of the same lengths there; returns its handle. Raises `RuntimeError`."""
         try:
-            mine = self._agent.get_xfer_descs(sources, "DRAM")
-            theirs = self._agent.get_xfer_descs(targets, "DRAM")
+            mine = self._agent.get_xfer_descs(sources, here.name)
+            theirs = self._agent.get_xfer_descs(targets, there.name)
             handle = self._agent.initialize_xfer("WRITE", mine, theirs, self._reader)
             if self._agent.transfer(handle) == "ERR":
                 raise RuntimeError("the transfer failed at once")
@@ -120,6 +153,6 @@ class NixlAgent:
         self._agent, self._registered = None, []
 
 
-def byte_runs(base: int, offsets: Runs, lengths: Runs) -> Runs:
-    """Return runs of `lengths` bytes at `offsets` behind the address `base`."""
-    return np.stack([base + offsets, lengths, np.zeros_like(lengths)], axis=1)
+def byte_runs(base: int, offsets: Runs, lengths: Runs, kind: MemoryKind) -> Runs:
+    """Return runs of `lengths` bytes at `offsets` behind the address `base`, in memory of this kind."""
+    return np.stack([base + offsets, lengths, np.full_like(lengths, kind.device)], axis=1)

@@ -6,26 +6,33 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 
-from cache.device.device_port import Completion
-from cache.memory.head_slices import HeadSlice, chosen, of_layers
+from cache.device.device_copies import device_copies, zeroed
+from cache.device.device_port import DONE, Completion
+from cache.memory.head_slices import HeadSlice, chosen, copy_common, of_layers
 from cache.memory.memory_layout import BufferLayout, PoolSetLayout
+from cache.memory.page_moves import PoolMove
 from cache.pool.pool_set import PoolSet
 from contracts.errors import ConfigError, LayoutMismatch, WireError
 from contracts.ids import RoomId
 from transfer.net.disconnects import DisconnectWatch
 from transfer.net.fault_injection import WriteFaults
 from transfer.planes.data_plane import SLOT_BYTES, PageWrite, RoomTarget, SentCounts, SlotWrite
-from transfer.planes.nixl.nixl_agent import NixlAgent, byte_runs
-from transfer.planes.page_runs import IntArray, page_runs
+from transfer.planes.nixl.nixl_agent import HOST_MEMORY, MemoryKind, NixlAgent, byte_runs, kind_of, own_device
+from transfer.planes.page_runs import IntArray, packed_pages, packs, page_runs
 from transfer.planes.posted_write import PostedWrite
 
 log = logging.getLogger("twinpool.transfer")
+_PACKING_BYTES = 4 << 20
+"""Bytes of the memory that heads are packed in, or a page where that is more."""
+Runs3 = tuple[IntArray, IntArray, IntArray]
+"""Offsets here, there, and lengths."""
 _NAP_S = 0.0002
 """Seconds until a write that is under way is looked at again."""
 
@@ -37,6 +44,8 @@ class ReaderMemory:
     metadata: bytes
     pages: int
     """Address of its pool region."""
+    kind: MemoryKind
+    """Where its pool region lies; metadata slots are the host's memory."""
     layout: PoolSetLayout
     slots: int
     """Address of its metadata slots; 0 where it has none."""
@@ -55,6 +64,7 @@ class NixlLink:
 
     frame_bytes: int | None = None
     layered = True
+    ranked = False
 
     def __init__(
         self,
@@ -76,6 +86,9 @@ class NixlLink:
         self._notify, self._watch, self._close, self._wake = notify, watch, close, wake
         self._timeout_s = timeout_s
         self._scratch = torch.zeros(SLOT_BYTES, dtype=torch.uint8)
+        self._packing: torch.Tensor | None = None
+        """Memory beside the pages, for heads that are packed; made when some are."""
+        self._copies = device_copies(source.region.device)
         self._waiting: deque[_Outgoing] = deque()
         self._work = threading.Condition()
         """Held to queue a write, and to end the link or its writes."""
@@ -89,6 +102,8 @@ class NixlLink:
             agent = NixlAgent()
             agent.register(self._source.region)
             agent.register(self._scratch)
+            if self._packing is not None:
+                agent.register(self._packing)
         except ConfigError as error:
             raise LayoutMismatch(str(error)) from None
         agent.meet(self._reader.metadata)
@@ -102,6 +117,9 @@ class NixlLink:
                 raise WireError(f"room {target.room} was granted places of {pool} beyond the reader's {count}")
         if self._reader.slots and not 0 <= target.slot < self._reader.slot_count:
             raise WireError(f"room {target.room} was granted slot {target.slot} of {self._reader.slot_count}")
+
+    def order_parts(self, write: PageWrite | SlotWrite, after: Sequence[Completion]) -> Completion:
+        return DONE
 
     def post(self, write: PageWrite | SlotWrite) -> Completion:
         if isinstance(write, PageWrite):
@@ -145,6 +163,7 @@ class NixlLink:
     # ------------------------------------------------------------ on its thread
 
     def _run(self) -> None:
+        own_device(self._source.region)
         while True:
             with self._work:
                 self._work.wait_for(lambda: self._waiting or self._closed)
@@ -180,7 +199,7 @@ class NixlLink:
         if isinstance(write, SlotWrite):
             size = len(write.data)
             self._scratch[:size] = torch.frombuffer(bytearray(write.data), dtype=torch.uint8)
-            self._from_scratch(self._reader.slots + write.target.slot * SLOT_BYTES, size)
+            self._from_scratch(self._reader.slots + write.target.slot * SLOT_BYTES, size, HOST_MEMORY)
             return size
         total = 0
         for part in write.move.parts:
@@ -189,42 +208,77 @@ class NixlLink:
                 mine, its = of_layers(mine, write.layers[part.pool]), of_layers(its, write.layers[part.pool])
             if not mine:
                 continue
-            runs = page_runs(mine, part.sources, its, part.targets, self._source.spec.page_tokens)
-            total += int(runs[2].sum())
-            half = len(runs[0]) // 2 if self._faults.stops else 0
-            if half:
-                self._move(*(side[:half] for side in runs))
-            self._faults.in_write()
-            self._move(*(side[half:] for side in runs))
-            self._damage(int(runs[0][0]), int(runs[1][0]))
+            loads = self._packed_loads if packs(mine, its) else self._plain_loads
+            for number, (base, runs) in enumerate(loads(part, mine, its)):
+                total += int(runs[2].sum())
+                half = len(runs[0]) // 2 if self._faults.stops and not number else 0
+                if half:
+                    self._move(base, *(side[:half] for side in runs))
+                if not number:
+                    self._faults.in_write()
+                self._move(base, *(side[half:] for side in runs))
+                if not number:
+                    self._damage(base, int(runs[0][0]), int(runs[1][0]))
         return total
+
+    def _plain_loads(
+        self, part: PoolMove, mine: Sequence[BufferLayout], its: Sequence[BufferLayout]
+    ) -> Iterator[tuple[torch.Tensor, Runs3]]:
+        """One load: the pages as they lie."""
+        yield self._source.region, page_runs(mine, part.sources, its, part.targets, self._source.spec.page_tokens)
+
+    def _packed_loads(
+        self, part: PoolMove, mine: Sequence[BufferLayout], its: Sequence[BufferLayout]
+    ) -> Iterator[tuple[torch.Tensor, Runs3]]:
+        """Loads of pages of which the reader's rank holds some heads alone, packed one after the other: its pages are
+        long runs then on both sides. A load lies in the packing until the next is asked for."""
+        packing, tokens = self._packing_memory(), self._source.spec.page_tokens
+        step = len(packing) // sum(b.spec.layers * b.entry_bytes for b in its)
+        for at in range(0, len(part.sources), step):
+            sources, targets = part.sources[at : at + step], part.targets[at : at + step]
+            packed, count = packed_pages(its, len(sources)), self._source.layout.counts[part.pool]
+            ends = (count, sources), (len(sources), range(len(sources)))
+            copy = partial(copy_common, mine, self._source.region, ends[0], packed, packing, ends[1], tokens)
+            self._copies.begin(copy).wait()
+            yield packing, page_runs(packed, range(len(sources)), its, targets, tokens)
 
     def _chosen(self, layout: PoolSetLayout, pool: str) -> tuple[BufferLayout, ...]:
         buffers = layout.buffers[pool]
         return buffers if self._slice is None else chosen(buffers, self._slice.get(pool, ()))
 
-    def _move(self, here: IntArray, there: IntArray, sizes: IntArray) -> None:
-        base = self._source.region.data_ptr()
-        self._transfer(byte_runs(base, here, sizes), byte_runs(self._reader.pages, there, sizes))
+    def _packing_memory(self) -> torch.Tensor:
+        if self._packing is None:
+            spec = self._reader.layout.spec
+            page_bytes = max(spec.unit_bytes(pool.name) for pool in spec.pools)
+            self._packing = zeroed(max(_PACKING_BYTES, page_bytes), self._source.region.device)
+            if self._agent is not None:  # A later one has it registered as it is opened.
+                self._agent.register(self._packing)
+        return self._packing
 
-    def _damage(self, here: int, there: int) -> None:
+    def _move(self, base: torch.Tensor, here: IntArray, there: IntArray, sizes: IntArray) -> None:
+        reader, mine = self._reader, kind_of(base)
+        sources = byte_runs(base.data_ptr(), here, sizes, mine)
+        self._transfer(sources, mine, byte_runs(reader.pages, there, sizes, reader.kind), reader.kind)
+
+    def _damage(self, base: torch.Tensor, here: int, there: int) -> None:
         """Flip a bit of the first byte that was written, where a fault on purpose is due."""
         if self._faults.corrupts:
-            right = int(self._source.region[here])
+            right = int(base[here])
             self._scratch[0] = right
             self._faults.after_seal(self._scratch, 0)
             if int(self._scratch[0]) != right:
-                self._from_scratch(self._reader.pages + there, 1)
+                self._from_scratch(self._reader.pages + there, 1, self._reader.kind)
 
-    def _from_scratch(self, address: int, size: int) -> None:
+    def _from_scratch(self, address: int, size: int, there: MemoryKind) -> None:
         zero, length = np.zeros(1, dtype=np.int64), np.full(1, size, dtype=np.int64)
-        self._transfer(byte_runs(self._scratch.data_ptr(), zero, length), byte_runs(address, zero, length))
+        source = byte_runs(self._scratch.data_ptr(), zero, length, HOST_MEMORY)
+        self._transfer(source, HOST_MEMORY, byte_runs(address, zero, length, there), there)
 
-    def _transfer(self, sources: IntArray, targets: IntArray) -> None:
+    def _transfer(self, sources: IntArray, here: MemoryKind, targets: IntArray, there: MemoryKind) -> None:
         """Carry out one transfer. Raises `RuntimeError` where it fails, or makes no end within the time-out."""
         if self._agent is None:
             self._agent = self._opened()
-        handle, until = self._agent.post(sources, targets), time.monotonic() + self._timeout_s
+        handle, until = self._agent.post(sources, here, targets, there), time.monotonic() + self._timeout_s
         try:
             while not self._agent.over(handle):
                 if self._severed or time.monotonic() >= until:

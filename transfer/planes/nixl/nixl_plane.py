@@ -9,6 +9,9 @@ writer can be watched, and must be dead before its agent is ended (`transfer.roo
 left writes with this end's agent, which are stored when that makes progress: its agent is ended, too, before anybody
 else gets the pages.
 
+Pages may lie on a GPU at either end, where UCX has CUDA: a worker registers them as it starts, and is refused where
+that can't be. Metadata slots are the host's memory. Nothing of this was run on a GPU yet: see docs/gpu.md.
+
 Notices go over a ZMQ socket as on plane `shm`, each after its write has landed: it wakes who sleeps, and is
 authenticated off the loopback. What UCX carries is neither authenticated nor encrypted.
 """
@@ -22,7 +25,7 @@ from typing import Any
 import torch
 import zmq
 
-from cache.device.device_copies import CPU
+from cache.device.device_copies import CPU, zeroed
 from cache.memory.head_slices import HeadSlice
 from cache.memory.kv_cache_spec import PoolSetSpec
 from cache.pool.pool_set import PoolSet
@@ -32,8 +35,8 @@ from contracts.errors import LayoutMismatch
 from contracts.ids import RoomId
 from transfer.net.curve_keys import CurveKeys, dial
 from transfer.net.fault_injection import WriteFaults
-from transfer.planes.data_plane import RoomTarget, WakeCallback, WriteLink, refuse_device_memory, said
-from transfer.planes.nixl.nixl_agent import NixlAgent, load_nixl
+from transfer.planes.data_plane import RoomTarget, WakeCallback, WriteLink, said
+from transfer.planes.nixl.nixl_agent import HOST_MEMORY, MemoryKind, NixlAgent, kind_of, load_nixl, own_device
 from transfer.planes.nixl.nixl_link import NixlLink, ReaderMemory
 from transfer.planes.notice_inbox import NoticeInbox
 from transfer.planes.one_sided import MOST_COUNT, OneSidedPlane, described_layout, no_notices
@@ -44,6 +47,7 @@ FRAME_BYTES = TransferConfig().control_frame_bytes
 _BUSY_S, _IDLE_S = 0.001, 0.05
 """Seconds between looks at what has come, while rooms are granted and while none is."""
 _MOST_METADATA = 1 << 16
+_MEMORIES, _MOST_DEVICES = ("DRAM", "VRAM"), 1 << 10
 
 
 class NixlPlane(OneSidedPlane):
@@ -80,11 +84,17 @@ class NixlPlane(OneSidedPlane):
         self.dropped = 0
 
     def allocate(self, name: str, nbytes: int, device: torch.device = CPU) -> torch.Tensor:
-        refuse_device_memory(self.kind, device)
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        return zeroed(nbytes, device)
 
     def register(self, pools: PoolSet, slots: torch.Tensor | None) -> None:
         self._pools, self._slots = pools, slots
+        if kind_of(pools.region) != HOST_MEMORY:
+            # A worker that can't be reached there is refused as it starts, and not when its first peer comes.
+            probe = NixlAgent()
+            try:
+                probe.register(pools.region)
+            finally:
+                probe.close()
 
     def describe(self, peer: str = "") -> dict[str, Any]:
         with self._using:
@@ -97,9 +107,12 @@ class NixlPlane(OneSidedPlane):
         if self._progress is None:
             self._progress = threading.Thread(target=self._run, name="kv-progress", daemon=True)
             self._progress.start()
+        kind = kind_of(self._pools.region)
         mine = {
             "agent": agent.metadata,
             "pages": self._pools.region.data_ptr(),
+            "memory": kind.name,
+            "device": kind.device,
             "counts": dict(self._pools.layout.counts),
             "slots": self._slots.data_ptr() if self._slots is not None else 0,
             "slot_count": len(self._slots) if self._slots is not None else 0,
@@ -124,7 +137,11 @@ class NixlPlane(OneSidedPlane):
         slot_count = said(descriptor, "slot_count", int)
         if not (0 < pages < 1 << 63 and 0 <= slots < 1 << 63 and 0 <= slot_count <= MOST_COUNT):
             raise LayoutMismatch(f"plane nixl: no memory is at {pages}, or at {slots}")
-        reader = ReaderMemory(metadata, pages, layout, slots, slot_count)
+        known = "memory" in descriptor  # Older builds say nothing of it, and have the host's alone.
+        kind = MemoryKind(said(descriptor, "memory", str), said(descriptor, "device", int)) if known else HOST_MEMORY
+        if kind.name not in _MEMORIES or not 0 <= kind.device < _MOST_DEVICES:
+            raise LayoutMismatch(f"plane nixl: no memory is of kind {kind.name!r:.80}, device {kind.device}")
+        reader = ReaderMemory(metadata, pages, kind, layout, slots, slot_count)
         if self._rank or not slots:
             return self._opened(reader, cut, None)
         return self._opened(reader, cut, said(descriptor, "endpoint", str))
@@ -169,6 +186,7 @@ class NixlPlane(OneSidedPlane):
 
     def _run(self) -> None:
         """Help to store what comes, where the transport needs that; on a thread of its own."""
+        own_device(self._pools.region)
         while not self._closing.wait(_BUSY_S if self._granted else _IDLE_S):
             with self._using:
                 for agent in self._agents.values():

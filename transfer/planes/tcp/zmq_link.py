@@ -31,6 +31,7 @@ class ZmqLink:
     it. Writes may be posted on another thread than notices are sent on."""
 
     layered = True
+    ranked = False
 
     def __init__(
         self,
@@ -62,6 +63,9 @@ class ZmqLink:
         """Held to use the socket and the connections."""
 
     def admit(self, target: RoomTarget) -> None: ...  # The reader itself looks up what it has granted.
+
+    def order_parts(self, write: PageWrite | SlotWrite, after: Sequence[Completion]) -> Completion:
+        return DONE
 
     def post(self, write: PageWrite | SlotWrite) -> Completion:
         target = write.target

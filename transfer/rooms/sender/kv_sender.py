@@ -286,13 +286,15 @@ class KVSender:
 
     @property
     def links(self) -> dict[str, float]:
-        """What each link has carried and what is under way on it, by the worker that receives: counters of a status."""
+        """What each link has carried and what is under way on it, by the worker that receives, and by which plane:
+        counters of a status."""
         out: dict[str, float] = {}
         for peer in self._peers.values():
             sent = peer.link.sent
             values = {
                 "writes": sent.writes, "bytes": sent.nbytes, "busy_s": sent.busy_s, "waited_s": sent.waited_s,
-                "opened": sent.opened, "under_way": len(peer.writes),
+                "opened": sent.opened, "under_way": len(peer.writes), "in_flight_bytes": peer.writes.in_flight_bytes,
+                "waiting": peer.writes.waiting, f"plane_{self._plane.kind}": 1,
             }  # fmt: skip
             out |= {f"link_{what}:{peer.name}": value for what, value in values.items()}
         return out

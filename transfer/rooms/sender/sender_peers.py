@@ -152,7 +152,8 @@ class SenderPeers(Mapping[bytes, SenderPeer]):
         except (ProcessLookupError, WireError) as error:
             link.close()
             raise LayoutMismatch(f"{hello.worker}: {error}") from None
-        writes = WriteQueue(ref.name, link, self._pools, self._device, self._clock)
+        most_bytes = self._config.in_flight_bytes
+        writes = WriteQueue(ref.name, link, self._pools, self._device, self._clock, most_bytes)
         promised = PromisedPlaces(self._pools.spec.by_name, self._plane.revocable)
         return SenderPeer(identity, ref.name, ref.incarnation, link, watch, hello, writes, promised)
 
@@ -206,5 +207,6 @@ def _disconnect(peer: SenderPeer) -> None:
     peer.link.sever()
     peer.writes.settle()
     peer.link.close()
+    peer.writes.close()
     if peer.watch is not None:
         peer.watch.close()

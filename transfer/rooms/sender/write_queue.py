@@ -4,6 +4,9 @@ Every reader has a queue of its own, so that no hand-over waits for writes to an
 until it is complete; its notice is sent only then, after everything that was posted before it (hazard A7). A write that
 failed is never announced, nor is any later write of its room. What a step under way is still computing is posted before
 it is known to be right, layer by layer, and announced later or never.
+
+So many bytes may be under way to a reader, in all its rooms together; what is posted beyond that waits here for its
+turn, in order. Writes to the same places wait here for each other, too.
 """
 
 from __future__ import annotations
@@ -13,23 +16,16 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 
-from cache.device.device_port import (
-    DEVICE,
-    DONE,
-    Completion,
-    Device,
-    DeviceOp,
-    DeviceStream,
-    PageSpanUse,
-    attempt,
-    failure,
-)
+from cache.device.device_port import DEVICE, Completion, Device, PageSpanUse, failure
+from cache.device.layer_marks import LayerMark
 from cache.pool.page_allocator import Pin
 from cache.pool.pool_set import PoolSet
 from contracts.clock import Clock
 from contracts.ids import RoomId, WorkerName
 from transfer.planes.data_plane import PageWrite, SlotWrite, WriteLink
+from transfer.planes.launched_write import LaunchedWrite, lanes_of, launch_write
 from transfer.rooms import room_messages as m
 
 _QUEUED = 4096
@@ -39,33 +35,7 @@ _NOTICE_PAGES = 8192
 _TORN = 4096
 """Rooms of which it is known that a write has failed; longer than last words are said again."""
 _UNDER_WAY = RuntimeError("under way")
-
-
-class LaunchedWrite:
-    """A completion that is done when the launch is, and the write that it posted."""
-
-    def __init__(self, launched: Completion, posted: list[Completion]) -> None:
-        self._launched = launched
-        self._posted = posted
-
-    @property
-    def done(self) -> bool:
-        return self._launched.done and all(p.done for p in self._posted)
-
-    def wait(self) -> None:
-        self._launched.wait()
-        for posted in self._posted:
-            posted.wait()
-
-    def wait_posted(self) -> None:
-        """Return once nothing of the write is on its way, well or not. For a write that is launched after it on the
-        same stream."""
-        for posted in self._posted:
-            with contextlib.suppress(RuntimeError):
-                posted.wait()
-
-    def order(self) -> None:
-        self.wait()
+_LANES = count(1)
 
 
 @dataclass(slots=True)
@@ -81,9 +51,15 @@ class QueuedWrite:
     """A write that was posted, and the pins of the pages that it reads."""
 
     room: RoomId
-    completion: LaunchedWrite
+    write: PageWrite | SlotWrite
+    after: Sequence[Completion]
+    over: Sequence[QueuedWrite]
+    """Earlier writes to the same places."""
+    nbytes: int
     pins: tuple[Pin, ...] = ()
     span: WriteSpan = field(default_factory=WriteSpan)
+    completion: LaunchedWrite | None = None
+    """None while it waits for its turn."""
     ended: bool = False
     withdrawn: bool = False
     """Whether the room is over: it doesn't matter any more how the write ends."""
@@ -123,10 +99,20 @@ class PendingNotice:
 class WriteQueue:
     """Writes and last words to one reader. Never blocks, but for `settle`."""
 
-    def __init__(self, reader: WorkerName, link: WriteLink, pools: PoolSet, device: Device, clock: Clock) -> None:
-        """`pools`: the pool set that writes read from."""
+    def __init__(
+        self, reader: WorkerName, link: WriteLink, pools: PoolSet, device: Device, clock: Clock, most_bytes: int
+    ) -> None:
+        """`pools`: the pool set that writes read from. `most_bytes`: how many bytes of pages may be under way; a write
+        that is alone may have more."""
         self._reader, self._link, self._pools, self._device, self._clock = reader, link, pools, device, clock
+        self._most_bytes = most_bytes
+        self._lane = f"{reader} {next(_LANES)}"
         self._writes: deque[QueuedWrite] = deque()
+        """Those that haven't ended, in order."""
+        self._waiting: deque[QueuedWrite] = deque()
+        """Those of them that wait for their turn."""
+        self.in_flight_bytes = 0
+        """Bytes of pages of the others."""
         self._notices: deque[PendingNotice] = deque()
         self._failed: dict[RoomId, str] = {}
         self._ended = False
@@ -137,6 +123,11 @@ class WriteQueue:
     def __len__(self) -> int:
         """The number of writes that are under way, and of last words that wait for them."""
         return len(self._writes) + sum(pending.last for pending in self._notices)
+
+    @property
+    def waiting(self) -> int:
+        """The number of writes that wait for their turn."""
+        return len(self._waiting)
 
     @property
     def layered(self) -> bool:
@@ -166,25 +157,54 @@ class WriteQueue:
             self._failed[room] = f"{len(self._writes)} writes to {self._reader} are under way already"
             return None
         sources = write.sources if isinstance(write, PageWrite) else {}
-        op = DeviceOp("send", DeviceStream.SEND, reads=_reads(write) if isinstance(write, PageWrite) else ())
-        posted: list[Completion] = []
-        span = WriteSpan()
-
-        def run() -> None:
-            for earlier in over:
-                earlier.completion.wait_posted()
-            if self._ended:
-                raise RuntimeError(f"{self._reader} is given up")
-            span.began_at = self._clock.now()
-            posted.append(self._link.post(write))
-            if all(p is DONE for p in posted):
-                span.ended_at = self._clock.now()
-
-        launched = attempt(self._device, op, run, after)
+        nbytes = write.nbytes(self._pools.spec.whole) if isinstance(write, PageWrite) else 0
         reason = f"send of {room}"
         pins = tuple(self._pools.allocators[pool].pin(indices, reason) for pool, indices in sources.items())
-        self._writes.append(QueuedWrite(room, LaunchedWrite(launched, posted), pins, span))
-        return self._writes[-1]
+        queued = QueuedWrite(room, write, after, over, nbytes, pins)
+        self._writes.append(queued)
+        self._waiting.append(queued)
+        self._launch_due()
+        return queued
+
+    def _launch_due(self) -> None:
+        """Launch the writes whose turn it is, in order."""
+        while self._waiting and self._due(self._waiting[0]):
+            queued = self._waiting.popleft()
+            self.in_flight_bytes += queued.nbytes
+            queued.completion = self._launched(queued)
+
+    def _due(self, queued: QueuedWrite) -> bool:
+        """Whether a write may be launched: there is room for it, writes to the same places are over, and other ranks
+        can be told what it comes after."""
+        if not all(self._over(earlier) for earlier in queued.over):
+            return False
+        if self.in_flight_bytes + queued.nbytes > self._most_bytes:
+            for write in self._writes:
+                self._over(write)
+        if self.in_flight_bytes and self.in_flight_bytes + queued.nbytes > self._most_bytes:
+            return False
+        return not self._link.ranked or all(isinstance(made, LayerMark) or _ended(made) for made in queued.after)
+
+    def _launched(self, queued: QueuedWrite) -> LaunchedWrite:
+        write, span = queued.write, queued.span
+        reads = _reads(write) if isinstance(write, PageWrite) else ()
+
+        def began() -> None:
+            span.began_at = self._clock.now()
+
+        def ended() -> None:
+            span.ended_at = self._clock.now()
+
+        others = self._link.order_parts(write, queued.after)
+        return launch_write(
+            self._device, self._post, write, queued.after, lane=self._lane, reads=reads, others=others,
+            began=began, ended=ended,
+        )  # fmt: skip
+
+    def _post(self, write: PageWrite | SlotWrite) -> Completion:
+        if self._ended:
+            raise RuntimeError(f"{self._reader} is given up")
+        return self._link.post(write)
 
     def announce(
         self, notice: m.Notice, behind: Sequence[QueuedWrite], writes: int, times: RoomTimes | None = None
@@ -201,15 +221,18 @@ class WriteQueue:
         self.flush()
 
     def withdraw(self, room: RoomId) -> None:
-        """End a room: its writes that are under way go on, and none of them is announced any more."""
+        """End a room: its writes that are under way go on, and none of them is announced any more; those that wait for
+        their turn are not posted."""
         self._failed.pop(room, None)
+        self._drop([write for write in self._waiting if write.room == room])
         for write in self._writes:
             write.withdrawn = write.withdrawn or write.room == room
         for pending in self._notices:
             pending.withdrawn = pending.withdrawn or (pending.notice.room == room and not pending.last)
 
     def flush(self) -> None:
-        """Send the notices whose writes are complete, in order."""
+        """Launch the writes whose turn has come, and send the notices whose writes are complete, in order."""
+        self._launch_due()
         while self._writes and self._over(self._writes[0]):
             self._writes.popleft()
         while self._notices and all(self._over(write) for write in self._notices[0].behind):
@@ -233,23 +256,37 @@ class WriteQueue:
         self._ended = True
 
     def settle(self) -> None:
-        """Wait until no write is under way, and send the notices and last words that waited."""
+        """Wait until no write is under way, and send the notices and last words that waited; what waits for its turn is
+        not posted any more."""
+        for write in self._waiting:
+            self._failed.setdefault(write.room, f"the link to {self._reader} has ended")
+        self._drop(list(self._waiting))
         for write in self._writes:
-            with contextlib.suppress(RuntimeError):
-                write.completion.wait()
+            if write.completion is not None:
+                with contextlib.suppress(RuntimeError):
+                    write.completion.wait()
         self.flush()
+
+    def close(self) -> None:
+        """Let go of the device's threads for this reader. Nothing is posted any more."""
+        for lane in lanes_of(self._lane):
+            self._device.end_lane(lane)
+
+    def _drop(self, writes: Sequence[QueuedWrite]) -> None:
+        """End writes that wait for their turn: nothing of them was posted."""
+        for write in writes:
+            self._waiting.remove(write)
+            self._end(write)
 
     def _over(self, write: QueuedWrite) -> bool:
         """Return whether a write has ended. Its pins go as soon as that is known; if it failed, so has its room."""
         if write.ended:
             return True
-        error = _ended_with(write.completion)
+        error = _UNDER_WAY if write.completion is None else _ended_with(write.completion)
         if error is _UNDER_WAY:
             return False
-        write.ended = True
-        write.span.ended_at = min(write.span.ended_at, self._clock.now())
-        for pin in write.pins:
-            pin.release()
+        self.in_flight_bytes -= write.nbytes
+        self._end(write)
         if error is not None:
             self._torn[write.room] = None
             while len(self._torn) > _TORN:
@@ -258,6 +295,12 @@ class WriteQueue:
             self._failed.setdefault(write.room, m.reason_of(f"a write to {self._reader} failed: {error}"))
         return True
 
+    def _end(self, write: QueuedWrite) -> None:
+        write.ended = True
+        write.span.ended_at = min(write.span.ended_at, self._clock.now())
+        for pin in write.pins:
+            pin.release()
+
 
 def _reads(write: PageWrite) -> tuple[PageSpanUse, ...]:
     """The use of the pages that a write reads."""
@@ -265,11 +308,13 @@ def _reads(write: PageWrite) -> tuple[PageSpanUse, ...]:
     return tuple(PageSpanUse(DEVICE, pool, run.indices, layers.get(pool)) for pool, run in write.runs.items())
 
 
-def _ended_with(completion: Completion) -> RuntimeError | None:
+def _ended_with(completion: LaunchedWrite) -> RuntimeError | None:
     """Return the error that ended an operation; None if it succeeded, `_UNDER_WAY` while it has not ended."""
+    return failure(completion) if completion.done else _UNDER_WAY
+
+
+def _ended(completion: Completion) -> bool:
     try:
-        if not completion.done:
-            return _UNDER_WAY
-    except RuntimeError as error:  # Some devices tell of a failure where they are asked how far they are.
-        return error
-    return failure(completion)
+        return completion.done
+    except RuntimeError:  # Some devices tell of a failure where they are asked how far they are.
+        return True

@@ -1,0 +1,65 @@
+"""Prefill of several ranks sends layer by layer: real followers, which send beside what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cache.device.adversarial_device import AdversarialDevice
+from cache.device.async_cpu_device import AsyncCpuDevice
+from cache.device.device_backends import CpuDevice
+from cache.device.device_port import Device, DeviceStream
+from contracts.ids import Role
+from tests.checkpoints import Oracle
+from tests.pair import pair
+from tests.rank_workers import RankProcesses, rank_processes
+from tests.workers.test_layered_sends import BY_LAYER, answers_are_the_oracles, layered, prompts
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[RankProcesses]:
+    """Processes that are started once for all of these tests."""
+    with rank_processes() as processes:
+        yield processes
+
+
+def sends_beside() -> AsyncCpuDevice:
+    return AsyncCpuDevice(beside=(DeviceStream.SEND,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plane", "prefill", "decode"),
+    [("shm", 2, 1), ("shm", 1, 2), ("zmq", 2, 1), ("zmq", 2, 2), ("nixl", 2, 1), ("staged", 2, 1)],
+)
+def test_layers_of_ranks_are_what_was_computed(
+    model: Path, oracle: Oracle, warm: RankProcesses, plane: str, prefill: int, decode: int
+) -> None:
+    devices: dict[Role, Device] = {Role.PREFILL: sends_beside(), Role.DECODE: CpuDevice()}
+    sections: dict[str, Any] = {
+        "engine": {"threads": 1, "copy_threads": True},
+        "transfer": {"plane": plane, **BY_LAYER},
+        "prefill": {"chunk_tokens": 96, "tp": prefill},
+        "decode": {"tp": decode},
+    }
+    with pair(model, tokens=2048, devices=devices, ranks=warm, **sections) as both:
+        asked = prompts(1, 16, 17, 97, 200)
+        answers_are_the_oracles(both, oracle, *asked)
+        assert layered(both) == sum(-(-len(prompt) // 16) for prompt in asked)
+        assert both.decode.status().counters.get("rooms_damaged", 0) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_followers_that_do_one_thing_after_the_other_keep_to_a_late_leader(
+    model: Path, oracle: Oracle, warm: RankProcesses, seed: int
+) -> None:
+    devices: dict[Role, Device] = {Role.PREFILL: AdversarialDevice(seed), Role.DECODE: CpuDevice()}
+    sections: dict[str, Any] = {"transfer": {"plane": "shm", **BY_LAYER}, "prefill": {"chunk_tokens": 48, "tp": 2}}
+    with pair(model, devices=devices, ranks=warm, **sections) as both:
+        answers_are_the_oracles(both, oracle, *prompts(seed, 100, 33, 64))
+        assert layered(both) > 0
+        assert both.decode.status().counters.get("rooms_damaged", 0) == 0
