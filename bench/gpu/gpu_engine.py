@@ -5,9 +5,10 @@
 Weights are random. Prefill: tokens a second of one prompt; decode: tokens a second of a batch once all of its sequences
 have their first token. Sides (ours with `engine.numerics: invariant` and `fast`, and transformers) take turns, and
 medians are shown, each over what the GPU's ceilings allow (`bench.gpu.gpu_limits`). Beside the speed it says for how
-many sequences the tokens are transformers', and checks one thing that must hold bit for bit: a sequence alone and the
-same in a batch get the same tokens. What a scenario came to is written before the next begins; a side that has no
-memory for one, or that transformers doesn't know, is left out there and told.
+many sequences the tokens are transformers', and checks two things that must hold bit for bit: a sequence alone and the
+same in a batch get the same tokens, and so do one whose steps are replayed from step graphs and one whose steps are
+launched kernel by kernel. What a scenario came to is written before the next begins; a side that has no memory for one,
+or that transformers doesn't know, is left out there and told.
 """
 
 from __future__ import annotations
@@ -29,15 +30,19 @@ import torch
 import transformers
 
 from bench.common import random_model
-from bench.common.engines_compared import Answer, Generate, Side, Twinpool
+from bench.common.engines_compared import Answer, Generate, Prompts, Side, Twinpool
 from bench.engine.engine_speed import Measured, SpeedScenario
 from bench.gpu.gpu_limits import Ceilings, ModelCost, measure_ceilings
 from cache.device.device_backends import CpuDevice, CudaDevice
 from cache.device.device_port import Device
 from contracts.checkpoint.model_spec import ModelSpec, read_model_spec
 from contracts.config.worker_config import EngineConfig
+from contracts.errors import TwinpoolError
+from engine.runner.graphs.graph_capture import CudaCapture
 
 _CHECKED_TOKENS = 16
+_CAPTURE_S = 10.0
+"""Seconds in which a side's step graphs may be begun."""
 MODELS = ["qwen3-8b-cut", "deepseek-v3.2-cut", "qwen3-445m"]
 """The first ones matter most: what runs out of time costs the last."""
 
@@ -66,6 +71,39 @@ def alone_and_in_a_batch(side: Twinpool, vocab: int, batch: int, context: int) -
     together = side.run(prompts, _CHECKED_TOKENS).tokens
     alone = [side.run([prompt], _CHECKED_TOKENS).tokens[0] for prompt in prompts]
     return sum(mine != got for mine, got in zip(alone, together, strict=True))
+
+
+class KernelByKernel:
+    """A side's engine without its step graphs."""
+
+    def __init__(self, side: Twinpool) -> None:
+        self.name = f"{side.name}, kernel by kernel"
+        self._side = side
+
+    def run(self, prompts: Prompts, count: int) -> Answer:
+        engine = self._side.engine
+        graphs, engine.graphs = engine.graphs, None
+        try:
+            return self._side.run(prompts, count)
+        finally:
+            engine.graphs = graphs
+
+    def close(self) -> None: ...
+
+
+def capture_steps(run: EngineRun, side: Twinpool, positions: int) -> str:
+    """Capture a side's steps as a worker does when it starts; returns what came of it, in words."""
+    device = run.device.torch_device
+    if device.type != "cuda":
+        return "none: a CPU has nothing to capture"
+    began = time.monotonic()
+    try:
+        side.engine.capture(CudaCapture(device), rows=max(run.args.batches), positions=positions, within_s=_CAPTURE_S)
+    except (TwinpoolError, RuntimeError) as error:
+        return f"FAILED: {type(error).__name__}: {error}"[:300]
+    graphs = side.engine.graphs
+    assert graphs is not None
+    return f"{len(graphs)} of {len(graphs.sizes)} in {time.monotonic() - began:.1f} s"
 
 
 def cost_of(spec: ModelSpec, folder: Path, page_bytes: float) -> ModelCost:
@@ -121,6 +159,16 @@ def measure_model(run: EngineRun, folder: Path, name: str, scenarios: Sequence[S
         side.chunk_tokens = args.chunk_tokens
     into = run.models.setdefault(name, {"tokens_per_s": {}, "left_out": {}})
     sides: list[Side] = [*ours]
+    longest = max(s.prompt_tokens + max(s.output_tokens, _CHECKED_TOKENS) for s in scenarios)
+    into["graphs"] = {side.name: capture_steps(run, side, longest) for side in ours}
+    print(f"{name}: step graphs: {into['graphs']}", flush=True)
+    if ours[0].engine.graphs is not None:
+        plain = KernelByKernel(ours[0])
+        sides.append(plain)
+        prompts = np.random.default_rng(3).integers(vocab // 2, vocab, (min(5, max(args.batches)), 48)).tolist()
+        pairs = zip(*(side.run(prompts, _CHECKED_TOKENS).tokens for side in (ours[0], plain)), strict=True)
+        into["differing_when_replayed"] = sum(a != b for a, b in pairs)
+        print(f"{name}: {into['differing_when_replayed']} sequences get other tokens from graphs", flush=True)
     try:
         sides.append(Generate(model, configs[0], device.torch_device))
     except Exception as error:  # A model that this version of transformers doesn't know, or no memory for it.
@@ -206,7 +254,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     scenarios += [SpeedScenario(batch, args.context, args.output_tokens) for batch in args.batches]
     run = EngineRun(args, device, ceilings)
     measure_all(run, scenarios)
-    bad = [name for name, model in run.models.items() if "failed" in model or model.get("differing_in_a_batch")]
+    checks = ("failed", "differing_in_a_batch", "differing_when_replayed")
+    bad = [name for name, model in run.models.items() if any(model.get(check) for check in checks)]
     return 1 if bad else 0
 
 

@@ -110,7 +110,8 @@ def _engine(figures: Mapping[str, Any]) -> Iterator[str]:
             cells = ["-" if m is None else f"{m:,.0f} ({m / limit:.0%})" for m in medians]
             rows.append((scenario, *cells, f"{limit:,.0f}"))
         yield table((f"{name}, tokens/s (of the limit)", *sides, "limit"), rows)
-        notes = [*(f"{what}: {why}" for what, why in model.get("left_out", {}).items()), model.get("failed", "")]
+        notes = [f"step graphs of {side}: {said}" for side, said in model.get("graphs", {}).items()]
+        notes += [*(f"{what}: {why}" for what, why in model.get("left_out", {}).items()), model.get("failed", "")]
         yield "\n".join(f"- {note}" for note in notes if note)
 
 

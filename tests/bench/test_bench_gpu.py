@@ -9,6 +9,7 @@ import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 
 from bench.engine.engine_speed import SpeedScenario
 from bench.gpu import __main__ as gpu
-from bench.gpu import gpu_copies, gpu_families
+from bench.gpu import gpu_copies, gpu_engine, gpu_families
 from bench.gpu.goodput import Goodput, Load, Slo
 from bench.gpu.gpu_limits import Ceilings, ModelCost
 from bench.gpu.gpu_tables import tables
@@ -24,6 +25,7 @@ from bench.gpu.process_cluster import Served
 from bench.gpu.process_sockets import NothingThere, ProcessPoller, ProcessSocket, ProcessSocketError
 from bench.kernels.flex_bench import flex_call
 from cache.device.device_backends import CpuDevice
+from contracts.errors import ConfigError
 from tests.family_scenes import Family
 
 
@@ -99,6 +101,41 @@ def test_tables_say_what_failed_and_what_was_not_run() -> None:
     assert "- no memory" in text
 
 
+class GraphedSide:
+    """A side of a GPU: an engine with graphs, that says whether it had them as it ran."""
+
+    name = "ours"
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.engine = SimpleNamespace(graphs=range(9), capture=self._capture)
+        self._error = error
+
+    def _capture(self, capture: object, **most: float) -> None:
+        assert most["rows"] == 4
+        assert self._error is not None
+        raise self._error
+
+    def run(self, prompts: object, count: int) -> str:
+        return "replayed" if self.engine.graphs is not None else "kernel by kernel"
+
+
+def test_a_side_without_its_graphs_has_them_back_afterwards() -> None:
+    side: Any = GraphedSide()
+    plain = gpu_engine.KernelByKernel(side)
+    assert (plain.run([], 1), side.run([], 1)) == ("kernel by kernel", "replayed")
+    assert plain.name == "ours, kernel by kernel"
+
+
+def test_steps_that_cannot_be_captured_cost_nothing_but_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    run: Any = SimpleNamespace(
+        device=SimpleNamespace(torch_device=torch.device("cuda")), args=SimpleNamespace(batches=[1, 4])
+    )
+    monkeypatch.setattr(gpu_engine, "CudaCapture", lambda device: None)
+    for error in (ConfigError("other bits"), RuntimeError("other bits")):
+        side: Any = GraphedSide(error)
+        assert gpu_engine.capture_steps(run, side, 64) == f"FAILED: {type(error).__name__}: other bits"
+
+
 @pytest.mark.slow
 def test_families_are_rehearsed_scene_by_scene(rehearsed: dict[str, Any]) -> None:
     scenes = rehearsed["sections"]["families"]["figures"]["scenes"]
@@ -109,6 +146,7 @@ def test_families_are_rehearsed_scene_by_scene(rehearsed: dict[str, Any]) -> Non
 @pytest.mark.slow
 def test_the_engine_is_rehearsed_beside_transformers(rehearsed: dict[str, Any]) -> None:
     model = rehearsed["sections"]["engine"]["figures"]["models"]["4m"]
+    assert set(model["graphs"].values()) == {"none: a CPU has nothing to capture"}
     assert set(model["tokens_per_s"]) >= {"prefill of 24", "decode, batch 2"}
     for by_side in model["tokens_per_s"].values():
         assert {"twinpool, invariant", "twinpool, fast", "transformers generate"} <= set(by_side)
