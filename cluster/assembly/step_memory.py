@@ -35,6 +35,8 @@ _PENALTY_BYTES = 48
 _LOGIT_BYTES = {"cpu": 64, "cuda": 32}
 """For each logit of a row that is drawn for: in float32, and what draws and log-probabilities make of it. On a CPU
 weights are float64, and sorted for a nucleus; on a GPU a kernel draws, and log-probabilities take the most."""
+_GRAPH_ROW_BYTES = 32
+"""Of a row of a step graph's inputs besides block tables: for each pool, and once more for all of them."""
 _WIDTHS = 8
 """Activations of a token that live at once: so many times the hidden size and the widest product together."""
 
@@ -50,12 +52,14 @@ class StepMemory:
     activations: int
     scratch: int
     """Of attention, for parts of results."""
+    graphs: int
+    """Of step graphs: their inputs, and what the largest of them computes in."""
     rows: int
     """Requests that a step has a row for."""
 
     @property
     def nbytes(self) -> int:
-        return self.block_tables + self.histories + self.logits + self.activations + self.scratch
+        return self.block_tables + self.histories + self.logits + self.activations + self.scratch + self.graphs
 
 
 def step_rows(config: Config, role: Role) -> int:
@@ -85,13 +89,19 @@ def step_memory(spec: ModelSpec, pool_set: PoolSetSpec, config: Config, role: Ro
     histories = _while_doubled(kept_bytes(rows, positions, 1))
     at_once = min(rows * max(positions, spec.vocab_size), max(_PENALTY_ELEMENTS, positions, spec.vocab_size))
     itemsize = dtype_for(spec, config.engine).itemsize
+    a_token = _WIDTHS * (spec.config.size("hidden_size") + widest_product(spec)) * itemsize
+    scratch = SCRATCH_BYTES if on_cards else 0
+    captures = on_cards and role is not Role.PREFILL and config.engine.graphs != "off"
+    inputs = paged * (_INT32 * pages + _GRAPH_ROW_BYTES) + _GRAPH_ROW_BYTES
+    graphs = config.decode.max_batch_tokens * (inputs + a_token) + scratch if captures else 0
     logit = _LOGIT_BYTES["cuda" if on_cards else "cpu"] + itemsize
     return StepMemory(
         tables,
         histories + _PENALTY_BYTES * at_once,
         rows * spec.vocab_size * logit,
-        tokens * _WIDTHS * (spec.config.size("hidden_size") + widest_product(spec)) * itemsize,
-        SCRATCH_BYTES if on_cards else 0,
+        tokens * a_token,
+        scratch,
+        graphs,
         rows,
     )
 

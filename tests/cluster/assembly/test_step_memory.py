@@ -20,8 +20,10 @@ from contracts.ids import Role
 from contracts.sampling_params import SamplingParams
 from engine.models.registry import read_model
 from engine.runner.batch import TokenDraw
+from engine.runner.graphs.graph_inputs import GraphInputs, GraphSize
 from engine.runner.model_runner import ModelRunner
 from engine.runner.sampling.sampler import draw_tokens
+from engine.tensors.row_exact_linear import FAST
 from tests.engine.native import kernels_or_skip
 from tests.families import FAMILIES
 from tests.live_bytes import LiveBytes
@@ -101,6 +103,24 @@ def test_activations_of_a_chunk_are_no_more_than_planned_and_not_much_less(tmp_p
     spec, planned = of(folder, Role.PREFILL, config)
     assert planned.activations / 8 < live.peak <= planned.activations + planned.logits
     assert widest_product(spec) >= spec.config.size("intermediate_size", 1) or "moe" in family
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_graphs_are_counted_where_steps_are_captured(tmp_path: Path, family: str) -> None:
+    """Their inputs, and as much as steps of so many rows compute in."""
+    folder = FAMILIES[family](tmp_path)
+    settings = {"decode": {"max_batch_tokens": 40}, "engine": {"graphs": "auto"}}
+    spec, planned = of(folder, Role.DECODE, config_from_dict(settings), on_cards=True)
+    pool_set = read_model(folder).pool_set(state_options(spec, config_from_dict(settings), Role.DECODE))
+    size = GraphSize(40, -(-spec.context // pool_set.page_tokens))
+    with LiveBytes() as live:
+        inputs = GraphInputs(pool_set, FAST, size, torch.device("cpu"))
+        assert 0 < live.now <= planned.graphs - planned.activations - planned.scratch
+    assert inputs.width(pool_set.full, size) == size.pages
+    others = ((Role.PREFILL, True, "auto"), (Role.DECODE, False, "auto"), (Role.DECODE, True, "off"))
+    for role, on_cards, graphs in others:
+        other = config_from_dict(settings | {"engine": {"graphs": graphs}})
+        assert of(folder, role, other, on_cards=on_cards)[1].graphs == 0
 
 
 def test_a_colocated_step_has_rows_and_tokens_of_both_roles() -> None:
