@@ -155,7 +155,8 @@ class ColocatedWorker(DecodeWorker):
         began = self._clock.now()
         batch = self._scheduler.next_batch()
         tokens, least = self._config.prefill.chunk_tokens, self._config.colocate.prompt_tokens
-        chunks = self._local.next_chunks(prompt_tokens(tokens, len(batch), least, self._request_pages.page_tokens))
+        taken = sum(1 + len(request.drafts) for request in batch)
+        chunks = self._local.next_chunks(prompt_tokens(tokens, taken, least, self._request_pages.page_tokens))
         go_on = bool(batch or chunks)
         if go_on:
             self._launch(batch, chunks)

@@ -20,6 +20,7 @@ from decode.request.request_outcomes import RequestFailed
 from decode.request.request_pages import DecodePages
 from decode.retraction.memory_pressure import MemoryPressure
 from decode.retraction.retraction import Retraction
+from decode.speculation.drafting import Drafting
 from worker.request_table import RequestTable
 
 
@@ -32,10 +33,11 @@ class DecodeScheduler:
         pages: DecodePages,
         prompts: PromptSource,
         lengths: OutputLengths,
+        drafting: Drafting,
         config: Config,
         clock: Clock,
     ) -> None:
-        self._requests, self._pages, self._prompts = requests, pages, prompts
+        self._requests, self._pages, self._prompts, self._drafting = requests, pages, prompts, drafting
         self._config, self._faults, self._clock = config.decode, config.faults, clock
         self.waiting: deque[DecodeRequest] = deque()
         """Requests that wait for pages, in order of arrival."""
@@ -109,18 +111,24 @@ class DecodeScheduler:
         self.running.append(request)
 
     def next_batch(self) -> list[DecodeRequest]:
-        """Return the requests of the next step, those that have waited longest first; plans one position for each.
+        """Return the requests of the next step, those that have waited longest first; plans one position for each, and
+        those of its drafts.
 
         There are at most `decode.max_batch_tokens`. Where a request lacks pages for its step, others are retracted.
         """
-        able = (r for r in self.running if r.can_go_on and self._pages.settled(r))
+        running = len(self.running)
+        able = (
+            r for r in self.running if r.can_go_on and self._pages.settled(r) and not self._drafting.waits(r, running)
+        )
         batch, short = self.pressure.backed(able, self._config.max_batch_tokens)
         short = self._make_way(short)
         for victim in self.pressure.choose_victims(short, self.running):
             self.retract(victim)
         batch = [request for request in batch if request.phase is DecodePhase.RUNNING]
+        if not short:
+            self._drafting.plan(batch, running, self._config.max_batch_tokens - len(batch))
         for request in batch:
-            request.planned += 1
+            request.planned += 1 + len(request.drafts)
         return batch
 
     def _make_way(self, short: list[DecodeRequest]) -> list[DecodeRequest]:

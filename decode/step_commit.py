@@ -1,13 +1,13 @@
 """The step commit of decode: launches a batch, and counts what it drew once that is known to be complete.
 
-Every row computes the position of its request's last token and draws the next one. What a row drew counts only where it
-read the request's own pages and its logits are finite.
+Every row computes the position of its request's last token, and those of its drafts, and draws what comes behind each.
+What a row drew counts only where it read the request's own pages and its logits are finite.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from cache.allocation.allocation import Allocation
 from contracts.clock import Clock
@@ -18,6 +18,7 @@ from contracts.messages.worker_events import Tokens
 from decode.request.request import DecodeRequest
 from decode.request.request_outcomes import RequestFailed, RequestFinished, RouterEvent
 from decode.request.request_pages import DecodePages
+from decode.speculation.drafting import Drafting
 from engine.runner.batch import NONFINITE, BatchRow, DrawnToken, RowOutput, StepHandle, TokenDraw, TokenFromStep
 from engine.runner.model_runner import ModelRunner
 from worker.nonfinite_rows import NonfiniteRows
@@ -36,17 +37,25 @@ class DecodeStepCommit:
         pages: DecodePages,
         engine: ModelRunner,
         fitness: NonfiniteRows,
+        drafting: Drafting,
         config: Config,
         clock: Clock,
         pause: Callable[[float], None],
     ) -> None:
         self._requests, self._pages, self._engine, self._fitness = requests, pages, engine, fitness
+        self._drafting = drafting
         self._manager, self._config, self._clock, self._pause = pages.manager, config, clock, pause
         self._overlap = StepOverlap[DecodeRequest]()
         self.committed = False
         """Whether the last round committed a step: then the next round may have pages for a waiting request."""
         self.steps = 0
-        self.counters = {"prompt_tokens_computed": 0.0, "tokens_generated": 0.0, "stale_pages": 0.0}
+        self.counters = {
+            "prompt_tokens_computed": 0.0,
+            "tokens_generated": 0.0,
+            "tokens_drafted": 0.0,
+            "drafts_accepted": 0.0,
+            "stale_pages": 0.0,
+        }
 
     def __len__(self) -> int:
         """Steps under way."""
@@ -79,11 +88,14 @@ class DecodeStepCommit:
                 self._manager.slots.snapshot(request.allocation, request.launched)
 
     def _row(self, request: DecodeRequest) -> BatchRow:
-        at, sampling = request.launched, request.submit.sampling
-        tables = self._manager.growth.block_tables(request.held, at, at + 1)
-        draw = TokenDraw(sampling, request.history or (), request.submit.prompt_len, at + 1, request.mask)
-        tokens = request.latest if request.under_way and request.latest is not None else request.tokens[-1:]
-        return BatchRow(tokens, at, tables, draw)
+        at, sampling, drafts = request.launched, request.submit.sampling, request.drafts
+        end = at + 1 + len(drafts)
+        tables = self._manager.growth.block_tables(request.held, at, end)
+        draw = TokenDraw(sampling, request.history or (), request.submit.prompt_len, end, request.mask)
+        if request.under_way and request.latest is not None:
+            assert not drafts, "drafts follow from tokens that are known"
+            return BatchRow(request.latest, at, tables, draw)
+        return BatchRow([request.tokens[-1], *drafts], at, tables, draw, drafted=len(drafts))
 
     # ------------------------------------------------------------ commit
 
@@ -120,22 +132,31 @@ class DecodeStepCommit:
             yield self._nonfinite(request)
             return
         assert output.drawn is not None
-        token, sampling = output.drawn.token, request.submit.sampling
-        yield self._commit(request, output.drawn)
-        if token in sampling.stop_token_ids:
-            yield RequestFinished(request, "stop", token)
+        sampling, drawn = request.submit.sampling, [*output.accepted, output.drawn]
+        # What is drawn behind the answer's end isn't part of it.
+        stop = next((n for n, one in enumerate(drawn) if one.token in sampling.stop_token_ids), len(drawn))
+        drawn = drawn[: min(stop + 1, sampling.max_tokens - request.generated)]
+        yield self._commit(request, drawn)
+        if request.drafts:
+            self.counters["tokens_drafted"] += len(request.drafts)
+            self.counters["drafts_accepted"] += len(output.accepted)
+            self._drafting.landed(request, len(output.accepted))
+        last = drawn[-1].token
+        if last in sampling.stop_token_ids:
+            yield RequestFinished(request, "stop", last)
         elif request.generated >= sampling.max_tokens:
             yield RequestFinished(request, "length", None)
 
-    def _commit(self, request: DecodeRequest, drawn: DrawnToken) -> RouterEvent:
+    def _commit(self, request: DecodeRequest, drawn: Sequence[DrawnToken]) -> RouterEvent:
         submit = request.submit
         computed = int(request.committed < len(submit.tokens))
         request.computed += computed
         self.counters["prompt_tokens_computed"] += computed
-        self.counters["tokens_generated"] += 1
-        logprobs = (drawn.logprob,) if drawn.logprob is not None else ()
-        event = Tokens(submit.request_id, submit.attempt, len(request.tokens), (drawn.token,), logprobs)
-        request.commit(drawn.token)
+        self.counters["tokens_generated"] += len(drawn)
+        logprobs = tuple(one.logprob for one in drawn if one.logprob is not None)
+        tokens = tuple(one.token for one in drawn)
+        event = Tokens(submit.request_id, submit.attempt, len(request.tokens), tokens, logprobs)
+        request.commit(tokens)
         if request.allocation is not None:
             self._manager.growth.free_window_pages(request.allocation, request.committed)
         if "first_step" not in request.marks:

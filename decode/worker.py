@@ -41,6 +41,7 @@ from decode.request.request_outcomes import (
 )
 from decode.request.request_pages import DecodePages
 from decode.scheduler import DecodeScheduler
+from decode.speculation.drafting import Drafter, Drafting, PromptLookupDrafter
 from decode.step_commit import DecodeStepCommit
 from decode.transfer_queue import TransferQueue
 from engine.runner.model_runner import ModelRunner
@@ -87,8 +88,10 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         context: int,
         clock: Clock,
         pause: Callable[[float], None],
+        drafter: Drafter | None = None,
     ) -> None:
-        """`sender`: the sending end of the rooms in which other decode workers receive what this one hands on."""
+        """`sender`: the sending end of the rooms in which other decode workers receive what this one hands on.
+        `drafter`: makes drafts, where the configuration asks for some; None: by prompt lookup."""
         super().__init__(name, incarnation, config.cluster, manager, sender, waiter, context=context, clock=clock)
         self._engine, self._receiver = engine, receiver
         requests, fitness = self._request_table, self._fitness
@@ -96,8 +99,9 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         self._request_pages = pages = DecodePages(manager, config.cache_for(self.role))
         rooms = TransferQueue(receiver, requests, pages, engine.device, config.decode.prompt_wait_s, clock)
         self._prompts = self._prompt_source(rooms, config)
-        self._scheduler = DecodeScheduler(requests, pages, self._prompts, self._lengths, config, clock)
-        self._steps = DecodeStepCommit(requests, pages, engine, fitness, config, clock, pause)
+        drafting = Drafting(pages, config.decode, drafter or PromptLookupDrafter())
+        self._scheduler = DecodeScheduler(requests, pages, self._prompts, self._lengths, drafting, config, clock)
+        self._steps = DecodeStepCommit(requests, pages, engine, fitness, drafting, config, clock, pause)
         self._advisor = advisor = DrainAdvisor(requests, manager.spec, MigrationCosts(self._lengths), clock)
         self._migrations = OutgoingMigrations(requests, pages, sender, self._scheduler, advisor, config.decode, clock)
         self._pushes = PrefixPushes(requests, pages, sender, config, clock)

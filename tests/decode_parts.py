@@ -25,6 +25,7 @@ from decode.request.output_length import OutputLengths
 from decode.request.request import DecodeRequest
 from decode.request.request_pages import DecodePages
 from decode.scheduler import DecodeScheduler
+from decode.speculation.drafting import Drafter, Drafting, PromptLookupDrafter
 from decode.step_commit import DecodeStepCommit
 from decode.transfer_queue import TransferQueue
 from engine.runner.model_runner import ModelRunner
@@ -73,12 +74,19 @@ class ReceiverByHand:
 
 
 class DecodeParts:
-    """See the module's prose. `pages` of four tokens each are in the pool."""
+    """See the module's prose. `pages` of four tokens each are in every pool, of a model of this `kind`."""
 
-    def __init__(self, pages: int = 32, device: Device | None = None, **sections: Any) -> None:
+    def __init__(
+        self,
+        pages: int = 32,
+        device: Device | None = None,
+        drafter: Drafter | None = None,
+        kind: str = "full",
+        **sections: Any,
+    ) -> None:
         self.config = config = config_from_dict({"cache": {"page_tokens": PAGE}, **sections})
-        spec, self.clock = pool_sets(PAGE)["full"], ManualClock()
-        pools, device = PoolSet(spec, {"full": pages}), device or CpuDevice()
+        spec, self.clock = pool_sets(PAGE)[kind], ManualClock()
+        pools, device = PoolSet(spec, spec.even(pages)), device or CpuDevice()
         cache = config.cache_for(Role.DECODE)
         self.manager = KVCacheManager(pools, device, cache, self.clock.now)
         self.requests = RequestTable[DecodeRequest](WorkerName("decode-0"), WorkerLimits(4 * pages, 400), self.clock)
@@ -89,11 +97,15 @@ class DecodeParts:
         self.transfers = TransferQueue(
             receiver, self.requests, self.pages, device, config.decode.prompt_wait_s, self.clock
         )
-        self.scheduler = DecodeScheduler(self.requests, self.pages, self.transfers, self.lengths, config, self.clock)
+        self.drafter = drafter or PromptLookupDrafter()
+        drafting = Drafting(self.pages, config.decode, self.drafter)
+        self.scheduler = DecodeScheduler(
+            self.requests, self.pages, self.transfers, self.lengths, drafting, config, self.clock
+        )
         self.fitness = NonfiniteRows(8, 60.0, self.clock)
         engine = cast(ModelRunner, HashEngine(pools, device))
         self.steps = DecodeStepCommit(
-            self.requests, self.pages, engine, self.fitness, config, self.clock, self.clock.advance
+            self.requests, self.pages, engine, self.fitness, drafting, config, self.clock, self.clock.advance
         )
 
     def submit(self, name: str, prompt: int = 6, most: int = 8, **fields: Any) -> Submit:

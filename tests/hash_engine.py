@@ -135,7 +135,7 @@ class HashEngine:
             if drawn is None:
                 return RowOutput(stale=True)
             tokens = (drawn.token,)
-        mark = b""
+        drawn_by_row: list[DrawnToken] = []
         known, found, replayed = row.replay, [], 0
         for position, token in enumerate(tokens, row.start):
             mark = self._see(tables, position).mark(token)
@@ -144,8 +144,12 @@ class HashEngine:
                 replayed += 1
                 if _token(mark) != known.tokens[position + 1]:
                     found.append(TokenDifference(position + 1, _token(mark), 1.0))
-        drawn = DrawnToken(_token(mark), None) if row.draw is not None else None
-        return RowOutput(drawn, replayed=replayed, differences=tuple(found))
+            behind = len(tokens) - 1 - (position - row.start)
+            right = not drawn_by_row or drawn_by_row[-1].token == token
+            if row.draw is not None and right and len(drawn_by_row) == row.drafted - behind:
+                drawn_by_row.append(DrawnToken(_token(mark), None))
+        *accepted, last = drawn_by_row or (None,)
+        return RowOutput(last, replayed=replayed, differences=tuple(found), accepted=tuple(d for d in accepted if d))
 
     def _see(self, tables: Mapping[str, TableSlice], at: int) -> _Seen:
         seen = _Seen(self.spec)

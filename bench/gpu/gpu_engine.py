@@ -98,7 +98,7 @@ def capture_steps(run: EngineRun, side: Twinpool, positions: int) -> str:
         return "none: a CPU has nothing to capture"
     began = time.monotonic()
     try:
-        side.engine.capture(CudaCapture(device), rows=max(run.args.batches), positions=positions, within_s=_CAPTURE_S)
+        side.engine.capture(CudaCapture(device), rows=max(run.args.batches), context=positions, within_s=_CAPTURE_S)
     except (TwinpoolError, RuntimeError) as error:
         return f"FAILED: {type(error).__name__}: {error}"[:300]
     graphs = side.engine.graphs

@@ -34,13 +34,14 @@ class TPPageStore:
         the next."""
         self._broken = False
         """Whether a page of the last chain was damaged: no page behind it is stored."""
+        self.closed = False
 
     def exists(self, wanted: Sequence[tuple[str, bytes]]) -> PendingResult[list[bool]]:
-        both = _LeaderAndFollowers(self._mine.exists(wanted), self._followers.ask(FindPages(tuple(wanted))))
+        both = self._of_all(self._mine.exists(wanted), FindPages(tuple(wanted)))
         return MappedResult(both, lambda found: [all(ranks) for ranks in zip(*found, strict=True)])
 
     def fetch(self, pages: Sequence[StoredPage]) -> PendingResult[list[ObjectOutcome]]:
-        both = _LeaderAndFollowers(self._mine.fetch_parts(pages), self._followers.ask(FetchPages(tuple(pages))))
+        both = self._of_all(self._mine.fetch_parts(pages), FetchPages(tuple(pages)))
 
         def together(found: list[list[Any]]) -> list[ObjectOutcome]:
             parts = [
@@ -65,9 +66,7 @@ class TPPageStore:
             refused[whole:] = [outcome or _BEHIND for outcome in refused[whole:]]
             self._broken = whole < len(good)
         chosen = [page for page, outcome in zip(pages, refused, strict=True) if outcome is None]
-        both = _LeaderAndFollowers(
-            self._mine.put_mine(chosen, chain), self._followers.ask(PutPages(tuple(chosen), number))
-        )
+        both = self._of_all(self._mine.put_mine(chosen, chain), PutPages(tuple(chosen), number))
 
         def together(found: list[list[Any]]) -> list[ObjectOutcome]:
             stored = iter([_worst(one) for one in zip(*found, strict=True)])
@@ -87,7 +86,13 @@ class TPPageStore:
                 good[i] = digest == digests[i]
         return good
 
+    def _of_all(self, mine: PendingResult[Any], order: FindPages | FetchPages | PutPages) -> _LeaderAndFollowers:
+        return _LeaderAndFollowers(mine, self._followers.ask(order), self)
+
     def close(self, timeout_s: float) -> bool:
+        """As `RankPageStore.close`: of this rank's operations. Followers' answers aren't waited for any more: they have
+        memory of their own, and one that is dead never gives one."""
+        self.closed = True
         return self._mine.close(timeout_s)
 
 
@@ -99,12 +104,12 @@ def _worst(outcomes: Sequence[Sequence[Any]]) -> ObjectOutcome:
 class _LeaderAndFollowers:
     """The pending answers of all ranks, the leader's first, by rank."""
 
-    def __init__(self, mine: PendingResult[Any], others: OrderAnswers) -> None:
-        self._mine, self._others = mine, others
+    def __init__(self, mine: PendingResult[Any], others: OrderAnswers, store: TPPageStore) -> None:
+        self._mine, self._others, self._store = mine, others, store
 
     @property
     def done(self) -> bool:
-        return self._mine.done and self._others.done
+        return self._mine.done and (self._others.done or self._store.closed)
 
     def result(self) -> list[list[Any]]:
         return [self._mine.result(), *self._others.wait()]

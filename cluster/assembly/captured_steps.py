@@ -10,6 +10,7 @@ import torch
 from contracts.config.cluster_config import Config
 from contracts.errors import ConfigError
 from engine.runner.graphs.graph_capture import Capture, CudaCapture
+from engine.runner.graphs.step_graphs import DraftedSteps
 from engine.runner.model_runner import ModelRunner
 
 log = logging.getLogger("twinpool.engine")
@@ -34,7 +35,9 @@ def capture_steps(
         return
     try:
         within_s = config.cluster.start_timeout_s * _PART_OF_START
-        engine.capture(make(device), rows=config.decode.max_batch_tokens, positions=context, within_s=within_s)
+        decode = config.decode
+        drafted = DraftedSteps(decode.draft_requests, decode.draft_tokens) if decode.draft_tokens else None
+        engine.capture(make(device), rows=decode.max_batch_tokens, context=context, within_s=within_s, drafted=drafted)
     except (ConfigError, RuntimeError) as error:
         if wanted == "on":
             raise ConfigError(f"engine.graphs=on: {error!s:.300}; set engine.graphs=auto to go on without") from error

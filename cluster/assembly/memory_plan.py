@@ -91,7 +91,9 @@ def state_options(spec: ModelSpec, config: Config, role: Role) -> StateOptions:
 
 def stride(config: Config, role: Role) -> int:
     """The most positions that launched steps of one request write beyond its committed length."""
-    return LAUNCHED * (1 if role is Role.DECODE else config.prefill.chunk_tokens)
+    if role is Role.DECODE:
+        return max(LAUNCHED, 1 + config.decode.draft_tokens)  # A step with drafts is the only one that is launched.
+    return LAUNCHED * config.prefill.chunk_tokens
 
 
 def most_requests(config: Config, role: Role) -> int:

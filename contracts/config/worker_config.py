@@ -55,7 +55,13 @@ class PrefillConfig:
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
     max_batch_tokens: int = 64
-    """Token budget of a decode step: one token per running request."""
+    """Token budget of a decode step: one token per running request, and drafts."""
+    draft_tokens: int = 0
+    """Tokens that are drafted for a request in one step, at most, by looking up what followed its latest tokens before
+    (prompt lookup): each is drawn as well, so answers come faster where they repeat something, and are the same. 0:
+    none; a model with recurrent states can have none."""
+    draft_requests: int = 4
+    """Drafts are made while so many requests run, at most: larger steps cost more for each token."""
     metadata_slots: int = 128
     """Hand-overs that can be under way at once."""
     migration_pause_s: float = 5.0

@@ -15,6 +15,7 @@ penalties), which the host must know for that.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -124,6 +125,10 @@ class DecodeRequest:
     """Positions whose state was given to the device to compute."""
     planned: int = 0
     """Positions that the scheduler has decided to compute."""
+    drafts: tuple[int, ...] = ()
+    """The drafts of its next step, or of the one under way (`decode.speculation.drafting`)."""
+    draft_limit: int = 2
+    """How many drafts its next step may have."""
     latest: TokenFromStep | None = None
     """The row of a launched step that draws its latest token."""
     stopping: bool = False
@@ -164,7 +169,7 @@ class DecodeRequest:
 
     @property
     def under_way(self) -> int:
-        """Tokens that steps under way draw."""
+        """Tokens that steps under way draw, at most: drafts may be rejected."""
         return self.launched - self.committed
 
     def start(self, metadata: HandoverMetadata) -> None:
@@ -176,10 +181,10 @@ class DecodeRequest:
         self.mask = TokenMask.allowed(sampling.allowed_token_ids)
         self.committed = self.launched = self.planned = len(self.submit.tokens)
 
-    def commit(self, token: int) -> None:
-        """Count a complete step: the state of the last token is there, and `token` is the next one."""
-        self.tokens.append(token)
-        self.committed += 1
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Count a complete step: the state of all tokens up to the last of these is there, `tokens` came new."""
+        self.tokens += tokens
+        self.committed += len(tokens)
         self.stepped = True
 
     def whole(self, page_tokens: int, end: int) -> TokenPrefix:
@@ -190,7 +195,7 @@ class DecodeRequest:
     @property
     def can_go_on(self) -> bool:
         """Whether its next step can be launched now: it isn't to be migrated, and doesn't reach `max_tokens` with the
-        steps under way."""
+        steps under way; whether it waits for drafts is `Drafting`'s to say."""
         if self.stopping:
             return False
         if not self.under_way:
@@ -213,15 +218,18 @@ class DecodeRequest:
         return LegReport(submit.request_id, submit.attempt, Role.DECODE, worker, marks, held, computed, received)
 
     def check(self, steps: int) -> list[str]:
-        """Recount, with `steps` steps under way; returns what its phase, lengths and allocation contradict."""
+        """Recount, with `steps` steps under way; returns what its phase, lengths, drafts and allocation contradict."""
         found, name = [], f"request {self.submit.request_id}"
         off = self.phase in (DecodePhase.WAITING, DecodePhase.RETRACTED)
         if off != (self.allocation is None) and not self.swapped:
             found.append(f"{name} is {self.phase} and its allocation says otherwise")
         known = len(self.tokens) - 1 if self.phase not in (DecodePhase.WAITING, DecodePhase.ARRIVING) else 0
         lengths = (self.committed, self.launched, self.planned)
-        if lengths[0] != known or not known <= lengths[1] <= known + steps or lengths[1] != lengths[2]:
+        most = known + 1 + len(self.drafts) if self.drafts and steps else known + steps
+        if lengths[0] != known or not known <= lengths[1] <= most or lengths[1] != lengths[2]:
             found.append(f"{name} has {known} positions and says {lengths}")
+        if self.drafts and lengths[1] != known + 1 + len(self.drafts):
+            found.append(f"{name} has {len(self.drafts)} drafts and no step under way with them")
         return found
 
     def step(self, event: DecodeEvent) -> None:

@@ -37,6 +37,12 @@ class TokenDraw(NamedTuple):
             return self
         return self._replace(mask=mask if self.mask is None else self.mask & mask)
 
+    def before(self, count: int) -> TokenDraw:
+        """Return the draw of `count` positions earlier, which reads so many tokens fewer."""
+        at = self.position - count
+        tokens = self.tokens if isinstance(self.tokens, TokenHistory) else self.tokens[:at]
+        return self._replace(tokens=tokens, at=at)
+
     @property
     def position(self) -> int:
         if self.at is not None:
@@ -73,7 +79,7 @@ class TokenFromStep:
 class BatchRow(NamedTuple):
     """One sequence's part of a step: compute `tokens` at positions `start .. start+len(tokens)`.
 
-    A decode row has one token.
+    A decode row has one token, and behind it the tokens that were drafted for it.
     """
 
     tokens: Sequence[int] | TokenFromStep
@@ -91,6 +97,17 @@ class BatchRow(NamedTuple):
     """How many of the best tokens are listed at each scored position."""
     replay: KnownAnswer | None = None
     """The known answer that the row's tokens belong to, to be drawn again."""
+    drafted: int = 0
+    """How many of the row's last tokens are drafts, guesses of what will be drawn there. Each is drawn as well, so a
+    row with drafts draws `1 + drafted` tokens; those behind the first draft that wasn't drawn are worth nothing."""
+
+    @property
+    def draws(self) -> list[TokenDraw]:
+        """The draws of the row, by position: one behind each of its last `1 + drafted` tokens; none in the middle of a
+        prompt."""
+        if self.draw is None:
+            return []
+        return [self.draw.before(count) for count in range(self.drafted, 0, -1)] + [self.draw]
 
 
 class DrawnToken(NamedTuple):
@@ -108,6 +125,7 @@ class RowOutput(NamedTuple):
     """The results of one row. Nothing of a stale row's output may be used."""
 
     drawn: DrawnToken | None = None
+    """The token drawn behind the row's last token, or in place of the first draft that wasn't drawn."""
     scores: tuple[TokenLogprob, ...] = ()
     replayed: int = 0
     """How many tokens of a known answer were drawn again."""
@@ -117,6 +135,8 @@ class RowOutput(NamedTuple):
     """Whether a page or slot of the row's tables was freed after it was leased."""
     nonfinite: bool = False
     """Whether logits that the row needed were not finite: nothing was drawn, and its state can't be trusted either."""
+    accepted: tuple[DrawnToken, ...] = ()
+    """The drafts that were drawn, too, in order: they come before `drawn`."""
 
 
 class StepHandle(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ class ForwardResults:
     """The results of a step's forward pass: tensors on their way to the host, readable once the step is complete."""
 
     logits_nv: Tensor | None
-    """[n, vocab] float32, on the device: of the rows that draw, until they have drawn; None where none does."""
+    """[n, vocab] float32, on the device: of the positions to draw behind, until they are drawn; None without any."""
     scores: Sequence[Sequence[Logprobs]]
     """For each row, the log-probabilities of its scored tokens, in runs; empty where it asked for none."""
     replays: Sequence[Sequence[RedrawnTokens]]
@@ -41,8 +42,11 @@ class LaunchedStep:
 
     def __init__(self, rows: Sequence[BatchRow], planned: PlannedStep) -> None:
         self.rows, self.planned = rows, planned
-        self.drawing = [i for i, row in enumerate(rows) if row.draw is not None]
-        """The rows that draw a token, by number, in order."""
+        draws = [(number, draw) for number, row in enumerate(rows) for draw in row.draws]
+        self.drawing = [number for number, _ in draws]
+        """The row of each draw, in order: a row with drafts is there once for each of its draws."""
+        self.draws = [draw for _, draw in draws]
+        """The draws, in the same order."""
         self.forward: Completion = DONE
         """The completion of the forward pass alone."""
         self.completion: Completion = DONE
@@ -58,8 +62,8 @@ class LaunchedStep:
         self._computed = computed
 
     def take_logits(self) -> Tensor:
-        """The logits of the rows that draw, [n, vocab] float32; once. For an operation that runs later on the same
-        stream. Raises what the forward pass raised."""
+        """The logits of the draws, [n, vocab] float32; once. For an operation that runs later on the same stream.
+        Raises what the forward pass raised."""
         if self._computed is None:
             self.forward.wait()
         assert self._computed is not None, "the draw runs after the forward pass"
@@ -71,7 +75,8 @@ class LaunchedStep:
         self._tokens_n, self._draws = drawn.tokens_n, drawn.to_host()
 
     def tokens(self, rows: Sequence[int]) -> Tensor:
-        """The tokens that `rows` drew, [n] int64 on the device. For operations that run later on the same stream."""
+        """The tokens that `rows`, which have no drafts, drew, [n] int64 on the device. For operations that run later on
+        the same stream."""
         tokens_n = self._tokens_n
         assert tokens_n is not None, "the rows draw, and a later operation of the same stream runs later"
         if list(rows) == self.drawing:
@@ -84,14 +89,10 @@ class LaunchedStep:
         self.completion.wait()
         computed = self._computed
         assert computed is not None, "a complete step has been computed"
-        draws = self._draws.listed() if self._draws is not None else []
-        drawn: list[DrawnToken | None] = [None] * len(self.rows)
-        nonfinite = [False] * len(self.rows)
-        for row, token in zip(self.drawing, draws, strict=True):
-            drawn[row], nonfinite[row] = token, token is None
+        draws = iter(self._draws.listed() if self._draws is not None else [])
         outputs = [
-            RowOutput(token, stale=stale, nonfinite=bad)
-            for token, stale, bad in zip(drawn, computed.stale_b.tolist(), nonfinite, strict=True)
+            accepted_draws(row, list(islice(draws, len(row.draws))))._replace(stale=stale)
+            for row, stale in zip(self.rows, computed.stale_b.tolist(), strict=True)
         ]
         for row, (scores, replays) in enumerate(zip(computed.scores, computed.replays, strict=True)):
             if scores or replays:
@@ -99,9 +100,27 @@ class LaunchedStep:
                     scores=tuple(score for part in scores for score in part.listed()),
                     replayed=sum(len(part.tokens_n) for part in replays),
                     differences=tuple(found for part in replays for found in part.listed()),
-                    nonfinite=nonfinite[row] or computed.damaged(row),
+                    nonfinite=outputs[row].nonfinite or computed.damaged(row),
                 )
         return outputs
+
+
+def accepted_draws(row: BatchRow, draws: Sequence[DrawnToken | None]) -> RowOutput:
+    """The output of a row by its draws (`BatchRow.draws`); None where nothing could be drawn.
+
+    A draw counts where all drafts before it are what was drawn in their places: only then it was made from the state
+    of its own sequence.
+    """
+    if not draws:
+        return RowOutput()
+    accepted: list[DrawnToken] = []
+    drafts = row.tokens[-row.drafted :] if row.drafted and not isinstance(row.tokens, TokenFromStep) else ()
+    for draft, drawn in zip(drafts, draws, strict=False):
+        if drawn is None or drawn.token != draft:
+            break
+        accepted.append(drawn)
+    last = draws[len(accepted)]
+    return RowOutput(last, nonfinite=last is None, accepted=tuple(accepted))
 
 
 def input_tokens(

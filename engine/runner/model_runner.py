@@ -34,12 +34,12 @@ from engine.runner.batch import BatchRow, RowOutput, StepHandle, TokenDraw
 from engine.runner.device_block_tables import DeviceBlockTables, PlannedTables
 from engine.runner.device_rows import RowUpdate
 from engine.runner.graphs.graph_capture import Capture
-from engine.runner.graphs.step_graphs import StepGraphs
+from engine.runner.graphs.step_graphs import DraftedSteps, StepGraphs
 from engine.runner.launched_step import ForwardResults, LaunchedStep, input_tokens
 from engine.runner.planned_step import PlannedSlots, PlannedStep
 from engine.runner.sampling.redraw import RedrawnTokens, redraw
 from engine.runner.sampling.sampler import DrawnRows, Logprobs, draw_tokens, token_logprobs
-from engine.runner.sampling.token_history import DeviceTokenHistories, TokenHistory
+from engine.runner.sampling.token_history import DeviceTokenHistories, EnteredTokens, TokenHistory
 from engine.runner.sampling.token_mask import TokenMask
 from engine.tensors.pinned_memory import HostIntegers, to_device, to_host, upload
 from engine.tensors.row_exact_linear import Numerics
@@ -80,7 +80,7 @@ class ModelRunner:
         self._histories = DeviceTokenHistories(device.torch_device)
         self._triton = triton
         self.graphs: StepGraphs | None = None
-        """The captured forward passes of steps with one position a row, where there are any."""
+        """The captured forward passes of decode steps, where there are any."""
 
     @property
     def device(self) -> Device:
@@ -123,14 +123,13 @@ class ModelRunner:
     def draw(self, step: LaunchedStep, masks: Mapping[int, TokenMask] = NO_MASKS) -> None:
         """Submit the draw of a begun step's tokens.
 
-        It is an operation of its own, so that masks may still be made while the forward pass runs. `masks`: by row, the
-        tokens that may be drawn, besides what the row's own draw allows.
+        It is an operation of its own, so that masks may still be made while the forward pass runs. `masks`: by the
+        number of the draw (`step.draws`), the tokens that may be drawn, besides what the draw itself allows.
         """
-        if not step.drawing:
+        if not step.draws:
             return
-        draws = {row: step.rows[row].draw for row in step.drawing}
-        assert draws.keys() >= masks.keys(), "only rows that draw have masks"
-        wanted = [draw.masked(masks.get(row)) for row, draw in draws.items() if draw is not None]
+        assert masks.keys() <= set(range(len(step.draws))), "a mask is of a draw"
+        wanted = [draw.masked(masks.get(number)) for number, draw in enumerate(step.draws)]
         step.completion = self._device.submit(
             DeviceOp("draw", DeviceStream.COMPUTE), lambda: step.draw(self._draw(step, wanted))
         )
@@ -150,11 +149,12 @@ class ModelRunner:
                 slots[pool.name] = PlannedSlots([[s.pages[0]] for s in slices], [[s.epochs[0]] for s in slices])
             else:
                 tables[pool.name] = self._tables[pool.name].plan(slices, stops)
-        draws = {i: row.draw.tokens for i, row in enumerate(rows) if row.draw is not None}
-        by_history = {i: tokens for i, tokens in draws.items() if isinstance(tokens, TokenHistory)}
-        lasts, at = (shape.ends - 1).tolist(), (shape.offsets[1:] - 1).tolist()
-        histories = self._histories.plan(by_history, lasts, at) if by_history else None
-        return PlannedStep(shape, tables, slots, histories)
+        entered: dict[int, EnteredTokens] = {}
+        for i, (row, end, stop) in enumerate(zip(rows, shape.ends.tolist(), shape.offsets[1:].tolist(), strict=True)):
+            if row.draw is not None and isinstance(row.draw.tokens, TokenHistory):
+                count = 1 + row.drafted
+                entered[i] = EnteredTokens(row.draw.tokens, end - count, stop - count, count)
+        return PlannedStep(shape, tables, slots, self._histories.plan(entered) if entered else None)
 
     def forward(self, rows: Sequence[BatchRow]) -> list[RowOutput]:
         """Launch one step and wait for it: one output a row, in order."""
@@ -175,9 +175,9 @@ class ModelRunner:
         if marks is not None:
             ctx.passed = lambda: marks.passed({pool: door.opened for pool, door in doors.items()})
         stale_b = self._stale(ctx, planned)
-        drawing = [i for i, row in enumerate(rows) if row.draw is not None]
-        lasts = planned.shape.offsets[1:][drawing] - 1
-        tokens_m, last_n = input_tokens(rows, len(ctx.positions_m) - ctx.count, device, lasts.tolist())
+        ends = planned.shape.offsets[1:].tolist()
+        drawn_at = [end - 1 - n for row, end in zip(rows, ends, strict=True) for n in reversed(range(len(row.draws)))]
+        tokens_m, drawn_n = input_tokens(rows, len(ctx.positions_m) - ctx.count, device, drawn_at)
         if self._followers is not None:
             self.ranks.first(torch.cat((tokens_m, stale_b.long())))
         self._mute(ctx, stale_b)
@@ -187,7 +187,7 @@ class ModelRunner:
         if x_mh is None:
             x_mh = self.decoder.forward(tokens_m, ctx)
         firsts = planned.shape.offsets[:-1].tolist()
-        logits_nv = self.decoder.logits(x_mh.index_select(0, last_n), self.numerics) if drawing else None
+        logits_nv = self.decoder.logits(x_mh.index_select(0, drawn_n), self.numerics) if drawn_at else None
         scores: list[Sequence[Logprobs]] = [()] * len(rows)
         replays: list[Sequence[RedrawnTokens]] = [()] * len(rows)
         for at, (row, first) in enumerate(zip(rows, firsts, strict=True)):
@@ -201,20 +201,22 @@ class ModelRunner:
         self, tokens_m: Tensor, ctx: ForwardContext, planned: PlannedStep, doors: Mapping[str, GatePass]
     ) -> Tensor | None:
         """Replay a step that was captured: as `Decoder.forward`; None where the step has to be launched by kernels."""
-        if self.graphs is None or planned.shape.counts.max() > 1 or any(door.gates for door in doors.values()):
+        if self.graphs is None or any(door.gates for door in doors.values()):
             return None
         return self.graphs.replay(tokens_m, ctx)
 
     @torch.inference_mode()
-    def capture(self, capture: Capture, *, rows: int, positions: int, within_s: float) -> None:
-        """Capture the forward passes of steps of up to `rows` rows, one position each, in contexts of up to
-        `positions`: as many sizes as can be begun in `within_s` seconds. Raises `ConfigError` where steps can't be
+    def capture(
+        self, capture: Capture, *, rows: int, context: int, within_s: float, drafted: DraftedSteps | None = None
+    ) -> None:
+        """Capture the forward passes of steps of up to `rows` rows in contexts of up to `context` positions, and of
+        `drafted` ones: as many sizes as can be begun in `within_s` seconds. Raises `ConfigError` where steps can't be
         captured, or compute other bits then."""
         if self.ranks.size > 1:
             raise ConfigError(f"its {self.ranks.size} ranks add up their results on the host, between kernels")
         graphs = StepGraphs(
             self.decoder, self.numerics, self.attention, self.spec, self._gates, self._device.torch_device,
-            rows=rows, positions=positions,
+            rows=rows, context=context, drafted=drafted,
         )  # fmt: skip
         graphs.capture(capture, within_s)
         self.graphs = graphs

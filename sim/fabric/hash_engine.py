@@ -281,7 +281,7 @@ class HashEngine:
         if tokens is None:
             return RowOutput(stale=True)
         seen = {pool.name: self._seen(pool, tables[pool.name], row.start) for pool in self._spec.pools}
-        mark, known, found, replayed = b"", row.replay, list[TokenDifference](), 0
+        marks, known, found, replayed = list[bytes](), row.replay, list[TokenDifference](), 0
         scores: list[TokenLogprob] = []
         for position, token in enumerate(tokens, row.start):
             mark = _mark([bytes(lane) for pool in self._spec.pools for lane in seen[pool.name]], token)
@@ -294,16 +294,23 @@ class HashEngine:
                 again = _draw(mark, known.params, known.tokens, known.prompt_len, position + 1)
                 if again != known.tokens[position + 1]:
                     found.append(TokenDifference(position + 1, again, 1.0))
-        drawn = self._drawn(row.draw, tokens[-1], mark) if row.draw is not None else None
-        return RowOutput(drawn, tuple(scores), replayed, tuple(found))
+            marks.append(mark)
+        drawn: list[DrawnToken] = []
+        first = len(tokens) - 1 - row.drafted
+        for place, draw in enumerate(row.draws, first):
+            if place > first and drawn[-1].token != tokens[place]:
+                break  # That draft wasn't drawn.
+            drawn.append(self._drawn(draw, tokens[: place + 1], row.start, marks[place]))
+        last, accepted = (drawn[-1], tuple(drawn[:-1])) if drawn else (None, ())
+        return RowOutput(last, tuple(scores), replayed, tuple(found), accepted=accepted)
 
     @staticmethod
-    def _drawn(draw: TokenDraw, last: int, mark: bytes) -> DrawnToken:
-        """`last`: the row's last token, which the host may not know yet."""
-        params, known = draw.params, draw.tokens
+    def _drawn(draw: TokenDraw, tokens: Sequence[int], start: int, mark: bytes) -> DrawnToken:
+        """Draw behind `tokens` of a row from position `start` on, which the host may not know yet."""
+        params, known, position = draw.params, draw.tokens, start + len(tokens)
         if isinstance(known, TokenHistory):
-            known = [*known.tokens[: draw.position - 1], last]
-        token = _draw(mark, params, known, draw.prompt_len, draw.position)
+            known = [*known.tokens[:start], *tokens]
+        token = _draw(mark, params, known, draw.prompt_len, position)
         return DrawnToken(token, None if params.logprobs is None else _score(mark, token, params.logprobs))
 
     def _tokens(self, row: BatchRow) -> Sequence[int] | None:

@@ -35,6 +35,7 @@ from prefill.worker import PrefillWorker
 from sim.fabric.hash_engine import HashEngine
 from sim.fabric.sim_arena import SimArenas
 from sim.fabric.sim_channel import SimControlTransport, SimSwitch
+from sim.fabric.sim_drafter import SimDrafter
 from sim.fabric.sim_plane import SimPlane, WireDamage
 from sim.fabric.sim_process import SimProcess
 from sim.fabric.sim_storage import SimQueue, SimStore
@@ -191,7 +192,8 @@ def build(
         clock=agenda,
     )
     made = ColocatedWorker if role is Role.COLOCATED else DecodeWorker
-    decode = made(name, incarnation, config, engine, manager, receiver, sleep, sender=sender, **common)
+    drafter = SimDrafter(spec, world.rng.randrange(1 << 30) if config.decode.draft_tokens else 0)
+    decode = made(name, incarnation, config, engine, manager, receiver, sleep, sender=sender, drafter=drafter, **common)
     return BuiltWorker(decode, manager, own, followers, receiver)
 
 

@@ -65,6 +65,8 @@ _TOLD = (
     "hit_tokens_host",
     "hit_tokens_storage",
     "prompt_tokens_held",
+    "tokens_drafted",
+    "drafts_accepted",
 )
 """Counters of workers that are reported as events of a run."""
 _SUSPECT = (

@@ -30,7 +30,7 @@ STEP_TOKENS = 8
 def draw(seed: int) -> Scenario:
     """Draw the plan of a seed. In every third seed, memory is short."""
     rng = random.Random(f"plan {seed}")
-    shape = _shape(rng, seed % 3 == 0)
+    shape = _drafted(random.Random(f"drafts {seed}"), _shape(rng, seed % 3 == 0))
     asks = _asks(rng, shape)
     return Scenario(seed, shape, asks, _faults(rng, shape, asks))
 
@@ -52,6 +52,15 @@ def _shape(rng: random.Random, pressed: bool) -> ClusterShape:
         pressed=pressed,
         config=_config(rng, page, pressed),
     )
+
+
+def _drafted(rng: random.Random, shape: ClusterShape) -> ClusterShape:
+    """Have decode draft tokens, in some plans whose model allows it. From numbers of its own: what else a seed draws
+    stays as it is."""
+    if shape.pools in ("state", "all") or rng.random() < 0.6:
+        return shape
+    drafts = {"draft_tokens": rng.choice((1, 3, 8)), "draft_requests": rng.choice((1, 4, 64))}
+    return replace(shape, config=shape.config | {"decode": shape.config["decode"] | drafts})
 
 
 def _config(rng: random.Random, page: int, pressed: bool) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def test_who_lacks_a_page_for_its_step_has_another_leave_the_device() -> None:
     for _ in range(5):
         for request in parts.scheduler.next_batch():
             request.launched = request.planned
-            request.commit(1)
+            request.commit([1])
     assert {first.phase, second.phase} == {DecodePhase.RUNNING, DecodePhase.RETRACTING}
     assert parts.scheduler.busy
     assert len(parts.scheduler.running) == 1

@@ -79,7 +79,7 @@ def test_what_a_step_raises_is_raised_by_its_outputs(checkpoint: MakeCheckpoint,
 
 
 def test_a_mask_may_be_made_while_the_forward_pass_runs(checkpoint: MakeCheckpoint) -> None:
-    """Of each row by its number, besides what its draw allows; the step after goes on from what was drawn so."""
+    """Of each draw by its number, besides what it allows itself; the step after goes on from what was drawn so."""
     folder = checkpoint("llama")
     device = AdversarialDevice(1, stray=0.0)
     bench = Bench(folder, tokens=512, device=device)
@@ -90,7 +90,7 @@ def test_a_mask_may_be_made_while_the_forward_pass_runs(checkpoint: MakeCheckpoi
     step = bench.engine.begin([rows[0], middle, rows[1]])
     step.forward.wait()
     assert device.queued == 0
-    bench.engine.draw(step, {2: TokenMask.of([33, 36, 39])})
+    bench.engine.draw(step, {1: TokenMask.of([33, 36, 39])})
     then = [
         row(TokenFromStep(step, at), len(p), t, TokenDraw(GREEDY, (), len(p), len(p) + 1))
         for at, p, t in zip((0, 2), PROMPTS, pages, strict=True)

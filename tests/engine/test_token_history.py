@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.runner.device_rows import DeviceRows
-from engine.runner.sampling.token_history import DeviceTokenHistories, PlannedHistories, TokenHistory
+from engine.runner.sampling.token_history import DeviceTokenHistories, EnteredTokens, PlannedHistories, TokenHistory
 
 CPU = torch.device("cpu")
 
@@ -51,8 +51,8 @@ class Request:
 def test_each_draw_reads_all_tokens_before_it_also_those_that_the_host_does_not_know(
     kept: DeviceTokenHistories, seed: int
 ) -> None:
-    """Requests come and go, hear late of what they drew, and lose steps under way; rows are in any order, beside
-    others that draw without a history."""
+    """Requests come and go, hear late of what they drew, lose steps under way, and have drafts that are all rejected;
+    rows are in any order, beside others that draw without a history."""
     rng = random.Random(seed)
     requests = [Request(rng) for _ in range(4)]
     for _ in range(150):
@@ -67,17 +67,20 @@ def test_each_draw_reads_all_tokens_before_it_also_those_that_the_host_does_not_
         chosen = rng.sample(requests, rng.randint(1, len(requests)))
         order = rng.sample(range(2 * len(chosen)), len(chosen))
         step = dict(zip(order, chosen, strict=True))
-        lasts, tokens = [0] * 2 * len(chosen), torch.full((3 * 2 * len(chosen),), 7)
-        at = [3 * n + 1 for n in range(2 * len(chosen))]
+        tokens = torch.full((6 * 2 * len(chosen),), 7)
+        drafts = {sequence: [rng.randrange(1000) for _ in range(rng.choice((0, 0, 1, 4)))] for sequence in step}
+        entered: dict[int, EnteredTokens] = {}
         for sequence, one in step.items():
-            lasts[sequence] = one.launched
-            tokens[at[sequence]] = one.drawn[one.launched]
-        planned = kept.plan({sequence: one.history for sequence, one in step.items()}, lasts, at)
+            mine = [one.drawn[one.launched], *drafts[sequence]]
+            entered[sequence] = EnteredTokens(one.history, one.launched, 6 * sequence + 1, len(mine))
+            tokens[entered[sequence].at : entered[sequence].at + len(mine)] = torch.tensor(mine)
+        planned = kept.plan(entered)
         kept.update(planned, tokens)
-        assert listed(kept, planned) == [one.drawn[: one.launched + 1] for one in step.values()]
+        want = {sequence: [*one.drawn[: one.launched + 1], *drafts[sequence]] for sequence, one in step.items()}
+        assert listed(kept, planned) == list(want.values())
         some = rng.sample(planned.sequences, rng.randint(1, len(planned.sequences)))
         for sequence, row in zip(some, kept.read(planned, some).tolist(), strict=True):
-            assert row[: lasts[sequence] + 1] == step[sequence].drawn[: lasts[sequence] + 1]
+            assert row[: len(want[sequence])] == want[sequence]
         for one in chosen:
             one.drawn.append(rng.randrange(1000))
             one.launched += 1
@@ -85,8 +88,8 @@ def test_each_draw_reads_all_tokens_before_it_also_those_that_the_host_does_not_
 
 def test_a_step_that_was_not_launched_leaves_its_tokens_to_the_next(kept: DeviceTokenHistories) -> None:
     history = TokenHistory([5, 6, 7])
-    kept.undo(kept.plan({0: history}, [2], [0]))
-    planned = kept.plan({0: history}, [2], [0])
+    kept.undo(kept.plan({0: EnteredTokens(history, 2, 0, 1)}))
+    planned = kept.plan({0: EnteredTokens(history, 2, 0, 1)})
     kept.update(planned, torch.tensor([7]))
     assert listed(kept, planned) == [[5, 6, 7]]
 
@@ -94,13 +97,13 @@ def test_a_step_that_was_not_launched_leaves_its_tokens_to_the_next(kept: Device
 def test_a_token_that_nobody_knows_is_not_read() -> None:
     kept, history = DeviceTokenHistories(CPU), TokenHistory([5, 6, 7])
     with pytest.raises(AssertionError, match="known to nobody"):
-        kept.plan({0: history}, [4], [0])
+        kept.plan({0: EnteredTokens(history, 4, 0, 1)})
 
 
 def test_a_row_has_room_for_a_token_that_only_the_device_knows(kept: DeviceTokenHistories) -> None:
     """The first that is one more than there is room for, too."""
     history = TokenHistory(list(range(64)))
     for last, token in ((63, 63), (64, 900), (65, 901)):
-        planned = kept.plan({0: history}, [last], [0])
+        planned = kept.plan({0: EnteredTokens(history, last, 0, 1)})
         kept.update(planned, torch.tensor([token]))
     assert listed(kept, planned) == [[*range(64), 900, 901]]

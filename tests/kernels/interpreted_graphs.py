@@ -19,6 +19,7 @@ from engine.runner.batch import BatchRow, RowOutput, TokenDraw
 from engine.runner.graphs import step_graphs
 from engine.runner.graphs.graph_capture import Run
 from engine.runner.graphs.graph_inputs import GraphSize
+from engine.runner.graphs.step_graphs import DraftedSteps
 from engine.runner.model_runner import ModelRunner
 from tests.engine.harness import Bench, Held
 from tests.families import FAMILIES
@@ -37,7 +38,7 @@ def bench(folder: str, **config: Any) -> Bench:
 
 
 def captured(host: Bench, record: Callable[[Run], RecordedRun] = capture, rows: int = 4) -> ModelRunner:
-    host.engine.capture(record, rows=rows, positions=40, within_s=1e9)
+    host.engine.capture(record, rows=rows, context=40, within_s=1e9)
     return host.engine
 
 
@@ -58,6 +59,13 @@ class Sequences:
     def next(self, number: int) -> BatchRow:
         tokens = self.tokens[number]
         return self.row(number, tokens[-1:], len(tokens) - 1)
+
+    def drafted(self, number: int, want: Sequence[int], right: int, wrong: int) -> BatchRow:
+        """A row with so many drafts that are `want`'s, and then so many that aren't."""
+        tokens = self.tokens[number]
+        drafts = [*want[len(tokens) :][:right], *[9] * wrong]
+        row = self.row(number, [tokens[-1], *drafts], len(tokens) - 1)
+        return row._replace(drafted=len(drafts))
 
     def take(self, number: int, out: RowOutput) -> Any:
         assert out.drawn is not None
@@ -139,11 +147,70 @@ def claim_with_no_time_left_the_largest_graph_replays_all_steps() -> None:
         FAMILIES["qwen3"](Path(folder))
         want = Sequences(bench(folder)).answers()
         host = bench(folder)
-        host.engine.capture(capture, rows=4, positions=40, within_s=0.0)
+        host.engine.capture(capture, rows=4, context=40, within_s=0.0)
         assert Sequences(host).answers() == want
         graphs = host.engine.graphs
         assert graphs is not None
         assert (len(graphs), graphs.replayed) == (1, STEPS)
+
+
+def drafted_bits(name: str, drafts: int = 3) -> None:
+    """A family's replayed steps with drafts, right ones and wrong ones, against its steps a token each."""
+    with tempfile.TemporaryDirectory() as folder:
+        FAMILIES[name](Path(folder))
+        plain = Sequences(bench(folder))
+        for _ in range(STEPS):
+            plain.step(0, 1, 2)
+        host = bench(folder)
+        host.engine.capture(capture, rows=4, context=40, within_s=1e9, drafted=DraftedSteps(2, drafts))
+        known, graphs = Sequences(host), host.engine.graphs
+        assert graphs is not None
+        before = graphs.replayed  # A prompt that is as short as a row with drafts is replayed, too.
+        for numbers, right, wrong in (((0, 1), (1, 0), (1, 0)), ((2,), (2,), (0,)), ((1, 0), (2, 0), (1, 2))):
+            rows = [
+                known.drafted(number, plain.tokens[number], *shape)
+                for number, *shape in zip(numbers, right, wrong, strict=True)
+            ]
+            for number, out, some in zip(numbers, host.engine.forward(rows), right, strict=True):
+                assert len(out.accepted) == some, name
+                for drawn in out.accepted:
+                    known.tokens[number].append(drawn.token)
+                known.take(number, out)
+        assert [mine == its[: len(mine)] for mine, its in zip(known.tokens, plain.tokens, strict=True)] == [True] * 3
+        assert graphs.replayed - before == 3, f"{name}: {graphs.replayed - before} steps were replayed"
+        assert {size.positions for size in graphs.sizes} == {1, 1 + drafts}
+
+
+def claim_replayed_steps_with_drafts_have_the_bits_of_steps_of_a_token() -> None:
+    drafted_bits("qwen3")
+
+
+def claim_steps_with_more_rows_or_drafts_than_any_graph_are_launched_kernel_by_kernel() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        FAMILIES["qwen3"](Path(folder))
+        host = bench(folder)
+        host.engine.capture(capture, rows=4, context=40, within_s=1e9, drafted=DraftedSteps(2, 1))
+        known = Sequences(host)
+        graphs = host.engine.graphs
+        assert graphs is not None
+        before = graphs.replayed
+        host.engine.forward([known.drafted(number, known.tokens[number], 0, 1) for number in (0, 1, 2)])
+        host.engine.forward([known.drafted(0, known.tokens[0], 0, 2)])
+        assert graphs.replayed == before
+        host.engine.forward([known.drafted(number, known.tokens[number], 0, 1) for number in (0, 1)])
+        assert graphs.replayed == before + 1
+
+
+def claim_drafts_beside_recurrent_states_are_refused() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        FAMILIES["qwen3_next"](Path(folder))
+        host = bench(folder)
+        try:
+            host.engine.capture(capture, rows=2, context=40, within_s=1e9, drafted=DraftedSteps(2, 1))
+        except ConfigError as error:
+            assert "recurrent" in str(error)  # noqa: PT017 (claims run without pytest)
+        else:
+            raise AssertionError("nothing noticed")
 
 
 def claim_a_graph_that_computes_other_bits_is_refused() -> None:
@@ -171,6 +238,13 @@ def claim_sizes_go_by_two_in_rows_and_by_four_in_pages() -> None:
     assert sizes[0] == GraphSize(1, 5)
     assert sizes[-1] == GraphSize(6, 20)
     assert len(step_graphs.graph_sizes(1, 1)) == 1
+    drafted = step_graphs.graph_sizes(6, 20, DraftedSteps(4, 2))
+    assert [size for size in drafted if size.positions == 1] == sizes
+    assert {(size.rows, size.positions, size.tokens) for size in drafted if size.positions > 1} == {
+        (1, 3, 3),
+        (2, 3, 6),
+        (4, 3, 12),
+    }
 
 
 if __name__ == "__main__":

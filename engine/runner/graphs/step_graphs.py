@@ -3,7 +3,8 @@
 A decode step launches hundreds of kernels, each of which costs the host more than it costs the GPU when the batch is
 small. A captured forward pass is one launch. What a graph was captured with stays as it is: numbers of the host, grids,
 addresses. So a graph is of one size, and a step is replayed by the smallest one that it fits, with padding behind its
-rows: sizes go by powers of two in rows and of four in pages. Kernels were made for that: their grids come from the
+rows: sizes go by powers of two in rows and of four in pages, and have one position a row, or as many as a row with
+drafts has. Kernels were made for that: their grids come from the
 width of block tables, programs past a sequence's end end at once, and no row's bits depend on the others.
 
 What isn't replayed is launched kernel by kernel, as everything is without graphs: steps with chunks of prompts, steps
@@ -18,6 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,13 +41,29 @@ _LOGGED = 8
 """Captures from one line of the log to the next."""
 
 
-def graph_sizes(rows: int, pages: int) -> list[GraphSize]:
-    """The sizes of graphs for steps of up to so many rows and pages a block table, smallest first."""
+class DraftedSteps(NamedTuple):
+    """How large the steps are whose rows have drafts."""
+
+    rows: int
+    """Rows of such a step, at most."""
+    drafts: int
+    """Drafts of one row, at most."""
+
+
+def graph_sizes(rows: int, pages: int, drafted: DraftedSteps | None = None) -> list[GraphSize]:
+    """The sizes of graphs for steps of up to so many rows and pages a block table, and for `drafted` ones; smallest
+    first."""
     widths = [pages]
     while widths[-1] > _FEWEST_PAGES:
         widths.append(max(_FEWEST_PAGES, -(-widths[-1] // 4)))
-    batches = [1 << n for n in range(rows.bit_length()) if 1 << n < rows] + [rows]
-    return [GraphSize(batch, width) for width in reversed(widths) for batch in batches]
+    shapes = [(batch, 1) for batch in _doubled_to(rows)]
+    if drafted is not None:
+        shapes += [(batch, 1 + drafted.drafts) for batch in _doubled_to(min(rows, drafted.rows))]
+    return [GraphSize(batch, width, positions) for width in reversed(widths) for batch, positions in shapes]
+
+
+def _doubled_to(most: int) -> list[int]:
+    return [1 << n for n in range(most.bit_length()) if 1 << n < most] + [most]
 
 
 class StepGraphs:
@@ -61,13 +79,15 @@ class StepGraphs:
         device: torch.device,
         *,
         rows: int,
-        positions: int,
+        context: int,
+        drafted: DraftedSteps | None = None,
     ) -> None:
-        """`doors`: of the pools' load gates. For steps of up to `rows` sequences of up to `positions` positions."""
+        """`doors`: of the pools' load gates. For steps of up to `rows` sequences in contexts of up to `context`
+        positions, and for `drafted` ones. Raises `ConfigError` for these beside recurrent states."""
         self._decoder, self._numerics, self._attention, self._doors = decoder, numerics, attention, doors
-        self._longest = positions
-        self.sizes = graph_sizes(rows, -(-positions // spec.page_tokens))
-        self._inputs = GraphInputs(spec, numerics, self.sizes[-1], device)
+        self._longest = context
+        self.sizes = graph_sizes(rows, -(-context // spec.page_tokens), drafted)
+        self._inputs = GraphInputs(spec, numerics, self.sizes, device)
         self._captured: dict[GraphSize, CapturedRun] = {}
         self.replayed = 0
         """Steps that were replayed."""
@@ -106,12 +126,12 @@ class StepGraphs:
         captured = capture(run)
         captured.replay()
         if self._numerics.invariant and not torch.equal(captured.output, want_mh):
-            raise ConfigError(f"a captured step of {size.rows} rows and {size.pages} pages computes other bits")
+            raise ConfigError(f"a captured step of {size.tokens} tokens and {size.pages} pages computes other bits")
         return captured
 
     def replay(self, tokens_m: Tensor, ctx: ForwardContext) -> Tensor | None:
-        """Replay a step of one position a row: the last layer's output [rows, hidden], to be used before the next
-        replay. None where no graph is as large."""
+        """Replay a step: the last layer's output, of its tokens and then of padding, [tokens, hidden], to be used
+        before the next replay. None where no graph is as large."""
         size = next((size for size in self.sizes if size in self._captured and self._inputs.fit(ctx, size)), None)
         if size is None:
             return None

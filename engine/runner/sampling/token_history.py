@@ -2,8 +2,9 @@
 
 Penalties read all tokens of a request, of which the last may be drawn by a step that is still under way. So a request
 with penalties has its tokens in a row on the device (`engine.runner.device_rows`): the host enters what it knows, and
-each step the token that it goes on from. Nothing is ever counted up: a token stands at its position, so a step that is
-computed again, or whose result is dropped, leaves nothing behind that the next one would have to take back.
+each step the token that it goes on from, and its drafts behind it. Nothing is ever counted up: a token stands at its
+position, so a step that is computed again, whose result is dropped or whose drafts are rejected, leaves nothing behind
+that the next one would have to take back.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +35,18 @@ class TokenHistory:
         self.tokens = tokens
         self.row: DeviceRow | None = None
         self.launched = 0
-        """The position behind the last one that a launched step enters."""
+        """The position behind the last one that a launched step enters, drafts left out."""
+
+
+class EnteredTokens(NamedTuple):
+    """The tokens that a step enters into a history: the one that it goes on from, and drafts."""
+
+    history: TokenHistory
+    start: int
+    """Absolute position of the first."""
+    at: int
+    """Where the first is among the step's tokens."""
+    length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +57,8 @@ class PlannedHistories:
     """The sequences of the step that they are of."""
     rows: list[int]
     lengths: list[int]
-    """Tokens of each; the last is the one that the step goes on from."""
-    at: list[int]
-    """Where that token is among the step's tokens."""
+    """Tokens of each, the entered ones included."""
+    entered: list[EnteredTokens]
     updates: Sequence[RowUpdate]
 
 
@@ -60,13 +72,11 @@ class DeviceTokenHistories:
         self._device = device
         self._rows = DeviceRows(device, 1)
 
-    def plan(self, histories: Mapping[int, TokenHistory], lasts: Sequence[int], at: Sequence[int]) -> PlannedHistories:
-        """Find each history's row, and collect what the device lacks of it. `histories` are by the sequences of a step;
-        `lasts` has each sequence's last position, `at` where its token is among the step's tokens."""
+    def plan(self, entered: Mapping[int, EnteredTokens]) -> PlannedHistories:
+        """Find each history's row, and collect what the device lacks of it. `entered` is by the step's sequences."""
         rows, lengths = [], []
         updates: list[RowUpdate] = []
-        for sequence, history in histories.items():
-            start = lasts[sequence]
+        for history, start, _, length in entered.values():
             row = history.row
             if row is None:
                 row = history.row = self._rows.take(history)
@@ -78,8 +88,8 @@ class DeviceTokenHistories:
                 row.copied = stop
             history.launched = start + 1
             rows.append(row.number)
-            lengths.append(start + 1)
-        return PlannedHistories(list(histories), rows, lengths, [at[one] for one in histories], updates)
+            lengths.append(start + length)
+        return PlannedHistories(list(entered), rows, lengths, list(entered.values()), updates)
 
     def undo(self, planned: PlannedHistories) -> None:
         """Take back the plan of a step that was not launched."""
@@ -89,9 +99,13 @@ class DeviceTokenHistories:
         """Bring the rows up to date with a planned step, whose tokens are `tokens_m` ([M] int64)."""
         self._rows.enter(planned.updates)
         self._rows.reach(1 + max(planned.rows), max(planned.lengths))
-        places = [(row, length - 1) for row, length in zip(planned.rows, planned.lengths, strict=True)]
-        rows, positions = np.array(places, dtype=np.int64).T.copy()
-        row_n, position_n, at_n = upload((rows, positions, np.array(planned.at, dtype=np.int64)), self._device)
+        places = [
+            (row, start + n, at + n)
+            for row, (_, start, at, length) in zip(planned.rows, planned.entered, strict=True)
+            for n in range(length)
+        ]
+        rows, positions, at = np.array(places, dtype=np.int64).T.copy()
+        row_n, position_n, at_n = upload((rows, positions, at), self._device)
         (tokens_rp,) = self._rows.tensors
         tokens_rp.index_put_((row_n, position_n), tokens_m.index_select(0, at_n).int())
 

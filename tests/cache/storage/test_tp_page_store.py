@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+import pytest
+
 from cache.pool.tp_pool_set import TPPoolSet
 from cache.storage.io_queue import WriteChain
 from cache.storage.rank_page_store import RankPageStore
@@ -37,6 +39,11 @@ class Ranks:
         self.damaged = damaged
         self.mine: list[list[int]] = []
         self.ordered: list[tuple[list[int], int]] = []
+        self.answer, self.ends = True, True
+        """Whether followers answer, and whether the leader's own threads end in time."""
+
+    def close(self, timeout_s: float) -> bool:
+        return self.ends
 
     def put_mine(self, pages: Sequence[StoredPage], chain: WriteChain | None) -> Done:
         self.mine.append([page.at for page in pages])
@@ -44,7 +51,9 @@ class Ranks:
 
     def ask(self, order: PutPages) -> Done:
         self.ordered.append(([page.at for page in order.pages], order.chain))
-        return Done([STORED] * len(order.pages))
+        answered = Done([STORED] * len(order.pages))
+        answered.done = self.answer
+        return answered
 
     def digest(self, pool: str, at: Sequence[int], firsts: Any, ends: Any) -> list[int]:
         return [0 if page in self.damaged else 7 for page in at]
@@ -75,3 +84,15 @@ def test_pages_of_no_chain_are_stored_beside_a_damaged_one() -> None:
     assert put(leader(ranks), [1, 2, 3], None) == [True, False, True]
     assert ranks.mine == [[1, 3]]
     assert ranks.ordered == [([1, 3], 0)]
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_who_closes_waits_for_no_follower(ends: bool) -> None:
+    """One that is dead never answers; what it still does goes to memory of its own."""
+    ranks = Ranks(set())
+    ranks.answer, ranks.ends = False, ends
+    store = leader(ranks)
+    pending = store.put([StoredPage("full", b"key", 0, 0, 4)], [7])
+    assert not pending.done
+    assert store.close(1.0) is ends
+    assert pending.done

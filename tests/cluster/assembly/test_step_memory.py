@@ -114,7 +114,7 @@ def test_graphs_are_counted_where_steps_are_captured(tmp_path: Path, family: str
     pool_set = read_model(folder).pool_set(state_options(spec, config_from_dict(settings), Role.DECODE))
     size = GraphSize(40, -(-spec.context // pool_set.page_tokens))
     with LiveBytes() as live:
-        inputs = GraphInputs(pool_set, FAST, size, torch.device("cpu"))
+        inputs = GraphInputs(pool_set, FAST, [size], torch.device("cpu"))
         assert 0 < live.now <= planned.graphs - planned.activations - planned.scratch
     assert inputs.width(pool_set.full, size) == size.pages
     others = ((Role.PREFILL, True, "auto"), (Role.DECODE, False, "auto"), (Role.DECODE, True, "off"))

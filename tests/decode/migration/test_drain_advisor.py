@@ -25,7 +25,7 @@ def steady(request: DecodeRequest, step_s: float) -> None:
     request.marks["first_step"] = 0.0
     request.arrived = -step_s * (STEPS_TO_TELL - 1)
     for token in range(STEPS_TO_TELL):
-        request.commit(token)
+        request.commit([token])
 
 
 def test_who_waits_and_who_runs_is_offered_once() -> None:

@@ -1,0 +1,95 @@
+"""Drafting: which requests of a step get drafts, and how many.
+
+A step reads all weights whatever it computes, so while few requests run a row may as well carry some more positions:
+the token that it goes on from and, behind it, a draft of those to come. Each is drawn as usual, from (seed, choice,
+position), so a draft that equals what is drawn in its place has saved a step, and any other has cost a little
+arithmetic: drafts change how fast an answer comes, and never a token of it.
+
+What was computed for a draft that is rejected lies behind the committed positions: nobody hashes, shares or sends it,
+and the next step writes over it. Recurrent states can't be had so, as every position is folded into them.
+
+Drafts follow from the tokens that the host knows. So the next step of a request for which there is a draft isn't
+launched before the one under way has landed, and a step with drafts is followed by none before its own landing: how far
+it comes is known only then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+from contracts.config.worker_config import DecodeConfig
+from contracts.errors import ConfigError
+from decode.request.request import DecodeRequest
+from decode.request.request_pages import DecodePages
+from decode.speculation.prompt_lookup import PromptLookup
+
+
+class Drafter(Protocol):
+    """Makes drafts."""
+
+    def propose(self, request: DecodeRequest, most: int) -> Sequence[int]:
+        """Return up to `most` tokens that may come behind the request's latest one; none without a guess."""
+
+
+class PromptLookupDrafter:
+    """Implements `Drafter` by what a request's own tokens have in common."""
+
+    def __init__(self) -> None:
+        self._lookups: WeakKeyDictionary[DecodeRequest, PromptLookup] = WeakKeyDictionary()
+
+    def propose(self, request: DecodeRequest, most: int) -> Sequence[int]:
+        lookup = self._lookups.get(request)
+        if lookup is None:
+            lookup = self._lookups[request] = PromptLookup(request.tokens)
+        return lookup.propose(most)
+
+
+class Drafting:
+    """The drafts of one decode worker's requests; see the module's prose."""
+
+    def __init__(self, pages: DecodePages, config: DecodeConfig, drafter: Drafter) -> None:
+        """Raises `ConfigError` where the model can't have drafts."""
+        self._pages, self._config, self._drafter = pages, config, drafter
+        if config.draft_tokens and pages.manager.slots.stateful:
+            raise ConfigError(
+                "decode.draft_tokens: a draft that is rejected can't be taken out of the recurrent states of this "
+                "model; set decode.draft_tokens=0"
+            )
+
+    def _few(self, running: int) -> bool:
+        """Whether steps have drafts while so many requests run."""
+        return 0 < running <= self._config.draft_requests and self._config.draft_tokens > 0
+
+    def waits(self, request: DecodeRequest, running: int) -> bool:
+        """Whether the next step of one of `running` requests waits for the one under way: to know how far its drafts
+        came, or because there is a draft for the next one."""
+        if not request.under_way:
+            return False
+        return bool(request.drafts) or (self._few(running) and bool(self._drafter.propose(request, 1)))
+
+    def plan(self, batch: Sequence[DecodeRequest], running: int, budget: int) -> None:
+        """Give drafts to the requests of a step, in order, while few enough are `running`: up to `budget` tokens in
+        all, where there are pages for them."""
+        if not self._few(running):
+            return
+        for request in batch:
+            # The last token of the longest answer is computed by no step.
+            most = min(budget, request.draft_limit, request.positions - request.planned - 1)
+            if request.under_way or most <= 0:
+                continue
+            draft = self._drafter.propose(request, most)
+            reach = self._pages.manager.growth.extend(request.held, request.planned + 1 + len(draft))
+            request.drafts = tuple(draft[: reach - request.planned - 1])
+            budget -= len(request.drafts)
+
+    def landed(self, request: DecodeRequest, accepted: int) -> None:
+        """Count a step of the request whose first `accepted` drafts were drawn: it goes on behind them. The longer its
+        drafts are right, the longer its next ones may be."""
+        drafted, request.drafts = len(request.drafts), ()
+        request.launched = request.planned = request.committed
+        if accepted == drafted:
+            request.draft_limit = min(self._config.draft_tokens, 2 * request.draft_limit)
+        else:
+            request.draft_limit = max(1, accepted)

@@ -1,0 +1,210 @@
+"""Drafts of decode's requests: who gets how many, and what becomes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from cache.device.adversarial_device import AdversarialDevice
+from cache.device.device_port import Device
+from contracts.errors import ConfigError
+from contracts.messages.worker_events import Tokens
+from decode.request.request import DecodeRequest
+from decode.request.request_outcomes import RequestFailed, RequestFinished, RouterEvent
+from tests.decode_parts import DecodeParts
+
+MANY = 40
+
+
+class Answers:
+    """A drafter that knows the answers: those of the same requests without drafts. `wrong`: at which places of a draft
+    it errs; `silent`: whether it says nothing."""
+
+    def __init__(self, wrong: Sequence[int] = ()) -> None:
+        self.wrong, self.silent = wrong, False
+        self.asked: list[int] = []
+        self._known: dict[str, list[int]] = {}
+
+    def right(self, request: DecodeRequest) -> list[int]:
+        """Its prompt and its answer."""
+        name, submit = str(request.submit.request_id), request.submit
+        if name not in self._known:
+            parts = DecodeParts(64)
+            (plain,) = parts.run(name, prompt=len(submit.tokens), most=MANY)
+            while plain.generated < MANY:
+                step(parts)
+            self._known[name] = plain.tokens
+        return self._known[name]
+
+    def propose(self, request: DecodeRequest, most: int) -> list[int]:
+        self.asked.append(most)
+        if self.silent:
+            return []
+        draft = self.right(request)[len(request.tokens) :][:most]
+        return [token + 1 if at in self.wrong else token for at, token in enumerate(draft)]
+
+
+def drafting(
+    wrong: Sequence[int] = (), device: Device | None = None, pages: int = 64, **decode: Any
+) -> tuple[DecodeParts, Answers]:
+    drafter = Answers(wrong)
+    config = {"draft_tokens": 4, "draft_requests": 2, **decode}
+    return DecodeParts(pages, device, drafter=drafter, decode=config), drafter
+
+
+def step(parts: DecodeParts, *, go_on: bool = False) -> list[RouterEvent | RequestFinished | RequestFailed]:
+    batch = parts.scheduler.next_batch()
+    if batch:
+        parts.steps.launch(batch)
+        parts.scheduler.launched(batch)
+    return list(parts.steps.landed(go_on=go_on and bool(batch)))
+
+
+def said(told: Sequence[object]) -> list[tuple[int, tuple[int, ...]]]:
+    """Positions and tokens."""
+    events = [one.event for one in told if isinstance(one, RouterEvent)]
+    return [(event.position, event.tokens) for event in events if isinstance(event, Tokens)]
+
+
+def test_a_step_tells_all_drafts_that_were_drawn_and_the_token_behind_them() -> None:
+    parts, drafter = drafting()
+    (request,) = parts.run("a", most=MANY)
+    want = drafter.right(request)
+    assert said(step(parts)) == [(7, tuple(want[7:10]))], "the first has two drafts"
+    assert said(step(parts)) == [(10, tuple(want[10:15]))], "and who was right has twice as many, up to the limit"
+    assert said(step(parts)) == [(15, tuple(want[15:20]))]
+    assert (request.committed, request.launched, request.planned) == (19, 19, 19)
+    counters = parts.steps.counters
+    assert (counters["tokens_drafted"], counters["drafts_accepted"], counters["tokens_generated"]) == (10, 10, 13)
+    assert request.check(0) == []
+
+
+@pytest.mark.parametrize("wrong", [(0,), (1,), (2,), (0, 1, 2, 3)])
+def test_tokens_are_the_same_wherever_drafts_are_wrong(wrong: tuple[int, ...]) -> None:
+    parts, drafter = drafting(wrong)
+    (request,) = parts.run("a", most=MANY)
+    want = drafter.right(request)
+    while len(request.tokens) < 30:
+        step(parts)
+        assert request.check(0) == []
+        assert request.draft_limit == max(1, min(wrong)) or request.draft_limit <= 4
+    assert request.tokens == want[: len(request.tokens)]
+    assert parts.steps.counters["drafts_accepted"] < parts.steps.counters["tokens_drafted"]
+
+
+def test_who_was_wrong_has_as_many_drafts_as_were_right() -> None:
+    parts, _ = drafting((1,))
+    (request,) = parts.run("a", most=MANY)
+    limits = []
+    for _ in range(3):
+        step(parts)
+        limits.append(request.draft_limit)
+    assert limits == [1, 2, 1], "one was right of two; that one alone is right, so two again"
+
+
+def test_an_answer_ends_at_its_limit_and_no_state_is_computed_beyond_it() -> None:
+    parts, drafter = drafting()
+    (request,) = parts.run("a", prompt=6, most=6)
+    want = drafter.right(request)
+    step(parts)
+    told = step(parts)
+    assert said(told) == [(10, tuple(want[10:12]))]
+    assert told[-1] == RequestFinished(request, "length", None)
+    assert request.generated == 6
+    assert request.launched <= request.positions
+    assert drafter.asked[-1] == 1, "the last token is computed by no step"
+
+
+def test_what_is_drawn_behind_a_stop_token_is_no_part_of_the_answer() -> None:
+    parts, drafter = drafting()
+    (request,) = parts.run("a", most=MANY)
+    want = drafter.right(request)
+    object.__setattr__(request.submit.sampling, "stop_token_ids", (want[8],))
+    told = step(parts)
+    assert said(told) == [(7, (want[7], want[8]))]
+    assert told[-1] == RequestFinished(request, "stop", want[8])
+    assert request.tokens == want[:9]
+    assert (request.committed, request.launched) == (8, 8)
+
+
+def test_steps_of_many_requests_have_no_drafts() -> None:
+    parts, drafter = drafting()
+    requests = parts.run("a", "b", "c", most=MANY)
+    step(parts)
+    assert drafter.asked == []
+    assert [len(request.tokens) for request in requests] == [8, 8, 8]
+
+
+def test_drafts_share_what_requests_leave_of_a_steps_tokens() -> None:
+    parts, _ = drafting(max_batch_tokens=5)
+    first, second = parts.run("a", "b", most=MANY)
+    batch = parts.scheduler.next_batch()
+    assert sum(1 + len(request.drafts) for request in batch) == 5
+    assert sorted(len(request.drafts) for request in (first, second)) == [1, 2]
+
+
+def test_drafts_take_no_page_that_is_not_there() -> None:
+    """Nobody is retracted for a draft."""
+    parts, _ = drafting()
+    (request,) = parts.run("a", prompt=6, most=MANY)
+    allocator = parts.manager.pools.allocators["full"]
+    others = allocator.lease(allocator.free, "others")
+    assert parts.scheduler.next_batch() == [request]
+    assert (len(request.drafts), request.planned) == (1, 8), "to the end of its second page"
+    assert parts.scheduler.retraction.counters["retractions"] == 0
+    others.release()
+
+
+def test_who_has_drafts_under_way_takes_no_step_until_they_are_known() -> None:
+    device = AdversarialDevice(3, stray=0.0)
+    parts, drafter = drafting(device=device)
+    (request,) = parts.run("a", most=MANY)
+    want = drafter.right(request)
+    assert step(parts, go_on=True) == []
+    assert (request.drafts, request.under_way) == (tuple(want[7:9]), 3)
+    assert request.check(1) == []
+    assert parts.scheduler.next_batch() == [], "how far it comes isn't known"
+    assert said(list(parts.steps.landed(go_on=False))) == [(7, tuple(want[7:10]))]
+    assert parts.scheduler.next_batch() == [request]
+
+
+def test_who_has_a_draft_to_come_waits_for_the_step_under_way_and_others_run_ahead() -> None:
+    device = AdversarialDevice(3, stray=0.0)
+    parts, drafter = drafting(device=device)
+    drafter.silent = True
+    (request,) = parts.run("a", most=MANY)
+    step(parts, go_on=True)
+    assert parts.scheduler.next_batch() == [request], "without a draft it is launched ahead"
+    parts.steps.launch([request])
+    assert request.under_way == 2
+    drafter.silent = False
+    assert parts.scheduler.next_batch() == []
+
+
+def test_a_retracted_request_has_no_drafts_under_way() -> None:
+    device = AdversarialDevice(3, stray=0.0)
+    parts, drafter = drafting((1,), device=device)
+    (request,) = parts.run("a", most=MANY)
+    want = drafter.right(request)
+    step(parts, go_on=True)
+    parts.scheduler.retract(request, on_purpose=True)
+    list(parts.steps.landed(go_on=False))
+    assert (request.drafts, request.committed, request.launched) == ((), 8, 8)
+    assert request.tokens == want[:9]
+
+
+def test_a_request_says_where_its_drafts_and_lengths_disagree() -> None:
+    parts, _ = drafting()
+    (request,) = parts.run("a", most=MANY)
+    request.drafts = (1, 2)
+    assert request.check(1) == [f"request {request.submit.request_id} has 2 drafts and no step under way with them"]
+    request.launched = request.planned = request.committed + 4
+    assert len(request.check(1)) == 2
+
+
+@pytest.mark.parametrize("kind", ["full+state", "all"])
+def test_a_model_with_recurrent_states_can_have_no_drafts(kind: str) -> None:
+    with pytest.raises(ConfigError, match=r"decode.draft_tokens: .* recurrent states .* set decode.draft_tokens=0"):
+        DecodeParts(kind=kind, decode={"draft_tokens": 1, "retract": "recompute"})
