@@ -141,6 +141,7 @@ def prepare(
         config = with_plane(on_device(config, bool(cards)), one_host=True, apart=apart(cards))
     pool_set = pool_set_of(spec, config, options.cache_role)
     check_ranks(config, spec, options.workers)
+    _check_drafts(pool_set, config)
     weights = weight_bytes(spec, config)
     prepared = ServePlan(options, config, spec, pool_set, free_port(options.host, options.port), {}, weights)
     if options.ray_address is None:
@@ -188,6 +189,12 @@ def pool_set_of(spec: ModelSpec, config: Config, role: Role = Role.PREFILL) -> P
     from engine.models.registry import model_for
 
     return model_for(spec).pool_set(state_options(spec, config, role))
+
+
+def _check_drafts(pool_set: PoolSetSpec, config: Config) -> None:
+    from decode.speculation.drafting import check_drafts
+
+    check_drafts(pool_set, config.decode)
 
 
 def check_ranks(config: Config, spec: ModelSpec, roles: Iterable[Role] = PAIR) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
+from cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
 from contracts.config.worker_config import DecodeConfig
 from contracts.errors import ConfigError
 from decode.request.request import DecodeRequest
@@ -46,17 +47,22 @@ class PromptLookupDrafter:
         return lookup.propose(most)
 
 
+def check_drafts(spec: PoolSetSpec, config: DecodeConfig) -> None:
+    """Raise `ConfigError` where the configuration asks for drafts that a model with these pools can't have."""
+    if config.draft_tokens and any(pool.kind is PoolKind.STATE for pool in spec.pools):
+        raise ConfigError(
+            "decode.draft_tokens: a draft that is rejected can't be taken out of the recurrent states of this model; "
+            "set decode.draft_tokens=0"
+        )
+
+
 class Drafting:
     """The drafts of one decode worker's requests; see the module's prose."""
 
     def __init__(self, pages: DecodePages, config: DecodeConfig, drafter: Drafter) -> None:
         """Raises `ConfigError` where the model can't have drafts."""
+        check_drafts(pages.manager.spec, config)
         self._pages, self._config, self._drafter = pages, config, drafter
-        if config.draft_tokens and pages.manager.slots.stateful:
-            raise ConfigError(
-                "decode.draft_tokens: a draft that is rejected can't be taken out of the recurrent states of this "
-                "model; set decode.draft_tokens=0"
-            )
 
     def _few(self, running: int) -> bool:
         """Whether steps have drafts while so many requests run."""

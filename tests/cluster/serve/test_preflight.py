@@ -15,6 +15,7 @@ from cluster.assembly.node_shares import MemoryShort
 from cluster.serve.preflight import DEMO, ServeOptions, prepare
 from contracts.errors import CheckpointError, ConfigError
 from contracts.ids import PAIR, Role
+from tests.families import FAMILIES
 
 GIB = 1 << 30
 
@@ -98,6 +99,14 @@ def test_what_can_not_work_is_refused_by_name(changes: dict[str, object], words:
         prepare(options(**changes), 8 * GIB)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_drafts_are_refused_for_a_model_that_can_have_none(tmp_path: Path) -> None:
+    wanted = ("decode.draft_tokens=3",)
+    hybrid = FAMILIES["falcon_h1"](tmp_path / "hybrid")
+    with pytest.raises(ConfigError, match=r"recurrent states of this model; set decode.draft_tokens=0$"):
+        prepare(options(model=str(hybrid), assignments=wanted), 8 * GIB)
+    assert prepare(options(assignments=wanted), 8 * GIB).config.decode.draft_tokens == 3
 
 
 def test_a_port_in_use_is_refused() -> None:
