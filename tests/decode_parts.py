@@ -98,7 +98,7 @@ class DecodeParts:
             receiver, self.requests, self.pages, device, config.decode.prompt_wait_s, self.clock
         )
         self.drafter = drafter or PromptLookupDrafter()
-        drafting = Drafting(self.pages, config.decode, self.drafter)
+        self.drafting = drafting = Drafting(self.pages, config.decode, self.drafter)
         self.scheduler = DecodeScheduler(
             self.requests, self.pages, self.transfers, self.lengths, drafting, config, self.clock
         )

@@ -36,7 +36,7 @@ def capture_steps(
     try:
         within_s = config.cluster.start_timeout_s * _PART_OF_START
         decode = config.decode
-        drafted = DraftedSteps(decode.draft_requests, decode.draft_tokens) if decode.draft_tokens else None
+        drafted = DraftedSteps(decode.draft_requests, decode.drafts) if decode.drafts else None
         engine.capture(make(device), rows=decode.max_batch_tokens, context=context, within_s=within_s, drafted=drafted)
     except (ConfigError, RuntimeError) as error:
         if wanted == "on":

@@ -92,7 +92,7 @@ def state_options(spec: ModelSpec, config: Config, role: Role) -> StateOptions:
 def stride(config: Config, role: Role) -> int:
     """The most positions that launched steps of one request write beyond its committed length."""
     if role is Role.DECODE:
-        return max(LAUNCHED, 1 + config.decode.draft_tokens)  # A step with drafts is the only one that is launched.
+        return max(LAUNCHED, 1 + config.decode.drafts)  # A step with drafts is the only one that is launched.
     return LAUNCHED * config.prefill.chunk_tokens
 
 

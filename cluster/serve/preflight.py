@@ -22,6 +22,7 @@ from contracts.checkpoint.model_spec import ModelSpec, read_model_spec, served_a
 from contracts.config.cluster_config import Config, section_of
 from contracts.config.load_config import load_config
 from contracts.config.plane_choice import with_plane
+from contracts.config.worker_config import DecodeConfig
 from contracts.errors import ConfigError
 from contracts.ids import PAIR, Role, WorkerName
 
@@ -141,7 +142,7 @@ def prepare(
         config = with_plane(on_device(config, bool(cards)), one_host=True, apart=apart(cards))
     pool_set = pool_set_of(spec, config, options.cache_role)
     check_ranks(config, spec, options.workers)
-    _check_drafts(pool_set, config)
+    config = dataclasses.replace(config, decode=_with_speculation(config, pool_set))
     weights = weight_bytes(spec, config)
     prepared = ServePlan(options, config, spec, pool_set, free_port(options.host, options.port), {}, weights)
     if options.ray_address is None:
@@ -191,10 +192,10 @@ def pool_set_of(spec: ModelSpec, config: Config, role: Role = Role.PREFILL) -> P
     return model_for(spec).pool_set(state_options(spec, config, role))
 
 
-def _check_drafts(pool_set: PoolSetSpec, config: Config) -> None:
-    from decode.speculation.drafting import check_drafts
+def _with_speculation(config: Config, pool_set: PoolSetSpec) -> DecodeConfig:
+    from decode.speculation.drafting import with_speculation
 
-    check_drafts(pool_set, config.decode)
+    return with_speculation(config.decode, pool_set)
 
 
 def check_ranks(config: Config, spec: ModelSpec, roles: Iterable[Role] = PAIR) -> None:

@@ -56,12 +56,14 @@ class PrefillConfig:
 class DecodeConfig:
     max_batch_tokens: int = 64
     """Token budget of a decode step: one token per running request, and drafts."""
-    draft_tokens: int = 0
-    """Tokens that are drafted for a request in one step, at most, by looking up what followed its latest tokens before
-    (prompt lookup): each is drawn as well, so answers come faster where they repeat something, and are the same. 0:
-    none; a model with recurrent states can have none."""
+    speculation: Literal["auto", "prompt_lookup", "off"] = "auto"
+    """Whether a step's rows carry drafts of the tokens to come. prompt_lookup: what followed a request's latest tokens
+    before, in its prompt or its answer. Each is drawn as well, so answers come faster where they repeat something, and
+    are the same. auto: prompt_lookup, but off for models with recurrent states, which can have no drafts."""
+    draft_tokens: int = 4
+    """Drafts that a row carries, at most."""
     draft_requests: int = 4
-    """Drafts are made while so many requests run, at most: larger steps cost more for each token."""
+    """Drafts are made while so many requests run, at most: in larger steps each token costs more."""
     metadata_slots: int = 128
     """Hand-overs that can be under way at once."""
     migration_pause_s: float = 5.0
@@ -91,6 +93,11 @@ class DecodeConfig:
     """A request is admitted with room for the answer that this share of recent ones, as far along as it, stayed within;
     1: for the longest of them."""
     cache: CacheOverride = field(default_factory=CacheOverride)
+
+    @property
+    def drafts(self) -> int:
+        """Drafts that a row carries, at most; ``auto`` counts as prompt_lookup."""
+        return 0 if self.speculation == "off" else self.draft_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ it comes is known only then.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -47,13 +48,18 @@ class PromptLookupDrafter:
         return lookup.propose(most)
 
 
-def check_drafts(spec: PoolSetSpec, config: DecodeConfig) -> None:
-    """Raise `ConfigError` where the configuration asks for drafts that a model with these pools can't have."""
-    if config.draft_tokens and any(pool.kind is PoolKind.STATE for pool in spec.pools):
+def with_speculation(config: DecodeConfig, spec: PoolSetSpec) -> DecodeConfig:
+    """`config` with ``auto`` of `decode.speculation` made what a model with these pools can have. Raises `ConfigError`
+    where it asks for drafts that the model can't have."""
+    recurrent = any(pool.kind is PoolKind.STATE for pool in spec.pools)
+    if config.speculation == "auto":
+        return replace(config, speculation="off" if recurrent else "prompt_lookup")
+    if recurrent and config.speculation != "off":
         raise ConfigError(
-            "decode.draft_tokens: a draft that is rejected can't be taken out of the recurrent states of this model; "
-            "set decode.draft_tokens=0"
+            f"decode.speculation={config.speculation}: a draft that is rejected can't be taken out of the recurrent "
+            "states of this model; set decode.speculation=auto or off"
         )
+    return config
 
 
 class Drafting:
@@ -61,12 +67,12 @@ class Drafting:
 
     def __init__(self, pages: DecodePages, config: DecodeConfig, drafter: Drafter) -> None:
         """Raises `ConfigError` where the model can't have drafts."""
-        check_drafts(pages.manager.spec, config)
-        self._pages, self._config, self._drafter = pages, config, drafter
+        self._config = with_speculation(config, pages.manager.spec)
+        self._pages, self._drafter = pages, drafter
 
     def _few(self, running: int) -> bool:
         """Whether steps have drafts while so many requests run."""
-        return 0 < running <= self._config.draft_requests and self._config.draft_tokens > 0
+        return running <= self._config.draft_requests and self._config.drafts > 0
 
     def waits(self, request: DecodeRequest, running: int) -> bool:
         """Whether the next step of one of `running` requests waits for the one under way: to know how far its drafts
@@ -96,6 +102,6 @@ class Drafting:
         drafted, request.drafts = len(request.drafts), ()
         request.launched = request.planned = request.committed
         if accepted == drafted:
-            request.draft_limit = min(self._config.draft_tokens, 2 * request.draft_limit)
+            request.draft_limit = min(self._config.drafts, 2 * request.draft_limit)
         else:
             request.draft_limit = max(1, accepted)

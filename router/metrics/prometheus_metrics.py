@@ -18,6 +18,7 @@ from contracts.ids import Role
 from contracts.messages.worker_events import LegReport
 from router.core.router_core import RouterCore
 from router.metrics.cache_metrics import tier_metrics
+from router.metrics.draft_metrics import draft_metrics
 from router.metrics.link_metrics import link_metrics
 from router.metrics.verification_metrics import verification_metrics
 from router.openai.choice_output import ChoiceOutput
@@ -230,4 +231,5 @@ class PrometheusMetrics(Collector):
         yield from self._of_breakers()
         yield from tier_metrics(core.workers)
         yield from link_metrics(core.workers)
+        yield from draft_metrics(core.workers)
         yield from verification_metrics(core.damage, core.audits, self._watch, self._model)

@@ -192,7 +192,7 @@ def build(
         clock=agenda,
     )
     made = ColocatedWorker if role is Role.COLOCATED else DecodeWorker
-    drafter = SimDrafter(spec, world.rng.randrange(1 << 30) if config.decode.draft_tokens else 0)
+    drafter = SimDrafter(spec, world.rng.randrange(1 << 30) if config.decode.drafts else 0)
     decode = made(name, incarnation, config, engine, manager, receiver, sleep, sender=sender, drafter=drafter, **common)
     return BuiltWorker(decode, manager, own, followers, receiver)
 

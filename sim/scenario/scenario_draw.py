@@ -57,9 +57,9 @@ def _shape(rng: random.Random, pressed: bool) -> ClusterShape:
 def _drafted(rng: random.Random, shape: ClusterShape) -> ClusterShape:
     """Have decode draft tokens, in some plans whose model allows it. From numbers of its own: what else a seed draws
     stays as it is."""
-    if shape.pools in ("state", "all") or rng.random() < 0.6:
-        return shape
-    drafts = {"draft_tokens": rng.choice((1, 3, 8)), "draft_requests": rng.choice((1, 4, 64))}
+    drafts: dict[str, Any] = {"speculation": "off"}
+    if shape.pools not in ("state", "all") and rng.random() < 0.4:
+        drafts = {"draft_tokens": rng.choice((1, 3, 8)), "draft_requests": rng.choice((1, 4, 64))}
     return replace(shape, config=shape.config | {"decode": shape.config["decode"] | drafts})
 
 

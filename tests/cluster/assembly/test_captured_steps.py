@@ -20,13 +20,15 @@ from contracts.config.load_config import config_from_dict
 from contracts.errors import ConfigError
 from contracts.ids import Incarnation, Role, WorkerName
 from engine.runner.graphs.graph_capture import Capture
+from engine.runner.graphs.step_graphs import DraftedSteps
 from engine.runner.model_runner import ModelRunner
 from tests.checkpoints import make_checkpoint
 from tests.pair import counts_for
 
 
-def config(graphs: str, **engine: Any) -> Config:
-    return config_from_dict({"engine": {"graphs": graphs, **engine}, "decode": {"max_batch_tokens": 24}})
+def config(graphs: str, decode: dict[str, Any] | None = None, **engine: Any) -> Config:
+    sections = {"engine": {"graphs": graphs, **engine}, "decode": {"max_batch_tokens": 24, **(decode or {})}}
+    return config_from_dict(sections)
 
 
 class Engine:
@@ -34,27 +36,28 @@ class Engine:
 
     def __init__(self, device: str = "cuda:1", error: Exception | None = None) -> None:
         self.device = SimpleNamespace(torch_device=torch.device(device))
-        self.captured: list[tuple[Any, int, int]] = []
+        self.captured: list[tuple[Any, ...]] = []
         self._error = error
 
-    def capture(self, capture: Any, *, rows: int, positions: int, within_s: float) -> None:
+    def capture(self, capture: Any, *, rows: int, context: int, within_s: float, drafted: DraftedSteps | None) -> None:
         if self._error is not None:
             raise self._error
         assert within_s < config("auto").cluster.start_timeout_s / 2, "the rest is for loading"
-        self.captured.append((capture, rows, positions))
+        self.captured.append((capture, rows, context, drafted))
 
 
-def captured(engine: Engine, graphs: str) -> list[tuple[Any, int, int]]:
+def captured(engine: Engine, graphs: str, **decode: Any) -> list[tuple[Any, ...]]:
     def make(device: torch.device) -> Capture:
         return cast(Capture, f"of {device}")
 
-    capture_steps(cast(ModelRunner, engine), config(graphs), 4096, make)
+    capture_steps(cast(ModelRunner, engine), config(graphs, decode), 4096, make)
     return engine.captured
 
 
 @pytest.mark.parametrize("graphs", ["auto", "on"])
 def test_a_worker_on_a_gpu_captures_steps_as_large_as_it_may_launch(graphs: str) -> None:
-    assert captured(Engine(), graphs) == [("of cuda:1", 24, 4096)]
+    assert captured(Engine(), graphs, draft_tokens=5, draft_requests=3) == [("of cuda:1", 24, 4096, DraftedSteps(3, 5))]
+    assert captured(Engine(), graphs, speculation="off") == [("of cuda:1", 24, 4096, None)]
 
 
 def test_nothing_is_captured_where_nobody_wants_it_or_on_a_cpu() -> None:

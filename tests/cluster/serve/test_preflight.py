@@ -102,11 +102,13 @@ def test_what_can_not_work_is_refused_by_name(changes: dict[str, object], words:
 
 
 def test_drafts_are_refused_for_a_model_that_can_have_none(tmp_path: Path) -> None:
-    wanted = ("decode.draft_tokens=3",)
-    hybrid = FAMILIES["falcon_h1"](tmp_path / "hybrid")
-    with pytest.raises(ConfigError, match=r"recurrent states of this model; set decode.draft_tokens=0$"):
-        prepare(options(model=str(hybrid), assignments=wanted), 8 * GIB)
-    assert prepare(options(assignments=wanted), 8 * GIB).config.decode.draft_tokens == 3
+    wanted = ("decode.speculation=prompt_lookup",)
+    hybrid = str(FAMILIES["falcon_h1"](tmp_path / "hybrid"))
+    with pytest.raises(ConfigError, match=r"recurrent states of this model; set decode.speculation=auto or off$"):
+        prepare(options(model=hybrid, assignments=wanted), 8 * GIB)
+    assert prepare(options(model=hybrid), 8 * GIB).config.decode.speculation == "off"
+    assert prepare(options(assignments=wanted), 8 * GIB).config.decode.speculation == "prompt_lookup"
+    assert prepare(options(), 8 * GIB).config.decode.speculation == "prompt_lookup"
 
 
 def test_a_port_in_use_is_refused() -> None:

@@ -206,5 +206,11 @@ def test_a_request_says_where_its_drafts_and_lengths_disagree() -> None:
 
 @pytest.mark.parametrize("kind", ["full+state", "all"])
 def test_a_model_with_recurrent_states_can_have_no_drafts(kind: str) -> None:
-    with pytest.raises(ConfigError, match=r"decode.draft_tokens: .* recurrent states .* set decode.draft_tokens=0"):
-        DecodeParts(kind=kind, decode={"draft_tokens": 1, "retract": "recompute"})
+    drafter = Answers()
+    with pytest.raises(
+        ConfigError, match=r"decode.speculation=prompt_lookup: .* recurrent states .* set .*=auto or off"
+    ):
+        DecodeParts(kind=kind, drafter=drafter, decode={"speculation": "prompt_lookup"})
+    drafting = DecodeParts(kind=kind, drafter=drafter).drafting
+    assert not drafting._few(1)
+    assert drafter.asked == []

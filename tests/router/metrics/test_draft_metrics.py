@@ -1,0 +1,21 @@
+"""What is exported about drafts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from router.metrics.draft_metrics import draft_metrics
+
+
+def test_workers_that_draft_have_a_sample_for_what_was_made_and_what_was_accepted() -> None:
+    decode = SimpleNamespace(counters={"tokens_drafted": 7.0, "drafts_accepted": 5.0, "tokens_generated": 9.0})
+    workers = [
+        SimpleNamespace(record=SimpleNamespace(name="decode-0"), status=decode),
+        SimpleNamespace(record=SimpleNamespace(name="prefill-0"), status=SimpleNamespace(counters={"steps": 3.0})),
+    ]
+    samples = [s for family in draft_metrics(cast(Any, workers)) for s in family.samples]
+    assert {(s.name, s.labels["worker"], s.labels["what"]): s.value for s in samples} == {
+        ("twinpool_draft_tokens_total", "decode-0", "made"): 7.0,
+        ("twinpool_draft_tokens_total", "decode-0", "accepted"): 5.0,
+    }
