@@ -316,6 +316,7 @@ def _rows(rig: Rig, dtype: torch.dtype) -> object:
     kernels, x_mn = GpuKernels(), rig.empty(512, 4096, dtype=dtype)
     kernels.add_rms_norm(x_mn, x_mn, rig.empty(4096, dtype=dtype), 1e-6)
     kernels.rms_norm(rig.empty(512, 16384, dtype=dtype), rig.empty(16384, dtype=torch.float32), 1e-6)
+    kernels.square_sum(rig.empty(512, 16, 128, dtype=torch.float32))
     return kernels.silu_product(rig.empty(512, 2 * 12288, dtype=dtype))
 
 

@@ -113,6 +113,18 @@ class GpuKernels:
             )  # fmt: skip
         return total, out
 
+    def square_sum(self, x: Tensor) -> Tensor:
+        """The sums of the squares of the last axis, in float32: [..., n] gives [...]. A program has a row, so a sum's
+        bits don't hang on how many there are, as those of torch's do on a GPU."""
+        x_rn = _by_row(x)
+        out_r = torch.empty(len(x_rn), dtype=torch.float32, device=x.device)
+        if out_r.numel():
+            width = x_rn.shape[1]
+            row_kernels.square_sum_kernel[(len(x_rn),)](
+                x_rn, out_r, x_rn.stride(0), width, BLOCK=triton.next_power_of_2(width), num_warps=_warps(width)
+            )
+        return out_r.view(x.shape[:-1])
+
     def silu_product(self, gate_up_mn: Tensor) -> Tensor:
         """silu(gate) * up, [M, n], of gate and up side by side, [M, 2n]; silu is computed in float32 and rounded."""
         gate_up_mn = gate_up_mn.contiguous()

@@ -38,6 +38,15 @@ def rms_norm_kernel(
 
 
 @triton.jit
+def square_sum_kernel(x_ptr, out_ptr, x_stride, width, BLOCK: tl.constexpr):
+    """out[r] = the sum of the squares of x[r], in float32. Grid (rows,)."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * x_stride + at, mask=at < width, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row, tl.sum(x * x, 0))
+
+
+@triton.jit
 def silu_product_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):
     """out[r, i] = silu(gate[r, i]), rounded, times up[r, i]; gate and up lie side by side. Grid (rows, columns)."""
     row = tl.program_id(0).to(tl.int64)

@@ -36,6 +36,12 @@ def add_rms_norm(x_mh: Tensor, added_mh: Tensor, weight_h: Tensor, eps: float) -
     return x_mh, rms_norm(x_mh, weight_h, eps)
 
 
+def square_sum(x: Tensor) -> Tensor:
+    """Return the sums of the squares of the last axis, in float32: [..., n] gives [...]."""
+    kernels = kernels_for(x)
+    return kernels.square_sum(x) if kernels is not None else x.float().square().sum(-1)
+
+
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + exp(-x)) in float32; like `silu`, with the same bits for an element wherever it lies."""
     return torch.exp(-x).add_(1.0).reciprocal_()

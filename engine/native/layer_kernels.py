@@ -36,5 +36,8 @@ class LayerKernels(Protocol):
     def add_rms_norm(self, x_mn: Tensor, added_mn: Tensor, weight_n: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Return ``x + added`` and its norm."""
 
+    def square_sum(self, x: Tensor) -> Tensor:
+        """Return `engine.layers.norm.square_sum`."""
+
     def silu_product(self, gate_up_mn: Tensor) -> Tensor:
         """Return silu(gate) * up of gate and up side by side, [M, 2n] to [M, n]."""

@@ -101,6 +101,10 @@ class NativeKernels:
         total_mn = x_mn + added_mn
         return total_mn, self.rms_norm(total_mn, weight_n, eps)
 
+    def square_sum(self, x: Tensor) -> Tensor:
+        """The sums of the squares of the last axis, in float32: torch's own, which are row-exact on a CPU."""
+        return x.float().square().sum(-1)
+
     def silu_product(self, gate_up_mn: Tensor) -> Tensor:
         """silu(gate) * up, [M, n], of gate and up side by side, [M, 2n]; silu is computed in float32 and rounded."""
         gate_up_mn = gate_up_mn.contiguous()

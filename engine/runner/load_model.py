@@ -62,11 +62,15 @@ def load_engine(
 
 
 def numerics_for(weights: Weights, config: EngineConfig, device: torch.device) -> Numerics:
-    """Find how products are computed here, by probing the model's own shapes unless `config.numerics` is ``fast``."""
+    """Find how products are computed here, by probing the model's own shapes unless `config.numerics` is ``fast``.
+
+    Attention's batched products are torch's only where it isn't Triton's.
+    """
     if config.numerics == "fast":
         return FAST
+    products = () if weights.triton else sorted(set(weights.products))
     with torch.inference_mode():
-        return probe(weights.linears, sorted(set(weights.products)), device)
+        return probe(weights.linears, products, device)
 
 
 def agreed(numerics: Numerics, ranks: TensorParallelGroup, device: torch.device) -> Numerics:

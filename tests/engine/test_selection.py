@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from engine.attention.torch_backend.torch_attention import TorchAttention
 from engine.attention.torch_backend.torch_latent import best, sum_of_heads
 from engine.models.model_base import StateOptions
 from engine.models.registry import read_model
+from engine.runner import load_model
 from engine.runner.load_model import numerics_for
 from engine.tensors.row_exact_linear import FAST, HeadLinear, Numerics, probe
 from engine.tensors.shard import Shard
@@ -147,3 +150,13 @@ def test_ranks_divide_heads_and_have_all_of_latents_and_index_keys(tmp_path_fact
     pools = [model.pools(StateOptions(torch.float32, 16, shard)) for shard in (Shard(0, 1), Shard(0, 2), Shard(1, 2))]
     assert pools[0] == pools[1] == pools[2], "the same on every rank"
     assert numerics_for(parts[0], EngineConfig(numerics="fast"), CpuDevice().torch_device) is FAST
+
+
+def test_products_of_attention_are_probed_where_torch_computes_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Triton does, there is no quantum for them to find, and none that could make others padded."""
+    probed: list[list[tuple[int, int, int]]] = []
+    monkeypatch.setattr(load_model, "probe", lambda linears, products, device: probed.append(list(products)))
+    for triton in (False, True):
+        weights = SimpleNamespace(linears=[], products=[(1, 40, 128), (1, 40, 128)], triton=triton)
+        numerics_for(cast(Weights, weights), EngineConfig(), torch.device("cpu"))
+    assert probed == [[(1, 40, 128)], []]

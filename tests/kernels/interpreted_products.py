@@ -122,6 +122,16 @@ def claim_a_sum_and_its_norm_in_one_are_the_two_one_after_the_other() -> None:
         assert torch.equal(x, before), "the residual stream before it may still be read"
 
 
+def claim_a_sum_of_squares_is_that_of_its_row_alone_and_float64s() -> None:
+    for dtype in (torch.float32, torch.float16):
+        x = draw(7, 3, 100).to(dtype)[:, 1:]
+        got = KERNELS.square_sum(x)
+        assert (got.shape, got.dtype) == ((7, 2), torch.float32)
+        torch.testing.assert_close(got.double(), x.double().square().sum(-1), rtol=1e-5, atol=0.0)
+        assert torch.equal(KERNELS.square_sum(x[3:4, 1:]), got[3:4, 1:])
+    assert KERNELS.square_sum(draw(0, 20)).shape == (0,)
+
+
 def claim_the_activation_is_torchs_whatever_its_argument() -> None:
     for dtype in (torch.float32, torch.float16):
         both = (8 * draw(5, 2 * 1100)).to(dtype)

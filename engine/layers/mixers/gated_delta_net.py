@@ -12,7 +12,7 @@ from cache.memory.kv_cache_spec import BufferSpec
 from engine.attention.recurrence_backend import ScanState, scan_buffers
 from engine.layers.forward_context import ForwardContext, LayerPlace
 from engine.layers.mixers.causal_conv import CausalConv, conv_buffer
-from engine.layers.norm import rms_norm, sigmoid, silu, softplus
+from engine.layers.norm import rms_norm, sigmoid, silu, softplus, square_sum
 from engine.tensors.shard import Shard, ShardAxis
 from engine.tensors.weight_loader import Weights
 
@@ -136,4 +136,4 @@ def _conv_parts(shape: DeltaShape, shard: Shard) -> list[ShardAxis]:
 
 def _unit(x: Tensor) -> Tensor:
     """Scale each row of the last axis to length one."""
-    return x * x.square().sum(-1, keepdim=True).add_(_L2_EPS).rsqrt_()
+    return x * square_sum(x).unsqueeze(-1).add_(_L2_EPS).rsqrt_()

@@ -16,7 +16,7 @@ from contracts.checkpoint.json_fields import JsonFields
 from engine.attention.recurrence_backend import ScanState, scan_buffers
 from engine.layers.forward_context import ForwardContext, LayerPlace
 from engine.layers.mixers.causal_conv import CausalConv, conv_buffer
-from engine.layers.norm import silu, softplus
+from engine.layers.norm import silu, softplus, square_sum
 from engine.tensors.shard import Shard, ShardAxis
 from engine.tensors.weight_loader import Weights
 
@@ -128,7 +128,7 @@ class _GroupNorm:
 
     def __call__(self, x_tn: Tensor, ctx: ForwardContext) -> Tensor:
         x_tgn = x_tn.view(len(x_tn), len(self._here), -1)
-        squares_tg = x_tgn.square().sum(-1)
+        squares_tg = square_sum(x_tgn)
         if self._split:
             all_tg = squares_tg.new_zeros(len(x_tn), self._groups)
             all_tg[:, self._here.start : self._here.stop] = squares_tg
