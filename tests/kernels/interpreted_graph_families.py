@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.kernels.claims import answer
-from tests.kernels.interpreted_graphs import same_bits
+from tests.kernels.interpreted_graphs import drafted_bits, same_bits
 
 
 def claim_experts_have_the_same_bits() -> None:
@@ -36,6 +36,26 @@ def claim_states_of_mamba_have_the_same_bits() -> None:
 
 def claim_sinks_have_the_same_bits() -> None:
     same_bits("gpt_oss")
+
+
+def claim_drafts_of_experts_have_the_same_bits() -> None:
+    drafted_bits("qwen3_moe")
+
+
+def claim_drafts_over_latents_have_the_same_bits() -> None:
+    drafted_bits("deepseek_v3")
+
+
+def claim_drafts_over_selections_have_the_same_bits() -> None:
+    drafted_bits("deepseek_v32")
+
+
+def claim_drafts_over_windows_have_the_same_bits() -> None:
+    drafted_bits("gemma3")
+
+
+def claim_drafts_over_sinks_have_the_same_bits() -> None:
+    drafted_bits("gpt_oss")
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ def test_d5_a_failover_that_draws_anew_is_found_and_shrunk(monkeypatch: pytest.M
     failing = next(plan for plan in roomy if run_plan(plan).violations)
     smaller = shrink(failing, lambda plan: bool(run_plan(plan).violations))
     assert run_plan(smaller).violations
-    assert len(smaller.asks) <= 2
+    assert len(smaller.asks) <= 3, "the one that is begun again, and those whose memory it lacks"
     assert len(smaller.faults) <= 2
     monkeypatch.undo()
     assert run_plan(smaller).violations == ()
