@@ -208,7 +208,7 @@ class KVReceiver:
                 self._refused(heard)
             case events.GrantsLeft(rooms):
                 for room in rooms:
-                    self._rooms[room].promised = True
+                    self._rooms.promised(self._rooms[room])
             case events.PeerCut(peer):
                 self._rooms.resend(peer)
             case events.PeerUnreachable():

@@ -222,6 +222,13 @@ class ReceiverPeers(Mapping[PeerKey, ReceiverPeer]):
             reason = f"the connection to {peer.ref.name} was cut, and not back after {limit:g} s"
             yield PeerUnreachable(peer, reason, down >= self._config.peer_forget_s)
 
+    def sever(self, peer: ReceiverPeer, reason: str) -> PeerParted:
+        """End a peer's access, where access is by peer, and part with it: it is said hello to with a new one. A peer of
+        this host that lives may go on storing by itself."""
+        self._plane.sever(_writer(peer.ref))
+        peer.access += 1
+        return self._part(peer, reason)
+
     def _part(self, peer: ReceiverPeer, reason: str) -> PeerParted:
         peer.estranged, peer.queued = True, {}
         return PeerParted(peer, reason)
