@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from cache.device.device_port import Device
 from cache.memory.required_pages import NOTHING, HeldPages, due, missing
@@ -22,6 +22,7 @@ from contracts.errors import WireError
 from contracts.ids import Incarnation, RoomId, WorkerName
 from contracts.messages.fingerprint import Fingerprint
 from contracts.messages.router_commands import PeerRef
+from contracts.messages.worker_status import EndedWorker
 from transfer.net.control_channel import ControlTransport
 from transfer.planes.data_plane import SLOT_BYTES, DataPlane, PageNumbers, RoomTarget
 from transfer.rooms import room_messages as m
@@ -126,6 +127,11 @@ class KVReceiver:
         entry = self._rooms.get(room)
         if entry is not None and not entry.aborting:
             self._rooms.give_up(entry, reason)
+
+    def workers_ended(self, ended: Sequence[EndedWorker]) -> None:
+        """Take in which incarnations of workers have ended, as the controller says; `poll` ends the rooms of those on
+        other hosts."""
+        self._peers.workers_ended(ended)
 
     def poll(self) -> list[ReceiverOutcome]:
         """Hear peers and notices, expire rooms and peers that are late; returns the outcomes since the last call."""

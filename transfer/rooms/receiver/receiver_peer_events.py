@@ -45,7 +45,7 @@ class ReceiverPeer:
 
 @dataclass(frozen=True, slots=True)
 class PeerDied:
-    """The peer's death is proven: it can't write any more, and is forgotten."""
+    """The peer can't write any more, and is forgotten: its death is proven, or its access has been ended."""
 
     peer: ReceiverPeer
     reason: str
