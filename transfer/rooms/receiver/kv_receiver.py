@@ -12,7 +12,7 @@ import logging
 import secrets
 from collections.abc import Mapping, Sequence
 
-from cache.device.device_port import Device
+from cache.device.device_port import DEVICE, Device, spans
 from cache.memory.required_pages import NOTHING, HeldPages, due, missing
 from cache.pool.page_allocator import Lease, PageAllocator
 from cache.pool.pool_set import PoolSet
@@ -60,7 +60,7 @@ class KVReceiver:
     ) -> None:
         """`slots`: the number of metadata slots. `verify`: whether digests of pages are computed when they arrive."""
         self.fingerprint = fingerprint
-        self._plane, self._pools, self._config, self._clock = plane, pools, config, clock
+        self._plane, self._pools, self._device, self._config, self._clock = plane, pools, device, config, clock
         memory = plane.allocate("slots", slots * SLOT_BYTES).view(slots, SLOT_BYTES)
         self.slots = PageAllocator("metadata slots", slots)
         self._peers = ReceiverPeers(name, incarnation, fingerprint, plane, pools, config, transport, clock)
@@ -114,10 +114,12 @@ class KVReceiver:
         runs = {p: PageNumbers(n.start, leases[p].indices[: len(n)]) for p, n in wanted.items() if n}
         entry.leases, entry.slot, entry.heard = dict(leases), slot, self._clock.now()
         entry.runs, entry.shares = runs, RoomProgress(wanted)
+        places = {pool: run.indices for pool, run in runs.items()}
+        entry.remote = self._device.remote_write(f"writes of {entry.peer.ref.name} to {room}", spans(DEVICE, places))
         ticket = 1 + secrets.randbits(62)
         self._plane.permit(RoomTarget(room, runs, slot.indices[0], ticket))
-        places = [m.GrantedPages(p, run.first, run.indices, leases[p].epochs[: len(run)]) for p, run in runs.items()]
-        entry.grant = m.PageGrant(room, tuple(places), slot.indices[0], slot.epochs[0], ticket)
+        granted = [m.GrantedPages(p, run.first, run.indices, leases[p].epochs[: len(run)]) for p, run in runs.items()]
+        entry.grant = m.PageGrant(room, tuple(granted), slot.indices[0], slot.epochs[0], ticket)
         self._rooms.promise(entry)
         return True
 

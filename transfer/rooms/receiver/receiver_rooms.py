@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from cache.device.device_port import RemoteWrite, UncheckedRemoteWrite
 from cache.pool.page_allocator import Lease
 from contracts.clock import Clock
 from contracts.config.worker_config import TransferConfig
@@ -47,6 +48,8 @@ class ReceiverRoom:
     revocable."""
     access: int = 0
     """Number of the writer's access by which it writes, once the grant has left."""
+    remote: RemoteWrite = field(default_factory=UncheckedRemoteWrite)
+    """The declaration to the device that the writer may write the granted places."""
     asked: float = 0.0
     """When the writer was last asked to stop, by the clock."""
     shares: RoomProgress = field(default_factory=lambda: RoomProgress({}))
@@ -237,6 +240,7 @@ class ReceiverRooms(Mapping[RoomId, ReceiverRoom]):
         if not RECEIVER.terminal(room.state):
             return
         self._plane.revoke(room.id)
+        room.remote.close()
         self._peers.withdraw_grant(room.peer, room.id)
         for lease in room.leases.values():
             lease.release()
