@@ -9,7 +9,7 @@ routers and takes requests out of the table (`_leave`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from cache.allocation.allocation import Allocation
@@ -21,7 +21,7 @@ from contracts.errors import ErrorKind
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages import router_commands as commands
-from contracts.messages.worker_status import CheckReport, WorkerStatus
+from contracts.messages.worker_status import CheckReport, EndedWorker, WorkerStatus
 from decode.migration.drain_advisor import DrainAdvisor
 from decode.migration.migration_cost import MigrationCosts
 from decode.migration.outgoing_migrations import OutgoingMigrations
@@ -137,6 +137,10 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
     def _deadlines(self) -> tuple[float | None, ...]:
         parts = self._receiver, self._sender, self._migrations, self._advisor, self._pushes, self._offers
         return self._request_table.next_deadline, *(part.next_deadline for part in parts)
+
+    def workers_ended(self, ended: Sequence[EndedWorker]) -> None:
+        super().workers_ended(ended)
+        self._receiver.workers_ended(ended)
 
     @property
     def drained(self) -> bool:

@@ -28,6 +28,7 @@ class FaultyDevice:
     def __init__(self, device: Device, rng: random.Random, rate: float, broke: Callable[[str], None]) -> None:
         self.torch_device = device.torch_device
         self.allocate_host, self.register_host, self.touch = device.allocate_host, device.register_host, device.touch
+        self.remote_write = device.remote_write
         self.checks, self.marks, self.close = device.checks, device.marks, device.close
         self.end_lane = device.end_lane
         self._device, self._rng, self._rate, self._broke = device, rng, rate, broke

@@ -189,8 +189,13 @@ class Chaos:
         if hand is not None:
             rest = {p: hand.prompt.part(p, range(hand.ready[p], r.numbers.stop)) for p, r in hand.prompt.runs.items()}
             self.both.sender.write(hand.prompt.room, rest, (DONE,))
-            self.both.seal(hand.prompt)
-            hand.written = True
+            try:
+                self.both.seal(hand.prompt)
+            except WireError as error:  # A write has failed meanwhile.
+                self.both.sender.fail(hand.prompt.room, ErrorKind.WORKER, str(error))
+                self.seen["not sealed"] += 1
+            else:
+                hand.written = True
             self._let_go(hand)
 
     def fail(self) -> None:

@@ -29,7 +29,7 @@ from contracts.messages.fingerprint import Fingerprint
 from contracts.messages.router_commands import PeerRef
 from sim.fabric.sim_channel import SimControlTransport, SimSwitch
 from sim.fabric.sim_network import SimNetwork
-from sim.fabric.sim_plane import SimPlane, WireDamage
+from sim.fabric.sim_plane import SimPlane, StoreFaults, WireDamage
 from sim.fabric.sim_process import SimProcess
 from sim.fabric.virtual_time import VirtualTime
 from tests.poolsets import entry, filled
@@ -259,14 +259,30 @@ class SimWaiter:
 
 @contextmanager
 def simulated_ends(
-    spec: PoolSetSpec, plane: str, *, seed: int, count: int, slots: int, device: Device
+    spec: PoolSetSpec,
+    plane: str,
+    *,
+    seed: int,
+    count: int,
+    slots: int,
+    device: Device,
+    store_faults: StoreFaults | None = None,
+    nodes: tuple[str, str] = ("node-0", "node-0"),
 ) -> Iterator[Ends]:
-    """The same ends over the simulator's planes and carrier: what arrives when is decided by the seed alone."""
+    """The same ends over the simulator's planes and carrier: what arrives when is decided by the seed alone.
+
+    `store_faults`: of the writer's one-sided writes. `nodes`: where writer and reader are."""
     agenda, rng = VirtualTime(), random.Random(seed)
     network = SimNetwork(agenda, rng, 0.002, 3.0)
     exchange, planes, damage = SimSwitch(network), dict[int, SimPlane](), WireDamage()
-    processes = [SimProcess(agenda, f"{role}-0#1", "node-0", pid) for pid, role in enumerate(("prefill", "decode"), 1)]
-    mine = [SimPlane(plane, network, process, planes, rng, damage, lambda: None) for process in processes]
+    processes = [
+        SimProcess(agenda, f"{role}-0#1", node, pid)
+        for pid, (role, node) in enumerate(zip(("prefill", "decode"), nodes, strict=True), 1)
+    ]
+    mine = [
+        SimPlane(plane, network, process, planes, rng, damage, lambda: None, store_faults=store_faults)
+        for process in processes
+    ]
     managers = []
     for side, one in enumerate(mine):
         layout = PoolSetLayout(spec, spec.even(count + 7 * side))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Generic, Protocol
 
 from cache.manager.kv_cache_manager import KVCacheManager
@@ -13,7 +14,7 @@ from contracts.ids import Incarnation, Role, WorkerName
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.fingerprint import Fingerprint
 from contracts.messages.worker_events import Event
-from contracts.messages.worker_status import WorkerLimits
+from contracts.messages.worker_status import EndedWorker, WorkerLimits
 from transfer.rooms.sender.kv_sender import KVSender
 from worker.nonfinite_rows import NonfiniteRows
 from worker.request_table import R, RequestTable
@@ -93,6 +94,9 @@ class WorkerLoop(ABC, Generic[R]):
 
     def undrain(self) -> None:
         self._request_table.draining = False
+
+    def workers_ended(self, ended: Sequence[EndedWorker]) -> None:
+        self._sender.workers_ended(ended)
 
     def fence(self) -> None:
         self._request_table.fenced = True

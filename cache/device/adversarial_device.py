@@ -5,9 +5,10 @@ the host submits, polls or waits, when `run_some` is called, or in the middle of
 `order`s one of its inputs. An operation may also run at once, as on a fast device. So a reader that forgot to wait
 finds the bytes missing under most seeds, and the same seed repeats the fault.
 
-Wrong bytes show a race only where the scheduler happens to run it the wrong way round. Four checks always find it:
+Wrong bytes show a race only where the scheduler happens to run it the wrong way round. Five checks always find it:
 
     order       two conflicting accesses that nothing orders are refused when the second is submitted
+    peers       an access to pages that a peer may write, from their grant until it writes them no more, is refused
     gates       an operation that was to `order` a load before touching its layer, and didn't, fails
     writes      an operation that changes pages which it didn't declare as written fails (for pools given to `watch`)
     marks       an operation that comes after a mark is ordered after the layers of its group alone
@@ -28,7 +29,15 @@ from weakref import WeakSet
 import torch
 
 from cache.device.cpu_memory import CpuMemory
-from cache.device.device_port import NO_GATES, Completion, DeviceOp, DeviceStream, GatedLoads, PageSpanUse
+from cache.device.device_port import (
+    NO_GATES,
+    Completion,
+    DeviceOp,
+    DeviceStream,
+    GatedLoads,
+    PageSpanUse,
+    RemoteWrite,
+)
 from cache.device.layer_marks import LayerCounts, LayerMark, LayerMarks
 from cache.device.race_checker import PageAccess, RaceChecker, VectorClock, join
 from cache.device.write_checker import WriteChecker
@@ -116,6 +125,25 @@ class AdversarialMarks(LayerMarks):
         super().wait(group)
 
 
+class _PeerWrite:
+    """Implements `cache.device.device_port.RemoteWrite`: one access of an actor that no clock knows of."""
+
+    def __init__(self, device: AdversarialDevice, access: PageAccess, writes: Sequence[PageSpanUse]) -> None:
+        self.access = access
+        self._device = device
+        self._left = {(span.place, span.pool, number) for span in writes for number in span.pages}
+
+    def arrived(self, writes: Sequence[PageSpanUse]) -> None:
+        self._device.arrived(self.access, writes)
+        self._left -= {(span.place, span.pool, number) for span in writes for number in span.pages}
+
+    def close(self) -> None:
+        left, self._left = self._left, set()
+        if left:
+            uses = [PageSpanUse(place, pool, (number,)) for place, pool, number in sorted(left)]
+            self._device.arrived(self.access, uses)
+
+
 class AdversarialDevice(CpuMemory):
     """CPU torch that runs operations late and refuses races; see the module.
 
@@ -137,6 +165,8 @@ class AdversarialDevice(CpuMemory):
         self._stream_clocks: dict[str, VectorClock] = {stream: {} for stream in DeviceStream}
         self._host: VectorClock = {_HOST: 0}
         self._checker = RaceChecker()
+        self._peers = 0
+        """Number of writes of peers so far."""
         self._running: list[DeferredOp] = []
         self._ordered: dict[str, WeakSet[DeferredOp]] = {stream: WeakSet() for stream in DeviceStream}
         self._failed: list[DeferredOp] = []
@@ -188,6 +218,21 @@ class AdversarialDevice(CpuMemory):
         """Raises `UnorderedAccess` when the host doesn't know that a conflicting operation is over."""
         self._host[_HOST] += 1
         self._checker.enter(PageAccess(_HOST, self._host[_HOST], name), reads, writes, lambda pool, layer: self._host)
+
+    def remote_write(self, name: str, writes: Sequence[PageSpanUse]) -> RemoteWrite:
+        """Raises `UnorderedAccess` as `touch` does. Until it is closed, nothing is ordered after the peer's writes."""
+        self._host[_HOST] += 1
+        self._peers += 1
+        opened = _PeerWrite(self, PageAccess(f"peer {self._peers}", 1, name), writes)
+        self._checker.enter(opened.access, (), writes, lambda pool, layer: self._host)
+        return opened
+
+    def arrived(self, access: PageAccess, writes: Sequence[PageSpanUse]) -> None:
+        """Enter pages that a peer has written as written by the host: what comes after the host comes after them."""
+        self._host[_HOST] += 1
+        clock = _joined(self._host, [{access.actor: access.tick}])
+        host = PageAccess(_HOST, self._host[_HOST], f"end of {access.name}")
+        self._checker.enter(host, (), writes, lambda pool, layer: clock)
 
     def close(self) -> None:
         return

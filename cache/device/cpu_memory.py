@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from cache.device.device_port import PageSpanUse
+from cache.device.device_port import PageSpanUse, RemoteWrite, UncheckedRemoteWrite
 
 
 class CpuMemory:
@@ -19,6 +19,9 @@ class CpuMemory:
 
     def touch(self, name: str, *, reads: Sequence[PageSpanUse] = (), writes: Sequence[PageSpanUse] = ()) -> None:
         return
+
+    def remote_write(self, name: str, writes: Sequence[PageSpanUse]) -> RemoteWrite:
+        return UncheckedRemoteWrite()
 
     def allocate_host(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)

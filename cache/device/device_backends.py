@@ -13,7 +13,18 @@ from cache.device.cpu_memory import CpuMemory
 from cache.device.cuda_marks import CudaLayerMarks
 from cache.device.device_choice import GpuView, chosen_device, gpu_view
 from cache.device.device_copies import CudaEvent
-from cache.device.device_port import DONE, NO_GATES, Completion, Device, DeviceOp, DeviceStream, GatedLoads, PageSpanUse
+from cache.device.device_port import (
+    DONE,
+    NO_GATES,
+    Completion,
+    Device,
+    DeviceOp,
+    DeviceStream,
+    GatedLoads,
+    PageSpanUse,
+    RemoteWrite,
+    UncheckedRemoteWrite,
+)
 from cache.device.host_stream import HostLanes
 from cache.device.layer_marks import LayerCounts, LayerMarks
 
@@ -95,6 +106,9 @@ class CudaDevice:
 
     def touch(self, name: str, *, reads: Sequence[PageSpanUse] = (), writes: Sequence[PageSpanUse] = ()) -> None:
         return
+
+    def remote_write(self, name: str, writes: Sequence[PageSpanUse]) -> RemoteWrite:
+        return UncheckedRemoteWrite()
 
     def marks(self, groups: Sequence[LayerCounts]) -> LayerMarks:
         return CudaLayerMarks(groups, self.torch_device)

@@ -101,6 +101,26 @@ GatedLoads = Mapping[tuple[str, int], Sequence[Completion]]
 NO_GATES: GatedLoads = {}
 
 
+class RemoteWrite(Protocol):
+    """Writes of a peer into pages of this device, from the time at which it may begin until it writes no more."""
+
+    def arrived(self, writes: Sequence[PageSpanUse]) -> None:
+        """Declare that the peer has written these pages, and writes them no more."""
+
+    def close(self) -> None:
+        """Declare that the peer writes none of the other pages any more. Idempotent."""
+
+
+class UncheckedRemoteWrite:
+    """The `RemoteWrite` of devices that check nothing."""
+
+    def arrived(self, writes: Sequence[PageSpanUse]) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
 class Device(Protocol):
     """Where tensors live and operations run."""
 
@@ -136,6 +156,13 @@ class Device(Protocol):
         """Declare that the host itself reads, writes or frees pages now; freeing counts as a write.
 
         A checking device raises `UnorderedAccess` where nothing orders this after a conflicting operation.
+        """
+
+    def remote_write(self, name: str, writes: Sequence[PageSpanUse]) -> RemoteWrite:
+        """Declare that a peer may write these pages from now on, until the returned declaration says otherwise.
+
+        A checking device raises `UnorderedAccess` where nothing orders this after a conflicting operation, and for each
+        access to these pages in the meantime.
         """
 
     def allocate_host(self, nbytes: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cache.device.device_port import NO_GATES, Completion, Device, DeviceOp, GatedLoads, PageSpanUse
+from cache.device.device_port import NO_GATES, Completion, Device, DeviceOp, GatedLoads, PageSpanUse, RemoteWrite
 from cache.device.layer_marks import LayerCounts, LayerMarks
 from contracts.messages.rank_order_codec import OrderChannel
 from contracts.messages.rank_orders import LayerCount, MarkStep
@@ -63,6 +63,9 @@ class TPDevice:
 
     def touch(self, name: str, *, reads: Sequence[PageSpanUse] = (), writes: Sequence[PageSpanUse] = ()) -> None:
         self._device.touch(name, reads=reads, writes=writes)
+
+    def remote_write(self, name: str, writes: Sequence[PageSpanUse]) -> RemoteWrite:
+        return self._device.remote_write(name, writes)
 
     def allocate_host(self, nbytes: int) -> torch.Tensor:
         return self._device.allocate_host(nbytes)

@@ -19,6 +19,8 @@ Guarantees:
   (`undrain`). A worker that was told to change its role is started in the new role, whether it left or died.
 - A node that is *cordoned* (`drain` of a node) gets no worker until it is undrained: workers that serve there drain, a
   worker that is only starting there is started elsewhere, or waits while no other node can take it.
+- Each grant names the latest incarnation of each worker that has ended: what other workers hold for it can come back,
+  where its access is really ended (`docs/decisions/0045-the-controller-says-who-has-ended.md`).
 - A controller that stood still itself has heard no heartbeat, and ends no lease for that (`stood_still`).
 """
 
@@ -44,7 +46,7 @@ from contracts.clock import Clock
 from contracts.config.cluster_config import ClusterConfig
 from contracts.errors import ConfigError
 from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
+from contracts.messages.worker_status import EndedWorker, WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 
 NODE_ID_CHARS = 8
 """The first characters of a Ray node id that are enough to name a node."""
@@ -455,7 +457,13 @@ class Controller:
         return None
 
     def _grant(self, slot: _WantedWorker) -> LeaseGrant:
-        return LeaseGrant(slot.incarnation, self._config.lease_s, drain=slot.drains)
+        return LeaseGrant(slot.incarnation, self._config.lease_s, drain=slot.drains, ended=self._ended())
+
+    def _ended(self) -> tuple[EndedWorker, ...]:
+        """The latest incarnation of each worker that has ended: the current one, or else the one before it."""
+        over = (WorkerState.DEAD, WorkerState.LEFT)
+        ended = {slot.name: slot.incarnation - (slot.state not in over) for slot in self._slots.values()}
+        return tuple(EndedWorker(name, Incarnation(number)) for name, number in ended.items() if number)
 
     def _fenced(self, incarnation: Incarnation) -> LeaseGrant:
         return LeaseGrant(incarnation, 0.0, fenced=True)

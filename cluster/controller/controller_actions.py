@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages.worker_status import EndedWorker
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,8 @@ class LeaseGrant:
     """Whether the incarnation is over: the worker must send nothing more and exit."""
     drain: bool = False
     """Whether the worker is to drain and leave."""
+    ended: tuple[EndedWorker, ...] = ()
+    """The latest incarnation of each worker that has ended."""
 
 
 @dataclass(frozen=True, slots=True)

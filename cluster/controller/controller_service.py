@@ -140,7 +140,13 @@ class ControllerService(pb_grpc.ControllerServicer):
 
 
 def grant_message(grant: LeaseGrant) -> pb.LeaseGrant:
-    return pb.LeaseGrant(incarnation=grant.incarnation, lease_s=grant.lease_s, fenced=grant.fenced, drain=grant.drain)
+    return pb.LeaseGrant(
+        incarnation=grant.incarnation,
+        lease_s=grant.lease_s,
+        fenced=grant.fenced,
+        drain=grant.drain,
+        ended=[pb.EndedWorker(name=ended.name, incarnation=ended.incarnation) for ended in grant.ended],
+    )
 
 
 class ControllerServer:

@@ -18,7 +18,8 @@ import grpc.aio
 from contracts.clock import Clock
 from contracts.cluster_secret import access_metadata
 from contracts.errors import TwinpoolError
-from contracts.messages.worker_status import WorkerRecord, WorkerStatus
+from contracts.ids import Incarnation, WorkerName
+from contracts.messages.worker_status import EndedWorker, WorkerRecord, WorkerStatus
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
 from contracts.wire.grpc_channels import CONTROL_BYTES, channel_options
@@ -73,12 +74,15 @@ class LeaseKeeper:
         secret: str = "",
         on_drain: Callable[[], object] = lambda: None,
         undrains: Callable[[], int] = lambda: 0,
+        on_ended: Callable[[tuple[EndedWorker, ...]], object] = lambda ended: None,
     ) -> None:
         """`controller`: its endpoint ``host:port``. `status` is called for each heartbeat. `on_lost` is called once, on
         the loop, with the reason, when the lease has ended. `on_drain` is called at each renewal whose answer tells the
         worker to drain. `undrains`: how often the worker has been undrained so far. An undrain goes to the controller
-        first, so an answer to drain is ignored when an undrain came while the renewal was under way."""
-        self._on_drain, self._undrains = on_drain, undrains
+        first, so an answer to drain is ignored when an undrain came while the renewal was under way. `on_ended` is
+        called, at the start and at renewals, with the incarnations of workers that have ended, where those changed."""
+        self._on_drain, self._undrains, self._on_ended = on_drain, undrains, on_ended
+        self._ended: tuple[EndedWorker, ...] = ()
         self._metadata = access_metadata(secret)
         self.lease = WorkerLease(clock)
         self._record = record
@@ -107,6 +111,7 @@ class LeaseKeeper:
             await self.close()
             raise LeaseRefused(f"{self._record.name}: incarnation {self._record.incarnation} is no longer wanted")
         self.lease.granted(sent_at, grant.lease_s)
+        self._tell_ended(grant)
         self._renewing = asyncio.create_task(self._renew(stub))
 
     def _open(self) -> grpc.aio.Channel:
@@ -138,9 +143,16 @@ class LeaseKeeper:
                     self.lease.fence()
                     return self._on_lost("the controller has ended the lease")
                 self.lease.granted(sent_at, grant.lease_s)
+                self._tell_ended(grant)
                 if grant.drain and self._undrains() == undrains:
                     self._on_drain()
             await asyncio.sleep(self._heartbeat_s)
+
+    def _tell_ended(self, grant: pb.LeaseGrant) -> None:
+        ended = tuple(EndedWorker(WorkerName(one.name), Incarnation(one.incarnation)) for one in grant.ended)
+        if ended != self._ended:
+            self._ended = ended
+            self._on_ended(ended)
 
     async def leave(self, timeout_s: float = 2.0) -> None:
         """Give the lease back, because this worker has left by drain. A controller that can't be reached is only

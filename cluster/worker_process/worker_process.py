@@ -96,6 +96,7 @@ class WorkerProcess:
                 plan.secret,
                 on_drain=host.drain,
                 undrains=lambda: host.undrains,
+                on_ended=lambda ended: host.call(lambda worker: worker.workers_ended(ended)),
             )
             loop.run(starting.start(plan.config.cluster.lease_s), plan.config.cluster.lease_s + 5.0)
             keeper = starting

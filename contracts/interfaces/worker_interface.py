@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NewType, Protocol
 
 from contracts.messages.fingerprint import Fingerprint
 from contracts.messages.router_commands import Command
 from contracts.messages.worker_events import Event
-from contracts.messages.worker_status import CheckReport, WorkerLimits, WorkerStatus
+from contracts.messages.worker_status import CheckReport, EndedWorker, WorkerLimits, WorkerStatus
 
 SessionId = NewType("SessionId", int)
 """One router's connection to one worker, numbered by the host; a request belongs to the session that submitted it."""
@@ -37,6 +38,9 @@ class Worker(Protocol):
 
     def undrain(self) -> None:
         """Admit again."""
+
+    def workers_ended(self, ended: Sequence[EndedWorker]) -> None:
+        """Take in which incarnations of workers have ended, as the controller says: the latest one of each name."""
 
     @property
     def drained(self) -> bool:

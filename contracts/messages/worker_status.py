@@ -38,6 +38,15 @@ class WorkerView:
     """Its node gets no workers until the node is undrained."""
 
 
+@dataclass(frozen=True, slots=True)
+class EndedWorker:
+    """An incarnation of a worker that has ended for the controller: it and all before it get no lease any more, and no
+    request. Its processes may still be there."""
+
+    name: WorkerName
+    incarnation: Incarnation
+
+
 # ---------------------------------------------------------------- worker state, for the controller and operators
 
 

@@ -457,16 +457,26 @@ class Fingerprint(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., layout: _Optional[str] = ..., numerics: _Optional[str] = ..., weights: _Optional[str] = ...) -> None: ...
 
 class LeaseGrant(_message.Message):
-    __slots__ = ("incarnation", "lease_s", "fenced", "drain")
+    __slots__ = ("incarnation", "lease_s", "fenced", "drain", "ended")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     FENCED_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     lease_s: float
     fenced: bool
     drain: bool
-    def __init__(self, incarnation: _Optional[int] = ..., lease_s: _Optional[float] = ..., fenced: _Optional[bool] = ..., drain: _Optional[bool] = ...) -> None: ...
+    ended: _containers.RepeatedCompositeFieldContainer[EndedWorker]
+    def __init__(self, incarnation: _Optional[int] = ..., lease_s: _Optional[float] = ..., fenced: _Optional[bool] = ..., drain: _Optional[bool] = ..., ended: _Optional[_Iterable[_Union[EndedWorker, _Mapping]]] = ...) -> None: ...
+
+class EndedWorker(_message.Message):
+    __slots__ = ("name", "incarnation")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    incarnation: int
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class RoleChange(_message.Message):
     __slots__ = ("name", "role")

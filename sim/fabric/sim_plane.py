@@ -3,7 +3,9 @@
 shm   the writer stores into the reader's memory, the second half of a write some time after the first: a writer that
       is stopped in between stores the rest when it goes on, even if those pages have another owner by then (A5)
 zmq   the bytes of a write travel, and the reader stores them if it still permits the room under the write's ticket
-nixl  stores travel, and land whatever became of their writer, unless the reader has ended that writer's access
+nixl  stores travel, and land whatever became of their writer, unless the reader has ended that writer's access; on one
+      node those of a writer that lives land all the same, unless it has given them up. Each may fail, be cut off in the
+      middle or be overtaken by later ones (`StoreFaults`)
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
 from itertools import count
 from typing import Any
@@ -64,6 +67,43 @@ class WireDamage:
         return data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
 
 
+class StoreFault(StrEnum):
+    """What may befall a one-sided write."""
+
+    FAILED = "failed"
+    """It fails for its writer at once; what has left lands later, unless the reader ends the writer's access."""
+    TRUNCATED = "truncated"
+    """Its first part lands, then it fails."""
+    REORDERED = "reordered"
+    """It takes longer, and later writes land before it."""
+
+
+class StoreFaults:
+    """Faults of one-sided writes, drawn for each write from a generator of their own: all else in a run is drawn as it
+    is without them."""
+
+    def __init__(self, rng: random.Random, share: float) -> None:
+        """`share`: of writes, those that a fault befalls."""
+        self._rng, self._share = rng, share
+        self.due: deque[StoreFault | None] = deque()
+        """What befalls the next writes, before anything is drawn."""
+        self.done: Counter[str] = Counter()
+
+    def draw(self) -> StoreFault | None:
+        """Draw what befalls the next write, and count it."""
+        if self.due:
+            fault = self.due.popleft()
+        else:
+            fault = self._rng.choice(tuple(StoreFault)) if self._rng.random() < self._share else None
+        if fault is not None:
+            self.done[fault] += 1
+        return fault
+
+    def delay(self) -> float:
+        """Draw for how long a part of a write is held up, in seconds."""
+        return self._rng.random() * 0.02
+
+
 @dataclass(frozen=True, slots=True)
 class _Notice:
     """A notice of plane zmq, which may have to wait for writes on other connections."""
@@ -105,10 +145,12 @@ class SimPlane:
         wake: Callable[[], None],
         rank: int = 0,
         size: int = 1,
+        store_faults: StoreFaults | None = None,
     ) -> None:
         self.kind, self.revocable, self.by_peer = kind, kind == "zmq", kind == "nixl"
         self.network, self.process, self.rng, self.damage = network, process, rng, damage
         self.rank, self.size = rank, size
+        self.store_faults = store_faults or StoreFaults(random.Random(0), 0.0)
         self.dropped = 0
         self.halt: Callable[[], None] | None = None
         """Called once, in the middle of the next write of pages."""
@@ -357,7 +399,8 @@ class StoredLink(_SimLink):
 
 class OneSidedLink(StoredLink):
     """Implements `transfer.planes.data_plane.WriteLink` for plane nixl: stores travel, those of a dead or severed
-    writer as well, and land unless the reader has ended the access that they came by."""
+    writer as well, and land unless the reader has ended the access that they came by. A living writer of the reader's
+    node stores by a system call that asks nobody there."""
 
     def __init__(self, writer: SimPlane, reader: SimPlane, cut: HeadSlice | None, access: int) -> None:
         super().__init__(writer, reader, cut)
@@ -365,23 +408,58 @@ class OneSidedLink(StoredLink):
         self._flying: list[_FlyingStore] = []
 
     def post(self, write: PageWrite | SlotWrite) -> Completion:
-        reader, stores = self._reader, list[Callable[[], None]]()
-        if isinstance(write, SlotWrite):
-            stores.append(partial(self._slot, write, self._struck("metadata", write.data)))
-        else:
-            stores += [partial(self._copy, half, write.layers) for half in _halves(write.move)]
-        flying = _FlyingStore(stores, lambda: reader.open_to(self._access))
+        faults, fault = self._writer.store_faults, self._writer.store_faults.draw()
+        flying = _FlyingStore(self._stores(write, fault is StoreFault.TRUNCATED), self._lets_in, self._reaches_in)
+        if fault is StoreFault.TRUNCATED:
+            flying.add(partial(self._break, flying, "the transfer was cut off"))
         self._flying = [f for f in self._flying if not f.done] + [flying]
         halt, self._writer.halt = self._writer.halt, None
-        self._pipe.send(flying.land)
+        held = [faults.delay() if fault is StoreFault.REORDERED else 0.0 for _ in range(flying.parts)]
+        self._send_part(flying, held[0])
         if halt is not None and isinstance(write, PageWrite):
             halt()
         elif halt is not None:
             self._writer.halt = halt
-        if len(stores) > 1:
+        if flying.parts > 1:
             later = self._writer.rng.random() * 0.004
-            self._writer.process.later(later, lambda: self._pipe.send(flying.land))
+            self._writer.process.later(later, lambda: self._send_part(flying, held[1]))
+        if fault is StoreFault.FAILED:
+            self._break(flying, "the transfer failed")
         return flying
+
+    def _stores(self, write: PageWrite | SlotWrite, truncated: bool) -> list[Callable[[], None]]:
+        """The parts of a write; of one that is cut off, the first."""
+        if isinstance(write, PageWrite):
+            return [partial(self._copy, half, write.layers) for half in _halves(write.move)[: 1 if truncated else 2]]
+        data = self._struck("metadata", write.data)
+        return [partial(self._slot, write, data[: len(data) // 2] if truncated else data)]
+
+    def _send_part(self, flying: _FlyingStore, held_s: float) -> None:
+        """Send the next part of a write, which is held up for so many seconds where it arrives."""
+        reader, agenda = self._reader.process, self._writer.network.agenda
+
+        def land() -> None:
+            if reader.alive:
+                flying.land()
+
+        def hold() -> None:
+            agenda.after(held_s, land)
+
+        self._pipe.send(hold if held_s else flying.land)
+
+    def _break(self, flying: _FlyingStore, reason: str) -> None:
+        """Fail a write, and the connection with it, as an agent that has failed at one is ended."""
+        flying.fail(reason)
+        self._cut = True
+
+    def _lets_in(self) -> bool:
+        """Whether the reader takes in what comes by this link's access."""
+        return self._reader.open_to(self._access)
+
+    def _reaches_in(self) -> bool:
+        """Whether the writer can store without the reader's help."""
+        writer = self._writer.process
+        return writer.alive and writer.node == self._reader.process.node
 
     def _slot(self, write: SlotWrite, data: bytes) -> None:
         assert self._reader.slots is not None
@@ -399,26 +477,41 @@ class OneSidedLink(StoredLink):
 
 
 class _FlyingStore:
-    """A write in two parts that land one after the other: a completion that fails where access has ended, or its
-    connection is cut. What was given up may land all the same."""
+    """A write in parts that land one after the other: a completion that fails where access has ended, or its connection
+    is cut. What was given up may land all the same, where access has not ended."""
 
-    def __init__(self, stores: list[Callable[[], None]], open_: Callable[[], bool]) -> None:
-        self._stores, self._open = deque(stores), open_
+    def __init__(
+        self, stores: list[Callable[[], None]], let_in: Callable[[], bool], reaching_in: Callable[[], bool]
+    ) -> None:
+        """`let_in`: whether the reader takes parts in. `reaching_in`: whether the writer stores them without it, as
+        long as it has not given the write up."""
+        self._stores, self._let_in, self._reaching_in = deque(stores), let_in, reaching_in
+        self._landed = False
         self._error: RuntimeError | None = None
+
+    def add(self, store: Callable[[], None]) -> None:
+        """Add a last part."""
+        self._stores.append(store)
+
+    @property
+    def parts(self) -> int:
+        """The number of parts that have still to land."""
+        return len(self._stores)
 
     @property
     def done(self) -> bool:
-        return self._error is not None or not self._stores
+        return self._error is not None or self._landed
 
     def land(self) -> None:
         """Take the next part in. Does nothing once all have come."""
         if not self._stores:
             return
         store = self._stores.popleft()
-        if self._open():
+        if self._let_in() or (self._error is None and self._reaching_in()):
             store()
         else:
             self.fail("the reader has ended this writer's access")
+        self._landed = not self._stores and self._error is None
 
     def fail(self, reason: str) -> None:
         if not self.done:

@@ -36,7 +36,7 @@ from sim.fabric.hash_engine import HashEngine
 from sim.fabric.sim_arena import SimArenas
 from sim.fabric.sim_channel import SimControlTransport, SimSwitch
 from sim.fabric.sim_drafter import SimDrafter
-from sim.fabric.sim_plane import SimPlane, WireDamage
+from sim.fabric.sim_plane import SimPlane, StoreFaults, WireDamage
 from sim.fabric.sim_process import SimProcess
 from sim.fabric.sim_storage import SimQueue, SimStore
 from sim.fabric.virtual_time import VirtualTime
@@ -86,6 +86,7 @@ class SimWorld:
     exchange: SimSwitch
     planes: dict[int, SimPlane]
     damage: WireDamage
+    store_faults: StoreFaults
     arenas: SimArenas
     store: SimStore | None
     say: Callable[[str, str], None]
@@ -234,7 +235,9 @@ def _manager(
 
 def _plane(world: SimWorld, process: SimProcess, wake: Callable[[], None], rank: int, size: int) -> SimPlane:
     network = world.exchange.network
-    return SimPlane(world.shape.plane, network, process, world.planes, world.rng, world.damage, wake, rank, size)
+    return SimPlane(
+        world.shape.plane, network, process, world.planes, world.rng, world.damage, wake, rank, size, world.store_faults
+    )
 
 
 def _rank(

@@ -21,7 +21,7 @@ from contracts.ids import Incarnation, Role, WorkerName
 from contracts.interfaces.worker_interface import SessionId, Worker
 from contracts.messages.router_commands import Command
 from contracts.messages.worker_events import Event
-from contracts.messages.worker_status import WorkerRecord
+from contracts.messages.worker_status import EndedWorker, WorkerRecord
 from sim.fabric.sim_process import SimProcess
 from sim.fabric.sim_wire import pack_events
 from sim.fabric.virtual_time import TimerEntry
@@ -58,6 +58,7 @@ class SimHost:
         self.built = make(world, process, role, name, incarnation, self.sleep, home)
         self.worker = self.built.worker
         self.lease = WorkerLease(world.agenda)
+        self._peers_ended: tuple[EndedWorker, ...] = ()
         self.ended: WorkerEnd | None = None
         self._registered = False
         self._inbox: deque[Callable[[], None]] = deque()
@@ -117,6 +118,9 @@ class SimHost:
                 self._end(WorkerEnd.FENCED, "the controller has ended the lease")
             else:
                 self.lease.granted(sent, grant.lease_s)
+                if grant.ended != self._peers_ended:
+                    self._peers_ended = ended = grant.ended
+                    self.call(lambda worker: worker.workers_ended(ended))
                 if grant.drain:
                     self.call(lambda worker: worker.drain())
 

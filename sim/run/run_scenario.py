@@ -35,7 +35,7 @@ from sim.fabric.hash_engine import ExpectedAnswer, penalised, recite
 from sim.fabric.sim_arena import SimArenas
 from sim.fabric.sim_channel import SimSwitch
 from sim.fabric.sim_network import SimNetwork
-from sim.fabric.sim_plane import WireDamage
+from sim.fabric.sim_plane import StoreFaults, WireDamage
 from sim.fabric.sim_storage import SimStore
 from sim.fabric.virtual_time import VirtualTime
 from sim.nodes.build_sim_worker import SimWorld
@@ -46,6 +46,8 @@ from sim.scenario.scenario import Scenario, ScenarioRequest, pool_set
 
 GRACE_S = 180.0
 _LINK_TIMEOUT_S = 3.0
+_STORE_FAULTS = 0.04
+"""Share of one-sided writes that a fault befalls."""
 _RETRY_S = 0.5
 """Seconds after which a client whose router is gone asks again."""
 _ENOUGH = 5
@@ -135,6 +137,7 @@ class ScenarioRun:
             SimSwitch(self.network),
             {},
             WireDamage(),
+            StoreFaults(random.Random(f"stores {plan.seed}"), _STORE_FAULTS),
             SimArenas(),
             self.store,
             self.say,
@@ -368,6 +371,7 @@ class ScenarioRun:
         damaged = self.world.damage.done
         self.counts["damaged_metadata"], self.counts["damaged_notices"] = damaged["metadata"], damaged["notice"]
         self.counts["damaged_writes"] = damaged["corrupt"]
+        self.counts.update({f"stores_{kind}": met for kind, met in self.world.store_faults.done.items()})
         if self.store is not None:
             self.counts["cancelled_running"] = self.store.cancelled_running
         self.counts["audited"] = self.router.core.audits.counts.results[Audited.EXACT]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from contracts.errors import ErrorKind
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
@@ -11,7 +11,7 @@ from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.fingerprint import PROTOCOL, Fingerprint
 from contracts.messages.router_commands import Cancel, Command, Submit
 from contracts.messages.worker_events import Done, Event, Tokens
-from contracts.messages.worker_status import CheckReport, WorkerLimits, WorkerStatus
+from contracts.messages.worker_status import CheckReport, EndedWorker, WorkerLimits, WorkerStatus
 from contracts.sampling_params import SamplingParams
 
 
@@ -87,6 +87,9 @@ class FakeWorker:
 
     def undrain(self) -> None:
         self.draining = False
+
+    def workers_ended(self, ended: Sequence[EndedWorker]) -> None:
+        self.ended = tuple(ended)
 
     @property
     def drained(self) -> bool:

@@ -37,7 +37,7 @@ from router.state.worker_table import WorkerKey
 from sim.fabric.sim_arena import SimArenas
 from sim.fabric.sim_channel import SimSwitch
 from sim.fabric.sim_network import SimNetwork
-from sim.fabric.sim_plane import WireDamage
+from sim.fabric.sim_plane import StoreFaults, WireDamage
 from sim.fabric.sim_process import SimProcess
 from sim.fabric.virtual_time import VirtualTime
 from sim.nodes.build_sim_worker import SimWorld
@@ -220,8 +220,8 @@ def simulated(incarnation: int = 1) -> Iterator[Scene]:
     network = SimNetwork(agenda, rng, 0.002, 3.0)
     shape = ClusterShape(1, 1, "full", 4, "shm", adversarial=False, delay_s=0.002, step_s=0.01, nodes=1)
     world = SimWorld(
-        agenda, rng, shape, config_from_dict({}), SimSwitch(network), {}, WireDamage(), SimArenas(), None,
-        lambda who, what: None, wrong.append,
+        agenda, rng, shape, config_from_dict({}), SimSwitch(network), {}, WireDamage(),
+        StoreFaults(random.Random(7), 0.0), SimArenas(), None, lambda who, what: None, wrong.append,
     )  # fmt: skip
     home, made = _Controller(agenda), list[Scripted]()
 

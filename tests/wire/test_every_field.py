@@ -29,7 +29,7 @@ from cluster.worker_process.lease_keeper import LeaseKeeper
 from contracts.clock import ManualClock
 from contracts.config.cluster_config import FaultsConfig
 from contracts.errors import WireError
-from contracts.ids import Incarnation, Role, RoomId
+from contracts.ids import Incarnation, Role, RoomId, WorkerName
 from contracts.messages import rank_order_codec, rank_orders, router_commands, worker_events, worker_status
 from contracts.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, decode_batch, encode_batch
 from contracts.messages.worker_status import WorkerRecord, WorkerView
@@ -258,15 +258,23 @@ async def test_every_field_of_a_workers_record_and_status_reaches_the_controller
         asyncio.Event(),
     )
     async with controller() as (core, target):
-        core.grants = [LeaseGrant(INCARNATION, 50.0), LeaseGrant(INCARNATION, 60.0, drain=True)]
-        clock = ManualClock(100.0)
+        first = (worker_status.EndedWorker(WorkerName("decode-1"), Incarnation(3)),)
+        more = (*first, worker_status.EndedWorker(WorkerName("prefill-0"), Incarnation(1)))
+        core.grants = [
+            LeaseGrant(INCARNATION, 50.0, ended=first),
+            LeaseGrant(INCARNATION, 60.0, drain=True, ended=first),
+            LeaseGrant(INCARNATION, 60.0, ended=more),
+        ]
+        clock, ended = ManualClock(100.0), list[tuple[worker_status.EndedWorker, ...]]()
         keeper = LeaseKeeper(
-            record, target, clock, 0.001, lambda: status, lambda reason: lost.set(), on_drain=drains.set
-        )
+            record, target, clock, 0.001, lambda: status, lambda reason: lost.set(), on_drain=drains.set,
+            on_ended=ended.append,
+        )  # fmt: skip
         await keeper.start(5.0)
         await asyncio.wait_for(lost.wait(), 10)
         await keeper.leave()
         assert drains.is_set(), "the second grant said so"
+        assert ended == [first, more], "each once"
     assert core.heard[0] == record
     assert core.heard[1] == (record.name, record.incarnation, status)
     assert core.heard[-1] == (record.name, record.incarnation)
@@ -322,7 +330,7 @@ def test_every_field_of_the_controllers_protocol_is_filled(cls: type[Proto]) -> 
     )
     made: list[Any] = [
         record_to_proto(record),
-        grant_message(LeaseGrant(INCARNATION, 5.0, fenced=True, drain=True)),
+        grant_message(LeaseGrant(INCARNATION, 5.0, fenced=True, drain=True, ended=(full(worker_status.EndedWorker),))),
         ControllerService(core).view(),  # type: ignore[arg-type]
         keeper._renewal(),
     ]

@@ -33,8 +33,11 @@ def sends_beside() -> AsyncCpuDevice:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("plane", "prefill", "decode"),
-    [("shm", 2, 1), ("shm", 1, 2), ("zmq", 2, 1), ("zmq", 2, 2), ("nixl", 2, 1), ("staged", 2, 1)],
-)
+    [
+        ("shm", 2, 1), ("shm", 1, 2), ("zmq", 2, 1), ("zmq", 2, 2), ("nixl", 2, 1), ("nixl", 1, 2), ("nixl", 2, 2),
+        ("staged", 2, 1), ("staged", 1, 2), ("staged", 2, 2),
+    ],
+)  # fmt: skip
 def test_layers_of_ranks_are_what_was_computed(
     model: Path, oracle: Oracle, warm: RankProcesses, plane: str, prefill: int, decode: int
 ) -> None:

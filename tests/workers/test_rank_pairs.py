@@ -23,8 +23,14 @@ def warm() -> Iterator[RankProcesses]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("plane", "prefill", "decode"), [("shm", 2, 1), ("zmq", 1, 2), ("staged", 2, 1)])
-def test_greedy_answers_are_the_oracles_with_ranks_on_one_side(
+@pytest.mark.parametrize(
+    ("plane", "prefill", "decode"),
+    [
+        ("shm", 2, 1), ("zmq", 1, 2), ("nixl", 2, 1), ("nixl", 1, 2), ("nixl", 2, 2), ("staged", 2, 1),
+        ("staged", 1, 2), ("staged", 2, 2),
+    ],
+)  # fmt: skip
+def test_greedy_answers_are_the_oracles_with_ranks_on_one_side_and_on_both(
     model: Path, oracle: Oracle, warm: RankProcesses, plane: str, prefill: int, decode: int
 ) -> None:
     sections: dict[str, Any] = {"transfer": {"plane": plane}, "cache": {"page_tokens": 16}}

@@ -107,6 +107,29 @@ def test_a_worker_that_does_not_renew_is_killed_and_followed_by_the_next_incarna
     assert cluster.starts(actions) == [2]
 
 
+def test_grants_name_the_latest_incarnation_of_each_worker_that_has_ended_and_none_with_a_lease() -> None:
+    cluster, other = Cluster(), WorkerName("prefill-0")
+
+    def ended() -> list[tuple[str, int]]:
+        grant = cluster.core.renew(other, Incarnation(1), dataclasses.replace(_status(1), name=other))
+        return [(one.name, one.incarnation) for one in grant.ended]
+
+    cluster.core.add(other, Role.PREFILL)
+    cluster.core.tick()
+    cluster.core.register(dataclasses.replace(_record(1), name=other))
+    assert ended() == [], "the first ones are starting"
+    cluster.core.register(_record(1))
+    cluster.clock.advance(9.9)
+    assert ended() == []
+    cluster.clock.advance(0.1)
+    cluster.core.tick()
+    assert ended() == [(NAME, 1)], "its lease is over"
+    cluster.core.register(_record(2))
+    assert ended() == [(NAME, 1)]
+    cluster.core.leave(NAME, Incarnation(2))
+    assert ended() == [(NAME, 2)], "it has left"
+
+
 def test_an_incarnation_that_is_up_already_is_not_registered_again() -> None:
     """Somebody else says it is this one: who came first goes on, and its record stays."""
     cluster = Cluster()

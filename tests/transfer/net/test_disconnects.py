@@ -21,12 +21,13 @@ from contracts.messages.router_commands import PeerRef
 from tests.poolsets import pool_sets
 from tests.proxy import Proxy, Relay, proxying
 from tests.ranks import headed_sets
-from tests.rooms import Ends, Prompt, ends, placed
+from tests.rooms import Ends, Prompt, ends, image, placed
 from transfer.net import disconnects as cuts
+from transfer.net import process_watch
 from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
 
 SPEC = pool_sets()["all"]
-PLANES = ["shm", "zmq", "staged"]
+PLANES = ["shm", "zmq", "nixl", "staged"]
 LINK_S = 0.6
 """What connections may be silent for, in these tests: of the wall's clock, as sockets know no other."""
 
@@ -126,6 +127,33 @@ def test_b10_a_peer_whom_nobody_reaches_loses_its_rooms_within_a_set_time(plane:
         proxy.mend(relay)
         both.released(prompt.room)
         both.quiet()
+
+
+@pytest.mark.slow
+def test_a5_over_nixl_a_writer_elsewhere_whom_nobody_reaches_loses_its_access_and_its_rooms_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It can't be watched, and has no other way into this memory: here over UCX's TCP."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    pid, started, _ = process_watch.mine()
+    monkeypatch.setattr(process_watch, "mine", lambda: (pid, started, "another boot/pid:[1]"))
+    with proxied("nixl") as (both, relay, proxy):
+        prompt = opened(both)
+        both.sender.write(prompt.room, {"full": prompt.part("full", range(2))}, (DONE,))
+        (peer,) = both.sender._peers.values()
+        both.until(lambda: not len(peer.writes), "the first write")
+        proxy.silence(relay)
+        both.until(lambda: not next(iter(both.receiver._peers.values())).channel.up, "the heartbeats to stop")
+        both.poll()
+        assert both.receiver.rooms == 1
+        both.clock.advance(LINK_S)
+        assert isinstance(both.outcome(prompt.room), HandoverFailed)
+        assert both.receiver.rooms == 0
+        assert all(allocator.free == allocator.total for allocator in both.target.allocators.values())
+        before = image(both.target)
+        both.sender.write(prompt.room, prompt.all(), (DONE,))
+        both.until(lambda: peer.writes.failed(prompt.room) or not both.sender.rooms, "the failure of a later write")
+        assert image(both.target) == before
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from cache.device.device_port import DONE
 from contracts.ids import Incarnation, WorkerName
 from contracts.messages.router_commands import PeerRef
 from tests.poolsets import pool_sets
+from tests.ranks import headed_sets
 from tests.rooms import ends
 from transfer.net import process_watch as process
 from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed
@@ -36,7 +37,7 @@ def identity_of(child: subprocess.Popen[bytes]) -> tuple[int, int, str]:
     return child.pid, process.start_ticks(child.pid) or 0, process.namespace()
 
 
-@pytest.mark.parametrize("plane", ["local", "shm", "zmq", "staged"])
+@pytest.mark.parametrize("plane", ["local", "shm", "zmq", "nixl", "staged"])
 def test_b10_a_dead_peers_leases_end_by_revocation(
     plane: str, stand_in: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,7 +68,7 @@ def test_b10_a_dead_peers_leases_end_by_revocation(
             assert allocator.free == allocator.total
 
 
-@pytest.mark.parametrize("plane", ["local", "shm", "zmq", "staged"])
+@pytest.mark.parametrize("plane", ["local", "shm", "zmq", "nixl", "staged"])
 def test_b10_a_dead_readers_rooms_end_at_the_writer_and_nothing_stays_pinned(
     plane: str, stand_in: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,3 +84,40 @@ def test_b10_a_dead_readers_rooms_end_at_the_writer_and_nothing_stays_pinned(
             lease.release()
             assert both.source.allocators[pool].quarantined == 0
         assert both.sender.check() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [(2, 2), (1, 2), (2, 1)])
+@pytest.mark.parametrize("plane", ["nixl", "staged"])
+def test_b10_a_dead_writers_leases_end_on_every_rank_of_both(
+    plane: str, ranks: tuple[int, int], stand_in: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ends(headed_sets()["all"], plane, ranks=ranks) as both:
+        prompt = both.prompt(27)
+        monkeypatch.setattr(process, "mine", lambda: identity_of(stand_in))
+        leases = both.open(prompt)
+        both.sender.write(prompt.room, {"full": prompt.part("full")}, (DONE,))
+        (peer,) = both.sender._peers.values()
+        both.until(lambda: not len(peer.writes), "the write")
+        both.receiver.abort(prompt.room, "cancelled")
+        assert [lease.live for lease in leases.values()] == [not both.receiver._plane.revocable] * 3
+        stand_in.kill()
+        both.until(lambda: not any(lease.live for lease in leases.values()), "its end")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [(2, 2), (1, 2), (2, 1)])
+@pytest.mark.parametrize("plane", ["nixl", "staged"])
+def test_b10_a_dead_readers_rooms_end_at_every_rank_of_the_writer(
+    plane: str, ranks: tuple[int, int], stand_in: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ends(headed_sets()["all"], plane, ranks=ranks) as both:
+        prompt = both.prompt(27)
+        monkeypatch.setattr(process, "mine", lambda: identity_of(stand_in))
+        both.open(prompt)
+        both.sender.write(prompt.room, {"full": prompt.part("full")}, (DONE,))
+        stand_in.kill()
+        assert both.released(prompt.room).reason == "decode-0 died"
+        for pool, lease in prompt.leases.items():
+            lease.release()
+            assert both.source.allocators[pool].quarantined == 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
 
 from cache.device.adversarial_device import AdversarialDevice
+from sim.fabric.sim_plane import StoreFault, StoreFaults
 from tests.poolsets import NAMES, pool_sets
 from tests.room_chaos import play
 from tests.rooms import PLANES, ends, simulated_ends
@@ -16,17 +18,26 @@ HAPPENS = {"opened", "given up", "rotten", "damaged", "PromptArrived", "Handover
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plane", ["shm", "zmq", "staged"])
+@pytest.mark.parametrize(("plane", "nodes"), [("shm", 1), ("zmq", 1), ("nixl", 1), ("nixl", 2), ("staged", 1)])
 @pytest.mark.parametrize("name", NAMES)
-def test_whatever_happens_who_arrives_has_what_was_sealed_and_everything_comes_back(name: str, plane: str) -> None:
-    """Over the simulator's network, so that a seed is one run: what happens, and how often, is the same everywhere."""
+def test_whatever_happens_who_arrives_has_what_was_sealed_and_everything_comes_back(
+    name: str, plane: str, nodes: int
+) -> None:
+    """Over the simulator's network, so that a seed is one run: what happens, and how often, is the same everywhere.
+    One-sided writes fail, are cut off and are overtaken besides, on one node and between two."""
     seen: Counter[str] = Counter()
+    befell: Counter[str] = Counter()
     for seed in range(8):
-        device = AdversarialDevice(seed)
-        with simulated_ends(SETS[name], plane, seed=seed, count=20, slots=5, device=device) as both:
+        device, faults = AdversarialDevice(seed), StoreFaults(random.Random(f"stores {seed}"), 0.1)
+        places = ("node-0", f"node-{nodes - 1}")
+        with simulated_ends(
+            SETS[name], plane, seed=seed, count=20, slots=5, device=device, store_faults=faults, nodes=places
+        ) as both:
             seen += play(both, device, seed, 600)
+        befell += faults.done
     assert seen.keys() >= HAPPENS, seen
     assert seen["opened"] > 100, seen
+    assert befell.keys() == (set(StoreFault) if plane == "nixl" else set()), befell
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ class ArrivalCheck:
         check = PageCheck(wrote)
         places = {part.pool: room.runs[part.pool].at(_numbers(part)) for part in wrote.parts}
         used = tuple(PageSpanUse(DEVICE, pool, indices) for pool, indices in places.items())
-        self._device.touch(f"arrival of {room.id}", writes=used)
+        room.remote.arrived(used)
         if self._verify:
             positions = room.expected.positions
 

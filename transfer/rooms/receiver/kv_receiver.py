@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from cache.device.device_port import Device
+from cache.device.device_port import DEVICE, Device, spans
 from cache.memory.required_pages import NOTHING, HeldPages, due, missing
 from cache.pool.page_allocator import Lease, PageAllocator
 from cache.pool.pool_set import PoolSet
@@ -22,6 +22,7 @@ from contracts.errors import WireError
 from contracts.ids import Incarnation, RoomId, WorkerName
 from contracts.messages.fingerprint import Fingerprint
 from contracts.messages.router_commands import PeerRef
+from contracts.messages.worker_status import EndedWorker
 from transfer.net.control_channel import ControlTransport
 from transfer.planes.data_plane import SLOT_BYTES, DataPlane, PageNumbers, RoomTarget
 from transfer.rooms import room_messages as m
@@ -59,7 +60,7 @@ class KVReceiver:
     ) -> None:
         """`slots`: the number of metadata slots. `verify`: whether digests of pages are computed when they arrive."""
         self.fingerprint = fingerprint
-        self._plane, self._pools, self._config, self._clock = plane, pools, config, clock
+        self._plane, self._pools, self._device, self._config, self._clock = plane, pools, device, config, clock
         memory = plane.allocate("slots", slots * SLOT_BYTES).view(slots, SLOT_BYTES)
         self.slots = PageAllocator("metadata slots", slots)
         self._peers = ReceiverPeers(name, incarnation, fingerprint, plane, pools, config, transport, clock)
@@ -113,10 +114,12 @@ class KVReceiver:
         runs = {p: PageNumbers(n.start, leases[p].indices[: len(n)]) for p, n in wanted.items() if n}
         entry.leases, entry.slot, entry.heard = dict(leases), slot, self._clock.now()
         entry.runs, entry.shares = runs, RoomProgress(wanted)
+        places = {pool: run.indices for pool, run in runs.items()}
+        entry.remote = self._device.remote_write(f"writes of {entry.peer.ref.name} to {room}", spans(DEVICE, places))
         ticket = 1 + secrets.randbits(62)
         self._plane.permit(RoomTarget(room, runs, slot.indices[0], ticket))
-        places = [m.GrantedPages(p, run.first, run.indices, leases[p].epochs[: len(run)]) for p, run in runs.items()]
-        entry.grant = m.PageGrant(room, tuple(places), slot.indices[0], slot.epochs[0], ticket)
+        granted = [m.GrantedPages(p, run.first, run.indices, leases[p].epochs[: len(run)]) for p, run in runs.items()]
+        entry.grant = m.PageGrant(room, tuple(granted), slot.indices[0], slot.epochs[0], ticket)
         self._rooms.promise(entry)
         return True
 
@@ -126,6 +129,11 @@ class KVReceiver:
         entry = self._rooms.get(room)
         if entry is not None and not entry.aborting:
             self._rooms.give_up(entry, reason)
+
+    def workers_ended(self, ended: Sequence[EndedWorker]) -> None:
+        """Take in which incarnations of workers have ended, as the controller says; `poll` ends the rooms of those on
+        other hosts."""
+        self._peers.workers_ended(ended)
 
     def poll(self) -> list[ReceiverOutcome]:
         """Hear peers and notices, expire rooms and peers that are late; returns the outcomes since the last call."""
@@ -208,7 +216,7 @@ class KVReceiver:
                 self._refused(heard)
             case events.GrantsLeft(rooms):
                 for room in rooms:
-                    self._rooms[room].promised = True
+                    self._rooms.promised(self._rooms[room])
             case events.PeerCut(peer):
                 self._rooms.resend(peer)
             case events.PeerUnreachable():

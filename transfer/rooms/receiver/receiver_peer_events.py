@@ -30,6 +30,8 @@ class ReceiverPeer:
     """Messages that are sent after its welcome: the latest of each room."""
     down_since: float | None = None
     """Since when there has been no connection to it, after there was one, by the clock."""
+    access: int = 1
+    """Number of the access to this worker's memory that it has: a new one after each that was ended."""
 
     @property
     def key(self) -> PeerKey:
@@ -43,7 +45,7 @@ class ReceiverPeer:
 
 @dataclass(frozen=True, slots=True)
 class PeerDied:
-    """The peer's death is proven: it can't write any more, and is forgotten."""
+    """The peer can't write any more, and is forgotten: its death is proven, or its access has been ended."""
 
     peer: ReceiverPeer
     reason: str

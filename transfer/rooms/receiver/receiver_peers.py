@@ -8,7 +8,7 @@ that it may still write (hazard A5).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cache.memory.page_moves import describe_spec
@@ -19,9 +19,11 @@ from contracts.errors import WireError
 from contracts.ids import Incarnation, RoomId, WorkerName
 from contracts.messages.fingerprint import Fingerprint, mismatch
 from contracts.messages.router_commands import PeerRef
+from contracts.messages.worker_status import EndedWorker
 from transfer.net.control_channel import ControlTransport
 from transfer.planes.data_plane import DataPlane
 from transfer.rooms import room_messages as m
+from transfer.rooms.ended_workers import EndedWorkers
 from transfer.rooms.receiver.receiver_peer_events import (
     GrantsLeft,
     MessageRefused,
@@ -69,6 +71,7 @@ class ReceiverPeers(Mapping[PeerKey, ReceiverPeer]):
         self._plane, self._pools, self._config = plane, pools, config
         self._transport, self._clock = transport, clock
         self._peers: dict[PeerKey, ReceiverPeer] = {}
+        self._ended = EndedWorkers()
 
     def __getitem__(self, key: PeerKey) -> ReceiverPeer:
         return self._peers[key]
@@ -159,6 +162,10 @@ class ReceiverPeers(Mapping[PeerKey, ReceiverPeer]):
         if peer.watch is not None and peer.watch.dead:
             yield self._forget_dead(peer, f"{peer.ref.name} (pid {peer.watch.pid}) died")
             return
+        if peer.watch is None and self._ended.covers(*peer.key):
+            # It may live and write, on another host; but its access is ended with it, room by room or as a whole.
+            yield self._forget_dead(peer, self._ended.reason(*peer.key))
+            return
         if peer.channel.cut():
             log.warning("the connection to %s was cut", peer.ref.name)
             if peer.awaited:
@@ -210,6 +217,11 @@ class ReceiverPeers(Mapping[PeerKey, ReceiverPeer]):
 
     # ------------------------------------------------------------ peers that go
 
+    def workers_ended(self, ended: Sequence[EndedWorker]) -> None:
+        """Take in which incarnations of workers have ended, as the controller says; `hear` ends those on other
+        hosts."""
+        self._ended.update(ended)
+
     def _unreachable(self, peer: ReceiverPeer) -> Iterator[PeerUnreachable]:
         """Yield an event where a peer could not be reached for `transfer.link_timeout_s`."""
         if peer.welcome is None or peer.channel.up:
@@ -221,6 +233,13 @@ class ReceiverPeers(Mapping[PeerKey, ReceiverPeer]):
         if down >= limit:
             reason = f"the connection to {peer.ref.name} was cut, and not back after {limit:g} s"
             yield PeerUnreachable(peer, reason, down >= self._config.peer_forget_s)
+
+    def sever(self, peer: ReceiverPeer, reason: str) -> PeerParted:
+        """End a peer's access, where access is by peer, and part with it: it is said hello to with a new one. A peer of
+        this host that lives may go on storing by itself."""
+        self._plane.sever(_writer(peer.ref))
+        peer.access += 1
+        return self._part(peer, reason)
 
     def _part(self, peer: ReceiverPeer, reason: str) -> PeerParted:
         peer.estranged, peer.queued = True, {}

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from cache.device.device_port import RemoteWrite, UncheckedRemoteWrite
 from cache.pool.page_allocator import Lease
 from contracts.clock import Clock
 from contracts.config.worker_config import TransferConfig
@@ -45,6 +46,10 @@ class ReceiverRoom:
     promised: bool = False
     """Whether the grant has left: its places then come back by the writer's word or death alone, unless the plane is
     revocable."""
+    access: int = 0
+    """Number of the writer's access by which it writes, once the grant has left."""
+    remote: RemoteWrite = field(default_factory=UncheckedRemoteWrite)
+    """The declaration to the device that the writer may write the granted places."""
     asked: float = 0.0
     """When the writer was last asked to stop, by the clock."""
     shares: RoomProgress = field(default_factory=lambda: RoomProgress({}))
@@ -95,7 +100,11 @@ class ReceiverRooms(Mapping[RoomId, ReceiverRoom]):
         """Send the room's grant, at once or after the peer's welcome."""
         assert room.grant is not None
         if self._peers.send(room.peer, room.grant):
-            room.promised = True
+            self.promised(room)
+
+    def promised(self, room: ReceiverRoom) -> None:
+        """Record that a room's grant has left."""
+        room.promised, room.access = True, room.peer.access
 
     # ------------------------------------------------------------ ends
 
@@ -168,22 +177,35 @@ class ReceiverRooms(Mapping[RoomId, ReceiverRoom]):
             self.end_failed(room, ReceiverEvent.LOST, ErrorKind.ROOM, died.reason)
         self.ended.forget(died.peer)
 
-    def parted(self, parted: PeerParted) -> None:
-        """Fail the rooms of a peer; promised places stay in quarantine unless the plane is revocable."""
+    def parted(self, parted: PeerParted, but: ReceiverRoom | None = None) -> None:
+        """Fail the rooms of a peer; promised places stay in quarantine unless the plane is revocable. `but`: a room
+        that is left as it is."""
         for room in self._of(parted.peer):
+            if room is but:
+                continue
             if not room.promised:
                 self.end_failed(room, ReceiverEvent.LOST, ErrorKind.ROOM, parted.reason)
             elif not room.aborting:
                 self.fail(room, parted.reason)
         self._drop(parted.peer)
 
-    def torn(self, room: ReceiverRoom) -> bool:
-        """Where access is by peer, end that of the room's peer, of whose writes some may still be on their way, and its
-        rooms; it is met again with the next one. Returns whether that was done."""
-        if self._plane.by_peer:
-            self._peers.forget(room.peer)
-            self.died(PeerDied(room.peer, f"a write of {room.peer.ref.name} failed"))
-        return self._plane.by_peer
+    def torn(self, room: ReceiverRoom) -> None:
+        """Where access is by peer, end that of the room's peer, of whose writes some may still be on their way; it is
+        met again with the next room. To be called before the writer's last word ends the room.
+
+        A peer whose processes can't be watched is on another host, and has no other access: its rooms end. One of this
+        host that lives may be storing by itself for its other rooms, whatever was ended here: their places stay in
+        quarantine until its word about each, or its death. About `room` it has said that it has stopped.
+        """
+        peer = room.peer
+        if not self._plane.by_peer or room.access != peer.access:
+            return  # The access that it wrote by has ended before.
+        reason = f"a write of {peer.ref.name} failed"
+        if peer.watch is None:
+            self._peers.forget(peer)
+            self.died(PeerDied(peer, reason))
+        else:
+            self.parted(self._peers.sever(peer, reason), but=room)
 
     def unreachable(self, unreachable: PeerUnreachable) -> None:
         """Fail the rooms of a peer that can't be reached. Places that it may still write stay in quarantine, unless its
@@ -218,6 +240,7 @@ class ReceiverRooms(Mapping[RoomId, ReceiverRoom]):
         if not RECEIVER.terminal(room.state):
             return
         self._plane.revoke(room.id)
+        room.remote.close()
         self._peers.withdraw_grant(room.peer, room.id)
         for lease in room.leases.values():
             lease.release()

@@ -58,8 +58,10 @@ class WriterNotices:
                 self._rooms.ended_early(room, notice)
                 return
         room.heard = self._clock.now()
-        if not isinstance(notice, m.PagesWritten | m.SlotWritten) and notice.torn and self._rooms.torn(room):
-            return
+        if not isinstance(notice, m.PagesWritten | m.SlotWritten) and notice.torn:
+            self._rooms.torn(room)
+            if notice.room not in self._rooms:
+                return
         if isinstance(notice, m.WriterQuiesced):
             if room.aborting:
                 self._rooms.step(room, ReceiverEvent.QUIESCED)

@@ -21,6 +21,7 @@ from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, RoomId, WorkerName
 from contracts.messages.fingerprint import Fingerprint
 from contracts.messages.router_commands import PeerRef
+from contracts.messages.worker_status import EndedWorker
 from transfer.net.control_channel import ControlTransport, ProcessIdentity
 from transfer.planes.data_plane import DataPlane, PageNumbers, PageWrite, SlotWrite
 from transfer.rooms import room_messages as m
@@ -238,6 +239,11 @@ class KVSender:
         entry = self._rooms.get(room)
         if entry is not None:
             self._rooms.end(entry, SenderEvent.FAILED, entry.failure(kind, message))
+
+    def workers_ended(self, ended: Sequence[EndedWorker]) -> None:
+        """Take in which incarnations of workers have ended, as the controller says; `poll` loses those on other
+        hosts."""
+        self._peers.workers_ended(ended)
 
     def poll(self) -> list[SenderOutcome]:
         """Hear peers, send due notices, expire rooms; returns the outcomes since the last call."""

@@ -17,10 +17,12 @@ from contracts.errors import LayoutMismatch, WireError
 from contracts.ids import Incarnation, WorkerName
 from contracts.messages.fingerprint import Fingerprint
 from contracts.messages.router_commands import PeerRef
+from contracts.messages.worker_status import EndedWorker
 from transfer.net.control_channel import ControlTransport, ProcessIdentity
 from transfer.planes.data_plane import DataPlane
 from transfer.rooms import room_messages as m
 from transfer.rooms.compatibility import refuse_mismatch
+from transfer.rooms.ended_workers import EndedWorkers
 from transfer.rooms.sender.promised_places import PromisedPlaces
 from transfer.rooms.sender.sender_peer_events import (
     MessageHeard,
@@ -63,6 +65,7 @@ class SenderPeers(Mapping[bytes, SenderPeer]):
         """Endpoint of the inbox, for peers."""
         self._peers: dict[bytes, SenderPeer] = {}
         self._swept = clock.now()
+        self._ended = EndedWorkers()
 
     def __getitem__(self, identity: bytes) -> SenderPeer:
         return self._peers[identity]
@@ -169,10 +172,16 @@ class SenderPeers(Mapping[bytes, SenderPeer]):
         del self._peers[peer.identity]
         return PeerLost(peer, reason)
 
+    def workers_ended(self, ended: Sequence[EndedWorker]) -> None:
+        """Take in which incarnations of workers have ended, as the controller says."""
+        self._ended.update(ended)
+
     def dead(self) -> list[PeerLost]:
-        """Lose the peers whose death is proven by now."""
+        """Lose the peers whose death is proven by now, and those on other hosts that have ended for the controller."""
         dead = [p for p in self._peers.values() if p.watch is not None and p.watch.dead]
-        return [self.lose(peer, f"{peer.name} died") for peer in dead]
+        ended = [p for p in self._peers.values() if p.watch is None and self._ended.covers(p.name, p.incarnation)]
+        lost = [self.lose(peer, f"{peer.name} died") for peer in dead]
+        return lost + [self.lose(peer, self._ended.reason(peer.name, peer.incarnation)) for peer in ended]
 
     def disconnected(self) -> list[SenderPeer]:
         """Return the peers whose connection was cut since the last call: pages, or notices of them, may be lost."""
