@@ -405,6 +405,7 @@ def expect_damage_is_caught(family: Family) -> None:
             both.settle()  # Prefill hears of it, and forgets what it sent.
             (good,) = ask(both, [prompt], DAMAGED_TOKENS)
             assert good.progress[Role.DECODE].cached_tokens == 0, "decode holds nothing of it"
+            both.settle()  # Prefill holds it until its room is confirmed.
             before = both.prefill.status().counters["pages_damaged_on_host"]
             assert damage_on_the_host(both, buffer, whole=False), f"nothing of {buffer} is on the host"
             (again,) = ask(both, [prompt], DAMAGED_TOKENS)
@@ -424,6 +425,7 @@ def expect_unnoticed_damage_shows(family: Family) -> None:
             assert hurt
             assert other.list[0] == good.list[0], "prefill's own token comes from its own state"
             assert other.list != good.list, f"{buffer} was damaged in hand-over and nothing changed"
+            both.settle()
             assert damage_on_the_host(both, buffer, whole=True)
             (loaded,) = ask(both, [prompt], DAMAGED_TOKENS)
             assert loaded.progress[Role.PREFILL].cached_by_tier["host"] > 0
