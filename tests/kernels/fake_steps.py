@@ -20,6 +20,7 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -235,9 +236,9 @@ class Steps:
             region = torch.zeros(PoolSetLayout(spec, spec.even(PAGES)).nbytes, dtype=torch.uint8, device=GPU)
         self.epochs = {pool: EpochTable(PAGES) for pool in spec.by_name}
         with AsOnGpu(launching=False):
-            gates = PoolSet(spec, spec.even(PAGES), region).gates
+            self.pools = PoolSet(spec, spec.even(PAGES), region)
         with self.mode, AsOnGpu(launching=False):
-            self.engine = load_engine(model, config, spec, gates, self.epochs, FakeGpu())
+            self.engine = load_engine(model, config, spec, self.pools.gates, self.epochs, FakeGpu())
 
     def launch(self, rows: Sequence[BatchRow], masks: Mapping[int, TokenMask] = NO_MASKS) -> tuple[StepHandle, Counts]:
         """Launch a step after pages of every pool were released, and count."""
@@ -315,6 +316,30 @@ def launch_far() -> None:
         steps.launch([row._replace(start=16 * 700 - 1, tables=tables, draw=TokenDraw(GREEDY, (), 9, at=16 * 700))])
 
 
+def begin_digests(name: str) -> None:
+    """Begin digests of pages of every pool, as the check of what arrived, loads and seals do."""
+    with tempfile.TemporaryDirectory() as folder:
+        steps = Steps(FAMILIES[name](Path(folder)), "triton")
+    with steps.mode, AsOnGpu(launching=False):
+        _ = steps.pools.digester
+    stand_ins = {"Event": FakeEvent, "current_stream": lambda device: None, "device": lambda device: nullcontext()}
+    with patch.multiple(torch.cuda, **stand_ins), steps.mode, HostWaits(), AsOnGpu():
+        for pool in steps.spec.by_name:
+            steps.pools.digesting(pool, [1, 2, 5], [0, 16, 32], [16, 32, 40])
+
+
+class FakeEvent:
+    """An event that isn't waited for."""
+
+    def __init__(self, blocking: bool) -> None:
+        assert blocking, "who waits doesn't spin"
+
+    def record(self, stream: object) -> None: ...
+
+    def synchronize(self) -> None:
+        raise AssertionError("waits for an event")
+
+
 def launch_pageable_epochs() -> None:
     """Launch a step whose epochs come up from pageable memory."""
 
@@ -368,6 +393,7 @@ def main() -> None:
     cases["qwen3_moe torch"] = partial(family, "qwen3_moe", "torch")
     cases |= {f"draw {kind}": partial(launch_kind, kind) for kind in DRAWS}
     cases |= {f"audit {kind}": partial(launch_audit, DRAWS[kind]) for kind in AUDITED}
+    cases |= {f"digests {name}": partial(begin_digests, name) for name in ("llama", "qwen3_next", "deepseek_v32")}
     cases["far"] = launch_far
     cases["epochs from pageable memory"] = launch_pageable_epochs
     cases |= {f"wait: {kind}": partial(wait_with, kind) for kind in WAITS}

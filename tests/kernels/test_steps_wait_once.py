@@ -31,6 +31,12 @@ def test_a_step_at_positions_that_no_table_has_yet_does_not_wait(said: Said) -> 
     assert said["far"] is None, said["far"]
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_next", "deepseek_v32"])
+def test_digests_are_begun_without_waiting_for_the_device(family: str, said: Said) -> None:
+    """Keys and values; states and convolutions; latents and index keys."""
+    assert said[f"digests {family}"] is None, said[f"digests {family}"]
+
+
 def test_a_step_that_asks_what_was_routed_where_would_be_caught(said: Said) -> None:
     """The torch path of the experts counts on the host."""
     verdict = said["qwen3_moe torch"]
