@@ -115,6 +115,7 @@ def main(argv: list[str] | None = None) -> int:
             settings = [
                 f"faults.link_bytes_per_s={rate}",
                 f"transfer.layer_group_bytes={GROUP_BYTES}",
+                "transfer.layer_group_s=0.000001",
                 f"cache.device_tokens={2 * context}",
                 "cache.prefix_reuse=false",
             ]

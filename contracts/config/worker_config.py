@@ -128,6 +128,8 @@ class TransferConfig:
     they leave so only with `engine.copy_threads`."""
     layer_group_bytes: int = 256 * 1024
     """A group of layers that leaves at once has at least so many bytes."""
+    layer_group_s: float = 0.001
+    """A group of layers is made so large that it takes a link about so many seconds, by the rate measured so far."""
     in_flight_bytes: int = 256 * 1024 * 1024
     """Bytes of pages that may be under way to one peer; more wait their turn, in order. A write that is alone may have
     more."""
