@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
             with ExitStack() as stack:
                 urls = {
                     layered: stack.enter_context(
-                        serving(str(model), [*settings, f"engine.copy_threads={str(layered).lower()}"])
+                        serving(str(model), [*settings, f"engine.copy_threads={'on' if layered else 'off'}"])
                     )
                     for layered in (False, True)
                 }

@@ -322,7 +322,11 @@ def begin_digests(name: str) -> None:
         steps = Steps(FAMILIES[name](Path(folder)), "triton")
     with steps.mode, AsOnGpu(launching=False):
         _ = steps.pools.digester
-    stand_ins: dict[str, Any] = {"Event": FakeEvent, "current_stream": lambda device: None, "device": lambda device: nullcontext()}
+    stand_ins: dict[str, Any] = {
+        "Event": FakeEvent,
+        "current_stream": lambda device: None,
+        "device": lambda device: nullcontext(),
+    }
     with patch.multiple(torch.cuda, **stand_ins), steps.mode, HostWaits(), AsOnGpu():
         for pool in steps.spec.by_name:
             steps.pools.digesting(pool, [1, 2, 5], [0, 16, 32], [16, 32, 40])
