@@ -37,6 +37,17 @@ class PlannedSends:
     marks: LayerMarks
 
 
+def group_count(config: TransferConfig, nbytes: int, layers: int, bytes_per_s: float) -> int:
+    """How many groups of layers a step of `layers` layers and `nbytes` sends: one takes the links about
+    `transfer.layer_group_s`, at the rate measured so far (0: none was).
+
+    A group has `transfer.layer_group_bytes` at least, and a whole layer; where there are bytes for two, there are two.
+    """
+    least = config.layer_group_bytes
+    size = max(least, min(int(bytes_per_s * config.layer_group_s), nbytes // 2))
+    return min(layers, nbytes // size)
+
+
 class LayeredSends:
     """The layered sends of one prefill worker; see the module's prose."""
 
@@ -50,7 +61,7 @@ class LayeredSends:
         pages = self._pages(batch) if self._config.layers else {}
         spec = self._spec.whole
         nbytes = sum(len(run) * spec.unit_bytes(pool) for some in pages.values() for pool, run in some.runs.items())
-        groups = min(max(self._layers.values()), nbytes // self._config.layer_group_bytes)
+        groups = group_count(self._config, nbytes, max(self._layers.values()), self._sender.bytes_per_s(pages))
         marks = self._device.marks(layer_groups(self._layers, groups)) if groups > 1 else None
         return PlannedSends(pages, marks) if marks is not None else None
 

@@ -59,7 +59,7 @@ def small_disk(folder: Path) -> list[str]:
 def sections(proxy: Proxy, storage: Path, plane: str) -> dict[str, Any]:
     return {
         # Copies and sends beside the steps: more can go wrong, and on a GPU it is always so.
-        "engine": {"copy_threads": True},
+        "engine": {"copy_threads": "on"},
         "transfer": {"plane": plane, "link_timeout_s": 2, "room_timeout_s": 20},
         "cache": {
             "device_tokens": 6000, "host_bytes": 400_000, "storage.backend": "file", "storage.path": str(storage),

@@ -55,7 +55,7 @@ def settings(trace: Trace, storage: Path, plane: str, *, decode_tiers: bool) -> 
     return {
         "transfer": {"plane": plane},
         # With threads for copies and sends pages are free a little later, which may cost no prefix.
-        "engine": {"threads": 1, "copy_threads": True},
+        "engine": {"threads": 1, "copy_threads": "on"},
         # What caches hold is counted exactly, and an audit takes pages from them.
         "audit": {"fraction": 0},
         "cache": {

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from cache.allocation.block_table import NULL_PAGE
+from cache.memory.pinned_memory import to_device
 from engine.attention.attention_plan import AttentionPlan, SlotPlan, StepShape, make_plan
-from engine.tensors.pinned_memory import to_device
 
 
 def listed_plan(

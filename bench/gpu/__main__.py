@@ -2,7 +2,7 @@
 
     python -m bench.gpu --out gpu.json              # all sections
     python -m bench.gpu --only copies engine        # some of them
-    python -m bench.gpu --out gpu.json --resume     # what gpu.json doesn't have yet, or what failed there
+    python -m bench.gpu --out gpu.json --resume     # what gpu.json doesn't have yet, or what failed there, or in part
     python -m bench.gpu --rehearse                  # on a CPU, in small: does this script work?
 
 Sections: `kernels` (the Triton kernels: right, invariant, and how fast beside torch's own), `families` (every family
@@ -16,6 +16,9 @@ own with a deadline, its part of what is left (`WEIGHTS`): one that fails or han
 printed and its figures go into one file, and its tables for docs/benchmarks.md, with what the GPU would allow beside
 each figure, into one beside it (gpu.md). Exit code 1 when a section failed.
 
+What a section has so far is in the folder gpu.parts, however it ends: `--resume` goes on from there, also where this
+program was killed in the middle. A section for all of which the time didn't suffice is told as such, and gone on with.
+
 Needs torch with CUDA, triton, transformers, msgpack, grpcio, xxhash, psutil and rich, and neither ray nor a network.
 Without pyzmq workers tell each other of rooms by queues (`bench.gpu.process_sockets`), and what is between processes is
 told as not run: section `handover`, and the scene through bounce buffers. A rehearsal says nothing about a GPU; its
@@ -28,6 +31,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -43,6 +47,7 @@ from typing import Any
 import torch
 
 from bench.common import machine
+from bench.common.section_figures import NOT_COMPLETE, write_figures
 from bench.gpu.gpu_tables import tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,6 +66,7 @@ NOT_RUN = 77
 _BEGUN_SHARE = 0.85
 """Part of its time after which a section that looks at it begins nothing more."""
 _LOOK_AT_TIME = ("kernels", "families", "engine", "serving")
+_ENDED = {NOT_RUN: "not run", NOT_COMPLETE: "not complete: its time was over"}
 _TAIL_LINES = 40
 """Of what a section printed, what goes to the screen."""
 
@@ -77,13 +83,18 @@ class SectionResult:
     output: str
     figures: dict[str, Any] | None
     """What it wrote; None: nothing."""
+    complete: bool = True
+    """Whether its time sufficed for all of it."""
 
 
-def run_section(section: str, extra: Sequence[str], deadline_s: float, env: dict[str, str]) -> SectionResult:
-    """One section in a process of its own, which is gone at the end with all that it began."""
+def run_section(
+    section: str, extra: Sequence[str], deadline_s: float, env: dict[str, str], parts: Path | None = None
+) -> SectionResult:
+    """One section in a process of its own, which is gone at the end with all that it began. `parts`: the folder that
+    its figures are left in."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="twinpool-gpu-") as folder:
-        out = Path(folder) / "figures.json"
+        out = (parts or Path(folder)) / f"{section}.json"
         command = [sys.executable, "-m", MODULES[section], "--json", str(out), *extra]
         with subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -91,16 +102,16 @@ def run_section(section: str, extra: Sequence[str], deadline_s: float, env: dict
         ) as child:  # fmt: skip
             try:
                 output, _ = child.communicate(timeout=deadline_s)
-                ended = "not run" if child.returncode == NOT_RUN else f"exit code {child.returncode}"
+                ended = _ENDED.get(child.returncode, f"exit code {child.returncode}")
             except subprocess.TimeoutExpired:
                 _kill_all(child)
                 output, _ = child.communicate()
                 ended = f"not done after {deadline_s:.0f} s"
             finally:
                 _kill_all(child)
-        ok = child.returncode == 0
+        ok, complete = child.returncode in (0, NOT_COMPLETE), child.returncode != NOT_COMPLETE
         figures = json.loads(out.read_text(encoding="utf-8")) if out.exists() else None
-    return SectionResult(section, ok, time.monotonic() - began, ended, output, figures)
+    return SectionResult(section, ok, time.monotonic() - began, ended, output, figures, complete)
 
 
 def _kill_all(child: subprocess.Popen[str]) -> None:
@@ -110,14 +121,20 @@ def _kill_all(child: subprocess.Popen[str]) -> None:
 
 
 def passed_before(out: Path, rehearsal: bool) -> list[SectionResult]:
-    """The sections that passed when `out` was written. Raises `SystemExit` where it is of a rehearsal and this is none,
-    or the other way round."""
+    """The sections that passed, and were complete, when `out` was written.
+
+    Raises `SystemExit` where it is of a rehearsal and this is none, or the other way round.
+    """
     if not out.exists():
         return []
     written = json.loads(out.read_text(encoding="utf-8"))
     if written["rehearsal"] != rehearsal:
         raise SystemExit(f"bench.gpu: {out} is {'' if written['rehearsal'] else 'not '}of a rehearsal")
-    return [SectionResult(**section) for section in written["sections"].values() if section["ok"]]
+    return [
+        SectionResult(**section)
+        for section in written["sections"].values()
+        if section["ok"] and section.get("complete", True)
+    ]
 
 
 def gpu() -> dict[str, object] | None:
@@ -134,9 +151,15 @@ def gpu() -> dict[str, object] | None:
     }
 
 
-def flags_of(section: str, seconds: float, rehearse: bool) -> list[str]:
+def parts_of(out: Path, rehearsal: bool) -> Path:
+    """The folder with the figures of sections under way, beside `out`."""
+    return out.with_suffix(".rehearsed-parts" if rehearsal else ".parts")
+
+
+def flags_of(section: str, seconds: float, rehearse: bool, resume: bool = False) -> list[str]:
     """The flags of a section's own program. The kernels are rehearsed by Triton's interpreter alone."""
     out = ["--rehearse"] if rehearse and section != "kernels" else []
+    out += ["--resume"] if resume and section in _LOOK_AT_TIME else []
     return [*out, "--seconds", f"{_BEGUN_SHARE * seconds:.0f}"] if section in _LOOK_AT_TIME else out
 
 
@@ -185,9 +208,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     left = [section for section in args.only if section not in {result.section for result in results}]
     about = {"rehearsal": args.rehearse, "gpu": found, "machine": machine.describe()}
     lock = threading.Lock()
+    parts = parts_of(args.out, args.rehearse) if args.out is not None else None
+    if parts is not None:
+        if not args.resume:
+            shutil.rmtree(parts, ignore_errors=True)
+        parts.mkdir(parents=True, exist_ok=True)
 
     def run(section: str, seconds: float) -> None:
-        result = run_section(section, flags_of(section, seconds, args.rehearse), seconds, env)
+        result = run_section(section, flags_of(section, seconds, args.rehearse, args.resume), seconds, env, parts)
         with lock:
             results.append(result)
             print(f"== {section}: {result.ended}, {result.seconds:.0f} s")
@@ -195,13 +223,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.out is not None:
                 sections = {r.section: asdict(r) for r in results}
                 written = {**about, "sections": sections}
-                args.out.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+                write_figures(args.out, written)
                 args.out.with_suffix(".md").write_text(tables(written), encoding="utf-8")
 
     run_in_turn(run, left, 60 * args.minutes, at_once)
     for result in results:
         if result.ended == "not run":
             print(f"{result.section} was not run: {' '.join(result.output.splitlines()[-1:])}")
+    for result in results:
+        if not result.complete:
+            print(f"{result.section} is not complete; --resume with --out's file goes on with it")
     failed = [r.section for r in results if not r.ok and r.ended != "not run"]
     passed = sum(r.ok for r in results)
     print(f"failed: {', '.join(failed)}" if failed else f"{passed} of {len(results)} sections passed, none failed")

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import tempfile
@@ -31,6 +30,7 @@ import transformers
 
 from bench.common import random_model
 from bench.common.engines_compared import Answer, Generate, Prompts, Side, Twinpool
+from bench.common.section_figures import NO_TIME, NOT_COMPLETE, known_figures, write_figures
 from bench.engine.engine_speed import Measured, SpeedScenario
 from bench.gpu.gpu_limits import Ceilings, ModelCost, measure_ceilings
 from cache.device.device_backends import CpuDevice, CudaDevice
@@ -53,16 +53,30 @@ class EngineRun:
     def __init__(self, args: argparse.Namespace, device: Device, ceilings: Ceilings) -> None:
         self.args, self.device, self.ceilings = args, device, ceilings
         self._ends_at: float = time.monotonic() + args.seconds
-        self.models: dict[str, Any] = {}
+        self.models: dict[str, Any] = _kept(known_figures(args.json, args.resume).get("models", {}))
+        """By name. What failed before, and what there was no time for, isn't kept."""
 
     @property
     def over(self) -> bool:
         return time.monotonic() > self._ends_at
 
     def write(self) -> None:
-        if self.args.json is not None:
-            out = {"ceilings": asdict(self.ceilings), "models": self.models}
-            self.args.json.write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")
+        write_figures(self.args.json, {"ceilings": asdict(self.ceilings), "models": self.models})
+
+    @property
+    def complete(self) -> bool:
+        return not any(NO_TIME in model.get("left_out", {}).values() for model in self.models.values())
+
+
+_CHECKS = ("failed", "differing_in_a_batch", "differing_when_replayed")
+"""What of a model's figures says, if there is anything, that the section failed."""
+
+
+def _kept(models: dict[str, Any]) -> dict[str, Any]:
+    kept = {name: model for name, model in models.items() if not any(model.get(check) for check in _CHECKS)}
+    for model in kept.values():
+        model["left_out"] = {what: why for what, why in model["left_out"].items() if why != NO_TIME}
+    return {name: model for name, model in kept.items() if "tokens_per_s" in model}
 
 
 def alone_and_in_a_batch(side: Twinpool, vocab: int, batch: int, context: int) -> int:
@@ -158,6 +172,7 @@ def measure_model(run: EngineRun, folder: Path, name: str, scenarios: Sequence[S
     for side in ours:
         side.chunk_tokens = args.chunk_tokens
     into = run.models.setdefault(name, {"tokens_per_s": {}, "left_out": {}})
+    scenarios = [scenario for scenario in scenarios if scenario.name not in into["tokens_per_s"]]
     sides: list[Side] = [*ours]
     longest = max(s.prompt_tokens + max(s.output_tokens, _CHECKED_TOKENS) for s in scenarios)
     into["graphs"] = {side.name: capture_steps(run, side, longest) for side in ours}
@@ -180,7 +195,7 @@ def measure_model(run: EngineRun, folder: Path, name: str, scenarios: Sequence[S
     cost = cost_of(spec, model, ours[0].pools.spec.page_bytes / ours[0].pools.spec.page_tokens)
     for scenario in scenarios:
         if run.over:
-            into["left_out"][scenario.name] = "no time was left"
+            into["left_out"][scenario.name] = NO_TIME
             print(f"{name}, {scenario.name}: not run, no time is left", flush=True)
             continue
         found, left_out = run_scenario(sides, scenario, vocab, args.repeats)
@@ -208,8 +223,13 @@ def _say(
 def measure_all(run: EngineRun, scenarios: Sequence[SpeedScenario]) -> None:
     """All models, each in a folder of its own; one that fails costs the others nothing."""
     for name in run.args.models:
+        known = run.models.get(name, {}).get("tokens_per_s", {})
+        if all(scenario.name in known for scenario in scenarios):
+            print(f"{name}: measured before", flush=True)
+            continue
         if run.over:
-            run.models[name] = {"left_out": {"all": "no time was left"}}
+            run.models.setdefault(name, {"left_out": {}})["left_out"]["all"] = NO_TIME
+            run.write()
             print(f"{name}: not run, no time is left", flush=True)
             continue
         try:
@@ -237,6 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags.add_argument("--repeats", type=int, default=2)
     flags.add_argument("--seconds", type=float, default=600.0, help="after which no scenario is begun")
     flags.add_argument("--json", type=Path, help="write all figures to this file, after every scenario")
+    flags.add_argument("--resume", action="store_true", help="keep what is in --json's file")
     flags.add_argument("--rehearse", action="store_true", help="on the CPU, in small")
     args = flags.parse_args(argv)
     if args.rehearse:
@@ -254,9 +275,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     scenarios += [SpeedScenario(batch, args.context, args.output_tokens) for batch in args.batches]
     run = EngineRun(args, device, ceilings)
     measure_all(run, scenarios)
-    checks = ("failed", "differing_in_a_batch", "differing_when_replayed")
-    bad = [name for name, model in run.models.items() if any(model.get(check) for check in checks)]
-    return 1 if bad else 0
+    bad = [name for name, model in run.models.items() if any(model.get(check) for check in _CHECKS)]
+    return 1 if bad else 0 if run.complete else NOT_COMPLETE
 
 
 if __name__ == "__main__":

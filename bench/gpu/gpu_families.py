@@ -21,7 +21,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from typing import Any
 import transformers
 
 import bench.gpu
+from bench.common.section_figures import NO_TIME, NOT_COMPLETE, known_figures, write_figures
 from cache.device.async_cpu_device import AsyncCpuDevice
 from cache.device.device_backends import CudaDevice
 from tests.default_device import MAKERS
@@ -57,6 +58,10 @@ SCENES: dict[str, Callable[[Family], object]] = {
 }
 
 
+_LOOK_S = 2.0
+"""Seconds between two looks at what the processes have so far."""
+
+
 @dataclass(frozen=True)
 class SceneResult:
     """What one scene of one family came to."""
@@ -64,7 +69,7 @@ class SceneResult:
     family: str
     scene: str
     ended: str
-    """``passed``, ``failed``, or ``not run``."""
+    """``passed``, ``failed``, ``not run`` as it can't be run here, or ``no time was left``."""
     seconds: float
     why: str = ""
 
@@ -87,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags.add_argument("--seconds", type=float, default=240.0, help="after which no scene is begun")
     flags.add_argument("--processes", type=int, default=6, help="side by side (default: %(default)s)")
     flags.add_argument("--json", type=Path, help="write what came of each scene to this file, after every one")
+    flags.add_argument("--resume", action="store_true", help="keep the scenes that passed in --json's file")
     flags.add_argument("--rehearse", action="store_true", help="on the CPU")
     args = flags.parse_args(argv)
     if args.processes < 1 or args.seconds <= 0:
@@ -98,28 +104,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     transformers.utils.logging.set_verbosity_error()
     MAKERS.append(AsyncCpuDevice if args.rehearse else CudaDevice)
     ends_at, results = time.monotonic() + args.seconds, list[SceneResult]()
+    passed = {(one["family"], one["scene"]): SceneResult(**one) for one in _passed(args)}
     with tempfile.TemporaryDirectory(prefix="twinpool-gpu-") as folder:
         families = [make_family(name, Path(folder)) for name in args.families]
         # Scene by scene, so that time that runs out costs the last scenes and no family.
         for scene in args.scenes:
             for family in families:
-                over = time.monotonic() > ends_at or (bench.gpu.STANDS_IN and scene in _BETWEEN_SOCKETS)
-                result = SceneResult(family.name, scene, "not run", 0.0) if over else run_scene(family, scene)
+                if bench.gpu.STANDS_IN and scene in _BETWEEN_SOCKETS:
+                    result = SceneResult(family.name, scene, "not run", 0.0)
+                elif (family.name, scene) in passed:
+                    result = passed[family.name, scene]
+                elif time.monotonic() > ends_at:
+                    result = SceneResult(family.name, scene, NO_TIME, 0.0)
+                else:
+                    result = run_scene(family, scene)
                 results.append(result)
                 print(f"{result.family:14} {result.scene:32} {result.ended}, {result.seconds:.1f} s", flush=True)
                 if result.why:
                     print(result.why, flush=True)
-                if args.json is not None:
-                    written = json.dumps({"scenes": [asdict(each) for each in results]}, indent=1)
-                    args.json.write_text(written + "\n", encoding="utf-8")
+                told = {(one.family, one.scene): asdict(one) for one in (*passed.values(), *results)}
+                write_figures(args.json, {"scenes": list(told.values())})
     return _summary([result.ended for result in results])
 
 
 def _summary(ended: Sequence[str]) -> int:
     """Says how many scenes came to what; returns the exit code."""
-    failed, left = ended.count("failed"), ended.count("not run")
+    failed, late = ended.count("failed"), ended.count(NO_TIME)
+    left = ended.count("not run") + late
     print(f"{len(ended) - failed - left} scenes passed, {failed} failed, {left} not run", flush=True)
-    return 1 if failed else 0
+    return 1 if failed else NOT_COMPLETE if late else 0
+
+
+def _passed(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The scenes of these families that an earlier run of the section passed."""
+    scenes = known_figures(args.json, args.resume).get("scenes", [])
+    return [one for one in scenes if one["ended"] == "passed" and one["family"] in args.families]
 
 
 def _divided(args: argparse.Namespace) -> int:
@@ -127,21 +146,24 @@ def _divided(args: argparse.Namespace) -> int:
     groups = [group for n in range(args.processes) if (group := args.families[n :: args.processes])]
     env = {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // len(groups)))}
     scenes: list[dict[str, Any]] = []
-    codes = []
+    codes: list[int] = []
     with tempfile.TemporaryDirectory(prefix="twinpool-gpu-") as folder, ExitStack() as stack:
         parts = [Path(folder) / f"{number}.json" for number in range(len(groups))]
+        known = _passed(args)
         children = []
         for group, part in zip(groups, parts, strict=True):
             chosen = ["--families", *group, "--scenes", *args.scenes, "--seconds", str(args.seconds)]
             chosen += ["--rehearse"] if args.rehearse else []
+            write_figures(part, {"scenes": [one for one in known if one["family"] in group]})
+            chosen += ["--resume"]
             command = [sys.executable, "-m", "bench.gpu.gpu_families", *chosen, "--processes", "1", "--json", str(part)]
             children.append(subprocess.Popen(command, env=env))
             stack.callback(_ended, children[-1])
-        for child in children:
-            codes.append(child.wait())
-            scenes = [s for part in parts if part.exists() for s in json.loads(part.read_text())["scenes"]]
-            if args.json is not None:
-                args.json.write_text(json.dumps({"scenes": scenes}, indent=1) + "\n", encoding="utf-8")
+        while len(codes) < len(children):
+            with suppress(subprocess.TimeoutExpired):
+                codes.append(children[len(codes)].wait(_LOOK_S))
+            scenes = [one for part in parts for one in json.loads(part.read_text(encoding="utf-8"))["scenes"]]
+            write_figures(args.json, {"scenes": scenes})
     expected = len(args.families) * len(args.scenes)
     if len(scenes) < expected:
         print(f"{expected - len(scenes)} scenes came to nothing: exit codes {codes}")

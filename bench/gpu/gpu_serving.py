@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import tempfile
@@ -35,6 +34,7 @@ import transformers
 
 import bench.gpu
 from bench.common import random_model
+from bench.common.section_figures import NO_TIME, NOT_COMPLETE, known_figures, write_figures
 from bench.engine.verification_cost import SIDES, Shape, Workers, side
 from bench.gpu.goodput import Goodput, Load, ServingSide, Slo, run_load
 from bench.gpu.gpu_limits import Ceilings, measure_ceilings
@@ -86,19 +86,36 @@ REHEARSAL = Setting("4m", "cpu", (24, 40), 1, (8, 24), 4, (20.0,), 0.3, 2048, 32
 class SectionRun:
     """The figures so far, written after each of them, and the time that is left."""
 
-    def __init__(self, seconds: float, file: Path | None) -> None:
+    def __init__(self, seconds: float, file: Path | None, resume: bool = False) -> None:
+        """`resume`: keep what `file` has, unless something of it was wrong."""
         self._ends_at, self._file = time.monotonic() + seconds, file
-        self.figures: dict[str, Any] = {}
+        known = known_figures(file, resume)
+        self.figures: dict[str, Any] = {} if known.get("wrong") else known
+        self.figures.pop("wrong", None)
+        self.figures.pop("not_run", None)
         self.wrong: list[str] = []
+        self.complete = True
+        """Whether the time sufficed for all of it, so far."""
 
     def left(self) -> float:
         return self._ends_at - time.monotonic()
 
     def add(self, part: str, name: str, figures: object) -> None:
         self.figures.setdefault(part, {})[name] = figures
-        if self._file is not None:
-            out = {**self.figures, "wrong": self.wrong}
-            self._file.write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")
+        write_figures(self._file, {**self.figures, "wrong": self.wrong})
+
+    def over(self, what: str) -> None:
+        """Say that no time is left for this."""
+        self.complete = False
+        print(f"{what}: not run, no time is left", flush=True)
+
+    def done(self, part: str) -> bool:
+        """Whether a part was complete in an earlier run."""
+        return part in self.figures.get("done", {})
+
+    def end(self, part: str) -> None:
+        """Note that a part is complete."""
+        self.add("done", part, True)
 
 
 def warmed(cluster: ServingSide, setting: Setting, vocab: int) -> None:
@@ -187,6 +204,7 @@ def measure_goodput(
     run: SectionRun, made: dict[str, Callable[[], Any]], setting: Setting, slo: Slo, limit: float, vocab: int
 ) -> None:
     """All rates on one side after the other; a side that doesn't get through a rate isn't asked at a higher one."""
+    made = {name: make for name, make in made.items() if not run.done(f"goodput, {name}")}
     for number, (name, make) in enumerate(made.items()):
         until = run.left() - max(0.0, run.left() - _VERIFICATION_S) / (len(made) - number)
         try:
@@ -195,7 +213,8 @@ def measure_goodput(
             _not_run(run, name, error)
             continue
         try:
-            _rates(run, name, cluster, setting, slo, limit, vocab, until)
+            if _rates(run, name, cluster, setting, slo, limit, vocab, until):
+                run.end(f"goodput, {name}")
         except Exception as error:
             _not_run(run, name, error)
         finally:
@@ -215,14 +234,15 @@ def _not_run(run: SectionRun, name: str, error: Exception) -> None:
 
 def _rates(
     run: SectionRun, name: str, cluster: Any, setting: Setting, slo: Slo, limit: float, vocab: int, until: float
-) -> None:
-    """`until`: of the run's time, what must be left for those behind."""
+) -> bool:
+    """All rates on one side; returns whether the time sufficed. `until`: of the run's time, what must be left for those
+    behind."""
     warmed(cluster, setting, vocab)
     found: list[dict[str, Any]] = []
     for rate in setting.rates:
         if run.left() < until + setting.load_s:
-            print(f"goodput, {name}, {rate:g} requests/s: not run, no time is left", flush=True)
-            break
+            run.over(f"goodput, {name}, {rate:g} requests/s")
+            return False
         load = Load(rate, setting.load_s, setting.prompt_tokens, setting.output_tokens)
         came, over = run_load(cluster, load, vocab, slo)
         found.append(asdict(came) | {"limit_per_s": limit})
@@ -232,6 +252,7 @@ def _rates(
             break
     if name in _POOLS and found and not any(one["failed"] for one in found):
         run.wrong += [f"{name}: {line}" for line in cluster.check()] if over else []
+    return True
 
 
 def _say(name: str, came: Goodput, limit: float) -> None:
@@ -269,11 +290,18 @@ def run_parts(run: SectionRun, folder: Path, setting: Setting, parts: Sequence[s
         "verification": lambda: measure_verification(run, folder, setting, vocab),
     }
     for part in parts:
-        if run.left() <= 0:
-            run.add("not_run", part, "no time was left")
-            print(f"{part}: not run, no time is left", flush=True)
+        if run.done(part):
+            print(f"{part}: measured before", flush=True)
             continue
+        if run.left() <= 0:
+            run.add("not_run", part, NO_TIME)
+            run.over(part)
+            continue
+        others, run.complete = run.complete, True
         todo[part]()
+        if run.complete:
+            run.end(part)
+        run.complete &= others
         gc.collect()
         if not small:
             torch.cuda.empty_cache()
@@ -289,6 +317,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags.add_argument("--itl-s", type=float, default=Slo().itl_s)
     flags.add_argument("--seconds", type=float, default=150.0, help="after which nothing more is begun")
     flags.add_argument("--json", type=Path, help="write all figures to this file, after every part")
+    flags.add_argument("--resume", action="store_true", help="keep what is in --json's file")
     flags.add_argument("--rehearse", action="store_true", help="on the CPU, in small")
     args = flags.parse_args(argv)
     if min(args.ttft_s, args.itl_s, args.seconds, *(args.rates or [1.0])) <= 0:
@@ -298,14 +327,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     setting = REHEARSAL if args.rehearse else CARD
     changes = {"model": args.model, "rates": args.rates and tuple(args.rates)}
     setting = replace(setting, **{name: value for name, value in changes.items() if value})
-    run = SectionRun(args.seconds, args.json)
+    run = SectionRun(args.seconds, args.json, args.resume)
     with tempfile.TemporaryDirectory(prefix="twinpool-gpu-") as made:
         kind = torch.device(setting.device).type
         folder = random_model.make(Path(made) / setting.model, setting.model, device=kind)
         run_parts(run, folder, setting, args.parts, Slo(args.ttft_s, args.itl_s))
     for one in run.wrong:
         print(f"WRONG {one}")
-    return 1 if run.wrong else 0
+    return 1 if run.wrong else 0 if run.complete else NOT_COMPLETE
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     flags.add_argument("--only", default="", help="kernels or models with this in their name")
     flags.add_argument("--json", type=Path, help="write all results to this file")
+    flags.add_argument("--resume", action="store_true", help="keep the parts that --json's file has all of")
     flags.add_argument("--seconds", type=float, default=600.0, help="after which nothing more is timed")
     args = flags.parse_args(argv)
     interpreted = bool(triton.knobs.runtime.interpret)
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    return attention_bench.main(args.json, interpreted, args.seconds)
+    return attention_bench.main(args.json, interpreted, args.seconds, args.resume)
 
 
 if __name__ == "__main__":

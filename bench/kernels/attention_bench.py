@@ -13,7 +13,6 @@ and says nothing about a GPU.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -26,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.common.listed_plans import listed_plan
+from bench.common.section_figures import NOT_COMPLETE, known_figures, write_figures
 from bench.kernels import latent_bench as kernels_latent
 from bench.kernels import rows_bench as kernels_rows
 from bench.kernels.flex_bench import flex_call
@@ -182,14 +182,36 @@ def median_us(call: Callable[[], Tensor]) -> float:
     return float(triton.testing.do_bench(call, warmup=50, rep=200, return_mode="median")) * 1e3
 
 
+_CHECKS = ("checks", "row_checks")
+
+
 class KernelsRun:
     """The results so far, written after each group of them, and the time that is left for timings."""
 
-    def __init__(self, file: Path | None, seconds: float, interpreted: bool) -> None:
+    def __init__(self, file: Path | None, seconds: float, interpreted: bool, resume: bool = False) -> None:
+        """`resume`: keep the parts that `file` has all of, unless a check failed."""
         where = "interpreter" if interpreted else torch.cuda.get_device_name()
         self._setting = {"torch": torch.__version__, "triton": triton.__version__, "device": where}
         self._file, self._ends_at = file, time.monotonic() + seconds
+        known = known_figures(file, resume)
+        checked = [one["ok"] for group in _CHECKS for one in known.get(group, [])]
+        self.complete: list[str] = known.get("complete", []) if all(checked) else []
+        """The parts that are complete: ``checks``, of all kernels, and groups of timings."""
+        parts = {"checks": _CHECKS, "row_timings": ("row_timings",), "timings": ("timings",)}
+        self._known = {group: known[group] for part in self.complete for group in parts[part]}
         self.groups: dict[str, list[Any]] = {}
+
+    @property
+    def outcomes(self) -> list[bool]:
+        """What came of each check, those of an earlier run included."""
+        before = [one["ok"] for group in _CHECKS for one in self._known.get(group, [])]
+        return before + [one.ok for group in _CHECKS for one in self.groups.get(group, [])]
+
+    def end(self, part: str) -> None:
+        """Note that a part is complete, if there was time for all of it."""
+        if part == "checks" or not self.over:
+            self.complete.append(part)
+            self._write()
 
     @property
     def over(self) -> bool:
@@ -204,9 +226,11 @@ class KernelsRun:
             if self.over and group.endswith("timings"):
                 print(f"{group}: no time is left for more", flush=True)
                 break
-        if self._file is not None:
-            groups = {name: [asdict(one) for one in some] for name, some in self.groups.items()}
-            self._file.write_text(json.dumps({"setting": self._setting, **groups}, indent=1) + "\n")
+        self._write()
+
+    def _write(self) -> None:
+        groups = {name: [asdict(one) for one in some] for name, some in self.groups.items()}
+        write_figures(self._file, {"setting": self._setting, "complete": self.complete, **self._known, **groups})
 
 
 def _verdict(one: Any) -> str:
@@ -253,11 +277,33 @@ def _timings(attention: TritonAttention) -> Iterator[Timing]:
         torch.cuda.empty_cache()
 
 
-def main(json_file: Path | None, interpreted: bool, seconds: float = 600.0) -> int:
-    """All checks, and on a GPU all timings. Returns 1 where a check failed."""
+def main(json_file: Path | None, interpreted: bool, seconds: float = 600.0, resume: bool = False) -> int:
+    """All checks, and on a GPU all timings. Returns 1 where a check failed, `NOT_COMPLETE` where time ran out."""
     device = torch.device("cpu" if interpreted else "cuda")
     attention = TritonAttention()
-    run = KernelsRun(json_file, seconds, interpreted)
+    run = KernelsRun(json_file, seconds, interpreted, resume)
+    if "checks" not in run.complete:
+        _check_all(run, attention, device, interpreted)
+        run.end("checks")
+    timed: dict[str, Callable[[], None]] = {
+        "row_timings": lambda: _time_rows(run, attention, device),
+        "timings": lambda: run.add("timings", _timings(attention), _timing),
+    }
+    for part in () if interpreted else [part for part in timed if part not in run.complete]:
+        timed[part]()
+        run.end(part)
+    wrong = run.outcomes.count(False)
+    print(f"{len(run.outcomes) - wrong} checks passed, {wrong} failed")
+    complete = interpreted or {*timed} <= {*run.complete}
+    return 1 if wrong else 0 if complete else NOT_COMPLETE
+
+
+def _time_rows(run: KernelsRun, attention: TritonAttention, device: torch.device) -> None:
+    run.add("row_timings", kernels_rows.timings(device), _row_timing)
+    run.add("row_timings", kernels_latent.timings(attention.latent, device), _row_timing)
+
+
+def _check_all(run: KernelsRun, attention: TritonAttention, device: torch.device, interpreted: bool) -> None:
     shapes = [Heads(4, 2, 48)] if interpreted else [Heads(4, 2, 48), Heads(16, 8, 128), Heads(32, 8, 128)]
     dtypes = (torch.float32, torch.float16) if interpreted else (torch.float32, torch.float16, torch.bfloat16)
     for dtype in dtypes:
@@ -266,11 +312,3 @@ def main(json_file: Path | None, interpreted: bool, seconds: float = 600.0) -> i
                 run.add("checks", check(attention, heads, dtype, length, device), _verdict)
         run.add("row_checks", kernels_rows.checks(dtype, device, interpreted), _verdict)
         run.add("row_checks", kernels_latent.checks(attention.latent, dtype, device, interpreted), _verdict)
-    if not interpreted:
-        run.add("row_timings", kernels_rows.timings(device), _row_timing)
-        run.add("row_timings", kernels_latent.timings(attention.latent, device), _row_timing)
-        run.add("timings", _timings(attention), _timing)
-    outcomes = [one.ok for group in ("checks", "row_checks") for one in run.groups[group]]
-    wrong = outcomes.count(False)
-    print(f"{len(outcomes) - wrong} checks passed, {wrong} failed")
-    return 1 if wrong else 0

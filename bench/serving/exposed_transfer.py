@@ -115,13 +115,14 @@ def main(argv: list[str] | None = None) -> int:
             settings = [
                 f"faults.link_bytes_per_s={rate}",
                 f"transfer.layer_group_bytes={GROUP_BYTES}",
+                "transfer.layer_group_s=0.000001",
                 f"cache.device_tokens={2 * context}",
                 "cache.prefix_reuse=false",
             ]
             with ExitStack() as stack:
                 urls = {
                     layered: stack.enter_context(
-                        serving(str(model), [*settings, f"engine.copy_threads={str(layered).lower()}"])
+                        serving(str(model), [*settings, f"engine.copy_threads={'on' if layered else 'off'}"])
                     )
                     for layered in (False, True)
                 }

@@ -1,51 +1,120 @@
-"""Layer marks of an operation of an NVIDIA GPU: a word of pinned host memory that the compute stream counts up.
+"""Layer marks of an NVIDIA GPU: a word of pinned host memory that the compute stream counts up.
 
-The kernels of a group's layers come before the copy that writes the group's number to the word, on the same stream. So
-whoever reads the number on the host knows that they are over, also where the operation is a captured graph, which no
-callback of the host could be part of.
+The kernels of a group's layers come before the addition to the count, and that before its copy to the word, all on the
+same stream. So whoever reads the word on the host knows that these layers are written. There is one word a device: its
+count goes on from step to step, and the marks of a step are those behind the count that it was launched at. A step with
+marks is launched kernel by kernel: only decode steps are captured as graphs, and none of them has marks.
+
+A stream that fails says nothing more: so who waits looks at the event behind the step as well, which then raises the
+error. Of all who wait, one at a time looks; the others are told.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 import torch
 
+from cache.device.device_port import Completion
 from cache.device.layer_marks import LayerCounts, LayerMarks
 
 _LOOK_S = 20e-6
 """Seconds between two looks at the word: short beside the transfer of a group of layers."""
 
 
+class MarkWord:
+    """The word of one device: int64, in pinned host memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._count = torch.zeros(1, dtype=torch.int64, device=device)
+        self._word = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._seen = self._word.numpy()
+        self._changed = threading.Condition()
+        self._looking = False
+        self.launched = 0
+        """What the word will be once everything launched so far is over."""
+
+    @property
+    def seen(self) -> int:
+        return int(self._seen[0])
+
+    def add(self, marks: int) -> None:
+        """Have the current stream count so many marks more, once what was launched on it is over."""
+        self.launched += marks
+        self._count.add_(marks)
+        self._word.copy_(self._count, non_blocking=True)
+
+    def wait(self, settled: Callable[[], bool]) -> None:
+        """Return once `settled` says so."""
+        with self._changed:
+            while not settled():
+                if self._looking:
+                    self._changed.wait()
+                    continue
+                self._looking = True
+                seen = self.seen
+                self._changed.wait(_LOOK_S)
+                self._looking = False
+                if self.seen != seen:
+                    self._changed.notify_all()
+            self._changed.notify_all()  # Another one looks from now on.
+
+    def tell(self) -> None:
+        """Have those who wait ask again."""
+        with self._changed:
+            self._changed.notify_all()
+
+
 class CudaLayerMarks(LayerMarks):
     """The marks of one operation on a CUDA stream; `passed` and `end` are called as it is launched."""
 
-    def __init__(self, groups: Sequence[LayerCounts], device: torch.device) -> None:
+    def __init__(self, groups: Sequence[LayerCounts], word: MarkWord) -> None:
         super().__init__(groups)
-        self._word = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        self._seen = self._word.numpy()
-        self._numbers = torch.arange(len(groups) + 1, dtype=torch.int32, device=device)
+        self._word = word
+        self._first = 0
+        """What the word was before any of these marks, once one was launched."""
         self._launched = 0
+        self._over: Completion | None = None
 
     def passed(self, written: LayerCounts) -> None:
         self._launched_to(self._through(self._launched, written))
 
     def end(self, error: BaseException | None) -> None:
-        self._error = error
         if error is None:
             self._launched_to(len(self.groups))
+        self._error = error
+        self._word.tell()
+
+    def follow(self, over: Completion) -> None:
+        """Take note of what tells that the whole operation is over, or that the device failed in it."""
+        self._over = over
 
     def reached(self, group: int) -> bool:
-        return group < int(self._seen[0])
+        # Marks that an operation didn't come to are counted by later ones.
+        return group < self._launched and self._word.seen > self._first + group
+
+    def settled(self, group: int) -> bool:
+        if self.reached(group) or self._error is not None:
+            return True
+        if self._over is None:
+            return False
+        try:
+            over = self._over.done
+        except RuntimeError as error:
+            self._error = error
+            return True
+        assert not over or self.reached(group), "the device passed every mark before the end of the operation"
+        return over
 
     def wait(self, group: int) -> None:
-        while not self.settled(group):
-            time.sleep(_LOOK_S)
+        self._word.wait(lambda: self.settled(group))
         self._raise_unless_reached(group)
 
     def _launched_to(self, count: int) -> None:
         """Have the stream say that `count` groups are through, once what was launched so far is over."""
         if count > self._launched:
+            if not self._launched:
+                self._first = self._word.launched
+            self._word.add(count - self._launched)
             self._launched = count
-            self._word.copy_(self._numbers[count : count + 1], non_blocking=True)

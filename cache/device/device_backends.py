@@ -10,7 +10,7 @@ import torch
 
 from cache.device.async_cpu_device import AsyncCpuDevice
 from cache.device.cpu_memory import CpuMemory
-from cache.device.cuda_marks import CudaLayerMarks
+from cache.device.cuda_marks import CudaLayerMarks, MarkWord
 from cache.device.device_choice import GpuView, chosen_device, gpu_view
 from cache.device.device_copies import CudaEvent
 from cache.device.device_port import (
@@ -67,6 +67,7 @@ class CudaDevice:
         self._sends = HostLanes("device-send", wake)
         self._streams = {stream: torch.cuda.Stream(self.torch_device) for stream in DeviceStream}  # type: ignore[no-untyped-call]
         self._kept: deque[tuple[CudaEvent, tuple[Any, ...]]] = deque()
+        self._mark_word = MarkWord(self.torch_device)
 
     def submit(
         self,
@@ -101,6 +102,8 @@ class CudaDevice:
         # The caching allocator would hand the memory of a dropped tensor to its own stream while this one still
         # reads it: so everything that the launch could reach stays until the event.
         over = CudaEvent(event, self.torch_device)
+        if isinstance(marks, CudaLayerMarks):
+            marks.follow(over)
         self._kept.append((over, (run, *keep)))
         return over
 
@@ -111,7 +114,7 @@ class CudaDevice:
         return UncheckedRemoteWrite()
 
     def marks(self, groups: Sequence[LayerCounts]) -> LayerMarks:
-        return CudaLayerMarks(groups, self.torch_device)
+        return CudaLayerMarks(groups, self._mark_word)
 
     def allocate_host(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)

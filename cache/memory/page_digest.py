@@ -23,6 +23,7 @@ import torch
 from cache.memory.copy_plan import IndexRuns, index_tensor, packing, runs
 from cache.memory.kv_cache_spec import BufferSpec, IndexSpace
 from cache.memory.memory_layout import BufferLayout, PoolSetLayout, word_dtype
+from cache.memory.pinned_memory import to_host
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _TEMPORARY_BYTES = 1024 * 1024
@@ -95,7 +96,28 @@ class PageDigester:
         Buffers by page or slot are digested whole, at position `firsts[i]`. Returns a digest for each of `indices`, in
         order; waits for a GPU.
         """
-        return self.finish(self.sums(region, pool, indices), firsts, ends)
+        return self.begin(region, pool, indices, firsts, ends)()
+
+    def begin(
+        self, region: torch.Tensor, pool: str, indices: Sequence[int], firsts: Sequence[int], ends: Sequence[int]
+    ) -> Callable[[], list[int]]:
+        """Begin `digest`: queue on a GPU, without waiting, what reads the region and the copy of its sums to the host.
+
+        Returns a function that waits for these, and for nothing that is queued later; a CPU has digested by now.
+        """
+        sums = self.sums(region, pool, indices)
+        if not sums.by_token.is_cuda:
+            digests = self.finish(sums, firsts, ends)
+            return lambda: digests
+        there = DigestSums(to_host(sums.by_token), to_host(sums.by_entry))
+        copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        copied.record(torch.cuda.current_stream(region.device))
+
+        def read() -> list[int]:
+            copied.synchronize()
+            return self.finish(there, firsts, ends)
+
+        return read
 
     def digest_canonical(
         self, packed: torch.Tensor, pool: str, firsts: Sequence[int], ends: Sequence[int]

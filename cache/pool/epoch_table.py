@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cache.memory.pinned_memory import upload_packed
 from contracts.ids import Epoch
 
 _MOST_BUMPED = 4096
@@ -57,19 +58,21 @@ class EpochTable:
             return tuple([counts[index] for index in indices])
         return tuple(self.counts[np.asarray(indices, dtype=np.int64)].tolist())
 
-    def look_up(self, pages: NDArray[np.int32]) -> NDArray[np.int32]:
+    def look_up(self, pages: NDArray[np.int32] | NDArray[np.int64]) -> NDArray[np.int32]:
         """The epochs of pages in any arrangement, such as many block tables side by side."""
         return self.counts.take(pages)
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """The table, up to date, on `device`; to be called from within an operation, always on the same stream."""
+        """The table, up to date, on `device`; to be called from within an operation, always on the same stream. The
+        host doesn't wait for what that stream runs."""
         return self.host if device.type == "cpu" else self._follow(device)
 
     def _follow(self, device: torch.device) -> torch.Tensor:
         if self._copy is None:
-            self._copy = self.host.to(device, copy=True)
+            (self._copy,) = upload_packed([self.counts], device)
         elif self._bumped:
-            index = torch.from_numpy(np.unique(np.concatenate(self._bumped)))
+            freed = np.unique(np.concatenate(self._bumped)).astype(np.int64, copy=False)
             self._bumped.clear()
-            self._copy.index_copy_(0, index.to(device), self.host[index].to(device))
+            freed_k, counts_k = upload_packed([freed, self.look_up(freed)], device)
+            self._copy.index_copy_(0, freed_k, counts_k)
         return self._copy

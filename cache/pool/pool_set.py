@@ -92,8 +92,7 @@ class PoolSet:
         self, pool: str, indices: Sequence[int], firsts: Sequence[int], ends: Sequence[int]
     ) -> Callable[[], list[int]]:
         """Begin `digest` on the region's device, without waiting; returns a function that waits for the digests."""
-        sums = self.digester.sums(self.region, pool, indices)
-        return lambda: self.digester.finish(sums, firsts, ends)
+        return self.digester.begin(self.region, pool, indices, firsts, ends)
 
     def close(self) -> None:
         """Drop the memory and the gates. Raises `ValueError` while anything is leased."""

@@ -42,10 +42,17 @@ class TPDigester:
         self, region: torch.Tensor, pool: str, indices: Sequence[int], firsts: Sequence[int], ends: Sequence[int]
     ) -> list[list[int]]:
         """Digest as `PageDigester.digest` does; returns digests [groups][pages]."""
-        return [
-            self._of(count).digest(region, pool, indices, firsts, ends)
+        return self.begin(region, pool, indices, firsts, ends)()
+
+    def begin(
+        self, region: torch.Tensor, pool: str, indices: Sequence[int], firsts: Sequence[int], ends: Sequence[int]
+    ) -> Callable[[], list[list[int]]]:
+        """Begin `digest`, without waiting; returns a function that waits for the digests."""
+        readers = [
+            self._of(count).begin(region, pool, indices, firsts, ends)
             for count in groups(self._layout.spec.by_name[pool], self._size)
         ]
+        return lambda: [read() for read in readers]
 
     def _of(self, count: int) -> PageDigester:
         if count not in self._digesters:
@@ -104,8 +111,8 @@ class TPPoolSet(PoolSet):
         if not len(indices):
             return list
         answers = self._followers.ask(DigestPages(self.place, pool, tuple(indices), tuple(firsts), tuple(ends)))
-        mine = self._groups.digest(self.region, pool, indices, firsts, ends)
-        return lambda: merged(self.spec.by_name[pool], [mine, *answers.wait()])
+        mine = self._groups.begin(self.region, pool, indices, firsts, ends)
+        return lambda: merged(self.spec.by_name[pool], [mine(), *answers.wait()])
 
     def check(self) -> list[str]:
         answers = self._followers.ask(CheckPages(self.place))

@@ -1,23 +1,24 @@
 """Load back, host to device: pages that only the host has below a request's device anchor are loaded layer by layer.
 
-Loads of all requests of a round go together: one operation a layer, so that the first layers can be computed while
-the last are still being copied. In the tree a part is on the device as soon as its load is planned: the next request
+Loads of all requests of a round go together: one operation a layer, so that the first layers can be computed while the
+last are still being copied. In the tree a part is on the device as soon as its load is planned: the next request
 matches it there, and that request's forward pass waits at the same load gates. A load counts as good only when every
-page of every pool has come and its digest matches; until then nothing that was computed from it may be committed. Parts
-that don't match, and parts of a failed copy, are invalidated with everything below them, and `poll` returns the locks
-of the requests that relied on them.
+page of every pool has come and its digest, which the load's last operation takes, matches; until then nothing that was
+computed from it may be committed. Parts that don't match, and parts of a failed copy, are invalidated with everything
+below them, and `poll` returns the locks of the requests that relied on them.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from cache.device.device_port import Completion, Device, DeviceStream
 from cache.memory.page_moves import PageMove
 from cache.pool.page_allocator import Lease
+from cache.pool.page_extent import PageExtent
 from cache.pool.pool_set import PoolSet
 from cache.prefix_cache.nodes.tree_node import NodeLock, NodePart, Tier, TreeNode
 from cache.prefix_cache.radix_tree import RadixTree
@@ -42,6 +43,17 @@ class _Load:
     """None: the load is planned, not begun."""
     nbytes: int = 0
     began: float = 0.0
+
+    checked: Mapping[str, PageExtent] | None = None
+    """The pages on the device whose digests are taken with the copy, by pool."""
+
+    def digests(self) -> dict[tuple[str, int], int]:
+        """Returns the digests of the pages that were checked, by pool and page. The copy must be done."""
+        found = self.copy.digests() if self.copy is not None else None
+        if not found or self.checked is None:
+            return {}
+        pages = {pool: zip(self.checked[pool].indices, digests, strict=True) for pool, digests in found.items()}
+        return {(pool, index): digest for pool, ends in pages.items() for index, digest in ends}
 
     @property
     def locks(self) -> tuple[NodeLock, NodeLock, NodeLock]:
@@ -148,7 +160,8 @@ class LoadBack:
         froms = {pool: [i for p in load.sources.of(pool) for i in p.lease.indices] for pool in pools}
         tos = {pool: [i for p in load.targets.of(pool) for i in p.lease.indices] for pool in pools}
         load.began = self._now()
-        load.copy = self._copier.by_layers("load", PageMove.of(froms, tos))
+        load.checked = self._checked(load)
+        load.copy = self._copier.by_layers("load", PageMove.of(froms, tos), digested=load.checked)
         self._loads.append(load)
         self.counters["pages_loaded"] += len(froms.get(self._tree.full, ()))
 
@@ -185,15 +198,37 @@ class LoadBack:
                 self._tree.eviction.invalidate(node)
         return invalid
 
+    def _checked(self, load: _Load) -> dict[str, PageExtent] | None:
+        """Returns the pages on the device whose digests are taken with the load, by pool; None where there are none."""
+        checked: dict[str, list[NodePart]] = {}
+        for source, target in zip(load.sources.parts, load.targets.parts, strict=True):
+            if self._verify or self._adopted.unproven(source):
+                checked.setdefault(target.component, []).append(target)
+        return {pool: self._extent(parts) for pool, parts in checked.items()} or None
+
+    def _extent(self, parts: Sequence[NodePart]) -> PageExtent:
+        size = self._pools.spec.page_tokens
+        firsts: list[int] = []
+        for part in parts:
+            start = part.node.start
+            point = self._tree.component(part.component).point
+            firsts += [(start + len(part.node)) * size] if point else [(start + i) * size for i in range(len(part))]
+        indices = tuple(index for part in parts for index in part.lease.indices)
+        epochs = tuple(epoch for part in parts for epoch in part.lease.epochs)
+        return PageExtent(indices, epochs, tuple(firsts), tuple(first + size for first in firsts))
+
     def _bad(self, load: _Load) -> list[NodePart]:
         """Returns the parts of a complete load that don't match their digests; all of them, if the copy failed."""
         if load.copy is None or load.copy.failed:
             self.counters["loads_failed"] += 1
             return list(load.targets.parts)
+        # By page: nodes may have been split meanwhile, and the parts of a load with them.
+        digests = load.digests()
         bad, damaged = [], []
         for source, target in zip(load.sources.parts, load.targets.parts, strict=True):
-            if self._verify or self._adopted.unproven(source):
-                if self._matches(target):
+            found = [digests.get((target.component, index)) for index in target.lease.indices]
+            if found[0] is not None:
+                if tuple(found) == target.digests:
                     self._adopted.proved(source)
                     continue
                 bad.append(target)
@@ -205,13 +240,3 @@ class LoadBack:
             pages = [first, first + len(part.node)]
             log_damage(_log, DamageSite.LOAD, pool=part.component, pages=pages, relied=owners)
         return bad
-
-    def _matches(self, part: NodePart) -> bool:
-        size, start = self._pools.spec.page_tokens, part.node.start
-        if self._tree.component(part.component).point:
-            firsts = ends = [(start + len(part.node)) * size]
-        else:
-            firsts = [(start + i) * size for i in range(len(part))]
-            ends = [first + size for first in firsts]
-        found = self._pools.digest(part.component, part.lease.indices, firsts, ends)
-        return tuple(found) == part.digests

@@ -62,9 +62,13 @@ class TierCopy:
             operations.append(partial(self._submit, name, piece, run, after=after))
         return InFlightCopy(self._pins(move, name), operations, digests)
 
-    def by_layers(self, name: str, move: PageMove) -> InFlightCopy:
+    def by_layers(self, name: str, move: PageMove, *, digested: PageExtents | None = None) -> InFlightCopy:
         """Begin a copy of one layer of every pool after the other; readers of a layer of the target wait at its load
-        gate."""
+        gate.
+
+        `digested`: pages among the targets whose digests are taken when all layers have come, with the positions that
+        they hold.
+        """
         layers = {part.pool: self._source.spec.by_name[part.pool].layers for part in move.parts}
 
         def submit(layer: int) -> Completion:
@@ -76,7 +80,21 @@ class TierCopy:
             return completion
 
         operations = [partial(submit, layer) for layer in range(max(layers.values(), default=0))]
-        return InFlightCopy(self._pins(move, name), operations)
+        digests: dict[str, list[DigestReader]] | None = None
+        if digested is not None:
+            digests = {pool: [] for pool in digested}
+            operations.append(partial(self._submit_digests, name, digested, digests))
+        return InFlightCopy(self._pins(move, name), operations, digests)
+
+    def _submit_digests(self, name: str, digested: PageExtents, digests: dict[str, list[DigestReader]]) -> Completion:
+        """Begin an operation that takes the digests of pages of the target."""
+
+        def run() -> None:
+            for pool, extent in digested.items():
+                digests[pool].append(self._target.digesting(pool, extent.indices, extent.firsts, extent.ends))
+
+        reads = spans(self._ends[1], {pool: extent.indices for pool, extent in digested.items()})
+        return attempt(self._device, DeviceOp(f"{name} digests", self._stream, reads), run)
 
     def _submit(
         self,

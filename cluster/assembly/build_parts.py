@@ -113,8 +113,9 @@ def build_parts(
 
 def streams_beside(config: Config, size: int) -> tuple[DeviceStream, ...]:
     """The streams that a rank of `size` runs beside what it computes on a CPU. Of several ranks these are sends alone:
-    their leader tells the others of copies as it makes them."""
-    if not config.engine.copy_threads:
+    their leader tells the others of copies as it makes them. ``auto`` is what the worker's share of its node says;
+    without one there are none."""
+    if config.engine.copy_threads != "on":
         return ()
     return BESIDE if size == 1 else (DeviceStream.SEND,)
 

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from cluster.assembly.device_cards import CardFacts, Dealt, cards_of
 from contracts.config.cluster_config import Config
@@ -70,11 +70,15 @@ class WorkerShare:
     """Pages and slots that each pool can lease."""
     host_bytes: int
     """Bytes of the worker's host tier, all ranks together; 0: none."""
+    copy_threads: bool = False
+    """Whether a worker on a CPU copies and sends on threads of their own."""
 
     def applied_to(self, config: Config, role: Role) -> Config:
         """`config` with this share's threads and host tier, for a worker of `role`."""
         override = replace(config.override_for(role), host_bytes=self.host_bytes)
-        return replace(config, engine=replace(config.engine, threads=self.threads)).with_cache(role, override)
+        copies: Literal["on", "off"] = "on" if self.copy_threads else "off"
+        engine = replace(config.engine, threads=self.threads, copy_threads=copies)
+        return replace(config, engine=engine).with_cache(role, override)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +105,18 @@ class NodeShare:
     """What steps of a worker of each role take besides, on each rank."""
     dealt: Dealt = field(default_factory=dict)
     """The cards of the ranks of each worker; empty where there are none, or Ray deals them out."""
+    copy_threads: bool = False
+    """Whether its workers copy and send on threads of their own, if they compute on the CPU."""
 
     def sizes(self, role: Role) -> WorkerShare:
-        return WorkerShare(self.threads, self.plans[role].counts, self.host_bytes[role])
+        return WorkerShare(self.threads, self.plans[role].counts, self.host_bytes[role], self.copy_threads)
+
+
+def copies_beside(config: Config, cores: int, computing: int) -> bool:
+    """Whether workers on a CPU copy and send on threads of their own (`engine.copy_threads`), on a node of so many
+    `cores` with so many `computing` threads of all its ranks."""
+    asked = config.engine.copy_threads
+    return asked == "on" or (asked == "auto" and cores > computing)
 
 
 def measured(places: Mapping[Role, int], node_id: str = "", device: str = "cpu") -> NodeFacts:

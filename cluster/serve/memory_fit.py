@@ -10,7 +10,7 @@ from cache.arena.arena import most_index_bytes
 from cache.memory.kv_cache_spec import PoolSetSpec
 from cluster.assembly.device_cards import CardParts, Dealt, deal, least_part
 from cluster.assembly.memory_plan import MemoryPlan, plan_memory, unit_bytes
-from cluster.assembly.node_shares import MemoryShort, NodeFacts, NodeShare
+from cluster.assembly.node_shares import MemoryShort, NodeFacts, NodeShare, copies_beside
 from cluster.assembly.step_memory import StepMemory, step_memory
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.config.cache_config import CacheOverride
@@ -242,7 +242,8 @@ def divide(
     budget, host_bytes = demand.host_tiers(plans)
     threads = config.engine.threads or max(1, facts.cores // max(1, processes))
     on_cards = {role: cards.budget(role) for role in workers} if cards is not None else {}
-    return NodeShare(facts, workers, threads, weights, plans, budget, host_bytes, on_cards, steps, dealt)
+    beside = copies_beside(config, facts.cores, threads * processes)
+    return NodeShare(facts, workers, threads, weights, plans, budget, host_bytes, on_cards, steps, dealt, beside)
 
 
 def _mib(size: int) -> str:

@@ -98,7 +98,7 @@ def worker_table(prepared: ServePlan, views: Sequence[WorkerView]) -> object:
             view.record.name,
             view.record.node,
             str(view.record.pid),
-            str(share.threads),
+            threads_of(share),
             *([device_of(prepared, view.record)] if on_cards else []),
             kernels_of(view.record),
             view.status.plane or "-",
@@ -108,6 +108,11 @@ def worker_table(prepared: ServePlan, views: Sequence[WorkerView]) -> object:
             mib(prepared.weights),
         )
     return table
+
+
+def threads_of(share: NodeShare) -> str:
+    """The threads that a rank computes with there, and whether it copies and sends on others, in words."""
+    return f"{share.threads} + copies" if share.copy_threads and not share.facts.cards else str(share.threads)
 
 
 def device_of(prepared: ServePlan, record: WorkerRecord) -> str:
@@ -132,7 +137,7 @@ def node_table(prepared: ServePlan) -> object:
         each = [f"{n} x {mib(share.host_bytes[role])}" if n else "-" for role, n in share.workers.items()]
         facts = share.facts
         cards = [str(len(facts.cards)), mib(sum(card.free for card in facts.cards))] if on_cards else []
-        table.add_row(facts.host, str(facts.cores), mib(facts.free), str(share.threads), *cards, budget, *each)
+        table.add_row(facts.host, str(facts.cores), mib(facts.free), threads_of(share), *cards, budget, *each)
     return table
 
 

@@ -16,9 +16,10 @@ class EngineConfig:
     """auto: triton on an NVIDIA GPU; on a CPU native, kernels compiled by g++ where there is one; else torch."""
     threads: int = 0
     """Threads a worker computes with; 0: cores divided by workers."""
-    copy_threads: bool = False
+    copy_threads: Literal["auto", "on", "off"] = "auto"
     """Whether a worker on a CPU copies and sends on threads of their own while it computes, and one of several ranks
-    sends so: for machines with cores that don't compute, or with slow links. On a GPU it always does."""
+    sends so: for machines with cores that don't compute, or with slow links. auto: where its node has more cores than
+    the ranks that are planned there compute with; `serve`'s tables say which it is. On a GPU it always does."""
     numerics: Literal["invariant", "fast"] = "invariant"
     """invariant: a row's result depends on its own sequence alone, never on the batch or on chunk ends; fast: results
     may differ by rounding."""
@@ -138,9 +139,11 @@ class TransferConfig:
     """The longest control message or notice that is taken in: a grant has about ten bytes a page, a notice thirty."""
     layers: bool = True
     """Whether pages leave layer by layer while later layers are computed; else when their chunk is computed. On a CPU
-    they leave so only with `engine.copy_threads`."""
+    they leave so only where `engine.copy_threads` comes to threads."""
     layer_group_bytes: int = 256 * 1024
     """A group of layers that leaves at once has at least so many bytes."""
+    layer_group_s: float = 0.001
+    """A group of layers is made so large that it takes a link about so many seconds, by the rate measured so far."""
     in_flight_bytes: int = 256 * 1024 * 1024
     """Bytes of pages that may be under way to one peer; more wait their turn, in order. A write that is alone may have
     more."""

@@ -15,6 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from cache.memory.pinned_memory import copy_up
 from contracts.checkpoint.rope_spec import RopeSpec
 
 _TABLE_STEP = 4096
@@ -58,8 +59,8 @@ class RopeTable:
         start = len(self._cos_pd)
         angles = torch.arange(start, start + _TABLE_STEP, dtype=torch.float32)[:, None] * self._inv_freq
         cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
-        cos_pd = torch.cat((cos, cos), dim=-1).to(self._device, self._dtype)
-        sin_pd = torch.cat((-sin, sin), dim=-1).to(self._device, self._dtype)
+        new_2pd = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))).to(self._dtype)
+        cos_pd, sin_pd = copy_up(new_2pd, self._device)
         self._cos_pd = torch.cat((self._cos_pd, cos_pd))
         self._sin_pd = torch.cat((self._sin_pd, sin_pd))
 

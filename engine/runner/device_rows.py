@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cache.allocation.block_table import DeviceRow
-from engine.tensors.pinned_memory import HostIntegers, upload
+from cache.memory.pinned_memory import HostIntegers, upload
 
 _FIRST_ROWS = 16
 _FIRST_ENTRIES = 64

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from cache.device.device_port import DONE, Completion
+from cache.memory.pinned_memory import to_device, upload
 from engine.runner.batch import BatchRow, DrawnToken, RowOutput, TokenFromStep
 from engine.runner.planned_step import PlannedStep
 from engine.runner.sampling.redraw import RedrawnTokens
 from engine.runner.sampling.sampler import DrawnRows, Logprobs
-from engine.tensors.pinned_memory import to_device, upload
 
 
 @dataclass

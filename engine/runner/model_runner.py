@@ -13,6 +13,7 @@ from cache.allocation.block_table import DeviceRow, numbers
 from cache.device.device_port import DEVICE, Device, DeviceOp, DeviceStream, spans
 from cache.device.layer_marks import LayerMarks
 from cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
+from cache.memory.pinned_memory import HostIntegers, to_device, to_host, upload
 from cache.pool.epoch_table import EpochTable
 from cache.pool.load_gate import GateDoor, GatePass, LoadGate
 from contracts.errors import ConfigError, UnorderedAccess
@@ -41,7 +42,6 @@ from engine.runner.sampling.redraw import RedrawnTokens, redraw
 from engine.runner.sampling.sampler import DrawnRows, Logprobs, draw_tokens, token_logprobs
 from engine.runner.sampling.token_history import DeviceTokenHistories, EnteredTokens, TokenHistory
 from engine.runner.sampling.token_mask import TokenMask
-from engine.tensors.pinned_memory import HostIntegers, to_device, to_host, upload
 from engine.tensors.row_exact_linear import Numerics
 from engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
 

@@ -129,6 +129,39 @@ def test_a9_a_load_whose_bytes_are_damaged_is_no_hit_whichever_pool_it_is(name: 
         world.settle()
 
 
+def test_digests_of_a_load_are_an_operation_of_the_device_and_read_when_it_is_over() -> None:
+    world = world_of("full+state", adversarial=True)
+    visit(world, TOKENS)
+    forget(world, Tier.DEVICE)
+    assert world.adversarial is not None
+    device, pools = world.adversarial, world.manager.pools
+    begin, begun, read = pools.digesting, list[str](), list[str]()
+
+    def digesting(pool: str, *where: Any) -> Callable[[], list[int]]:
+        there = begin(pool, *where)
+        begun.append(pool)
+
+        def digests() -> list[int]:
+            assert "load digests" in device.trace
+            read.append(pool)
+            return there()
+
+        return digests
+
+    def waits(*where: Any) -> list[int]:
+        raise AssertionError("whoever asks for the digests of a load at once waits for it")
+
+    pools.digesting, pools.digest = digesting, waits  # type: ignore[method-assign, assignment]
+    visitor = admitted(world, [*TOKENS, 9, 9])
+    assert not read, "nothing has been loaded yet"
+    world.manager.launch()
+    answer(world)
+    assert sorted(begun) == sorted(read) == ["full", "state"]
+    assert visitor.allocation is not None
+    assert world.manager.planner.ready(visitor.allocation)
+    world.settle()
+
+
 def test_a9_a_load_that_fails_halfway_is_no_hit() -> None:
     world = world_of("all")
     visit(world, TOKENS)

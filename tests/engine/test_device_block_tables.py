@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from cache.allocation.block_table import BlockTable, TableSlice
+from cache.memory.pinned_memory import HostIntegers, upload_packed
 from cache.pool.epoch_table import EpochTable
 from engine.runner.device_block_tables import DeviceBlockTables, PlannedTables
 from engine.runner.device_rows import DeviceRows
-from engine.tensors.pinned_memory import HostIntegers, upload_packed
 
 CPU = torch.device("cpu")
 WAYS = ["written", "scattered"]
@@ -257,3 +257,10 @@ def test_arrays_that_are_uploaded_together_come_out_as_they_went_in() -> None:
     for array, copy in zip(arrays, copies, strict=True):
         assert copy.dtype == torch.from_numpy(array).dtype
         assert np.array_equal(copy.numpy(), array)
+
+
+def test_empty_arrays_go_up_with_others() -> None:
+    """A step that draws nothing has no rows to draw for."""
+    empty = np.zeros(0, dtype=np.int64)
+    there = upload_packed([np.array([1, 2]), empty, np.array([3], dtype=np.int32)], CPU)
+    assert [one.tolist() for one in there] == [[1, 2], [], [3]]

@@ -20,7 +20,7 @@ from tests.families import FAMILIES
 from tests.pair import Pair, pair
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
-BY_LAYER: dict[str, Any] = {"layers": True, "layer_group_bytes": 1}
+BY_LAYER: dict[str, Any] = {"layers": True, "layer_group_bytes": 1, "layer_group_s": 1e-9}
 
 
 def prompts(seed: int, *lengths: int) -> list[list[int]]:

@@ -43,7 +43,7 @@ def test_layers_of_ranks_are_what_was_computed(
 ) -> None:
     devices: dict[Role, Device] = {Role.PREFILL: sends_beside(), Role.DECODE: CpuDevice()}
     sections: dict[str, Any] = {
-        "engine": {"threads": 1, "copy_threads": True},
+        "engine": {"threads": 1, "copy_threads": "on"},
         "transfer": {"plane": plane, **BY_LAYER},
         "prefill": {"chunk_tokens": 96, "tp": prefill},
         "decode": {"tp": decode},

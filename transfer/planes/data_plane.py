@@ -123,6 +123,11 @@ class SentCounts:
     opened: int = 0
     """Connections opened; those after the first of each are retries."""
 
+    @property
+    def bytes_per_s(self) -> float:
+        """What one connection carried while it was busy; 0 where nothing was measured."""
+        return self.nbytes / self.busy_s if self.busy_s > 0 else 0.0
+
 
 class WriteLink(Protocol):
     """A link from a writer into one reader's memory."""

@@ -23,12 +23,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from cache.memory.pinned_memory import to_device, to_host
 from contracts.sampling_params import SamplingParams, TokenDifference
 from engine.runner.batch import BatchRow, TokenDraw
 from engine.runner.sampling.penalties import needs_history
 from engine.runner.sampling.sampler import draw_tokens, shape_all, uniform, weights
 from engine.runner.sampling.token_mask import TokenMask
-from engine.tensors.pinned_memory import to_device, to_host
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,8 @@ def gaps(logits_nv: Tensor, draws: Sequence[TokenDraw], known_n: Tensor) -> Tens
     cdf_nv = p_nv.cumsum(-1)
     high_n1 = cdf_nv.gather(1, known_n1)
     total_n1 = cdf_nv[:, -1:]
-    draws_n1 = torch.tensor(
-        [[uniform(params.seed, params.choice, draw.position)] for draw in draws],
-        dtype=torch.float64,
-        device=logits_nv.device,
-    )
+    drawn_n1 = [[uniform(params.seed, params.choice, draw.position)] for draw in draws]
+    draws_n1 = to_device(drawn_n1, logits_nv.device, torch.float64)
     low_n1 = (high_n1 - share_n1).clamp(min=0) / total_n1
     low, high, drawn = (torch.logit(x, eps=1e-300) for x in (low_n1, high_n1 / total_n1, draws_n1))
     return (torch.maximum(low - drawn, drawn - high).clamp(min=0) * params.temperature / 2).squeeze(1)

@@ -22,12 +22,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cache.memory.pinned_memory import to_device, to_host
 from contracts.sampling_params import SamplingParams, TokenLogprob
 from engine.runner.batch import DrawnToken, TokenDraw
 from engine.runner.sampling.penalties import needs_history, penalise
 from engine.runner.sampling.token_history import TokenHistory, rectangle
 from engine.runner.sampling.token_mask import apply_masks
-from engine.tensors.pinned_memory import to_device, to_host
 
 ReadHistories = Callable[[Sequence[int]], Tensor]
 _MASK = (1 << 64) - 1
@@ -259,7 +259,7 @@ def _sample(logits_nv: Tensor, params: Sequence[SamplingParams], uniforms: Seque
     row that is no distribution. A row's token doesn't depend on the other rows."""
     p_nv = weights(logits_nv, params)
     cdf_nv = p_nv.cumsum(-1)
-    targets = torch.tensor(uniforms, dtype=torch.float64, device=p_nv.device).unsqueeze(1) * cdf_nv[:, -1:]
+    targets = to_device(uniforms, p_nv.device, torch.float64).unsqueeze(1) * cdf_nv[:, -1:]
     # The first id whose cumulative sum exceeds the target; such an id has a weight above 0, so it was kept.
     drawn = torch.searchsorted(cdf_nv, targets, right=True).squeeze(1)
     last = (p_nv.shape[1] - 1) - (p_nv > 0).flip(-1).to(torch.uint8).argmax(-1)
@@ -270,7 +270,7 @@ def _sample(logits_nv: Tensor, params: Sequence[SamplingParams], uniforms: Seque
 def weights(logits_nv: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Compute the weight of each id in a draw, 1 for the likeliest and 0 for ids that are cut: [n, vocab] float64."""
     device, vocab = logits_nv.device, logits_nv.shape[1]
-    temperature_n = torch.tensor([p.temperature for p in params], dtype=torch.float64, device=device)
+    temperature_n = to_device([p.temperature for p in params], device, torch.float64)
     x_nv = logits_nv.double()
     # Differences are divided, none of them positive: the smallest temperature makes them minus infinity at most, where
     # the logits themselves would all become infinite.
@@ -278,28 +278,33 @@ def weights(logits_nv: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     p_nv = x_nv.exp()
     if any(p.min_p > 0.0 for p in params):
         # The largest is exp(0) = 1, so min-p, a share of the largest, is a bound as it stands.
-        shares = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device)
+        shares = to_device([p.min_p for p in params], device, torch.float64)
         p_nv.masked_fill_(p_nv < shares.unsqueeze(1), 0.0)
     limited = [i for i, p in enumerate(params) if 0 < p.top_k < vocab]
     if limited:
-        ks = torch.tensor([params[i].top_k for i in limited], device=device)
-        rows = x_nv[limited]
-        floors = rows.topk(int(ks.max()), dim=-1).values.gather(1, ks.unsqueeze(1) - 1)
-        p_nv[limited] = p_nv[limited].masked_fill_(rows < floors, 0.0)
+        ks = [params[i].top_k for i in limited]
+        limited_k = to_device(limited, device)
+        rows = x_nv.index_select(0, limited_k)
+        floors = rows.topk(max(ks), dim=-1).values.gather(1, to_device(ks, device).unsqueeze(1) - 1)
+        p_nv.index_copy_(0, limited_k, p_nv.index_select(0, limited_k).masked_fill_(rows < floors, 0.0))
     nucleus = [i for i, p in enumerate(params) if p.top_p < 1.0]
     if nucleus:
-        limits = torch.tensor([params[i].top_p for i in nucleus], dtype=torch.float64, device=device)
-        rows = p_nv[nucleus]
-        p_nv[nucleus] = rows.masked_fill_(rows < _nucleus_floors(rows, limits), 0.0)
+        limits = to_device([params[i].top_p for i in nucleus], device, torch.float64)
+        nucleus_k = to_device(nucleus, device)
+        rows = p_nv.index_select(0, nucleus_k)
+        p_nv.index_copy_(0, nucleus_k, rows.masked_fill_(rows < _nucleus_floors(rows, limits), 0.0))
     return p_nv
 
 
 def _nucleus_floors(p_nv: Tensor, limits_n: Tensor) -> Tensor:
     """The smallest weight in each row's nucleus, [n, 1]: the fewest best tokens whose share reaches the limit.
 
-    Most distributions reach it within a few candidates, so a whole sort is made only for the rows that don't.
+    Most distributions reach it within a few candidates, so a CPU makes a whole sort only for the rows that don't. The
+    host of a GPU would have to wait to know which these are.
     """
     needed_n1 = (limits_n * p_nv.sum(-1)).unsqueeze(1)
+    if not p_nv.is_cpu:
+        return _floors(p_nv.sort(dim=-1, descending=True).values, needed_n1)
     count = min(_TOP_P_CANDIDATES, p_nv.shape[1])
     best = p_nv.topk(count, dim=-1).values
     floors = _floors(best, needed_n1)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from cache.allocation.block_table import DeviceRow
+from cache.memory.pinned_memory import HostIntegers, upload
 from engine.runner.device_rows import DeviceRows, RowUpdate
-from engine.tensors.pinned_memory import HostIntegers, upload
 
 
 class TokenHistory:

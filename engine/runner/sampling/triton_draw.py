@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cache.memory.pinned_memory import to_device
 from contracts.sampling_params import SamplingParams
 from engine.runner.sampling import draw_kernel
-from engine.tensors.pinned_memory import to_device
 
 _VOCAB_BLOCK = 1024
 

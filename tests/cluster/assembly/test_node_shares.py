@@ -10,10 +10,11 @@ import psutil
 import pytest
 from rich.console import Console
 
+from cluster.assembly.device_cards import CardFacts
 from cluster.assembly.memory_plan import MemoryPlan
 from cluster.assembly.node_shares import MemoryShort, NodeFacts, NodeShare, by_machine, cores, free_bytes
 from cluster.serve.preflight import ServeOptions, ServePlan, prepare
-from cluster.serve.terminal import node_table
+from cluster.serve.terminal import node_table, threads_of
 from cluster.worker_process.worker_plan import WorkerPlan
 from contracts.errors import ConfigError
 from contracts.ids import PAIR, Incarnation, Role, WorkerName
@@ -53,6 +54,20 @@ def test_threads_and_memory_are_worked_out_from_the_node_a_worker_is_on() -> Non
     for share in (small, large):
         assert taken(share) <= share.facts.free
     assert large.host_bytes[Role.DECODE] >= small.host_bytes[Role.DECODE]
+
+
+@pytest.mark.parametrize(("cores", "threads", "found"), [(2, 0, "off"), (4, 0, "off"), (5, 0, "on"), (4, 1, "on")])
+def test_workers_copy_on_threads_of_their_own_where_the_node_has_cores_left(
+    cores: int, threads: int, found: str
+) -> None:
+    """Two workers of one rank; by default they divide the cores, and what can't be divided is left."""
+    cluster = prepared(f"engine.threads={threads}", "engine.device=cpu", prefill=1, decode=1)
+    share = cluster.divide(node("n", cores, 64 * GIB, 1, 1))
+    told = share.sizes(Role.DECODE).applied_to(cluster.config, Role.DECODE)
+    assert told.engine.copy_threads == found
+    assert threads_of(share) == (f"{share.threads} + copies" if found == "on" else str(share.threads))
+    share = replace(share, facts=replace(share.facts, cards=(CardFacts(0, "a GPU", GIB, GIB, 90, ()),)))
+    assert threads_of(share) == str(share.threads), "a GPU needs none"
 
 
 def test_a_node_with_more_places_than_there_are_workers_is_planned_for_the_workers() -> None:

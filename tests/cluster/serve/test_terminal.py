@@ -35,7 +35,7 @@ def view(name: str, numerics: str | None) -> WorkerView:
 
 def prepared(config: Config, ray_address: str | None = None) -> Any:
     plan = SimpleNamespace(nbytes=2**20)
-    share = SimpleNamespace(threads=3, plans={role: plan for role in PAIR})
+    share = SimpleNamespace(threads=3, copy_threads=False, plans={role: plan for role in PAIR})
     options = SimpleNamespace(ray_address=ray_address)
     return SimpleNamespace(config=config, options=options, weights=5 * 2**20, shares={}, share_of=lambda node: share)
 

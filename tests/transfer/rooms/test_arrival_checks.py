@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -88,10 +89,41 @@ def test_a_check_that_fails_ends_the_room_and_is_no_damage() -> None:
         def broken(*args: object) -> list[int]:
             raise RuntimeError("a bus error")
 
-        both.target.digest = broken  # type: ignore[method-assign, assignment]
+        both.target.digesting = broken  # type: ignore[method-assign, assignment]
         with pytest.raises(RuntimeError, match="a bus error"):
             device.settle()
         both.poll()
         assert isinstance(both.outcomes[0], HandoverFailed)
         assert "could not be looked at: a bus error" in both.outcomes[0].message
         assert not both.receiver.damage
+
+
+def test_the_loop_reads_digests_only_when_the_device_has_taken_them() -> None:
+    """On a GPU asking for digests before that would wait for its whole stream of loads."""
+    with late_reader() as (both, device):
+        begin, read = both.target.digesting, list[str]()
+
+        def digesting(pool: str, *where: Any) -> Callable[[], list[int]]:
+            there = begin(pool, *where)
+
+            def digests() -> list[int]:
+                assert not device.queued, "the loop waits for the check of what arrived"
+                read.append(pool)
+                return there()
+
+            return digests
+
+        def waits(*where: Any) -> list[int]:
+            raise AssertionError("an operation waits for digests")
+
+        both.target.digesting, both.target.digest = digesting, waits  # type: ignore[method-assign, assignment]
+        handed_over(both)
+        for _ in range(3):
+            both.poll()
+        assert not read
+        device.settle()
+        both.poll()
+        assert sorted(read) == sorted(SPEC.by_name)
+        assert isinstance(both.outcomes[0], PromptArrived)
+        for lease in both.outcomes[0].leases.values():
+            lease.release()

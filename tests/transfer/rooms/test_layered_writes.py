@@ -94,6 +94,21 @@ def test_a7_layers_arrive_as_their_marks_are_reached_and_are_announced_once_they
         placed(both, prompt, leases, {pool: run.numbers for pool, run in prompt.runs.items()})
 
 
+def test_the_rate_of_a_step_is_that_of_its_links_each_counted_once_and_none_while_one_is_unknown() -> None:
+    with layered_ends() as both:
+        one, other = both.prompt(40), both.prompt(32)
+        for prompt in (one, other):
+            both.open(prompt)
+        assert both.sender.bytes_per_s([one.room, other.room]) == 0.0, "nothing was carried"
+        link = both.sender._rooms[one.room].peer.link  # type: ignore[union-attr]
+        link.sent.nbytes, link.sent.busy_s = 600, 2.0
+        assert both.sender.bytes_per_s([one.room, other.room]) == 300.0
+        for prompt in (one, other):
+            both.sender.write(prompt.room, prompt.all(), ())
+            both.seal(prompt)
+            assert isinstance(both.outcome(prompt.room), PromptArrived)
+
+
 def test_a9_what_a_step_that_came_to_nothing_wrote_is_written_again() -> None:
     with layered_ends() as both:
         prompt, failed, marks = both.prompt(40), Step(), marks_of()

@@ -6,6 +6,7 @@ pinned until it has ended, whatever becomes of their room meanwhile.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,7 +73,8 @@ class ArrivalCheck:
 
             def run() -> None:
                 for part in wrote.parts:
-                    check.mismatches[part.pool] = self._mismatches(part, places[part.pool], positions)
+                    firsts, ends = extents(self._pools.spec, part.pool, _numbers(part), positions)
+                    check.digests[part.pool] = self._pools.digesting(part.pool, places[part.pool], firsts, ends)
 
             pins = [
                 self._pools.allocators[pool].pin(indices, f"check of {room.id}") for pool, indices in places.items()
@@ -90,7 +92,7 @@ class ArrivalCheck:
         if error is not None:
             return Hole(f"what arrived could not be looked at: {error}")
         for part in check.wrote.parts:
-            if bad := check.mismatches.get(part.pool):
+            if part.pool in check.digests and (bad := _mismatches(part, check.digests[part.pool]())):
                 return Damage(part.pool, f"pages {bad} don't match their tags")
         for part in check.wrote.parts:
             room.shares.advance(part.pool, _numbers(part))
@@ -116,11 +118,10 @@ class ArrivalCheck:
         """Wait for the checks under way, and let go of their pages."""
         self._pins.settle()
 
-    def _mismatches(self, part: m.PageTags, indices: tuple[int, ...], positions: int) -> list[int]:
-        """Return the numbers of pages with another digest than they were sealed with. `positions`: of the prompt."""
-        firsts, ends = extents(self._pools.spec, part.pool, _numbers(part), positions)
-        found = self._pools.digest(part.pool, indices, firsts, ends)
-        return [n for n, a, b in zip(_numbers(part), found, part.digests, strict=True) if a != b]
+
+def _mismatches(part: m.PageTags, found: Sequence[int]) -> list[int]:
+    """Return the numbers of pages with another digest than they were sealed with."""
+    return [n for n, a, b in zip(_numbers(part), found, part.digests, strict=True) if a != b]
 
 
 def _numbers(part: m.PageTags) -> range:

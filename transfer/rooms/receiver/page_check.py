@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cache.device.device_port import DONE, Completion
@@ -14,8 +15,8 @@ class PageCheck:
 
     wrote: PagesWritten
     completion: Completion = DONE
-    mismatches: dict[str, list[int]] = field(default_factory=dict)
-    """By pool, the numbers of pages with another digest than they were sealed with, once it is done."""
+    digests: dict[str, Callable[[], list[int]]] = field(default_factory=dict)
+    """By pool, what returns the digests of the pages that arrived; at once when the check is done."""
 
     @property
     def done(self) -> bool:

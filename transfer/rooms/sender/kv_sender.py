@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from cache.device.device_port import Completion, Device
@@ -105,6 +105,13 @@ class KVSender:
         """Return whether pages of `room` can be written layer by layer: it is granted, and its link can do that."""
         entry = self._rooms.get(room)
         return self.granted(room) and entry is not None and entry.peer is not None and entry.peer.writes.layered
+
+    def bytes_per_s(self, rooms: Iterable[RoomId]) -> float:
+        """Return what the links of these rooms carried a second, together; 0 where one has carried nothing yet. The
+        rooms are `layered`."""
+        links = {id(peer.link): peer.link for room in rooms if (peer := self._rooms[room].peer) is not None}
+        rates = [link.sent.bytes_per_s for link in links.values()]
+        return sum(rates) if all(rates) else 0.0
 
     def unwritten(self, room: RoomId) -> dict[str, range]:
         """Return as `wanted` does, without the numbers that steps under way are writing layer by layer."""

@@ -32,7 +32,12 @@ def to_device(values: HostNumbers, device: torch.device, dtype: torch.dtype = to
         return torch.from_numpy(np.asarray(values, dtype=_NUMPY[dtype]))
     known = isinstance(values, np.ndarray)
     tensor = torch.from_numpy(values).to(dtype) if known else torch.tensor(values, dtype=dtype)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return copy_up(tensor, device)
+
+
+def copy_up(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host to `device`; on a CPU, the tensor itself."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def upload(arrays: Sequence[HostIntegers], device: torch.device) -> list[Tensor]:
@@ -47,7 +52,8 @@ def upload_packed(arrays: Sequence[HostIntegers], device: torch.device) -> list[
     begins = [0, *accumulate(-(-array.nbytes // _ALIGNED) * _ALIGNED for array in arrays)]
     packed = torch.empty(begins.pop(), dtype=torch.uint8, pin_memory=device.type == "cuda")
     for begin, array in zip(begins, arrays, strict=True):
-        packed[begin : begin + array.nbytes] = torch.from_numpy(array).reshape(-1).view(torch.uint8)
+        # As bytes by numpy: torch takes no empty array for bytes.
+        packed[begin : begin + array.nbytes] = torch.from_numpy(array.reshape(-1).view(np.uint8))
     there = packed.to(device, non_blocking=True)
     return [
         there[begin : begin + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
