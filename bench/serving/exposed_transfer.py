@@ -1,11 +1,13 @@
 """What of a prompt's transfer can be seen: the time between the end of its computation and decode's last check.
 
 One prefill and one decode worker over plane `shm`, a model of eight layers with random weights, and a link that is
-slowed to a rate. Prompts of several lengths are asked one at a time, with layered sends and without, in turns; their
-answers' timelines say what of the transfer was exposed and what ran beside the computation. The limit is one group's
-transfer: `transfer.layer_group_bytes` over the rate.
+slowed to a rate. Prompts of several lengths are asked one at a time, in turns of three ways (`WAYS`): chunk by chunk on
+the thread that computes, chunk by chunk on threads of their own, and layer by layer on these. Their answers' timelines
+say what of the transfer was exposed and what ran beside the computation. The limit is one group's transfer,
+`transfer.layer_group_bytes` over the rate, where the link is faster than the computation. Where it is slower a backlog
+grows: what is exposed then is at least what all of the transfer takes longer than the computation.
 
-    python -m bench.serving.exposed_transfer --rates 20 60 --json build/bench/exposed.json
+    python -m bench.serving.exposed_transfer --rates 6 60 --json build/bench/exposed.json
 """
 
 from __future__ import annotations
@@ -30,6 +32,12 @@ from bench.common.random_model import make
 SIZE = "4m"
 GROUP_BYTES = 256 << 10
 TIMEOUT_S = 300.0
+WAYS = {
+    "chunk by chunk, no threads": ("engine.copy_threads=off",),
+    "chunk by chunk, threads": ("engine.copy_threads=on", "transfer.layers=false"),
+    "layer by layer, threads": ("engine.copy_threads=on", "transfer.layers=true"),
+}
+"""Settings by the way in which pages leave."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +47,27 @@ class Exposed:
     rate: int
     """Bytes a second that the link is slowed to."""
     tokens: int
-    layered: bool
+    way: str
     exposed_ms: float
     hidden_ms: float
     first_token_ms: float
     transfer_bytes: int
+
+    @property
+    def transfer_ms(self) -> float:
+        """What all of the transfer takes at the link's rate."""
+        return 1000 * self.transfer_bytes / self.rate
+
+    @property
+    def backlog_bytes(self) -> int:
+        """What the link can't have carried before the computation was over."""
+        return min(self.transfer_bytes, int(self.exposed_ms / 1000 * self.rate))
+
+    @property
+    def limit_ms(self) -> float:
+        """The least that can be exposed layer by layer: a group, or what the link lacks behind the computation."""
+        behind = self.transfer_ms - self.first_token_ms  # Which prefill tells as soon as it is computed.
+        return max(1000 * min(GROUP_BYTES, self.transfer_bytes) / self.rate, behind)
 
 
 def checkpoint(folder: Path, context: int) -> Path:
@@ -66,34 +90,32 @@ def ask(url: str, tokens: int, rng: random.Random) -> dict[str, Any]:
     return found
 
 
-def measure(urls: dict[bool, str], rate: int, lengths: list[int], rounds: int) -> list[Exposed]:
-    """Ask in turns of both clusters."""
+def measure(urls: dict[str, str], rate: int, lengths: list[int], rounds: int) -> list[Exposed]:
+    """Ask in turns of all clusters."""
     rng, out = random.Random(7), []
     for url in urls.values():
         ask(url, 600, rng)
     for tokens in lengths:
-        found: dict[bool, list[dict[str, Any]]] = {layered: [] for layered in urls}
+        found: dict[str, list[dict[str, Any]]] = {way: [] for way in urls}
         for _ in range(rounds):
-            for layered, url in urls.items():
-                found[layered].append(ask(url, tokens, rng))
-        for layered, answers in found.items():
+            for way, url in urls.items():
+                found[way].append(ask(url, tokens, rng))
+        for way, answers in found.items():
             times = [answer["timeline"] for answer in answers]
             medians = [
                 1000 * statistics.median(t[name] for t in times) for name in ("exposed", "hidden", "first_token")
             ]
             exposed, hidden, first = medians
-            out.append(Exposed(rate, tokens, layered, exposed, hidden, first, answers[0]["transfer_bytes"]))
+            out.append(Exposed(rate, tokens, way, exposed, hidden, first, answers[0]["transfer_bytes"]))
     return out
 
 
 def show(results: list[Exposed], file: Any) -> None:
     for one in results:
-        limit = 1000 * min(GROUP_BYTES, one.transfer_bytes) / one.rate
         print(
-            f"{one.rate / 1e6:6.0f} MB/s {one.tokens:6} tokens, "
-            f"{'layer by layer ' if one.layered else 'chunk by chunk '} exposed {one.exposed_ms:7.1f} ms, "
-            f"hidden {one.hidden_ms:7.1f} ms, first token {one.first_token_ms:8.1f} ms; one group {limit:5.1f} ms, "
-            f"all of it {1000 * one.transfer_bytes / one.rate:8.1f} ms",
+            f"{one.rate / 1e6:6.0f} MB/s {one.tokens:6} tokens, {one.way:27} exposed {one.exposed_ms:7.1f} ms "
+            f"(at least {one.limit_ms:6.1f}), backlog {one.backlog_bytes / 1e6:5.2f} MB, hidden {one.hidden_ms:7.1f}, "
+            f"first token {one.first_token_ms:8.1f}; all of it {one.transfer_ms:8.1f}",
             file=file,
             flush=True,
         )
@@ -101,7 +123,7 @@ def show(results: list[Exposed], file: Any) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", type=int, nargs="+", default=[20, 60], help="of the link, in MB a second")
+    parser.add_argument("--rates", type=int, nargs="+", default=[6, 60], help="of the link, in MB a second")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 32768])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
@@ -121,10 +143,7 @@ def main(argv: list[str] | None = None) -> int:
             ]
             with ExitStack() as stack:
                 urls = {
-                    layered: stack.enter_context(
-                        serving(str(model), [*settings, f"engine.copy_threads={'on' if layered else 'off'}"])
-                    )
-                    for layered in (False, True)
+                    way: stack.enter_context(serving(str(model), [*settings, *asked])) for way, asked in WAYS.items()
                 }
                 found = measure(urls, rate, args.tokens, args.rounds)
             show(found, sys.stdout)

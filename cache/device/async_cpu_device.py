@@ -3,7 +3,8 @@
 Loads and saves have a thread each (`HostStream`), and so has each lane of sends. What computes runs on the caller's
 thread, as a second thread for it would take the interpreter's lock from the first more often than it helped (decision
 9): at once, or, for an operation with layer marks, when the caller next looks at it. So its caller can submit what
-comes after its marks first, as on a GPU, and that runs beside it.
+comes after its marks first, as on a GPU, and that runs beside it. What computes behind it, such as the draw of a step's
+tokens, waits with it.
 """
 
 from __future__ import annotations
@@ -52,12 +53,14 @@ class AsyncCpuDevice(CpuMemory):
             if op.stream is DeviceStream.SEND:
                 return _Beside(self._sends.submit(op.lane, run, after), self._deferred)
             return _Beside(self._streams[op.stream].submit(run, after), self._deferred)
-        if self._deferred is not None:
-            self._deferred.run()
-            self._deferred = None
-        if marks is not None:
-            self._deferred = _DeferredCompute(run, after, marks)
+        before = self._deferred if self._deferred is not None and not self._deferred.begun else None
+        if before is not None and marks is not None:
+            before.run()
+            before = None
+        if before is not None or marks is not None:
+            self._deferred = _DeferredCompute(run, after, marks, before)
             return self._deferred
+        self._deferred = None
         for completion in after:
             completion.wait()
         run()
@@ -106,10 +109,17 @@ class _Beside:
 class _DeferredCompute:
     """An operation that the submitting thread runs when it looks at it; other threads wait until it has."""
 
-    def __init__(self, run: Callable[[], object], after: Sequence[Completion], marks: LayerMarks) -> None:
-        self._run, self._after, self._marks = run, after, marks
+    def __init__(
+        self,
+        run: Callable[[], object],
+        after: Sequence[Completion],
+        marks: LayerMarks | None,
+        before: _DeferredCompute | None,
+    ) -> None:
+        """`before`: the operation that is to be run first, being of the same stream."""
+        self._run, self._after, self._marks, self._before = run, after, marks, before
         self._thread = threading.get_ident()
-        self._begun = False
+        self.begun = False
         self._over = threading.Event()
         self._error: BaseException | None = None
 
@@ -132,9 +142,12 @@ class _DeferredCompute:
     def run(self) -> None:
         """Run it, unless that has begun before. What it raises is kept for those who wait; an interrupt is raised here
         as well."""
-        if self._begun:
+        if self.begun:
             return
-        self._begun = True
+        self.begun = True
+        if self._before is not None:
+            self._before.run()
+            self._before = None
         try:
             for completion in self._after:
                 completion.wait()
@@ -147,12 +160,16 @@ class _DeferredCompute:
             self._end()
 
     def give_up(self) -> None:
-        """Fail it, unless it has begun before: its host closes."""
-        if not self._begun:
-            self._begun, self._error = True, RuntimeError("the device was closed before it ran")
+        """Fail it, and what is before it, unless it has begun before: its host closes."""
+        if not self.begun:
+            if self._before is not None:
+                self._before.give_up()
+                self._before = None
+            self.begun, self._error = True, RuntimeError("the device was closed before it ran")
             self._end()
 
     def _end(self) -> None:
         del self._run
-        self._marks.end(self._error)
+        if self._marks is not None:
+            self._marks.end(self._error)
         self._over.set()

@@ -133,8 +133,41 @@ def test_who_waits_for_a_send_runs_the_step_that_it_comes_after(device: AsyncCpu
 def test_steps_run_in_order_also_where_nobody_has_looked_at_the_first(device: AsyncCpuDevice) -> None:
     seen: list[str] = []
     device.submit(STEP, lambda: seen.append("one"), marks=marks())
-    device.submit(STEP, lambda: seen.append("two"))
-    assert seen == ["one", "two"]
+    device.submit(STEP, lambda: seen.append("two"), marks=marks())
+    assert seen == ["one"]
+    device.submit(STEP, lambda: seen.append("three")).wait()
+    assert seen == ["one", "two", "three"]
+
+
+def test_a_draw_behind_a_step_leaves_it_to_what_comes_after_its_marks(device: AsyncCpuDevice) -> None:
+    """Sends are posted when both are submitted: they run beside the step's later layers."""
+    ran, sent = list[str](), threading.Event()
+    marks = LayerMarks(layer_groups({"full": 2}, 2))
+
+    def forward() -> None:
+        marks.passed({"full": 1})
+        assert sent.wait(WAIT_S), "the first layer's send waits for the end of the step"
+        ran.append("forward")
+
+    step = device.submit(STEP, forward, marks=marks)
+    draw = device.submit(DeviceOp("draw", DeviceStream.COMPUTE), lambda: ran.append("draw"))
+    assert ran == []
+    send = device.submit(SEND, sent.set, (marks[0],))
+    assert draw.done
+    assert (ran, step.done) == (["forward", "draw"], True)
+    send.wait()
+    assert device.submit(STEP, lambda: ran.append("next")) is DONE
+
+
+def test_closing_gives_up_a_draw_with_the_step_before_it() -> None:
+    device = AsyncCpuDevice()
+    marks = LayerMarks(layer_groups({"full": 1}, 1))
+    step = device.submit(STEP, lambda: None, marks=marks)
+    draw = device.submit(DeviceOp("draw", DeviceStream.COMPUTE), lambda: None)
+    device.close()
+    for one in (step, draw, marks[0]):
+        assert one.done
+        assert "was closed" in str(failure(one))
 
 
 def test_another_thread_waits_for_a_step_until_its_host_has_run_it(device: AsyncCpuDevice) -> None:
