@@ -44,6 +44,8 @@ class DisconnectWatch:
         self._monitor: Any = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._up = False
         self._cut = False
+        self.opened = 0
+        """Connections made, as of the last call of `cut` or `up`; those after the first came after a cut."""
 
     def cut(self) -> bool:
         """Return whether the connection was cut since the last call."""
@@ -70,6 +72,7 @@ class DisconnectWatch:
                 return
             self._up = event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
             self._cut = self._cut or not self._up
+            self.opened += self._up
 
     def close(self) -> None:
         """To be called before the socket's own `close`."""

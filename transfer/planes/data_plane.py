@@ -12,7 +12,7 @@ were granted to a writer stay out of use until the writer has said it is done, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -115,6 +115,7 @@ class SentCounts:
     """What went down the connections of a link so far."""
 
     writes: int = 0
+    """Writes that have landed. A write to several ranks of a reader counts once for each."""
     nbytes: int = 0
     busy_s: float = 0.0
     """Seconds in which some write was under way on a connection, summed over connections."""
@@ -128,6 +129,18 @@ class SentCounts:
         """What one connection carried while it was busy; 0 where nothing was measured."""
         return self.nbytes / self.busy_s if self.busy_s > 0 else 0.0
 
+    @classmethod
+    def total(cls, counts: Iterable[SentCounts]) -> SentCounts:
+        """The counts of several links together: each field summed."""
+        out = cls()
+        for one in counts:
+            out.writes += one.writes
+            out.nbytes += one.nbytes
+            out.busy_s += one.busy_s
+            out.waited_s += one.waited_s
+            out.opened += one.opened
+        return out
+
 
 class WriteLink(Protocol):
     """A link from a writer into one reader's memory."""
@@ -139,8 +152,11 @@ class WriteLink(Protocol):
     ranked: bool
     """Whether other ranks of this worker write parts: each write is to be ordered once what it comes after has
     happened, but for marks of steps under way."""
-    sent: SentCounts
-    """What it has carried; of several ranks, what goes from this one to the reader's first."""
+
+    @property
+    def sent(self) -> SentCounts:
+        """What it has carried so far, from this rank to all ranks of the reader; what other ranks of this worker write
+        is not in it."""
 
     def admit(self, target: RoomTarget) -> None:
         """Check granted places. Raises `WireError` for places that the memory described by the reader doesn't have."""

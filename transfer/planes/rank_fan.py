@@ -34,8 +34,11 @@ class RankFan:
         self._leader = leader
         self._parts = parts
         self.layered = all(link.layered for link in parts)
-        self.sent = next((link.sent for link in self._links()), SentCounts())
         self.frame_bytes = min((b for link in self._links() if (b := link.frame_bytes) is not None), default=None)
+
+    @property
+    def sent(self) -> SentCounts:
+        return SentCounts.total(link.sent for link in self._links())
 
     def admit(self, target: RoomTarget) -> None:
         for link in self._links():

@@ -35,7 +35,15 @@ from contracts.messages.rank_orders import (
     SeverLink,
     SeverPeer,
 )
-from transfer.planes.data_plane import PageNumbers, PageWrite, RankDataPlane, RoomTarget, SlotWrite, WriteLink
+from transfer.planes.data_plane import (
+    PageNumbers,
+    PageWrite,
+    RankDataPlane,
+    RoomTarget,
+    SentCounts,
+    SlotWrite,
+    WriteLink,
+)
 
 
 class TPDataPlane:
@@ -136,7 +144,11 @@ class _TPLink:
         self._plane = plane
         self.severed = False
         """Whether a follower has reported, since the last `cut`, that its part was cut."""
-        self.frame_bytes, self.layered, self.sent = mine.frame_bytes, mine.layered, mine.sent
+        self.frame_bytes, self.layered = mine.frame_bytes, mine.layered
+
+    @property
+    def sent(self) -> SentCounts:
+        return self._mine.sent
 
     def admit(self, target: RoomTarget) -> None:
         """Check by the leader's own part: all ranks of a reader describe the same counts."""

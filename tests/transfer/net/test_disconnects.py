@@ -248,6 +248,24 @@ def test_b10_what_a_follower_tells_is_heard_though_the_peer_is_gone_already(monk
 
 
 @pytest.mark.slow
+def test_a_link_over_shared_memory_counts_the_connections_that_its_notices_have_had() -> None:
+    with proxied("shm") as (both, _, proxy):
+        opened(both)
+        (peer,) = both.sender._peers.values()
+        both.until(lambda: peer.link.sent.opened == 1, "the connection")
+        way = data(proxy)
+        proxy.cut(way)
+        proxy.mend(way)
+        link = peer.link
+
+        def again() -> bool:
+            link.cut()  # The peer is lost with the connection, and nobody looks at its link any more.
+            return link.sent.opened == 2
+
+        both.until(again, "another one in its place")
+
+
+@pytest.mark.slow
 def test_ranks_that_share_memory_have_no_connection_that_could_be_cut() -> None:
     with proxied("shm", spec=headed_sets()["all"], ranks=(2, 2)) as (both, _, proxy):
         opened_room = opened(both)

@@ -259,3 +259,37 @@ def test_a6_a_write_that_the_leader_cannot_post_is_over_only_when_its_followers_
         write.wait()
     assert followers.done
     assert write.done
+
+
+def test_what_several_links_have_carried_is_the_sum_over_all_of_them_each_counted_once() -> None:
+    links = [Posting(), Posting(), Posting()]
+    for number, link in enumerate(links, 1):
+        link.sent = SentCounts(number, 10 * number, 0.25 * number, 0.5 * number, 1)
+    apart = RankFan(links[0], links[1:])  # type: ignore[arg-type]
+    assert apart.sent == SentCounts(6, 60, 1.5, 3.0, 3)
+    assert RankFan(links[0], links).sent == apart.sent  # type: ignore[arg-type]
+    assert RankFan(None, []).sent == SentCounts()
+    links[2].sent.nbytes += 7
+    assert apart.sent.nbytes == 67, "as of now, and not as of when the links were opened"
+
+
+@pytest.mark.parametrize("plane", ["shm", "zmq"])
+@pytest.mark.parametrize(("writers", "readers", "links"), [(1, 2, 2), (2, 4, 2), (2, 1, 1)])
+def test_a_worker_counts_what_its_leader_writes_to_all_ranks_of_a_reader(
+    writers: int, readers: int, links: int, plane: str
+) -> None:
+    with ends(SETS["full"], plane, count=40, ranks=(writers, readers)) as both:
+        prompt = both.prompt(20)
+        both.open(prompt)
+        both.sender.write(prompt.room, prompt.all(), (DONE,))
+        both.seal(prompt)
+        arrived = both.outcome(prompt.room)
+        assert isinstance(arrived, PromptArrived)
+        counts = both.sender.links
+        assert counts["link_writes:decode-0"] == links
+        assert counts["link_bytes:decode-0"] * writers == sum(arrived.received.values())
+        arrived.release()
+        both.released(prompt.room)
+        for lease in prompt.leases.values():
+            lease.release()
+        both.quiet()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -56,7 +56,7 @@ class DirectLink:
         self._watch = watch
         self._close = close
         self._faults = faults
-        self.sent = SentCounts(opened=1)
+        self.sent = SentCounts()
 
     def admit(self, target: RoomTarget) -> None:
         for pool, run in target.runs.items():
@@ -87,9 +87,9 @@ class DirectLink:
         took = time.monotonic() - start
         self.sent.writes += 1
         self.sent.nbytes += sum(
-            len(part.targets) * buffer.spec.layers * buffer.entry_bytes
+            len(part.targets) * its.spec.layers * _common_bytes(mine, its)
             for part in move.parts
-            for buffer in self._written(write, part.pool)
+            for mine, its in self._written(write, part.pool)
         )
         self.sent.busy_s += took
         self.sent.waited_s += took
@@ -119,10 +119,12 @@ class DirectLink:
     def _chosen(self, layout: PoolSetLayout, pool: str) -> tuple[BufferLayout, ...]:
         return layout.buffers[pool] if self._cut is None else chosen(layout.buffers[pool], self._cut.get(pool, ()))
 
-    def _written(self, write: PageWrite, pool: str) -> Sequence[BufferLayout]:
-        """The reader's buffers of `pool` that a write writes, of the layers that it writes."""
-        buffers = self._chosen(self._layout, pool)
-        return buffers if write.layers is None else of_layers(buffers, write.layers[pool])
+    def _written(self, write: PageWrite, pool: str) -> Iterator[tuple[BufferLayout, BufferLayout]]:
+        """The buffers of `pool` that a write writes, ours and the reader's, of the layers that it writes."""
+        mine, its = self._chosen(self._source.layout, pool), self._chosen(self._layout, pool)
+        if write.layers is not None:
+            mine, its = of_layers(mine, write.layers[pool]), of_layers(its, write.layers[pool])
+        return zip(mine, its, strict=True)
 
     def _first_byte(self, buffer: BufferLayout) -> int:
         """Return the offset, in bytes, at which this link writes first in an entry of the reader's buffer."""
@@ -137,7 +139,11 @@ class DirectLink:
         self._notify(data)
 
     def cut(self) -> bool:
-        return self._watch is not None and self._watch.cut()
+        if self._watch is None:
+            return False
+        cut = self._watch.cut()
+        self.sent.opened = self._watch.opened
+        return cut
 
     @property
     def up(self) -> bool:
@@ -149,6 +155,13 @@ class DirectLink:
         if self._watch is not None:
             self._watch.close()
         self._close()
+
+
+def _common_bytes(mine: BufferLayout, its: BufferLayout) -> int:
+    """Return how many bytes of an entry both ends hold: those of the heads that they have in common."""
+    if not its.spec.heads:
+        return its.entry_bytes
+    return its.entry_bytes // its.spec.shape[0] * len(common(mine.spec, its.spec))
 
 
 def _halves(move: PageMove) -> tuple[PageMove, PageMove]:
