@@ -8,13 +8,13 @@
 Sections: `kernels` (the Triton kernels: right, invariant, and how fast beside torch's own), `families` (every family
 through both workers with their state on the GPU, against transformers: hand-over, tiers, retraction, migration,
 damage), `copies` (what goes between the device and pinned host memory beside one plain copy of as many bytes, alone and
-beside products, and whether it comes back as it went), `handover` (planes `staged` and `cuda_ipc` between two processes
-on one card, every byte compared), `engine` (prefill and decode of models with random weights beside transformers on the
-same GPU, and whether the tokens agree), `serving` (whole workers: exposed time of the hand-over, goodput of two pools
-and of a colocated worker beside transformers' continuous batching, what verification costs). Each is a process of its
-own with a deadline, its part of what is left (`WEIGHTS`): one that fails or hangs costs the others nothing. What each
-printed and its figures go into one file, and its tables for docs/benchmarks.md, with what the GPU would allow beside
-each figure, into one beside it (gpu.md). Exit code 1 when a section failed.
+beside products, and whether it comes back as it went), `handover` (planes `staged`, `cuda_ipc` and `nixl` between two
+processes on one card, every byte compared), `engine` (prefill and decode of models with random weights beside
+transformers on the same GPU, and whether the tokens agree), `serving` (whole workers: exposed time of the hand-over,
+goodput of two pools and of a colocated worker beside transformers' continuous batching, what verification costs). Each
+is a process of its own with a deadline, its part of what is left (`WEIGHTS`): one that fails or hangs costs the others
+nothing. What each printed and its figures go into one file, and its tables for docs/benchmarks.md, with what the GPU
+would allow beside each figure, into one beside it (gpu.md). Exit code 1 when a section failed.
 
 What a section has so far is in the folder gpu.parts, however it ends: `--resume` goes on from there, also where this
 program was killed in the middle. A section for all of which the time didn't suffice is told as such, and gone on with.

@@ -4,7 +4,7 @@
 
 Chunks of scattered pages go from pools of this process to pools of another, each with a notice, and all bytes that
 arrived are compared. The base is a copy of as many bytes on the card, in one block. On a CPU (`--rehearse`) a file
-without a name stands for CUDA IPC.
+without a name stands for CUDA IPC. `nixl` is among them where it can be imported and takes the card's memory.
 """
 
 from __future__ import annotations
@@ -25,8 +25,19 @@ import bench.gpu
 from bench.serving.handover_speed import Measured, Way
 from bench.serving.transfer_ways import DISTINCT, Memory, Shape
 from cache.device.device_copies import zeroed
+from contracts.errors import TwinpoolError
+from transfer.planes.nixl.nixl_agent import load_nixl
 
 NOT_RUN = 77
+
+
+def add_nixl(planes: Sequence[str]) -> tuple[list[str], str]:
+    """The planes with `nixl` where it can be imported; and why it isn't among them, in words."""
+    try:
+        load_nixl()
+    except TwinpoolError as error:
+        return list(planes), str(error)
+    return [*planes, "nixl"], ""
 
 
 def plain_copy(shape: Shape, chunks: int, device: torch.device, into: Measured) -> None:
@@ -48,9 +59,18 @@ def measure(shape: Shape, planes: Sequence[str], device: str, chunks: int, round
     memory = Memory(shape, seed=1, allocate=lambda name, nbytes: zeroed(nbytes, where), noise=True)
     results = {name: Measured() for name in ("one block", *planes)}
     with ExitStack() as stack:
-        ways = [Way(name, shape, memory, 1, device) for name in planes]
-        for way in ways:
-            stack.callback(way.close)
+        ways = []
+        for name in planes:
+            try:
+                ways.append(Way(name, shape, memory, 1, device))
+            except Exception as error:
+                if name != "nixl":
+                    raise
+                # Its UCX may know no GPU; what fails after that is ours.
+                del results[name]
+                print(f"{name}: not run: {type(error).__name__}: {error}"[:300], flush=True)
+                continue
+            stack.callback(ways[-1].close)
         for number in range(rounds + 1):
             plain_copy(shape, chunks, where, results["one block"] if number else Measured())
             for way in ways:
@@ -74,6 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.rehearse:
         shape, chunks, device = Shape(2, 2, 32, 16, 64), DISTINCT, "cpu"
         planes = ["staged", "cuda_ipc, rehearsed"]
+    planes, missing = add_nixl(planes)
+    if missing:
+        print(f"nixl: not run: {missing}", flush=True)
     results = measure(shape, planes, device, chunks, args.rounds)
     base = results["one block"].rate
     print(f"chunks of {shape.chunk_bytes / 2**20:.1f} MiB in {shape.chunk_pages} pages, on {device}")

@@ -19,13 +19,14 @@ import torch
 from bench.common.section_figures import NOT_COMPLETE, known_figures, write_figures
 from bench.engine.engine_speed import SpeedScenario
 from bench.gpu import __main__ as gpu
-from bench.gpu import gpu_copies, gpu_engine, gpu_families, gpu_serving
+from bench.gpu import gpu_copies, gpu_engine, gpu_families, gpu_handover, gpu_serving
 from bench.gpu.goodput import Goodput, Load, Slo
 from bench.gpu.gpu_limits import Ceilings, ModelCost
 from bench.gpu.gpu_tables import tables
 from bench.gpu.process_cluster import Served
 from bench.gpu.process_sockets import NothingThere, ProcessPoller, ProcessSocket, ProcessSocketError
 from bench.kernels.flex_bench import flex_call
+from bench.serving.transfer_ways import Shape
 from cache.device.device_backends import CpuDevice
 from contracts.errors import ConfigError
 from tests.family_scenes import Family
@@ -65,7 +66,9 @@ def test_a_rehearsal_writes_every_section_and_says_that_it_was_one(rehearsed: di
     assert rehearsed["rehearsal"]
     assert {name: section["ok"] for name, section in rehearsed["sections"].items()} == dict.fromkeys(gpu.MODULES, True)
     figures = {name: section["figures"] for name, section in rehearsed["sections"].items()}
-    assert set(figures["handover"]) == {"one block", "staged", "cuda_ipc, rehearsed"}
+    planes, missing = gpu_handover.add_nixl(["staged", "cuda_ipc, rehearsed"])
+    assert set(figures["handover"]) == {"one block", *planes}
+    assert ("nixl" in planes) != bool(missing)
     for rates in figures["copies"]["gb_per_s"].values():
         assert {"one block up", "pieces down, digested", "layers up"} <= set(rates)
     assert all(set(kept) == {"copy", "products"} for ways in figures["copies"]["beside_products"].values()
@@ -313,6 +316,29 @@ def test_serving_keeps_the_parts_that_were_complete_and_nothing_of_what_was_wron
     second.wrong.append("other tokens")
     second.add("verification", "all", [])
     assert not gpu_serving.SectionRun(60.0, file, resume=True).figures
+
+
+def test_a_hand_over_goes_on_without_nixl_where_it_is_not_there_or_takes_no_memory_of_the_card(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing() -> None:
+        raise ConfigError("plane nixl needs NIXL")
+
+    def way(name: str, *rest: object) -> SimpleNamespace:
+        if name == broken:
+            raise RuntimeError("UCX has no CUDA")
+        return SimpleNamespace(name=name, close=lambda: None, round=lambda chunks, into: None)
+
+    broken = "nixl"
+    monkeypatch.setattr(gpu_handover, "load_nixl", missing)
+    assert gpu_handover.add_nixl(["staged"]) == (["staged"], "plane nixl needs NIXL")
+    monkeypatch.setattr(gpu_handover, "Way", way)
+    shape = Shape(1, 1, 16, 16, 32)
+    assert set(gpu_handover.measure(shape, ["staged", "nixl"], "cpu", 1, 1)) == {"one block", "staged"}
+    assert "nixl: not run: RuntimeError: UCX has no CUDA" in capsys.readouterr().out
+    broken = "staged"
+    with pytest.raises(RuntimeError, match="UCX has no CUDA"):
+        gpu_handover.measure(shape, ["staged", "nixl"], "cpu", 1, 1)
 
 
 @pytest.mark.slow
