@@ -88,7 +88,7 @@ class Drafting:
             return
         for request in batch:
             # The last token of the longest answer is computed by no step.
-            most = min(budget, request.draft_limit, request.positions - request.planned - 1)
+            most = min(budget, self._config.drafts, request.draft_limit, request.positions - request.planned - 1)
             if request.under_way or most <= 0:
                 continue
             draft = self._drafter.propose(request, most)

@@ -104,6 +104,16 @@ def test_who_was_wrong_has_as_many_drafts_as_were_right() -> None:
     assert limits == [1, 2, 1], "one was right of two; that one alone is right, so two again"
 
 
+def test_no_row_has_more_drafts_than_the_configuration_says() -> None:
+    parts, _ = drafting(draft_tokens=1)
+    (request,) = parts.run("a", most=MANY)
+    for _ in range(4):
+        assert parts.scheduler.next_batch() == [request]
+        assert len(request.drafts) == 1
+        parts.steps.launch([request])
+        list(parts.steps.landed(go_on=False))
+
+
 def test_an_answer_ends_at_its_limit_and_no_state_is_computed_beyond_it() -> None:
     parts, drafter = drafting()
     (request,) = parts.run("a", prompt=6, most=6)
