@@ -33,7 +33,7 @@ from bench.common.bench_cluster import serving
 
 BACK_S = 120.0
 LOOK_S = 0.02
-TRIES = 10
+TRIES = 40
 AHEAD = 8
 """Tokens that a stream has before its decode worker is killed."""
 
