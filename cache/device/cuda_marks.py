@@ -48,17 +48,19 @@ class MarkWord:
     def wait(self, settled: Callable[[], bool]) -> None:
         """Return once `settled` says so."""
         with self._changed:
-            while not settled():
-                if self._looking:
-                    self._changed.wait()
-                    continue
-                self._looking = True
-                seen = self.seen
-                self._changed.wait(_LOOK_S)
-                self._looking = False
-                if self.seen != seen:
-                    self._changed.notify_all()
-            self._changed.notify_all()  # Another one looks from now on.
+            try:
+                while not settled():
+                    if self._looking:
+                        self._changed.wait()
+                        continue
+                    self._looking = True
+                    seen = self.seen
+                    self._changed.wait(_LOOK_S)
+                    self._looking = False
+                    if self.seen != seen:
+                        self._changed.notify_all()
+            finally:
+                self._changed.notify_all()  # Another one looks from now on.
 
     def tell(self) -> None:
         """Have those who wait ask again."""

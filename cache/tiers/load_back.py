@@ -49,9 +49,10 @@ class _Load:
 
     def digests(self) -> dict[tuple[str, int], int]:
         """Returns the digests of the pages that were checked, by pool and page. The copy must be done."""
-        found = self.copy.digests() if self.copy is not None else None
-        if not found or self.checked is None:
+        if self.checked is None:
             return {}
+        found = self.copy.digests() if self.copy is not None else None
+        assert found is not None, "a copy that was to take digests has taken them"
         pages = {pool: zip(self.checked[pool].indices, digests, strict=True) for pool, digests in found.items()}
         return {(pool, index): digest for pool, ends in pages.items() for index, digest in ends}
 

@@ -95,7 +95,7 @@ def step_memory(spec: ModelSpec, pool_set: PoolSetSpec, config: Config, role: Ro
     inputs = paged * (_INT32 * pages + _GRAPH_ROW_BYTES) + _GRAPH_ROW_BYTES
     decode = config.decode
     # A graph of steps with drafts has padding sequences besides its rows, and more tokens than such a step.
-    drafted = decode.draft_requests * max(2, 1 + decode.drafts) if decode.drafts else 0
+    drafted = min(decode.max_batch_tokens, decode.draft_requests) * max(2, 1 + decode.drafts) if decode.drafts else 0
     graphs = max(decode.max_batch_tokens, drafted) * (inputs + a_token) + scratch if captures else 0
     logit = _LOGIT_BYTES["cuda" if on_cards else "cpu"] + itemsize
     return StepMemory(

@@ -9,8 +9,8 @@ is computed there, and waits again when the prompt is preempted.
 
 A request is admitted with pages for its prompt and its next step, and gets more as it goes on; where there are none, a
 request is retracted (`decode.retraction.retraction`). While a step is under way the next one may be launched already,
-with the token still on the device; not where the draw looks at the tokens before it (repetition, presence and frequency
-penalties), which the host must know for that.
+with the token still on the device; not where either has drafts, which follow from tokens that the host knows
+(`decode.speculation.drafting`).
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class DecodeRequest:
     drafts: tuple[int, ...] = ()
     """The drafts of its next step, or of the one under way (`decode.speculation.drafting`)."""
     draft_limit: int = 2
-    """How many drafts its next step may have."""
+    """How many drafts its next step may have; it follows how many of the last ones were right."""
     latest: TokenFromStep | None = None
     """The row of a launched step that draws its latest token."""
     stopping: bool = False
@@ -224,12 +224,13 @@ class DecodeRequest:
         if off != (self.allocation is None) and not self.swapped:
             found.append(f"{name} is {self.phase} and its allocation says otherwise")
         known = len(self.tokens) - 1 if self.phase not in (DecodePhase.WAITING, DecodePhase.ARRIVING) else 0
-        lengths = (self.committed, self.launched, self.planned)
-        most = known + 1 + len(self.drafts) if self.drafts and steps else known + steps
-        if lengths[0] != known or not known <= lengths[1] <= most or lengths[1] != lengths[2]:
-            found.append(f"{name} has {known} positions and says {lengths}")
-        if self.drafts and lengths[1] != known + 1 + len(self.drafts):
-            found.append(f"{name} has {len(self.drafts)} drafts and no step under way with them")
+        if self.drafts:  # A step with drafts is the only one under way.
+            right = steps > 0 and self.launched == known + 1 + len(self.drafts)
+        else:
+            right = known <= self.launched <= known + steps
+        if not right or self.committed != known or self.planned != self.launched:
+            lengths = (self.committed, self.launched, self.planned)
+            found.append(f"{name} has {known} positions and says {lengths}, with {len(self.drafts)} drafts")
         return found
 
     def step(self, event: DecodeEvent) -> None:

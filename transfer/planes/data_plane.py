@@ -13,7 +13,7 @@ were granted to a writer stay out of use until the writer has said it is done, o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -132,14 +132,7 @@ class SentCounts:
     @classmethod
     def total(cls, counts: Iterable[SentCounts]) -> SentCounts:
         """The counts of several links together: each field summed."""
-        out = cls()
-        for one in counts:
-            out.writes += one.writes
-            out.nbytes += one.nbytes
-            out.busy_s += one.busy_s
-            out.waited_s += one.waited_s
-            out.opened += one.opened
-        return out
+        return cls(*map(sum, zip(*map(astuple, counts), strict=True)))
 
 
 class WriteLink(Protocol):

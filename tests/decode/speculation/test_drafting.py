@@ -208,10 +208,13 @@ def test_a_retracted_request_has_no_drafts_under_way() -> None:
 def test_a_request_says_where_its_drafts_and_lengths_disagree() -> None:
     parts, _ = drafting()
     (request,) = parts.run("a", most=MANY)
-    request.drafts = (1, 2)
-    assert request.check(1) == [f"request {request.submit.request_id} has 2 drafts and no step under way with them"]
-    request.launched = request.planned = request.committed + 4
-    assert len(request.check(1)) == 2
+    at, request.drafts = request.committed, (1, 2)
+    for ahead, steps in ((0, 1), (1, 1), (2, 1), (4, 1), (3, 0)):
+        request.launched = request.planned = at + ahead
+        says = f"has {at} positions and says {(at, at + ahead, at + ahead)}, with 2 drafts"
+        assert request.check(steps) == [f"request {request.submit.request_id} {says}"]
+    request.launched = request.planned = at + 3
+    assert request.check(1) == []
 
 
 @pytest.mark.parametrize("kind", ["full+state", "all"])
