@@ -112,6 +112,8 @@ class Controller:
         self._slots: dict[WorkerName, _WantedWorker] = {}
         self._actions: list[ControllerAction] = []
         self._listeners: list[Callable[[], None]] = []
+        self._ended: tuple[EndedWorker, ...] = ()
+        """The latest incarnation of each worker that has ended: each grant says it."""
         self._cordoned: set[str] = set()
         """Names of nodes, as operators and Ray gave them."""
         self._nodes: tuple[NodePlace, ...] = ()
@@ -130,7 +132,8 @@ class Controller:
         slot = self._slots.get(name)
         if slot is None:
             number = Incarnation(self._granted.get(name, 0))
-            self._slots[name] = _WantedWorker(name, role, number, RestartHistory(self._config))
+            self._slots[name] = slot = _WantedWorker(name, role, number, RestartHistory(self._config))
+            self._note_end(slot)  # Of an incarnation that an earlier controller granted.
             self._changed()
         elif slot.wanted:
             raise ConfigError(f"there is already a worker {name}")
@@ -296,6 +299,7 @@ class Controller:
             slot.wanted = False
             self._actions += [ForgetArenas(name), OperatorNote(f"{name} has left")]
         slot.status = _status(slot)
+        self._note_end(slot)
         self._changed()
 
     # ------------------------------------------------------------ the passing of time, and actions
@@ -366,6 +370,7 @@ class Controller:
         self._actions += [_killing(slot), OperatorNote(f"{slot.name} is started anew: {why}")]
         slot.state = advance(slot.state, WorkerEvent.DIED)
         slot.status, slot.restart_at = _status(slot), self._clock.now()
+        self._note_end(slot)
         self._changed()
         return True
 
@@ -418,6 +423,7 @@ class Controller:
         slot.state = advance(slot.state, WorkerEvent.DIED)
         slot.last_reason = reason
         slot.status = _status(slot)
+        self._note_end(slot)
         delay = slot.restarts.died(now, slot.ready_since)
         slot.restart_at = now + delay
         what_next = self._what_next(slot, was_draining, delay)
@@ -457,13 +463,13 @@ class Controller:
         return None
 
     def _grant(self, slot: _WantedWorker) -> LeaseGrant:
-        return LeaseGrant(slot.incarnation, self._config.lease_s, drain=slot.drains, ended=self._ended())
+        return LeaseGrant(slot.incarnation, self._config.lease_s, drain=slot.drains, ended=self._ended)
 
-    def _ended(self) -> tuple[EndedWorker, ...]:
-        """The latest incarnation of each worker that has ended: the current one, or else the one before it."""
-        over = (WorkerState.DEAD, WorkerState.LEFT)
-        ended = {slot.name: slot.incarnation - (slot.state not in over) for slot in self._slots.values()}
-        return tuple(EndedWorker(name, Incarnation(number)) for name, number in ended.items() if number)
+    def _note_end(self, slot: _WantedWorker) -> None:
+        """Have grants say that a worker's incarnation has ended; the one before its first never was."""
+        if slot.incarnation:
+            others = (ended for ended in self._ended if ended.name != slot.name)
+            self._ended = (*others, EndedWorker(slot.name, slot.incarnation))
 
     def _fenced(self, incarnation: Incarnation) -> LeaseGrant:
         return LeaseGrant(incarnation, 0.0, fenced=True)
