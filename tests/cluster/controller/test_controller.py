@@ -140,6 +140,20 @@ def test_an_incarnation_that_is_up_already_is_not_registered_again() -> None:
     assert cluster.renew(1)
 
 
+def test_grants_name_what_an_earlier_controller_granted_and_a_worker_that_left_for_another_role() -> None:
+    ledger = MemoryLedger()
+    Cluster(ledger).up(1)
+    cluster = Cluster(ledger)
+    cluster.up(2)
+    grant = cluster.core.renew(NAME, Incarnation(2), _status(2))
+    assert [(one.name, one.incarnation) for one in grant.ended] == [(NAME, 1)]
+    cluster.core.change_role(NAME, Role.PREFILL)
+    cluster.core.leave(NAME, Incarnation(2))
+    cluster.core.tick()
+    grant = cluster.core.register(_record(3))
+    assert [(one.name, one.incarnation) for one in grant.ended] == [(NAME, 2)]
+
+
 def test_a_lease_that_has_ended_is_fenced_for_ever() -> None:
     cluster = Cluster()
     cluster.up(1)
