@@ -38,9 +38,11 @@ class Step:
     def __init__(self) -> None:
         self.over = False
         self.error: RuntimeError | None = None
+        self.asked = threading.Event()
 
     @property
     def done(self) -> bool:
+        self.asked.set()
         if self.error is not None:
             raise self.error
         return self.over
@@ -127,6 +129,30 @@ def test_all_who_wait_go_on_when_their_own_mark_is_reached() -> None:
         assert passed[group].wait(10)
     for thread in lanes:
         thread.join()
+
+
+def test_who_looks_for_the_others_tells_them_also_where_it_fails_itself() -> None:
+    word, passed_by, failed = LateWord(), Step(), Step()
+    first, second = launched(word), launched(word)
+    first.follow(passed_by)
+    second.follow(failed)
+    found = list[BaseException]()
+
+    def lane(marks: LayerMarks) -> None:
+        try:
+            marks.wait(2)
+        except (AssertionError, RuntimeError) as error:
+            found.append(error)
+
+    lanes = [threading.Thread(target=lane, args=(marks,), daemon=True) for marks in (first, second)]
+    for thread, step in zip(lanes, (passed_by, failed), strict=True):
+        thread.start()  # The first one looks, and the other waits to be told.
+        assert step.asked.wait(10)
+    failed.error = RuntimeError("an illegal memory access")
+    passed_by.over = True
+    for thread in lanes:
+        thread.join(10)
+    assert sorted(type(error).__name__ for error in found) == ["AssertionError", "RuntimeError"]
 
 
 def test_who_waits_before_the_step_is_launched_goes_on_when_it_failed_at_that() -> None:
