@@ -27,9 +27,10 @@ from contracts.errors import CapacityError
 from contracts.ids import Incarnation, RoomId, WorkerName
 from contracts.messages.fingerprint import Fingerprint
 from contracts.messages.router_commands import PeerRef
+from sim.fabric.plane_faults import StoreFaults, WireDamage
 from sim.fabric.sim_channel import SimControlTransport, SimSwitch
 from sim.fabric.sim_network import SimNetwork
-from sim.fabric.sim_plane import SimPlane, StoreFaults, WireDamage
+from sim.fabric.sim_plane import SimPlane
 from sim.fabric.sim_process import SimProcess
 from sim.fabric.virtual_time import VirtualTime
 from tests.poolsets import entry, filled

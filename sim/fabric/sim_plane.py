@@ -11,10 +11,9 @@ nixl  stores travel, and land whatever became of their writer, unless the reader
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from itertools import count
 from typing import Any
@@ -32,76 +31,13 @@ from cache.pool.pool_set import PoolSet
 from contracts.errors import LayoutMismatch, WireError
 from contracts.ids import RoomId
 from contracts.messages.rank_orders import WriteArrived
+from sim.fabric.plane_faults import StoreFault, StoreFaults, WireDamage
 from sim.fabric.sim_network import SimNetwork
 from sim.fabric.sim_process import SimProcess
+from sim.fabric.stores_under_way import DelayedStore, FlyingStore
 from transfer.planes.data_plane import SLOT_BYTES, PageWrite, RoomTarget, SentCounts, SlotWrite, WriteLink
 from transfer.planes.rank_fan import fan, rank_cut, writers
 from transfer.planes.tcp.ordered_notices import OrderedNotices
-
-
-class WireDamage:
-    """Damage on the wire, by kind: how many items are still to be damaged, and how many were."""
-
-    def __init__(self) -> None:
-        self.due: Counter[str] = Counter()
-        self.done: Counter[str] = Counter()
-
-    def strikes(self, kind: str) -> bool:
-        """Whether to damage the present item of this kind; counts it."""
-        if not self.due[kind]:
-            return False
-        self.due[kind] -= 1
-        self.done[kind] += 1
-        return True
-
-    def strike(self, region: torch.Tensor, offset: int) -> None:
-        """Flip a bit of a page, at `offset` of `region`, if one is due."""
-        if self.strikes("corrupt"):
-            region[offset] ^= 0x40
-
-    def struck(self, kind: str, data: bytes, rng: random.Random) -> bytes:
-        """Return `data`, with a bit flipped if one is due."""
-        if not self.strikes(kind):
-            return data
-        at = rng.randrange(len(data))
-        return data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
-
-
-class StoreFault(StrEnum):
-    """What may befall a one-sided write."""
-
-    FAILED = "failed"
-    """It fails for its writer at once; what has left lands later, unless the reader ends the writer's access."""
-    TRUNCATED = "truncated"
-    """Its first part lands, then it fails."""
-    REORDERED = "reordered"
-    """It takes longer, and later writes land before it."""
-
-
-class StoreFaults:
-    """Faults of one-sided writes, drawn for each write from a generator of their own: all else in a run is drawn as it
-    is without them."""
-
-    def __init__(self, rng: random.Random, share: float) -> None:
-        """`share`: of writes, those that a fault befalls."""
-        self._rng, self._share = rng, share
-        self.due: deque[StoreFault | None] = deque()
-        """What befalls the next writes, before anything is drawn."""
-        self.done: Counter[str] = Counter()
-
-    def draw(self) -> StoreFault | None:
-        """Draw what befalls the next write, and count it."""
-        if self.due:
-            fault = self.due.popleft()
-        else:
-            fault = self._rng.choice(tuple(StoreFault)) if self._rng.random() < self._share else None
-        if fault is not None:
-            self.done[fault] += 1
-        return fault
-
-    def delay(self) -> float:
-        """Draw for how long a part of a write is held up, in seconds."""
-        return self._rng.random() * 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,7 +302,7 @@ class StoredLink(_SimLink):
             return DONE
         first, rest = _halves(write.move)
         self._copy(first, write.layers)
-        store = _DelayedStore(lambda: self._copy(rest, write.layers))
+        store = DelayedStore(lambda: self._copy(rest, write.layers))
         halt, self._writer.halt = self._writer.halt, None
         if halt is not None:
             halt()
@@ -405,11 +341,11 @@ class OneSidedLink(StoredLink):
     def __init__(self, writer: SimPlane, reader: SimPlane, cut: HeadSlice | None, access: int) -> None:
         super().__init__(writer, reader, cut)
         self._access = access
-        self._flying: list[_FlyingStore] = []
+        self._flying: list[FlyingStore] = []
 
     def post(self, write: PageWrite | SlotWrite) -> Completion:
         faults, fault = self._writer.store_faults, self._writer.store_faults.draw()
-        flying = _FlyingStore(self._stores(write, fault is StoreFault.TRUNCATED), self._lets_in, self._reaches_in)
+        flying = FlyingStore(self._stores(write, fault is StoreFault.TRUNCATED), self._lets_in, self._reaches_in)
         if fault is StoreFault.TRUNCATED:
             flying.add(partial(self._break, flying, "the transfer was cut off"))
         self._flying = [f for f in self._flying if not f.done] + [flying]
@@ -434,7 +370,7 @@ class OneSidedLink(StoredLink):
         data = self._struck("metadata", write.data)
         return [partial(self._slot, write, data[: len(data) // 2] if truncated else data)]
 
-    def _send_part(self, flying: _FlyingStore, held_s: float) -> None:
+    def _send_part(self, flying: FlyingStore, held_s: float) -> None:
         """Send the next part of a write, which is held up for so many seconds where it arrives."""
         reader, agenda = self._reader.process, self._writer.network.agenda
 
@@ -447,7 +383,7 @@ class OneSidedLink(StoredLink):
 
         self._pipe.send(hold if held_s else flying.land)
 
-    def _break(self, flying: _FlyingStore, reason: str) -> None:
+    def _break(self, flying: FlyingStore, reason: str) -> None:
         """Fail a write, and the connection with it, as an agent that has failed at one is ended."""
         flying.fail(reason)
         self._cut = True
@@ -474,76 +410,6 @@ class OneSidedLink(StoredLink):
         for flying in self._flying:
             flying.fail("the connection was cut")
         self._flying.clear()
-
-
-class _FlyingStore:
-    """A write in parts that land one after the other: a completion that fails where access has ended, or its connection
-    is cut. What was given up may land all the same, where access has not ended."""
-
-    def __init__(
-        self, stores: list[Callable[[], None]], let_in: Callable[[], bool], reaching_in: Callable[[], bool]
-    ) -> None:
-        """`let_in`: whether the reader takes parts in. `reaching_in`: whether the writer stores them without it, as
-        long as it has not given the write up."""
-        self._stores, self._let_in, self._reaching_in = deque(stores), let_in, reaching_in
-        self._landed = False
-        self._error: RuntimeError | None = None
-
-    def add(self, store: Callable[[], None]) -> None:
-        """Add a last part."""
-        self._stores.append(store)
-
-    @property
-    def parts(self) -> int:
-        """The number of parts that have still to land."""
-        return len(self._stores)
-
-    @property
-    def done(self) -> bool:
-        return self._error is not None or self._landed
-
-    def land(self) -> None:
-        """Take the next part in. Does nothing once all have come."""
-        if not self._stores:
-            return
-        store = self._stores.popleft()
-        if self._let_in() or (self._error is None and self._reaching_in()):
-            store()
-        else:
-            self.fail("the reader has ended this writer's access")
-        self._landed = not self._stores and self._error is None
-
-    def fail(self, reason: str) -> None:
-        if not self.done:
-            self._error = RuntimeError(reason)
-
-    def wait(self) -> None:
-        while not self.done:
-            self.land()
-        if self._error is not None:
-            raise self._error
-
-    def order(self) -> None:
-        self.wait()
-
-
-class _DelayedStore:
-    """The second half of a write: a completion that runs at its time, or earlier if it is waited for."""
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self._run: Callable[[], None] | None = run
-
-    @property
-    def done(self) -> bool:
-        return self._run is None
-
-    def wait(self) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            run()
-
-    def order(self) -> None:
-        self.wait()
 
 
 def _halves(move: PageMove) -> tuple[PageMove, PageMove]:

@@ -33,10 +33,11 @@ from decode.worker import DecodeWorker
 from engine.runner.model_runner import ModelRunner
 from prefill.worker import PrefillWorker
 from sim.fabric.hash_engine import HashEngine
+from sim.fabric.plane_faults import StoreFaults, WireDamage
 from sim.fabric.sim_arena import SimArenas
 from sim.fabric.sim_channel import SimControlTransport, SimSwitch
 from sim.fabric.sim_drafter import SimDrafter
-from sim.fabric.sim_plane import SimPlane, StoreFaults, WireDamage
+from sim.fabric.sim_plane import SimPlane
 from sim.fabric.sim_process import SimProcess
 from sim.fabric.sim_storage import SimQueue, SimStore
 from sim.fabric.virtual_time import VirtualTime

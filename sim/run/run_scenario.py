@@ -32,10 +32,10 @@ from contracts.sampling_params import TokenLogprob
 from router.core.router_actions import EndRequest
 from router.verification.audit_cases import AuditResult as Audited
 from sim.fabric.hash_engine import ExpectedAnswer, penalised, recite
+from sim.fabric.plane_faults import StoreFaults, WireDamage
 from sim.fabric.sim_arena import SimArenas
 from sim.fabric.sim_channel import SimSwitch
 from sim.fabric.sim_network import SimNetwork
-from sim.fabric.sim_plane import StoreFaults, WireDamage
 from sim.fabric.sim_storage import SimStore
 from sim.fabric.virtual_time import VirtualTime
 from sim.nodes.build_sim_worker import SimWorld

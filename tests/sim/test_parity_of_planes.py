@@ -22,8 +22,9 @@ from contracts.config.load_config import config_from_dict
 from contracts.errors import LayoutMismatch
 from contracts.ids import RoomId
 from contracts.messages.rank_orders import WriteArrived
+from sim.fabric.plane_faults import WireDamage
 from sim.fabric.sim_network import SimNetwork
-from sim.fabric.sim_plane import SimPlane, WireDamage
+from sim.fabric.sim_plane import SimPlane
 from sim.fabric.sim_process import SimProcess
 from sim.fabric.virtual_time import VirtualTime
 from tests.poolsets import entry, filled

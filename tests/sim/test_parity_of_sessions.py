@@ -34,10 +34,10 @@ from contracts.wire.shared_frames import FRAME_COMMANDS
 from router.links.grpc_worker import GrpcWorkerClient
 from router.links.worker_links import WorkerLinks
 from router.state.worker_table import WorkerKey
+from sim.fabric.plane_faults import StoreFaults, WireDamage
 from sim.fabric.sim_arena import SimArenas
 from sim.fabric.sim_channel import SimSwitch
 from sim.fabric.sim_network import SimNetwork
-from sim.fabric.sim_plane import StoreFaults, WireDamage
 from sim.fabric.sim_process import SimProcess
 from sim.fabric.virtual_time import VirtualTime
 from sim.nodes.build_sim_worker import SimWorld

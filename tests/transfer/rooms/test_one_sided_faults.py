@@ -13,7 +13,8 @@ import pytest
 
 from cache.device.device_backends import CpuDevice
 from cache.pool.page_allocator import Lease
-from sim.fabric.sim_plane import SimPlane, StoreFault, StoreFaults
+from sim.fabric.plane_faults import StoreFault, StoreFaults
+from sim.fabric.sim_plane import SimPlane
 from sim.fabric.sim_process import SimProcess
 from tests.poolsets import pool_sets
 from tests.rooms import Ends, Prompt, image, placed, simulated_ends
@@ -42,6 +43,16 @@ def process(both: Ends) -> SimProcess:
 
 def write(both: Ends, prompt: Prompt) -> None:
     both.sender.write(prompt.room, prompt.all(), ())
+
+
+def arrives(both: Ends, prompt: Prompt, leases: dict[str, Lease]) -> None:
+    """Seal a prompt of which all was written: it comes to be whole, in its places."""
+    both.seal(prompt)
+    arrived = both.outcome(prompt.room)
+    assert isinstance(arrived, PromptArrived)
+    placed(both, prompt, leases, {pool: run.numbers for pool, run in prompt.runs.items()})
+    arrived.release()
+    both.quiet()
 
 
 def live(leases: dict[str, Lease]) -> bool:
@@ -105,12 +116,7 @@ def test_a_room_that_comes_after_a_failed_write_has_access_of_its_own(nodes: tup
         process(both).go_on()
         both.until(lambda: both.sender.granted(prompt.room), "the grant")
         write(both, prompt)
-        both.seal(prompt)
-        arrived = both.outcome(prompt.room)
-        assert isinstance(arrived, PromptArrived)
-        placed(both, prompt, granted, {pool: run.numbers for pool, run in prompt.runs.items()})
-        arrived.release()
-        both.quiet()
+        arrives(both, prompt, granted)
 
 
 @pytest.mark.parametrize("fault", [StoreFault.FAILED, StoreFault.TRUNCATED])
@@ -133,9 +139,4 @@ def test_a_write_that_is_overtaken_is_announced_once_it_has_landed() -> None:
         leases = both.open(prompt)
         both.sender.write(prompt.room, {"full": prompt.part("full", range(2))}, ())
         write(both, prompt)
-        both.seal(prompt)
-        arrived = both.outcome(prompt.room)
-        assert isinstance(arrived, PromptArrived)
-        placed(both, prompt, leases, {pool: run.numbers for pool, run in prompt.runs.items()})
-        arrived.release()
-        both.quiet()
+        arrives(both, prompt, leases)

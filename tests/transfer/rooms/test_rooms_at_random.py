@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from cache.device.adversarial_device import AdversarialDevice
-from sim.fabric.sim_plane import StoreFault, StoreFaults
+from sim.fabric.plane_faults import StoreFault, StoreFaults
 from tests.poolsets import NAMES, pool_sets
 from tests.room_chaos import play
 from tests.rooms import PLANES, ends, simulated_ends
