@@ -47,7 +47,7 @@ class DraftGain:
     accepted: float
     """Part of the drafts that was drawn."""
     per_step: float
-    """Tokens that a request drew in a step with drafts."""
+    """Tokens that a request drew in a step, on average over all of its steps."""
 
 
 def prompts(kind: str, count: int, letters: int) -> list[str]:
