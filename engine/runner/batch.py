@@ -107,7 +107,9 @@ class BatchRow(NamedTuple):
         prompt."""
         if self.draw is None:
             return []
-        return [self.draw.before(count) for count in range(self.drafted, 0, -1)] + [self.draw]
+        if not self.drafted:
+            return [self.draw]
+        return [*(self.draw.before(count) for count in range(self.drafted, 0, -1)), self.draw]
 
 
 class DrawnToken(NamedTuple):

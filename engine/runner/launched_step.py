@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cache.device.device_port import DONE, Completion
 from cache.memory.pinned_memory import to_device, upload
-from engine.runner.batch import BatchRow, DrawnToken, RowOutput, TokenFromStep
+from engine.runner.batch import BatchRow, DrawnToken, RowOutput, TokenDraw, TokenFromStep
 from engine.runner.planned_step import PlannedStep
 from engine.runner.sampling.redraw import RedrawnTokens
 from engine.runner.sampling.sampler import DrawnRows, Logprobs
@@ -42,11 +42,19 @@ class LaunchedStep:
 
     def __init__(self, rows: Sequence[BatchRow], planned: PlannedStep) -> None:
         self.rows, self.planned = rows, planned
-        draws = [(number, draw) for number, row in enumerate(rows) for draw in row.draws]
-        self.drawing = [number for number, _ in draws]
+        self.drawing: list[int] = []
         """The row of each draw, in order: a row with drafts is there once for each of its draws."""
-        self.draws = [draw for _, draw in draws]
+        self.draws: list[TokenDraw] = []
         """The draws, in the same order."""
+        for number, row in enumerate(rows):
+            if row.draw is None:
+                continue
+            if row.drafted:
+                self.drawing += [number] * (1 + row.drafted)
+                self.draws += row.draws
+            else:
+                self.drawing.append(number)
+                self.draws.append(row.draw)
         self.forward: Completion = DONE
         """The completion of the forward pass alone."""
         self.completion: Completion = DONE
@@ -91,7 +99,7 @@ class LaunchedStep:
         assert computed is not None, "a complete step has been computed"
         draws = iter(self._draws.listed() if self._draws is not None else [])
         outputs = [
-            accepted_draws(row, list(islice(draws, len(row.draws))))._replace(stale=stale)
+            accepted_draws(row, list(islice(draws, 1 + row.drafted)) if row.draw is not None else (), stale=stale)
             for row, stale in zip(self.rows, computed.stale_b.tolist(), strict=True)
         ]
         for row, (scores, replays) in enumerate(zip(computed.scores, computed.replays, strict=True)):
@@ -105,14 +113,14 @@ class LaunchedStep:
         return outputs
 
 
-def accepted_draws(row: BatchRow, draws: Sequence[DrawnToken | None]) -> RowOutput:
+def accepted_draws(row: BatchRow, draws: Sequence[DrawnToken | None], *, stale: bool = False) -> RowOutput:
     """The output of a row by its draws (`BatchRow.draws`); None where nothing could be drawn.
 
     A draw counts where all drafts before it are what was drawn in their places: only then it was made from the state
     of its own sequence.
     """
     if not draws:
-        return RowOutput()
+        return RowOutput(stale=stale)
     accepted: list[DrawnToken] = []
     drafts = row.tokens[-row.drafted :] if row.drafted and not isinstance(row.tokens, TokenFromStep) else ()
     for draft, drawn in zip(drafts, draws, strict=False):
@@ -120,7 +128,7 @@ def accepted_draws(row: BatchRow, draws: Sequence[DrawnToken | None]) -> RowOutp
             break
         accepted.append(drawn)
     last = draws[len(accepted)]
-    return RowOutput(last, nonfinite=last is None, accepted=tuple(accepted))
+    return RowOutput(last, stale=stale, nonfinite=last is None, accepted=tuple(accepted))
 
 
 def input_tokens(

@@ -150,10 +150,11 @@ class ModelRunner:
             else:
                 tables[pool.name] = self._tables[pool.name].plan(slices, stops)
         entered: dict[int, EnteredTokens] = {}
-        for i, (row, end, stop) in enumerate(zip(rows, shape.ends.tolist(), shape.offsets[1:].tolist(), strict=True)):
+        for i, row in enumerate(rows):
             if row.draw is not None and isinstance(row.draw.tokens, TokenHistory):
                 count = 1 + row.drafted
-                entered[i] = EnteredTokens(row.draw.tokens, end - count, stop - count, count)
+                start, at = int(shape.ends[i]) - count, int(shape.offsets[i + 1]) - count
+                entered[i] = EnteredTokens(row.draw.tokens, start, at, count)
         return PlannedStep(shape, tables, slots, self._histories.plan(entered) if entered else None)
 
     def forward(self, rows: Sequence[BatchRow]) -> list[RowOutput]:
@@ -175,8 +176,12 @@ class ModelRunner:
         if marks is not None:
             ctx.passed = lambda: marks.passed({pool: door.opened for pool, door in doors.items()})
         stale_b = self._stale(ctx, planned)
-        ends = planned.shape.offsets[1:].tolist()
-        drawn_at = [end - 1 - n for row, end in zip(rows, ends, strict=True) for n in reversed(range(len(row.draws)))]
+        drawn_at: list[int] = []
+        for row, end in zip(rows, planned.shape.offsets[1:].tolist(), strict=True):
+            if row.drafted:
+                drawn_at += range(end - 1 - row.drafted, end)
+            elif row.draw is not None:
+                drawn_at.append(end - 1)
         tokens_m, drawn_n = input_tokens(rows, len(ctx.positions_m) - ctx.count, device, drawn_at)
         if self._followers is not None:
             self.ranks.first(torch.cat((tokens_m, stale_b.long())))
