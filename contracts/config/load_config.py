@@ -156,8 +156,8 @@ def _coerce(kind: Any, value: Any, name: str) -> Any:
     origin = typing.get_origin(kind)
     if origin is Literal:
         choices = typing.get_args(kind)
-        if isinstance(value, bool) and {"on", "off"} <= {*choices}:
-            value = "on" if value else "off"  # YAML takes both words for yes and no.
+        if isinstance(value, bool) and (word := "on" if value else "off") in choices:
+            value = word  # YAML takes both words for yes and no.
         if value not in choices:
             raise ConfigError(f"config key {name} must be one of {', '.join(map(str, choices))}; got {value!r}")
         return value
