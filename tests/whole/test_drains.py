@@ -105,7 +105,7 @@ def test_d1_streams_of_a_drained_decode_worker_go_on_elsewhere_without_a_failed_
 @pytest.mark.slow
 def test_a_worker_changes_its_role_under_load(scene: Scene) -> None:
     before, replays = scene.serving.status()["decode-2"], scene.serving.metric("twinpool_replays_total")
-    clients = Clients(scene, 2, 12, 120)
+    clients = Clients(scene, 2, 12, 500)
     running(scene, "decode-2")
     done = scene.serving.twinpool("role", "decode-2", "prefill", timeout=120)
     assert done.returncode == 0, done.stderr
@@ -130,7 +130,7 @@ def test_a_worker_changes_its_role_under_load(scene: Scene) -> None:
 
 @pytest.mark.slow
 def test_d1_sigterm_to_a_worker_is_a_drain(scene: Scene) -> None:
-    clients = Clients(scene, 4, 12, 200)
+    clients = Clients(scene, 4, 12, 600)
     running(scene, "decode-0")
     os.kill(scene.serving.status()["decode-2"]["pid"], signal.SIGTERM)
     until(lambda: scene.serving.status()["decode-2"]["state"] == "left", "decode-2 to leave")
@@ -144,7 +144,7 @@ def test_the_last_one_finishes_what_it_has_and_says_so_in_json(scene: Scene) -> 
     refused = scene.serving.twinpool("drain", node)
     assert refused.returncode == 1
     assert "--force" in refused.stderr
-    clients = Clients(scene, 5, 4, 1200)
+    clients = Clients(scene, 5, 2, 2000)
     running(scene, "decode-0")
     late = scene.serving.twinpool("drain", "decode-0", "--force", "--json", "--watch", "--timeout", "0.2", timeout=120)
     lines = [json.loads(line) for line in late.stdout.splitlines()]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from bench.serving.failover_pause import Failover, Load
@@ -30,7 +31,13 @@ class Scene:
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     base = tmp_path_factory.mktemp("life")
     folder = make_checkpoint(base / "model", "qwen3", seed=21)
-    sections = {"cache": {"device_tokens": 8192}, "prefill": {"chunk_tokens": 128}, "cluster": {"lease_s": 3}}
+    # Steps take their time, so that requests are in their middle when something happens.
+    sections = {
+        "cache": {"device_tokens": 8192},
+        "prefill": {"chunk_tokens": 128},
+        "cluster": {"lease_s": 3},
+        "faults": {"step_delay_s": 0.004},
+    }
     with serving(folder, base / "run", "--prefill", "2", "--decode", "2", sections=sections) as cluster:
         yield Scene(Oracle(folder), cluster)
 
@@ -185,14 +192,17 @@ def test_b2_a_router_that_is_killed_leaves_nothing_on_the_workers_and_the_next_o
     prompts = some_prompts(11, 12, 300)
     (router,) = [p for p in family(cluster.process) if "router.main" in " ".join(p.cmdline())]
 
-    async def under_load() -> list[Answer | BaseException]:
+    async def one(client: httpx.AsyncClient, prompt: list[int]) -> None:
+        """A stream; the first of all that hears something kills the router, which has all the others under way."""
+        body = cluster.body(prompt, max_tokens=400, stream=True)
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            async for _ in response.aiter_lines():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    router.kill()
+
+    async def under_load() -> list[BaseException | None]:
         async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
-            tasks = [asyncio.create_task(complete(client, cluster.body(p, max_tokens=400))) for p in prompts]
-            while not any(w["running"] for w in (await client.get("/cluster/status")).json()["workers"]):
-                assert not all(task.done() for task in tasks), "nobody was seen running"
-                await asyncio.sleep(0.01)
-            router.kill()
-            return list(await asyncio.gather(*tasks, return_exceptions=True))
+            return list(await asyncio.gather(*[one(client, p) for p in prompts], return_exceptions=True))
 
     ended = asyncio.run(under_load())
     assert any(isinstance(e, httpx.HTTPError) for e in ended), "the kill was to strike in the middle"
