@@ -5,33 +5,44 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import secrets
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from cluster.ranks.follower_channel import DeathWatch
+from cluster.ranks.rendezvous import lead
+from cluster.worker_process.worker_plan import WorkerPlan
+from contracts.clock import SystemClock
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import Command, PeerRef
 from contracts.messages.worker_events import Event
+from tests.rank_workers import START_S, Warm
 
 SESSION = SessionId(1)
 
 
-def _serve(pipe: Connection, folder: Path, role: Role, name: str, sections: dict[str, Any], tokens: int) -> None:
+def _serve(pipe: Connection, plan: WorkerPlan, tokens: int) -> None:
     from cluster.assembly.build_worker import build_worker
     from contracts import cpu_levels as processor
     from contracts.checkpoint.model_spec import read_model_spec
-    from contracts.config.load_config import config_from_dict
     from tests.pair import counts_for
 
-    config, spec = config_from_dict(sections), read_model_spec(folder)
+    config = plan.config
     processor.pin(config.engine.numerics_class)  # before the counts compute
-    options: dict[str, Any] = {"host": "127.0.0.1", "counts": counts_for(folder, config, role, tokens)}
-    worker = build_worker(role, WorkerName(name), Incarnation(1), spec, config, **options)
+    group, size = None, config.tp_for(plan.role)
+    if size > 1:
+        group = lead(plan.meeting, size, SystemClock(), config.engine, deadline_s=30.0, start_s=START_S)
+        DeathWatch(group.watch(), lambda reason: os._exit(1)).start()  # as a worker's process does
+    worker = build_worker(
+        plan.role, plan.name, plan.incarnation, read_model_spec(plan.model), config,
+        host=plan.host, counts=counts_for(plan.model, config, plan.role, tokens), group=group,
+    )  # fmt: skip
     pipe.send(worker.control)
     try:
         while True:
@@ -42,6 +53,12 @@ def _serve(pipe: Connection, folder: Path, role: Role, name: str, sections: dict
             worker.wait(0.005)
     except (EOFError, BrokenPipeError):
         worker.close()
+
+
+def stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal."""
+    status = Path(f"/proc/{pid}/stat").read_text()
+    return status.rpartition(")")[2].split()[0] == "T"
 
 
 @dataclass
@@ -68,22 +85,36 @@ class Child:
 
     @property
     def stopped(self) -> bool:
-        status = Path(f"/proc/{self.process.pid}/stat").read_text()
-        return status.rpartition(")")[2].split()[0] == "T"
+        return stopped(self.process.pid)
 
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.process.pid, number)
 
 
 @contextmanager
-def worker_child(folder: Path, role: Role, name: str, sections: dict[str, Any], tokens: int) -> Iterator[Child]:
+def worker_child(
+    folder: Path, role: Role, name: str, sections: dict[str, Any], tokens: int, followers: Sequence[Warm] = (),
+    theirs: dict[str, Any] | None = None,
+) -> Iterator[Child]:  # fmt: skip
+    """`followers`: processes that become its other ranks, with the sections `theirs`; their end is the caller's."""
+    from contracts.config.load_config import config_from_dict
+    from tests.pair import counts_for
+
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, folder, role, name, sections, tokens), daemon=True)
+    config = config_from_dict(sections)
+    plan = WorkerPlan(
+        WorkerName(name), role, Incarnation(1), folder, config, {}, "127.0.0.1", "", folder,
+        meeting=secrets.token_hex(32),
+    )  # fmt: skip
+    for rank, warm in enumerate(followers, 1):
+        counts = counts_for(folder, config, role, tokens)
+        warm.pipe.send(replace(plan, rank=rank, config=config_from_dict(theirs or sections), counts=counts))
+    ours, its = context.Pipe()
+    process = context.Process(target=_serve, args=(its, plan, tokens), daemon=True)
     process.start()
-    theirs.close()
+    its.close()
     try:
-        assert ours.poll(60), f"{name} did not start"
+        assert ours.poll(START_S), f"{name} did not start"
         yield Child(WorkerName(name), process, ours, ours.recv())
     finally:
         ours.close()

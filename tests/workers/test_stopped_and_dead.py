@@ -3,6 +3,7 @@ ends that die."""
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +29,8 @@ from decode.worker import DecodeWorker
 from prefill.worker import PrefillWorker
 from tests.checkpoints import Oracle, compare
 from tests.pair import counts_for, pair
-from tests.worker_child import SESSION, Child, worker_child
+from tests.rank_workers import Warm, rank_processes
+from tests.worker_child import SESSION, Child, stopped, worker_child
 from transfer.net.waiter import Waiter
 
 POOL = 24 * 16
@@ -37,13 +40,28 @@ PLANES = ["shm", "nixl"]
 
 
 class Scene:
-    """A decode worker here, two prefill workers in processes of their own; the first stops in its first write."""
+    """A decode worker here, two prefill workers in processes of their own; the first stops in its first write.
 
-    def __init__(self, folder: Path, stack: ExitStack, plane: str) -> None:
-        sections = {"transfer": {"plane": plane}, "engine": {"threads": 1}, "prefill": {"chunk_tokens": 40}}
+    `stops`: of the first, where it has two ranks, the one whose process stops.
+    """
+
+    def __init__(self, folder: Path, stack: ExitStack, plane: str, stops: int | None = None) -> None:
+        sections: dict[str, Any] = {
+            "transfer": {"plane": plane}, "engine": {"threads": 1}, "prefill": {"chunk_tokens": 40}
+        }  # fmt: skip
         spec = read_model_spec(folder)
         faulty = {**sections, "faults": {"stop_in_write": 1}}
-        self.stopping = stack.enter_context(worker_child(folder, Role.PREFILL, "prefill-0", faulty, 1024))
+        self.followers: list[Warm] = []
+        if stops is None:
+            child = worker_child(folder, Role.PREFILL, "prefill-0", faulty, 1024)
+        else:
+            processes = stack.enter_context(rank_processes())
+            self.followers = processes.take(1)
+            stack.callback(self.end_followers)
+            two = {"prefill": {**sections["prefill"], "tp": 2}, "cluster": {"rank_timeout_s": 5}}
+            leads, follows = ({**(faulty if rank == stops else sections), **two} for rank in (0, 1))
+            child = worker_child(folder, Role.PREFILL, "prefill-0", leads, 1024, self.followers, follows)
+        self.stopping = stack.enter_context(child)
         self.healthy = stack.enter_context(worker_child(folder, Role.PREFILL, "prefill-1", sections, 1024))
         self.decode: Worker = build_worker(
             Role.DECODE, WorkerName("decode-0"), Incarnation(1), spec, config_from_dict(sections),
@@ -65,6 +83,16 @@ class Scene:
                 worker.handle(submit)
         self.tokens[name] = {}
         return prompt
+
+    def end_followers(self) -> None:
+        """What a follower's process does when its worker has ended."""
+        while self.followers:
+            follower = self.followers.pop()
+            os.kill(follower.process.pid, signal.SIGCONT)
+            follower.process.join(0.2)
+            follower.process.kill()
+            follower.process.join(10)
+            follower.pipe.close()
 
     def until(self, true: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 60
@@ -167,10 +195,54 @@ def test_a5_over_tcp_promised_pages_come_back_at_once_and_nothing_of_a_torn_writ
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stops", [0, 1], ids=["leader", "follower"])
 @pytest.mark.parametrize("plane", [*PLANES, "zmq", "staged"])
-def test_a5_a_readers_proven_death_ends_its_rooms_at_the_writer(model: Path, plane: str) -> None:
-    """By its pidfd: the clock stands still, so no deadline can be the reason."""
-    sections = {"transfer": {"plane": plane}, "engine": {"threads": 1}, "prefill": {"chunk_tokens": 16}}
+def test_a5_of_a_writer_with_two_ranks_one_is_killed_in_mid_write_and_nothing_of_the_other_lands_either(
+    model: Path, oracle: Oracle, plane: str, stops: int
+) -> None:
+    """Its two ranks write to one rank here. A page that one of them may still write to is not given away, though the
+    other is dead."""
+    with ExitStack() as stack:
+        scene = Scene(model, stack, plane, stops)
+        (follower,) = scene.followers
+        victim: int = (scene.stopping.process, follower.process)[stops].pid
+        scene.ask("stuck", scene.stopping)
+        scene.until(lambda: stopped(victim))
+        scene.decode.handle(SESSION, Cancel(RequestId("stuck"), 0))
+        scene.until(lambda: not scene.decode.status().waiting)
+        if plane in PLANES:
+            assert scene.free == 17, "what a stopped writer may still write to is not given away"
+            if stops == 0:
+                os.kill(victim, signal.SIGKILL)
+                scene.stopping.process.join(30)
+                assert follower.pipe.poll(30), "a follower didn't end with its leader"
+                rounds = iter(range(200))
+                scene.until(lambda: next(rounds, None) is None)
+                assert scene.free == 17, "its other rank's process lives"
+                scene.end_followers()
+        else:
+            scene.until(lambda: scene.free == 24)
+        prompts = {name: scene.ask(name, scene.healthy) for name in ("a", "b", "c")}
+        if plane not in PLANES or stops == 1:
+            scene.until(lambda: scene.begun("a") and scene.begun("b"))
+            os.kill(victim, signal.SIGKILL)
+        scene.until(lambda: set(scene.done) >= {"a", "b", "c"} and scene.free == 24)
+        for name, prompt in prompts.items():
+            assert compare(oracle, prompt, scene.answer(name)).equal
+        assert scene.decode.check().violations == ()
+        assert scene.decode.check().rooms == 0
+        scene.stopping.process.join(30)
+        assert not scene.stopping.process.is_alive(), "a worker goes with any of its ranks"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("plane", [*PLANES, "zmq", "staged"])
+def test_a5_a_readers_proven_death_ends_its_rooms_at_the_writer(model: Path, plane: str, ranks: int) -> None:
+    """By its pidfds: the clock stands still, so no deadline can be the reason."""
+    sections = {
+        "transfer": {"plane": plane}, "engine": {"threads": 1}, "prefill": {"chunk_tokens": 16}, "decode": {"tp": ranks}
+    }  # fmt: skip
     prefill = build_worker(
         Role.PREFILL, WorkerName("prefill-0"), Incarnation(1), read_model_spec(model), config_from_dict(sections),
         host="127.0.0.1", counts=counts_for(model, config_from_dict(sections), Role.PREFILL, POOL), clock=ManualClock(),
@@ -179,7 +251,11 @@ def test_a5_a_readers_proven_death_ends_its_rooms_at_the_writer(model: Path, pla
     deadline = time.monotonic() + 60
     with ExitStack() as stack:
         stack.callback(prefill.close)
-        decode = stack.enter_context(worker_child(model, Role.DECODE, "decode-0", sections, POOL))
+        processes = stack.enter_context(rank_processes())
+        followers = processes.take(ranks - 1)
+        for follower in followers:
+            stack.callback(follower.end)
+        decode = stack.enter_context(worker_child(model, Role.DECODE, "decode-0", sections, POOL, followers))
         submit = Submit(RequestId("a"), 0, RoomId("room-a"), (5,) * 300, 300, SAMPLING, decode.ref)
         decode.handle(replace(submit, peer=to_prefill))
         prefill.handle(SESSION, submit)
@@ -188,6 +264,8 @@ def test_a5_a_readers_proven_death_ends_its_rooms_at_the_writer(model: Path, pla
             prefill.step()
         assert prefill.check().rooms == 1
         decode.signal(signal.SIGKILL)
+        for follower in followers:
+            follower.process.kill()
         events: list[Event] = []
         while prefill.check().rooms:
             assert time.monotonic() < deadline
