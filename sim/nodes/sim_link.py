@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
@@ -19,6 +20,8 @@ from sim.nodes.sim_worker import SimHost
 KEEPALIVE_S = 20.0
 """Seconds without a sign of life after which gRPC closes a connection: `keepalive_time` and `keepalive_timeout`."""
 CONNECT_S = 5.0
+MOST_LATE_S = 3.0
+"""Seconds after which the router hears of a reset at the latest."""
 
 
 class LinkOwner(Protocol):
@@ -54,7 +57,7 @@ class SimLink:
         mine, theirs = self.router.process, self.host.process
         self._heard = self.router.world.agenda.now()
         self.linked = False
-        self._there = network.pipe(mine, theirs, lambda: self._broken(number, "the connection was reset"))
+        self._there = network.pipe(mine, theirs, lambda: self._reset(number))
         self._back = network.pipe(theirs, mine)
         there, back = self._there, self._back
 
@@ -80,6 +83,12 @@ class SimLink:
         else:
             self.router.process.later(0.001, lambda: self._broken(number, "connection refused"))
         self._watch(number)
+
+    def _reset(self, number: int) -> None:
+        """Hear of a reset: at once or, where a firewall dropped the packet that said so, long after the worker."""
+        rng = random.Random(f"{self.key[0]}:{number}:{self.router.world.agenda.now()}")
+        late_s = rng.choice((0.0, rng.uniform(0.0, MOST_LATE_S)))
+        self.router.process.later(late_s, lambda: self._broken(number, "the connection was reset"))
 
     def _watch(self, number: int) -> None:
         """Watch the connection as keepalive does: close it when nothing comes back for too long."""

@@ -187,16 +187,22 @@ def test_b2_requests_cancelled_at_random_moments_leave_nothing_behind(model: Pat
             expect_equal(oracle, prompt, answer)
 
 
-def test_a10_what_prefill_gives_up_decode_gives_up(model: Path) -> None:
+@pytest.mark.parametrize("lost", [False, True])
+def test_a10_what_prefill_gives_up_decode_gives_up_and_its_router_may_try_again(model: Path, lost: bool) -> None:
+    """`lost`: prefill has lost the router's connection, of which the router may hear later than decode does."""
     (prompt,) = prompts(10, 120)
     with pair(model, prefill={"chunk_tokens": 16}) as both:
         request = both.submit(prompt, greedy(5))
         for _ in range(4):
             both.step()
-        both.cancel(request, (Role.PREFILL,))
+        if lost:
+            both.prefill.drop_session(SESSION)
+        else:
+            both.cancel(request, (Role.PREFILL,))
         (answer,) = both.run(request)
         assert answer.done is not None
-        assert answer.done.error is ErrorKind.CANCELLED
+        assert answer.done.error is not None
+        assert answer.done.error.retryable
 
 
 @pytest.mark.parametrize("plane", PLANES)
