@@ -107,8 +107,6 @@ class BatchRow(NamedTuple):
         prompt."""
         if self.draw is None:
             return []
-        if not self.drafted:
-            return [self.draw]
         return [*(self.draw.before(count) for count in range(self.drafted, 0, -1)), self.draw]
 
 

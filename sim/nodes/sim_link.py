@@ -85,7 +85,8 @@ class SimLink:
         self._watch(number)
 
     def _reset(self, number: int) -> None:
-        """Hear of a reset: at once or, where a firewall dropped the packet that said so, long after the worker."""
+        """Hear of a reset: at once or, where a firewall dropped the packet that said so, long after the worker. It is
+        drawn here, so that resets move nothing else that a seed draws."""
         rng = random.Random(f"{self.key[0]}:{number}:{self.router.world.agenda.now()}")
         late_s = rng.choice((0.0, rng.uniform(0.0, MOST_LATE_S)))
         self.router.process.later(late_s, lambda: self._broken(number, "the connection was reset"))
