@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import secrets
 import signal
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,10 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from cluster.ranks.follower_channel import DeathWatch
-from cluster.ranks.rendezvous import lead
 from cluster.worker_process.worker_plan import WorkerPlan
-from contracts.clock import SystemClock
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import Command, PeerRef
@@ -28,21 +26,12 @@ SESSION = SessionId(1)
 
 
 def _serve(pipe: Connection, plan: WorkerPlan, tokens: int) -> None:
-    from cluster.assembly.build_worker import build_worker
+    from cluster.worker_process.worker_process import build_from_plan
     from contracts import cpu_levels as processor
-    from contracts.checkpoint.model_spec import read_model_spec
     from tests.pair import counts_for
 
-    config = plan.config
-    processor.pin(config.engine.numerics_class)  # before the counts compute
-    group, size = None, config.tp_for(plan.role)
-    if size > 1:
-        group = lead(plan.meeting, size, SystemClock(), config.engine, deadline_s=30.0, start_s=START_S)
-        DeathWatch(group.watch(), lambda reason: os._exit(1)).start()  # as a worker's process does
-    worker = build_worker(
-        plan.role, plan.name, plan.incarnation, read_model_spec(plan.model), config,
-        host=plan.host, counts=counts_for(plan.model, config, plan.role, tokens), group=group,
-    )  # fmt: skip
+    processor.pin(plan.config.engine.numerics_class)  # before the counts compute
+    worker = build_from_plan(replace(plan, counts=counts_for(plan.model, plan.config, plan.role, tokens)))
     pipe.send(worker.control)
     try:
         while True:
@@ -102,8 +91,9 @@ def worker_child(
 
     context = multiprocessing.get_context("spawn")
     config = config_from_dict(sections)
+    logs = tempfile.TemporaryDirectory()
     plan = WorkerPlan(
-        WorkerName(name), role, Incarnation(1), folder, config, {}, "127.0.0.1", "", folder,
+        WorkerName(name), role, Incarnation(1), folder, config, {}, "127.0.0.1", "", Path(logs.name),
         meeting=secrets.token_hex(32),
     )  # fmt: skip
     for rank, warm in enumerate(followers, 1):
@@ -125,3 +115,4 @@ def worker_child(
         if process.is_alive():
             process.kill()
             process.join(10)
+        logs.cleanup()

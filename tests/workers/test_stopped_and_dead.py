@@ -88,11 +88,9 @@ class Scene:
         """What a follower's process does when its worker has ended."""
         while self.followers:
             follower = self.followers.pop()
-            os.kill(follower.process.pid, signal.SIGCONT)
-            follower.process.join(0.2)
-            follower.process.kill()
-            follower.process.join(10)
-            follower.pipe.close()
+            if follower.process.is_alive():
+                os.kill(follower.process.pid, signal.SIGCONT)
+            follower.end()
 
     def until(self, true: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 60
