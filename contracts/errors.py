@@ -21,7 +21,8 @@ class ErrorKind(StrEnum):
     OVERLOADED = "overloaded"
     """There is no room for the request now; the client may try later."""
     CANCELLED = "cancelled"
-    """The client or the router cancelled the request."""
+    """The request was taken back, or the worker that says so, or its peer, lost its router's connection. A router that
+    took it back expects no more of it, so one that hears this of a request tries it again."""
     DEADLINE = "deadline"
     """The request's deadline has passed."""
     ROOM = "room"
@@ -42,7 +43,7 @@ class ErrorKind(StrEnum):
     def retryable(self) -> bool:
         return self in (
             ErrorKind.ROOM, ErrorKind.DAMAGED, ErrorKind.DRAINING, ErrorKind.WORKER, ErrorKind.RETRACTED,
-            ErrorKind.NONFINITE,
+            ErrorKind.NONFINITE, ErrorKind.CANCELLED,
         )  # fmt: skip
 
     @classmethod

@@ -234,9 +234,7 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         self._drop(request, kind, message)
 
     def _cancel(self, request: PrefillRequest, reason: str) -> None:
-        # A router that cancels a request tells both its workers. One that decode still hears of afterwards is wanted:
-        # only its connection to this worker broke off, which its router may not have heard of yet.
-        self._drop(request, ErrorKind.ROOM, reason)
+        self._drop(request, ErrorKind.CANCELLED, reason)
 
     def _drop(self, request: PrefillRequest, kind: ErrorKind, message: str) -> None:
         self._handover.fail(request, kind, message)

@@ -100,7 +100,9 @@ class Failover:
         fatal = ""
         if kind is ErrorKind.NONFINITE and r.nonfinite >= NONFINITE_REPLAYS:
             fatal = f"{done.message}; it was computed twice; last: {worker[0]}"
-        return AttemptFailure(reason, at_fault, AttemptCost.REPLAY, kind, ended, worker, fatal)
+        # Cancelled by nobody here: a connection broke, which is counted where it was this router's.
+        reporter = None if kind is ErrorKind.CANCELLED else worker
+        return AttemptFailure(reason, at_fault, AttemptCost.REPLAY, kind, ended, reporter, fatal)
 
     def after(
         self, r: RoutedRequest, failure: AttemptFailure, now: float, *, replaceable: bool

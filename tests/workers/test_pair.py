@@ -201,7 +201,7 @@ def test_a10_what_prefill_gives_up_decode_gives_up_and_its_router_may_try_again(
             both.cancel(request, (Role.PREFILL,))
         (answer,) = both.run(request)
         assert answer.done is not None
-        assert answer.done.error is not None
+        assert answer.done.error is ErrorKind.CANCELLED
         assert answer.done.error.retryable
 
 

@@ -31,6 +31,26 @@ def test_a_stream_that_broke_is_one_failure_however_many_requests_it_struck() ->
     assert breaker(stage, "decode-0").state is CircuitState.OPEN, "the third is enough"
 
 
+def test_d5_what_a_worker_calls_cancelled_and_nobody_cancelled_is_tried_again_and_counts_against_nobody() -> None:
+    """Prefill lost its connection, and told decode; this router hears of the loss last."""
+    stage = Stage(1, 1, breaker_failures=2, breaker_rate=0.1, replay_limit=100)
+    rids = [stage.submit() for _ in range(6)]
+    for rid in rids:
+        submit = stage.legs.pop(("decode-0", rid)).submit
+        lost = Done(
+            rid, submit.attempt, "error", None, ErrorKind.CANCELLED, "its router is gone", WorkerName("prefill-0")
+        )
+        stage.hear(stage.key("decode-0"), lost)
+        assert rid not in stage.ends
+    for name in ("prefill-0", "decode-0"):
+        assert breaker(stage, name).state is CircuitState.CLOSED
+    while any(rid not in stage.ends for rid in rids):
+        stage.tick(0.5)
+        stage.finish()
+    for rid in rids:
+        stage.assert_answered(rid)
+
+
 def test_the_breaker_of_an_incarnation_that_is_gone_is_over_and_complaints_about_it_are_justified() -> None:
     stage = Stage(2, 1, breaker_failures=2, breaker_rate=0.1, replay_limit=100)
     old = breaker(stage, "prefill-0")
