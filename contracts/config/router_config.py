@@ -34,7 +34,7 @@ class RouterConfig:
     """Least share of failures among the worker's outcomes within the window, besides `breaker_failures`."""
     breaker_open_s: float = 5.0
     """Seconds for which a worker is left alone; then one request tries it. Doubles with each failed trial, up to
-    eightfold."""
+    eightfold, while another worker of its role takes requests."""
     stall_s: float = 30.0
     """/health fails when work waits and nothing has advanced for this long."""
     max_body_bytes: int = 0

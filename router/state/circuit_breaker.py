@@ -8,6 +8,9 @@ different peers within the window is what the peers' failures have in common, so
 itself as well. So a prefill worker that sends damage is left alone and not the decode workers that report it, and a
 decode worker with a bad network card doesn't open the breaker of every prefill worker.
 
+A breaker whose trials fail is open longer and longer, as long as other workers of the role take its requests. Where
+none does, trials come as often as at first: patience would spare nobody, and requests would end that wait for a worker.
+
 A breaker lives as long as its worker's incarnation. A request that a worker refuses because it drains, that runs out of
 time or that its client cancels doesn't count.
 """
@@ -23,7 +26,8 @@ from contracts.ids import RequestId
 from contracts.state_table import StateTable
 
 MOST_PATIENCE = 8
-"""The largest multiple of `breaker_open_s` for which a breaker is open; the multiple doubles with each failed trial."""
+"""The largest multiple of `breaker_open_s` for which a breaker is open while other workers admit requests; the multiple
+doubles with each failed trial."""
 ACCUSED_AT = 2
 """Different peers that a worker complains about before it is suspected itself."""
 
@@ -82,17 +86,22 @@ class CircuitBreaker:
         self.opened = 0
         """How often the breaker has opened."""
         self._outcomes: deque[_AttemptOutcome] = deque()
-        self._until = 0.0
+        self._opened_at = 0.0
         self._patience = 1
         self._probe: RequestId | None = None
 
-    def admits(self, now: float) -> bool:
-        """Whether a request may be sent to the worker; changes nothing."""
+    def admits(self, now: float, *, needed: bool = False) -> bool:
+        """Whether a request may be sent to the worker; changes nothing.
+
+        `needed`: whether no other worker that could take the request admits it; then an open breaker admits its trial
+        after `breaker_open_s`, however many trials have failed.
+        """
         match self.state:
             case CircuitState.CLOSED:
                 return True
             case CircuitState.OPEN:
-                return now >= self._until
+                patience = 1 if needed else self._patience
+                return now >= self._opened_at + patience * self._config.breaker_open_s
             case CircuitState.HALF_OPEN:
                 return self._probe is None
             case _:
@@ -164,7 +173,7 @@ class CircuitBreaker:
     def _open(self, event: CircuitEvent, now: float) -> None:
         self._step(event)
         self.opened += 1
-        self._until = now + self._patience * self._config.breaker_open_s
+        self._opened_at = now
 
     def _step(self, event: CircuitEvent) -> None:
         self.state = CIRCUIT.next(self.state, event)

@@ -178,7 +178,8 @@ class WorkerTable:
 
     def left_alone(self, now: float) -> list[WorkerName]:
         """The names of the serving workers whose breakers admit no request."""
-        return [e.record.name for e in self if e.serves(now) and not e.breaker.admits(now)]
+        admitted = {e.key for role in self.roles for e in self.able(role, 0, {}, now)}
+        return [e.record.name for e in self if e.serves(now) and e.key not in admitted]
 
     def others_like(self, key: WorkerKey) -> bool:
         """Whether the role of the worker `key` has another worker, up or coming back."""
@@ -220,12 +221,8 @@ class WorkerTable:
 
         `avoid`: workers to leave out, each with the time until when.
         """
-        return [
-            e
-            for e in self._entries.values()
-            if e.record.role is role
-            and e.serves(now)
-            and e.breaker.admits(now)
-            and e.record.fits.max_positions >= need
-            and avoid.get(e.key, 0.0) <= now
-        ]
+        fitting = [e for e in self.serving(role, now) if e.record.fits.max_positions >= need]
+        admitting = [e for e in fitting if e.breaker.admits(now)]
+        if not admitting:
+            admitting = [e for e in fitting if e.breaker.admits(now, needed=True)]
+        return [e for e in admitting if avoid.get(e.key, 0.0) <= now]

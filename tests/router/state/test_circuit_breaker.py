@@ -87,13 +87,16 @@ def test_the_only_reporter_of_the_only_prefill_worker_is_believed() -> None:
     assert state(stage, "prefill-0") is CircuitState.CLOSED, "the request that waited for it was the trial"
 
 
-def opened() -> Stage:
-    stage = Stage(prefill=1, decode=1, **PATIENT)
-    rids = [stage.submit() for _ in range(4)]
+def opened(decode: int = 1) -> Stage:
+    """A cluster of which every decode worker's breaker has opened just now."""
+    stage = Stage(prefill=1, decode=decode, **PATIENT)
+    rids = [stage.submit() for _ in range(4 * decode)]
     for rid in rids:
         stage.error(rid, DECODE, ErrorKind.WORKER)
-    assert state(stage, "decode-0") is CircuitState.OPEN
-    assert not stage.legs
+    while stage.legs:
+        stage.error(next(iter(stage.legs))[1], DECODE, ErrorKind.WORKER)
+    for number in range(decode):
+        assert state(stage, f"decode-{number}") is CircuitState.OPEN
     return stage
 
 
@@ -112,15 +115,45 @@ def test_after_a_while_one_request_tries_it_and_its_success_brings_the_others() 
     stage.finish()
 
 
-def test_a_trial_that_fails_is_followed_by_a_longer_wait() -> None:
-    stage = opened()
-    for wait in (5.2, 10.2, 20.2, 40.2, 40.2):
-        stage.tick(wait - 1)
+def test_a_trial_that_fails_is_followed_by_a_longer_wait_unless_the_worker_is_needed() -> None:
+    breaker = CircuitBreaker(RouterConfig(breaker_failures=1, breaker_open_s=5.0))
+    now = 100.0
+    breaker.failed(RequestId("first"), now)
+    for wait in (5.0, 10.0, 20.0, 40.0, 40.0):
+        assert not breaker.admits(now + 4.9, needed=True)
+        assert breaker.admits(now + 5.0, needed=True)
+        assert not breaker.admits(now + wait - 0.1)
+        now += wait
+        assert breaker.admits(now)
+        breaker.sent(RequestId("trial"))
+        breaker.failed(RequestId("trial"), now)
+
+
+@pytest.mark.parametrize("decode", [1, 2])
+def test_workers_without_a_colleague_that_serves_are_tried_as_often_as_at_first(decode: int) -> None:
+    stage = opened(decode)
+    for _ in range(5):
+        stage.tick(4.0)
         assert not stage.legs
-        stage.tick(1.0)
-        assert state(stage, "decode-0") is CircuitState.HALF_OPEN
-        stage.error(next(iter(stage.legs))[1], DECODE, ErrorKind.WORKER)
-        assert state(stage, "decode-0") is CircuitState.OPEN
+        stage.tick(1.2)
+        for number in range(decode):
+            assert state(stage, f"decode-{number}") is CircuitState.HALF_OPEN
+        for rid in {rid for _, rid in stage.legs}:
+            stage.error(rid, DECODE, ErrorKind.WORKER)
+
+
+def test_a_worker_left_alone_for_long_is_tried_at_once_when_its_colleague_drains() -> None:
+    stage = opened(2)
+    stage.tick(5.2)
+    bad = min({rid for _, rid in stage.legs}, key=lambda rid: stage.leg(rid, DECODE))
+    stage.error(bad, DECODE, ErrorKind.WORKER)
+    stage.finish()
+    stage.tick(5.2)
+    stage.finish()
+    assert state(stage, "decode-0") is CircuitState.OPEN, "the other one serves, so the wait is 10 s"
+    stage.drain("decode-1")
+    stage.submit()
+    assert state(stage, "decode-0") is CircuitState.HALF_OPEN
 
 
 def test_a_trial_that_its_client_takes_back_makes_room_for_the_next() -> None:
