@@ -30,6 +30,7 @@ from contracts.messages.worker_events import Done
 from decode.request.request import DecodeEvent, DecodePhase, DecodeRequest
 from decode.request.request_outcomes import PromptPreempted, PromptReceived, RequestFailed, RequestLeft, RouterEvent
 from decode.transfer_queue import TransferQueue
+from engine.structured_output.answer_grammar import AnswerGrammar
 from prefill.first_token_events import first_token_events
 from prefill.request import PrefillEvent, PrefillPhase, PrefillRequest
 from prefill.scheduler import PrefillScheduler, ScheduledChunk
@@ -88,16 +89,18 @@ class LocalPrompts:
 
     # ------------------------------------------------------------ what decode asks of a prompt source
 
-    def open(self, session: SessionId, submit: Submit) -> DecodeRequest | AdmissionRefusal:
+    def open(
+        self, session: SessionId, submit: Submit, grammar: AnswerGrammar | None
+    ) -> DecodeRequest | AdmissionRefusal:
         """Take in a request: with a peer it is handed over in a room, without one its prompt is computed here."""
         if submit.peer is not None:
-            return self._rooms.open(session, submit)
+            return self._rooms.open(session, submit, grammar)
         now, page_tokens = self._clock.now(), self._pages.page_tokens
         chain = block_hashes(submit.tokens, page_tokens, submit.salt)
         prefix = TokenPrefix.of(submit.tokens, page_tokens, submit.salt, chain)
         deadline = now + submit.deadline_s
-        leg = DecodeRequest(session, submit, now, deadline, prefix)
-        prompt = LocalPrompt(session, submit, now, deadline, prefix, chain, leg=leg)
+        leg = DecodeRequest(session, submit, now, deadline, prefix, grammar)
+        prompt = LocalPrompt(session, submit, now, deadline, prefix, chain, grammar=grammar, leg=leg)
         self._pages.prefetch(prompt)
         self._waiting[submit.request_id] = prompt
         return leg

@@ -26,6 +26,7 @@ from decode.request.request import DecodePhase, DecodeRequest
 from decode.transfer_queue import TransferQueue
 from decode.worker import DecodeWorker, Outcome
 from engine.runner.model_runner import ModelRunner
+from engine.structured_output.answer_grammar import AnswerGrammar
 from prefill.audit_runner import AuditRunner
 from prefill.request import PrefillRequest
 from prefill.scheduler import ScheduledChunk
@@ -60,7 +61,7 @@ class ColocatedWorker(DecodeWorker):
         super().__init__(name, incarnation, config, engine, manager, receiver, waiter, pause=pause, **options)
         most = min(self.fits.context, self.fits.max_positions)
         emit, nonfinite = self._request_table.emit, self._fitness.nonfinite
-        self._auditor = AuditRunner(config, engine, manager, emit, nonfinite, most)
+        self._auditor = AuditRunner(config, engine, manager, emit, nonfinite, most, self._grammars)
         self._ended_steps = self._mixed = 0
 
     def _prompt_source(self, rooms: TransferQueue, config: Config) -> LocalPrompts:
@@ -130,12 +131,13 @@ class ColocatedWorker(DecodeWorker):
     # ------------------------------------------------------------ what routers say
 
     def _submit(
-        self, session: SessionId, command: commands.Submit | commands.Cancel | commands.Audit
-    ) -> Iterable[Outcome]:
-        if self._auditor.handle(session, command, busy=self._busy):
+        self, session: SessionId, command: commands.Submit | commands.Cancel | commands.Audit,
+        grammar: AnswerGrammar | None,
+    ) -> Iterable[Outcome]:  # fmt: skip
+        if self._auditor.handle(session, command, grammar, busy=self._busy):
             return ()
         there = len(self._request_table)
-        told = super()._submit(session, command)
+        told = super()._submit(session, command, grammar)
         if len(self._request_table) > there:
             self._auditor.preempt("a request came")
         return told
@@ -170,17 +172,17 @@ class ColocatedWorker(DecodeWorker):
 
     def _launch(self, batch: list[DecodeRequest], chunks: list[ScheduledChunk]) -> None:
         if batch and chunks and self._config.colocate.mixed_steps:
-            step = self._engine.launch(self._steps.rows(batch) + [chunk.row for chunk in chunks])
+            step = self._steps.begin(batch, [chunk.row for chunk in chunks])
             rows, prompts = split(step, (len(batch), len(chunks)))
             self._steps.launched(step, rows, batch)
             self._chunks.launched(prompts, chunks)
             self._mixed += 1
         else:
-            if batch:
-                step = self._engine.launch(self._steps.rows(batch))
-                self._steps.launched(step, step, batch)
             if chunks:
                 self._chunks.launched(self._engine.launch([chunk.row for chunk in chunks]), chunks)
+            if batch:  # Last, as no other step may begin before its draw.
+                step = self._steps.begin(batch)
+                self._steps.launched(step, step, batch)
         if batch:
             self._scheduler.launched(batch)
         if self._config.faults.step_delay_s:

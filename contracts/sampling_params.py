@@ -27,6 +27,9 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     """The tokens that may be drawn, sorted; empty: all."""
+    grammar: str = ""
+    """What the answer must follow, as the text that the structured-output engine compiles (`contracts.grammar`); empty:
+    nothing. It outranks `min_tokens` and `logit_bias`."""
     seed: int = 0
     """64 bits, minted by the router when the client sends none."""
     choice: int = 0

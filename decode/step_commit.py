@@ -2,12 +2,17 @@
 
 Every row computes the position of its request's last token, and those of its drafts, and draws what comes behind each.
 What a row drew counts only where it read the request's own pages and its logits are finite.
+
+Where a grammar says what may be drawn, it has to know all tokens before. So a step with such a row is begun, which
+computes its logits; while it runs, the step before it is committed and the masks are made; and then it is drawn.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from cache.allocation.allocation import Allocation
 from contracts.clock import Clock
@@ -20,12 +25,32 @@ from decode.request.request_outcomes import RequestFailed, RequestFinished, Rout
 from decode.request.request_pages import DecodePages
 from decode.speculation.drafting import Drafting
 from engine.runner.batch import NONFINITE, BatchRow, DrawnToken, RowOutput, StepHandle, TokenDraw, TokenFromStep
+from engine.runner.launched_step import LaunchedStep
 from engine.runner.model_runner import ModelRunner
+from engine.runner.sampling.token_mask import TokenMask
+from engine.structured_output.grammar_engine import GrammarError, GrammarMatcher
+from worker.grammar_gate import GrammarGate
 from worker.nonfinite_rows import NonfiniteRows
 from worker.request_table import RequestTable
 from worker.step_overlap import StepOverlap
 
 log = logging.getLogger("twinpool.decode")
+
+
+@dataclass(frozen=True, slots=True)
+class BegunStep:
+    """A step whose tokens are still to be drawn: `mine` is its part of the rows of `batch`, which come first."""
+
+    step: LaunchedStep
+    mine: StepHandle
+    batch: list[DecodeRequest]
+
+
+class Masked(NamedTuple):
+    """A request of a step, and the number of its first draw there."""
+
+    request: DecodeRequest
+    first: int
 
 
 class DecodeStepCommit:
@@ -38,14 +63,17 @@ class DecodeStepCommit:
         engine: ModelRunner,
         fitness: NonfiniteRows,
         drafting: Drafting,
+        grammars: GrammarGate,
         config: Config,
         clock: Clock,
         pause: Callable[[float], None],
     ) -> None:
         self._requests, self._pages, self._engine, self._fitness = requests, pages, engine, fitness
-        self._drafting = drafting
+        self._drafting, self._grammars = drafting, grammars
         self._manager, self._config, self._clock, self._pause = pages.manager, config, clock, pause
         self._overlap = StepOverlap[DecodeRequest]()
+        self._begun: BegunStep | None = None
+        """The step of this round, where its draw waits for masks."""
         self.committed = False
         """Whether the last round committed a step: then the next round may have pages for a waiting request."""
         self.steps = 0
@@ -68,18 +96,23 @@ class DecodeStepCommit:
     # ------------------------------------------------------------ launch
 
     def launch(self, batch: list[DecodeRequest]) -> None:
-        step = self._engine.launch(self.rows(batch))
+        step = self.begin(batch)
         self.launched(step, step, batch)
         if self._config.faults.step_delay_s:
             self._pause(self._config.faults.step_delay_s)
 
-    def rows(self, batch: list[DecodeRequest]) -> list[BatchRow]:
-        """Return the rows of a step, one a request."""
-        return [self._row(request) for request in batch]
+    def begin(self, batch: list[DecodeRequest], others: Sequence[BatchRow] = ()) -> LaunchedStep:
+        """Launch a step of one row for each request, and `others` behind them; where a grammar has to say what may be
+        drawn, it is begun, and `landed` draws it."""
+        rows = [*(self._row(request) for request in batch), *others]
+        return self._engine.begin(rows) if _masked(batch) else self._engine.launch(rows)
 
-    def launched(self, step: StepHandle, mine: StepHandle, batch: list[DecodeRequest]) -> None:
+    def launched(self, step: LaunchedStep, mine: StepHandle, batch: list[DecodeRequest]) -> None:
         """Count the requests of `batch` as launched: their rows are the first of `step`, and all of `mine`."""
-        self._overlap.launched(mine, batch)
+        if _masked(batch):
+            self._begun = BegunStep(step, mine, batch)
+        else:
+            self._overlap.launched(mine, batch)
         for number, request in enumerate(batch):
             request.launched = request.planned
             request.latest = TokenFromStep(step, number)
@@ -106,13 +139,47 @@ class DecodeStepCommit:
         so the last one may be waited for later.
         """
         self.committed = False
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            for results in self._overlap.all_landed():
+                yield from self._commit_step(results)
+            yield from self._draw(begun)
         for results in self._overlap.landed(go_on=go_on):
-            self.committed = True
-            self.steps += 1
-            for request, output in results:
-                # A request that ended while this step was under way has no use for what it drew.
-                if request.stepping:
-                    yield from self._take(request, output)
+            yield from self._commit_step(results)
+
+    def _draw(self, begun: BegunStep) -> Iterator[RequestFailed]:
+        """Draw a step that was begun, with the masks of its rows. Yields the requests whose grammar has no mask."""
+        masks, wanted, places = dict[int, TokenMask](), list[tuple[GrammarMatcher, Sequence[int]]](), list[Masked]()
+        number = 0
+        failed: list[RequestFailed] = []
+        for request in begun.batch:
+            drafts = request.drafts
+            # One that has ended meanwhile has no use for what is drawn.
+            if request.grammar is not None and request.stepping:
+                try:
+                    wanted.append((request.grammar.behind(request.answer), drafts))
+                    places.append(Masked(request, number))
+                except GrammarError as error:
+                    failed.append(RequestFailed(request, ErrorKind.INVALID, f"the grammar can't be followed: {error}"))
+            number += 1 + len(drafts)
+        for (request, first), made in zip(places, self._grammars.masks(wanted) if wanted else (), strict=True):
+            if isinstance(made, GrammarError):
+                failed.append(RequestFailed(request, ErrorKind.INVALID, f"the grammar can't be followed: {made}"))
+            else:
+                masks.update(enumerate(made, first))
+        self._engine.draw(begun.step, masks)
+        self._overlap.launched(begun.mine, begun.batch)
+        yield from failed
+
+    def _commit_step(
+        self, results: Sequence[tuple[DecodeRequest, RowOutput]]
+    ) -> Iterator[RouterEvent | RequestFinished | RequestFailed]:
+        self.committed = True
+        self.steps += 1
+        for request, output in results:
+            # A request that ended while this step was under way has no use for what it drew.
+            if request.stepping:
+                yield from self._take(request, output)
 
     def recover(self, invalid: list[Allocation]) -> Iterator[RequestFailed]:
         """Fail the requests whose allocations are in `invalid`: state that was loaded for them is damaged.
@@ -180,3 +247,7 @@ class DecodeStepCommit:
 
     def _log(self, site: DamageSite, request: DecodeRequest) -> None:
         log_damage(log, site, request=request.submit.request_id, positions=[request.committed, request.launched])
+
+
+def _masked(batch: Sequence[DecodeRequest]) -> bool:
+    return any(request.grammar is not None for request in batch)

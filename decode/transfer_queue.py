@@ -20,6 +20,7 @@ from contracts.messages.router_commands import Submit
 from decode.request.request import DecodeEvent, DecodePhase, DecodeRequest
 from decode.request.request_outcomes import PromptReceived, RequestFailed, RequestLeft
 from decode.request.request_pages import DecodePages
+from engine.structured_output.answer_grammar import AnswerGrammar
 from transfer.rooms.receiver.kv_receiver import KVReceiver
 from transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
 from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
@@ -47,7 +48,9 @@ class TransferQueue:
         self._prompt_wait_s = prompt_wait_s
         self.counters = {"prompt_tokens_held": 0.0, "received_bytes": 0.0}
 
-    def open(self, session: SessionId, submit: Submit) -> DecodeRequest | AdmissionRefusal:
+    def open(
+        self, session: SessionId, submit: Submit, grammar: AnswerGrammar | None = None
+    ) -> DecodeRequest | AdmissionRefusal:
         """Open the room of a request; returns the request, or why it can't be taken."""
         if submit.peer is None:
             return AdmissionRefusal(ErrorKind.INVALID, "decode needs a prefill worker to receive from")
@@ -58,7 +61,7 @@ class TransferQueue:
         except WireError as error:
             return AdmissionRefusal(ErrorKind.ROOM, str(error))
         now, prefix = self._clock.now(), TokenPrefix.of(submit.tokens, page_tokens, submit.salt, keys)
-        return DecodeRequest(session, submit, now, now + submit.deadline_s, prefix)
+        return DecodeRequest(session, submit, now, now + submit.deadline_s, prefix, grammar)
 
     def preallocate(self, request: DecodeRequest) -> bool:
         """Allocate pages for the request's prompt and its next step, and grant its room what is lacking of them.

@@ -45,6 +45,8 @@ from decode.speculation.drafting import Drafter, Drafting, PromptLookupDrafter
 from decode.step_commit import DecodeStepCommit
 from decode.transfer_queue import TransferQueue
 from engine.runner.model_runner import ModelRunner
+from engine.structured_output.answer_grammar import AnswerGrammar
+from engine.structured_output.grammar_engine import GrammarEngine
 from transfer.rooms.receiver.kv_receiver import KVReceiver
 from transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
 from transfer.rooms.room_outcomes import RoomGranted, RoomReleased
@@ -89,10 +91,13 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         clock: Clock,
         pause: Callable[[float], None],
         drafter: Drafter | None = None,
+        grammars: GrammarEngine | None = None,
     ) -> None:
         """`sender`: the sending end of the rooms in which other decode workers receive what this one hands on.
         `drafter`: makes drafts, where the configuration asks for some; None: by prompt lookup."""
-        super().__init__(name, incarnation, config.cluster, manager, sender, waiter, context=context, clock=clock)
+        super().__init__(
+            name, incarnation, config.cluster, manager, sender, waiter, context=context, clock=clock, grammars=grammars
+        )
         self._engine, self._receiver = engine, receiver
         requests, fitness = self._request_table, self._fitness
         self._lengths = OutputLengths(config.decode.output_length_quantile, config.decode.first_answer_tokens)
@@ -101,16 +106,13 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         self._prompts = self._prompt_source(rooms, config)
         drafting = Drafting(pages, config.decode, drafter or PromptLookupDrafter())
         self._scheduler = DecodeScheduler(requests, pages, self._prompts, self._lengths, drafting, config, clock)
-        self._steps = DecodeStepCommit(requests, pages, engine, fitness, drafting, config, clock, pause)
+        self._steps = DecodeStepCommit(requests, pages, engine, fitness, drafting, self._grammars, config, clock, pause)
         self._advisor = advisor = DrainAdvisor(requests, manager.spec, MigrationCosts(self._lengths), clock)
         self._migrations = OutgoingMigrations(requests, pages, sender, self._scheduler, advisor, config.decode, clock)
         self._pushes = PrefixPushes(requests, pages, sender, config, clock)
         self._pulls = PrefixPulls(requests, pages, receiver)
         self._offers = PrefixOffers(name, manager, self._pushes, requests, config, clock)
         self._commands: dict[type[commands.Command], Callable[[SessionId, Any], Iterable[Outcome]]] = {
-            commands.Submit: self._submit,
-            commands.Cancel: self._submit,
-            commands.Audit: self._submit,
             commands.InvalidatePrefix: self._invalidate,
             commands.PauseForMigration: self._migrations.begin,
             commands.ResumeHere: self._migrations.undo,
@@ -124,8 +126,11 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
 
     # ------------------------------------------------------------ the host's side
 
-    def handle(self, session: SessionId, command: commands.Command) -> None:
-        self._act(self._commands[type(command)](session, command))
+    def _take(self, session: SessionId, command: commands.Command, grammar: AnswerGrammar | None) -> None:
+        if isinstance(command, commands.Submit | commands.Cancel | commands.Audit):
+            self._act(self._submit(session, command, grammar))
+        else:
+            self._act(self._commands[type(command)](session, command))
 
     def wait(self, timeout_s: float) -> None:
         if not (self._steps or self._steps.committed or self._migrations.sending or self._pushes.writing):
@@ -135,7 +140,9 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
 
     @property
     def _deadlines(self) -> tuple[float | None, ...]:
-        parts = self._receiver, self._sender, self._migrations, self._advisor, self._pushes, self._offers
+        parts = (
+            self._receiver, self._sender, self._migrations, self._advisor, self._pushes, self._offers, self._grammars
+        )  # fmt: skip
         return self._request_table.next_deadline, *(part.next_deadline for part in parts)
 
     def workers_ended(self, ended: Sequence[EndedWorker]) -> None:
@@ -144,7 +151,8 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
 
     @property
     def drained(self) -> bool:
-        at_work = self._request_table or self._steps or self._receiver.rooms or self._manager.busy
+        waiting = self._request_table or self._grammars
+        at_work = waiting or self._steps or self._receiver.rooms or self._manager.busy
         return self._request_table.draining and not at_work and self._sender.quiet and self._offers.over
 
     def undrain(self) -> None:
@@ -203,6 +211,7 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         return sum(r.allocation is not None for r in self._request_table) + len(self._pushes) + len(self._pulls)
 
     def close(self) -> None:
+        self._grammars.close()
         self._request_pages.close()
         try:
             for request in self._request_table:
@@ -220,13 +229,14 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
     # ------------------------------------------------------------ what routers say
 
     def _submit(
-        self, session: SessionId, command: commands.Submit | commands.Cancel | commands.Audit
-    ) -> Iterable[Outcome]:
+        self, session: SessionId, command: commands.Submit | commands.Cancel | commands.Audit,
+        grammar: AnswerGrammar | None,
+    ) -> Iterable[Outcome]:  # fmt: skip
         self._offers.heard_from(session)
         submit = self._request_table.accept(session, command, self._cancel)
         if submit is None:
             return ()
-        opened = self._prompts.open(session, submit)
+        opened = self._prompts.open(session, submit, grammar)
         if isinstance(opened, AdmissionRefusal):
             self._request_table.refuse(session, submit, opened)
         else:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from cache.manager.kv_cache_manager import KVCacheManager
 from cache.prefix_cache.nodes.token_prefix import TokenPrefix
@@ -27,7 +28,11 @@ from contracts.messages.worker_events import Audited, AuditEnd, Event
 from contracts.sampling_params import TokenDifference
 from engine.runner.batch import NONFINITE, BatchRow, KnownAnswer
 from engine.runner.model_runner import ModelRunner
+from engine.runner.sampling.token_mask import TokenMask
+from engine.structured_output.answer_grammar import AnswerGrammar
+from engine.structured_output.grammar_engine import GrammarError
 from prefill.audit_state import AUDITS, AuditRun, AuditRunEvent, AuditRunState
+from worker.grammar_gate import GrammarGate
 
 log = logging.getLogger("twinpool.prefill")
 MOST_WAITING = 4
@@ -47,12 +52,13 @@ class AuditRunner:
         tell: Callable[[SessionId, Event], None],
         nonfinite: Callable[[], None],
         most_positions: int,
+        grammars: GrammarGate,
     ) -> None:
         """`tell` emits an event. `nonfinite` is called for each row with non-finite logits. `most_positions`: the
         longest answer, prompt included, that this worker can hold, in tokens."""
         self._engine, self._manager, self._tell, self._nonfinite = engine, manager, tell, nonfinite
         self._chunk = min(config.audit.chunk_tokens, config.prefill.chunk_tokens)
-        self._most = most_positions
+        self._most, self._grammars = most_positions, grammars
         # Workers with different numbers of ranks add in different orders: they agree within rounding only.
         self._exact = config.engine.numerics == "invariant" and config.prefill.tp == config.decode.tp
         self._margin = config.audit.margin
@@ -83,14 +89,14 @@ class AuditRunner:
 
     # ------------------------------------------------------------ what comes and goes
 
-    def handle(self, session: SessionId, command: Command, *, busy: bool) -> bool:
+    def handle(self, session: SessionId, command: Command, grammar: AnswerGrammar | None = None, *, busy: bool) -> bool:
         """Take in a command as far as it concerns audits; returns whether the command is done with.
 
         An `InvalidatePrefix` is carried out here; a `Cancel` is for the worker too. `busy`: the worker has other work
         to do, so a new audit is preempted at once.
         """
         if isinstance(command, Audit):
-            self._take(session, command, busy=busy)
+            self._take(session, command, grammar, busy=busy)
         elif isinstance(command, InvalidatePrefix):
             self._manager.sharing.invalidate(
                 TokenPrefix.of(command.tokens, self._manager.spec.page_tokens, command.salt)
@@ -99,8 +105,8 @@ class AuditRunner:
             self._cancel(session, command.request_id)
         return isinstance(command, Audit | InvalidatePrefix)
 
-    def _take(self, session: SessionId, audit: Audit, *, busy: bool) -> None:
-        audition = AuditRun(session, audit)
+    def _take(self, session: SessionId, audit: Audit, grammar: AnswerGrammar | None, *, busy: bool) -> None:
+        audition = AuditRun(session, audit, grammar)
         if not 0 < audit.prompt_len < len(audit.tokens) <= self._most:
             message = f"{len(audit.tokens)} tokens with a prompt of {audit.prompt_len}; at most {self._most} fit"
             self._end(audition, AuditRunEvent.REFUSE, AuditEnd.REFUSED, message)
@@ -186,7 +192,20 @@ class AuditRunner:
         audit, allocation = audition.audit, audition.held
         tables = self._manager.growth.block_tables(allocation, start, end)
         known = KnownAnswer(audit.sampling, audit.tokens, audit.prompt_len)
+        if audition.grammar is not None:
+            masks = self._masks(audition.grammar, audit, known.positions(start, end - start))
+            known = replace(known, masks=masks)
         return BatchRow(audit.tokens[start:end], start, tables, replay=known)
+
+    def _masks(self, grammar: AnswerGrammar, audit: Audit, positions: range) -> Mapping[int, TokenMask]:
+        """The masks of the tokens at `positions`, up to the first one that its grammar doesn't allow."""
+        try:
+            matcher = grammar.behind(audit.tokens[audit.prompt_len : positions.start])
+        except GrammarError:
+            return {}  # The token before isn't allowed: that was found.
+        answer = audit.tokens[positions.start : positions.stop - 1]
+        (masks,) = self._grammars.masks([(matcher, answer[: matcher.fitting(answer)])])
+        return {} if isinstance(masks, GrammarError) else dict(zip(positions, masks, strict=False))
 
     def _judge(self, audition: AuditRun, found: tuple[TokenDifference, ...]) -> None:
         """Count the tokens that differ and keep the first of them for the report; where numerics aren't exact, those

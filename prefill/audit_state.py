@@ -10,6 +10,7 @@ from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import Audit
 from contracts.sampling_params import TokenDifference
 from contracts.state_table import StateTable
+from engine.structured_output.answer_grammar import AnswerGrammar
 
 
 class AuditRunState(StrEnum):
@@ -48,6 +49,8 @@ class AuditRun:
 
     session: SessionId
     audit: Audit
+    grammar: AnswerGrammar | None = None
+    """What the answer follows."""
     state: AuditRunState = AuditRunState.WAITING
     allocation: Allocation | None = None
     committed: int = 0

@@ -20,6 +20,7 @@ from contracts.messages.router_commands import Submit
 from contracts.sampling_params import TokenLogprob
 from contracts.state_table import StateTable
 from engine.runner.batch import DrawnToken, StepHandle
+from engine.structured_output.answer_grammar import AnswerGrammar
 
 
 class PrefillPhase(StrEnum):
@@ -64,6 +65,8 @@ class PrefillRequest:
     """The prompt's whole pages."""
     chain: list[bytes]
     """Block hashes of all pages of the prompt, the last partly filled one included."""
+    grammar: AnswerGrammar | None = None
+    """What the answer follows."""
     prefetch: PrefetchRequest | None = None
     """The read of its pages from storage into host memory, if one was begun."""
     phase: PrefillPhase = PrefillPhase.WAITING

@@ -171,6 +171,8 @@ class PrefillScheduler:
         if end == len(tokens) and request.wants_draw:
             mask = TokenMask.allowed(sampling.allowed_token_ids)
             draw = TokenDraw(sampling, tokens, request.submit.prompt_len, mask=mask)
+            if request.grammar is not None:
+                draw = draw.masked(request.grammar.first)
         follow = tokens[start + 1 : end + 1] if request.wants_scores else ()
         tables = self._manager.growth.block_tables(request.held, start, end)
         top = sampling.prompt_logprobs or 0

@@ -21,6 +21,8 @@ from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import Command, MigrationCommand, Submit
 from contracts.messages.worker_status import CheckReport, WorkerStatus
 from engine.runner.model_runner import ModelRunner
+from engine.structured_output.answer_grammar import AnswerGrammar
+from engine.structured_output.grammar_engine import GrammarEngine
 from prefill.audit_runner import AuditRunner
 from prefill.first_token_events import first_token_events
 from prefill.handover import Damaged, Granted, Lost, PrefillHandover
@@ -54,12 +56,15 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         context: int,
         clock: Clock,
         pause: Callable[[float], None],
+        grammars: GrammarEngine | None = None,
     ) -> None:
-        super().__init__(name, incarnation, config.cluster, manager, sender, waiter, context=context, clock=clock)
+        super().__init__(
+            name, incarnation, config.cluster, manager, sender, waiter, context=context, clock=clock, grammars=grammars
+        )
         self._engine = engine
         requests, fitness = self._request_table, self._fitness
         most = min(context, manager.supply.max_positions)
-        self._auditor = AuditRunner(config, engine, manager, requests.emit, fitness.nonfinite, most)
+        self._auditor = AuditRunner(config, engine, manager, requests.emit, fitness.nonfinite, most, self._grammars)
         self._request_pages = PrefillPages(manager, reuse=config.cache_for(self.role).prefix_reuse)
         self._handover = PrefillHandover(sender, requests)
         self._layered = LayeredSends(sender, manager.spec, engine.device, config.transfer)
@@ -68,10 +73,10 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
 
     # ------------------------------------------------------------ the host's side
 
-    def handle(self, session: SessionId, command: Command) -> None:
+    def _take(self, session: SessionId, command: Command, grammar: AnswerGrammar | None) -> None:
         if isinstance(command, MigrationCommand):
             return  # For decode alone: prefill's requests leave with their hand-over.
-        if self._auditor.handle(session, command, busy=self._busy):
+        if self._auditor.handle(session, command, grammar, busy=self._busy):
             return
         submit = self._request_table.accept(session, command, self._cancel)
         if submit is None:
@@ -82,7 +87,7 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
             self._request_table.refuse(session, submit, AdmissionRefusal(ErrorKind.ROOM, str(error)))
             return
         self._auditor.preempt("a request came")
-        request = self._request(session, submit)
+        request = self._request(session, submit, grammar)
         self._request_pages.prefetch(request)
         self._request_table.add(request)
 
@@ -92,7 +97,8 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         if not self.runnable and not self._steps.committed:
             deadline = self._manager.tiers.prefetcher.deadline
             fetched = [deadline(r.prefetch) for r in self._request_table if r.prefetch is not None]
-            due = seconds_until(self._clock, self._request_table.next_deadline, self._sender.next_deadline, *fetched)
+            parts = self._request_table, self._sender, self._grammars
+            due = seconds_until(self._clock, *(part.next_deadline for part in parts), *fetched)
             self._waiter.wait(min(timeout_s, due))
 
     @property
@@ -110,7 +116,7 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
 
     @property
     def drained(self) -> bool:
-        at_work = self._request_table or self._steps or self._manager.busy
+        at_work = self._request_table or self._grammars or self._steps or self._manager.busy
         return self._request_table.draining and not at_work and self._sender.quiet
 
     @property
@@ -138,6 +144,7 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         return self._report.check(found, allocations, rooms=self._sender.rooms)
 
     def close(self) -> None:
+        self._grammars.close()
         self._request_pages.close()
         try:
             for request in self._request_table:
@@ -218,11 +225,11 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
 
     # ------------------------------------------------------------ ends
 
-    def _request(self, session: SessionId, submit: Submit) -> PrefillRequest:
+    def _request(self, session: SessionId, submit: Submit, grammar: AnswerGrammar | None) -> PrefillRequest:
         now, page_tokens = self._clock.now(), self._request_pages.page_tokens
         chain = block_hashes(submit.tokens, page_tokens, submit.salt)
         prefix = TokenPrefix.of(submit.tokens, page_tokens, submit.salt, chain)
-        return PrefillRequest(session, submit, now, now + submit.deadline_s, prefix, chain)
+        return PrefillRequest(session, submit, now, now + submit.deadline_s, prefix, chain, grammar=grammar)
 
     def _finish(self, request: PrefillRequest, reason: str, stop_token: int | None) -> None:
         self._handover.finish(request)

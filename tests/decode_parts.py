@@ -35,6 +35,7 @@ from transfer.rooms.metadata_slots import HandoverMetadata
 from transfer.rooms.receiver.kv_receiver import KVReceiver
 from transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
 from transfer.rooms.room_outcomes import ExpectedPrompt, PromptArrived
+from worker.grammar_gate import GrammarGate
 from worker.nonfinite_rows import NonfiniteRows
 from worker.request_table import RequestTable
 
@@ -105,7 +106,15 @@ class DecodeParts:
         self.fitness = NonfiniteRows(8, 60.0, self.clock)
         engine = cast(ModelRunner, HashEngine(pools, device))
         self.steps = DecodeStepCommit(
-            self.requests, self.pages, engine, self.fitness, drafting, config, self.clock, self.clock.advance
+            self.requests,
+            self.pages,
+            engine,
+            self.fitness,
+            drafting,
+            GrammarGate(None, self.clock, lambda: None),
+            config,
+            self.clock,
+            self.clock.advance,
         )
 
     def submit(self, name: str, prompt: int = 6, most: int = 8, **fields: Any) -> Submit:

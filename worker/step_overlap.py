@@ -64,6 +64,12 @@ class StepOverlap(Generic[M]):
             yield list(zip(flight.members, flight.step.outputs(), strict=True))
             go_on = True
 
+    def all_landed(self) -> Iterator[Sequence[tuple[M, RowOutput]]]:
+        """Yield the results of all steps, oldest first, each waited for."""
+        while self._flights:
+            flight = self._flights.popleft()
+            yield list(zip(flight.members, flight.step.outputs(), strict=True))
+
     def drop(self) -> None:
         """Wait for all steps under way, and drop their results."""
         while self._flights:

@@ -13,9 +13,14 @@ from contracts.errors import ErrorKind
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.fingerprint import Fingerprint
-from contracts.messages.worker_events import Event
+from contracts.messages.router_commands import Audit, Command, Submit
+from contracts.messages.worker_events import Audited, AuditEnd, Event
 from contracts.messages.worker_status import EndedWorker, WorkerLimits
+from engine.structured_output.answer_grammar import AnswerGrammar
+from engine.structured_output.grammar_engine import GrammarEngine
 from transfer.rooms.sender.kv_sender import KVSender
+from worker.admission_check import AdmissionRefusal
+from worker.grammar_gate import GrammarGate
 from worker.nonfinite_rows import NonfiniteRows
 from worker.request_table import R, RequestTable
 from worker.worker_report import WorkerReport
@@ -49,12 +54,15 @@ class WorkerLoop(ABC, Generic[R]):
         *,
         context: int,
         clock: Clock,
+        grammars: GrammarEngine | None = None,
     ) -> None:
+        """`grammars`: compiles the grammars that answers follow; None: answers with one are refused."""
         self._name, self._manager, self._sender = name, manager, sender
         self._waiter, self._clock = waiter, clock
         self.fits = WorkerLimits(manager.supply.max_positions, context)
         self._request_table = RequestTable[R](name, self.fits, clock)
         self._fitness = NonfiniteRows(config.nonfinite_rows, config.nonfinite_window_s, clock)
+        self._grammars = GrammarGate(grammars, clock, waiter.wake)
         self._report = WorkerReport(
             name, self.role, incarnation, self._request_table, self._fitness, manager, sender.plane
         )
@@ -71,10 +79,23 @@ class WorkerLoop(ABC, Generic[R]):
     def unfit(self) -> str:
         return self._fitness.unfit
 
+    def handle(self, session: SessionId, command: Command) -> None:
+        held = self._grammars.holds(session, command)
+        if isinstance(held, AdmissionRefusal):
+            assert isinstance(command, Submit | Audit)
+            self._refuse(session, command, held)
+        elif not held:
+            self._take(session, command, None)
+
     def step(self) -> list[tuple[SessionId, Event]]:
         """One round: hear, expire, admit, compute, publish."""
         if self._request_table.fenced:
             return []
+        for session, command, grammar in self._grammars.passed():
+            if isinstance(grammar, AdmissionRefusal):
+                self._refuse(session, command, grammar)
+            else:
+                self._take(session, command, grammar)
         self._poll()
         self._expire()
         self._admit()
@@ -85,6 +106,7 @@ class WorkerLoop(ABC, Generic[R]):
         self._waiter.wake()
 
     def drop_session(self, session: SessionId) -> None:
+        self._grammars.drop_session(session)
         for request in self._request_table:
             if request.session == session:
                 self._cancel(request, "its router is gone")
@@ -104,6 +126,17 @@ class WorkerLoop(ABC, Generic[R]):
     def _expire(self) -> None:
         for request in self._request_table.expired():
             self._fail(request, ErrorKind.DEADLINE, f"not done within {request.submit.deadline_s:g} s")
+
+    def _refuse(self, session: SessionId, command: Submit | Audit, refusal: AdmissionRefusal) -> None:
+        if isinstance(command, Submit):
+            self._request_table.refuse(session, command, refusal)
+        else:
+            audited = Audited(command.request_id, command.attempt, AuditEnd.REFUSED, message=refusal.message)
+            self._request_table.emit(session, audited)
+
+    @abstractmethod
+    def _take(self, session: SessionId, command: Command, grammar: AnswerGrammar | None) -> None:
+        """Carry out a command; `grammar` is what the answer follows, where the command's parameters have one."""
 
     @abstractmethod
     def _poll(self) -> None:

@@ -15,10 +15,13 @@ from colocate.worker import ColocatedWorker
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.clock import Clock, SystemClock
 from contracts.config.cluster_config import Config
+from contracts.errors import CheckpointError
+from contracts.grammar import GRAMMAR_ENGINE
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.interfaces.worker_interface import Worker
 from contracts.messages.fingerprint import numerics_class
 from decode.worker import DecodeWorker
+from engine.structured_output.grammar_engine import GrammarEngine
 from prefill.worker import PrefillWorker
 from transfer.net.zmq_channel import ZmqControlTransport
 from transfer.rooms.compatibility import fingerprint as fingerprint_of
@@ -105,6 +108,7 @@ def _prefill_worker(
         context=p.spec.context,
         clock=clock,
         pause=time.sleep,
+        grammars=grammar_engine(p.spec),
     )
 
 
@@ -134,10 +138,28 @@ def _decode_worker(
         context=p.spec.context,
         clock=clock,
         pause=time.sleep,
+        grammars=grammar_engine(p.spec),
     )
 
 
+def grammar_engine(spec: ModelSpec) -> GrammarEngine | None:
+    """The structured-output engine of a checkpoint; None for one without a tokenizer. Raises `CheckpointError` for a
+    `tokenizer.json` that can't be read."""
+    path = spec.folder / "tokenizer.json"
+    if not path.is_file():
+        return None
+    from engine.structured_output.llguidance_engine import LLGuidanceEngine
+
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}") from None
+    return LLGuidanceEngine(text, spec.vocab_size, spec.eos_token_ids)
+
+
 def _numerics(parts: WorkerParts) -> str:
-    """The worker's numerics class: the mode, kernels, instruction set and libraries that it computes with."""
+    """The worker's numerics class: the mode, kernels, instruction set and libraries that it computes with, and what
+    makes its masks: an answer that goes on elsewhere must find the same ones."""
     config = parts.config.engine
-    return numerics_class(config.numerics, numerics_class_of(parts.config, parts.spec, parts.device))
+    computed_by = numerics_class_of(parts.config, parts.spec, parts.device)
+    return numerics_class(config.numerics, f"{computed_by}, {GRAMMAR_ENGINE}")

@@ -155,6 +155,7 @@ def _sampling_to_proto(s: SamplingParams) -> pb.Sampling:
         logprobs=s.logprobs,
         prompt_logprobs=s.prompt_logprobs,
         allowed_token_ids=s.allowed_token_ids,
+        grammar=s.grammar,
     )
 
 
@@ -176,6 +177,7 @@ def _sampling_from_proto(m: pb.Sampling) -> SamplingParams:
         logprobs=m.logprobs if m.HasField("logprobs") else None,
         prompt_logprobs=m.prompt_logprobs if m.HasField("prompt_logprobs") else None,
         allowed_token_ids=tuple(m.allowed_token_ids),
+        grammar=m.grammar,
     )
 
 

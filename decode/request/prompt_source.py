@@ -9,6 +9,7 @@ from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import Submit
 from decode.request.request import DecodeRequest
 from decode.request.request_outcomes import PromptReceived, RequestFailed, RequestLeft
+from engine.structured_output.answer_grammar import AnswerGrammar
 from transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
 from worker.admission_check import AdmissionRefusal
 
@@ -20,8 +21,10 @@ class PromptSource(Protocol):
     @property
     def counters(self) -> Mapping[str, float]: ...
 
-    def open(self, session: SessionId, submit: Submit) -> DecodeRequest | AdmissionRefusal:
-        """Take in a request; returns it, or why it can't be taken."""
+    def open(
+        self, session: SessionId, submit: Submit, grammar: AnswerGrammar | None
+    ) -> DecodeRequest | AdmissionRefusal:
+        """Take in a request, whose answer follows `grammar`; returns it, or why it can't be taken."""
 
     def waits(self, request: DecodeRequest) -> bool:
         """Whether the request waits for state that another one is getting. It holds up no other meanwhile."""

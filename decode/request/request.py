@@ -32,6 +32,7 @@ from engine.runner.batch import TokenFromStep
 from engine.runner.sampling.penalties import needs_history
 from engine.runner.sampling.token_history import TokenHistory
 from engine.runner.sampling.token_mask import TokenMask
+from engine.structured_output.answer_grammar import AnswerGrammar
 from transfer.rooms.metadata_slots import HandoverMetadata
 
 
@@ -99,6 +100,8 @@ class DecodeRequest:
     """When it is failed, on the same clock."""
     prefix: TokenPrefix
     """The prompt's whole pages."""
+    grammar: AnswerGrammar | None = None
+    """What the answer follows."""
     phase: DecodePhase = DecodePhase.WAITING
     allocation: Allocation | None = None
     """Its pages and slots, from its grant on; None from the start of a swap-out to the start of the swap-in."""
@@ -146,6 +149,11 @@ class DecodeRequest:
     def generated(self) -> int:
         """Tokens of its answer so far, those of earlier attempts included."""
         return max(len(self.tokens), len(self.submit.tokens)) - self.submit.prompt_len
+
+    @property
+    def answer(self) -> list[int]:
+        """The tokens of its answer so far, once its prompt has arrived."""
+        return self.tokens[self.submit.prompt_len :]
 
     @property
     def held(self) -> Allocation:

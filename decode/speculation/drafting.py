@@ -26,6 +26,7 @@ from contracts.errors import ConfigError
 from decode.request.request import DecodeRequest
 from decode.request.request_pages import DecodePages
 from decode.speculation.prompt_lookup import PromptLookup
+from engine.structured_output.grammar_engine import GrammarError
 
 
 class Drafter(Protocol):
@@ -91,10 +92,22 @@ class Drafting:
             most = min(budget, self._config.drafts, request.draft_limit, request.positions - request.planned - 1)
             if request.under_way or most <= 0:
                 continue
-            draft = self._drafter.propose(request, most)
+            draft = self._propose(request, most)
             reach = self._pages.manager.growth.extend(request.held, request.planned + 1 + len(draft))
             request.drafts = tuple(draft[: reach - request.planned - 1])
             budget -= len(request.drafts)
+
+    def _propose(self, request: DecodeRequest, most: int) -> Sequence[int]:
+        """A draft that the request's grammar allows: the tokens that it forces, or the drafter's as far as they fit."""
+        if request.grammar is None:
+            return self._drafter.propose(request, most)
+        try:
+            matcher = request.grammar.behind(request.answer)
+        except GrammarError:
+            return ()  # The step says so.
+        forced = matcher.forced()
+        draft = forced[:most] if forced else self._drafter.propose(request, most)
+        return draft[: matcher.fitting(draft)]
 
     def landed(self, request: DecodeRequest, accepted: int) -> None:
         """Count a step of the request whose first `accepted` drafts were drawn: it goes on behind them. The longer its

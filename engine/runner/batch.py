@@ -8,7 +8,7 @@ a row of the next step continues with is then still on the device, so the row na
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from cache.allocation.block_table import TableSlice
@@ -16,6 +16,8 @@ from cache.device.device_port import Completion
 from contracts.sampling_params import SamplingParams, TokenDifference, TokenLogprob
 from engine.runner.sampling.token_history import TokenHistory
 from engine.runner.sampling.token_mask import TokenMask
+
+NO_MASKS: Mapping[int, TokenMask] = {}
 
 
 class TokenDraw(NamedTuple):
@@ -59,6 +61,8 @@ class KnownAnswer:
     tokens: Sequence[int]
     """The prompt, then the whole answer: the tokens to compare with; penalties read those before the drawn position."""
     prompt_len: int
+    masks: Mapping[int, TokenMask] = field(default_factory=dict)
+    """By absolute position, what else a draw may have drawn only."""
 
     def positions(self, start: int, count: int) -> range:
         """The absolute positions, of the answer alone, that a row of `count` tokens from `start` on draws again."""

@@ -31,7 +31,7 @@ from engine.attention.attention_plan import (
 )
 from engine.layers.decoder import Decoder
 from engine.layers.forward_context import ForwardContext
-from engine.runner.batch import BatchRow, RowOutput, StepHandle, TokenDraw
+from engine.runner.batch import NO_MASKS, BatchRow, RowOutput, TokenDraw
 from engine.runner.device_block_tables import DeviceBlockTables, PlannedTables
 from engine.runner.device_rows import RowUpdate
 from engine.runner.graphs.graph_capture import Capture
@@ -45,7 +45,6 @@ from engine.runner.sampling.token_mask import TokenMask
 from engine.tensors.row_exact_linear import Numerics
 from engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
 
-NO_MASKS: Mapping[int, TokenMask] = {}
 _LOGIT_ELEMENTS = 1 << 23
 """Logits computed at once when prompts are scored: 32 MiB in float32."""
 
@@ -86,7 +85,7 @@ class ModelRunner:
     def device(self) -> Device:
         return self._device
 
-    def launch(self, rows: Sequence[BatchRow], marks: LayerMarks | None = None) -> StepHandle:
+    def launch(self, rows: Sequence[BatchRow], marks: LayerMarks | None = None) -> LaunchedStep:
         """Begin a step and draw its tokens. Returns as soon as both are submitted; without `marks` the step is complete
         by then on a CPU."""
         step = self.begin(rows, marks)

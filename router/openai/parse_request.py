@@ -24,6 +24,7 @@ from router.openai.request_fields import (
     describe,
     read_fields,
 )
+from router.openai.structured_output import read_grammar
 
 STOPS_AT_MOST = 16
 BIASES_AT_MOST = 4096
@@ -126,8 +127,12 @@ def _read_sampling(
 ) -> SamplingParams:
     defaults = spec.generation_defaults
     stop_ids = read_tokens(body.get("stop_token_ids") or [], spec, "stop_token_ids")
-    ends = () if values.get("ignore_eos", False) else spec.eos_token_ids
+    grammar = read_grammar(body)
+    # Where a grammar is at its end nothing else may come than the end.
+    ends = () if values.get("ignore_eos", False) and not grammar else spec.eos_token_ids
     allowed = _read_allowed(body.get("allowed_token_ids"), spec)
+    if grammar:
+        _check_grammar_fits(spec, allowed)
     if values.get("min_tokens", 0):
         if len({*stop_ids, *ends}) >= spec.vocab_size:
             raise RequestError(
@@ -154,12 +159,20 @@ def _read_sampling(
         frequency_penalty=float(values.get("frequency_penalty", 0.0)),
         logit_bias=_read_bias(body.get("logit_bias"), spec),
         allowed_token_ids=allowed,
+        grammar=grammar,
         seed=secrets.randbits(64) if seed is None else seed & (2**64 - 1),
         min_tokens=values.get("min_tokens", 0),
         stop_token_ids=tuple(dict.fromkeys((*stop_ids, *ends))),
         logprobs=logprobs,
         prompt_logprobs=logprobs if echo else None,
     )
+
+
+def _check_grammar_fits(spec: ModelSpec, allowed: tuple[int, ...]) -> None:
+    if allowed:
+        raise RequestError("allowed_token_ids can't be combined with structured output", param="allowed_token_ids")
+    if not spec.eos_token_ids:
+        raise RequestError("this model has no token that ends an answer, which structured output needs")
 
 
 def _read_prompts(prompt: object, spec: ModelSpec) -> tuple[Prompt, ...]:

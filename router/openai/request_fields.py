@@ -94,7 +94,15 @@ STREAM_OPTIONS: dict[str, RequestField] = {
 
 DETOKENIZE: dict[str, RequestField] = {}
 
-GENERATE_OTHERS = ("model", "stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "stream_options")
+STRUCTURED_OUTPUT = (
+    "response_format", "structured_outputs", "guided_json", "guided_json_object", "guided_regex", "guided_choice",
+    "guided_grammar", "json_schema", "regex", "ebnf",
+)  # fmt: skip
+"""Fields that say what an answer must follow; `router.openai.structured_output` reads them."""
+
+GENERATE_OTHERS = (
+    "model", "stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "stream_options", *STRUCTURED_OUTPUT
+)  # fmt: skip
 """Fields of generation requests that aren't plain values; `router.openai.parse_request` reads them."""
 
 IGNORED: dict[str, str] = {
@@ -109,9 +117,7 @@ IGNORED: dict[str, str] = {
     ),
     **dict.fromkeys(("parallel_tool_calls", "tool_choice"), "says how to use tools; tools themselves are refused"),
     **dict.fromkeys(("length_penalty", "early_stopping"), "belongs to beam search, which is refused"),
-    **dict.fromkeys(
-        ("guided_decoding_backend", "guided_whitespace_pattern"), "says how to constrain; constraints are refused"
-    ),
+    "guided_decoding_backend": "says which engine makes the masks; there is one",
     **dict.fromkeys(
         ("mm_processor_kwargs", "media_io_kwargs", "use_audio_in_video", "max_dynamic_patch", "min_dynamic_patch"),
         "belongs to images and sound, which are refused",
@@ -147,13 +153,9 @@ REFUSED: dict[str, FieldRefusal] = {
     **_refuse("insertion (suffix) is not supported", "suffix", ""),
     **_refuse("tools are not supported", "tools functions", [], {}),
     **_refuse("functions are not supported", "function_call", "none", "auto"),
-    **_refuse("response_format other than text is not supported", "response_format", {"type": "text"}),
-    **_refuse(
-        "constrained output is not supported",
-        "guided_json guided_regex guided_choice guided_grammar structured_outputs structural_tag json_schema regex "
-        "ebnf grammar choices",
-    ),
-    **_refuse("guided JSON is not supported", "guided_json_object", False),
+    **_refuse("structural tags are not supported; use response_format", "structural_tag"),
+    **_refuse("use structured_outputs", "grammar choices"),
+    **_refuse("whitespace between the parts of JSON is free, up to 20 characters", "guided_whitespace_pattern"),
     **_refuse("predicted outputs are not supported", "prediction"),
     **_refuse("only text is answered", "audio modalities", ["text"]),
     **_refuse("web search is not supported", "web_search_options"),

@@ -26,6 +26,7 @@ from router.openai.parse_request import (
     read_tokens,
 )
 from router.openai.request_fields import DETOKENIZE, TOKENIZE, describe, read_fields, read_json
+from router.openai.structured_output import check_grammar
 from router.state.prefix_hashes import prefix_hashes
 from router.text.tokenizer import ModelTokenizer
 
@@ -89,6 +90,11 @@ class BodyReader:
             )
         if request.stops and not self._model_tokenizer.has_text:
             raise RequestError("stop strings need a tokenizer, which this checkpoint lacks", param="stop")
+        if request.sampling.grammar:
+            if not self._model_tokenizer.has_text:
+                raise RequestError("structured output needs a tokenizer, which this checkpoint lacks")
+            if wrong := check_grammar(request.sampling.grammar):
+                raise RequestError(f"the structured output that is asked for can't be made: {wrong}")
         prepared = PreparedRequest(request, tuple(self._one(request, p) for p in prompts))
         self._check_scores(prepared)
         return prepared

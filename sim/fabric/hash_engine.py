@@ -12,9 +12,11 @@ all of them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+
+import numpy as np
 
 from cache.allocation.block_table import TableSlice
 from cache.device.device_port import DEVICE, DONE, Completion, Device, DeviceOp, DeviceStream, spans
@@ -25,6 +27,8 @@ from cache.pool.pool_set import PoolSet
 from contracts.sampling_params import SamplingParams, TokenDifference, TokenLogprob
 from engine.runner.batch import BatchRow, DrawnToken, RowOutput, TokenDraw, TokenFromStep
 from engine.runner.sampling.token_history import TokenHistory
+from engine.runner.sampling.token_mask import TokenMask
+from sim.fabric.sim_grammars import allowed
 
 VOCABULARY = 64
 
@@ -55,6 +59,7 @@ def _manner(params: SamplingParams) -> bytes:
         params.frequency_penalty,
         biases,
         params.allowed_token_ids,
+        params.grammar,
         params.seed,
         params.choice,
     )
@@ -66,17 +71,23 @@ def penalised(params: SamplingParams) -> bool:
     return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
-def _draw(mark: bytes, params: SamplingParams, before: Sequence[int], prompt_len: int, position: int) -> int:
-    """Draw the token at `position`; only penalties make it depend on the tokens `before` it directly."""
+def _draw(
+    mark: bytes, params: SamplingParams, before: Sequence[int], prompt_len: int, position: int,
+    mask: Sequence[int] | None = None,
+) -> int:  # fmt: skip
+    """Draw the token at `position`; only penalties make it depend on the tokens `before` it directly. `mask`: what its
+    grammar allows."""
     said = mark + _manner(params) + position.to_bytes(4, "little")
     if penalised(params):
         assert len(before) >= position, "penalties look at all tokens before the drawn one"
         said += bytes(before[:prompt_len]) + b"|" + bytes(before[prompt_len:position])
-    allowed = params.allowed_token_ids
+    chosen = params.allowed_token_ids if mask is None else mask
+    if mask is not None and set(mask) <= set(params.stop_token_ids):
+        return mask[0]  # It outranks `min_tokens`.
     for attempt in range(1 << 20):
         drawn = hashlib.blake2b(said + attempt.to_bytes(4, "little"), digest_size=8).digest()
         number = int.from_bytes(drawn, "little")
-        token = allowed[number % len(allowed)] if allowed else number % VOCABULARY
+        token = chosen[number % len(chosen)] if chosen else number % VOCABULARY
         if position - prompt_len >= params.min_tokens or token not in params.stop_token_ids:
             return token
     raise AssertionError("every token is a stop token")
@@ -127,7 +138,8 @@ def recite(spec: PoolSetSpec, prompt: tuple[int, ...], params: SamplingParams) -
         if at < length and params.prompt_logprobs is not None:
             scores.append(_score(mark, tokens[at], params.prompt_logprobs))
         if at == len(tokens) and params.max_tokens:
-            tokens.append(_draw(mark, params, tokens, length, at))
+            mask = allowed(params.grammar, tuple(tokens[length:])) if params.grammar else None
+            tokens.append(_draw(mark, params, tokens, length, at, mask))
             if params.logprobs is not None:
                 logprobs.append(_score(mark, tokens[-1], params.logprobs))
             if tokens[-1] in params.stop_token_ids:
@@ -136,11 +148,23 @@ def recite(spec: PoolSetSpec, prompt: tuple[int, ...], params: SamplingParams) -
     return ExpectedAnswer(tuple(tokens[length:]), tuple(logprobs), wanted)
 
 
+@dataclass(frozen=True, slots=True)
+class _ComputedRow:
+    """A row whose state is written. `marks` are by place in its `tokens`; None: it is stale."""
+
+    row: BatchRow
+    tokens: Sequence[int] = ()
+    marks: Sequence[bytes] | None = None
+    output: RowOutput = field(default_factory=partial(RowOutput, stale=True))
+    """All but what it draws."""
+
+
 class HashStep:
     """Implements `engine.runner.batch.StepHandle`."""
 
     def __init__(self) -> None:
         self.completion: Completion = DONE
+        self.computed: list[_ComputedRow] = []
         self.drawn: list[RowOutput] = []
 
     @property
@@ -150,6 +174,13 @@ class HashStep:
     def outputs(self) -> list[RowOutput]:
         self.completion.wait()
         return self.drawn
+
+
+def _listed(mask: TokenMask | None) -> list[int] | None:
+    """The tokens that a mask allows."""
+    if mask is None:
+        return None
+    return np.flatnonzero(np.unpackbits(mask.words.view(np.uint8), bitorder="little")).tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +261,25 @@ class HashEngine:
         }
 
     def launch(self, rows: Sequence[BatchRow], marks: LayerMarks | None = None) -> HashStep:
+        return self._launch(rows, marks, draws=True)
+
+    def begin(self, rows: Sequence[BatchRow]) -> HashStep:
+        return self._launch(rows, None, draws=False)
+
+    def draw(self, step: HashStep, masks: Mapping[int, TokenMask]) -> None:
+        """Submit the draw of a begun step; `masks` are by the number of the draw."""
+
+        def run() -> None:
+            number = 0
+            for row in step.computed:
+                count = len(row.row.draws)
+                mine = [masks.get(number + n) for n in range(count)]
+                number += count
+                step.drawn.append(self._draw_row(row, mine))
+
+        step.completion = self.device.submit(DeviceOp("draw", DeviceStream.COMPUTE), run)
+
+    def _launch(self, rows: Sequence[BatchRow], marks: LayerMarks | None, *, draws: bool) -> HashStep:
         step = HashStep()
         reads, writes = self._named(rows) if self.device.checks else ({}, {})
         passages = {pool: self._pools.gates[pool].enter(pool) for pool in self._spec.by_name}
@@ -241,7 +291,9 @@ class HashEngine:
                     passage.layer(layer)
             self._together()
             self._unwritten = [] if marks is not None else None
-            step.drawn += [self._row(row) for row in rows]
+            step.computed = [self._row(row) for row in rows]
+            if draws:
+                step.drawn += [self._draw_row(row, [draw.mask for draw in row.row.draws]) for row in step.computed]
             if marks is not None:
                 self._write_layers(marks)
 
@@ -272,14 +324,14 @@ class HashEngine:
                 writes[pool] |= set(mine.pages[first:])
         return {p: sorted(i) for p, i in reads.items()}, {p: sorted(i) for p, i in writes.items()}
 
-    def _row(self, row: BatchRow) -> RowOutput:
+    def _row(self, row: BatchRow) -> _ComputedRow:
         tables = row.tables
         for name, table in tables.items():
             if tuple(self._pools.allocators[name].epochs.of(table.pages)) != tuple(table.epochs):
-                return RowOutput(stale=True)
+                return _ComputedRow(row)
         tokens = self._tokens(row)
         if tokens is None:
-            return RowOutput(stale=True)
+            return _ComputedRow(row)
         seen = {pool.name: self._seen(pool, tables[pool.name], row.start) for pool in self._spec.pools}
         marks, known, found, replayed = list[bytes](), row.replay, list[TokenDifference](), 0
         scores: list[TokenLogprob] = []
@@ -291,26 +343,35 @@ class HashEngine:
                 scores.append(_score(mark, row.score[position - row.start], row.score_top))
             if known is not None and position + 1 in known.positions(row.start, len(tokens)):
                 replayed += 1
-                again = _draw(mark, known.params, known.tokens, known.prompt_len, position + 1)
+                mask = _listed(known.masks.get(position + 1))
+                again = _draw(mark, known.params, known.tokens, known.prompt_len, position + 1, mask)
                 if again != known.tokens[position + 1]:
                     found.append(TokenDifference(position + 1, again, 1.0))
             marks.append(mark)
+        return _ComputedRow(row, tokens, marks, RowOutput(None, tuple(scores), replayed, tuple(found)))
+
+    def _draw_row(self, computed: _ComputedRow, masks: Sequence[TokenMask | None]) -> RowOutput:
+        """The output of a row, by a mask for each of its draws."""
+        row, tokens, marks = computed.row, computed.tokens, computed.marks
+        if marks is None:
+            return computed.output
         drawn: list[DrawnToken] = []
         first = len(tokens) - 1 - row.drafted
-        for place, draw in enumerate(row.draws, first):
+        for place, (draw, mask) in enumerate(zip(row.draws, masks, strict=True), first):
             if place > first and drawn[-1].token != tokens[place]:
                 break  # That draft wasn't drawn.
-            drawn.append(self._drawn(draw, tokens[: place + 1], row.start, marks[place]))
+            drawn.append(self._drawn(draw, tokens[: place + 1], row.start, marks[place], mask))
         last, accepted = (drawn[-1], tuple(drawn[:-1])) if drawn else (None, ())
-        return RowOutput(last, tuple(scores), replayed, tuple(found), accepted=accepted)
+        return computed.output._replace(drawn=last, accepted=accepted)
 
     @staticmethod
-    def _drawn(draw: TokenDraw, tokens: Sequence[int], start: int, mark: bytes) -> DrawnToken:
+    def _drawn(draw: TokenDraw, tokens: Sequence[int], start: int, mark: bytes, mask: TokenMask | None) -> DrawnToken:
         """Draw behind `tokens` of a row from position `start` on, which the host may not know yet."""
         params, known, position = draw.params, draw.tokens, start + len(tokens)
         if isinstance(known, TokenHistory):
             known = [*known.tokens[:start], *tokens]
-        token = _draw(mark, params, known, draw.prompt_len, position)
+        allows = _listed(mask) if params.grammar else None
+        token = _draw(mark, params, known, draw.prompt_len, position, allows)
         return DrawnToken(token, None if params.logprobs is None else _score(mark, token, params.logprobs))
 
     def _tokens(self, row: BatchRow) -> Sequence[int] | None:

@@ -37,6 +37,7 @@ from sim.fabric.plane_faults import StoreFaults, WireDamage
 from sim.fabric.sim_arena import SimArenas
 from sim.fabric.sim_channel import SimControlTransport, SimSwitch
 from sim.fabric.sim_drafter import SimDrafter
+from sim.fabric.sim_grammars import SimGrammars
 from sim.fabric.sim_plane import SimPlane
 from sim.fabric.sim_process import SimProcess
 from sim.fabric.sim_storage import SimQueue, SimStore
@@ -163,7 +164,7 @@ def build(
     engine = cast(ModelRunner, HashEngine(pools, device, [rank.pools for rank in ranks], together, stepped))
     take_over(manager, cast(LeaderChannel | None, followers))
     transport = SimControlTransport(world.exchange, process, sleep.wake)
-    common: dict[str, Any] = {"context": CONTEXT, "clock": agenda, "pause": lambda s: None}
+    common: dict[str, Any] = {"context": CONTEXT, "clock": agenda, "pause": lambda s: None, "grammars": SimGrammars()}
     common_to_all = fingerprint(FINGERPRINT, spec, numerics_class(config.engine.numerics, "hashing"))
     sender = KVSender(
         name,

@@ -250,6 +250,7 @@ class ScenarioRun:
             "penalised": penalised(sampling),
             "biased": bool(sampling.logit_bias),
             "masked": bool(sampling.allowed_token_ids),
+            "structured": bool(sampling.grammar),
             "held_open": sampling.min_tokens > 0 and sampling.min_tokens > len(recite(spec, ask.prompt, free).tokens),
             "logprobs": sampling.logprobs is not None,
             "scored": sampling.prompt_logprobs is not None,

@@ -103,10 +103,15 @@ def pool_set(name: str, page_tokens: int) -> PoolSetSpec:
     return PoolSetSpec(page_tokens, chosen[name])
 
 
+_SOME = tuple(t for t in range(VOCABULARY) if t % 4 != 1)
+
+
 def sampling_of(rng: random.Random, prompt: int, most: int) -> SamplingParams:
     """Draw the sampling parameters of a request; half of the requests have plain ones."""
     stops = tuple(rng.sample(range(VOCABULARY), rng.choice((0, 0, 4))))
     sampling = SamplingParams(most, seed=rng.randrange(1 << 32), stop_token_ids=stops)
+    if sampling.seed % 6 == 5:
+        sampling = replace(sampling, grammar=str(sampling.seed))
     if rng.random() < 0.5:
         return sampling
     scored = prompt > 1 and rng.random() < 0.2
@@ -122,7 +127,7 @@ def sampling_of(rng: random.Random, prompt: int, most: int) -> SamplingParams:
         presence_penalty=rng.choice((0.0, 0.0, 0.0, 0.4)),
         frequency_penalty=rng.choice((0.0, 0.0, 0.0, -0.2)),
         logit_bias=rng.choice(((), (), ((3, -1.5), (41, 2.25)))),
-        allowed_token_ids=tuple(t for t in range(VOCABULARY) if t % 4 != 1) if sampling.seed % 4 == 0 else (),
+        allowed_token_ids=_SOME if sampling.seed % 4 == 0 and not sampling.grammar else (),
         min_tokens=rng.randint(0, most) if rng.random() < 0.5 else 0,
         logprobs=rng.choice((None, None, 0, 3)),
         prompt_logprobs=rng.choice((0, 2)) if scored else None,

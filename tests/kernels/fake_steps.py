@@ -49,9 +49,8 @@ from contracts.sampling_params import SamplingParams
 from engine.models.model_base import StateOptions
 from engine.models.registry import read_model
 from engine.runner import load_model as engine_module
-from engine.runner.batch import BatchRow, KnownAnswer, StepHandle, TokenDraw, TokenFromStep
+from engine.runner.batch import NO_MASKS, BatchRow, KnownAnswer, StepHandle, TokenDraw, TokenFromStep
 from engine.runner.load_model import load_engine
-from engine.runner.model_runner import NO_MASKS
 from engine.runner.sampling.penalties import needs_history
 from engine.runner.sampling.token_history import TokenHistory
 from engine.runner.sampling.token_mask import TokenMask

@@ -251,7 +251,13 @@ def test_workers_of_unequal_ranks_are_held_to_the_margin_only(
         told: list[Event] = []
         most = worker._manager.supply.max_positions
         auditor = AuditRunner(
-            config, worker._engine, worker._manager, lambda _, event: told.append(event), lambda: None, most
+            config,
+            worker._engine,
+            worker._manager,
+            lambda _, event: told.append(event),
+            lambda: None,
+            most,
+            worker._grammars,
         )
         auditor.handle(SESSION, audit_of(words(16, 30), [1, 2, 3], GREEDY), busy=False)
         auditor.step()

@@ -75,7 +75,10 @@ def redraw(
     for at in range(wanted.start, wanted.stop, max(1, most_rows)):
         positions = range(at, min(at + max(1, most_rows), wanted.stop))
         history = needs_history(params)
-        draws = [TokenDraw(params, known.tokens[:p] if history else (), known.prompt_len, p, mask) for p in positions]
+        draws = [
+            TokenDraw(params, known.tokens[:p] if history else (), known.prompt_len, p, mask).masked(known.masks.get(p))
+            for p in positions
+        ]
         known_n = to_device(known.tokens[positions.start : positions.stop], x_th.device)
         logits_nv = logits(x_th[positions.start - 1 - row.start : positions.stop - 1 - row.start])
         again = draw_tokens(logits_nv, draws, triton=triton)

@@ -1,0 +1,198 @@
+"""The fields by which clients ask for structured output, read into one grammar.
+
+OpenAI's `response_format`, vLLM's `structured_outputs` and `guided_*`, SGLang's `json_schema`, `regex` and `ebnf` all
+become the text of one llguidance grammar, which workers compile. Nothing in a schema is ignored: the engine refuses
+what it doesn't know, and what a client may tell the engine itself (``x-guidance``) is refused here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from contracts.errors import RequestError
+from contracts.grammar import BOUNDS, GRAMMAR_BYTES
+from router.openai.request_fields import STRUCTURED_OUTPUT, describe
+
+CHOICES_AT_MOST = 4096
+_WHITESPACE = r"[\x20\x0A\x0D\x09]{0,20}"
+"""Whitespace between the parts of JSON: enough to indent, and no answer that is nothing else to its end."""
+_OVERRIDES = {"whitespace_pattern": _WHITESPACE, "lenient": False, "coerce_one_of": False}
+_NAMED = re.compile(b'"(?:' + "|".join(STRUCTURED_OUTPUT).encode() + rb')"|\\u')
+_ENGINES_OWN = "x-guidance"
+
+
+def may_be_structured(raw: bytes) -> bool:
+    """Whether a body may name one of `STRUCTURED_OUTPUT`. An escaped letter may hide a name."""
+    return _NAMED.search(raw) is not None
+
+
+def read_grammar(body: Mapping[str, Any]) -> str:
+    """Return the grammar that a body asks for, empty where it asks for none.
+
+    Raises `RequestError` naming the field that is wrong, or two that both ask for one. Whether the grammar can be
+    compiled is `check_grammar`'s to say.
+    """
+    found: dict[str, str] = {}
+    for field in STRUCTURED_OUTPUT:
+        value = body.get(field)
+        if value is not None and (grammar := _READERS[field](value, field)):
+            found[field] = grammar
+    if len(found) > 1:
+        raise RequestError(f"{' and '.join(found)} can't be combined: give one", param=list(found)[1])
+    return next(iter(found.values()), "")
+
+
+@lru_cache(maxsize=256)
+def check_grammar(grammar: str) -> str:
+    """Compile a grammar as workers will; return why that can't be done, empty where it can. Takes up to a second: to be
+    called where that, and the memory it takes, hurts nobody else."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    bounds: dict[str, Any] = {**BOUNDS, "verbose_errors": False}
+    _, told = LLMatcher.validate_grammar_with_warnings(grammar, limits=LLParserLimits(**bounds))
+    return told[0] if told else ""
+
+
+def _response_format(value: object, field: str) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or not isinstance(kind, str):
+        raise RequestError(f"{field} must be an object with a type; got {describe(value)}", param=field)
+    if kind == "text":
+        return ""
+    if kind == "json_object":
+        return _any_object()
+    if kind == "json_schema":
+        named = value.get("json_schema")
+        schema = named.get("schema") if isinstance(named, dict) else None
+        if schema is None:
+            raise RequestError(f"{field}.json_schema.schema is missing", param=field)
+        return _schema(schema, f"{field}.json_schema.schema")
+    raise RequestError(f"{field}: type is text, json_object or json_schema; got {describe(kind)}", param=field)
+
+
+def _structured_outputs(value: object, field: str) -> str:
+    if not isinstance(value, dict):
+        raise RequestError(f"{field} must be an object; got {describe(value)}", param=field)
+    found: dict[str, str] = {}
+    for name, asked in value.items():
+        if asked is None or asked is False:
+            continue
+        reader = _OF_VLLM.get(name)
+        if reader is None:
+            raise RequestError(f"{field}.{name[:64]} is not supported; {', '.join(_OF_VLLM)} are", param=field)
+        found[name] = reader(asked, f"{field}.{name}")
+    if len(found) > 1:
+        raise RequestError(f"{field}: {' and '.join(found)} can't be combined: give one", param=field)
+    return next(iter(found.values()), "")
+
+
+def _schema(value: object, field: str) -> str:
+    """Read a JSON schema, an object or the JSON text of one."""
+    from llguidance import LLMatcher
+
+    schema = value
+    if isinstance(value, str):
+        try:
+            schema = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{field} is not valid JSON: {error}", param=_top(field)) from None
+    if not isinstance(schema, dict):
+        raise RequestError(f"{field} must be a JSON schema, an object; got {describe(schema)}", param=_top(field))
+    if _names_engine(schema):
+        raise RequestError(f"{field}: {_ENGINES_OWN} is no keyword of JSON schema", param=_top(field))
+    overrides: Any = _OVERRIDES
+    return _bounded(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides), field)
+
+
+def _any_object() -> str:
+    return _schema({"type": "object"}, "response_format")
+
+
+def _json_object(value: object, field: str) -> str:
+    if value is not True and value is not False:
+        raise RequestError(f"{field} must be true or false; got {describe(value)}", param=_top(field))
+    return _any_object() if value else ""
+
+
+def _regex(value: object, field: str) -> str:
+    from llguidance import LLMatcher
+
+    if not isinstance(value, str) or not value:
+        raise RequestError(f"{field} must be a regular expression, a string; got {describe(value)}", param=_top(field))
+    return _bounded(LLMatcher.grammar_from_regex(value), field)
+
+
+def _choice(value: object, field: str) -> str:
+    from llguidance import LLMatcher
+
+    good = isinstance(value, list) and value and all(isinstance(c, str) and c for c in value)
+    if not isinstance(value, list) or not good or len(value) > CHOICES_AT_MOST:
+        raise RequestError(
+            f"{field} must be an array of 1 to {CHOICES_AT_MOST} strings; got {describe(value)}", param=_top(field)
+        )
+    choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in dict.fromkeys(value))
+    return _bounded(LLMatcher.grammar_from_lark(f"start: {choices}"), field)
+
+
+def _grammar(value: object, field: str) -> str:
+    """Read a grammar: Lark's, or GBNF with its rules as ``name ::= ...``."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+    if not isinstance(value, str) or not value.strip():
+        raise RequestError(f"{field} must be a grammar, a string; got {describe(value)}", param=_top(field))
+    _bounded(value, field)
+    try:
+        return _bounded(LLMatcher.grammar_from_lark(any_to_lark(value)), field)
+    except (GbnfToLarkError, RecursionError) as error:
+        raise RequestError(f"{field}: {str(error).strip()[:300]}", param=_top(field)) from None
+
+
+def _bounded(grammar: str, field: str) -> str:
+    size = len(grammar.encode("utf-8", "surrogatepass"))
+    if size > GRAMMAR_BYTES:
+        raise RequestError(f"{field} has {size} bytes; at most {GRAMMAR_BYTES} are allowed", param=_top(field))
+    return grammar
+
+
+def _names_engine(schema: object) -> bool:
+    """Whether a schema tells the engine how to read it. No recursion: a client decides how deep a schema is."""
+    left = [schema]
+    while left:
+        node = left.pop()
+        if isinstance(node, dict):
+            if _ENGINES_OWN in node:
+                return True
+            left += node.values()
+        elif isinstance(node, list):
+            left += node
+    return False
+
+
+def _top(field: str) -> str:
+    return field.partition(".")[0]
+
+
+_OF_VLLM: dict[str, Callable[[object, str], str]] = {
+    "json": _schema,
+    "json_object": _json_object,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _grammar,
+}
+_READERS: dict[str, Callable[[object, str], str]] = {
+    "response_format": _response_format,
+    "structured_outputs": _structured_outputs,
+    "guided_json": _schema,
+    "guided_json_object": _json_object,
+    "guided_regex": _regex,
+    "guided_choice": _choice,
+    "guided_grammar": _grammar,
+    "json_schema": _schema,
+    "regex": _regex,
+    "ebnf": _grammar,
+}
