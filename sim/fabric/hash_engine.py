@@ -272,9 +272,8 @@ class HashEngine:
         def run() -> None:
             number = 0
             for row in step.computed:
-                count = len(row.row.draws)
-                mine = [masks.get(number + n) for n in range(count)]
-                number += count
+                mine = [draw.masked(masks.get(n)).mask for n, draw in enumerate(row.row.draws, number)]
+                number += len(mine)
                 step.drawn.append(self._draw_row(row, mine))
 
         step.completion = self.device.submit(DeviceOp("draw", DeviceStream.COMPUTE), run)
