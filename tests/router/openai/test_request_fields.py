@@ -47,11 +47,9 @@ def test_no_field_of_the_vocabulary_is_unknown() -> None:
 
 
 ASKED: list[tuple[str, Any]] = [
-    ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}),
-    ("response_format", {"type": "json_object"}),
     ("tools", [{"type": "function", "function": {"name": "f"}}]),
-    ("regex", "[0-9]+"), ("ebnf", 'root ::= "a"'), ("json_schema", "{}"), ("stop_regex", "a"), ("lora_path", "x"),
-    ("best_of", 2), ("guided_json", {}), ("guided_choice", ["a"]), ("structured_outputs", {"regex": "a"}),
+    ("stop_regex", "a"), ("lora_path", "x"),
+    ("best_of", 2), 
     ("prompt_logprobs", 0), ("truncate_prompt_tokens", -1), ("use_beam_search", True), ("bad_words", ["x"]),
     ("detokenize", False), ("include_reasoning", False), ("no_stop_trim", True),
     ("reasoning_effort", "low"), ("modalities", ["text", "audio"]), ("documents", [{"a": 1}]),
