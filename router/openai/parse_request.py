@@ -95,7 +95,8 @@ def _read_common(
     if max_tokens is not None and min_tokens > max_tokens:
         raise RequestError(f"min_tokens {min_tokens} is above max_tokens {max_tokens}", param="min_tokens")
     echo = values.get("echo", False)
-    sampling = _read_sampling(body, values, spec, logprobs=logprobs, echo=echo)
+    grammar = read_grammar(body)
+    sampling = _read_sampling(body, values, spec, grammar.text, logprobs=logprobs, echo=echo)
     return GenerateRequest(
         chat=chat,
         prompts=prompts,
@@ -115,6 +116,7 @@ def _read_common(
         max_tokens=max_tokens,
         logprobs=logprobs,
         sampling=sampling,
+        grammar_field=grammar.field,
         eos=frozenset(spec.eos_token_ids),
         salt=values.get("cache_salt", ""),
         priority=values.get("priority", 0),
@@ -123,11 +125,16 @@ def _read_common(
 
 
 def _read_sampling(
-    body: Mapping[str, Any], values: Mapping[str, Any], spec: ModelSpec, *, logprobs: int | None, echo: bool
+    body: Mapping[str, Any],
+    values: Mapping[str, Any],
+    spec: ModelSpec,
+    grammar: str,
+    *,
+    logprobs: int | None,
+    echo: bool,
 ) -> SamplingParams:
     defaults = spec.generation_defaults
     stop_ids = read_tokens(body.get("stop_token_ids") or [], spec, "stop_token_ids")
-    grammar = read_grammar(body)
     # Where a grammar is at its end nothing else may come than the end.
     ends = () if values.get("ignore_eos", False) and not grammar else spec.eos_token_ids
     allowed = _read_allowed(body.get("allowed_token_ids"), spec)

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from contracts.errors import RequestError
 from contracts.grammar import BOUNDS, GRAMMAR_BYTES
@@ -21,29 +21,37 @@ CHOICES_AT_MOST = 4096
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{0,20}"
 """Whitespace between the parts of JSON: enough to indent, and no answer that is nothing else to its end."""
 _OVERRIDES = {"whitespace_pattern": _WHITESPACE, "lenient": False, "coerce_one_of": False}
-_NAMED = re.compile(b'"(?:' + "|".join(STRUCTURED_OUTPUT).encode() + rb')"|\\u')
+_NAMED = re.compile(b'"(?:' + "|".join(STRUCTURED_OUTPUT).encode() + rb')"|\\u00[5-7]')
 _ENGINES_OWN = "x-guidance"
 
 
 def may_be_structured(raw: bytes) -> bool:
-    """Whether a body may name one of `STRUCTURED_OUTPUT`. An escaped letter may hide a name."""
+    """Whether a body may name one of `STRUCTURED_OUTPUT`. Its letters may be escaped there."""
     return _NAMED.search(raw) is not None
 
 
-def read_grammar(body: Mapping[str, Any]) -> str:
-    """Return the grammar that a body asks for, empty where it asks for none.
+class RequestedGrammar(NamedTuple):
+    """A grammar, and the field of the body that asks for it; both empty where none does."""
+
+    text: str = ""
+    field: str = ""
+
+
+def read_grammar(body: Mapping[str, Any]) -> RequestedGrammar:
+    """Return the grammar that a body asks for.
 
     Raises `RequestError` naming the field that is wrong, or two that both ask for one. Whether the grammar can be
     compiled is `check_grammar`'s to say.
     """
-    found: dict[str, str] = {}
+    found: list[RequestedGrammar] = []
     for field in STRUCTURED_OUTPUT:
         value = body.get(field)
-        if value is not None and (grammar := _READERS[field](value, field)):
-            found[field] = grammar
+        if value is not None and (text := _READERS[field](value, field)):
+            found.append(RequestedGrammar(text, field))
     if len(found) > 1:
-        raise RequestError(f"{' and '.join(found)} can't be combined: give one", param=list(found)[1])
-    return next(iter(found.values()), "")
+        fields = " and ".join(grammar.field for grammar in found)
+        raise RequestError(f"{fields} can't be combined: give one", param=found[1].field)
+    return found[0] if found else RequestedGrammar()
 
 
 @lru_cache(maxsize=256)

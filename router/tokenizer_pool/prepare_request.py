@@ -90,11 +90,11 @@ class BodyReader:
             )
         if request.stops and not self._model_tokenizer.has_text:
             raise RequestError("stop strings need a tokenizer, which this checkpoint lacks", param="stop")
-        if request.sampling.grammar:
+        if field := request.grammar_field:
             if not self._model_tokenizer.has_text:
-                raise RequestError("structured output needs a tokenizer, which this checkpoint lacks")
+                raise RequestError(f"{field} needs a tokenizer, which this checkpoint lacks", param=field)
             if wrong := check_grammar(request.sampling.grammar):
-                raise RequestError(f"the structured output that is asked for can't be made: {wrong}")
+                raise RequestError(f"{field} can't be followed: {wrong}", param=field)
         prepared = PreparedRequest(request, tuple(self._one(request, p) for p in prompts))
         self._check_scores(prepared)
         return prepared

@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from contracts.messages.router_commands import Submit
 from contracts.sampling_params import SamplingParams
 from router.links.controller_directory import ControllerDirectory
-from router.openai.request_fields import CHAT, COMPLETION
+from router.openai.request_fields import CHAT, COMPLETION, STRUCTURED_OUTPUT
 from tests.router.fake_worker import FakeCluster
 from tests.router.grpc_fakes import grpc_cluster
 from tests.router.http_server import Server, demo_spec, serving
@@ -37,7 +39,20 @@ SENT: dict[str, tuple[Any, Any]] = {
     "stop_token_ids": ([901, 902], (901, 902)),
 }
 """By option: what a client sends, and what `SamplingParams` has then; its other fields have tests of their own."""
-OTHERS = {"choice", "logprobs", "prompt_logprobs"}
+OTHERS = {"choice", "logprobs", "prompt_logprobs", "grammar"}
+GRAMMARS: dict[str, Any] = {
+    "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": "é"}}},
+    "structured_outputs": {"choice": ['"é"']},
+    "guided_json": {"enum": ["é"]},
+    "guided_json_object": True,
+    "guided_regex": '"é"',
+    "guided_choice": ['"é"'],
+    "guided_grammar": 'start: "\\"é\\""',
+    "json_schema": json.dumps({"const": "é"}),
+    "regex": '"é"',
+    "ebnf": 'root ::= "\\"é\\""',
+}
+"""Fields that ask for a grammar: all but one for the same one word."""
 SUBMITTED: dict[str, tuple[str, Any]] = {"cache_salt": ("salt", "a tenant's"), "priority": ("priority", -3)}
 """Options that are no sampling and reach the worker, too: the field of `Submit`, and a value."""
 ROUTERS_OWN = {
@@ -90,6 +105,7 @@ def submits(server: Server, path: str, **options: Any) -> tuple[list[Submit], li
 def test_every_option_is_tried() -> None:
     """A new field of `SamplingParams`, or of a request's body, needs a line above."""
     assert set(fields_of(SamplingParams)) == set(SENT) | OTHERS
+    assert set(GRAMMARS) == set(STRUCTURED_OUTPUT)
     assert set(CHAT) | set(COMPLETION) <= set(SENT) | set(SUBMITTED) | ROUTERS_OWN
     defaults = SamplingParams(4, seed=1)
     for name, (_, value) in SENT.items():
@@ -107,6 +123,18 @@ def test_a_sampling_option_reaches_both_workers_and_changes_no_other(running: Se
         defaults = demo_spec().generation_defaults
         known: dict[str, Any] = {k: v for k, v in defaults.items() if k != name and hasattr(others, k)}
         assert others == dataclasses.replace(SamplingParams(4, seed=1), **known)
+
+
+@both
+@pytest.mark.parametrize("field", GRAMMARS)
+def test_a_grammar_reaches_both_workers(running: Server, path: str, field: str) -> None:
+    text = "{}" if field == "guided_json_object" else '"é"'
+    for leg in submits(running, path, **{field: GRAMMARS[field], "ignore_eos": True, "stop_token_ids": [901]}):
+        (submit,) = leg
+        matcher = LLMatcher(LLTokenizer("byte"), submit.sampling.grammar)
+        assert matcher.consume_tokens(list(text.encode()))
+        assert matcher.is_stopped() or (field == "guided_json_object" and matcher.is_accepting())
+        assert submit.sampling.stop_token_ids == (901, *demo_spec().eos_token_ids), "a grammar's end ends the answer"
 
 
 @both

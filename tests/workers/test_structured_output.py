@@ -95,7 +95,9 @@ def expected(folder: Path, oracle: Oracle) -> Expected:
 
 def sampling(pattern: str, **more: Any) -> SamplingParams:
     grammar = LLMatcher.grammar_from_regex(pattern)
-    return SamplingParams(**{"max_tokens": MOST, "temperature": 0.0, "stop_token_ids": (EOS,), "grammar": grammar, **more})
+    return SamplingParams(
+        **{"max_tokens": MOST, "temperature": 0.0, "stop_token_ids": (EOS,), "grammar": grammar, **more}
+    )
 
 
 def prompts(count: int) -> list[list[int]]:

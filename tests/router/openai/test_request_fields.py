@@ -49,7 +49,7 @@ def test_no_field_of_the_vocabulary_is_unknown() -> None:
 ASKED: list[tuple[str, Any]] = [
     ("tools", [{"type": "function", "function": {"name": "f"}}]),
     ("stop_regex", "a"), ("lora_path", "x"),
-    ("best_of", 2), 
+    ("best_of", 2),
     ("prompt_logprobs", 0), ("truncate_prompt_tokens", -1), ("use_beam_search", True), ("bad_words", ["x"]),
     ("detokenize", False), ("include_reasoning", False), ("no_stop_trim", True),
     ("reasoning_effort", "low"), ("modalities", ["text", "audio"]), ("documents", [{"a": 1}]),

@@ -1,0 +1,169 @@
+"""What a client asks for in a field of structured output becomes a grammar that accepts that and nothing else."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from contracts.errors import RequestError
+from router.openai.request_fields import STRUCTURED_OUTPUT
+from router.openai.structured_output import CHOICES_AT_MOST, check_grammar, may_be_structured, read_grammar
+
+POINT = {
+    "type": "object",
+    "properties": {"x": {"type": "integer"}, "y": {"type": ["number", "null"]}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
+POINTS, NO_POINTS = (
+    ['{"x": 1}', '{"x":-12, "y": null}', '{\n  "x": 0, "y": 1.5}'],
+    ['{"y": 1}', '{"x": 1, "z": 2}', "[]"],
+)
+OBJECTS, NO_OBJECTS = ["{}", '{"a": [1, {"b": "é"}]}'], ["[]", '"a"', "{} {}", "{'a': 1}"]
+LARK = 'start: "a" inner "c"\ninner: "b"*\n'
+GBNF = 'root ::= "a" inner "c"\ninner ::= "b"*\n'
+ABC, NO_ABC = ["ac", "abbc"], ["ab", "abcc", "a b c", ""]
+
+CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    ({"response_format": {"type": "json_object"}}, OBJECTS, NO_OBJECTS),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "strict": True, "schema": POINT}}},
+        POINTS,
+        NO_POINTS,
+    ),
+    ({"structured_outputs": {"json": POINT}}, POINTS, NO_POINTS),
+    ({"structured_outputs": {"json": json.dumps(POINT), "regex": None}}, POINTS, NO_POINTS),
+    ({"structured_outputs": {"json_object": True}}, OBJECTS, NO_OBJECTS),
+    ({"structured_outputs": {"regex": "[a-c]{2,3}é?"}}, ["ab", "abcé"], ["a", "abca", "abé!"]),
+    (
+        {"structured_outputs": {"choice": ["yes", 'no "way"', "ja\n"]}},
+        ["yes", 'no "way"', "ja\n"],
+        ["no", "ye", "yes "],
+    ),
+    ({"structured_outputs": {"grammar": LARK}}, ABC, NO_ABC),
+    ({"guided_json": POINT}, POINTS, NO_POINTS),
+    ({"guided_json_object": True}, OBJECTS, NO_OBJECTS),
+    ({"guided_regex": "a|b"}, ["a", "b"], ["ab", "c"]),
+    ({"guided_choice": ["a", "b", "a"]}, ["a", "b"], ["ab", "c"]),
+    ({"guided_grammar": GBNF}, ABC, NO_ABC),
+    ({"json_schema": json.dumps(POINT)}, POINTS, NO_POINTS),
+    ({"regex": "[0-9]+"}, ["0", "123"], ["", "1a"]),
+    ({"ebnf": GBNF}, ABC, NO_ABC),
+    ({"ebnf": LARK}, ABC, NO_ABC),
+]
+NOTHING: list[dict[str, Any]] = [
+    {"response_format": {"type": "text"}},
+    {"response_format": None},
+    {"structured_outputs": {}},
+    {"structured_outputs": {"json_object": False}},
+    {"guided_json_object": False},
+]
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": "json"}, "response_format", "an object with a type"),
+    ({"response_format": {"type": "xml"}}, "response_format", 'got "xml"'),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema.schema is missing"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, "response_format", "got 5"),
+    ({"structured_outputs": 5}, "structured_outputs", "must be an object"),
+    ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs", "json, json_object, regex"),
+    (
+        {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+        "structured_outputs",
+        "regex and choice can't be combined",
+    ),
+    ({"regex": "a", "guided_regex": "a"}, "regex", "guided_regex and regex can't be combined"),
+    ({"guided_json": "{"}, "guided_json", "not valid JSON"),
+    ({"guided_json": "[" * 100_000}, "guided_json", "not valid JSON"),
+    ({"guided_json": {"x-guidance": {"lenient": True}}}, "guided_json", "no keyword of JSON schema"),
+    ({"guided_json": {"anyOf": [{"type": "null"}, {"x-guidance": {}}]}}, "guided_json", "no keyword of JSON schema"),
+    ({"guided_json_object": 1}, "guided_json_object", "true or false"),
+    ({"guided_regex": ""}, "guided_regex", "a regular expression"),
+    ({"guided_regex": ["a"]}, "guided_regex", "a regular expression"),
+    ({"guided_regex": "a" * 300_000}, "guided_regex", "at most 262144"),
+    ({"guided_choice": []}, "guided_choice", f"1 to {CHOICES_AT_MOST} strings"),
+    ({"guided_choice": ["a", ""]}, "guided_choice", "strings"),
+    ({"guided_choice": ["a", 5]}, "guided_choice", "strings"),
+    ({"guided_choice": [str(n) for n in range(CHOICES_AT_MOST + 1)]}, "guided_choice", "strings"),
+    ({"guided_grammar": "  "}, "guided_grammar", "a grammar, a string"),
+    ({"ebnf": 'root ::= "a'}, "ebnf", "end of input at line 1"),
+]
+
+
+def _with(name: str) -> dict[str, Any]:
+    return {"type": "object", "properties": {name: {"type": "string"}}}
+
+
+NOT_COMPILED: list[tuple[dict[str, Any], str]] = [
+    ({"guided_regex": "a("}, "regex"),
+    ({"guided_regex": "(?=a)b"}, "look-around"),
+    ({"guided_json": {"type": "strin"}}, "strin"),
+    ({"guided_json": {"not": {"type": "string"}}}, "not"),
+    ({"guided_json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+    ({"guided_json": {"$ref": "#/$defs/missing"}}, "missing"),
+    ({"guided_json": {"$ref": "https://example.com/schema.json"}}, "example.com"),
+    ({"guided_json": {"type": "object", "properties": {"a": False}, "required": ["a"]}}, "nsatisfiable"),
+    ({"guided_grammar": "start: missing"}, "missing"),
+    ({"guided_json": {"allOf": [{"anyOf": [_with(f"p{i}{j}") for j in range(8)]} for i in range(8)]}}, "too large"),
+]
+
+
+@lru_cache(maxsize=1)
+def byte_tokenizer() -> LLTokenizer:
+    return LLTokenizer("byte")
+
+
+def follows(grammar: str, text: str) -> bool:
+    """Whether `text` is a whole answer of the grammar, as its engine reads it byte by byte."""
+    matcher = LLMatcher(byte_tokenizer(), grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting() if text else matcher.is_accepting()
+
+
+@pytest.mark.parametrize(("body", "good", "bad"), CASES, ids=lambda value: str(value)[:60])
+def test_a_field_becomes_a_grammar_of_what_it_asks_for(body: dict[str, Any], good: list[str], bad: list[str]) -> None:
+    grammar = read_grammar(body)
+    assert [grammar.field] == list(body)
+    assert check_grammar(grammar.text) == ""
+    assert {text: follows(grammar.text, text) for text in [*good, *bad]} == dict.fromkeys(good, True) | dict.fromkeys(
+        bad, False
+    )
+
+
+def test_every_field_is_tried() -> None:
+    assert {field for body, _, _ in CASES for field in body} == set(STRUCTURED_OUTPUT)
+
+
+@pytest.mark.parametrize("body", NOTHING, ids=str)
+def test_a_field_that_asks_for_nothing_asks_for_no_grammar(body: dict[str, Any]) -> None:
+    assert read_grammar(body) == ("", "")
+
+
+@pytest.mark.parametrize(("body", "param", "says"), WRONG, ids=lambda value: str(value)[:60])
+def test_a_wrong_field_is_named(body: dict[str, Any], param: str, says: str) -> None:
+    with pytest.raises(RequestError, match="^") as caught:
+        read_grammar(body)
+    assert caught.value.param == param
+    assert param in str(caught.value)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(("body", "says"), NOT_COMPILED, ids=lambda value: str(value)[:60])
+def test_what_cant_be_compiled_is_said(body: dict[str, Any], says: str) -> None:
+    assert says in check_grammar(read_grammar(body).text)
+
+
+@pytest.mark.parametrize("field", STRUCTURED_OUTPUT)
+def test_a_body_that_names_a_field_is_recognised_before_it_is_read(field: str) -> None:
+    assert may_be_structured(json.dumps({"prompt": "a", field: "b"}).encode())
+    for letter in field:
+        for digits in (f"{ord(letter):04x}", f"{ord(letter):04X}"):
+            raw = json.dumps({field: "b"}).replace(letter, f"\\u{digits}").encode()
+            assert json.loads(raw) == {field: "b"} or letter == "b"
+            assert may_be_structured(raw)
+
+
+def test_a_plain_body_is_not_taken_for_one() -> None:
+    assert not may_be_structured(json.dumps({"prompt": "follow the regex of « é » \n 中"}).encode())
