@@ -13,6 +13,18 @@ except PackageNotFoundError:
     GRAMMAR_ENGINE = "none"
 """The structured-output engine and its version."""
 
+def engine_error(told: str) -> str:
+    """Return the reason in an error of the engine's, in words for a client; `told` may be of many lines."""
+    reason = told.strip().removesuffix("<non-verbose/>").strip()
+    return _REASONS.get(reason.partition("\n")[0], reason) or "the grammar can't be followed"
+
+
+_REASONS = {
+    "NoExtensionBias": "no text can follow it to an end",
+    "ParserTooComplex": "it is too complex: a token has too many readings",
+    "LexerTooComplex": "it is too complex: its regular expressions take too many states",
+}
+
 GRAMMAR_BYTES = 256 * 1024
 """The longest grammar, in bytes of UTF-8."""
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from contracts.grammar import BOUNDS, GRAMMAR_ENGINE
+from contracts.grammar import BOUNDS, GRAMMAR_ENGINE, engine_error
 from engine.runner.sampling.token_mask import TokenMask
 from engine.structured_output.grammar_engine import GrammarError, GrammarMatcher, StartedGrammar
 
@@ -36,7 +36,7 @@ class LLGuidanceMatcher:
 
     def consume(self, tokens: Sequence[int]) -> None:
         if not self.matcher.consume_tokens(list(tokens)):
-            raise GrammarError(_first_line(self.matcher.get_error()))
+            raise GrammarError(engine_error(self.matcher.get_error()))
 
     def fitting(self, tokens: Sequence[int]) -> int:
         return self.matcher.validate_tokens(list(tokens))
@@ -84,7 +84,7 @@ class LLGuidanceEngine:
         if found is None:
             found = LLMatcher(self._tokenizer.result(), grammar, limits=self._limits, log_level=0)
             if found.is_error():
-                raise GrammarError(_first_line(found.get_error()))
+                raise GrammarError(engine_error(found.get_error()))
         self._compiled[grammar] = found
         if len(self._compiled) > _KEPT:
             self._compiled.popitem(last=False)
@@ -106,7 +106,7 @@ class LLGuidanceEngine:
         out: list[list[TokenMask] | GrammarError] = []
         for filled, first, drafts in places:
             if filled.is_error():
-                out.append(GrammarError(_first_line(filled.get_error())))
+                out.append(GrammarError(engine_error(filled.get_error())))
             else:
                 out.append([TokenMask(words_w) for words_w in words_nw[first : first + 1 + len(drafts)]])
         return out
@@ -119,7 +119,3 @@ def _read_vocabulary(tokenizer_json: str, vocab_size: int, eos_token_ids: list[i
     from llguidance import LLTokenizer
 
     return LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos_token_ids or None)
-
-
-def _first_line(error: str) -> str:
-    return error.partition("\n")[0] or "the grammar can't be followed"

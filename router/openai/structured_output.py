@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from contracts.errors import RequestError
-from contracts.grammar import BOUNDS, GRAMMAR_BYTES
+from contracts.grammar import GRAMMAR_BYTES
 from router.openai.request_fields import STRUCTURED_OUTPUT, describe
 
 CHOICES_AT_MOST = 4096
@@ -41,7 +40,7 @@ def read_grammar(body: Mapping[str, Any]) -> RequestedGrammar:
     """Return the grammar that a body asks for.
 
     Raises `RequestError` naming the field that is wrong, or two that both ask for one. Whether the grammar can be
-    compiled is `check_grammar`'s to say.
+    compiled is `router.openai.grammar_check`'s to say.
     """
     found: list[RequestedGrammar] = []
     for field in STRUCTURED_OUTPUT:
@@ -52,17 +51,6 @@ def read_grammar(body: Mapping[str, Any]) -> RequestedGrammar:
         fields = " and ".join(grammar.field for grammar in found)
         raise RequestError(f"{fields} can't be combined: give one", param=found[1].field)
     return found[0] if found else RequestedGrammar()
-
-
-@lru_cache(maxsize=256)
-def check_grammar(grammar: str) -> str:
-    """Compile a grammar as workers will; return why that can't be done, empty where it can. Takes up to a second: to be
-    called where that, and the memory it takes, hurts nobody else."""
-    from llguidance import LLMatcher, LLParserLimits
-
-    bounds: dict[str, Any] = {**BOUNDS, "verbose_errors": False}
-    _, told = LLMatcher.validate_grammar_with_warnings(grammar, limits=LLParserLimits(**bounds))
-    return told[0] if told else ""
 
 
 def _response_format(value: object, field: str) -> str:
@@ -135,29 +123,32 @@ def _regex(value: object, field: str) -> str:
 
 
 def _choice(value: object, field: str) -> str:
-    from llguidance import LLMatcher
-
     good = isinstance(value, list) and value and all(isinstance(c, str) and c for c in value)
     if not isinstance(value, list) or not good or len(value) > CHOICES_AT_MOST:
         raise RequestError(
             f"{field} must be an array of 1 to {CHOICES_AT_MOST} strings; got {describe(value)}", param=_top(field)
         )
     choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in dict.fromkeys(value))
-    return _bounded(LLMatcher.grammar_from_lark(f"start: {choices}"), field)
+    return _lark(f"start: {choices}", field)
 
 
 def _grammar(value: object, field: str) -> str:
     """Read a grammar: Lark's, or GBNF with its rules as ``name ::= ...``."""
-    from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
     if not isinstance(value, str) or not value.strip():
         raise RequestError(f"{field} must be a grammar, a string; got {describe(value)}", param=_top(field))
     _bounded(value, field)
+    if named := next((name for name in ("%llguidance", _ENGINES_OWN) if name in value), ""):
+        raise RequestError(f"{field}: {named} is not supported", param=_top(field))
     try:
-        return _bounded(LLMatcher.grammar_from_lark(any_to_lark(value)), field)
+        return _lark(any_to_lark(value), field)
     except (GbnfToLarkError, RecursionError) as error:
         raise RequestError(f"{field}: {str(error).strip()[:300]}", param=_top(field)) from None
+
+
+def _lark(text: str, field: str) -> str:
+    return _bounded(json.dumps({"grammars": [{"lark_grammar": text}]}), field)
 
 
 def _bounded(grammar: str, field: str) -> str:

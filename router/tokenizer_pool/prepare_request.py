@@ -17,6 +17,7 @@ from contracts.checkpoint.model_spec import ModelSpec
 from contracts.config.router_config import RouterConfig
 from contracts.errors import RequestError
 from router.openai.generate_request import GenerateRequest, Prompt
+from router.openai.grammar_check import check_grammar
 from router.openai.parse_request import (
     check_model,
     read_chat,
@@ -26,7 +27,6 @@ from router.openai.parse_request import (
     read_tokens,
 )
 from router.openai.request_fields import DETOKENIZE, TOKENIZE, describe, read_fields, read_json
-from router.openai.structured_output import check_grammar
 from router.state.prefix_hashes import prefix_hashes
 from router.text.tokenizer import ModelTokenizer
 
