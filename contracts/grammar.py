@@ -13,6 +13,7 @@ except PackageNotFoundError:
     GRAMMAR_ENGINE = "none"
 """The structured-output engine and its version."""
 
+
 def engine_error(told: str) -> str:
     """Return the reason in an error of the engine's, in words for a client; `told` may be of many lines."""
     reason = told.strip().removesuffix("<non-verbose/>").strip()

@@ -155,7 +155,9 @@ REFUSED: dict[str, FieldRefusal] = {
     **_refuse("functions are not supported", "function_call", "none", "auto"),
     **_refuse("structural tags are not supported; use response_format", "structural_tag"),
     **_refuse("use structured_outputs", "grammar choices"),
-    **_refuse("whitespace between the parts of JSON is free, up to 20 characters", "guided_whitespace_pattern"),
+    **_refuse(
+        "whitespace is free, or none with structured_outputs' disable_any_whitespace", "guided_whitespace_pattern"
+    ),
     **_refuse("predicted outputs are not supported", "prediction"),
     **_refuse("only text is answered", "audio modalities", ["text"]),
     **_refuse("web search is not supported", "web_search_options"),

@@ -17,10 +17,13 @@ from contracts.grammar import GRAMMAR_BYTES
 from router.openai.request_fields import STRUCTURED_OUTPUT, describe
 
 CHOICES_AT_MOST = 4096
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{0,20}"
+_STRICT = {"lenient": False, "coerce_one_of": False}
+_FREE = {**_STRICT, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,20}"}
 """Whitespace between the parts of JSON: enough to indent, and no answer that is nothing else to its end."""
-_OVERRIDES = {"whitespace_pattern": _WHITESPACE, "lenient": False, "coerce_one_of": False}
+_COMPACT = {**_STRICT, "whitespace_flexible": False}
 _NAMED = re.compile(b'"(?:' + "|".join(STRUCTURED_OUTPUT).encode() + rb')"|\\u00[5-7]')
+_NO_WHITESPACE = "disable_any_whitespace"
+_OBJECT = {"type": "object"}
 _ENGINES_OWN = "x-guidance"
 
 
@@ -60,7 +63,7 @@ def _response_format(value: object, field: str) -> str:
     if kind == "text":
         return ""
     if kind == "json_object":
-        return _any_object()
+        return _schema(_OBJECT, field)
     if kind == "json_schema":
         named = value.get("json_schema")
         schema = named.get("schema") if isinstance(named, dict) else None
@@ -74,19 +77,25 @@ def _structured_outputs(value: object, field: str) -> str:
     if not isinstance(value, dict):
         raise RequestError(f"{field} must be an object; got {describe(value)}", param=field)
     found: dict[str, str] = {}
+    form = _COMPACT if value.get(_NO_WHITESPACE) is True else _FREE
     for name, asked in value.items():
         if asked is None or asked is False:
             continue
-        reader = _OF_VLLM.get(name)
-        if reader is None:
-            raise RequestError(f"{field}.{name[:64]} is not supported; {', '.join(_OF_VLLM)} are", param=field)
-        found[name] = reader(asked, f"{field}.{name}")
+        if name in _JSON_OF_VLLM:
+            found[name] = _JSON_OF_VLLM[name](asked, f"{field}.{name}", form)
+        elif name in _OF_VLLM:
+            found[name] = _OF_VLLM[name](asked, f"{field}.{name}")
+        elif name != _NO_WHITESPACE or asked is not True:
+            known = ", ".join((*_JSON_OF_VLLM, *_OF_VLLM))
+            raise RequestError(
+                f"{field}.{name[:64]} is not supported; {known} are, and {_NO_WHITESPACE}: true", param=field
+            )
     if len(found) > 1:
         raise RequestError(f"{field}: {' and '.join(found)} can't be combined: give one", param=field)
     return next(iter(found.values()), "")
 
 
-def _schema(value: object, field: str) -> str:
+def _schema(value: object, field: str, form: dict[str, Any] = _FREE) -> str:
     """Read a JSON schema, an object or the JSON text of one."""
     from llguidance import LLMatcher
 
@@ -100,18 +109,14 @@ def _schema(value: object, field: str) -> str:
         raise RequestError(f"{field} must be a JSON schema, an object; got {describe(schema)}", param=_top(field))
     if _names_engine(schema):
         raise RequestError(f"{field}: {_ENGINES_OWN} is no keyword of JSON schema", param=_top(field))
-    overrides: Any = _OVERRIDES
+    overrides: Any = form
     return _bounded(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides), field)
 
 
-def _any_object() -> str:
-    return _schema({"type": "object"}, "response_format")
-
-
-def _json_object(value: object, field: str) -> str:
+def _json_object(value: object, field: str, form: dict[str, Any] = _FREE) -> str:
     if value is not True and value is not False:
         raise RequestError(f"{field} must be true or false; got {describe(value)}", param=_top(field))
-    return _any_object() if value else ""
+    return _schema(_OBJECT, field, form) if value else ""
 
 
 def _regex(value: object, field: str) -> str:
@@ -176,9 +181,8 @@ def _top(field: str) -> str:
     return field.partition(".")[0]
 
 
+_JSON_OF_VLLM: dict[str, Callable[[object, str, dict[str, Any]], str]] = {"json": _schema, "json_object": _json_object}
 _OF_VLLM: dict[str, Callable[[object, str], str]] = {
-    "json": _schema,
-    "json_object": _json_object,
     "regex": _regex,
     "choice": _choice,
     "grammar": _grammar,

@@ -40,6 +40,12 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"structured_outputs": {"json": POINT}}, POINTS, NO_POINTS),
     ({"structured_outputs": {"json": json.dumps(POINT), "regex": None}}, POINTS, NO_POINTS),
     ({"structured_outputs": {"json_object": True}}, OBJECTS, NO_OBJECTS),
+    (
+        {"structured_outputs": {"disable_any_whitespace": True, "json": POINT}},
+        ['{"x":1}', '{"x":-12,"y":null}'],
+        ['{"x": 1}', '{"x":1, "y":2}', '{"x":1 }'],
+    ),
+    ({"structured_outputs": {"json_object": True, "disable_any_whitespace": True}}, ['{"a":" b"}'], ['{"a": 1}']),
     ({"structured_outputs": {"regex": "[a-c]{2,3}é?"}}, ["ab", "abcé"], ["a", "abca", "abé!"]),
     (
         {"structured_outputs": {"choice": ["yes", 'no "way"', "ja\n"]}},
@@ -70,6 +76,11 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema.schema is missing"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, "response_format", "got 5"),
     ({"structured_outputs": 5}, "structured_outputs", "must be an object"),
+    (
+        {"structured_outputs": {"json": POINT, "disable_any_whitespace": 1}},
+        "structured_outputs",
+        "disable_any_whitespace",
+    ),
     ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs", "json, json_object, regex"),
     (
         {"structured_outputs": {"regex": "a", "choice": ["b"]}},
