@@ -57,7 +57,9 @@ class SchemaCase(StructuredCase):
         return all(tuple(error.absolute_path) in open_path for error in self._check().iter_errors(value))
 
     def _check(self) -> Any:
-        return jsonschema.Draft202012Validator(self.schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
+        return jsonschema.Draft202012Validator(
+            self.schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
+        )
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,9 @@ def _objects() -> Iterator[Schema]:
     yield _object(when={"type": "string", "format": "date"}, who={"type": "string", "format": "uuid"})
     yield _object(
         function={"enum": ["get_weather", "get_time", "search"]},
-        arguments=_object(city=_string(10), unit={"enum": ["C", "F"]}, days={"type": "integer", "minimum": 1, "maximum": 7}),
+        arguments=_object(
+            city=_string(10), unit={"enum": ["C", "F"]}, days={"type": "integer", "minimum": 1, "maximum": 7}
+        ),
     )
     yield _object(
         order=_object(
@@ -212,7 +216,10 @@ def _combined() -> Iterator[Schema]:
     yield {"type": "object", "properties": {"a": integer, "b": {"$ref": "#/properties/a"}}, "required": ["a", "b"],
            "additionalProperties": False}  # fmt: skip
     yield {"$defs": {"p": _object(x=integer), "q": _array({"$ref": "#/$defs/p"}, 1, 3)}, "$ref": "#/$defs/q"}
-    yield {"definitions": {"s": _string(6)}, **_object(one={"$ref": "#/definitions/s"}, two={"$ref": "#/definitions/s"})}
+    yield {
+        "definitions": {"s": _string(6)},
+        **_object(one={"$ref": "#/definitions/s"}, two={"$ref": "#/definitions/s"}),
+    }
     for count in (3, 6, 10):
         yield {"anyOf": [_object(**{f"kind_{number}": {"const": number}}) for number in range(count)]}
     yield _object(value={"anyOf": [{"type": "null"}, _object(inner={"anyOf": [integer, {"type": "boolean"}]})]})
@@ -296,7 +303,8 @@ def schemas() -> list[SchemaCase]:
     found = [(family.__name__[1:], schema) for family in families for schema in family()]
     found += [("mixed", schema) for schema in _mixed(SCHEMAS_COUNT - len(found))]
     return [
-        SchemaCase(f"{family} {number}", _body_of(schema, number), schema) for number, (family, schema) in enumerate(found)
+        SchemaCase(f"{family} {number}", _body_of(schema, number), schema)
+        for number, (family, schema) in enumerate(found)
     ]
 
 

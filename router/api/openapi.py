@@ -8,6 +8,7 @@ from importlib import metadata
 from typing import Any
 
 from router.openai.request_fields import CHAT, COMPLETION, TOKENIZE, RequestField
+from router.openai.structured_output import CHOICES_AT_MOST
 
 _TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _TEXT = {"type": "string"}
@@ -31,7 +32,42 @@ _MESSAGE = {
         },
     },
 }
+_SCHEMA = {"oneOf": [{"type": "object"}, _TEXT], "description": "A JSON schema, or the text of one."}
+_CHOICES = {"type": "array", "minItems": 1, "maxItems": CHOICES_AT_MOST, "items": {"type": "string", "minLength": 1}}
+_REGEX = {"type": "string", "description": "A regular expression that the whole answer matches."}
+_GRAMMAR = {"type": "string", "description": "A grammar, Lark's or GBNF."}
+_STRUCTURED_OUTPUT: dict[str, Any] = {
+    "response_format": {
+        "type": "object",
+        "required": ["type"],
+        "properties": {
+            "type": {"enum": ["text", "json_object", "json_schema"]},
+            "json_schema": {"type": "object", "required": ["schema"], "properties": {"schema": _SCHEMA}},
+        },
+    },
+    "structured_outputs": {
+        "type": "object",
+        "properties": {
+            "json": _SCHEMA,
+            "json_object": {"type": "boolean"},
+            "regex": _REGEX,
+            "choice": _CHOICES,
+            "grammar": _GRAMMAR,
+            "disable_any_whitespace": {"type": "boolean"},
+        },
+    },
+    "guided_json": _SCHEMA,
+    "guided_json_object": {"type": "boolean"},
+    "guided_regex": _REGEX,
+    "guided_choice": _CHOICES,
+    "guided_grammar": _GRAMMAR,
+    "json_schema": _SCHEMA,
+    "regex": _REGEX,
+    "ebnf": _GRAMMAR,
+}
+"""What an answer must follow; one of them a request."""
 _COMMON: dict[str, Any] = {
+    **_STRUCTURED_OUTPUT,
     "model": {"type": "string", "description": "The served model; may be left out."},
     "stop": {"oneOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": 16}]},
     "stop_token_ids": _TOKENS,

@@ -437,5 +437,9 @@ def test_the_openapi_document_lists_what_is_served(server: Server) -> None:
     assert document["openapi"].startswith("3.")
     served = {p for p in ROUTES if p != "/openapi.json"} | {p.rstrip("/") for p in PREFIX_ROUTES}
     assert {p.partition("/{")[0] for p in document["paths"]} == served
-    fields = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert {"prompt", "stop", "logit_bias", "max_tokens", "return_token_ids"} <= fields["properties"].keys()
+    for path, known, prompt in (
+        ("/v1/completions", COMPLETION, "prompt"),
+        ("/v1/chat/completions", CHAT, "messages"),
+    ):
+        fields = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]
+        assert {prompt, *known, *GENERATE_OTHERS} <= fields.keys()
