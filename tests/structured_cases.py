@@ -41,14 +41,14 @@ class SchemaCase(StructuredCase):
     schema: Schema
 
     def valid(self, text: str) -> bool:
-        return self._check().is_valid(json.loads(text))
+        return bool(self._check().is_valid(json.loads(text)))
 
     def begins(self, text: str) -> bool:
         """Judged as far as it goes: what has come whole must be valid; what is open may miss what is to come."""
         if not text.strip():
             return True
         value = jiter.from_json(text.encode(), partial_mode="trailing-strings")
-        open_path = [()]
+        open_path: list[tuple[str | int, ...]] = [()]
         node = value
         while isinstance(node, dict | list) and node:
             step = list(node)[-1] if isinstance(node, dict) else len(node) - 1
@@ -104,9 +104,9 @@ class GrammarCase(StructuredCase):
 # ---------------------------------------------------------------- schemas
 
 
-def _object(more: bool = False, **properties: Schema) -> Schema:
+def _object(**properties: Schema) -> Schema:
     return {
-        "type": "object", "properties": properties, "required": list(properties), "additionalProperties": more
+        "type": "object", "properties": properties, "required": list(properties), "additionalProperties": False
     }  # fmt: skip
 
 
@@ -127,9 +127,10 @@ def _scalars() -> Iterator[Schema]:
         yield {"type": "integer", "exclusiveMinimum": low, "exclusiveMaximum": high}
     for step in (2, 5, 10):
         yield {"type": "integer", "multipleOf": step, "minimum": 0, "maximum": 1000}
-    for low, high in ((0, 1), (-0.5, 0.5), (1.25, 9.75)):
-        yield {"type": "number", "minimum": low, "maximum": high}
-    yield from ({"const": value} for value in (5, "five", None, True, [1, 2], {"a": {"b": []}}))
+    for least, most in ((0, 1), (-0.5, 0.5), (1.25, 9.75)):
+        yield {"type": "number", "minimum": least, "maximum": most}
+    constants: list[Any] = [5, "five", None, True, [1, 2], {"a": {"b": []}}]
+    yield from ({"const": value} for value in constants)
 
 
 def _strings() -> Iterator[Schema]:
@@ -211,10 +212,8 @@ def _combined() -> Iterator[Schema]:
     yield {"oneOf": [_object(x=integer), _object(y=integer), _object(z=_array(integer, 1, 2))]}
     yield {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 30}]}
     yield {"allOf": [_object(a=integer, b=_string(4)), {"properties": {"a": {"maximum": 50}}}]}
-    yield {"type": "object", "properties": {"v": {"$ref": "#/$defs/v"}}, "required": ["v"], "additionalProperties": False,
-           "$defs": {"v": {"anyOf": [integer, {"type": "null"}]}}}  # fmt: skip
-    yield {"type": "object", "properties": {"a": integer, "b": {"$ref": "#/properties/a"}}, "required": ["a", "b"],
-           "additionalProperties": False}  # fmt: skip
+    yield {**_object(v={"$ref": "#/$defs/v"}), "$defs": {"v": {"anyOf": [integer, {"type": "null"}]}}}
+    yield _object(a=integer, b={"$ref": "#/properties/a"})
     yield {"$defs": {"p": _object(x=integer), "q": _array({"$ref": "#/$defs/p"}, 1, 3)}, "$ref": "#/$defs/q"}
     yield {
         "definitions": {"s": _string(6)},
@@ -322,20 +321,68 @@ def _body_of(schema: Schema, number: int) -> dict[str, Any]:
 
 # ---------------------------------------------------------------- regular expressions
 
-REGEXES = [
-    "[0-9]{3}-[0-9]{4}", "(?:[0-9]{1,3}\\.){3}[0-9]{1,3}", "[a-z]{1,8}@[a-z]{1,8}\\.(?:com|org)", "yes|no|maybe",
-    "a", "b|", "a?", "(?:ab){3}", "a{2,4}b{0,3}c", "[01]{8}", "-?[0-9]{1,5}(?:\\.[0-9]{1,2})?", "[A-Z]{2}[0-9]{2} ?[A-Z]{3}",
-    "(?:[A-Z][a-z]{1,6} ){2}[A-Z]\\.", "\"(?:[^\"\\\\]|\\\\.){0,10}\"", "<b>[^<>]{1,12}</b>", "\\([0-9]{3}\\) [0-9]{3}",
-    "(?:0|[1-9][0-9]{0,3})", "(?i)hello|(?i)world", "[^a-z]{3}", "[\\x20-\\x7e]{5}", "\\t[a-z]\\n[a-z]", "(?:é|è|ê){2}",
-    "[а-я]{3,6}", "[α-ωΑ-Ω]{2}", "[一-三]{2}", "(?:🙂|🙁){1,3}", "ß{1,2}|ẞ", "[à-ÿ]+?!", "(?:na){1,4} batman",
-    "x=[0-9];y=[0-9];", "[a-f0-9]{8}-[a-f0-9]{4}", "#(?:[0-9a-fA-F]{3}){1,2}", "(?:Mon|Tue|Wed|Thu|Fri)day",
-    "[0-2][0-9]:[0-5][0-9](?::[0-5][0-9])?", "20[0-9]{2}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12][0-9]|3[01])", "v[0-9]\\.[0-9]\\.[0-9]",
-    "https?://[a-z]{2,8}\\.(?:io|net)/", "[.?!]{3}", "(?:a|b|c|d|e){6}", "(?:a(?:b(?:c(?:d)?)?)?)", "(?:(?:x|y)z){1,3}",
-    "[a-z]+ [a-z]+\\.", "(?:one|two|three)(?:, (?:one|two|three)){0,2}", "\\{\"a\": [0-9]\\}", "\\[(?:[0-9](?:, [0-9]){0,3})?\\]",
-    "[^\\n]{1,10}\\n", "(?:[^,]{1,4},){2}[^,]{1,4}", "\\\\[nrt]", "\\$[0-9]{1,3}(?:,[0-9]{3})?", "[+-][1-9]e[0-9]", "00*1",
-    "(?:10|01){4}", "[aeiou][^aeiou\\s][aeiou]", ".{4}", "(?s).{4}", "(?:the|a) (?:cat|dog) (?:sat|ran)\\.", "A{20}",
-    "(?:[a-c]{2}-){3}[a-c]{2}", "[ \\t]{2}x", "Chapter [IVX]{1,4}\\.",
-]  # fmt: skip
+REGEXES = r"""
+[0-9]{3}-[0-9]{4}
+(?:[0-9]{1,3}\.){3}[0-9]{1,3}
+[a-z]{1,8}@[a-z]{1,8}\.(?:com|org)
+yes|no|maybe
+a
+b|
+a?
+(?:ab){3}
+a{2,4}b{0,3}c
+[01]{8}
+-?[0-9]{1,5}(?:\.[0-9]{1,2})?
+[A-Z]{2}[0-9]{2} ?[A-Z]{3}
+(?:[A-Z][a-z]{1,6} ){2}[A-Z]\.
+"(?:[^"\\]|\\.){0,10}"
+<b>[^<>]{1,12}</b>
+\([0-9]{3}\) [0-9]{3}
+(?:0|[1-9][0-9]{0,3})
+(?i)hello|(?i)world
+[^a-z]{3}
+[\x20-\x7e]{5}
+\t[a-z]\n[a-z]
+(?:é|è|ê){2}
+[а-я]{3,6}
+[α-ωΑ-Ω]{2}
+[一-三]{2}
+(?:🙂|🙁){1,3}
+ß{1,2}|ẞ
+[à-ÿ]+?!
+(?:na){1,4} batman
+x=[0-9];y=[0-9];
+[a-f0-9]{8}-[a-f0-9]{4}
+#(?:[0-9a-fA-F]{3}){1,2}
+(?:Mon|Tue|Wed|Thu|Fri)day
+[0-2][0-9]:[0-5][0-9](?::[0-5][0-9])?
+20[0-9]{2}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12][0-9]|3[01])
+v[0-9]\.[0-9]\.[0-9]
+https?://[a-z]{2,8}\.(?:io|net)/
+[.?!]{3}
+(?:a|b|c|d|e){6}
+(?:a(?:b(?:c(?:d)?)?)?)
+(?:(?:x|y)z){1,3}
+[a-z]+ [a-z]+\.
+(?:one|two|three)(?:, (?:one|two|three)){0,2}
+\{"a": [0-9]\}
+\[(?:[0-9](?:, [0-9]){0,3})?\]
+[^\n]{1,10}\n
+(?:[^,]{1,4},){2}[^,]{1,4}
+\\[nrt]
+\$[0-9]{1,3}(?:,[0-9]{3})?
+[+-][1-9]e[0-9]
+00*1
+(?:10|01){4}
+[aeiou][^aeiou\s][aeiou]
+.{4}
+(?s).{4}
+(?:the|a) (?:cat|dog) (?:sat|ran)\.
+A{20}
+(?:[a-c]{2}-){3}[a-c]{2}
+[ \t]{2}x
+Chapter [IVX]{1,4}\.
+""".strip("\n").splitlines()
 
 
 def regexes() -> list[RegexCase]:
@@ -352,28 +399,98 @@ def regexes() -> list[RegexCase]:
 
 # ---------------------------------------------------------------- grammars
 
-GRAMMARS = [
-    'start: "a" start "b" | "c"\n',
-    'start: "(" start ")" | "[" start "]" | "x"\n',
-    'start: expr\nexpr: term (("+" | "-") term)~0..2\nterm: DIGIT | "(" expr ")"\nDIGIT: /[0-9]/\n',
-    'start: pair ("," pair)~0..3\npair: KEY "=" VALUE\nKEY: /[a-z]{1,4}/\nVALUE: /[0-9]{1,3}/\n',
-    'start: "let " NAME " = " value ";"\nvalue: NUMBER | NAME | "f(" value ")"\nNAME: /[a-z]{1,3}/\nNUMBER: /[1-9][0-9]?/\n',
-    'start: sentence\nsentence: noun " " verb " " noun "."\nnoun: "cat" | "dog" | "the " noun\nverb: "sees" | "likes"\n',
-    'start: "0" start "0" | "1" start "1" | "#"\n',
-    'start: row~1..3\nrow: CELL ("|" CELL)~2 "\\n"\nCELL: /[a-z0-9 ]{1,4}/\n',
-    'start: "SELECT " COLUMN ("," COLUMN)~0..2 " FROM " TABLE (" WHERE " COLUMN "=" NUMBER)?\nCOLUMN: /[a-d]/\nTABLE: "t1" | "t2"\nNUMBER: /[0-9]{1,2}/\n',
-    'start: json\njson: NUMBER | "null" | list\nlist: "[" (json ("," json)~0..1)? "]"\nNUMBER: /[0-9]/\n',
-    'start: tag\ntag: "<p>" body "</p>" | "<b>" body "</b>"\nbody: TEXT | tag\nTEXT: /[a-z ]{1,6}/\n',
-    'start: and\nand: not (" and " not)~0..2\nnot: "not " not | ATOM\nATOM: /[pqr]/\n',
-    'start: move~1..6\nmove: COLUMN ROW " "\nCOLUMN: /[a-h]/\nROW: /[1-8]/\n',
-    'start: date " " time\ndate: YEAR "-" MONTH\ntime: HOUR ":" MINUTE\nYEAR: /20[0-9]{2}/\nMONTH: /0[1-9]|1[0-2]/\nHOUR: /[01][0-9]/\nMINUTE: /[0-5][0-9]/\n',
-    'start: "é" start "é" | "à" | "中"\n',
-    'start: greeting ", " NAME "!"\ngreeting: "Hello" | "Bonjour" | "Привет" | "你好"\nNAME: /[A-Z][a-z]{1,7}/\n',
-    'start: "if " cond " then " stmt (" else " stmt)?\ncond: VAR ("<" | ">") VAR\nstmt: VAR ":=" VAR | start\nVAR: /[xyz]/\n',
-    'start: line~2..4\nline: INDENT? KEY ": " VALUE "\\n"\nINDENT: "  "\nKEY: /[a-z]{1,5}/\nVALUE: /[a-z0-9]{1,5}/\n',
-    'start: "S" inner "E"\ninner: (A | B)~1..5\nA: "aa"\nB: "ab"\n',
-    'start: number\nnumber: "-"? (ZERO | NONZERO) FRACTION?\nZERO: "0"\nNONZERO: /[1-9][0-9]{0,4}/\nFRACTION: /\\.[0-9]{1,3}/\n',
-]  # fmt: skip
+GRAMMARS = r"""
+start: "a" start "b" | "c"
+
+start: "(" start ")" | "[" start "]" | "x"
+
+start: expr
+expr: term (("+" | "-") term)~0..2
+term: DIGIT | "(" expr ")"
+DIGIT: /[0-9]/
+
+start: pair ("," pair)~0..3
+pair: KEY "=" VALUE
+KEY: /[a-z]{1,4}/
+VALUE: /[0-9]{1,3}/
+
+start: "let " NAME " = " value ";"
+value: NUMBER | NAME | "f(" value ")"
+NAME: /[a-z]{1,3}/
+NUMBER: /[1-9][0-9]?/
+
+start: sentence
+sentence: noun " " verb " " noun "."
+noun: "cat" | "dog" | "the " noun
+verb: "sees" | "likes"
+
+start: "0" start "0" | "1" start "1" | "#"
+
+start: row~1..3
+row: CELL ("|" CELL)~2 "\n"
+CELL: /[a-z0-9 ]{1,4}/
+
+start: "SELECT " COLUMN ("," COLUMN)~0..2 " FROM " TABLE (" WHERE " COLUMN "=" NUMBER)?
+COLUMN: /[a-d]/
+TABLE: "t1" | "t2"
+NUMBER: /[0-9]{1,2}/
+
+start: json
+json: NUMBER | "null" | list
+list: "[" (json ("," json)~0..1)? "]"
+NUMBER: /[0-9]/
+
+start: tag
+tag: "<p>" body "</p>" | "<b>" body "</b>"
+body: TEXT | tag
+TEXT: /[a-z ]{1,6}/
+
+start: and
+and: not (" and " not)~0..2
+not: "not " not | ATOM
+ATOM: /[pqr]/
+
+start: move~1..6
+move: COLUMN ROW " "
+COLUMN: /[a-h]/
+ROW: /[1-8]/
+
+start: date " " time
+date: YEAR "-" MONTH
+time: HOUR ":" MINUTE
+YEAR: /20[0-9]{2}/
+MONTH: /0[1-9]|1[0-2]/
+HOUR: /[01][0-9]/
+MINUTE: /[0-5][0-9]/
+
+start: "é" start "é" | "à" | "中"
+
+start: greeting ", " NAME "!"
+greeting: "Hello" | "Bonjour" | "Привет" | "你好"
+NAME: /[A-Z][a-z]{1,7}/
+
+start: "if " cond " then " stmt (" else " stmt)?
+cond: VAR ("<" | ">") VAR
+stmt: VAR ":=" VAR | start
+VAR: /[xyz]/
+
+start: line~2..4
+line: INDENT? KEY ": " VALUE "\n"
+INDENT: "  "
+KEY: /[a-z]{1,5}/
+VALUE: /[a-z0-9]{1,5}/
+
+start: "S" inner "E"
+inner: (A | B)~1..5
+A: "aa"
+B: "ab"
+
+start: number
+number: "-"? (ZERO | NONZERO) FRACTION?
+ZERO: "0"
+NONZERO: /[1-9][0-9]{0,4}/
+FRACTION: /\.[0-9]{1,3}/
+""".strip("\n").split("\n\n")
 
 
 def grammars() -> list[GrammarCase]:

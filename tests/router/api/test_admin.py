@@ -11,6 +11,7 @@ import pytest
 from contracts.config.load_config import config_from_dict
 from contracts.errors import ErrorKind
 from contracts.ids import Role
+from router.openai.request_fields import CHAT, COMPLETION, GENERATE_OTHERS
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, router_config, serving
 
