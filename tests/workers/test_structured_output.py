@@ -116,7 +116,7 @@ def check(both: Pair, expected: Expected, **more: Any) -> list[Answer]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("speculation", ["off", "auto"])
-def test_answers_are_the_oracles_of_all_tokens_that_can_still_become_a_match(
+def test_d5_answers_are_the_oracles_of_all_tokens_that_can_still_become_a_match(
     folder: Path, expected: Expected, speculation: str
 ) -> None:
     with pair(folder, decode={"speculation": speculation}) as both:
