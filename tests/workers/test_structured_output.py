@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import regex
+from cache.device.device_backends import CpuDevice
+from cache.device.device_port import Device
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
+from cache.device.adversarial_device import AdversarialDevice
+from cache.device.async_cpu_device import AsyncCpuDevice
 from contracts.errors import ErrorKind
 from contracts.ids import Role
 from contracts.sampling_params import SamplingParams
@@ -115,11 +119,15 @@ def check(both: Pair, expected: Expected, **more: Any) -> list[Answer]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "device", [CpuDevice, AsyncCpuDevice, lambda: AdversarialDevice(7)], ids=["cpu", "threads", "late"]
+)
 @pytest.mark.parametrize("speculation", ["off", "auto"])
 def test_d5_answers_are_the_oracles_of_all_tokens_that_can_still_become_a_match(
-    folder: Path, expected: Expected, speculation: str
+    folder: Path, expected: Expected, speculation: str, device: Callable[[], Device]
 ) -> None:
-    with pair(folder, decode={"speculation": speculation}) as both:
+    devices = {role: device() for role in Role}
+    with pair(folder, devices=devices, decode={"speculation": speculation}) as both:
         answers = check(both, expected)
         assert sum(a.list[-1] == EOS for a in answers) >= 3, "most of them end by themselves"
         drafted = both.decode.status().counters["tokens_drafted"]
