@@ -183,6 +183,8 @@ def _objects() -> Iterator[Schema]:
         properties = {"a": integer, "b": {"type": "boolean"}, "c": _string(5)}
         yield {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
     yield {"type": "object", "additionalProperties": integer, "maxProperties": 3}
+    many = {f"setting_{number}": integer for number in range(800)}
+    yield {"type": "object", "properties": many, "additionalProperties": False}
     yield {"type": "object", "properties": {"a": integer}, "required": ["a"], "additionalProperties": {"type": "null"}}
     yield {"type": "object", "patternProperties": {"^x[0-9]$": integer}, "additionalProperties": False}
     yield {"properties": {"kind": {"const": "only typed by its keywords"}}, "type": "object", "required": ["kind"]}
