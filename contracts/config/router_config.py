@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,12 @@ class RouterConfig:
     breaker_open_s: float = 5.0
     """Seconds for which a worker is left alone; then one request tries it. Doubles with each failed trial, up to
     eightfold, while another worker of its role takes requests."""
+    tool_parser: Literal[
+        "auto", "none", "hermes", "llama3_json", "qwen3_coder", "glm45", "deepseek_v31", "deepseek_v32"
+    ] = "auto"
+    """How the model writes calls of tools; auto: as its chat template says."""
+    reasoning_parser: Literal["auto", "none", "think"] = "auto"
+    """How the model writes reasoning; auto: as its chat template says; think: between <think> and </think>."""
     stall_s: float = 30.0
     """/health fails when work waits and nothing has advanced for this long."""
     max_body_bytes: int = 0

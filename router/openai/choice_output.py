@@ -14,6 +14,7 @@ from contracts.errors import ErrorKind
 from contracts.messages.worker_events import Done
 from contracts.sampling_params import TokenLogprob
 from router.openai.generate_request import GenerateRequest
+from router.parsers.answer_parts import AnswerPart, CallPart, joined
 from router.state.routed_request import RoutedRequest
 from router.text.stop_strings import StopMatcher
 from router.text.tokenizer import ModelTokenizer
@@ -32,6 +33,8 @@ class OutputDelta:
     """The stop string or stop token id that ended the choice; None for the model's end token and for ``length``."""
     first: bool = False
     """Whether this is the choice's first delta, with which the role and the prompt are sent."""
+    parts: Sequence[AnswerPart] | None = None
+    """What `text` was found to be; None where nothing was looked for."""
 
 
 class ChoiceOutput:
@@ -44,6 +47,7 @@ class ChoiceOutput:
         "_include_stop",
         "_matcher",
         "_min_tokens",
+        "_parser",
         "_stop_ids",
         "ended_at",
         "error",
@@ -52,6 +56,7 @@ class ChoiceOutput:
         "index",
         "last_at",
         "logprobs",
+        "parts",
         "prompt_text",
         "request",
         "scores",
@@ -77,14 +82,20 @@ class ChoiceOutput:
         self.scores: tuple[TokenLogprob, ...] = ()
         """Log-probabilities of the prompt's tokens from the second on, where asked for."""
         self.text: list[str] = []
+        self.parts: list[AnswerPart] | None = None
+        """What its text was found to be so far; None where nothing is looked for."""
         self.finish: str | None = None
         self.stop: str | int | None = None
         self.error: Done | None = None
         self.first_at = self.last_at = self.ended_at = 0.0
         self.tokenise_s = 0.0
-        self._detokenizer = model_tokenizer.detokenizer(
-            request.prompt, skip_special=generate_request.skip_special_tokens
-        )
+        looked_for = generate_request.answer_format
+        self._parser = looked_for.parser() if looked_for is not None else None
+        if self._parser is not None:
+            self.parts = []
+        # What marks reasoning and calls may be special tokens.
+        skip_special = generate_request.skip_special_tokens and self._parser is None
+        self._detokenizer = model_tokenizer.detokenizer(request.prompt, skip_special=skip_special)
         self._matcher = StopMatcher(generate_request.stops, include=generate_request.include_stop)
         self._include_stop = generate_request.include_stop
         self._stop_ids = frozenset(request.sampling.stop_token_ids)
@@ -142,7 +153,22 @@ class ChoiceOutput:
         if text:
             self.text.append(text)
         first, self._first_due = self._first_due, False
-        return OutputDelta(self.index, text, tokens, logprobs, self.finish, self.stop, first)
+        return OutputDelta(self.index, text, tokens, logprobs, self.finish, self.stop, first, self._parse(text))
+
+    def _parse(self, text: str) -> Sequence[AnswerPart] | None:
+        if self._parser is None or self.parts is None:
+            return None
+        found = self._parser.feed(text)
+        if self.finish is not None:
+            found += self._parser.finish()
+        parts = list(joined(found))
+        self.parts += parts
+        return parts
+
+    @property
+    def calls(self) -> bool:
+        """Whether it calls a tool."""
+        return any(isinstance(part, CallPart) for part in self.parts or ())
 
     @property
     def cached_tokens(self) -> int:

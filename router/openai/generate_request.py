@@ -7,6 +7,8 @@ from typing import Any
 
 from contracts.errors import RequestError
 from contracts.sampling_params import SamplingParams
+from router.openai.chat_format import AnswerFormat
+from router.openai.tools import ToolUse
 
 Prompt = str | tuple[int, ...]
 ChatMessages = tuple[dict[str, Any], ...]
@@ -27,6 +29,11 @@ class GenerateRequest:
     prompts: tuple[Prompt, ...]
     messages: ChatMessages
     template_args: dict[str, Any]
+    tool_use: ToolUse | None
+    """The tools that a chat may use."""
+    answer_format: AnswerFormat | None
+    """What is to be found in a chat's answers; known once its prompt is rendered."""
+    separate_reasoning: bool
     add_generation_prompt: bool
     n: int
     echo: bool

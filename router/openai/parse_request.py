@@ -16,6 +16,7 @@ from contracts.sampling_params import SamplingParams
 from router.openai.generate_request import ChatMessages, GenerateRequest, Prompt, UnknownModel
 from router.openai.request_fields import (
     CHAT,
+    CHAT_OTHERS,
     COMPLETION,
     GENERATE_OTHERS,
     STREAM_OPTIONS,
@@ -25,9 +26,11 @@ from router.openai.request_fields import (
     read_fields,
 )
 from router.openai.structured_output import read_grammar
+from router.openai.tools import ToolUse, read_calls, read_tools
 
 STOPS_AT_MOST = 16
 BIASES_AT_MOST = 4096
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
 def read_completion(body: Mapping[str, Any], spec: ModelSpec) -> GenerateRequest:
@@ -47,9 +50,7 @@ def read_chat(body: Mapping[str, Any], spec: ModelSpec) -> GenerateRequest:
     Raises `RequestError` naming the field that is wrong, `UnknownModel` for a model that isn't served.
     """
     check_model(body, spec)
-    if body.get("tool_choice") == "none":  # The client itself says that no tool may be called.
-        body = {name: value for name, value in body.items() if name != "tools"}
-    values = read_fields(body, CHAT, (*GENERATE_OTHERS, "messages", "chat_template_kwargs"))
+    values = read_fields(body, CHAT, (*GENERATE_OTHERS, *CHAT_OTHERS))
     if values.get("top_logprobs") and not values.get("logprobs"):
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     logprobs = values.get("top_logprobs", 0) if values.get("logprobs") else None
@@ -60,7 +61,8 @@ def read_chat(body: Mapping[str, Any], spec: ModelSpec) -> GenerateRequest:
         chat=True,
         logprobs=logprobs,
         messages=read_messages(body.get("messages")),
-        template_args=read_template_args(body.get("chat_template_kwargs")),
+        template_args=_template_args(body),
+        tool_use=read_tools(body),
     )
 
 
@@ -89,6 +91,7 @@ def _read_common(
     prompts: tuple[Prompt, ...] = (),
     messages: ChatMessages = (),
     template_args: dict[str, Any] | None = None,
+    tool_use: ToolUse | None = None,
 ) -> GenerateRequest:
     options = _read_stream_options(body.get("stream_options"), values.get("stream", False))
     max_tokens, min_tokens = values.get("max_completion_tokens", values.get("max_tokens")), values.get("min_tokens", 0)
@@ -102,6 +105,9 @@ def _read_common(
         prompts=prompts,
         messages=messages,
         template_args=template_args or {},
+        tool_use=tool_use,
+        answer_format=None,
+        separate_reasoning=values.get("separate_reasoning", True),
         add_generation_prompt=values.get("add_generation_prompt", True),
         n=values.get("n", 1),
         echo=echo,
@@ -139,7 +145,7 @@ def _read_sampling(
     ends = () if values.get("ignore_eos", False) and not grammar else spec.eos_token_ids
     allowed = _read_allowed(body.get("allowed_token_ids"), spec)
     if grammar:
-        _check_grammar_fits(spec, allowed)
+        check_grammar_fits(spec, allowed)
     if values.get("min_tokens", 0):
         if len({*stop_ids, *ends}) >= spec.vocab_size:
             raise RequestError(
@@ -175,7 +181,8 @@ def _read_sampling(
     )
 
 
-def _check_grammar_fits(spec: ModelSpec, allowed: tuple[int, ...]) -> None:
+def check_grammar_fits(spec: ModelSpec, allowed: tuple[int, ...]) -> None:
+    """Raise `RequestError` where an answer can't follow a grammar: of this model, or with `allowed_token_ids`."""
     if allowed:
         raise RequestError("allowed_token_ids can't be combined with structured output", param="allowed_token_ids")
     if not spec.eos_token_ids:
@@ -283,8 +290,8 @@ def _read_message(message: object, where: str) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise RequestError(f"{where}.role must be a string; got {describe(role)}", param="messages")
-    if message.get("tool_calls") or message.get("function_call"):
-        raise RequestError(f"{where}: tool calls are not supported", param="messages")
+    if message.get("function_call"):
+        raise RequestError(f"{where}.function_call: use tool_calls", param="messages")
     content = message.get("content")
     if isinstance(content, list):
         content = "\n".join(_read_part(p, f"{where}.content[{i}]") for i, p in enumerate(content))
@@ -292,7 +299,9 @@ def _read_message(message: object, where: str) -> dict[str, Any]:
         content = ""
     if not isinstance(content, str):
         raise RequestError(f"{where}.content must be a string or parts of type text", param="messages")
-    return {**message, "content": content}
+    if message.get("tool_calls"):
+        return {**message, "content": content, "tool_calls": read_calls(message["tool_calls"], where)}
+    return {name: value for name, value in message.items() if name != "tool_calls"} | {"content": content}
 
 
 def _read_part(part: object, where: str) -> str:
@@ -300,6 +309,17 @@ def _read_part(part: object, where: str) -> str:
     if isinstance(part, dict) and kind == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     raise RequestError(f"{where} must be a part of type text; got {describe(kind or part)}", param="messages")
+
+
+def _template_args(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a chat's template is given besides messages and tools."""
+    effort = body.get("reasoning_effort")
+    if effort is not None and effort not in EFFORTS:
+        raise RequestError(
+            f"reasoning_effort is one of {', '.join(EFFORTS)}; got {describe(effort)}", param="reasoning_effort"
+        )
+    given = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    return given | read_template_args(body.get("chat_template_kwargs"))
 
 
 def read_template_args(args: object) -> dict[str, Any]:

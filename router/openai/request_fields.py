@@ -78,6 +78,7 @@ CHAT: dict[str, RequestField] = {
     "logprobs": RequestField("boolean", doc="Log-probabilities of the tokens."),
     "top_logprobs": RequestField("integer", 0, 20, "And of this many best ones; needs logprobs."),
     "add_generation_prompt": RequestField("boolean", doc="The template opens the assistant's turn; default true."),
+    "separate_reasoning": RequestField("boolean", doc="Reasoning goes into reasoning_content; default true."),
 }
 
 TOKENIZE: dict[str, RequestField] = {
@@ -105,6 +106,11 @@ GENERATE_OTHERS = (
 )  # fmt: skip
 """Fields of generation requests that aren't plain values; `router.openai.parse_request` reads them."""
 
+CHAT_OTHERS = (
+    "messages", "chat_template_kwargs", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort"
+)  # fmt: skip
+"""Fields of chats that aren't plain values."""
+
 IGNORED: dict[str, str] = {
     **dict.fromkeys(
         ("user", "safety_identifier", "metadata", "store", "prompt_cache_key", "prompt_cache_retention"),
@@ -115,16 +121,13 @@ IGNORED: dict[str, str] = {
         ("service_tier", "data_parallel_rank", "routed_dp_rank", "data_parallel_rank_decode"),
         "says where to run; the router decides",
     ),
-    **dict.fromkeys(("parallel_tool_calls", "tool_choice"), "says how to use tools; tools themselves are refused"),
     **dict.fromkeys(("length_penalty", "early_stopping"), "belongs to beam search, which is refused"),
     "guided_decoding_backend": "says which engine makes the masks; there is one",
     **dict.fromkeys(
         ("mm_processor_kwargs", "media_io_kwargs", "use_audio_in_video", "max_dynamic_patch", "min_dynamic_patch"),
         "belongs to images and sound, which are refused",
     ),
-    **dict.fromkeys(
-        ("separate_reasoning", "stream_reasoning"), "belongs to a reasoning parser; text stays as the model wrote it"
-    ),
+    "stream_reasoning": "reasoning is streamed as it comes",
     "spaces_between_special_tokens": "belongs to slow tokenizers",
     "log_metrics": "says what to log",
     "no_logs": "says what to log",
@@ -151,8 +154,11 @@ def _refuse(why: str, names: str, *neutral: object) -> dict[str, FieldRefusal]:
 
 REFUSED: dict[str, FieldRefusal] = {
     **_refuse("insertion (suffix) is not supported", "suffix", ""),
-    **_refuse("tools are not supported", "tools functions", [], {}),
-    **_refuse("functions are not supported", "function_call", "none", "auto"),
+    **_refuse("only chats can use tools", "tools", []),
+    **_refuse("only chats can use tools", "tool_choice", "none", "auto"),
+    **_refuse("only chats can use tools", "parallel_tool_calls", True, False),
+    **_refuse("use tools", "functions", [], {}),
+    **_refuse("use tool_choice", "function_call", "none", "auto"),
     **_refuse("structural tags are not supported; use response_format", "structural_tag"),
     **_refuse("use structured_outputs", "grammar choices"),
     **_refuse(
@@ -168,7 +174,7 @@ REFUSED: dict[str, FieldRefusal] = {
         "reasoning_effort verbosity enable_thinking thinking reasoning",
     ),
     **_refuse("thinking isn't bounded; use max_tokens", "thinking_token_budget thinking_budget max_thinking_tokens"),
-    **_refuse("reasoning isn't told from the answer", "include_reasoning", True),
+    **_refuse("reasoning is always told", "include_reasoning", True),
     **_refuse("reasoning isn't told from the answer", "require_reasoning", False),
     **_refuse("continuing the last message is not supported", "continue_final_message", False),
     **_refuse("only 1 is supported; use n", "best_of", 1),
@@ -306,7 +312,7 @@ def check_value(name: str, value: object, field: RequestField) -> Any:
     return value
 
 
-_ELSEWHERE = frozenset({*COMPLETION, *CHAT, *TOKENIZE, "prompt", "messages", "tokens", *GENERATE_OTHERS})
+_ELSEWHERE = frozenset({*COMPLETION, *CHAT, *TOKENIZE, "prompt", "messages", "tokens", *GENERATE_OTHERS, *CHAT_OTHERS})
 """Fields of all endpoints: where one doesn't exist, an empty value (`_EMPTY`) of it asks for nothing."""
 
 

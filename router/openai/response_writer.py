@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from contracts.sampling_params import TokenLogprob
+from router.openai.chat_message import ChatMessage
 from router.openai.choice_output import ChoiceOutput, OutputDelta
 from router.openai.generate_request import GenerateRequest
 from router.text.tokenizer import ModelTokenizer
@@ -31,8 +32,15 @@ class ResponseWriter:
         self._model_tokenizer = model_tokenizer
         self._choices: list[ChoiceOutput] = []
         self._offsets: dict[int, int] = {}
+        self._messages: dict[int, ChatMessage] = {}
+        """By choice, what was told of its message so far."""
         self._prompts: dict[tuple[int, str], bytes] = {}
-        self._plain = request.logprobs is None and not request.return_token_ids and not request.continuous_usage
+        self._plain = (
+            request.logprobs is None
+            and not request.return_token_ids
+            and not request.continuous_usage
+            and request.answer_format is None
+        )
         """Whether events between a choice's first and last carry nothing but text."""
         self._starts: list[str] = []
         prefix = "chatcmpl" if request.chat else "cmpl"
@@ -62,10 +70,11 @@ class ResponseWriter:
         tells_prompt = piece.first and (request.echo or request.return_token_ids)
         if request.logprobs is not None:
             logprobs = self._logprobs(choice, piece.logprobs, echo=piece.first and request.echo)
-        has_news = text or piece.finish or (piece.tokens and (request.return_token_ids or logprobs)) or piece.first
+        shows = text if piece.parts is None else piece.parts
+        has_news = shows or piece.finish or (piece.tokens and (request.return_token_ids or logprobs)) or piece.first
         if not has_news:
             return b""
-        finish = f'"{piece.finish}"' if piece.finish else "null"
+        finish = _dumps(_finish(choice)) if piece.finish else "null"
         stop = f',"stop_reason":{_dumps(piece.stop)}' if piece.finish else ""
         ids = f',"token_ids":{_dumps(list(piece.tokens))}' if request.return_token_ids else ""
         tail = f',"usage":{_dumps(self.usage())}}}\n\n' if request.continuous_usage else self._tail
@@ -73,7 +82,8 @@ class ResponseWriter:
         start = f'{self._head},"choices":[{{"index":{piece.index},'
         end = f',"logprobs":{shown},"finish_reason":{finish}{stop}{ids}'
         if tells_prompt:
-            first = (start.encode(), *self._text(choice, text, first=True), end.encode())
+            begin = (f'"delta":{self._delta(piece)}'.encode(),) if request.chat else self._text(choice, text)
+            first = (start.encode(), *begin, end.encode())
             return (
                 *first,
                 *self._prompt_ids(choice),
@@ -82,17 +92,23 @@ class ResponseWriter:
                 tail.encode(),
             )
         if request.chat:
-            role = '"role":"assistant",' if piece.first else ""
-            body = f'"delta":{{{role}"content":{_dumps(text)}}}'
+            body = f'"delta":{self._delta(piece)}'
         else:
             body = f'"text":{_dumps(text)}'
         return f"{start}{body}{end}}}]{tail}".encode()
 
-    def _text(self, choice: ChoiceOutput, text: str, *, first: bool) -> tuple[bytes, ...]:
-        """Return the text of a choice, or of its first event, in parts, after the prompt if that is echoed."""
-        if self._request.chat:
-            name = "delta" if first else "message"
-            return (f'"{name}":{{"role":"assistant","content":{_dumps(text)}}}'.encode(),)
+    def _delta(self, piece: OutputDelta) -> str:
+        """Return the JSON of what a delta adds to a chat's message."""
+        shape: dict[str, Any] = {"role": "assistant"} if piece.first else {}
+        if piece.parts is None:
+            return _dumps({**shape, "content": piece.text})
+        if piece.first:
+            shape["content"] = ""
+        message = self._messages.setdefault(piece.index, ChatMessage())
+        return _dumps({**shape, **message.add(piece.parts)})
+
+    def _text(self, choice: ChoiceOutput, text: str) -> tuple[bytes, ...]:
+        """Return the text of a completion, or of its first event, in parts, after the prompt if that is echoed."""
         if not self._request.echo:
             return (f'"text":{_dumps(text)}'.encode(),)
         return b'"text":"', self._shared(choice, "text"), _dumps(text)[1:].encode()
@@ -142,11 +158,18 @@ class ResponseWriter:
         request = self._request
         shape: dict[str, Any] = {"index": c.index}
         logprobs = self._logprobs(c, c.logprobs, echo=request.echo) if request.logprobs is not None else None
-        shape |= {"logprobs": logprobs, "finish_reason": c.finish, "stop_reason": c.stop}
+        shape |= {"logprobs": logprobs, "finish_reason": _finish(c), "stop_reason": c.stop}
         if request.return_token_ids:
             shape["token_ids"] = c.tokens
-        text = self._text(c, "".join(c.text), first=False)
-        return [*text, b"," + _dumps(shape)[1:-1].encode(), *self._prompt_ids(c)]
+        text = "".join(c.text)
+        shown = (f'"message":{self._message(c, text)}'.encode(),) if request.chat else self._text(c, text)
+        return [*shown, b"," + _dumps(shape)[1:-1].encode(), *self._prompt_ids(c)]
+
+    @staticmethod
+    def _message(choice: ChoiceOutput, text: str) -> str:
+        if choice.parts is None:
+            return _dumps({"role": "assistant", "content": text})
+        return _dumps({"role": "assistant", **ChatMessage().whole(choice.parts)})
 
     def usage(self) -> dict[str, Any]:
         """Return the token counts so far. A prompt counts once, however many choices it has."""
@@ -200,6 +223,11 @@ class ResponseWriter:
     def _chat_token(self, token: int, value: float) -> dict[str, Any]:
         raw = self._model_tokenizer.token_bytes(token)
         return {"token": raw.decode("utf-8", "replace"), "logprob": _finite(value), "bytes": list(raw)}
+
+
+def _finish(choice: ChoiceOutput) -> str | None:
+    """Return why a choice ended, in OpenAI's words."""
+    return "tool_calls" if choice.finish == "stop" and choice.calls else choice.finish
 
 
 def _finite(value: float) -> float:

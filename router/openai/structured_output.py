@@ -21,14 +21,14 @@ _STRICT = {"lenient": False, "coerce_one_of": False}
 _FREE = {**_STRICT, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,20}"}
 """Whitespace between the parts of JSON: enough to indent, and no answer that is nothing else to its end."""
 _COMPACT = {**_STRICT, "whitespace_flexible": False}
-_NAMED = re.compile(b'"(?:' + "|".join(STRUCTURED_OUTPUT).encode() + rb')"|\\u00[5-7]')
+_NAMED = re.compile(b'"(?:' + "|".join((*STRUCTURED_OUTPUT, "tools")).encode() + rb')"|\\u00[5-7]')
 _NO_WHITESPACE = "disable_any_whitespace"
 _OBJECT = {"type": "object"}
 _ENGINES_OWN = "x-guidance"
 
 
-def may_be_structured(raw: bytes) -> bool:
-    """Whether a body may name one of `STRUCTURED_OUTPUT`. Its letters may be escaped there."""
+def may_need_grammar(raw: bytes) -> bool:
+    """Whether a body may name one of `STRUCTURED_OUTPUT`, or tools. Its letters may be escaped there."""
     return _NAMED.search(raw) is not None
 
 

@@ -34,7 +34,7 @@ from router.openai.choice_output import ChoiceOutput
 from router.openai.generate_request import GenerateRequest
 from router.openai.response_stream import ResponseStream
 from router.openai.response_writer import ResponseWriter
-from router.openai.structured_output import may_be_structured
+from router.openai.structured_output import may_need_grammar
 from router.service.body_buffer import BodyBuffer
 from router.state.routed_request import RoutedRequest
 from router.state.router_log import log
@@ -157,7 +157,7 @@ class RouterService:
         self.check_room()
         began = self.clock.now()
         # Compiling a grammar may take a second, and as much memory as a reader may have.
-        if len(raw) <= INLINE_BYTES and not may_be_structured(raw):
+        if len(raw) <= INLINE_BYTES and not may_need_grammar(raw):
             prepared = self.intake.chat(raw) if kind is FrameKind.CHAT else self.intake.completion(raw)
         else:
             self._reserved += 1

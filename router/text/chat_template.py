@@ -30,6 +30,7 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _strftime_now
+        self.source = source
         self._max_chars = max_chars
         self._specials = dict(specials)
         try:
@@ -38,7 +39,11 @@ class ChatTemplate:
             raise CheckpointError(f"the checkpoint's chat template can't be read: {error}") from None
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, extra: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        extra: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """Return the prompt's text; `extra` are the client's `chat_template_kwargs`.
 
@@ -49,7 +54,7 @@ class ChatTemplate:
             **extra,
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,
-            "tools": None,
+            "tools": list(tools) or None,
         }
         parts: list[str] = []
         size = 0

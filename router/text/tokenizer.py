@@ -70,8 +70,17 @@ class ModelTokenizer:
         """Return a lower bound on the number of tokens of `text`, without tokenising; 0 where none is known."""
         return len(text) // self._longest if self._longest else 0
 
+    @property
+    def template_source(self) -> str:
+        """The chat template's text, empty without one."""
+        return self._template.source if self._template is not None else ""
+
     def render(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, extra: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        extra: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """Return the text of a chat's prompt; `extra` are the client's `chat_template_kwargs`.
 
@@ -81,7 +90,7 @@ class ModelTokenizer:
             raise RequestError(NO_TOKENIZER, param="messages")
         if self._template is None:
             raise RequestError(NO_TEMPLATE, param="messages")
-        return self._template.render(messages, add_generation_prompt, extra)
+        return self._template.render(messages, add_generation_prompt, extra, tools)
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = False) -> str:
         """Return the text of all tokens. Raises `RequestError` without a tokenizer."""

@@ -10,15 +10,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.config.router_config import RouterConfig
 from contracts.errors import RequestError
+from router.openai.chat_format import ChatFormat
 from router.openai.generate_request import GenerateRequest, Prompt
 from router.openai.grammar_check import check_grammar
 from router.openai.parse_request import (
+    check_grammar_fits,
     check_model,
     read_chat,
     read_completion,
@@ -71,6 +73,7 @@ class BodyReader:
         self._spec = spec
         self._model_tokenizer = model_tokenizer
         self._config = config
+        self._chats = ChatFormat(model_tokenizer.template_source, config.tool_parser, config.reasoning_parser)
 
     def completion(self, raw: bytes) -> PreparedRequest:
         return self.prepare(read_completion(self._tree(raw), self._spec))
@@ -85,9 +88,12 @@ class BodyReader:
             raise RequestError(f"{request.choices} answers in one request are above the server's queue of {limit}")
         prompts: Sequence[Prompt] = request.prompts
         if request.chat:
-            prompts = (
-                self._model_tokenizer.render(request.messages, request.add_generation_prompt, request.template_args),
+            shown = request.tool_use.shown if request.tool_use is not None else ()
+            prompt = self._model_tokenizer.render(
+                request.messages, request.add_generation_prompt, request.template_args, shown
             )
+            prompts = (prompt,)
+            request = self._formatted(request, prompt)
         if request.stops and not self._model_tokenizer.has_text:
             raise RequestError("stop strings need a tokenizer, which this checkpoint lacks", param="stop")
         if field := request.grammar_field:
@@ -98,6 +104,20 @@ class BodyReader:
         prepared = PreparedRequest(request, tuple(self._one(request, p) for p in prompts))
         self._check_scores(prepared)
         return prepared
+
+    def _formatted(self, request: GenerateRequest, prompt: str) -> GenerateRequest:
+        """Return a chat with what is to be found in its answers, and with the grammar that this takes."""
+        found = self._chats.answer_format(request.tool_use, prompt)
+        sampling = request.sampling
+        grammar = self._chats.grammar(request.tool_use, found, sampling.grammar)
+        if grammar != sampling.grammar:
+            check_grammar_fits(self._spec, sampling.allowed_token_ids)
+            ends = dict.fromkeys((*sampling.stop_token_ids, *self._spec.eos_token_ids))
+            sampling = replace(sampling, grammar=grammar, stop_token_ids=tuple(ends))
+        if found is not None and not request.separate_reasoning:
+            found = replace(found, reasoning=False) if found.tool_format else None
+        field = request.grammar_field or ("tools" if grammar else "")
+        return replace(request, answer_format=found, sampling=sampling, grammar_field=field)
 
     def tokenize(self, raw: bytes) -> bytes:
         """Return the JSON answer of ``/tokenize``."""

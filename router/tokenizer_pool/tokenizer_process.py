@@ -33,6 +33,7 @@ from contracts.checkpoint.model_spec import ModelSpec
 from contracts.config.router_config import RouterConfig
 from contracts.errors import RequestError
 from contracts.sampling_params import SamplingParams
+from router.openai.chat_format import AnswerFormat
 from router.openai.generate_request import GenerateRequest, UnknownModel
 from router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 from router.tokenizer_pool.c_heap import give_back
@@ -110,7 +111,9 @@ def spec_of(setup: dict[str, Any]) -> ModelSpec:
 def prepared_frame(prepared: PreparedRequest) -> bytes:
     """Pack a prepared request without its messages and original prompts, which aren't needed any more."""
     fields = {f.name: getattr(prepared.request, f.name) for f in dataclasses.fields(GenerateRequest)}
-    fields |= {"prompts": (), "messages": (), "template_args": {}, "eos": sorted(fields["eos"])}
+    fields |= {"prompts": (), "messages": (), "template_args": {}, "tool_use": None, "eos": sorted(fields["eos"])}
+    if (found := prepared.request.answer_format) is not None:
+        fields["answer_format"] = dataclasses.asdict(found)
     fields["sampling"] = [getattr(prepared.request.sampling, f.name) for f in dataclasses.fields(SamplingParams)]
     prompts = [(array("I", p.tokens).tobytes(), p.text, b"".join(p.hashes)) for p in prepared.prompts]
     return _pack((fields, len(prepared.request.prompts), prompts))
@@ -124,6 +127,8 @@ def prepared_of(frame: bytes) -> PreparedRequest:
         "eos": frozenset(fields["eos"]),
         "prompts": ((),) * count,
     }
+    if (found := fields["answer_format"]) is not None:
+        fields["answer_format"] = AnswerFormat(**found)
     return PreparedRequest(
         GenerateRequest(**fields), tuple(PreparedPrompt(_tokens(raw), text, _keys(keys)) for raw, text, keys in prompts)
     )

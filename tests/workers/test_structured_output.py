@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import regex
-from cache.device.device_backends import CpuDevice
-from cache.device.device_port import Device
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from cache.device.adversarial_device import AdversarialDevice
 from cache.device.async_cpu_device import AsyncCpuDevice
+from cache.device.device_backends import CpuDevice
+from cache.device.device_port import Device
 from contracts.errors import ErrorKind
 from contracts.ids import Role
 from contracts.sampling_params import SamplingParams

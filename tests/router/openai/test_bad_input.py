@@ -17,6 +17,15 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 OK = {"prompt": [5, 6], "max_tokens": 2}
 HELLO = [{"role": "user", "content": "hello"}]
 
+
+def _tool(name: str, **function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **function}}
+
+
+def _called(arguments: str) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": arguments}}]}
+
+
 WRONG_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": "5"}, "max_tokens", 'must be an integer; got "5"'),
     ({"max_tokens": True}, "max_tokens", "must be an integer; got true"),
@@ -117,8 +126,34 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"content": "x"}]}, "messages", "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages", "messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "part of type text"),
-    ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages", "tool calls"),
-    ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages", "must have a function"),
+    ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages", "must be an array"),
+    ({"messages": [_called("[1]")]}, "messages", "must be a JSON object"),
+    ({"messages": [_called("{")]}, "messages", "not valid JSON"),
+    (
+        {"messages": [{"role": "assistant", "content": "", "function_call": {"name": "f"}}]},
+        "messages",
+        "use tool_calls",
+    ),
+    ({"tools": {}}, "tools", "must be an array"),
+    ({"tools": [{"type": "function"}]}, "tools", "tools[0] must be"),
+    ({"tools": [_tool("f"), _tool("f")]}, "tools", "there twice"),
+    ({"tools": [_tool("a b")]}, "tools", "letters, digits"),
+    ({"tools": [_tool("f", parameters={"type": "array"})]}, "tools", "of an object"),
+    ({"tools": [_tool("f", parameters={"type": "object", "properties": {"a": 5}})]}, "tools", "object of schemas"),
+    ({"tools": [_tool("f", strict="yes")]}, "tools", "strict"),
+    ({"tools": [_tool(f"f{n}") for n in range(129)]}, "tools", "at most 128"),
+    ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    ({"tools": [_tool("f")], "tool_choice": "any"}, "tool_choice", "required"),
+    ({"tools": [_tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "no tool"),
+    ({"tools": [_tool("f")], "parallel_tool_calls": "no"}, "parallel_tool_calls", "true or false"),
+    ({"tools": [_tool("f")], "tool_choice": "required", "regex": "a"}, "tool_choice", "another output"),
+    (
+        {"tools": [_tool("f", parameters={"type": "object", "uniqueItems": 1, "not": {}})], "tool_choice": "required"},
+        "tools",
+        "can't be followed",
+    ),
+    ({"reasoning_effort": "much"}, "reasoning_effort", "one of none"),
     ({"response_format": {"type": "yaml"}}, "response_format", "json_schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "missing"),
     ({"max_tokens": 0}, "max_tokens", "1 or more"),
@@ -126,7 +161,7 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"logprobs": 1}, "logprobs", "true or false"),
     ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
-    ({"functions": [{}]}, "functions", "not supported"),
+    ({"functions": [{}]}, "functions", "use tools"),
     ({"chat_template": "{{ 1 }}"}, "chat_template", "checkpoint only"),
     ({"chat_template_kwargs": 5}, "chat_template_kwargs", "an object"),
 ]

@@ -10,6 +10,7 @@ import pytest
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId
 from contracts.sampling_params import SamplingParams, TokenLogprob
+from router.openai.chat_format import AnswerFormat
 from router.openai.choice_output import ChoiceOutput
 from router.openai.generate_request import GenerateRequest
 from router.state.routed_request import RoutedRequest
@@ -30,6 +31,7 @@ class Asked:
     include_stop: bool = False
     skip_special_tokens: bool = True
     eos: frozenset[int] = frozenset()
+    answer_format: AnswerFormat | None = None
 
 
 def choice_of(model_tokenizer: ModelTokenizer, asked: Asked) -> ChoiceOutput:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from contracts.config.load_config import config_from_dict
-from router.openai.request_fields import CHAT, COMPLETION, GENERATE_OTHERS, IGNORED, REFUSED, TOKENIZE
+from router.openai.request_fields import CHAT, CHAT_OTHERS, COMPLETION, GENERATE_OTHERS, IGNORED, REFUSED, TOKENIZE
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, serving
 
@@ -40,19 +40,19 @@ require_reasoning routed_dp_rank use_audio_in_video
 
 def test_no_field_of_the_vocabulary_is_unknown() -> None:
     known = {*COMPLETION, *CHAT, *TOKENIZE, *GENERATE_OTHERS, *IGNORED, *REFUSED}
-    known |= {"prompt", "messages", "chat_template_kwargs"}
+    known |= {"prompt", *CHAT_OTHERS}
     assert [name for name in VOCABULARY.split() if name not in known] == []
     assert not IGNORED.keys() & REFUSED.keys()
     assert not (IGNORED.keys() | REFUSED.keys()) & (COMPLETION.keys() | CHAT.keys())
 
 
 ASKED: list[tuple[str, Any]] = [
-    ("tools", [{"type": "function", "function": {"name": "f"}}]),
+    ("functions", [{"name": "f"}]), ("function_call", {"name": "f"}),
     ("stop_regex", "a"), ("lora_path", "x"),
     ("best_of", 2),
     ("prompt_logprobs", 0), ("truncate_prompt_tokens", -1), ("use_beam_search", True), ("bad_words", ["x"]),
     ("detokenize", False), ("include_reasoning", False), ("no_stop_trim", True),
-    ("reasoning_effort", "low"), ("modalities", ["text", "audio"]), ("documents", [{"a": 1}]),
+    ("modalities", ["text", "audio"]), ("documents", [{"a": 1}]),
     ("kv_transfer_params", {"a": 1}), ("extra_key", "x"), ("mirostat_mode", 2), ("sampling_params", {"n": 2}),
     ("chat_template", "{{ 1 }}"), ("continue_final_message", True), ("input_ids", [5]), ("frobnicate", 1),
     ("frobnicate", False), ("return_hidden_states", True), ("return_tokens_as_token_ids", True),
@@ -98,10 +98,16 @@ def test_a_slip_of_the_pen_is_named_with_what_was_meant(server: Server) -> None:
     assert '"temprature" is no field that this endpoint knows; did you mean temperature?' in error["message"]
 
 
-def test_tools_that_are_not_to_be_used_are_taken(server: Server) -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    assert server.post(CHATS, {**BODIES[CHATS], "tools": tools, "tool_choice": "none"}).status_code == 200
-    assert server.refused(CHATS, {**BODIES[CHATS], "tools": tools, "tool_choice": "auto"})["param"] == "tools"
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", "required"),
+        ("reasoning_effort", "low"),
+    ],
+)
+def test_what_belongs_to_chats_is_refused_elsewhere(server: Server, name: str, value: Any) -> None:
+    assert server.refused(COMPLETIONS, {**BODIES[COMPLETIONS], name: value})["param"] == name
 
 
 def test_whole_numbers_may_be_written_as_floats(server: Server) -> None:

@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from contracts.errors import RequestError
 from router.openai.grammar_check import check_grammar
 from router.openai.request_fields import STRUCTURED_OUTPUT
-from router.openai.structured_output import CHOICES_AT_MOST, may_be_structured, read_grammar
+from router.openai.structured_output import CHOICES_AT_MOST, may_need_grammar, read_grammar
 
 POINT = {
     "type": "object",
@@ -192,13 +192,13 @@ def test_what_cant_be_compiled_is_said(body: dict[str, Any], says: str) -> None:
 
 @pytest.mark.parametrize("field", STRUCTURED_OUTPUT)
 def test_a_body_that_names_a_field_is_recognised_before_it_is_read(field: str) -> None:
-    assert may_be_structured(json.dumps({"prompt": "a", field: "b"}).encode())
+    assert may_need_grammar(json.dumps({"prompt": "a", field: "b"}).encode())
     for letter in field:
         for digits in (f"{ord(letter):04x}", f"{ord(letter):04X}"):
             raw = json.dumps({field: "b"}).replace(letter, f"\\u{digits}").encode()
             assert json.loads(raw) == {field: "b"} or letter == "b"
-            assert may_be_structured(raw)
+            assert may_need_grammar(raw)
 
 
 def test_a_plain_body_is_not_taken_for_one() -> None:
-    assert not may_be_structured(json.dumps({"prompt": "follow the regex of « é » \n 中"}).encode())
+    assert not may_need_grammar(json.dumps({"prompt": "follow the regex of « é » \n 中"}).encode())

@@ -1,0 +1,112 @@
+"""How a model writes answers to chats, by its template: what parses them, and the grammar that makes them so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from contracts.errors import RequestError
+from router.openai.tools import ANY_OBJECT, ChatTool, ToolUse
+from router.parsers.answer_parts import PartsParser
+from router.parsers.reasoning_parser import BEGIN, END, PlainContent, ReasoningParser, opened
+from router.parsers.tool_formats import FORMATS, CallGrammar, format_of
+
+AUTO, NONE = "auto", "none"
+THINK = "think"
+NO_TOOLS = "this model's chat template has no tools"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """What is to be found in one answer."""
+
+    tool_format: str = ""
+    """Of `router.parsers.tool_formats`; empty where no tool may be called."""
+    parameter_types: dict[str, dict[str, str]] | None = None
+    """By tool and parameter, its JSON type."""
+    reasoning: bool = False
+    begun: bool = False
+    """Whether the prompt ends within reasoning."""
+
+    def parser(self) -> PartsParser:
+        """Return a new parser of one answer."""
+        if self.tool_format:
+            rest = FORMATS[self.tool_format].parser(self.parameter_types or {})
+        else:
+            rest = PlainContent()
+        return ReasoningParser(rest, begun=self.begun) if self.reasoning else rest
+
+
+class ChatFormat:
+    """The formats of one model. `tool_parser` and `reasoning_parser`: as `router.tool_parser` and so on say."""
+
+    def __init__(self, template: str, tool_parser: str = AUTO, reasoning_parser: str = AUTO) -> None:
+        """`template`: the chat template's source, empty where there is none."""
+        self._tools = format_of(template) if tool_parser == AUTO else tool_parser.replace(NONE, "")
+        thinks = BEGIN in template or END in template
+        self._reasons = thinks if reasoning_parser == AUTO else reasoning_parser == THINK
+
+    def answer_format(self, use: ToolUse | None, prompt: str) -> AnswerFormat | None:
+        """Return what is to be found in the answer to a rendered `prompt`, None where that is nothing.
+
+        Raises `RequestError` for tools that the model's template doesn't know.
+        """
+        if use is not None and not self._tools:
+            raise RequestError(NO_TOOLS, param="tools")
+        if use is None and not self._reasons:
+            return None
+        types = {tool.name: _types(tool) for tool in use.tools} if use is not None else None
+        tool_format = self._tools if use is not None else ""
+        return AnswerFormat(tool_format, types, self._reasons, self._reasons and opened(prompt))
+
+    def grammar(self, use: ToolUse | None, found: AnswerFormat | None, asked: str) -> str:
+        """Return the grammar of an answer in which `asked`, a grammar of structured output, is asked for; both may be
+        empty. It begins where reasoning ends. Raises `RequestError` where a tool must be called and another output is
+        asked for."""
+        calls = self._calls(use, found)
+        if use is not None and use.forced and asked:
+            raise RequestError("tool_choice asks for a call, and another field for another output", param="tool_choice")
+        if not asked and (use is None or not (use.forced or any(tool.strict for tool in use.tools))):
+            return ""
+        rules = [calls.rules] if calls is not None else []
+        called = f"{_quoted(calls.trigger)} calls" if calls is not None and calls.trigger else "calls"
+        if use is not None and use.forced:
+            answer = called
+        elif asked:
+            answer = f"@answer | {called}" if calls is not None else "@answer"
+        elif calls is not None and calls.trigger:
+            answer = "(free calls)* rest"
+            rules += [f"free[suffix={_quoted(calls.trigger)}]: /(?s:.*)/", "rest: /(?s:.*)/"]
+        else:
+            answer = f"{called} | /([^{{](?s:.*))?/"
+        if found is None or not found.reasoning:
+            if asked and calls is None:
+                return asked
+            start = f"start: {answer}"
+        else:
+            thought = "thought" if found.begun else f"({_quoted(BEGIN)} thought)?"
+            start = f"start: {thought} SPACE? answer\nanswer: {answer}"
+            rules += [f"thought[suffix={_quoted(END)}]: /(?s:.*)/", r"SPACE: /[ \n]{1,8}/"]
+        grammars: list[dict[str, Any]] = [{"lark_grammar": "\n".join((start, *rules))}]
+        if asked:
+            (wanted,) = json.loads(asked)["grammars"]
+            grammars.append({**wanted, "name": "answer"})
+        return json.dumps({"grammars": grammars})
+
+    def _calls(self, use: ToolUse | None, found: AnswerFormat | None) -> CallGrammar | None:
+        if use is None or found is None:
+            return None
+        schemas = [(tool.name, tool.parameters if use.forced or tool.strict else ANY_OBJECT) for tool in use.tools]
+        make: Callable[..., CallGrammar] = FORMATS[found.tool_format].grammar
+        return make(schemas, use.parallel)
+
+
+def _types(tool: ChatTool) -> dict[str, str]:
+    properties: dict[str, Any] = tool.parameters.get("properties") or {}
+    return {key: part["type"] for key, part in properties.items() if isinstance(part.get("type"), str)}
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,56 @@
+"""A chat's message in OpenAI's shape, of the parts that were found in an answer."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, ContentPart, ReasoningPart
+
+
+class ChatMessage:
+    """One message, told whole or in deltas. Calls get ids that no other call has."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def add(self, parts: Sequence[AnswerPart]) -> dict[str, Any]:
+        """Return the delta that tells `parts`, the next ones."""
+        shape: dict[str, Any] = {}
+        calls: list[dict[str, Any]] = []
+        for part in parts:
+            match part:
+                case ContentPart(text):
+                    shape["content"] = shape.get("content", "") + text
+                case ReasoningPart(text):
+                    shape["reasoning_content"] = shape.get("reasoning_content", "") + text
+                case CallPart(name):
+                    function = {"name": name, "arguments": ""}
+                    call = {"index": self._calls, "id": _call_id(), "type": "function", "function": function}
+                    calls.append(call)
+                    self._calls += 1
+                case ArgumentsPart(text):
+                    if not calls:
+                        calls.append({"index": self._calls - 1, "function": {"arguments": ""}})
+                    calls[-1]["function"]["arguments"] += text
+        if calls:
+            shape["tool_calls"] = calls
+        return shape
+
+    def whole(self, parts: Sequence[AnswerPart]) -> dict[str, Any]:
+        """Return the message of all parts."""
+        shape = self.add(parts)
+        calls = [
+            {name: value for name, value in call.items() if name != "index"} for call in shape.get("tool_calls", ())
+        ]
+        message: dict[str, Any] = {"content": shape.get("content", None if calls else "")}
+        if "reasoning_content" in shape:
+            message["reasoning_content"] = shape["reasoning_content"]
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+
+def _call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"

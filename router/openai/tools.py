@@ -1,0 +1,141 @@
+"""The fields about tools: `tools`, `tool_choice` and `parallel_tool_calls`, and calls in a conversation."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from contracts.errors import RequestError
+from router.openai.request_fields import describe
+
+TOOLS_AT_MOST = 128
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTool:
+    """One tool, a function of the client's."""
+
+    name: str
+    parameters: dict[str, Any]
+    """The JSON schema of its arguments, an object."""
+    strict: bool
+    """Whether its arguments must follow the schema where the model decides by itself to call it."""
+    raw: dict[str, Any]
+    """As the client gave it, for the chat template."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of a chat, and which of them are to be called."""
+
+    tools: tuple[ChatTool, ...]
+    """Those that may be called: the one named, or all."""
+    forced: bool
+    """Whether at least one must be called."""
+    parallel: bool
+    """Whether several may be."""
+    shown: tuple[dict[str, Any], ...]
+    """All tools, for the chat template."""
+
+
+def read_tools(body: Mapping[str, Any]) -> ToolUse | None:
+    """Return the tools that a chat may use, None without any. Raises `RequestError` naming what is wrong."""
+    given, choice = body.get("tools"), body.get("tool_choice")
+    parallel = body.get("parallel_tool_calls")
+    if parallel is not None and not isinstance(parallel, bool):
+        raise RequestError(f"parallel_tool_calls must be true or false; got {describe(parallel)}", param=_PARALLEL)
+    if given is not None and not isinstance(given, list):
+        raise RequestError(f"tools must be an array; got {describe(given)}", param="tools")
+    if not given:
+        if choice not in (None, "none", "auto"):
+            raise RequestError("tool_choice needs tools", param="tool_choice")
+        return None
+    if len(given) > TOOLS_AT_MOST:
+        raise RequestError(f"tools takes at most {TOOLS_AT_MOST}; got {len(given)}", param="tools")
+    tools = tuple(_read_tool(tool, f"tools[{number}]") for number, tool in enumerate(given))
+    names = [tool.name for tool in tools]
+    if twice := next((name for name in names if names.count(name) > 1), ""):
+        raise RequestError(f"tools: {twice} is there twice", param="tools")
+    chosen = _read_choice(choice, names)
+    if chosen == "none":
+        return None
+    callable_ = tuple(tool for tool in tools if not isinstance(chosen, _Named) or tool.name == chosen)
+    return ToolUse(callable_, chosen != "auto", parallel is not False, tuple(tool.raw for tool in tools))
+
+
+_PARALLEL = "parallel_tool_calls"
+
+
+class _Named(str):
+    """A tool that a client names: no `auto`, whatever it is called."""
+
+
+def _read_choice(choice: object, names: list[str]) -> str:
+    if choice is None or choice in ("auto", "required", "none"):
+        return str(choice or "auto")
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(choice, dict) or choice.get("type") != "function" or not isinstance(name, str):
+        raise RequestError(
+            'tool_choice is "none", "auto", "required" or {"type": "function", "function": {"name": ...}}; got '
+            f"{describe(choice)}",
+            param="tool_choice",
+        )
+    if name not in names:
+        raise RequestError(f"tool_choice: there is no tool {describe(name)}", param="tool_choice")
+    return _Named(name)
+
+
+def _read_tool(tool: object, where: str) -> ChatTool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(function, dict):
+        raise RequestError(
+            f'{where} must be {{"type": "function", "function": ...}}; got {describe(tool)}', param="tools"
+        )
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise RequestError(
+            f"{where}.function.name must have 1 to 64 letters, digits, dots, dashes and underscores; got "
+            f"{describe(name)}",
+            param="tools",
+        )
+    for key, kinds in (("description", str), ("strict", bool)):
+        value = function.get(key)
+        if value is not None and not isinstance(value, kinds):
+            raise RequestError(f"{where}.function.{key}: got {describe(value)}", param="tools")
+    if parameters is None:
+        parameters = {"type": "object", "properties": {}, "additionalProperties": False}
+    if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
+        raise RequestError(f"{where}.function.parameters must be the JSON schema of an object", param="tools")
+    properties = parameters.get("properties", {})
+    if not isinstance(properties, dict) or not all(isinstance(part, dict) for part in properties.values()):
+        raise RequestError(f"{where}.function.parameters.properties must be an object of schemas", param="tools")
+    return ChatTool(name, parameters, function.get("strict") is True, tool)
+
+
+def read_calls(calls: object, where: str) -> list[dict[str, Any]]:
+    """Return the earlier calls in a message as templates take them: with their arguments as an object."""
+    if not isinstance(calls, list):
+        raise RequestError(f"{where}.tool_calls must be an array; got {describe(calls)}", param="messages")
+    return [_read_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(calls)]
+
+
+def _read_call(call: object, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(name, str):
+        raise RequestError(f"{where} must have a function with a name", param="messages")
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{where}.function.arguments is not valid JSON: {error}", param="messages") from None
+    if not isinstance(arguments, dict):
+        raise RequestError(f"{where}.function.arguments must be a JSON object", param="messages")
+    return {**call, "type": "function", "function": {**function, "arguments": arguments}}

@@ -1,0 +1,254 @@
+"""A parser of calls that are written as elements, a parameter each: Qwen3-Coder, GLM-4.5, DeepSeek-V3.2.
+
+Arguments become the text of one JSON object: a parameter of type string as a string, which is passed on while it is
+written, any other as the JSON that it is, or as a string where it is none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, first_mark, held_back
+from router.parsers.content_around import SPACE, ContentAround
+
+ParameterTypes = Mapping[str, Mapping[str, str]]
+"""By tool and parameter, the parameter's JSON type; a parameter without one type has no entry."""
+
+
+@dataclass(frozen=True, slots=True)
+class ElementMarks:
+    """How calls are written: `call` name `name_end`, then for each parameter `parameter` key `key_end` attribute
+    `value` text `value_end`, then `call_end`. All calls, or each, stand between the two of `around`."""
+
+    around: tuple[str, str]
+    call: str
+    name_end: str
+    call_end: str
+    parameter: str
+    key_end: str
+    value: str
+    value_end: str
+    is_string: str = ""
+    """The attribute of a value that is a string; empty: the parameter's type says."""
+    before_value: str = ""
+    """What models write between a key's end, with its attribute, and `value`."""
+    around_value: str = ""
+    """What models write around a value, which isn't part of it."""
+
+
+class _State(StrEnum):
+    OUTSIDE = "outside"
+    NAME = "in a name"
+    BETWEEN = "between parameters"
+    KEY = "in a key"
+    ATTRIBUTE = "between a key and its value"
+    VALUE = "in a value"
+
+
+class ElementCalls:
+    """Implements `router.parsers.answer_parts.PartsParser`."""
+
+    def __init__(self, marks: ElementMarks, types: ParameterTypes) -> None:
+        self._marks, self._types = marks, types
+        self._content = ContentAround()
+        self._held = ""
+        self._raw = ""
+        """The text of a call whose name isn't told."""
+        self._state = _State.OUTSIDE
+        self._name = self._key = ""
+        self._first = True
+        self._text: list[str] | None = None
+        """A value that isn't passed on while it is written."""
+        self._lead = False
+        """Whether nothing of the value came yet."""
+
+    def feed(self, text: str) -> list[AnswerPart]:
+        self._held += text
+        parts: list[AnswerPart] = []
+        while self._step(parts):
+            pass
+        return parts
+
+    def finish(self) -> list[AnswerPart]:
+        parts: list[AnswerPart] = []
+        if self._state in (_State.OUTSIDE, _State.NAME):
+            self._content.take(self._raw + self._held, parts)
+        elif self._state is _State.VALUE and self._text is None:
+            self._pass_on(self._held, parts)
+        self._held = self._raw = ""
+        self._content.finish(parts)
+        return parts
+
+    def _step(self, parts: list[AnswerPart]) -> bool:
+        """Take the next thing from the held text; False where more is needed."""
+        marks = self._marks
+        match self._state:
+            case _State.OUTSIDE:
+                return self._outside(parts)
+            case _State.NAME:
+                return self._read_name(parts)
+            case _State.BETWEEN:
+                found = self._after((marks.parameter, marks.call_end))
+                if found == marks.call_end:
+                    parts.append(ArgumentsPart("{}" if self._first else "}"))
+                    self._state = _State.OUTSIDE
+                elif found:
+                    self._state = _State.KEY
+                return bool(found)
+            case _State.KEY:
+                return self._read_key()
+            case _State.ATTRIBUTE:
+                return self._read_attribute(parts)
+            case _:
+                return self._read_value(parts)
+
+    def _outside(self, parts: list[AnswerPart]) -> bool:
+        marks = self._marks
+        begin, end = marks.around
+        known = tuple(mark for mark in (begin, marks.call, end if self._content.called_once else "") if mark)
+        found = first_mark(self._held, known)
+        if found is None:
+            cut = len(self._held) - held_back(self._held, known)
+            self._content.take(self._held[:cut], parts)
+            self._held = self._held[cut:]
+            return False
+        at, mark = found
+        self._content.take(self._held[:at], parts)
+        self._held = self._held[at:]
+        if mark == end and self._content.after_call:
+            self._held = self._held[len(mark) :]
+            return True
+        behind = self._held[len(mark) :].lstrip(SPACE) if mark == begin else self._held
+        if mark != end and behind.startswith(marks.call):
+            self._raw = self._held[: len(self._held) - len(behind) + len(marks.call)]
+            self._held = behind[len(marks.call) :]
+            self._state = _State.NAME
+            return True
+        if mark == begin and marks.call.startswith(behind):
+            return False
+        self._content.take(mark, parts)
+        self._held = self._held[len(mark) :]
+        return True
+
+    def _read_name(self, parts: list[AnswerPart]) -> bool:
+        """Read the name up to its end, which may be the beginning of what comes next."""
+        marks = self._marks
+        ends = (marks.name_end,) if marks.name_end else (marks.parameter, marks.call_end)
+        found = first_mark(self._held, ends)
+        if found is None:
+            return False
+        at, mark = found
+        name = self._held[:at].strip(SPACE)
+        if not name or "<" in name:
+            self._content.take(self._raw, parts)
+            self._raw, self._state = "", _State.OUTSIDE
+            return True
+        self._held = self._held[at + len(mark) if marks.name_end else at :]
+        self._content.called()
+        parts.append(CallPart(name))
+        self._name, self._first, self._raw, self._state = name, True, "", _State.BETWEEN
+        return True
+
+    def _after(self, marks: tuple[str, ...]) -> str:
+        """Drop the held text up to the first of `marks` and with it; returns that mark, empty where none is there."""
+        found = first_mark(self._held, marks)
+        if found is None:
+            self._held = self._held[len(self._held) - held_back(self._held, marks) :]
+            return ""
+        self._held = self._held[found[0] + len(found[1]) :]
+        return found[1]
+
+    def _read_key(self) -> bool:
+        at = self._held.find(self._marks.key_end)
+        if at < 0:
+            return False
+        self._key = self._held[:at].strip(SPACE)
+        self._held = self._held[at + len(self._marks.key_end) :]
+        self._state = _State.ATTRIBUTE
+        return True
+
+    def _read_attribute(self, parts: list[AnswerPart]) -> bool:
+        at = self._held.find(self._marks.value)
+        if at < 0:
+            return False
+        self._begin_value(self._held[:at].strip(SPACE), parts)
+        self._held = self._held[at + len(self._marks.value) :]
+        self._state = _State.VALUE
+        return True
+
+    def _begin_value(self, attribute: str, parts: list[AnswerPart]) -> None:
+        known = self._types.get(self._name, {}).get(self._key, "")
+        string = attribute == self._marks.is_string if self._marks.is_string else known == "string"
+        self._text = None if string else []
+        self._lead = True
+        begin = f"{'{' if self._first else ', '}{json.dumps(self._key, ensure_ascii=False)}: "
+        parts.append(ArgumentsPart(begin + ('"' if string else "")))
+        self._first = False
+
+    def _read_value(self, parts: list[AnswerPart]) -> bool:
+        """Read a value; the line breaks right behind its beginning and before its end aren't part of it."""
+        end = self._marks.value_end
+        if self._lead and self._held:
+            self._held, self._lead = self._held.removeprefix("\n"), False
+        at = self._held.find(end)
+        if at < 0:
+            cut = len(self._held) - held_back(self._held, (end, "\n" + end))
+            self._pass_on(self._held[:cut], parts)
+            self._held = self._held[cut:]
+            return False
+        self._pass_on(self._held[:at].removesuffix("\n"), parts)
+        self._held = self._held[at + len(end) :]
+        parts.append(ArgumentsPart('"' if self._text is None else _as_json("".join(self._text))))
+        self._state = _State.BETWEEN
+        return True
+
+    def _pass_on(self, text: str, parts: list[AnswerPart]) -> None:
+        if self._text is None:
+            parts.append(ArgumentsPart(json.dumps(text, ensure_ascii=False)[1:-1]))
+        else:
+            self._text.append(text)
+
+
+def _as_json(text: str) -> str:
+    """Return a value as JSON: as it is where it is JSON, else as a string."""
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    return text.strip(SPACE)
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+QWEN3_CODER = ElementMarks(
+    ("<tool_call>", "</tool_call>"),
+    "<function=",
+    ">",
+    "</function>",
+    "<parameter=",
+    ">",
+    "",
+    "</parameter>",
+    around_value="\n",
+)
+GLM_45 = ElementMarks(
+    ("", ""),
+    "<tool_call>",
+    "",
+    "</tool_call>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    before_value="\n",
+)
+DEEPSEEK_V32 = ElementMarks(
+    ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+    '<｜DSML｜invoke name="', '">', "</｜DSML｜invoke>",
+    '<｜DSML｜parameter name="', '"', ">", "</｜DSML｜parameter>", is_string='string="true"',
+)  # fmt: skip

@@ -1,0 +1,90 @@
+"""The parser of reasoning: what a model writes between ``<think>`` and ``</think>`` before its answer.
+
+Reasoning comes first or not at all: an answer that begins otherwise has none, and the tags are then part of its text.
+Whitespace around both is dropped.
+"""
+
+from __future__ import annotations
+
+from router.parsers.answer_parts import AnswerPart, ContentPart, PartsParser, ReasoningPart, held_back
+from router.parsers.content_around import SPACE
+
+BEGIN, END = "<think>", "</think>"
+
+
+def opened(prompt: str) -> bool:
+    """Whether a prompt ends within reasoning, as some templates have it: then answers begin there."""
+    return prompt.rfind(BEGIN) > prompt.rfind(END)
+
+
+class PlainContent:
+    """Implements `router.parsers.answer_parts.PartsParser` where nothing is to be found."""
+
+    def feed(self, text: str) -> list[AnswerPart]:
+        return [ContentPart(text)] if text else []
+
+    def finish(self) -> list[AnswerPart]:
+        return []
+
+
+class ReasoningParser:
+    """Implements `router.parsers.answer_parts.PartsParser`; what follows the reasoning goes to `rest`."""
+
+    def __init__(self, rest: PartsParser, *, begun: bool) -> None:
+        """`begun`: whether the prompt ends within reasoning."""
+        self._rest = rest
+        self._held = ""
+        self._reasoning, self._sought, self._behind = begun, not begun, False
+        self._lead = True
+        """Whether nothing but whitespace of the reasoning came."""
+
+    def feed(self, text: str) -> list[AnswerPart]:
+        parts: list[AnswerPart] = []
+        self._held += text
+        if self._sought:
+            self._look_for_begin()
+        if self._reasoning:
+            self._reason(parts)
+        if not self._sought and not self._reasoning:
+            self._go_on(parts)
+        return parts
+
+    def finish(self) -> list[AnswerPart]:
+        parts: list[AnswerPart] = []
+        if self._reasoning and self._held.strip(SPACE):
+            parts.append(ReasoningPart(self._held))
+        elif not self._reasoning:
+            parts += self._rest.feed(self._held)
+        self._held = ""
+        return parts + self._rest.finish()
+
+    def _look_for_begin(self) -> None:
+        text = self._held.lstrip(SPACE)
+        if text.startswith(BEGIN):
+            self._held = text[len(BEGIN) :]
+            self._sought, self._reasoning = False, True
+        elif not BEGIN.startswith(text):
+            self._sought = False
+
+    def _reason(self, parts: list[AnswerPart]) -> None:
+        if self._lead:
+            self._held = self._held.lstrip(SPACE)
+            self._lead = not self._held
+        at = self._held.find(END)
+        end = at if at >= 0 else len(self._held) - held_back(self._held, (END,))
+        # Whitespace is held back as well: it may be the last before the end.
+        told = self._held[:end].rstrip(SPACE)
+        if told:
+            parts.append(ReasoningPart(told))
+        if at < 0:
+            self._held = self._held[len(told) :]
+            return
+        self._held = self._held[at + len(END) :]
+        self._reasoning, self._behind = False, True
+
+    def _go_on(self, parts: list[AnswerPart]) -> None:
+        if self._behind:
+            self._held = self._held.lstrip(SPACE)
+            self._behind = not self._held
+        parts += self._rest.feed(self._held)
+        self._held = ""

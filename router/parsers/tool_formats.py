@@ -1,0 +1,166 @@
+"""The ways in which models write calls of tools, by name: how each is read, and what a grammar of it is.
+
+A checkpoint's chat template says which one its model was trained on; `router.tool_parser` overrides that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from router.parsers.answer_parts import PartsParser
+from router.parsers.element_calls import (
+    DEEPSEEK_V32,
+    GLM_45,
+    QWEN3_CODER,
+    ElementCalls,
+    ElementMarks,
+    ParameterTypes,
+)
+from router.parsers.json_calls import TaggedJsonCalls, WholeJsonCalls
+from router.parsers.sectioned_calls import DEEPSEEK_V31, SectionedCalls
+
+Schema = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CallGrammar:
+    """The grammar of a format's calls, in Lark's notation as llguidance reads it."""
+
+    trigger: str
+    """The text with which calls begin; empty where an answer that is a call is one from its first character on."""
+    rules: str
+    """The rule `calls`, of what follows the trigger, and those that it needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """One way to write calls."""
+
+    name: str
+    signs: tuple[str, ...]
+    """Texts that a chat template has, all of them, where its model writes so."""
+    parser: Callable[[ParameterTypes], PartsParser]
+    grammar: Callable[[Sequence[tuple[str, Schema]], bool], CallGrammar]
+    """Of calls of tools, each with the schema of its arguments; and whether there may be several calls."""
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _object_rules(tools: Sequence[tuple[str, Schema]], arguments: str) -> str:
+    """The rule `call`: an object with a name and arguments."""
+    objects = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, arguments: schema},
+            "required": ["name", arguments],
+            "additionalProperties": False,
+            **_lifted(schema),
+        }
+        for name, schema in tools
+    ]
+    rules = [f"call_{number}: %json {json.dumps(schema)}" for number, schema in enumerate(objects)]
+    return "\n".join((f"call: {' | '.join(f'call_{number}' for number in range(len(tools)))}", *rules))
+
+
+def _lifted(schema: Schema) -> Schema:
+    """Definitions of a schema, which references look for at the root."""
+    return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+
+
+def _hermes_grammar(tools: Sequence[tuple[str, Schema]], several: bool) -> CallGrammar:
+    more = ' ("\\n<tool_call>" one)*' if several else ""
+    rules = f'calls: one{more}\none: "\\n" call "\\n</tool_call>"\n{_object_rules(tools, "arguments")}'
+    return CallGrammar("<tool_call>", rules)
+
+
+def _llama3_grammar(tools: Sequence[tuple[str, Schema]], several: bool) -> CallGrammar:
+    more = ' ("; " call)*' if several else ""
+    return CallGrammar("", f"calls: call{more}\n{_object_rules(tools, 'parameters')}")
+
+
+def _deepseek_v31_grammar(tools: Sequence[tuple[str, Schema]], several: bool) -> CallGrammar:
+    marks = DEEPSEEK_V31
+    calls = [
+        f"call_{number}: {_quoted(marks.call + name + marks.arguments)} %json {json.dumps(schema)} "
+        f"{_quoted(marks.call_end)}"
+        for number, (name, schema) in enumerate(tools)
+    ]
+    either = " | ".join(f"call_{number}" for number in range(len(tools)))
+    rules = (f"calls: ({either}){'+' if several else ''} {_quoted(marks.around[1])}", *calls)
+    return CallGrammar(marks.around[0], "\n".join(rules))
+
+
+def _element_rules(tools: Sequence[tuple[str, Schema]], marks: ElementMarks, opening: str, closing: str) -> str:
+    """The rule `call`: from `opening`, the name and its parameters in the order of the schema to `closing`."""
+    end = f"{marks.around_value}{marks.value_end}\n"
+    rules = [f"call: {' | '.join(f'call_{number}' for number in range(len(tools)))}"]
+    rules.append(f"text[suffix={_quoted(end)}]: /(?s:.*)/")
+    for number, (name, schema) in enumerate(tools):
+        parameters = []
+        for place, (key, part) in enumerate((schema.get("properties") or {}).items()):
+            kind = marks.is_string if _is_text(part) else marks.is_string.replace("true", "false")
+            gap = f" {kind}" if kind else marks.before_value
+            begin = _quoted(f"{marks.parameter}{key}{marks.key_end}{gap}{marks.value}{marks.around_value}")
+            rules.append(f"value_{number}_{place}: {begin} {_value_rule(part, end, _lifted(schema))}")
+            optional = "" if key in (schema.get("required") or ()) else "?"
+            parameters.append(f"value_{number}_{place}{optional}")
+        begin = _quoted(f"{opening}{name}{marks.name_end}\n")
+        rules.append(f"call_{number}: {begin} {' '.join(parameters)} {_quoted(closing)}")
+    return "\n".join(rules)
+
+
+def _is_text(schema: Schema) -> bool:
+    return schema.get("type") == "string"
+
+
+def _value_rule(schema: Schema, end: str, lifted: Schema) -> str:
+    """What stands in the place of a value, with its end."""
+    if not _is_text(schema):
+        return f"%json {json.dumps({**schema, **lifted})} {_quoted(end)}"
+    if "enum" in schema or "const" in schema:
+        words = schema.get("enum", [schema.get("const")])
+        return f"({' | '.join(_quoted(str(word)) for word in words)}) {_quoted(end)}"
+    return "text"
+
+
+def _qwen3_coder_grammar(tools: Sequence[tuple[str, Schema]], several: bool) -> CallGrammar:
+    more = ' ("\\n<tool_call>" one)*' if several else ""
+    rules = _element_rules(tools, QWEN3_CODER, QWEN3_CODER.call, QWEN3_CODER.call_end)
+    return CallGrammar("<tool_call>", f'calls: one{more}\none: "\\n" call "\\n</tool_call>"\n{rules}')
+
+
+def _glm_45_grammar(tools: Sequence[tuple[str, Schema]], several: bool) -> CallGrammar:
+    more = ' ("\\n<tool_call>" call)*' if several else ""
+    return CallGrammar("<tool_call>", f"calls: call{more}\n{_element_rules(tools, GLM_45, '', GLM_45.call_end)}")
+
+
+def _deepseek_v32_grammar(tools: Sequence[tuple[str, Schema]], several: bool) -> CallGrammar:
+    begin, end = DEEPSEEK_V32.around
+    rules = _element_rules(tools, DEEPSEEK_V32, DEEPSEEK_V32.call, DEEPSEEK_V32.call_end + "\n")
+    return CallGrammar(begin, f'calls: "\\n" call{"+" if several else ""} {_quoted(end)}\n{rules}')
+
+
+FORMATS = {
+    tool_format.name: tool_format
+    for tool_format in (
+        ToolFormat("deepseek_v32", ("｜DSML｜",), lambda t: ElementCalls(DEEPSEEK_V32, t), _deepseek_v32_grammar),
+        ToolFormat("deepseek_v31", ("<｜tool▁sep｜>",), lambda _: SectionedCalls(DEEPSEEK_V31), _deepseek_v31_grammar),
+        ToolFormat("qwen3_coder", ("<function=",), lambda t: ElementCalls(QWEN3_CODER, t), _qwen3_coder_grammar),
+        ToolFormat("glm45", ("<arg_key>",), lambda t: ElementCalls(GLM_45, t), _glm_45_grammar),
+        ToolFormat("llama3_json", ("<|python_tag|>",), lambda _: WholeJsonCalls(("<|python_tag|>",)), _llama3_grammar),
+        ToolFormat(
+            "hermes", ("<tool_call>",), lambda _: TaggedJsonCalls("<tool_call>", "</tool_call>"), _hermes_grammar
+        ),
+    )
+}
+"""The formats by name; of those whose signs a template has, the first counts."""
+
+
+def format_of(template: str) -> str:
+    """Return the name of the format that a chat template speaks of, empty where it is none of them."""
+    return next((f.name for f in FORMATS.values() if all(sign in template for sign in f.signs)), "")

@@ -1,0 +1,138 @@
+"""The grammar of an answer with tools, reasoning and structured output: what it takes, and what it doesn't."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from contracts.config.router_config import RouterConfig
+from contracts.errors import RequestError
+from router.openai.chat_format import AnswerFormat, ChatFormat
+from router.openai.grammar_check import check_grammar
+from router.openai.structured_output import read_grammar
+from router.openai.tools import read_tools
+from router.parsers.tool_formats import FORMATS
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+HERMES, LLAMA = "<tool_call>", "<|python_tag|>"
+THINKS = HERMES + "<think>"
+CALL, BAD = (
+    '<tool_call>\n{"name": "f", "arguments": {"n": 1}}\n</tool_call>',
+    '<tool_call>\n{"name": "f", "arguments": {}}',
+)
+OTHER = '<tool_call>\n{"name": "g", "arguments": {"any": "thing"}}\n</tool_call>'
+LLAMA_CALL, LLAMA_BAD = '{"name": "f", "parameters": {"n": 1}}', '{"name": "f", "parameters": {"n": "x"}}'
+NAMED = {"type": "function", "function": {"name": "f"}}
+ANSWER = {"guided_choice": ["yes", "no"]}
+
+
+def tools(strict: bool) -> list[dict[str, Any]]:
+    f = {"name": "f", "parameters": SCHEMA, **({"strict": True} if strict else {})}
+    return [{"type": "function", "function": f}, {"type": "function", "function": {"name": "g", "parameters": {}}}]
+
+
+def taken(grammar: str, text: str) -> bool:
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    return bool(matcher.consume_tokens(list(text.encode())) and matcher.is_accepting())
+
+
+CASES: list[tuple[str, dict[str, Any], str, list[str], list[str]]] = [
+    # template, the body's fields, the prompt's end, what may be answered, what may not
+    (
+        HERMES,
+        {"tools": tools(False), "tool_choice": "required"},
+        "",
+        [CALL, OTHER, f"{CALL}\n{OTHER}"],
+        ["hi", BAD, ""],
+    ),
+    (
+        HERMES,
+        {"tools": tools(False), "tool_choice": "required", "parallel_tool_calls": False},
+        "",
+        [CALL, OTHER],
+        [f"{CALL}\n{OTHER}", f"hm {CALL}"],
+    ),
+    (HERMES, {"tools": tools(False), "tool_choice": NAMED}, "", [CALL], [OTHER, BAD]),
+    (
+        HERMES,
+        {"tools": tools(True)},
+        "",
+        ["hi", CALL, f"hm {CALL} and {OTHER} so", "a <tool"],
+        [BAD, f"hm {BAD}", "<tool_call>"],
+    ),
+    (HERMES, {"tools": tools(False), **ANSWER}, "", ["yes", CALL, OTHER], ["hm", f"yes {CALL}"]),
+    (HERMES, ANSWER, "", ["yes", "no"], ["hm", "<think>a</think>yes"]),
+    (LLAMA, {"tools": tools(True)}, "", ["hi", "", LLAMA_CALL], [LLAMA_BAD, '{"a": 1}']),
+    (LLAMA, {"tools": tools(False), "tool_choice": "required"}, "", [LLAMA_CALL], ["hi", LLAMA_BAD]),
+    (
+        THINKS,
+        ANSWER,
+        "",
+        ["yes", "<think>hm\n</think>\n\nyes", "<think></think>no"],
+        ["hm", "<think>yes", "<think>a</think>b"],
+    ),
+    (THINKS, ANSWER, "<think>\n", ["hm</think>yes", "</think>\n\nno"], ["yes", "hm</think>b"]),
+    (THINKS, ANSWER, "<think>\n\n</think>\n\n", ["yes"], ["hm"]),
+    (
+        THINKS,
+        {"tools": tools(False), "tool_choice": "required"},
+        "<think>\n",
+        [f"hm, {BAD} </think>\n{CALL}"],
+        [CALL, f"a</think>{BAD}"],
+    ),
+    (THINKS, {"tools": tools(True)}, "<think>", ["hm</think>hi", f"a</think>b {CALL}"], ["hi", f"a</think>b {BAD}"]),
+]
+
+
+@pytest.mark.parametrize(("template", "body", "prompt", "good", "bad"), CASES, ids=lambda v: str(v)[:40])
+def test_a_grammar_takes_what_may_be_answered(
+    template: str, body: dict[str, Any], prompt: str, good: list[str], bad: list[str]
+) -> None:
+    chats, use = ChatFormat(template), read_tools(body)
+    found = chats.answer_format(use, prompt)
+    grammar = chats.grammar(use, found, read_grammar(body).text)
+    assert check_grammar(grammar) == ""
+    assert {text: taken(grammar, text) for text in [*good, *bad]} == dict.fromkeys(good, True) | dict.fromkeys(
+        bad, False
+    )
+
+
+@pytest.mark.parametrize("template", [HERMES, THINKS, LLAMA])
+def test_tools_that_a_model_may_use_as_it_likes_take_no_grammar(template: str) -> None:
+    chats, use = ChatFormat(template), read_tools({"tools": tools(False)})
+    assert chats.grammar(use, chats.answer_format(use, ""), "") == ""
+    assert chats.grammar(None, chats.answer_format(None, ""), "") == ""
+
+
+def test_tools_are_refused_where_the_template_has_none_or_no_parser_is_wanted() -> None:
+    use = read_tools({"tools": tools(False)})
+    for chats in (ChatFormat("plain"), ChatFormat(HERMES, tool_parser="none")):
+        with pytest.raises(RequestError, match="no tools"):
+            chats.answer_format(use, "")
+        assert chats.answer_format(None, "") is None
+
+
+def test_parsers_are_overridden_by_name() -> None:
+    use = read_tools({"tools": tools(False)})
+    found = ChatFormat("plain", tool_parser="glm45", reasoning_parser="think").answer_format(use, "")
+    assert found == AnswerFormat("glm45", {"f": {"n": "integer"}, "g": {}}, True, False)
+    assert found is not None
+    assert AnswerFormat(**asdict(found)) == found
+    assert ChatFormat(THINKS, reasoning_parser="none").answer_format(None, "<think>") is None
+
+
+def test_every_format_can_be_named_in_the_configuration() -> None:
+    assert set(get_args(get_type_hints(RouterConfig)["tool_parser"])) == {"auto", "none", *FORMATS}
+
+
+def test_a_tool_that_is_not_to_be_used_is_no_tool() -> None:
+    assert read_tools({"tools": tools(True), "tool_choice": "none"}) is None
+    assert read_tools({"tools": [], "tool_choice": "auto"}) is None
+    use = read_tools({"tools": tools(True), "tool_choice": NAMED})
+    assert use is not None
+    assert [tool.name for tool in use.tools] == ["f"]
+    assert len(use.shown) == 2, "the prompt of a model shows all"

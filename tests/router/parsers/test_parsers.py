@@ -1,0 +1,238 @@
+"""What parsers find in an answer doesn't depend on where its text is cut, and is what each format's own words say."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
+
+from router.parsers.answer_parts import (
+    AnswerPart,
+    ArgumentsPart,
+    CallPart,
+    ContentPart,
+    PartsParser,
+    ReasoningPart,
+    joined,
+)
+from router.parsers.reasoning_parser import PlainContent, ReasoningParser, opened
+from router.parsers.tool_formats import FORMATS, format_of
+
+TYPES = {"find": {"text": "string", "most": "integer", "where": "object"}, "now": {}}
+ARGUMENTS: dict[str, Any] = {"text": 'a "b" </tool_call>\n\n\\é 中', "most": 5, "where": {"x": [1, {"y": None}]}}
+ONLY_TEXT: dict[str, Any] = {"text": "plain\n\nlines"}
+MARKS = [
+    "<tool_call>", "</tool_call>", "<function=find>", "</function>", "<parameter=text>", "</parameter>",
+    "<arg_key>text", "</arg_key>", "<arg_value>", "</arg_value>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>",
+    "find", "now",
+    "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<｜DSML｜function_calls>",
+    '<｜DSML｜invoke name="find">', '<｜DSML｜parameter name="text" string="true">', "</｜DSML｜parameter>",
+    "</｜DSML｜invoke>", "</｜DSML｜function_calls>", "<|python_tag|>", '{"name": "find", "arguments": {"text": "x"}}',
+    '{"name": ', '"find"', ", ", '"parameters": ', "{}",
+    "{", "}", '"', "\\", "\n", " ", "; ", "5", "é", "🙂", "<", ">", "<think>", "</think>", "some words", "[1]",
+]  # fmt: skip
+
+
+def written(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
+    """The calls as the documentation of a format's models writes them."""
+    if name == "hermes":
+        return "\n".join(
+            "<tool_call>\n" + json.dumps({"name": f, "arguments": a}, ensure_ascii=False) + "\n</tool_call>"
+            for f, a in calls
+        )
+    if name == "llama3_json":
+        return "; ".join(json.dumps({"name": f, "parameters": a}) for f, a in calls)
+    if name == "deepseek_v31":
+        each = (f"<｜tool▁call▁begin｜>{f}<｜tool▁sep｜>{json.dumps(a)}<｜tool▁call▁end｜>" for f, a in calls)
+        return f"<｜tool▁calls▁begin｜>{''.join(each)}<｜tool▁calls▁end｜>"
+    if name == "qwen3_coder":
+        return "\n".join(
+            f"<tool_call>\n<function={f}>\n"
+            + "".join(f"<parameter={k}>\n{_word(v)}\n</parameter>\n" for k, v in a.items())
+            + "</function>\n</tool_call>"
+            for f, a in calls
+        )
+    if name == "glm45":
+        return "\n".join(
+            f"<tool_call>{f}\n"
+            + "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{_word(v)}</arg_value>\n" for k, v in a.items())
+            + "</tool_call>"
+            for f, a in calls
+        )
+    invokes = (
+        f'<｜DSML｜invoke name="{f}">\n'
+        + "".join(
+            f'<｜DSML｜parameter name="{k}" string="{"true" if isinstance(v, str) else "false"}">{_word(v)}'
+            "</｜DSML｜parameter>\n"
+            for k, v in a.items()
+        )
+        + "</｜DSML｜invoke>\n"
+        for f, a in calls
+    )
+    return f"<｜DSML｜function_calls>\n{''.join(invokes)}</｜DSML｜function_calls>"
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def parser_of(name: str) -> PartsParser:
+    return FORMATS[name].parser(TYPES)
+
+
+def parse(parser: PartsParser, pieces: list[str]) -> list[AnswerPart]:
+    found = [part for piece in pieces for part in parser.feed(piece)]
+    return list(joined(found + parser.finish()))
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    at = sorted(place % (len(text) + 1) for place in places)
+    return [text[a:b] for a, b in zip([0, *at], [*at, len(text)], strict=True)]
+
+
+def told(parts: list[AnswerPart]) -> tuple[str, list[tuple[str, Any]]]:
+    """The content, and the calls with their arguments."""
+    content = "".join(part.text for part in parts if isinstance(part, ContentPart))
+    calls: list[tuple[str, Any]] = []
+    for part in parts:
+        if isinstance(part, CallPart):
+            calls.append((part.name, ""))
+        elif isinstance(part, ArgumentsPart):
+            calls[-1] = (calls[-1][0], calls[-1][1] + part.text)
+    return content, [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("before", ["", "I'll look.\n\n"])
+def test_calls_are_found_with_their_arguments_and_the_content_before(name: str, before: str) -> None:
+    arguments = dict(ARGUMENTS)
+    if name in ("glm45", "qwen3_coder", "deepseek_v32"):
+        arguments["text"] = 'a "b" </tool>\n\n\\é 中'
+    calls = [("find", arguments), ("now", {}), ("find", ONLY_TEXT)]
+    if name == "llama3_json" and before:
+        pytest.skip("an answer that calls is calls alone")
+    text = before + written(name, calls)
+    assert told(parse(parser_of(name), [text])) == (before.strip(), calls)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "text", ["plain words", " a < b <tool <｜ < ", "", '{"a": 1}', "<tool_call", "<tool_call> <function=>"]
+)
+def test_what_is_no_call_stays_content_to_the_last_character(name: str, text: str) -> None:
+    if name == "glm45" and text.startswith("<tool_call> "):
+        text = "<tool_call> <"
+    assert parse(parser_of(name), [text]) == ([ContentPart(text)] if text else [])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=150, deadline=None)
+@given(pieces=st.lists(st.sampled_from(MARKS), max_size=12), places=st.lists(st.integers(0, 400), max_size=8))
+def test_parts_dont_depend_on_where_any_text_is_cut(name: str, pieces: list[str], places: list[int]) -> None:
+    text = "".join(pieces)
+    whole = parse(parser_of(name), [text])
+    assert parse(parser_of(name), cut(text, places)) == whole
+    assert parse(parser_of(name), list(text)) == whole
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=60, deadline=None)
+@given(places=st.lists(st.integers(0, 600), max_size=10), end=st.integers(0, 600))
+def test_parts_of_calls_dont_depend_on_cuts_and_an_answer_that_breaks_off_begins_as_the_whole_one(
+    name: str, places: list[int], end: int
+) -> None:
+    text = written(name, [("find", ONLY_TEXT), ("now", {}), ("find", {"most": 12, "text": "é"})])
+    whole = parse(parser_of(name), [text])
+    assert parse(parser_of(name), cut(text, places)) == whole
+    begun = parse(parser_of(name), [text[: end % len(text)]])
+    calls = [part.name for part in begun if isinstance(part, CallPart)]
+    assert calls == ["find", "now", "find"][: len(calls)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("several", [True, False])
+def test_a_grammar_takes_the_calls_that_its_parser_reads_and_no_others(name: str, several: bool) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string"},
+            "most": {"type": "integer"},
+            "unit": {"type": "string", "enum": ["C", "F"]},
+        },
+        "required": ["text"],
+        "additionalProperties": False,
+    }
+    nothing: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+    made = FORMATS[name].grammar([("find", parameters), ("now", nothing)], several)
+    trigger = json.dumps(made.trigger, ensure_ascii=False) if made.trigger else ""
+    grammar = json.dumps({"grammars": [{"lark_grammar": f"start: {trigger} calls\n{made.rules}"}]})
+
+    def taken(calls: list[tuple[str, dict[str, Any]]]) -> bool:
+        matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        return bool(matcher.consume_tokens(list(written(name, calls).encode())) and matcher.is_accepting())
+
+    good = [("find", {"text": "a <b>\nc", "most": 3, "unit": "F"}), ("find", {"text": ""}), ("now", {})]
+    for call in good:
+        assert taken([call]), call
+    for wrong in ({"most": 3}, {"text": "a", "most": "x"}, {"text": "a", "z": 1}, {"text": "a", "unit": "K"}):
+        assert not taken([("find", wrong)]), wrong
+    assert not taken([("gone", {})])
+    assert taken(good) is several
+
+
+@pytest.mark.parametrize(
+    ("begun", "text", "parts"),
+    [
+        (False, "<think>\nhm \n</think>\n\nyes", [ReasoningPart("hm"), ContentPart("yes")]),
+        (False, " <think>hm</think>yes </think>", [ReasoningPart("hm"), ContentPart("yes </think>")]),
+        (True, "hm\n\nmore\n</think>yes ", [ReasoningPart("hm\n\nmore"), ContentPart("yes ")]),
+        (True, "</think>yes", [ContentPart("yes")]),
+        (True, "never ends </thin", [ReasoningPart("never ends </thin")]),
+        (False, "yes <think>no</think>", [ContentPart("yes <think>no</think>")]),
+        (False, " yes", [ContentPart(" yes")]),
+        (False, "<thi", [ContentPart("<thi")]),
+        (False, "<think> </think> ", []),
+    ],
+)
+def test_reasoning_is_what_stands_before_the_answer(begun: bool, text: str, parts: list[AnswerPart]) -> None:
+    assert parse(ReasoningParser(PlainContent(), begun=begun), [text]) == parts
+    assert parse(ReasoningParser(PlainContent(), begun=begun), list(text)) == parts
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    pieces=st.lists(st.sampled_from([*MARKS, "<think>", "</think>", "\n\n"]), max_size=10),
+    places=st.lists(st.integers(0, 400), max_size=8),
+    begun=st.booleans(),
+)
+def test_reasoning_and_calls_behind_it_dont_depend_on_cuts(pieces: list[str], places: list[int], begun: bool) -> None:
+    text = "".join(pieces)
+    whole = parse(ReasoningParser(parser_of("hermes"), begun=begun), [text])
+    assert parse(ReasoningParser(parser_of("hermes"), begun=begun), cut(text, places)) == whole
+
+
+def test_a_prompt_that_ends_within_reasoning_is_seen() -> None:
+    assert opened("<|im_start|>assistant\n<think>\n")
+    assert not opened("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert not opened("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("... <tool_call> {{ tool_call.arguments }} </tool_call>", "hermes"),
+        ("<tool_call>\\n<function=' + name + '>", "qwen3_coder"),
+        ("<tool_call>{{ name }}<arg_key>{{ k }}", "glm45"),
+        ("<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>", "deepseek_v31"),
+        ("<｜DSML｜function_calls>", "deepseek_v32"),
+        ("{{- '<|python_tag|>' }}", "llama3_json"),
+        ("{{ messages }}", ""),
+    ],
+)
+def test_a_template_tells_its_format(template: str, name: str) -> None:
+    assert format_of(template) == name
