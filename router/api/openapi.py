@@ -7,8 +7,10 @@ from functools import cache
 from importlib import metadata
 from typing import Any
 
+from router.openai.parse_request import EFFORTS
 from router.openai.request_fields import CHAT, COMPLETION, TOKENIZE, RequestField
 from router.openai.structured_output import CHOICES_AT_MOST
+from router.openai.tools import TOOLS_AT_MOST
 
 _TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _TEXT = {"type": "string"}
@@ -18,9 +20,11 @@ _STREAM_OPTIONS = {
 }
 _MESSAGE = {
     "type": "object",
-    "required": ["role", "content"],
+    "required": ["role"],
     "properties": {
         "role": _TEXT,
+        "tool_call_id": _TEXT,
+        "tool_calls": {"type": "array", "items": {"type": "object", "required": ["function"]}},
         "content": {
             "oneOf": [
                 _TEXT,
@@ -66,6 +70,37 @@ _STRUCTURED_OUTPUT: dict[str, Any] = {
     "ebnf": _GRAMMAR,
 }
 """What an answer must follow; one of them a request."""
+_TOOL = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"},
+                "description": _TEXT,
+                "parameters": {"type": "object", "description": "The JSON schema of the arguments, an object."},
+                "strict": {"type": "boolean", "description": "Arguments follow the schema also with tool_choice auto."},
+            },
+        },
+    },
+}
+_NAMED_TOOL = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "required": ["name"], "properties": {"name": _TEXT}},
+    },
+}
+_TOOLS: dict[str, Any] = {
+    "tools": {"type": "array", "maxItems": TOOLS_AT_MOST, "items": _TOOL},
+    "tool_choice": {"oneOf": [{"enum": ["none", "auto", "required"]}, _NAMED_TOOL]},
+    "parallel_tool_calls": {"type": "boolean", "description": "Whether there may be several calls; default true."},
+    "reasoning_effort": {"enum": list(EFFORTS), "description": "Given to the chat template."},
+}
 _COMMON: dict[str, Any] = {
     **_STRUCTURED_OUTPUT,
     "model": {"type": "string", "description": "The served model; may be left out."},
@@ -83,7 +118,7 @@ _POSTS: dict[str, tuple[str, Mapping[str, RequestField], dict[str, Any]]] = {
     "/v1/chat/completions": (
         "Answer a chat",
         CHAT,
-        {**_COMMON, "messages": _MESSAGES, "chat_template_kwargs": {"type": "object"}},
+        {**_COMMON, **_TOOLS, "messages": _MESSAGES, "chat_template_kwargs": {"type": "object"}},
     ),
     "/tokenize": ("Text or chat to token ids", TOKENIZE, {"model": _TEXT, "prompt": _TEXT, "messages": _MESSAGES}),
     "/detokenize": ("Token ids to text", {}, {"model": _TEXT, "tokens": _TOKENS}),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from contracts.errors import RequestError
+from contracts.grammar import GRAMMAR_BYTES
 from router.openai.tools import ANY_OBJECT, ChatTool, ToolUse
 from router.parsers.answer_parts import PartsParser
 from router.parsers.reasoning_parser import BEGIN, END, PlainContent, ReasoningParser, opened
@@ -29,6 +30,12 @@ class AnswerFormat:
     reasoning: bool = False
     begun: bool = False
     """Whether the prompt ends within reasoning."""
+
+    @property
+    def marks(self) -> frozenset[str]:
+        """The texts that mark parts, which may be special tokens."""
+        marks = FORMATS[self.tool_format].marks if self.tool_format else ()
+        return frozenset((*marks, *((BEGIN, END) if self.reasoning else ())))
 
     def parser(self) -> PartsParser:
         """Return a new parser of one answer."""
@@ -93,7 +100,10 @@ class ChatFormat:
         if asked:
             (wanted,) = json.loads(asked)["grammars"]
             grammars.append({**wanted, "name": "answer"})
-        return json.dumps({"grammars": grammars})
+        made = json.dumps({"grammars": grammars})
+        if len(made) > GRAMMAR_BYTES:
+            raise RequestError(f"the schemas of the tools are too large: at most {GRAMMAR_BYTES} bytes", param="tools")
+        return made
 
     def _calls(self, use: ToolUse | None, found: AnswerFormat | None) -> CallGrammar | None:
         if use is None or found is None:

@@ -93,9 +93,11 @@ class ChoiceOutput:
         self._parser = looked_for.parser() if looked_for is not None else None
         if self._parser is not None:
             self.parts = []
-        # What marks reasoning and calls may be special tokens.
-        skip_special = generate_request.skip_special_tokens and self._parser is None
-        self._detokenizer = model_tokenizer.detokenizer(request.prompt, skip_special=skip_special)
+        self._detokenizer = model_tokenizer.detokenizer(
+            request.prompt,
+            skip_special=generate_request.skip_special_tokens,
+            shown=looked_for.marks if looked_for is not None else (),
+        )
         self._matcher = StopMatcher(generate_request.stops, include=generate_request.include_stop)
         self._include_stop = generate_request.include_stop
         self._stop_ids = frozenset(request.sampling.stop_token_ids)

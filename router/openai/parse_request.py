@@ -30,7 +30,7 @@ from router.openai.tools import ToolUse, read_calls, read_tools
 
 STOPS_AT_MOST = 16
 BIASES_AT_MOST = 4096
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 def read_completion(body: Mapping[str, Any], spec: ModelSpec) -> GenerateRequest:

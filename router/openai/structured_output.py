@@ -13,14 +13,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from contracts.errors import RequestError
-from contracts.grammar import GRAMMAR_BYTES
+from contracts.grammar import GRAMMAR_BYTES, JSON_FORM
 from router.openai.request_fields import STRUCTURED_OUTPUT, describe
 
 CHOICES_AT_MOST = 4096
-_STRICT = {"lenient": False, "coerce_one_of": False}
-_FREE = {**_STRICT, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,20}"}
-"""Whitespace between the parts of JSON: enough to indent, and no answer that is nothing else to its end."""
-_COMPACT = {**_STRICT, "whitespace_flexible": False}
+_COMPACT = {**JSON_FORM, "whitespace_pattern": None, "whitespace_flexible": False}
 _NAMED = re.compile(b'"(?:' + "|".join((*STRUCTURED_OUTPUT, "tools")).encode() + rb')"|\\u00[5-7]')
 _NO_WHITESPACE = "disable_any_whitespace"
 _OBJECT = {"type": "object"}
@@ -77,7 +74,7 @@ def _structured_outputs(value: object, field: str) -> str:
     if not isinstance(value, dict):
         raise RequestError(f"{field} must be an object; got {describe(value)}", param=field)
     found: dict[str, str] = {}
-    form = _COMPACT if value.get(_NO_WHITESPACE) is True else _FREE
+    form = _COMPACT if value.get(_NO_WHITESPACE) is True else JSON_FORM
     for name, asked in value.items():
         if asked is None or asked is False:
             continue
@@ -95,7 +92,7 @@ def _structured_outputs(value: object, field: str) -> str:
     return next(iter(found.values()), "")
 
 
-def _schema(value: object, field: str, form: dict[str, Any] = _FREE) -> str:
+def _schema(value: object, field: str, form: dict[str, Any] = JSON_FORM) -> str:
     """Read a JSON schema, an object or the JSON text of one."""
     from llguidance import LLMatcher
 
@@ -107,13 +104,13 @@ def _schema(value: object, field: str, form: dict[str, Any] = _FREE) -> str:
             raise RequestError(f"{field} is not valid JSON: {error}", param=_top(field)) from None
     if not isinstance(schema, dict):
         raise RequestError(f"{field} must be a JSON schema, an object; got {describe(schema)}", param=_top(field))
-    if _names_engine(schema):
+    if names_engine(schema):
         raise RequestError(f"{field}: {_ENGINES_OWN} is no keyword of JSON schema", param=_top(field))
     overrides: Any = form
     return _bounded(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides), field)
 
 
-def _json_object(value: object, field: str, form: dict[str, Any] = _FREE) -> str:
+def _json_object(value: object, field: str, form: dict[str, Any] = JSON_FORM) -> str:
     if value is not True and value is not False:
         raise RequestError(f"{field} must be true or false; got {describe(value)}", param=_top(field))
     return _schema(_OBJECT, field, form) if value else ""
@@ -163,7 +160,7 @@ def _bounded(grammar: str, field: str) -> str:
     return grammar
 
 
-def _names_engine(schema: object) -> bool:
+def names_engine(schema: object) -> bool:
     """Whether a schema tells the engine how to read it. No recursion: a client decides how deep a schema is."""
     left = [schema]
     while left:

@@ -10,6 +10,7 @@ from typing import Any
 
 from contracts.errors import RequestError
 from router.openai.request_fields import describe
+from router.openai.structured_output import names_engine
 
 TOOLS_AT_MOST = 128
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -112,6 +113,8 @@ def _read_tool(tool: object, where: str) -> ChatTool:
         parameters = {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
         raise RequestError(f"{where}.function.parameters must be the JSON schema of an object", param="tools")
+    if names_engine(parameters):
+        raise RequestError(f"{where}.function.parameters: x-guidance is no keyword of JSON schema", param="tools")
     properties = parameters.get("properties", {})
     if not isinstance(properties, dict) or not all(isinstance(part, dict) for part in properties.values()):
         raise RequestError(f"{where}.function.parameters.properties must be an object of schemas", param="tools")

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from contracts.errors import RequestError
+from contracts.grammar import JSON_FORM
 from router.parsers.answer_parts import PartsParser
 from router.parsers.element_calls import (
     DEEPSEEK_V32,
@@ -40,8 +42,10 @@ class ToolFormat:
     """One way to write calls."""
 
     name: str
-    signs: tuple[str, ...]
-    """Texts that a chat template has, all of them, where its model writes so."""
+    sign: str
+    """A text that a chat template has where its model writes so."""
+    marks: tuple[str, ...]
+    """The texts that mark calls: each may be a token of its own."""
     parser: Callable[[ParameterTypes], PartsParser]
     grammar: Callable[[Sequence[tuple[str, Schema]], bool], CallGrammar]
     """Of calls of tools, each with the schema of its arguments; and whether there may be several calls."""
@@ -49,6 +53,11 @@ class ToolFormat:
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+def _json(schema: Schema) -> str:
+    """JSON that follows a schema."""
+    return f"%json {json.dumps({**schema, 'x-guidance': JSON_FORM})}"
 
 
 def _object_rules(tools: Sequence[tuple[str, Schema]], arguments: str) -> str:
@@ -63,7 +72,7 @@ def _object_rules(tools: Sequence[tuple[str, Schema]], arguments: str) -> str:
         }
         for name, schema in tools
     ]
-    rules = [f"call_{number}: %json {json.dumps(schema)}" for number, schema in enumerate(objects)]
+    rules = [f"call_{number}: {_json(schema)}" for number, schema in enumerate(objects)]
     return "\n".join((f"call: {' | '.join(f'call_{number}' for number in range(len(tools)))}", *rules))
 
 
@@ -86,8 +95,7 @@ def _llama3_grammar(tools: Sequence[tuple[str, Schema]], several: bool) -> CallG
 def _deepseek_v31_grammar(tools: Sequence[tuple[str, Schema]], several: bool) -> CallGrammar:
     marks = DEEPSEEK_V31
     calls = [
-        f"call_{number}: {_quoted(marks.call + name + marks.arguments)} %json {json.dumps(schema)} "
-        f"{_quoted(marks.call_end)}"
+        f"call_{number}: {_quoted(marks.call + name + marks.arguments)} {_json(schema)} {_quoted(marks.call_end)}"
         for number, (name, schema) in enumerate(tools)
     ]
     either = " | ".join(f"call_{number}" for number in range(len(tools)))
@@ -96,32 +104,61 @@ def _deepseek_v31_grammar(tools: Sequence[tuple[str, Schema]], several: bool) ->
 
 
 def _element_rules(tools: Sequence[tuple[str, Schema]], marks: ElementMarks, opening: str, closing: str) -> str:
-    """The rule `call`: from `opening`, the name and its parameters in the order of the schema to `closing`."""
+    """The rule `call`: from `opening`, the name and its parameters in the order of the schema to `closing`.
+
+    Raises `RequestError` for a keyword that this can't enforce.
+    """
     end = f"{marks.around_value}{marks.value_end}\n"
     rules = [f"call: {' | '.join(f'call_{number}' for number in range(len(tools)))}"]
     rules.append(f"text[suffix={_quoted(end)}]: /(?s:.*)/")
+    kinds = [marks.is_string, marks.is_string.replace("true", "false")] if marks.is_string else [""]
+    begins = " | ".join(_quoted(f"{marks.key_end}{_before_value(marks, kind)}") for kind in kinds)
+    rules += [f"any: {_quoted(marks.parameter)} KEY ({begins}) text", r'KEY: /[^<>"\n]{1,64}/']
     for number, (name, schema) in enumerate(tools):
         parameters = []
+        _refuse_others(schema, _OF_ARGUMENTS, name)
         for place, (key, part) in enumerate((schema.get("properties") or {}).items()):
-            kind = marks.is_string if _is_text(part) else marks.is_string.replace("true", "false")
-            gap = f" {kind}" if kind else marks.before_value
-            begin = _quoted(f"{marks.parameter}{key}{marks.key_end}{gap}{marks.value}{marks.around_value}")
-            rules.append(f"value_{number}_{place}: {begin} {_value_rule(part, end, _lifted(schema))}")
+            kind = kinds[0] if _is_text(part) else kinds[-1]
+            begin = _quoted(f"{marks.parameter}{key}{marks.key_end}{_before_value(marks, kind)}")
+            value = _value_rule(part, end, _lifted(schema), f"{name}.{key}")
+            rules.append(f"value_{number}_{place}: {begin} {value}")
             optional = "" if key in (schema.get("required") or ()) else "?"
             parameters.append(f"value_{number}_{place}{optional}")
+        if not parameters and schema.get("additionalProperties") is not False:
+            parameters = ["any*"]
         begin = _quoted(f"{opening}{name}{marks.name_end}\n")
         rules.append(f"call_{number}: {begin} {' '.join(parameters)} {_quoted(closing)}")
     return "\n".join(rules)
+
+
+_SAYS_NOTHING = frozenset({"title", "description", "default", "examples", "$schema", "$comment", "deprecated"})
+_OF_ARGUMENTS = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "definitions"})
+_OF_TEXT = frozenset({"type", "enum", "const"})
+
+
+def _refuse_others(schema: Schema, known: frozenset[str], where: str) -> None:
+    others = schema.keys() - known - _SAYS_NOTHING
+    if others:
+        raise RequestError(
+            f"tools: {where}: {', '.join(sorted(others))} can't be enforced as this model writes calls",
+            param="tools",
+        )
+
+
+def _before_value(marks: ElementMarks, kind: str) -> str:
+    """What stands between a key's end and a value."""
+    return f"{f' {kind}' if kind else marks.before_value}{marks.value}{marks.around_value}"
 
 
 def _is_text(schema: Schema) -> bool:
     return schema.get("type") == "string"
 
 
-def _value_rule(schema: Schema, end: str, lifted: Schema) -> str:
+def _value_rule(schema: Schema, end: str, lifted: Schema, where: str) -> str:
     """What stands in the place of a value, with its end."""
     if not _is_text(schema):
-        return f"%json {json.dumps({**schema, **lifted})} {_quoted(end)}"
+        return f"{_json({**schema, **lifted})} {_quoted(end)}"
+    _refuse_others(schema, _OF_TEXT, where)
     if "enum" in schema or "const" in schema:
         words = schema.get("enum", [schema.get("const")])
         return f"({' | '.join(_quoted(str(word)) for word in words)}) {_quoted(end)}"
@@ -145,22 +182,36 @@ def _deepseek_v32_grammar(tools: Sequence[tuple[str, Schema]], several: bool) ->
     return CallGrammar(begin, f'calls: "\\n" call{"+" if several else ""} {_quoted(end)}\n{rules}')
 
 
+_ELEMENTS = ("<tool_call>", "</tool_call>")
+_SECTIONS = (*DEEPSEEK_V31.around, DEEPSEEK_V31.call, DEEPSEEK_V31.arguments, DEEPSEEK_V31.call_end)
+_PYTHON = ("<|python_tag|>",)
+
 FORMATS = {
     tool_format.name: tool_format
     for tool_format in (
-        ToolFormat("deepseek_v32", ("｜DSML｜",), lambda t: ElementCalls(DEEPSEEK_V32, t), _deepseek_v32_grammar),
-        ToolFormat("deepseek_v31", ("<｜tool▁sep｜>",), lambda _: SectionedCalls(DEEPSEEK_V31), _deepseek_v31_grammar),
-        ToolFormat("qwen3_coder", ("<function=",), lambda t: ElementCalls(QWEN3_CODER, t), _qwen3_coder_grammar),
-        ToolFormat("glm45", ("<arg_key>",), lambda t: ElementCalls(GLM_45, t), _glm_45_grammar),
-        ToolFormat("llama3_json", ("<|python_tag|>",), lambda _: WholeJsonCalls(("<|python_tag|>",)), _llama3_grammar),
         ToolFormat(
-            "hermes", ("<tool_call>",), lambda _: TaggedJsonCalls("<tool_call>", "</tool_call>"), _hermes_grammar
+            "deepseek_v32", "｜DSML｜", ("｜DSML｜",), lambda t: ElementCalls(DEEPSEEK_V32, t), _deepseek_v32_grammar
         ),
+        ToolFormat(
+            "deepseek_v31", "<｜tool▁sep｜>", _SECTIONS, lambda _: SectionedCalls(DEEPSEEK_V31), _deepseek_v31_grammar
+        ),
+        ToolFormat(
+            "qwen3_coder", "<function=", _ELEMENTS, lambda t: ElementCalls(QWEN3_CODER, t), _qwen3_coder_grammar
+        ),
+        ToolFormat(
+            "glm45",
+            "<arg_key>",
+            (*_ELEMENTS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+            lambda t: ElementCalls(GLM_45, t),
+            _glm_45_grammar,
+        ),
+        ToolFormat("llama3_json", _PYTHON[0], _PYTHON, lambda _: WholeJsonCalls(_PYTHON), _llama3_grammar),
+        ToolFormat("hermes", _ELEMENTS[0], _ELEMENTS, lambda _: TaggedJsonCalls(*_ELEMENTS), _hermes_grammar),
     )
 }
-"""The formats by name; of those whose signs a template has, the first counts."""
+"""The formats by name; of those whose sign a template has, the first counts."""
 
 
 def format_of(template: str) -> str:
     """Return the name of the format that a chat template speaks of, empty where it is none of them."""
-    return next((f.name for f in FORMATS.values() if all(sign in template for sign in f.signs)), "")
+    return next((f.name for f in FORMATS.values() if f.sign in template), "")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,12 +99,19 @@ class ModelTokenizer:
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special)
         return text
 
-    def detokenizer(self, prompt: Sequence[int], *, skip_special: bool) -> Detokenizer:
-        """Return a new detokenizer for one choice's answer to `prompt`."""
+    def detokenizer(self, prompt: Sequence[int], *, skip_special: bool, shown: Container[str] = ()) -> Detokenizer:
+        """Return a new detokenizer for one choice's answer to `prompt`. `shown`: the names of special tokens that have
+        text even where others are skipped."""
         if self._tokenizer is None:
             return NoText()
+        kept = {token for token in self._special if self.token_piece(token) in shown} if skip_special and shown else ()
         if self._byte_level:
+            if kept:
+                return ByteDetokenizer(
+                    lambda token: self.token_bytes(token) if token in kept else self._shown_bytes(token)
+                )
             return ByteDetokenizer(self._shown_bytes if skip_special else self.token_bytes)
+        skip_special = skip_special and not kept
         return WindowDetokenizer(lambda tokens: self.decode(tokens, skip_special=skip_special), prompt)
 
     def token_bytes(self, token: int) -> bytes:

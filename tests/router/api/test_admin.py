@@ -11,7 +11,7 @@ import pytest
 from contracts.config.load_config import config_from_dict
 from contracts.errors import ErrorKind
 from contracts.ids import Role
-from router.openai.request_fields import CHAT, COMPLETION, GENERATE_OTHERS
+from router.openai.request_fields import CHAT, CHAT_OTHERS, COMPLETION, GENERATE_OTHERS
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, router_config, serving
 
@@ -440,7 +440,7 @@ def test_the_openapi_document_lists_what_is_served(server: Server) -> None:
     assert {p.partition("/{")[0] for p in document["paths"]} == served
     for path, known, prompt in (
         ("/v1/completions", COMPLETION, "prompt"),
-        ("/v1/chat/completions", CHAT, "messages"),
+        ("/v1/chat/completions", {*CHAT, *CHAT_OTHERS}, "messages"),
     ):
         fields = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]
         assert {prompt, *known, *GENERATE_OTHERS} <= fields.keys()

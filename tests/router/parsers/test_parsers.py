@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
+from contracts.errors import RequestError
 from router.parsers.answer_parts import (
     AnswerPart,
     ArgumentsPart,
@@ -20,7 +21,7 @@ from router.parsers.answer_parts import (
     joined,
 )
 from router.parsers.reasoning_parser import PlainContent, ReasoningParser, opened
-from router.parsers.tool_formats import FORMATS, format_of
+from router.parsers.tool_formats import FORMATS, CallGrammar, format_of
 
 TYPES = {"find": {"text": "string", "most": "integer", "where": "object"}, "now": {}}
 ARGUMENTS: dict[str, Any] = {"text": 'a "b" </tool_call>\n\n\\é 中', "most": 5, "where": {"x": [1, {"y": None}]}}
@@ -74,6 +75,32 @@ def written(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
         for f, a in calls
     )
     return f"<｜DSML｜function_calls>\n{''.join(invokes)}</｜DSML｜function_calls>"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_tool_whose_arguments_are_free_takes_any(name: str) -> None:
+    made = FORMATS[name].grammar([("find", {"type": "object"})], False)
+    assert taken(made, written(name, [("find", {"text": "x", "most": 5})]))
+    assert taken(made, written(name, [("find", {})]))
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "deepseek_v32"])
+@pytest.mark.parametrize(
+    "schema",
+    [{"properties": {"a": {"type": "string", "maxLength": 5}}}, {"properties": {}, "anyOf": [{"required": ["a"]}]}],
+)
+def test_what_elements_cant_enforce_is_refused(name: str, schema: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="can't be enforced"):
+        FORMATS[name].grammar([("find", {"type": "object", **schema})], False)
+
+
+def taken(made: CallGrammar, text: str) -> bool:
+    """Whether a grammar of calls takes all of a text, as its engine reads it byte by byte."""
+    trigger = json.dumps(made.trigger, ensure_ascii=False) if made.trigger else ""
+    grammar = json.dumps({"grammars": [{"lark_grammar": f"start: {trigger} calls\n{made.rules}"}]})
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    return bool(matcher.consume_tokens(list(text.encode())) and matcher.is_accepting())
 
 
 def _word(value: Any) -> str:
@@ -168,21 +195,18 @@ def test_a_grammar_takes_the_calls_that_its_parser_reads_and_no_others(name: str
     }
     nothing: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
     made = FORMATS[name].grammar([("find", parameters), ("now", nothing)], several)
-    trigger = json.dumps(made.trigger, ensure_ascii=False) if made.trigger else ""
-    grammar = json.dumps({"grammars": [{"lark_grammar": f"start: {trigger} calls\n{made.rules}"}]})
 
-    def taken(calls: list[tuple[str, dict[str, Any]]]) -> bool:
-        matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
-        assert not matcher.is_error(), matcher.get_error()
-        return bool(matcher.consume_tokens(list(written(name, calls).encode())) and matcher.is_accepting())
-
-    good = [("find", {"text": "a <b>\nc", "most": 3, "unit": "F"}), ("find", {"text": ""}), ("now", {})]
+    good: list[tuple[str, dict[str, Any]]] = [
+        ("find", {"text": "a <b>\nc", "most": 3, "unit": "F"}),
+        ("find", {"text": ""}),
+        ("now", {}),
+    ]
     for call in good:
-        assert taken([call]), call
+        assert taken(made, written(name, [call])), call
     for wrong in ({"most": 3}, {"text": "a", "most": "x"}, {"text": "a", "z": 1}, {"text": "a", "unit": "K"}):
-        assert not taken([("find", wrong)]), wrong
-    assert not taken([("gone", {})])
-    assert taken(good) is several
+        assert not taken(made, written(name, [("find", wrong)])), wrong
+    assert not taken(made, written(name, [("gone", {})]))
+    assert taken(made, written(name, good)) is several
 
 
 @pytest.mark.parametrize(

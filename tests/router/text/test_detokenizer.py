@@ -107,6 +107,14 @@ def test_without_a_tokenizer_tokens_still_flow(tmp_path: Path) -> None:
     assert streamed(model_tokenizer, [1, 2, 3]) == ("", ["", "", ""])
 
 
+def test_special_tokens_that_mark_something_have_text_where_others_have_none(model_tokenizer: ModelTokenizer) -> None:
+    mark, other = sorted(model_tokenizer._special)[:2]
+    name = model_tokenizer.token_piece(mark)
+    detokenizer = model_tokenizer.detokenizer((), skip_special=True, shown={name})
+    text = "".join(detokenizer.feed(token) for token in (other, mark)) + detokenizer.finish()
+    assert text == name
+
+
 def test_special_tokens_have_no_text_unless_asked(model_tokenizer: ModelTokenizer) -> None:
     special = min(model_tokenizer._special)
     assert streamed(model_tokenizer, [special])[0] == ""
