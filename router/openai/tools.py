@@ -118,6 +118,8 @@ def _read_tool(tool: object, where: str) -> ChatTool:
     properties = parameters.get("properties", {})
     if not isinstance(properties, dict) or not all(isinstance(part, dict) for part in properties.values()):
         raise RequestError(f"{where}.function.parameters.properties must be an object of schemas", param="tools")
+    if properties:  # A parameter that a tool doesn't name can only be a mistake.
+        parameters = {"additionalProperties": False, **parameters}
     return ChatTool(name, parameters, function.get("strict") is True, tool)
 
 

@@ -56,8 +56,8 @@ def _quoted(text: str) -> str:
 
 
 def _json(schema: Schema) -> str:
-    """JSON that follows a schema."""
-    return f"%json {json.dumps({**schema, 'x-guidance': JSON_FORM})}"
+    """JSON that follows a schema, in one line."""
+    return f"%json {json.dumps({**schema, 'x-guidance': {**JSON_FORM, 'whitespace_pattern': ' ?'}})}"
 
 
 def _object_rules(tools: Sequence[tuple[str, Schema]], arguments: str) -> str:

@@ -129,6 +129,16 @@ def test_every_format_can_be_named_in_the_configuration() -> None:
     assert set(get_args(get_type_hints(RouterConfig)["tool_parser"])) == {"auto", "none", *FORMATS}
 
 
+def test_a_call_has_no_parameter_that_its_tool_doesnt_name_unless_the_tool_says_so() -> None:
+    closed: dict[str, Any] = {"properties": {"n": {"type": "integer"}}}
+    open_ = {**closed, "additionalProperties": {"type": "integer"}}
+    more = '<tool_call>\n{"name": "f", "arguments": {"n": 1, "m": 2}}\n</tool_call>'
+    for parameters, good in ((open_, True), (closed, False)):
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        chats, use = ChatFormat(HERMES), read_tools({"tools": [tool], "tool_choice": "required"})
+        assert taken(chats.grammar(use, chats.answer_format(use, ""), ""), more) is good
+
+
 def test_a_tool_that_is_not_to_be_used_is_no_tool() -> None:
     assert read_tools({"tools": tools(True), "tool_choice": "none"}) is None
     assert read_tools({"tools": [], "tool_choice": "auto"}) is None
