@@ -103,6 +103,10 @@ async def _chat(service: RouterService, exchange: HttpExchange) -> None:
     await _generate(service, exchange, FrameKind.CHAT)
 
 
+async def _messages(service: RouterService, exchange: HttpExchange) -> None:
+    await _generate(service, exchange, FrameKind.MESSAGES)
+
+
 async def _generate(service: RouterService, exchange: HttpExchange, kind: FrameKind) -> None:
     service.check_room()  # Before the body takes memory.
     raw = await exchange.body(service.body_limit, service.buffer)
@@ -165,7 +169,7 @@ async def _stream(service: RouterService, exchange: HttpExchange, stream: Respon
     elif not exchange.started:
         await exchange.fail(failure_of_done(stream.failed))
     else:
-        await exchange.write(error_event(failure_of_done(stream.failed)), more=False)
+        await exchange.write(exchange.error_event(failure_of_done(stream.failed)), more=False)
 
 
 async def _give_up(exchange: HttpExchange, failure: ApiError) -> None:
@@ -173,13 +177,9 @@ async def _give_up(exchange: HttpExchange, failure: ApiError) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(LAST_WORD_S):
             if exchange.started:
-                await exchange.write(error_event(failure), more=False)
+                await exchange.write(exchange.error_event(failure), more=False)
             else:
                 await exchange.fail(failure)
-
-
-def error_event(failure: ApiError) -> bytes:
-    return b"data: " + failure.to_json() + b"\n\n"
 
 
 async def _tokenize(service: RouterService, exchange: HttpExchange) -> None:
@@ -188,6 +188,10 @@ async def _tokenize(service: RouterService, exchange: HttpExchange) -> None:
 
 async def _detokenize(service: RouterService, exchange: HttpExchange) -> None:
     await _text(service, exchange, FrameKind.DETOKENIZE)
+
+
+async def _count_tokens(service: RouterService, exchange: HttpExchange) -> None:
+    await _text(service, exchange, FrameKind.COUNT_TOKENS)
 
 
 async def _text(service: RouterService, exchange: HttpExchange, kind: FrameKind) -> None:
@@ -262,6 +266,8 @@ async def _openapi(service: RouterService, exchange: HttpExchange) -> None:
 ROUTES: dict[str, dict[str, Handler]] = {
     "/v1/completions": {"POST": _completions},
     "/v1/chat/completions": {"POST": _chat},
+    "/v1/messages": {"POST": _messages},
+    "/v1/messages/count_tokens": {"POST": _count_tokens},
     "/v1/models": {"GET": _models},
     "/tokenize": {"POST": _tokenize},
     "/detokenize": {"POST": _detokenize},

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 from contracts.errors import TwinpoolError
+from router.anthropic.messages_writer import error_body
 from router.openai.api_errors import ApiError, ClientGone
 from router.service.body_buffer import BodyBuffer
 
@@ -176,10 +177,23 @@ class HttpExchange:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def fail(self, failure: ApiError) -> None:
-        """Answer with an error in OpenAI's shape."""
+        """Answer with an error in the shape of the endpoint's API."""
         retry = failure.retry_after_s
         headers = [(b"retry-after", b"%d" % retry)] if retry is not None else []
-        await self.answer(failure.status, failure.to_json(), headers=headers)
+        await self.answer(failure.status, self._error_body(failure), headers=headers)
+
+    def error_event(self, failure: ApiError) -> bytes:
+        """Return the event that ends a stream with an error."""
+        if self._anthropic:
+            return b"event: error\ndata: " + error_body(failure) + b"\n\n"
+        return b"data: " + failure.to_json() + b"\n\n"
+
+    def _error_body(self, failure: ApiError) -> bytes:
+        return error_body(failure) if self._anthropic else failure.to_json()
+
+    @property
+    def _anthropic(self) -> bool:
+        return self.path.startswith("/v1/messages")
 
     async def refuse_body(self, failure: ApiError) -> None:
         """Answer with an error before the body has been read, throw the rest away and close the connection.
@@ -187,7 +201,7 @@ class HttpExchange:
         At most `REST_BYTES` are thrown away, for `REST_TIMEOUT_S`. The last byte of the answer is held back until then,
         because an ASGI server stops reading once an answer is complete.
         """
-        body = failure.to_json()
+        body = self._error_body(failure)
         head = [(b"content-type", JSON_KIND), (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
         if failure.retry_after_s is not None:
             head.append((b"retry-after", b"%d" % failure.retry_after_s))

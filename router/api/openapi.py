@@ -113,12 +113,35 @@ _COMMON: dict[str, Any] = {
 _PROMPT = {"oneOf": [_TEXT, _TOKENS, {"type": "array", "items": {"oneOf": [_TEXT, _TOKENS]}}]}
 _MESSAGES = {"type": "array", "minItems": 1, "items": _MESSAGE}
 
+_OBJECTS = {"type": "array", "items": {"type": "object"}}
+_ANTHROPIC: dict[str, Any] = {
+    "model": _TEXT,
+    "max_tokens": {"type": "integer", "minimum": 1},
+    "messages": {**_OBJECTS, "minItems": 1},
+    "system": {"oneOf": [_TEXT, _OBJECTS]},
+    "stop_sequences": {"type": "array", "items": _TEXT, "maxItems": 16},
+    "stream": {"type": "boolean"},
+    "temperature": {"type": "number", "minimum": 0},
+    "top_p": {"type": "number", "minimum": 0, "maximum": 1},
+    "top_k": {"type": "integer"},
+    "tools": {**_OBJECTS, "maxItems": TOOLS_AT_MOST},
+    "tool_choice": {"type": "object", "required": ["type"]},
+    "thinking": {"type": "object", "required": ["type"]},
+    "output_config": {"type": "object"},
+    "metadata": {"type": "object"},
+}
 _POSTS: dict[str, tuple[str, Mapping[str, RequestField], dict[str, Any]]] = {
     "/v1/completions": ("Complete prompts", COMPLETION, {**_COMMON, "prompt": _PROMPT}),
     "/v1/chat/completions": (
         "Answer a chat",
         CHAT,
         {**_COMMON, **_TOOLS, "messages": _MESSAGES, "chat_template_kwargs": {"type": "object"}},
+    ),
+    "/v1/messages": ("Answer a chat in the shape of Anthropic's Messages API", {}, _ANTHROPIC),
+    "/v1/messages/count_tokens": (
+        "Count the tokens of such a chat",
+        {},
+        {name: schema for name, schema in _ANTHROPIC.items() if name != "max_tokens"},
     ),
     "/tokenize": ("Text or chat to token ids", TOKENIZE, {"model": _TEXT, "prompt": _TEXT, "messages": _MESSAGES}),
     "/detokenize": ("Token ids to text", {}, {"model": _TEXT, "tokens": _TOKENS}),

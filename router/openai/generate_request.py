@@ -26,6 +26,8 @@ class GenerateRequest:
     """
 
     chat: bool
+    anthropic: bool
+    """Whether the answer has the shape of Anthropic's API."""
     prompts: tuple[Prompt, ...]
     messages: ChatMessages
     template_args: dict[str, Any]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Protocol
 
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId
@@ -11,7 +11,23 @@ from contracts.messages.worker_events import Done
 from router.openai.choice_output import ChoiceOutput, OutputDelta
 from router.openai.generate_request import GenerateRequest
 from router.openai.request_timeline import timeline_of
-from router.openai.response_writer import ResponseWriter
+
+
+class AnswerWriter(Protocol):
+    """What writes an answer in the shape of an API."""
+
+    def bind(self, choices: list[ChoiceOutput]) -> None:
+        """Set the choices; called once, before anything is written."""
+
+    def chunk(self, piece: OutputDelta) -> bytes | tuple[bytes, ...]:
+        """Return the events of a delta, empty where it adds nothing."""
+
+    def closing(self, twinpool: object | None) -> bytes:
+        """Return the end of a stream; `twinpool`: the timeline, where asked for."""
+
+    def whole(self, twinpool: object | None) -> list[bytes]:
+        """Return the body of an answer that isn't streamed, in parts."""
+
 
 KEEP_ALIVE = b": keep-alive\n\n"
 WRITE_BYTES = 256 * 1024
@@ -41,7 +57,7 @@ class ResponseStream:
         self,
         stream_id: str,
         request: GenerateRequest,
-        answer: ResponseWriter,
+        answer: AnswerWriter,
         buffer_events: int,
         client_id: str,
         timeout_s: float,

@@ -25,6 +25,7 @@ from contracts.ids import RequestId, Role
 from contracts.interfaces.discovery import WorkerDirectory
 from contracts.messages.router_commands import Command
 from contracts.messages.worker_events import Event, LegReport
+from router.anthropic.messages_writer import MessagesWriter
 from router.core.router_actions import DeliverScores, DeliverTokens, EndRequest, NoteReplay, SendCommand
 from router.core.router_core import RouterCore
 from router.links.worker_links import WorkerLinks
@@ -32,7 +33,7 @@ from router.metrics.prometheus_metrics import PrometheusMetrics
 from router.openai.api_errors import ClientGone, QueueFull
 from router.openai.choice_output import ChoiceOutput
 from router.openai.generate_request import GenerateRequest
-from router.openai.response_stream import ResponseStream
+from router.openai.response_stream import AnswerWriter, ResponseStream
 from router.openai.response_writer import ResponseWriter
 from router.openai.structured_output import may_need_grammar
 from router.service.body_buffer import BodyBuffer
@@ -42,7 +43,7 @@ from router.state.worker_table import WorkerKey
 from router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 from router.tokenizer_pool.prepare_request import BodyReader, PreparedPrompt, body_limit, too_long
 from router.tokenizer_pool.tokenizer_pool import TokenizerPool
-from router.tokenizer_pool.tokenizer_process import FrameKind, prepared_of, setup_frame
+from router.tokenizer_pool.tokenizer_process import REQUESTS, TEXTS, FrameKind, prepared_of, setup_frame
 from router.verification.audit_cases import AuditFinding
 from router.verification.stream_watch import StreamWatch
 from router.verification.verification_log import log_finding, log_flag
@@ -150,7 +151,7 @@ class RouterService:
     ) -> ResponseStream:
         """Read and tokenise a request's body, admit the request, and submit its choices to the router core.
 
-        `kind` is `COMPLETION` or `CHAT`. `on_gone` is called with a function that the caller must call when the client
+        `kind` is one of `REQUESTS`. `on_gone` is called with a function that the caller must call when the client
         leaves, so that a waiting body isn't read. Raises `QueueFull`, `RequestError` where the body is wrong or doesn't
         fit, `ReaderFailed`, and `ClientGone`.
         """
@@ -158,7 +159,7 @@ class RouterService:
         began = self.clock.now()
         # Compiling a grammar may take a second, and as much memory as a reader may have.
         if len(raw) <= INLINE_BYTES and not may_need_grammar(raw):
-            prepared = self.intake.chat(raw) if kind is FrameKind.CHAT else self.intake.completion(raw)
+            prepared = REQUESTS[kind](self.intake, raw)
         else:
             self._reserved += 1
             try:
@@ -176,9 +177,9 @@ class RouterService:
         return self._admit(request, prepared.prompts, limits, client_id, began, timeout_s)
 
     async def text(self, kind: FrameKind, raw: bytes) -> bytes:
-        """Return the JSON answer of ``/tokenize`` or ``/detokenize``. Raises `RequestError`, `ReaderFailed`."""
-        if len(raw) <= INLINE_BYTES:
-            return self.intake.tokenize(raw) if kind is FrameKind.TOKENIZE else self.intake.detokenize(raw)
+        """Return the JSON answer of an endpoint that counts or makes tokens. Raises `RequestError`, `ReaderFailed`."""
+        if len(raw) <= INLINE_BYTES and not may_need_grammar(raw):
+            return TEXTS[kind](self.intake, raw)
         return (await self.readers.submit(kind, raw))[1]
 
     def _timeout(self, request: GenerateRequest) -> float:
@@ -203,7 +204,11 @@ class RouterService:
     ) -> ResponseStream:
         stream_id, now = self._mint(), self.clock.now()
         tokenise_s = now - began
-        answer = ResponseWriter(request, stream_id, int(time.time()), self.spec.name, self.model_tokenizer)
+        answer: AnswerWriter
+        if request.anthropic:
+            answer = MessagesWriter(stream_id, self.spec.name)
+        else:
+            answer = ResponseWriter(request, stream_id, int(time.time()), self.spec.name, self.model_tokenizer)
         stream = ResponseStream(stream_id, request, answer, self.config.client_buffer_events, client_id, timeout_s)
         choices = []
         for index in range(request.choices):

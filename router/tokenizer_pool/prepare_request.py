@@ -16,6 +16,7 @@ from typing import Any
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.config.router_config import RouterConfig
 from contracts.errors import RequestError
+from router.anthropic.messages_request import chat_body
 from router.openai.chat_format import ChatFormat
 from router.openai.generate_request import GenerateRequest, Prompt
 from router.openai.grammar_check import check_grammar
@@ -80,6 +81,16 @@ class BodyReader:
 
     def chat(self, raw: bytes) -> PreparedRequest:
         return self.prepare(read_chat(self._tree(raw), self._spec))
+
+    def messages(self, raw: bytes) -> PreparedRequest:
+        request = read_chat(chat_body(self._tree(raw)), self._spec)
+        return self.prepare(replace(request, anthropic=True))
+
+    def count_tokens(self, raw: bytes) -> bytes:
+        """Return the JSON answer of ``/v1/messages/count_tokens``."""
+        body = {"max_tokens": 1, **self._tree(raw)}
+        prepared = self.prepare(read_chat(chat_body(body), self._spec))
+        return json.dumps({"input_tokens": len(prepared.prompts[0].tokens)}).encode()
 
     def prepare(self, request: GenerateRequest) -> PreparedRequest:
         """Render and tokenise the prompts of a checked request, and hash their blocks."""

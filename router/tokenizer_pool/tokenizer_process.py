@@ -22,6 +22,7 @@ import socket
 import struct
 import sys
 from array import array
+from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,8 @@ class FrameKind(IntEnum):
     CHAT = 2
     TOKENIZE = 3
     DETOKENIZE = 4
+    MESSAGES = 5
+    COUNT_TOKENS = 6
     SETUP = 10
     PREPARED = 20
     """A `PreparedRequest`."""
@@ -66,6 +69,20 @@ class FrameKind(IntEnum):
     """A `RequestError`."""
     FAILED = 23
     """The text of any other exception."""
+
+
+REQUESTS: dict[FrameKind, Callable[[BodyReader, bytes], PreparedRequest]] = {
+    FrameKind.COMPLETION: BodyReader.completion,
+    FrameKind.CHAT: BodyReader.chat,
+    FrameKind.MESSAGES: BodyReader.messages,
+}
+"""What reads the bodies of endpoints that generate."""
+TEXTS: dict[FrameKind, Callable[[BodyReader, bytes], bytes]] = {
+    FrameKind.TOKENIZE: BodyReader.tokenize,
+    FrameKind.DETOKENIZE: BodyReader.detokenize,
+    FrameKind.COUNT_TOKENS: BodyReader.count_tokens,
+}
+"""What answers the bodies of endpoints that count or make tokens."""
 
 
 # ---------------------------------------------------------------- both ends
@@ -167,15 +184,9 @@ def _unpack(frame: bytes) -> Any:
 def answer(intake: BodyReader, kind: FrameKind, raw: bytes) -> tuple[FrameKind, bytes]:
     """Return the kind and content of one body's answer; every exception becomes an answer, none is raised."""
     try:
-        match kind:
-            case FrameKind.COMPLETION:
-                return FrameKind.PREPARED, prepared_frame(intake.completion(raw))
-            case FrameKind.CHAT:
-                return FrameKind.PREPARED, prepared_frame(intake.chat(raw))
-            case FrameKind.TOKENIZE:
-                return FrameKind.BYTES, intake.tokenize(raw)
-            case _:
-                return FrameKind.BYTES, intake.detokenize(raw)
+        if kind in REQUESTS:
+            return FrameKind.PREPARED, prepared_frame(REQUESTS[kind](intake, raw))
+        return FrameKind.BYTES, TEXTS[kind](intake, raw)
     except RequestError as error:
         return FrameKind.REFUSED, refusal_frame(error)
     except MemoryError:

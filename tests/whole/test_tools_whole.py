@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
+from anthropic import Anthropic
 from openai import OpenAI
 
 from tests.serving import Serving, serving
@@ -108,6 +109,31 @@ def test_an_agent_that_must_use_a_tool_uses_it_and_comes_to_an_end(client: Any) 
     ).choices[0]
     assert last.message.tool_calls is None
     assert last.message.content
+
+
+@pytest.mark.slow
+def test_anthropics_client_comes_through_the_same_loop(cluster: Serving) -> None:
+    client: Any = Anthropic(base_url=cluster.url, api_key="none", max_retries=0)
+    tool = {"name": "get_weather", "input_schema": WEATHER["function"]["parameters"]}
+    asked: dict[str, Any] = {
+        "model": "demo", "max_tokens": 120, "messages": list(ASKED), "tools": [tool], "extra_body": {"seed": 5},
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+    }  # fmt: skip
+    first = client.messages.create(**asked)
+    (call,) = first.content
+    assert (first.stop_reason, call.type, call.name) == ("tool_use", "tool_use", "get_weather")
+    jsonschema.validate(call.input, WEATHER["function"]["parameters"])
+    with client.messages.stream(**asked) as stream:
+        (streamed_call,) = stream.get_final_message().content
+    assert streamed_call.input == call.input
+    asked["messages"] += [
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "rain"}]},
+    ]
+    last = client.messages.create(**{**asked, "tool_choice": {"type": "none"}, "max_tokens": 20})
+    assert [block.type for block in last.content] == ["text"]
+    counted = client.messages.count_tokens(model="demo", messages=asked["messages"], tools=[tool])
+    assert counted.input_tokens > first.usage.input_tokens + first.usage.cache_read_input_tokens
 
 
 @pytest.mark.slow

@@ -1,0 +1,161 @@
+"""A body of ``/v1/messages`` as the body of a chat that asks for the same.
+
+Fields that Anthropic's API doesn't have are those of chats (`seed`, `min_p` and so on). `thinking` sets the template's
+`enable_thinking`; how long a model thinks isn't bounded but by `max_tokens`. `metadata`, `service_tier` and
+`cache_control` change no answer: prefixes are cached in any case.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from contracts.errors import RequestError
+from router.openai.request_fields import describe
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the chat's body. Raises `RequestError` naming what is wrong or isn't supported."""
+    given = {name: value for name, value in body.items() if value is not None}
+    max_tokens = given.get("max_tokens")
+    if max_tokens is None:
+        raise RequestError("max_tokens is missing", param="max_tokens")
+    messages = _system(given.pop("system", None)) + _messages(given.pop("messages", None))
+    chat: dict[str, Any] = {"messages": messages}
+    for name, read in _READERS.items():
+        if name in given:
+            chat |= read(given.pop(name))
+    for name in ("metadata", "service_tier", "mcp_servers", "container"):
+        value = given.pop(name, None)
+        if value and name in ("mcp_servers", "container"):
+            raise RequestError(f"{name} is not supported", param=name)
+    if "n" in given or "stream_options" in given:
+        raise RequestError("n and stream_options belong to /v1/chat/completions", param="n")
+    return {**given, **chat}
+
+
+def _system(system: object) -> list[dict[str, Any]]:
+    if system is None or system in ("", []):
+        return []
+    return [{"role": "system", "content": _text_of(system, "system")}]
+
+
+def _messages(messages: object) -> list[dict[str, Any]]:
+    if not isinstance(messages, list) or not messages:
+        raise RequestError("messages must be an array of at least one message", param="messages")
+    return [turn for number, message in enumerate(messages) for turn in _turns(message, f"messages[{number}]")]
+
+
+def _turns(message: object, where: str) -> list[dict[str, Any]]:
+    """The turns of one message: results of tools are turns of their own, before what else a user says."""
+    role = message.get("role") if isinstance(message, dict) else None
+    if not isinstance(message, dict) or role not in ("user", "assistant"):
+        raise RequestError(f"{where}.role is user or assistant; got {describe(role)}", param="messages")
+    content = message.get("content")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list):
+        raise RequestError(f"{where}.content must be a string or an array of blocks", param="messages")
+    results: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    texts: list[str] = []
+    thoughts: list[str] = []
+    for number, block in enumerate(content):
+        at = f"{where}.content[{number}]"
+        match block:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case {"type": "tool_result", "tool_use_id": str(call_id)} if role == "user":
+                told = block.get("content")
+                text = _text_of(told, f"{at}.content") if told else ""
+                results.append({"role": "tool", "tool_call_id": call_id, "content": text})
+            case {"type": "tool_use", "id": str(call_id), "name": str(name), "input": dict(arguments)} if (
+                role == "assistant"
+            ):
+                function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+                calls.append({"id": call_id, "type": "function", "function": function})
+            case {"type": "thinking", "thinking": str(text)} if role == "assistant":
+                thoughts.append(text)
+            case {"type": "redacted_thinking"} if role == "assistant":
+                pass
+            case _:
+                kind = block.get("type") if isinstance(block, dict) else block
+                raise RequestError(f"{at}: a block of type {describe(kind)} is not supported here", param="messages")
+    turn: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
+    if calls:
+        turn["tool_calls"] = calls
+    if thoughts:
+        turn["reasoning_content"] = "\n".join(thoughts)
+    return results if results and not texts else [*results, turn]
+
+
+def _text_of(content: object, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = [
+        block.get("text") if isinstance(block, dict) and block.get("type") == "text" else None
+        for block in (content if isinstance(content, list) else [None])
+    ]
+    if not all(isinstance(text, str) for text in texts):
+        raise RequestError(f"{where} must be a string or blocks of type text", param=where.partition("[")[0])
+    return "\n".join(map(str, texts))
+
+
+def _stops(stops: object) -> dict[str, Any]:
+    return {"stop": stops} if stops else {}
+
+
+def _tools(tools: object) -> dict[str, Any]:
+    if not isinstance(tools, list):
+        raise RequestError(f"tools must be an array; got {describe(tools)}", param="tools")
+    return {"tools": [_tool(tool, f"tools[{number}]") for number, tool in enumerate(tools)]}
+
+
+def _tool(tool: object, where: str) -> dict[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type", "custom") not in ("custom", None):
+        raise RequestError(f"{where}: only tools of the client's own are supported", param="tools")
+    function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
+    function |= {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: object) -> dict[str, Any]:
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if not isinstance(choice, dict) or (kind != "tool" and kind not in _CHOICES):
+        raise RequestError(f"tool_choice.type is auto, any, tool or none; got {describe(kind)}", param="tool_choice")
+    named = {"type": "function", "function": {"name": choice.get("name")}}
+    asked: dict[str, Any] = {"tool_choice": named if kind == "tool" else _CHOICES[str(kind)]}
+    if choice.get("disable_parallel_tool_use") is not None:
+        asked["parallel_tool_calls"] = not choice["disable_parallel_tool_use"]
+    return asked
+
+
+def _thinking(thinking: object) -> dict[str, Any]:
+    kind = thinking.get("type") if isinstance(thinking, dict) else None
+    if kind not in ("enabled", "adaptive", "disabled"):
+        raise RequestError(f"thinking.type is enabled, adaptive or disabled; got {describe(kind)}", param="thinking")
+    return {"chat_template_kwargs": {"enable_thinking": kind != "disabled"}}
+
+
+def _output(config: object) -> dict[str, Any]:
+    asked = config.get("format") if isinstance(config, dict) else None
+    if not isinstance(config, dict) or config.keys() - {"format", "effort"}:
+        raise RequestError("output_config has format and effort", param="output_config")
+    chat: dict[str, Any] = {} if config.get("effort") is None else {"reasoning_effort": config["effort"]}
+    if asked is None:
+        return chat
+    if not isinstance(asked, dict) or asked.get("type") != "json_schema":
+        raise RequestError("output_config.format.type is json_schema", param="output_config")
+    return {**chat, "response_format": {"type": "json_schema", "json_schema": {"schema": asked.get("schema")}}}
+
+
+_READERS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "stop_sequences": _stops,
+    "tools": _tools,
+    "tool_choice": _tool_choice,
+    "thinking": _thinking,
+    "output_config": _output,
+}
