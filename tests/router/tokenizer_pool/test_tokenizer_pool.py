@@ -16,6 +16,7 @@ import pytest
 from contracts.config.router_config import RouterConfig
 from contracts.errors import RequestError
 from router.openai.api_errors import ReaderEnded, ReaderFailed
+from router.openai.chat_format import AnswerFormat
 from router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 from router.tokenizer_pool import tokenizer_pool as module
 from router.tokenizer_pool.prepare_request import CONTAINERS_AT_MOST, BodyReader, body_limit
@@ -273,7 +274,7 @@ def test_everything_that_was_asked_comes_out_of_a_reader(model_tokenizer: ModelT
         for f in dataclasses.fields(want.request)
         if getattr(want.request, f.name) == getattr(plain.request, f.name)
     ]
-    assert set(same) == {"chat", "messages", "template_args", "add_generation_prompt", "eos"}
+    assert set(same) == {"chat", "eos", "grammar_field", *OF_CHATS}
     got = prepared_of(prepared_frame(want))
     assert got.prompts == want.prompts
     assert len(got.request.prompts) == len(want.request.prompts)
@@ -282,6 +283,34 @@ def test_everything_that_was_asked_comes_out_of_a_reader(model_tokenizer: ModelT
         type(getattr(got.request, f.name)) is type(getattr(want.request, f.name))
         for f in dataclasses.fields(want.request)
     )
+
+
+OF_CHATS = {
+    "messages", "template_args", "add_generation_prompt", "anthropic", "tool_use", "answer_format", "separate_reasoning"
+}  # fmt: skip
+"""Fields that only chats give, and of them those that are done with once the prompt is tokenised."""
+DONE_WITH = {"messages", "template_args", "tool_use"}
+A_CHAT: dict[str, Any] = {
+    "max_tokens": 5,
+    "messages": [{"role": "user", "content": "x"}],
+    "tools": [{"name": "f", "strict": True, "input_schema": {"properties": {"n": {"type": "integer"}}}}],
+    "tool_choice": {"type": "any"},
+    "separate_reasoning": True,
+    "add_generation_prompt": False,
+}
+
+
+def test_what_a_chat_asked_comes_out_of_a_reader(model_tokenizer: ModelTokenizer) -> None:
+    want = intake(model_tokenizer, reasoning_parser="think").messages(json.dumps(A_CHAT).encode())
+    plain = intake(model_tokenizer).completion(b'{"prompt": "x"}')
+    for name in OF_CHATS - {"separate_reasoning", "template_args"}:
+        assert getattr(want.request, name) != getattr(plain.request, name), name
+    assert want.request.answer_format == AnswerFormat("hermes", {"f": {"n": "integer"}}, True, False)
+    got = prepared_of(prepared_frame(want)).request
+    for field in dataclasses.fields(got):
+        if field.name not in DONE_WITH | {"prompts"}:
+            assert getattr(got, field.name) == getattr(want.request, field.name), field.name
+    assert got.sampling.grammar
 
 
 def test_a_refusal_comes_out_of_a_reader_as_it_went_in(model_tokenizer: ModelTokenizer) -> None:
@@ -299,10 +328,10 @@ def test_a_failure_inside_a_reader_is_told_and_not_raised(
 ) -> None:
     broken = intake(model_tokenizer)
 
-    def fail(raw: bytes) -> None:
+    def fail(raw: bytes) -> dict[str, Any]:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(broken, "completion", fail)
+    monkeypatch.setattr(broken, "_tree", fail)
     assert answer(broken, FrameKind.COMPLETION, b"") == (FrameKind.FAILED, b"ZeroDivisionError: planted")
 
 
