@@ -37,6 +37,7 @@ COMMANDS = {
     "undrain": "have a draining worker or node admit again, and start again what has left",
     "role": "drain a worker and start it in the other pool",
     "check": "recount every page, slot, lease and room, and name what is wrong",
+    "keys": "make, list or revoke API keys in a key file (security.keys_file)",
     "sim": "run simulated clusters under a virtual clock, with faults, and check every answer",
 }
 _OTHERS = ("status", "drain", "undrain", "role", "check")
@@ -74,6 +75,22 @@ FLAGS = (
         ("drain", "undrain"),
         "name of a worker, such as decode-1, or a node's host name or Ray id",
         {"metavar": "WORKER|NODE"},
+    ),
+    CommandFlag(
+        ("--open",),
+        ("serve",),
+        "let everybody ask who reaches --host, without a key (security.open)",
+        {"action": "store_true"},
+    ),
+    CommandFlag(("action",), ("keys",), "new, list or revoke", {"choices": ("new", "list", "revoke")}),
+    CommandFlag(
+        ("name",), ("keys",), "the tenant of a new key, or the id of one to revoke", {"nargs": "?", "default": ""}
+    ),
+    CommandFlag(
+        ("--file",),
+        ("keys",),
+        "the key file (default: twinpool-keys.json here)",
+        {"type": Path, "metavar": "FILE", "default": Path("twinpool-keys.json")},
     ),
     CommandFlag(("worker",), ("role",), "name of a worker, such as decode-1", {"metavar": "WORKER"}),
     CommandFlag(("role",), ("role",), "prefill or decode", {"choices": ("prefill", "decode")}),
@@ -153,7 +170,7 @@ def _serve(args: argparse.Namespace) -> int:
         host=args.host,
         port=args.port,
         config=args.config,
-        assignments=(*args.set, *_served_names(args.served_model_name)),
+        assignments=(*args.set, *_served_names(args.served_model_name), *(["security.open=true"] if args.open else [])),
         ray_address=args.ray_address,
         dashboard=args.dashboard,
     )
@@ -257,6 +274,23 @@ def _sim(args: argparse.Namespace) -> int:
     return FINE if good else REFUSED
 
 
+def _keys(args: argparse.Namespace) -> int:
+    from cli.keys_command import list_keys, new_key, revoke_key
+
+    if args.action == "list":
+        _show(list_keys(args.file))
+        return FINE
+    if not args.name:
+        raise ConfigError(
+            f"twinpool keys {args.action} needs {'a tenant' if args.action == 'new' else 'the id of a key'}"
+        )
+    if args.action == "new":
+        print(new_key(args.file, args.name))
+    else:
+        print(f"revoked {revoke_key(args.file, args.name)}")
+    return FINE
+
+
 def _show(table: Any) -> None:
     from rich.console import Console
 
@@ -271,6 +305,7 @@ _RUN = {
     "undrain": _undrain,
     "role": _role,
     "check": _check,
+    "keys": _keys,
     "sim": _sim,
 }
 

@@ -4,6 +4,7 @@ from contracts.config.cache_config import CacheConfig, EventsConfig, PrefetchCon
 from contracts.config.cluster_config import ClusterConfig, Config, FaultsConfig
 from contracts.config.load_config import config_from_dict, load_config
 from contracts.config.router_config import AuditConfig, RouterConfig, WatchConfig
+from contracts.config.security_config import SecurityConfig
 from contracts.config.worker_config import DecodeConfig, EngineConfig, PrefillConfig, TransferConfig
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "PrefetchConfig",
     "PrefillConfig",
     "RouterConfig",
+    "SecurityConfig",
     "StorageConfig",
     "TransferConfig",
     "WatchConfig",

@@ -8,6 +8,7 @@ from typing import Any
 
 from contracts.config.cache_config import CacheConfig, CacheOverride
 from contracts.config.router_config import AuditConfig, RouterConfig, WatchConfig
+from contracts.config.security_config import SecurityConfig
 from contracts.config.worker_config import ColocateConfig, DecodeConfig, EngineConfig, PrefillConfig, TransferConfig
 from contracts.ids import Role
 
@@ -84,6 +85,7 @@ class Config:
     colocate: ColocateConfig = field(default_factory=ColocateConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -58,6 +58,8 @@ async def _serve(service: RouterService, exchange: HttpExchange) -> None:
         handler = _find(exchange)
         if isinstance(handler, ApiError):
             await exchange.fail(handler)
+        elif (refusal := _refusal(service, exchange)) is not None:
+            await (exchange.refuse_body if exchange.method == "POST" else exchange.fail)(refusal)
         else:
             await handler(service, exchange)
     except ClientGone:
@@ -76,6 +78,26 @@ async def _serve(service: RouterService, exchange: HttpExchange) -> None:
         await exchange.fail(ApiError(500, "the router failed inside; see its log", "server_error", "internal"))
     finally:
         exchange.release()
+
+
+def _refusal(service: RouterService, exchange: HttpExchange) -> ApiError | None:
+    """Return why a request may not pass, None where it may; notes who asks. Operators have a token of their own."""
+    if service.keys is None or exchange.path in WITHOUT_KEY or exchange.path.startswith("/cluster/"):
+        return None
+    given = exchange.header(b"authorization")
+    secret = given[7:].strip() if given[:7].lower() == "bearer " else exchange.header(b"x-api-key")
+    if not secret:
+        message = "an API key is needed: send the header Authorization: Bearer KEY"
+        return ApiError(401, message, "authentication_error", "missing_api_key")
+    tenant = service.keys.tenant_of(secret)
+    if tenant is None:
+        return ApiError(401, "this API key is not known", "authentication_error", "invalid_api_key")
+    models = service.keys.limits(tenant).models
+    if models and not set(models) & set(service.spec.names):
+        message = f"{tenant} may use {' and '.join(models)}; this server has {' and '.join(service.spec.names)}"
+        return ApiError(403, message, "permission_error", "model_not_allowed")
+    exchange.tenant = tenant
+    return None
 
 
 def _find(exchange: HttpExchange) -> Handler | ApiError:
@@ -122,7 +144,7 @@ async def _generate(service: RouterService, exchange: HttpExchange, kind: FrameK
             stream.fail("the client left")
 
     exchange.on_gone(client_left)
-    stream = await service.open(kind, raw, exchange.client_id, exchange.on_gone)
+    stream = await service.open(kind, raw, exchange.client_id, exchange.on_gone, exchange.tenant)
     del raw
     exchange.forget_body()
     try:
@@ -263,6 +285,8 @@ async def _openapi(service: RouterService, exchange: HttpExchange) -> None:
     await exchange.answer_json(200, openapi_document())
 
 
+WITHOUT_KEY = frozenset({"/live", "/health", "/ping", "/version", "/load", "/metrics", "/openapi.json"})
+"""Endpoints that tell nothing about anybody's text."""
 ROUTES: dict[str, dict[str, Handler]] = {
     "/v1/completions": {"POST": _completions},
     "/v1/chat/completions": {"POST": _chat},

@@ -62,6 +62,7 @@ class HttpExchange:
         "query",
         "scope",
         "started",
+        "tenant",
     )
 
     def __init__(self, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
@@ -72,6 +73,8 @@ class HttpExchange:
         self.path: str = scope["path"]
         self.query: bytes = scope.get("query_string", b"")
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.tenant = ""
+        """Who asks, by the API key; empty where nobody needs one."""
         self.started = False
         """Whether the answer's status has been sent."""
         self.body_done = False

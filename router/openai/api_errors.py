@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from contracts.errors import ErrorKind, RequestError, TwinpoolError
 from contracts.messages.worker_events import Done
 from router.openai.generate_request import UnknownModel
+from router.security.tenant_accounts import TenantLimited
 
 
 class QueueFull(TwinpoolError):
@@ -61,6 +62,8 @@ def failure_of(error: TwinpoolError) -> ApiError:
             return ApiError(404, str(error), "invalid_request_error", "model_not_found", error.param)
         case RequestError():
             return ApiError(400, str(error), "invalid_request_error", None, error.param)
+        case TenantLimited():
+            return ApiError(429, str(error), "rate_limit_error", "tenant_limit", retry_after_s=error.retry_after_s)
         case QueueFull():
             return ApiError(429, str(error), "rate_limit_error", "queue_full", retry_after_s=1)
         case BufferFull():

@@ -50,6 +50,7 @@ class ResponseStream:
         "outbox",
         "overflowed",
         "request",
+        "tenant",
         "timeout_s",
     )
 
@@ -61,8 +62,11 @@ class ResponseStream:
         buffer_events: int,
         client_id: str,
         timeout_s: float,
+        tenant: str = "",
     ) -> None:
         self.id = stream_id
+        self.tenant = tenant
+        """Who asks; empty where nobody needs a key."""
         self.timeout_s = timeout_s
         """Seconds from the request's arrival to its deadline."""
         self.client_id = client_id
@@ -160,6 +164,7 @@ class ResponseStream:
         return {
             "id": self.id,
             "client_id": self.client_id,
+            **({"tenant": self.tenant} if self.tenant else {}),
             "choices": len(self.choices),
             "prompt_tokens": len(first.prompt),
             "tokens": sum(len(c.tokens) for c in self.choices),

@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
@@ -36,6 +37,8 @@ from router.openai.generate_request import GenerateRequest
 from router.openai.response_stream import AnswerWriter, ResponseStream
 from router.openai.response_writer import ResponseWriter
 from router.openai.structured_output import may_need_grammar
+from router.security.api_keys import ApiKeys
+from router.security.tenant_accounts import TenantAccounts
 from router.service.body_buffer import BodyBuffer
 from router.state.routed_request import RoutedRequest
 from router.state.router_log import log
@@ -94,12 +97,15 @@ class RouterService:
         self.readers = TokenizerPool(
             setup_frame(spec, config.router, max_chars), config.router.reader_processes, config.router.reader_timeout_s
         )
+        self.keys = ApiKeys(Path(config.security.keys_file)) if config.security.keys_file else None
+        """None: nobody needs a key."""
+        self.tenants = TenantAccounts()
         self.clock = clock if clock is not None else SystemClock()
         self.core = RouterCore(config.router, self.clock, mint, config.audit)
         watch = StreamWatch(config.watch, spec.vocab_size)
         self.watch = watch if watch.on else None
         self.metrics = PrometheusMetrics(self.core, config.transfer.plane, self.watch, spec.name)
-        self.metrics.sources.append(self._of_bodies)
+        self.metrics.sources += [self._of_bodies, self.tenants.metrics]
         self.worker_links = WorkerLinks(
             directory,
             on_view=self._on_view,
@@ -132,6 +138,8 @@ class RouterService:
         while True:
             await asyncio.sleep(TICK_S)
             try:
+                if self.keys is not None:
+                    self.keys.refresh()
                 self.core.tick()
                 self._act()
             except Exception:  # Our own bug; without further ticks no deadline would be kept.
@@ -147,7 +155,12 @@ class RouterService:
             raise QueueFull(f"the queue is full: {self._reserved} of {limit} answers are in flight; try again later")
 
     async def open(
-        self, kind: FrameKind, raw: bytes, client_id: str, on_gone: Callable[[Callable[[], object]], None] | None = None
+        self,
+        kind: FrameKind,
+        raw: bytes,
+        client_id: str,
+        on_gone: Callable[[Callable[[], object]], None] | None = None,
+        tenant: str = "",
     ) -> ResponseStream:
         """Read and tokenise a request's body, admit the request, and submit its choices to the router core.
 
@@ -159,11 +172,11 @@ class RouterService:
         began = self.clock.now()
         # Compiling a grammar may take a second, and as much memory as a reader may have.
         if len(raw) <= INLINE_BYTES and not may_need_grammar(raw):
-            prepared = REQUESTS[kind](self.intake, raw)
+            prepared = REQUESTS[kind](self.intake, raw, tenant)
         else:
             self._reserved += 1
             try:
-                reply = self.readers.submit(kind, raw)
+                reply = self.readers.submit(kind, raw, tenant)
                 if on_gone is not None:
                     on_gone(reply.cancel)
                 _, frame = await _unless_gone(reply)
@@ -174,7 +187,12 @@ class RouterService:
         timeout_s = self._timeout(request)
         self.check_room(request.choices)
         limits = [self._limit_tokens(request, p) for p in prepared.prompts]
-        return self._admit(request, prepared.prompts, limits, client_id, began, timeout_s)
+        if self.keys is not None:
+            allowed = self.keys.limits(tenant)
+            request = replace(request, priority=min(request.priority, allowed.priority))
+            prompt_tokens = sum(len(prompt.tokens) for prompt in prepared.prompts)
+            self.tenants.admit(tenant, allowed, request.choices, prompt_tokens, self.clock.now())
+        return self._admit(request, prepared.prompts, limits, client_id, began, timeout_s, tenant)
 
     async def text(self, kind: FrameKind, raw: bytes) -> bytes:
         """Return the JSON answer of an endpoint that counts or makes tokens. Raises `RequestError`, `ReaderFailed`."""
@@ -201,6 +219,7 @@ class RouterService:
         client_id: str,
         began: float,
         timeout_s: float,
+        tenant: str,
     ) -> ResponseStream:
         stream_id, now = self._mint(), self.clock.now()
         tokenise_s = now - began
@@ -209,7 +228,8 @@ class RouterService:
             answer = MessagesWriter(stream_id, self.spec.name)
         else:
             answer = ResponseWriter(request, stream_id, int(time.time()), self.spec.name, self.model_tokenizer)
-        stream = ResponseStream(stream_id, request, answer, self.config.client_buffer_events, client_id, timeout_s)
+        buffered = self.config.client_buffer_events
+        stream = ResponseStream(stream_id, request, answer, buffered, client_id, timeout_s, tenant)
         choices = []
         for index in range(request.choices):
             prompt, limit = prompts[index // request.n], limits[index // request.n]
@@ -345,6 +365,8 @@ class RouterService:
         stream, choice = owner
         now = self.clock.now()
         self.metrics.tokens(choice, len(action.tokens), now)
+        if stream.tenant:
+            self.tenants.spend(stream.tenant, len(action.tokens))
         if self.watch is not None:
             for flag in self.watch.feed(action.request_id, action.tokens):
                 self.core.audits.flag(action.request_id)
@@ -395,8 +417,11 @@ class RouterService:
 
     def _release(self, choice: ChoiceOutput) -> None:
         """Give back what a choice holds in this service; every choice ends through this method. Idempotent."""
-        if self._owners.pop(choice.request.id, None) is not None:
+        owner = self._owners.pop(choice.request.id, None)
+        if owner is not None:
             self._reserved -= 1
+            if owner[0].tenant:
+                self.tenants.ended(owner[0].tenant)
             if self.watch is not None:
                 self.watch.end(choice.request.id)
 
@@ -416,4 +441,7 @@ class RouterService:
         found += [f"request {rid} has a client and runs nowhere" for rid in sorted(owned - held)]
         if self._reserved < len(owned):
             found.append(f"{len(owned)} choices are in flight, {self._reserved} are booked")
+        of_tenants = sum(bool(stream.tenant) for stream, _ in self._owners.values())
+        if of_tenants != self.tenants.in_flight:
+            found.append(f"{of_tenants} choices of tenants are in flight, {self.tenants.in_flight} are booked")
         return found

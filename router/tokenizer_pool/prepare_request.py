@@ -76,15 +76,15 @@ class BodyReader:
         self._config = config
         self._chats = ChatFormat(model_tokenizer.template_source, config.tool_parser, config.reasoning_parser)
 
-    def completion(self, raw: bytes) -> PreparedRequest:
-        return self.prepare(read_completion(self._tree(raw), self._spec))
+    def completion(self, raw: bytes, tenant: str = "") -> PreparedRequest:
+        return self.prepare(read_completion(self._tree(raw), self._spec), tenant)
 
-    def chat(self, raw: bytes) -> PreparedRequest:
-        return self.prepare(read_chat(self._tree(raw), self._spec))
+    def chat(self, raw: bytes, tenant: str = "") -> PreparedRequest:
+        return self.prepare(read_chat(self._tree(raw), self._spec), tenant)
 
-    def messages(self, raw: bytes) -> PreparedRequest:
+    def messages(self, raw: bytes, tenant: str = "") -> PreparedRequest:
         request = read_chat(chat_body(self._tree(raw)), self._spec)
-        return self.prepare(replace(request, anthropic=True))
+        return self.prepare(replace(request, anthropic=True), tenant)
 
     def count_tokens(self, raw: bytes) -> bytes:
         """Return the JSON answer of ``/v1/messages/count_tokens``."""
@@ -92,8 +92,13 @@ class BodyReader:
         prepared = self.prepare(read_chat(chat_body(body), self._spec))
         return json.dumps({"input_tokens": len(prepared.prompts[0].tokens)}).encode()
 
-    def prepare(self, request: GenerateRequest) -> PreparedRequest:
-        """Render and tokenise the prompts of a checked request, and hash their blocks."""
+    def prepare(self, request: GenerateRequest, tenant: str = "") -> PreparedRequest:
+        """Render and tokenise the prompts of a checked request, and hash their blocks.
+
+        `tenant`: who asks; nobody else finds what is cached of it.
+        """
+        if tenant:
+            request = replace(request, salt=f"{tenant}\n{request.salt}")
         limit = self._config.max_queue
         if request.choices > limit:
             raise RequestError(f"{request.choices} answers in one request are above the server's queue of {limit}")

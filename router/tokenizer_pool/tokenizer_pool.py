@@ -35,6 +35,8 @@ class _Job:
     number: int
     kind: FrameKind
     raw: bytes
+    tenant: str
+    """Who sent it; empty where nobody needs a key."""
     reply: asyncio.Future[tuple[FrameKind, bytes]]
 
 
@@ -59,8 +61,8 @@ class _TokenizerChild:
     def pid(self) -> int:
         return self._child.pid
 
-    async def ask(self, kind: FrameKind, raw: bytes) -> tuple[FrameKind, bytes]:
-        """Send one body and return the answer's kind and content; one call at a time.
+    async def ask(self, kind: FrameKind, raw: bytes, tenant: str) -> tuple[FrameKind, bytes]:
+        """Send one body of `tenant`'s and return the answer's kind and content; one call at a time.
 
         Raises `ReaderEnded` when the process ends before it has answered. After a cancelled call the process is of no
         use any more: close it.
@@ -70,6 +72,8 @@ class _TokenizerChild:
             if self._setup is not None:
                 await loop.sock_sendall(self.channel, HEAD.pack(FrameKind.SETUP, False, len(self._setup)) + self._setup)
                 self._setup = None
+            if name := tenant.encode():
+                await loop.sock_sendall(self.channel, HEAD.pack(FrameKind.TENANT, False, len(name)) + name)
             await loop.sock_sendall(self.channel, HEAD.pack(kind, False, len(raw)))
             await loop.sock_sendall(self.channel, raw)
             answered, self.over, length = HEAD.unpack(await self._exactly(HEAD.size))
@@ -138,8 +142,8 @@ class TokenizerPool:
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes.values()]
 
-    def submit(self, kind: FrameKind, raw: bytes) -> asyncio.Future[tuple[FrameKind, bytes]]:
-        """Queue a body; returns a future of the answer's kind and content.
+    def submit(self, kind: FrameKind, raw: bytes, tenant: str = "") -> asyncio.Future[tuple[FrameKind, bytes]]:
+        """Queue a body of `tenant`'s; returns a future of the answer's kind and content.
 
         The future raises `RequestError` where the body is refused or takes too long, and `ReaderFailed` where a reader
         failed or two ended on it. Cancel the future, and a body that still waits is never read.
@@ -147,7 +151,7 @@ class TokenizerPool:
         loop = asyncio.get_running_loop()
         if not self._tasks:
             self._tasks = [loop.create_task(self._read(manager)) for manager in range(self._count)]
-        job = _Job(next(self._numbers), kind, raw, loop.create_future())
+        job = _Job(next(self._numbers), kind, raw, tenant, loop.create_future())
         (self._small if len(raw) <= LARGE_BYTES else self._large).append(job)
         self._wake()
         return job.reply
@@ -211,7 +215,7 @@ class TokenizerPool:
                 process = self._processes[manager] = _TokenizerChild(self._setup, self._start)
                 self.started += 1
             async with asyncio.timeout(timeout_s):
-                kind, answer = await process.ask(job.kind, job.raw)
+                kind, answer = await process.ask(job.kind, job.raw, job.tenant)
         except TimeoutError:
             self._drop(manager)
             log("body took too long", bytes=len(job.raw), seconds=timeout_s)

@@ -61,6 +61,8 @@ class FrameKind(IntEnum):
     MESSAGES = 5
     COUNT_TOKENS = 6
     SETUP = 10
+    TENANT = 11
+    """The name of who sent the next frame's body; there is none where nobody needs a key."""
     PREPARED = 20
     """A `PreparedRequest`."""
     BYTES = 21
@@ -71,7 +73,7 @@ class FrameKind(IntEnum):
     """The text of any other exception."""
 
 
-REQUESTS: dict[FrameKind, Callable[[BodyReader, bytes], PreparedRequest]] = {
+REQUESTS: dict[FrameKind, Callable[[BodyReader, bytes, str], PreparedRequest]] = {
     FrameKind.COMPLETION: BodyReader.completion,
     FrameKind.CHAT: BodyReader.chat,
     FrameKind.MESSAGES: BodyReader.messages,
@@ -181,11 +183,12 @@ def _unpack(frame: bytes) -> Any:
 # ---------------------------------------------------------------- the child
 
 
-def answer(intake: BodyReader, kind: FrameKind, raw: bytes) -> tuple[FrameKind, bytes]:
-    """Return the kind and content of one body's answer; every exception becomes an answer, none is raised."""
+def answer(intake: BodyReader, kind: FrameKind, raw: bytes, tenant: str = "") -> tuple[FrameKind, bytes]:
+    """Return the answer to one body of `tenant`'s, its kind and content. Every exception becomes an answer, none is
+    raised."""
     try:
         if kind in REQUESTS:
-            return FrameKind.PREPARED, prepared_frame(REQUESTS[kind](intake, raw))
+            return FrameKind.PREPARED, prepared_frame(REQUESTS[kind](intake, raw, tenant))
         return FrameKind.BYTES, TEXTS[kind](intake, raw)
     except RequestError as error:
         return FrameKind.REFUSED, refusal_frame(error)
@@ -210,10 +213,15 @@ def serve(channel: socket.socket) -> None:
     at_start = _resident_bytes()
     limit = _mapped_bytes() + config.reader_memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    tenant = ""
     while (frame := _receive(channel)) is not None:
+        if frame[0] == FrameKind.TENANT:
+            tenant = frame[1].decode()
+            continue
         signal.setitimer(signal.ITIMER_REAL, 2 * config.reader_timeout_s)
-        kind, reply = answer(intake, FrameKind(frame[0]), frame[1])
+        kind, reply = answer(intake, FrameKind(frame[0]), frame[1], tenant)
         signal.setitimer(signal.ITIMER_REAL, 0)
+        tenant = ""
         del frame
         give_back()
         last = _resident_bytes() - at_start > KEEP_BYTES + len(reply)

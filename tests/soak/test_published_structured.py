@@ -1,5 +1,7 @@
-"""A published model through the `openai` package: chats, JSON by a schema, a required call and a stream. What it answers
-is what transformers does with the same masks."""
+"""A published model through the `openai` package: chats, JSON by a schema, a required call and a stream.
+
+What it answers is what transformers does with the same masks.
+"""
 
 from __future__ import annotations
 

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from cli.keys_command import new_key
 from cluster.assembly.node_shares import MemoryShort
 from cluster.serve.preflight import DEMO, ServeOptions, prepare
+from contracts.config.security_config import SecurityConfig
 from contracts.errors import CheckpointError, ConfigError
 from contracts.ids import PAIR, Role
 from tests.families import FAMILIES
@@ -66,7 +68,11 @@ def test_colocated_workers_take_the_place_of_both_pools() -> None:
         ({"colocate": -1}, "--colocate must be at least 1"),
         ({"colocate": 1, "decode": 2}, "--colocate goes without --prefill and --decode"),
         ({"port": 70000}, "--port"),
-        ({"host": "192.0.2.77"}, "--host"),
+        ({"host": "192.0.2.77"}, "--host 192.0.2.77: whoever reaches this machine"),
+        ({"host": "0.0.0.0"}, "twinpool keys new"),
+        ({"host": "::"}, "--open"),
+        ({"host": "192.0.2.77", "assignments": ("security.open=true",)}, "--host"),
+        ({"assignments": ("security.keys_file=/nowhere.json",)}, "can't read the key file /nowhere.json"),
         ({"config": Path("/nowhere.yaml")}, "/nowhere.yaml"),
         ({"assignments": ("engine.theads=1",)}, "did you mean engine.threads"),
         ({"assignments": ("engine=[[",)}, "--set"),
@@ -99,6 +105,19 @@ def test_what_can_not_work_is_refused_by_name(changes: dict[str, object], words:
         prepare(options(**changes), 8 * GIB)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.7"])
+def test_an_endpoint_for_this_machine_alone_needs_no_keys(host: str) -> None:
+    assert prepare(options(host=host), 8 * GIB).config.security == SecurityConfig()
+
+
+@pytest.mark.parametrize("with_keys", [True, False])
+def test_an_endpoint_for_others_needs_keys_or_to_be_open(with_keys: bool, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    new_key(keys, "acme")
+    setting = f"security.keys_file={keys}" if with_keys else "security.open=true"
+    assert prepare(options(host="0.0.0.0", assignments=(setting,)), 8 * GIB).options.host == "0.0.0.0"
 
 
 def test_drafts_are_refused_for_a_model_that_can_have_none(tmp_path: Path) -> None:

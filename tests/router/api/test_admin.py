@@ -161,7 +161,8 @@ def test_check_passes_at_rest_and_names_what_is_planted(server: Server) -> None:
     server.cluster["prefill-1"].violations = ()
     server.service._reserved -= 1
     ghost: Any = "ghost"
-    server.call(lambda: server.service._owners.update({ghost: ghost}))
+    nobody: Any = (types.SimpleNamespace(tenant=""), None)
+    server.call(lambda: server.service._owners.update({ghost: nobody}))
     report = operate(server, "check")[1]
     server.call(lambda: server.service._owners.pop(ghost))
     server.service._reserved += 1

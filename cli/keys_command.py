@@ -1,0 +1,45 @@
+"""`twinpool keys`: make, list and revoke API keys. Routers read their file again when it changes."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.table import Table
+
+from contracts.errors import ConfigError
+from contracts.key_file import KeyFile, check_tenant, mint_key, read_key_file, write_key_file
+
+
+def new_key(path: Path, tenant: str) -> str:
+    """Add a key of `tenant` to the file, which is made where there is none; returns its secret, which isn't kept."""
+    check_tenant(tenant)
+    content = read_key_file(path) if path.exists() else KeyFile()
+    secret, key = mint_key(tenant, datetime.now(UTC).isoformat(timespec="seconds"))
+    write_key_file(path, dataclasses.replace(content, keys=(*content.keys, key)))
+    return secret
+
+
+def revoke_key(path: Path, key_id: str) -> str:
+    """Take a key out of the file; returns its id. Raises `ConfigError` where there is none with that id."""
+    content = read_key_file(path)
+    kept = tuple(key for key in content.keys if key.id != key_id)
+    if len(kept) == len(content.keys):
+        raise ConfigError(f"{path} has no key {key_id}: twinpool keys list shows them")
+    write_key_file(path, dataclasses.replace(content, keys=kept))
+    return key_id
+
+
+def list_keys(path: Path) -> Table:
+    """Return the keys of the file, with what their tenants may ask for."""
+    content = read_key_file(path)
+    shown = Table("id", "tenant", "created", "requests/min", "tokens/min", "at a time", "priority", "models")
+    for key in content.keys:
+        limits = content.limits(key.tenant)
+        numbers = (limits.requests_per_minute, limits.tokens_per_minute, limits.concurrent)
+        shown.add_row(
+            key.id, key.tenant, key.created, *(f"{n:,}" if n else "" for n in numbers), str(limits.priority),
+            ", ".join(limits.models),
+        )  # fmt: skip
+    return shown

@@ -1,0 +1,243 @@
+"""Keys: who is let in, who isn't, and what tenants can tell of each other."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cli.commands import parser as command_line
+from cli.commands import run
+from cli.keys_command import new_key, revoke_key
+from contracts.config.cluster_config import Config
+from contracts.config.security_config import SecurityConfig
+from contracts.errors import ConfigError
+from contracts.key_file import ApiKey, KeyFile, TenantLimits, digest_of, read_key_file, write_key_file
+from router.api.app import WITHOUT_KEY
+from router.security.api_keys import ApiKeys
+from tests.router.fake_worker import FakeCluster
+from tests.router.http_server import Server, serving
+
+COMPLETIONS = "/v1/completions"
+ASK = {"prompt": [5, 6, 7], "max_tokens": 4, "seed": 1}
+GUARDED = {
+    COMPLETIONS: ASK,
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hello"}]},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [5]},
+}
+LARGE = {"prompt": [5, 6, 7] * 600, "max_tokens": 4, "seed": 1}
+"""A body that a reader process reads."""
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    return tmp_path / "keys.json"
+
+
+@pytest.fixture
+def secret(keys: Path) -> str:
+    return new_key(keys, "acme")
+
+
+@pytest.fixture
+def server(keys: Path, secret: str) -> Iterator[Server]:
+    config = Config(security=SecurityConfig(keys_file=str(keys)))
+    with serving(FakeCluster(), config=config) as found:
+        yield found
+        found.at_rest()
+
+
+def limit(keys: Path, **limits: Any) -> None:
+    write_key_file(keys, replace(read_key_file(keys), tenants={"acme": TenantLimits(**limits)}))
+
+
+def bearer(secret: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {secret}"}
+
+
+@pytest.mark.parametrize("path", GUARDED)
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({}, "missing_api_key"),
+        ({"Authorization": "Bearer"}, "missing_api_key"),
+        ({"Authorization": "Basic abc"}, "missing_api_key"),
+        ({"Authorization": "Bearer tp-wrong"}, "invalid_api_key"),
+        ({"x-api-key": "tp-\xe9"}, "invalid_api_key"),
+    ],
+)
+def test_without_a_key_that_is_known_nothing_is_served(
+    server: Server, path: str, headers: dict[str, str], code: str
+) -> None:
+    raw = httpx.Headers([(name.encode(), value.encode("latin-1")) for name, value in headers.items()])
+    answer = server.client.post(path, json=GUARDED[path], headers=raw)
+    assert answer.status_code == 401
+    if path.startswith("/v1/messages"):
+        assert answer.json()["error"]["type"] == "authentication_error"
+    else:
+        assert answer.json()["error"]["code"] == code
+    assert not any(worker.submits for worker in server.cluster.workers.values())
+    assert server.client.get("/v1/models", headers=raw).status_code == 401
+
+
+@pytest.mark.parametrize("path", GUARDED)
+def test_with_a_key_all_is_as_without(server: Server, secret: str, path: str) -> None:
+    assert server.post(path, GUARDED[path], **bearer(secret)).status_code == 200
+    assert server.post(path, GUARDED[path], **{"x-api-key": secret}).status_code == 200
+
+
+def test_what_tells_nothing_needs_no_key_and_what_operators_ask_needs_theirs(server: Server) -> None:
+    for path in WITHOUT_KEY:
+        assert server.client.get(path).status_code == 200, path
+    assert server.client.get("/cluster/status").status_code == 200, "asked from this machine"
+
+
+def test_a_key_that_is_revoked_is_refused_and_a_new_one_taken_without_a_restart(
+    server: Server, keys: Path, secret: str
+) -> None:
+    other = new_key(keys, "other")
+    server.wait_until(lambda: server.service.keys is not None and server.service.keys.tenant_of(other) == "other")
+    assert server.post(COMPLETIONS, ASK, **bearer(other)).status_code == 200
+    revoke_key(keys, digest_of(secret)[:12])
+    server.wait_until(lambda: server.service.keys is not None and server.service.keys.tenant_of(secret) is None)
+    assert server.post(COMPLETIONS, ASK, **bearer(secret)).status_code == 401
+    keys.write_text("{")
+    os.utime(keys, (1, 1))
+    server.call(lambda: server.service.keys.refresh() if server.service.keys else None)
+    assert server.post(COMPLETIONS, ASK, **bearer(other)).status_code == 200, "a file that went bad changes nothing"
+
+
+@pytest.mark.parametrize("asked", [ASK, LARGE], ids=["inline", "by a reader"])
+def test_tenants_share_no_prefix_whatever_their_salts(
+    server: Server, keys: Path, secret: str, asked: dict[str, Any]
+) -> None:
+    other = new_key(keys, "other")
+    server.wait_until(lambda: server.service.keys is not None and server.service.keys.tenant_of(other) == "other")
+    names: list[str] = []
+    prompts: list[tuple[int, ...]] = []
+    for key, salt in ((secret, ""), (other, ""), (secret, "x"), (secret, "acme\n"), (other, "x")):
+        for worker in server.cluster.workers.values():
+            worker.submits.clear()
+        assert server.post(COMPLETIONS, {**asked, "cache_salt": salt}, **bearer(key)).status_code == 200
+        ((submit,), (at_decode,)) = (server.cluster[f"{role}-0"].submits for role in ("prefill", "decode"))
+        assert submit.salt == at_decode.salt
+        names.append(submit.salt)
+        prompts.append(tuple(submit.tokens))
+    assert len(set(names)) == len(names)
+    assert len(set(prompts)) == 1
+
+
+def test_limits_hold_and_say_when_to_come_back(server: Server, keys: Path, secret: str) -> None:
+    limit(keys, requests_per_minute=2, priority=3)
+    assert server.service.keys is not None
+    server.call(server.service.keys.refresh)
+    sent = [server.post(COMPLETIONS, {**ASK, "priority": 9}, **bearer(secret)) for _ in range(3)]
+    assert [answer.status_code for answer in sent] == [200, 200, 429]
+    error = sent[2].json()["error"]
+    assert (error["type"], error["code"]) == ("rate_limit_error", "tenant_limit")
+    assert 20 <= int(sent[2].headers["retry-after"]) <= 30
+    assert {s.priority for s in server.cluster["decode-0"].submits} == {3}
+    metrics = server.client.get("/metrics").text
+    assert 'twinpool_tenant_requests_total{tenant="acme"} 2.0' in metrics
+    assert 'twinpool_tenant_refused_total{tenant="acme"} 1.0' in metrics
+    assert 'twinpool_tenant_tokens_total{tenant="acme"} 14.0' in metrics
+
+
+def test_answers_in_flight_are_bounded_and_given_back_when_a_client_leaves(
+    server: Server, keys: Path, secret: str
+) -> None:
+    limit(keys, concurrent=2)
+    assert server.service.keys is not None
+    server.call(server.service.keys.refresh)
+    assert server.post(COMPLETIONS, {**ASK, "n": 3}, **bearer(secret)).status_code == 429
+    server.pause("decode")
+    with pytest.raises(httpx.ReadTimeout):
+        server.client.post(COMPLETIONS, json={**ASK, "n": 2}, headers=bearer(secret), timeout=0.5)
+    server.wait_until(lambda: not server.service.core.requests.in_flight)
+    server.resume()
+    assert server.post(COMPLETIONS, {**ASK, "n": 2}, **bearer(secret)).status_code == 200
+
+
+def test_a_model_that_a_tenant_may_not_use_is_refused(server: Server, keys: Path, secret: str) -> None:
+    limit(keys, models=("another",))
+    assert server.service.keys is not None
+    server.call(server.service.keys.refresh)
+    answer = server.post(COMPLETIONS, ASK, **bearer(secret))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "model_not_allowed")
+
+
+# ---------------------------------------------------------------- the file and the command
+
+
+def test_a_key_file_comes_back_as_it_was_written_and_only_its_owner_reads_it(keys: Path) -> None:
+    content = KeyFile(
+        (ApiKey("a", "acme", "0" * 64, "now"), ApiKey("b", "other", "f" * 64)),
+        {"acme": TenantLimits(1, 2, 3, -4, ("m", "n"))},
+    )
+    write_key_file(keys, content)
+    assert read_key_file(keys) == content
+    assert keys.stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in keys.parent.iterdir()] == [keys.name]
+
+
+def test_a_secret_is_not_in_the_file_and_two_are_never_the_same(keys: Path) -> None:
+    secrets = [new_key(keys, "acme") for _ in range(3)]
+    assert len(set(secrets)) == 3
+    assert all(len(secret) == len("tp-") + 43 for secret in secrets)
+    text = keys.read_text()
+    assert not any(secret in text for secret in secrets)
+    known = ApiKeys(keys)
+    assert [known.tenant_of(secret) for secret in secrets] == ["acme"] * 3
+    assert known.tenant_of(secrets[0][:-1]) is None
+
+
+@pytest.mark.parametrize(
+    ("tree", "says"),
+    [
+        ([], "an object of keys and tenants"),
+        ({"key": []}, "an object of keys and tenants"),
+        ({"keys": {}}, "a list of keys"),
+        ({"keys": [{"id": "a"}]}, "keys[0] needs an id and a sha256"),
+        ({"keys": [{"id": "a", "tenant": "a b", "sha256": "0" * 64}]}, "a tenant's name"),
+        ({"keys": [{"id": 5}]}, "keys[0] must be an object of texts"),
+        ({"tenants": {"a": {"request": 5}}}, "tenants.a must be an object of requests_per_minute"),
+        ({"tenants": {"a": {"concurrent": -1}}}, "tenants.a.concurrent must be a whole number"),
+        ({"tenants": {"a": {"models": "m"}}}, "tenants.a.models must be an array"),
+    ],
+)
+def test_a_bad_key_file_is_refused_with_its_place(keys: Path, tree: Any, says: str) -> None:
+    keys.write_text(json.dumps(tree))
+    with pytest.raises(ConfigError) as caught:
+        read_key_file(keys)
+    assert says in str(caught.value)
+    assert str(keys) in str(caught.value) or "name" in says
+
+
+def test_the_command_makes_lists_and_revokes(keys: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def keys_command(*arguments: str) -> tuple[int, str, str]:
+        code = run(command_line().parse_args(["keys", *arguments, "--file", str(keys)]))
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    code, made, _ = keys_command("new", "acme")
+    assert code == 0
+    key_id = digest_of(made.strip())[:12]
+    code, table, _ = keys_command("list")
+    assert code == 0
+    assert key_id in table
+    assert "acme" in table
+    assert keys_command("revoke", key_id) == (0, f"revoked {key_id}\n", "")
+    code, _, error = keys_command("revoke", key_id)
+    assert code == 2
+    assert f"has no key {key_id}" in error
+    assert keys_command("new")[0] == 2
+    assert keys_command("new", "a b")[0] == 2
