@@ -12,8 +12,8 @@ from cache.device.adversarial_device import AdversarialDevice
 from cache.device.device_backends import CpuDevice
 from cache.device.device_port import DeviceOp, DeviceStream
 from cache.pool.page_allocator import Lease
-from contracts.errors import ErrorKind, WireError
-from contracts.ids import Incarnation, WorkerName
+from contracts.errors import ErrorKind, PeerDead, WireError
+from contracts.ids import Incarnation, RoomId, WorkerName
 from contracts.messages.router_commands import PeerRef
 from tests.poolsets import pool_sets
 from tests.rooms import Ends, Prompt, ends
@@ -66,6 +66,29 @@ def test_a_room_with_a_failed_send_is_not_sealed_once_that_is_known() -> None:
             both.seal(prompt)
         both.sender.write(prompt.room, prompt.all(), ())
         assert isinstance(both.outcome(prompt.room), HandoverFailed)
+        both.quiet()
+
+
+def test_a_room_that_cant_be_revoked_can_be_ended_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of the receiver is gone in the middle of a room's end: the worker ends, and closes what it has."""
+    with ends(SPEC, "zmq") as both:
+        prompt = both.prompt(24)
+        leases = both.open(prompt)
+        plane = both.receiver._plane
+        revoke, refusals = plane.revoke, [PeerDead("rank 1 of this worker can't be reached")]
+
+        def refuse_once(room: RoomId) -> None:
+            if refusals:
+                raise refusals.pop()
+            revoke(room)
+
+        monkeypatch.setattr(plane, "revoke", refuse_once)
+        with pytest.raises(PeerDead):
+            both.receiver.abort(prompt.room, "the worker closes")
+        assert all(lease.live for lease in leases.values())
+        both.receiver.abort(prompt.room, "the worker closes")
+        assert not any(lease.live for lease in leases.values())
+        assert not both.receiver.rooms
         both.quiet()
 
 

@@ -235,11 +235,16 @@ class ReceiverRooms(Mapping[RoomId, ReceiverRoom]):
 
     def step(self, room: ReceiverRoom, event: ReceiverEvent, word: m.HandoverReceived | None = None) -> None:
         """Apply `event` to a room: the one place where a room changes state, and where its end releases its pages and
-        slot. `word`: the last word about the room, if there is one."""
-        room.state = RECEIVER.next(room.state, event)
-        if not RECEIVER.terminal(room.state):
+        slot. `word`: the last word about the room, if there is one.
+
+        A plane that can't revoke raises, and the room is as it was: it may be ended again.
+        """
+        state = RECEIVER.next(room.state, event)
+        if RECEIVER.terminal(state):
+            self._plane.revoke(room.id)
+        room.state = state
+        if not RECEIVER.terminal(state):
             return
-        self._plane.revoke(room.id)
         room.remote.close()
         self._peers.withdraw_grant(room.peer, room.id)
         for lease in room.leases.values():
