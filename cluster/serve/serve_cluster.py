@@ -134,7 +134,8 @@ class ServeCluster:
         self._stopping.ready()
         self._terminal.table(self._prepared, self._server.call(Controller.views))
         self._terminal.line(f"Twinpool is ready: {url}")
-        self._terminal.line(curl_line(url, spec.name))
+        key = bool(self._prepared.config.security.keys_file)
+        self._terminal.line(curl_line(url, spec.name, key=key))
         if self._ray is not None and self._ray.dashboard:
             token = os.environ["RAY_AUTH_TOKEN_PATH"]
             self._terminal.line(f"Ray's dashboard: {self._ray.dashboard} (it asks for the token in {token})")

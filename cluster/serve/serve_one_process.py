@@ -131,7 +131,7 @@ class ServeOneProcess:
         self._stopping.ready()
         self._terminal.table(prepared, directory.views())
         self._terminal.line(f"Twinpool is ready: {url}")
-        self._terminal.line(curl_line(url, prepared.spec.name))
+        self._terminal.line(curl_line(url, prepared.spec.name, key=bool(prepared.config.security.keys_file)))
 
     def _on_end(self, name: WorkerName, end: WorkerEnd, reason: str) -> None:
         """Tell the operator and the directory that a worker has ended; runs on its engine thread."""

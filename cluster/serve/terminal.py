@@ -225,10 +225,11 @@ def url_of(host: str, port: int) -> str:
     return f"http://{shown}:{port}"
 
 
-def curl_line(url: str, model: str) -> str:
-    """A command for the shell that asks for a completion."""
+def curl_line(url: str, model: str, *, key: bool = False) -> str:
+    """A command for the shell that asks for a completion. `key`: whether that takes an API key."""
     body = json.dumps({"model": model, "prompt": "It was a fine morning, and", "max_tokens": 32})
-    return f"curl {url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    by = "-H 'Authorization: Bearer KEY' " if key else ""
+    return f"curl {url}/v1/completions {by}-H 'Content-Type: application/json' -d {shlex.quote(body)}"
 
 
 def take_over_output(log: Path) -> TextIO:

@@ -14,6 +14,8 @@ from typing import Any
 from contracts.errors import RequestError
 from router.openai.request_fields import describe
 
+_OF_CHATS = ("n", "stream_options", "logprobs", "top_logprobs", "return_token_ids")
+"""Fields whose answers have no place in the shape of this API."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -32,8 +34,9 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
         value = given.pop(name, None)
         if value and name in ("mcp_servers", "container"):
             raise RequestError(f"{name} is not supported", param=name)
-    if "n" in given or "stream_options" in given:
-        raise RequestError("n and stream_options belong to /v1/chat/completions", param="n")
+    for name in _OF_CHATS:
+        if name in given:
+            raise RequestError(f"{name} belongs to /v1/chat/completions", param=name)
     return {**given, **chat}
 
 

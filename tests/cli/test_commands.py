@@ -157,3 +157,5 @@ def test_urls_and_curl_lines_can_be_pasted() -> None:
     assert url_of("::", 80) == "http://[::1]:80"
     assert url_of("10.0.0.1", 80) == "http://10.0.0.1:80"
     assert """it'"'"'s""" in curl_line("http://x", "it's")
+    assert "Bearer" not in curl_line("http://x", "m")
+    assert "-H 'Authorization: Bearer KEY' -H" in curl_line("http://x", "m", key=True)

@@ -119,6 +119,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"output_config": {"format": {"type": "xml"}}}, "output_config"),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
     ({"n": 2}, "n"),
+    ({"logprobs": True}, "logprobs"),
+    ({"return_token_ids": True}, "return_token_ids"),
 ]
 
 
