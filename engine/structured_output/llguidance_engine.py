@@ -1,7 +1,9 @@
 """The structured-output engine of workers: llguidance (docs/decisions/0046).
 
 Grammars are compiled on a thread of their own, which holds no lock of the interpreter meanwhile, and kept, as the same
-schema comes again and again. Reading the vocabulary takes seconds where it is large, and begins with the engine.
+schema comes again and again. Copies of a matcher share their lexer, whose states are bounded and add up: so only some
+answers share one, and one that is used up is compiled anew. Reading the vocabulary takes seconds where it is large, and
+begins with the engine.
 
 What a client asks for is bounded at every step: the size of a grammar, the states of its lexer, and the work of one
 mask. A bound is an error of that answer alone.
@@ -12,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 
 _KEPT = 128
 """Compiled grammars that are kept."""
+_SHARED_BY = 32
+"""Answers that follow copies of one compiled grammar."""
 _WORD = 32
 
 
@@ -45,6 +50,14 @@ class LLGuidanceMatcher:
         return self.matcher.compute_ff_tokens()
 
 
+@dataclass(slots=True)
+class _CompiledGrammar:
+    """A matcher at its beginning, and how many answers may still begin with a copy of it."""
+
+    matcher: LLMatcher
+    left: int = _SHARED_BY
+
+
 class LLGuidanceEngine:
     """Implements `engine.structured_output.grammar_engine.GrammarEngine` for one checkpoint's vocabulary."""
 
@@ -58,8 +71,8 @@ class LLGuidanceEngine:
         self._words = -(-vocab_size // _WORD)
         self._limits = LLParserLimits(**bounds)
         self._executor = LLExecutor(max(1, threads))
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
-        """Matchers at their beginning, the latest used last; of the compiling thread alone."""
+        self._compiled: OrderedDict[str, _CompiledGrammar] = OrderedDict()
+        """By text, the latest used last; of the compiling thread alone."""
         self._compiling = ThreadPoolExecutor(1, "grammars")
         self._tokenizer: Future[LLTokenizer] = self._compiling.submit(
             _read_vocabulary, tokenizer_json, vocab_size, list(eos_token_ids)
@@ -69,7 +82,22 @@ class LLGuidanceEngine:
         return self._compiling.submit(self._start, grammar, emitted)
 
     def _start(self, grammar: str, emitted: Sequence[int]) -> StartedGrammar:
-        matcher = LLGuidanceMatcher(self._beginning(grammar).deep_copy())
+        known = self._compiled.get(grammar)
+        if known is not None and known.left > 0:
+            try:
+                return self._begin(grammar, known, emitted)
+            except GrammarError:  # Its lexer may be used up by others.
+                pass
+        return self._begin(grammar, _CompiledGrammar(self._compile(grammar)), emitted)
+
+    def _begin(self, grammar: str, compiled: _CompiledGrammar, emitted: Sequence[int]) -> StartedGrammar:
+        """Begin an answer with a copy of a compiled grammar, which is kept."""
+        compiled.left -= 1
+        self._compiled[grammar] = compiled
+        self._compiled.move_to_end(grammar)
+        if len(self._compiled) > _KEPT:
+            self._compiled.popitem(last=False)
+        matcher = LLGuidanceMatcher(compiled.matcher.deep_copy())
         matcher.consume(emitted)
         # The lexer's states at this place are made by the first mask: here, and not in a step.
         (first,) = self.masks([(matcher, ())])
@@ -77,18 +105,13 @@ class LLGuidanceEngine:
             raise first
         return StartedGrammar(matcher, first[0])
 
-    def _beginning(self, grammar: str) -> LLMatcher:
+    def _compile(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher
 
-        found = self._compiled.pop(grammar, None)
-        if found is None:
-            found = LLMatcher(self._tokenizer.result(), grammar, limits=self._limits, log_level=0)
-            if found.is_error():
-                raise GrammarError(engine_error(found.get_error()))
-        self._compiled[grammar] = found
-        if len(self._compiled) > _KEPT:
-            self._compiled.popitem(last=False)
-        return found
+        compiled = LLMatcher(self._tokenizer.result(), grammar, limits=self._limits, log_level=0)
+        if compiled.is_error():
+            raise GrammarError(engine_error(compiled.get_error()))
+        return compiled
 
     def masks(self, wanted: Sequence[tuple[GrammarMatcher, Sequence[int]]]) -> list[list[TokenMask] | GrammarError]:
         from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
