@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from contracts.errors import RequestError
-from contracts.grammar import GRAMMAR_BYTES
+from router.openai.structured_output import bounded
 from router.openai.tools import ANY_OBJECT, ChatTool, ToolUse
 from router.parsers.answer_parts import PartsParser
 from router.parsers.reasoning_parser import BEGIN, END, PlainContent, ReasoningParser, opened
-from router.parsers.tool_formats import FORMATS, CallGrammar, format_of
+from router.parsers.tool_formats import FORMATS, CallGrammar, format_of, quoted
 
 AUTO, NONE = "auto", "none"
 THINK = "think"
@@ -78,14 +77,14 @@ class ChatFormat:
         if not asked and (use is None or not (use.forced or any(tool.strict for tool in use.tools))):
             return ""
         rules = [calls.rules] if calls is not None else []
-        called = f"{_quoted(calls.trigger)} calls" if calls is not None and calls.trigger else "calls"
+        called = f"{quoted(calls.trigger)} calls" if calls is not None and calls.trigger else "calls"
         if use is not None and use.forced:
             answer = called
         elif asked:
             answer = f"@answer | {called}" if calls is not None else "@answer"
         elif calls is not None and calls.trigger:
             answer = "(free calls)* rest"
-            rules += [f"free[suffix={_quoted(calls.trigger)}]: /(?s:.*)/", "rest: /(?s:.*)/"]
+            rules += [f"free[suffix={quoted(calls.trigger)}]: /(?s:.*)/", "rest: /(?s:.*)/"]
         else:
             answer = f"{called} | /([^{{](?s:.*))?/"
         if found is None or not found.reasoning:
@@ -93,30 +92,22 @@ class ChatFormat:
                 return asked
             start = f"start: {answer}"
         else:
-            thought = "thought" if found.begun else f"({_quoted(BEGIN)} thought)?"
+            thought = "thought" if found.begun else f"({quoted(BEGIN)} thought)?"
             start = f"start: {thought} SPACE? answer\nanswer: {answer}"
-            rules += [f"thought[suffix={_quoted(END)}]: /(?s:.*)/", r"SPACE: /[ \n]{1,8}/"]
+            rules += [f"thought[suffix={quoted(END)}]: /(?s:.*)/", r"SPACE: /[ \n]{1,8}/"]
         grammars: list[dict[str, Any]] = [{"lark_grammar": "\n".join((start, *rules))}]
         if asked:
             (wanted,) = json.loads(asked)["grammars"]
             grammars.append({**wanted, "name": "answer"})
-        made = json.dumps({"grammars": grammars})
-        if len(made) > GRAMMAR_BYTES:
-            raise RequestError(f"the schemas of the tools are too large: at most {GRAMMAR_BYTES} bytes", param="tools")
-        return made
+        return bounded(json.dumps({"grammars": grammars}), "tools" if use is not None else "response_format")
 
     def _calls(self, use: ToolUse | None, found: AnswerFormat | None) -> CallGrammar | None:
         if use is None or found is None:
             return None
         schemas = [(tool.name, tool.parameters if use.forced or tool.strict else ANY_OBJECT) for tool in use.tools]
-        make: Callable[..., CallGrammar] = FORMATS[found.tool_format].grammar
-        return make(schemas, use.parallel)
+        return FORMATS[found.tool_format].grammar(schemas, use.parallel)
 
 
 def _types(tool: ChatTool) -> dict[str, str]:
     properties: dict[str, Any] = tool.parameters.get("properties") or {}
     return {key: part["type"] for key, part in properties.items() if isinstance(part.get("type"), str)}
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

@@ -52,6 +52,19 @@ class PartsParser(Protocol):
         """Return what was held back, once the text is over; called once."""
 
 
+def cut_at(text: str, marks: Sequence[str]) -> tuple[str, str, str]:
+    """Cut a text at the first of `marks`: return what stands before it, the mark, and what stands behind.
+
+    Without a mark the second is empty, the first what no mark can begin in, and the third what is to be held back.
+    """
+    found = first_mark(text, marks)
+    if found is None:
+        end = len(text) - held_back(text, marks)
+        return text[:end], "", text[end:]
+    at, mark = found
+    return text[:at], mark, text[at + len(mark) :]
+
+
 def held_back(text: str, marks: Sequence[str]) -> int:
     """Return the length of the longest end of `text` that is the beginning of one of `marks`, and not all of it."""
     longest = max(map(len, marks), default=0)

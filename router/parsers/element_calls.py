@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, first_mark, held_back
+from router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, cut_at, first_mark, held_back
 from router.parsers.content_around import SPACE, ContentAround
 
 ParameterTypes = Mapping[str, Mapping[str, str]]
@@ -109,15 +109,11 @@ class ElementCalls:
         marks = self._marks
         begin, end = marks.around
         known = tuple(mark for mark in (begin, marks.call, end if self._content.called_once else "") if mark)
-        found = first_mark(self._held, known)
-        if found is None:
-            cut = len(self._held) - held_back(self._held, known)
-            self._content.take(self._held[:cut], parts)
-            self._held = self._held[cut:]
+        before, mark, rest = cut_at(self._held, known)
+        self._content.take(before, parts)
+        self._held = mark + rest
+        if not mark:
             return False
-        at, mark = found
-        self._content.take(self._held[:at], parts)
-        self._held = self._held[at:]
         if mark == end and self._content.after_call:
             self._held = self._held[len(mark) :]
             return True
@@ -154,21 +150,14 @@ class ElementCalls:
 
     def _after(self, marks: tuple[str, ...]) -> str:
         """Drop the held text up to the first of `marks` and with it; returns that mark, empty where none is there."""
-        found = first_mark(self._held, marks)
-        if found is None:
-            self._held = self._held[len(self._held) - held_back(self._held, marks) :]
-            return ""
-        self._held = self._held[found[0] + len(found[1]) :]
-        return found[1]
+        _, mark, self._held = cut_at(self._held, marks)
+        return mark
 
     def _read_key(self) -> bool:
-        at = self._held.find(self._marks.key_end)
-        if at < 0:
-            return False
-        self._key = self._held[:at].strip(SPACE)
-        self._held = self._held[at + len(self._marks.key_end) :]
-        self._state = _State.ATTRIBUTE
-        return True
+        key, mark, behind = cut_at(self._held, (self._marks.key_end,))
+        if mark:
+            self._key, self._held, self._state = key.strip(SPACE), behind, _State.ATTRIBUTE
+        return bool(mark)
 
     def _read_attribute(self, parts: list[AnswerPart]) -> bool:
         at = self._held.find(self._marks.value)

@@ -5,7 +5,7 @@ What stands in the place of a call and is none stays content, with its tags, unl
 
 from __future__ import annotations
 
-from router.parsers.answer_parts import AnswerPart, held_back
+from router.parsers.answer_parts import AnswerPart, cut_at
 from router.parsers.call_object import CallObject
 from router.parsers.content_around import ContentAround
 
@@ -40,15 +40,11 @@ class TaggedJsonCalls:
 
     def _outside(self, parts: list[AnswerPart]) -> bool:
         """Read up to the next call; returns whether there is one."""
-        at = self._held.find(self._begin)
-        end = at if at >= 0 else len(self._held) - held_back(self._held, (self._begin,))
-        self._content.take(self._held[:end], parts)
-        self._held = self._held[end:]
-        if at < 0:
-            return False
-        self._held = self._held[len(self._begin) :]
-        self._object = CallObject()
-        return True
+        before, mark, self._held = cut_at(self._held, (self._begin,))
+        self._content.take(before, parts)
+        if mark:
+            self._object = CallObject()
+        return bool(mark)
 
     def _inside(self, call: CallObject, parts: list[AnswerPart]) -> bool:
         """Read on in a call, or from its object's end to its end tag; returns whether there may be more to read."""
@@ -64,13 +60,10 @@ class TaggedJsonCalls:
             return True
         if not (call.done or call.broken):
             return False
-        at = self._held.find(self._end)
-        if at < 0:
-            self._held = self._held[len(self._held) - held_back(self._held, (self._end,)) :]
-            return False
-        self._held = self._held[at + len(self._end) :]
-        self._object = None
-        return True
+        _, mark, self._held = cut_at(self._held, (self._end,))
+        if mark:
+            self._object = None
+        return bool(mark)
 
 
 class WholeJsonCalls:

@@ -6,7 +6,7 @@ Whitespace around both is dropped.
 
 from __future__ import annotations
 
-from router.parsers.answer_parts import AnswerPart, ContentPart, PartsParser, ReasoningPart, held_back
+from router.parsers.answer_parts import AnswerPart, ContentPart, PartsParser, ReasoningPart, cut_at
 from router.parsers.content_around import SPACE
 
 BEGIN, END = "<think>", "</think>"
@@ -70,17 +70,15 @@ class ReasoningParser:
         if self._lead:
             self._held = self._held.lstrip(SPACE)
             self._lead = not self._held
-        at = self._held.find(END)
-        end = at if at >= 0 else len(self._held) - held_back(self._held, (END,))
+        before, mark, behind = cut_at(self._held, (END,))
         # Whitespace is held back as well: it may be the last before the end.
-        told = self._held[:end].rstrip(SPACE)
+        told = before.rstrip(SPACE)
         if told:
             parts.append(ReasoningPart(told))
-        if at < 0:
+        if mark:
+            self._held, self._reasoning, self._behind = behind, False, True
+        else:
             self._held = self._held[len(told) :]
-            return
-        self._held = self._held[at + len(END) :]
-        self._reasoning, self._behind = False, True
 
     def _go_on(self, parts: list[AnswerPart]) -> None:
         if self._behind:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, first_mark, held_back
+from router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, cut_at
 from router.parsers.content_around import SPACE, ContentAround
 
 
@@ -48,34 +48,21 @@ class SectionedCalls:
         """Take the next thing from the held text; False where more is needed."""
         marks = self._marks
         if self._in_arguments:
-            at = self._held.find(marks.call_end)
-            if at < 0:
-                cut = len(self._held) - held_back(self._held, (marks.call_end,))
-                parts.append(ArgumentsPart(self._held[:cut]))
-                self._held = self._held[cut:]
-                return False
-            parts.append(ArgumentsPart(self._held[:at]))
-            self._held, self._in_arguments = self._held[at + len(marks.call_end) :], False
-            return True
+            arguments, mark, self._held = cut_at(self._held, (marks.call_end,))
+            parts.append(ArgumentsPart(arguments))
+            self._in_arguments = not mark
+            return bool(mark)
         if self._in_name:
-            at = self._held.find(marks.arguments)
-            if at < 0:
-                return False
-            self._content.called()
-            parts.append(CallPart(self._held[:at].strip(SPACE)))
-            self._held = self._held[at + len(marks.arguments) :]
-            self._in_name, self._in_arguments = False, True
-            return True
-        known = (*marks.around, marks.call)
-        found = first_mark(self._held, known)
-        end = found[0] if found else len(self._held) - held_back(self._held, known)
-        self._content.take(self._held[:end], parts)
-        self._held = self._held[end:]
-        if found is None:
-            return False
-        self._held = self._held[len(found[1]) :]
-        self._in_name = found[1] == marks.call
-        return True
+            name, mark, behind = cut_at(self._held, (marks.arguments,))
+            if mark:
+                self._content.called()
+                parts.append(CallPart(name.strip(SPACE)))
+                self._held, self._in_name, self._in_arguments = behind, False, True
+            return bool(mark)
+        before, mark, self._held = cut_at(self._held, (*marks.around, marks.call))
+        self._content.take(before, parts)
+        self._in_name = mark == marks.call
+        return bool(mark)
 
 
 DEEPSEEK_V31 = SectionMarks(

@@ -51,7 +51,8 @@ class ToolFormat:
     """Of calls of tools, each with the schema of its arguments; and whether there may be several calls."""
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """Return a text as a literal of Lark's notation."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -95,11 +96,11 @@ def _llama3_grammar(tools: Sequence[tuple[str, Schema]], several: bool) -> CallG
 def _deepseek_v31_grammar(tools: Sequence[tuple[str, Schema]], several: bool) -> CallGrammar:
     marks = DEEPSEEK_V31
     calls = [
-        f"call_{number}: {_quoted(marks.call + name + marks.arguments)} {_json(schema)} {_quoted(marks.call_end)}"
+        f"call_{number}: {quoted(marks.call + name + marks.arguments)} {_json(schema)} {quoted(marks.call_end)}"
         for number, (name, schema) in enumerate(tools)
     ]
     either = " | ".join(f"call_{number}" for number in range(len(tools)))
-    rules = (f"calls: ({either}){'+' if several else ''} {_quoted(marks.around[1])}", *calls)
+    rules = (f"calls: ({either}){'+' if several else ''} {quoted(marks.around[1])}", *calls)
     return CallGrammar(marks.around[0], "\n".join(rules))
 
 
@@ -110,24 +111,24 @@ def _element_rules(tools: Sequence[tuple[str, Schema]], marks: ElementMarks, ope
     """
     end = f"{marks.around_value}{marks.value_end}\n"
     rules = [f"call: {' | '.join(f'call_{number}' for number in range(len(tools)))}"]
-    rules.append(f"text[suffix={_quoted(end)}]: /(?s:.*)/")
+    rules.append(f"text[suffix={quoted(end)}]: /(?s:.*)/")
     kinds = [marks.is_string, marks.is_string.replace("true", "false")] if marks.is_string else [""]
-    begins = " | ".join(_quoted(f"{marks.key_end}{_before_value(marks, kind)}") for kind in kinds)
-    rules += [f"any: {_quoted(marks.parameter)} KEY ({begins}) text", r'KEY: /[^<>"\n]{1,64}/']
+    begins = " | ".join(quoted(f"{marks.key_end}{_before_value(marks, kind)}") for kind in kinds)
+    rules += [f"any: {quoted(marks.parameter)} KEY ({begins}) text", r'KEY: /[^<>"\n]{1,64}/']
     for number, (name, schema) in enumerate(tools):
         parameters = []
         _refuse_others(schema, _OF_ARGUMENTS, name)
         for place, (key, part) in enumerate((schema.get("properties") or {}).items()):
             kind = kinds[0] if _is_text(part) else kinds[-1]
-            begin = _quoted(f"{marks.parameter}{key}{marks.key_end}{_before_value(marks, kind)}")
+            begin = quoted(f"{marks.parameter}{key}{marks.key_end}{_before_value(marks, kind)}")
             value = _value_rule(part, end, _lifted(schema), f"{name}.{key}")
             rules.append(f"value_{number}_{place}: {begin} {value}")
             optional = "" if key in (schema.get("required") or ()) else "?"
             parameters.append(f"value_{number}_{place}{optional}")
         if not parameters and schema.get("additionalProperties") is not False:
             parameters = ["any*"]
-        begin = _quoted(f"{opening}{name}{marks.name_end}\n")
-        rules.append(f"call_{number}: {begin} {' '.join(parameters)} {_quoted(closing)}")
+        begin = quoted(f"{opening}{name}{marks.name_end}\n")
+        rules.append(f"call_{number}: {begin} {' '.join(parameters)} {quoted(closing)}")
     return "\n".join(rules)
 
 
@@ -157,11 +158,11 @@ def _is_text(schema: Schema) -> bool:
 def _value_rule(schema: Schema, end: str, lifted: Schema, where: str) -> str:
     """What stands in the place of a value, with its end."""
     if not _is_text(schema):
-        return f"{_json({**schema, **lifted})} {_quoted(end)}"
+        return f"{_json({**schema, **lifted})} {quoted(end)}"
     _refuse_others(schema, _OF_TEXT, where)
     if "enum" in schema or "const" in schema:
         words = schema.get("enum", [schema.get("const")])
-        return f"({' | '.join(_quoted(str(word)) for word in words)}) {_quoted(end)}"
+        return f"({' | '.join(quoted(str(word)) for word in words)}) {quoted(end)}"
     return "text"
 
 
@@ -179,7 +180,7 @@ def _glm_45_grammar(tools: Sequence[tuple[str, Schema]], several: bool) -> CallG
 def _deepseek_v32_grammar(tools: Sequence[tuple[str, Schema]], several: bool) -> CallGrammar:
     begin, end = DEEPSEEK_V32.around
     rules = _element_rules(tools, DEEPSEEK_V32, DEEPSEEK_V32.call, DEEPSEEK_V32.call_end + "\n")
-    return CallGrammar(begin, f'calls: "\\n" call{"+" if several else ""} {_quoted(end)}\n{rules}')
+    return CallGrammar(begin, f'calls: "\\n" call{"+" if several else ""} {quoted(end)}\n{rules}')
 
 
 _ELEMENTS = ("<tool_call>", "</tool_call>")
