@@ -18,14 +18,14 @@ from router.openai.request_fields import STRUCTURED_OUTPUT, describe
 
 CHOICES_AT_MOST = 4096
 _COMPACT = {**JSON_FORM, "whitespace_pattern": None, "whitespace_flexible": False}
-_NAMED = re.compile(b'"(?:' + "|".join((*STRUCTURED_OUTPUT, "tools")).encode() + rb')"|\\u00[5-7]')
+_NAMED = re.compile(b'"(?:' + "|".join((*STRUCTURED_OUTPUT, "tools", "output_config")).encode() + rb')"|\\u00[5-7]')
 _NO_WHITESPACE = "disable_any_whitespace"
 _OBJECT = {"type": "object"}
 _ENGINES_OWN = "x-guidance"
 
 
 def may_need_grammar(raw: bytes) -> bool:
-    """Whether a body may name one of `STRUCTURED_OUTPUT`, or tools. Its letters may be escaped there."""
+    """Whether a body may name a field that takes a grammar, of any API. A name's letters may be escaped there."""
     return _NAMED.search(raw) is not None
 
 
@@ -107,7 +107,7 @@ def _schema(value: object, field: str, form: dict[str, Any] = JSON_FORM) -> str:
     if names_engine(schema):
         raise RequestError(f"{field}: {_ENGINES_OWN} is no keyword of JSON schema", param=_top(field))
     overrides: Any = form
-    return _bounded(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides), field)
+    return bounded(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides), field)
 
 
 def _json_object(value: object, field: str, form: dict[str, Any] = JSON_FORM) -> str:
@@ -121,7 +121,7 @@ def _regex(value: object, field: str) -> str:
 
     if not isinstance(value, str) or not value:
         raise RequestError(f"{field} must be a regular expression, a string; got {describe(value)}", param=_top(field))
-    return _bounded(LLMatcher.grammar_from_regex(value), field)
+    return bounded(LLMatcher.grammar_from_regex(value), field)
 
 
 def _choice(value: object, field: str) -> str:
@@ -140,7 +140,7 @@ def _grammar(value: object, field: str) -> str:
 
     if not isinstance(value, str) or not value.strip():
         raise RequestError(f"{field} must be a grammar, a string; got {describe(value)}", param=_top(field))
-    _bounded(value, field)
+    bounded(value, field)
     if named := next((name for name in ("%llguidance", _ENGINES_OWN) if name in value), ""):
         raise RequestError(f"{field}: {named} is not supported", param=_top(field))
     try:
@@ -150,10 +150,11 @@ def _grammar(value: object, field: str) -> str:
 
 
 def _lark(text: str, field: str) -> str:
-    return _bounded(json.dumps({"grammars": [{"lark_grammar": text}]}), field)
+    return bounded(json.dumps({"grammars": [{"lark_grammar": text}]}), field)
 
 
-def _bounded(grammar: str, field: str) -> str:
+def bounded(grammar: str, field: str) -> str:
+    """Return a grammar. Raises `RequestError` where it is too long."""
     size = len(grammar.encode("utf-8", "surrogatepass"))
     if size > GRAMMAR_BYTES:
         raise RequestError(f"{field} has {size} bytes; at most {GRAMMAR_BYTES} are allowed", param=_top(field))

@@ -190,7 +190,7 @@ def test_what_cant_be_compiled_is_said(body: dict[str, Any], says: str) -> None:
     assert says in check_grammar(read_grammar(body).text)
 
 
-@pytest.mark.parametrize("field", STRUCTURED_OUTPUT)
+@pytest.mark.parametrize("field", [*STRUCTURED_OUTPUT, "tools", "output_config"])
 def test_a_body_that_names_a_field_is_recognised_before_it_is_read(field: str) -> None:
     assert may_need_grammar(json.dumps({"prompt": "a", field: "b"}).encode())
     for letter in field:
