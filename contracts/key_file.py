@@ -90,7 +90,10 @@ def read_key_file(path: Path) -> KeyFile:
         raise ConfigError(f"the key file {path} must have a list of keys and an object of tenants")
     return KeyFile(
         tuple(_key(key, f"{path}: keys[{number}]") for number, key in enumerate(keys)),
-        {check_tenant(name): _limits(limits, f"{path}: tenants.{name}") for name, limits in tenants.items()},
+        {
+            check_tenant(name, f"{path}: tenants: "): _limits(limits, f"{path}: tenants.{name}")
+            for name, limits in tenants.items()
+        },
     )
 
 
@@ -113,10 +116,12 @@ def write_key_file(path: Path, content: KeyFile) -> None:
         raise
 
 
-def check_tenant(name: object) -> str:
-    """Return a tenant's name. Raises `ConfigError` for what can't be one."""
+def check_tenant(name: object, where: str = "") -> str:
+    """Return a tenant's name. Raises `ConfigError` for what can't be one; `where`: the beginning of its message."""
     if not isinstance(name, str) or not _TENANT.fullmatch(name):
-        raise ConfigError(f"a tenant's name has 1 to 64 letters, digits, dots, dashes and underscores; got {name!r}")
+        raise ConfigError(
+            f"{where}a tenant's name has 1 to 64 letters, digits, dots, dashes and underscores; got {name!r}"
+        )
     return name
 
 
@@ -126,7 +131,7 @@ def _key(key: object, where: str) -> ApiKey:
         raise ConfigError(f"{where} must be an object of texts: {', '.join(sorted(known))}")
     if not key.get("id") or not _DIGEST.fullmatch(key.get("sha256", "")):
         raise ConfigError(f"{where} needs an id and a sha256 of 64 hexadecimal digits")
-    check_tenant(key.get("tenant"))
+    check_tenant(key.get("tenant"), f"{where}: ")
     return ApiKey(**key)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,8 @@ class ModelTokenizer:
         self._tokenizer = tokenizer
         self._template = template
         self._byte_level = _is_byte_level(tree.get("decoder"))
-        self._special = {t["id"] for t in tree.get("added_tokens", ()) if t.get("special")}
+        self._special_names = {t["content"]: t["id"] for t in tree.get("added_tokens", ()) if t.get("special")}
+        self._special = set(self._special_names.values())
         self._bytes: dict[int, bytes] = {}
         self._shown = {token: b"" for token in self._special}
         self._longest = 0
@@ -99,12 +100,12 @@ class ModelTokenizer:
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special)
         return text
 
-    def detokenizer(self, prompt: Sequence[int], *, skip_special: bool, shown: Container[str] = ()) -> Detokenizer:
+    def detokenizer(self, prompt: Sequence[int], *, skip_special: bool, shown: Collection[str] = ()) -> Detokenizer:
         """Return a new detokenizer for one choice's answer to `prompt`. `shown`: the names of special tokens that have
         text even where others are skipped."""
         if self._tokenizer is None:
             return NoText()
-        kept = {token for token in self._special if self.token_piece(token) in shown} if skip_special and shown else ()
+        kept = {self._special_names[name] for name in shown if name in self._special_names} if skip_special else ()
         if self._byte_level:
             if kept:
                 return ByteDetokenizer(
