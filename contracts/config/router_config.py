@@ -63,8 +63,8 @@ class RouterConfig:
     stream_keepalive_s: float = 15.0
     """A stream without an event for so many seconds gets a comment line, so that proxies don't take it for dead."""
     reader_processes: int = 2
-    """Processes that parse, render and tokenise bodies above 2 KiB; of several, one is kept free for bodies
-    under 256 KiB. They start when they are first needed."""
+    """Processes that read bodies above 2 KiB, and those that may take a grammar; of several, one is kept free for
+    bodies under 256 KiB. They start when they are first needed."""
     reader_timeout_s: float = 30.0
     """A body that takes a reader longer than this is refused, and the reader ended."""
     reader_memory_bytes: int = 2 * 1024**3

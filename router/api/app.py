@@ -16,6 +16,7 @@ from router.api.openapi import openapi_document, version
 from router.openai.api_errors import ApiError, BufferFull, ClientGone, QueueFull, failure_of, failure_of_done
 from router.openai.parse_request import check_model
 from router.openai.response_stream import ResponseStream, StreamHeartbeat
+from router.security.tenant_accounts import TenantLimited
 from router.service.router_service import RouterService
 from router.state.router_log import log
 from router.tokenizer_pool.tokenizer_process import FrameKind
@@ -67,7 +68,7 @@ async def _serve(service: RouterService, exchange: HttpExchange) -> None:
     except BodyTooLarge as error:
         failure = ApiError(413, str(error), "invalid_request_error", "body_too_large")
         await exchange.refuse_body(failure)
-    except (BufferFull, QueueFull) as error:
+    except (BufferFull, QueueFull, TenantLimited) as error:
         await (exchange.fail if exchange.body_done else exchange.refuse_body)(failure_of(error))
     except TwinpoolError as error:
         await exchange.fail(failure_of(error))
@@ -130,7 +131,8 @@ async def _messages(service: RouterService, exchange: HttpExchange) -> None:
 
 
 async def _generate(service: RouterService, exchange: HttpExchange, kind: FrameKind) -> None:
-    service.check_room()  # Before the body takes memory.
+    service.check_room()  # Before the body takes memory, and time to read.
+    service.check_tenant(exchange.tenant)
     raw = await exchange.body(service.body_limit, service.buffer)
     wants_timeline = exchange.header(b"x-twinpool-timeline") == "1"
     gone = False

@@ -17,7 +17,7 @@ _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords that hold schemas: one, a list of them, or one a name."""
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def check_grammar(grammar: str) -> str:
     """Compile a grammar as workers will; return why that can't be done, empty where it can. Takes up to a second: to be
     called where that, and the memory it takes, hurts nobody else."""

@@ -55,18 +55,16 @@ class TenantAccounts:
     def __init__(self) -> None:
         self._accounts: dict[str, TenantAccount] = {}
 
-    def admit(self, tenant: str, limits: TenantLimits, choices: int, prompt_tokens: int, now: float) -> None:
-        """Book a request of so many answers and tokens of prompts. Raises `TenantLimited`, having booked nothing."""
+    def check(self, tenant: str, limits: TenantLimits, choices: int, prompt_tokens: int, now: float) -> None:
+        """Raise `TenantLimited` where so many answers, and tokens of prompts, are more than the tenant may ask for now.
+        Books nothing but the refusal."""
         account = self._accounts.setdefault(tenant, TenantAccount())
-        wanted = {"requests": (1, limits.requests_per_minute), "tokens": (prompt_tokens, limits.tokens_per_minute)}
         try:
             if limits.concurrent and account.in_flight + choices > limits.concurrent:
                 raise TenantLimited(
                     f"{tenant} has {account.in_flight} answers in flight; {limits.concurrent} are allowed at a time", 1
                 )
-            for what, (amount, limit) in wanted.items():
-                if not limit:
-                    continue
+            for what, (amount, limit) in _wanted(limits, prompt_tokens).items():
                 budget = account.budgets.setdefault(what, RateBudget(limit, now))
                 budget.refill(limit, now)
                 if wait_s := budget.wait_s(amount, limit):
@@ -74,9 +72,13 @@ class TenantAccounts:
         except TenantLimited:
             account.refused += 1
             raise
-        for what, (amount, limit) in wanted.items():
-            if limit:
-                account.budgets[what].level -= amount
+
+    def admit(self, tenant: str, limits: TenantLimits, choices: int, prompt_tokens: int, now: float) -> None:
+        """Book a request of so many answers and tokens of prompts. Raises as `check` does, having booked nothing."""
+        self.check(tenant, limits, choices, prompt_tokens, now)
+        account = self._accounts[tenant]
+        for what, (amount, _) in _wanted(limits, prompt_tokens).items():
+            account.budgets[what].level -= amount
         account.in_flight += choices
         account.asked += 1
         account.tokens += prompt_tokens
@@ -114,3 +116,9 @@ class TenantAccounts:
                 families[name].add_metric([tenant], value)
         yield flight
         yield from families.values()
+
+
+def _wanted(limits: TenantLimits, prompt_tokens: int) -> dict[str, tuple[int, int]]:
+    """What one request takes of each budget that is bounded, and its limit a minute."""
+    wanted = {"requests": (1, limits.requests_per_minute), "tokens": (prompt_tokens, limits.tokens_per_minute)}
+    return {what: (amount, limit) for what, (amount, limit) in wanted.items() if limit}

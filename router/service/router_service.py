@@ -154,6 +154,11 @@ class RouterService:
             self.metrics.refused_full += 1
             raise QueueFull(f"the queue is full: {self._reserved} of {limit} answers are in flight; try again later")
 
+    def check_tenant(self, tenant: str) -> None:
+        """Raise `TenantLimited` where a tenant may not even ask for the least request. Books nothing."""
+        if self.keys is not None:
+            self.tenants.check(tenant, self.keys.limits(tenant), 1, 1, self.clock.now())
+
     async def open(
         self,
         kind: FrameKind,
@@ -166,7 +171,7 @@ class RouterService:
 
         `kind` is one of `REQUESTS`. `on_gone` is called with a function that the caller must call when the client
         leaves, so that a waiting body isn't read. Raises `QueueFull`, `RequestError` where the body is wrong or doesn't
-        fit, `ReaderFailed`, and `ClientGone`.
+        fit, `TenantLimited`, `ReaderFailed`, and `ClientGone`.
         """
         self.check_room()
         began = self.clock.now()

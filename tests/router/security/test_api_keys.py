@@ -152,6 +152,16 @@ def test_limits_hold_and_say_when_to_come_back(server: Server, keys: Path, secre
     assert 'twinpool_tenant_tokens_total{tenant="acme"} 14.0' in metrics
 
 
+def test_a_tenant_that_is_beyond_its_limits_has_no_body_read(server: Server, keys: Path, secret: str) -> None:
+    limit(keys, requests_per_minute=1)
+    assert server.service.keys is not None
+    server.call(server.service.keys.refresh)
+    assert server.post(COMPLETIONS, ASK, **bearer(secret)).status_code == 200
+    answer = server.client.post(COMPLETIONS, content=b"{", headers=bearer(secret))
+    assert answer.status_code == 429, "a body that is no JSON would be a 400"
+    assert answer.headers["connection"] == "close"
+
+
 def test_answers_in_flight_are_bounded_and_given_back_when_a_client_leaves(
     server: Server, keys: Path, secret: str
 ) -> None:
