@@ -41,9 +41,6 @@ class StartedGrammar(NamedTuple):
 class GrammarEngine(Protocol):
     """Compiles grammars and makes masks. `start` may be called on any thread."""
 
-    version: str
-    """The engine and its version: two versions may make different masks of a grammar."""
-
     def start(self, grammar: str, emitted: Sequence[int]) -> Future[StartedGrammar]:
         """Compile, off the caller's thread, and go on behind the answer's tokens so far. The future raises
         `GrammarError`."""

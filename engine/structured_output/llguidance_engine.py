@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from contracts.grammar import BOUNDS, GRAMMAR_ENGINE, engine_error
+from contracts.grammar import BOUNDS, engine_error
 from engine.runner.sampling.token_mask import TokenMask
 from engine.structured_output.grammar_engine import GrammarError, GrammarMatcher, StartedGrammar
 
@@ -60,8 +60,6 @@ class _CompiledGrammar:
 
 class LLGuidanceEngine:
     """Implements `engine.structured_output.grammar_engine.GrammarEngine` for one checkpoint's vocabulary."""
-
-    version = GRAMMAR_ENGINE
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int], threads: int = 1) -> None:
         """`tokenizer_json`: the content of `tokenizer.json`. `threads`: how many make masks, beside the caller's."""

@@ -104,6 +104,7 @@ def _schema(value: object, field: str, form: dict[str, Any] = JSON_FORM) -> str:
             raise RequestError(f"{field} is not valid JSON: {error}", param=_top(field)) from None
     if not isinstance(schema, dict):
         raise RequestError(f"{field} must be a JSON schema, an object; got {describe(schema)}", param=_top(field))
+    refuse_surrogates(schema, field)
     if names_engine(schema):
         raise RequestError(f"{field}: {_ENGINES_OWN} is no keyword of JSON schema", param=_top(field))
     overrides: Any = form
@@ -121,6 +122,7 @@ def _regex(value: object, field: str) -> str:
 
     if not isinstance(value, str) or not value:
         raise RequestError(f"{field} must be a regular expression, a string; got {describe(value)}", param=_top(field))
+    refuse_surrogates(value, field)
     return bounded(LLMatcher.grammar_from_regex(value), field)
 
 
@@ -130,6 +132,7 @@ def _choice(value: object, field: str) -> str:
         raise RequestError(
             f"{field} must be an array of 1 to {CHOICES_AT_MOST} strings; got {describe(value)}", param=_top(field)
         )
+    refuse_surrogates(value, field)
     choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in dict.fromkeys(value))
     return _lark(f"start: {choices}", field)
 
@@ -140,6 +143,7 @@ def _grammar(value: object, field: str) -> str:
 
     if not isinstance(value, str) or not value.strip():
         raise RequestError(f"{field} must be a grammar, a string; got {describe(value)}", param=_top(field))
+    refuse_surrogates(value, field)
     bounded(value, field)
     if named := next((name for name in ("%llguidance", _ENGINES_OWN) if name in value), ""):
         raise RequestError(f"{field}: {named} is not supported", param=_top(field))
@@ -155,10 +159,18 @@ def _lark(text: str, field: str) -> str:
 
 def bounded(grammar: str, field: str) -> str:
     """Return a grammar. Raises `RequestError` where it is too long."""
-    size = len(grammar.encode("utf-8", "surrogatepass"))
+    size = len(grammar.encode())
     if size > GRAMMAR_BYTES:
         raise RequestError(f"{field} has {size} bytes; at most {GRAMMAR_BYTES} are allowed", param=_top(field))
     return grammar
+
+
+def refuse_surrogates(value: object, field: str) -> None:
+    """Raise `RequestError` where a text in `value` holds half of a surrogate pair, which the engine can't read."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"{field} holds lone surrogates, which no Unicode text has", param=_top(field)) from None
 
 
 def names_engine(schema: object) -> bool:

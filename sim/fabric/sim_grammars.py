@@ -57,8 +57,6 @@ class SimMatcher:
 class SimGrammars:
     """Implements `engine.structured_output.grammar_engine.GrammarEngine`; compiles at once."""
 
-    version = "simulated"
-
     def start(self, grammar: str, emitted: Sequence[int]) -> Future[StartedGrammar]:
         future, matcher = Future[StartedGrammar](), SimMatcher(grammar)
         try:
