@@ -139,6 +139,12 @@ def test_a_call_has_no_parameter_that_its_tool_doesnt_name_unless_the_tool_says_
         assert taken(chats.grammar(use, chats.answer_format(use, ""), ""), more) is good
 
 
+def test_half_a_surrogate_pair_anywhere_in_a_tool_is_refused() -> None:
+    for function in ({"description": "\ud800"}, {"parameters": {"properties": {"\udfff": {}}}}):
+        with pytest.raises(RequestError, match="lone surrogates"):
+            read_tools({"tools": [{"type": "function", "function": {"name": "f", **function}}]})
+
+
 def test_a_tool_that_is_not_to_be_used_is_no_tool() -> None:
     assert read_tools({"tools": tools(True), "tool_choice": "none"}) is None
     assert read_tools({"tools": [], "tool_choice": "auto"}) is None
