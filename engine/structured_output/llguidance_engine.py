@@ -106,7 +106,10 @@ class LLGuidanceEngine:
     def _compile(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher
 
-        compiled = LLMatcher(self._tokenizer.result(), grammar, limits=self._limits, log_level=0)
+        try:
+            compiled = LLMatcher(self._tokenizer.result(), grammar, limits=self._limits, log_level=0)
+        except Exception as error:  # A vocabulary or a grammar that the library can't even read; it raises all kinds.
+            raise GrammarError(engine_error(str(error))) from error
         if compiled.is_error():
             raise GrammarError(engine_error(compiled.get_error()))
         return compiled

@@ -77,3 +77,19 @@ def test_a_start_behind_tokens_that_dont_fit_is_an_error_each_time(engine: LLGui
         with pytest.raises(GrammarError):
             engine.start(DIGITS, (ord("z"),)).result()
     assert engine.start(DIGITS, ()).result().matcher.forced() == []
+
+
+@pytest.mark.parametrize("grammar", [DIGITS, "\ud800"])
+@pytest.mark.parametrize("tokenizer", ["{}", "not json", '{"model": {"type": "Unigram", "vocab": []}}'])
+def test_a_vocabulary_or_a_grammar_that_cant_be_read_is_an_error_of_each_answer(grammar: str, tokenizer: str) -> None:
+    engine = LLGuidanceEngine(tokenizer, 2048, [0, 2])
+    for _ in range(2):
+        with pytest.raises(GrammarError):
+            engine.start(grammar, ()).result()
+    engine.close()
+
+
+def test_a_grammar_that_is_no_text_is_an_error_and_the_next_one_is_compiled(engine: LLGuidanceEngine) -> None:
+    with pytest.raises(GrammarError):
+        engine.start("\ud800", ()).result()
+    engine.start(DIGITS, ()).result()
