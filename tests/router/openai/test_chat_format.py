@@ -140,7 +140,11 @@ def test_a_call_has_no_parameter_that_its_tool_doesnt_name_unless_the_tool_says_
 
 
 def test_half_a_surrogate_pair_anywhere_in_a_tool_is_refused() -> None:
-    for function in ({"description": "\ud800"}, {"parameters": {"properties": {"\udfff": {}}}}):
+    halves: list[dict[str, Any]] = [
+        {"description": "\ud800"},
+        {"parameters": {"properties": {"\udfff": {}}}},
+    ]
+    for function in halves:
         with pytest.raises(RequestError, match="lone surrogates"):
             read_tools({"tools": [{"type": "function", "function": {"name": "f", **function}}]})
 
