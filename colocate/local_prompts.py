@@ -82,9 +82,11 @@ class LocalPrompts:
 
     @property
     def next_deadline(self) -> float | None:
-        """When a read from storage ends at the latest that a prompt waits for, in seconds of the clock."""
+        """When a read from storage ends at the latest that a prompt waits for, or a prompt must be begun, in seconds of
+        the clock."""
         deadline = self._pages.manager.tiers.prefetcher.deadline
         due = [deadline(prompt.prefetch) for prompt in self._waiting.values() if prompt.prefetch is not None]
+        due += [prompt.begin_by for prompt in self._all() if not prompt.begun]
         return min((at for at in due if at is not None), default=None)
 
     # ------------------------------------------------------------ what decode asks of a prompt source
@@ -100,7 +102,8 @@ class LocalPrompts:
         prefix = TokenPrefix.of(submit.tokens, page_tokens, submit.salt, chain)
         deadline = now + submit.deadline_s
         leg = DecodeRequest(session, submit, now, deadline, prefix, grammar)
-        prompt = LocalPrompt(session, submit, now, deadline, prefix, chain, grammar=grammar, leg=leg)
+        begin_by = submit.begin_by(now)
+        prompt = LocalPrompt(session, submit, now, deadline, prefix, chain, grammar=grammar, begin_by=begin_by, leg=leg)
         self._pages.prefetch(prompt)
         self._waiting[submit.request_id] = prompt
         return leg
@@ -152,6 +155,11 @@ class LocalPrompts:
         self._pages.free(prompt)
         self._pages.release_prefetch(prompt)
         prompt.step(PrefillEvent.END)
+
+    def late(self, request: DecodeRequest) -> bool:
+        """Whether it is too late to begin a request's prompt."""
+        prompt = self._of(request)
+        return prompt is not None and prompt.late(self._clock.now())
 
     def _of(self, request: DecodeRequest) -> PrefillRequest | None:
         submit = request.submit

@@ -19,6 +19,7 @@ from colocate.local_prompt import LocalPromptPages
 from colocate.local_prompts import LocalPrompts
 from colocate.step_budget import prompt_tokens
 from contracts.config.cluster_config import Config
+from contracts.errors import ErrorKind
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages import router_commands as commands
@@ -151,6 +152,12 @@ class ColocatedWorker(DecodeWorker):
             self._chunks.recover(damaged)
             yield from self._local.restarted()
             yield from super()._recover(damaged)
+
+    def _expire(self) -> None:
+        super()._expire()
+        for request in self._request_table:
+            if self._local.late(request):
+                self._fail(request, ErrorKind.LATE, request.submit.late)
 
     def _compute(self) -> None:
         """Launch the next step, with rows of both kinds, then commit the one before it."""

@@ -25,6 +25,8 @@ class ErrorKind(StrEnum):
     took it back expects no more of it, so one that hears this of a request tries it again."""
     DEADLINE = "deadline"
     """The request's deadline has passed."""
+    LATE = "late"
+    """The request's first token was due before its prompt could be begun, so it was not computed."""
     ROOM = "room"
     """The hand-over failed: the peer died, refused or never answered."""
     DAMAGED = "damaged"

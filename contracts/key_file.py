@@ -41,6 +41,8 @@ class TenantLimits:
     """The highest priority that its requests may have."""
     models: tuple[str, ...] = ()
     """Names of models; empty: all."""
+    ttft_slo_ms: int = 0
+    """Milliseconds to the first token beyond which its answers are of no use; 0: as `router.ttft_slo_ms` says."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,13 @@
 """The decode scheduler: which requests get pages for their prompt, and which take the next step.
 
 Requests that are here already come before new ones: a retracted request comes back before any new one is admitted.
-New requests are admitted first come, first served. Where memory is short, running requests are retracted
-(`decode.retraction`). All queues of requests are here and, for retracted ones, there.
+New requests are admitted by priority, and first come, first served among those of one. Where memory is short, running
+requests are retracted (`decode.retraction`). All queues of requests are here and, for retracted ones, there.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator
 
@@ -40,7 +41,7 @@ class DecodeScheduler:
         self._requests, self._pages, self._prompts, self._drafting = requests, pages, prompts, drafting
         self._config, self._faults, self._clock = config.decode, config.faults, clock
         self.waiting: deque[DecodeRequest] = deque()
-        """Requests that wait for pages, in order of arrival."""
+        """Requests that wait for pages: by priority, then in order of arrival."""
         self.running: deque[DecodeRequest] = deque()
         """Requests of the continuous batch; the one that has waited longest for a step comes first."""
         self.retraction = Retraction(pages.manager, config.decode, clock)
@@ -59,8 +60,8 @@ class DecodeScheduler:
     # ------------------------------------------------------------ admission
 
     def add(self, request: DecodeRequest) -> None:
-        """Queue a new request, which waits for pages."""
-        self.waiting.append(request)
+        """Queue a request, which waits for pages, in its place by priority and arrival."""
+        self.waiting.insert(bisect_right(self.waiting, _turn(request), key=_turn), request)
 
     def admit(self) -> Iterator[RequestFailed]:
         """Give pages to retracted requests, then to waiting ones, as far as there are any; yields requests that fail.
@@ -84,7 +85,7 @@ class DecodeScheduler:
         return self.pressure.has_room_for(request, self._requests)
 
     def _grant(self) -> None:
-        """Grant pages to waiting requests, first come, first served.
+        """Grant pages to waiting requests, in order.
 
         Each gets pages for its prompt and its next step, if there is room for the growth that is expected of it and of
         all requests that hold pages; otherwise it and all behind it wait. A request that waits for another one's prompt
@@ -144,10 +145,9 @@ class DecodeScheduler:
         return []
 
     def requeue(self, request: DecodeRequest) -> None:
-        """Have a request whose prompt was preempted wait for pages again, in its place by arrival."""
+        """Have a request whose prompt was preempted wait for pages again."""
         request.step(DecodeEvent.PREEMPT)
-        at = sum(other.arrived <= request.arrived for other in self.waiting)
-        self.waiting.insert(at, request)
+        self.add(request)
 
     def launched(self, batch: list[DecodeRequest]) -> None:
         """Move the requests of a launched step behind the others. `faults.retract_every` acts here."""
@@ -192,3 +192,8 @@ class DecodeScheduler:
             if {id(r) for r in members} != {id(r) for r in queue} or len(members) != len(queue):
                 found.append(f"{len(members)} requests are {phase}, {len(queue)} are in that queue")
         return found
+
+
+def _turn(request: DecodeRequest) -> tuple[int, float]:
+    """Sort key of the order in which requests get pages."""
+    return -request.submit.priority, request.arrived

@@ -8,6 +8,7 @@ or when state that was loaded for it turns out damaged. Its first token, once dr
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -67,6 +68,8 @@ class PrefillRequest:
     """Block hashes of all pages of the prompt, the last partly filled one included."""
     grammar: AnswerGrammar | None = None
     """What the answer follows."""
+    begin_by: float = math.inf
+    """When it is failed unless a chunk of it was launched, in seconds of the worker's clock."""
     prefetch: PrefetchRequest | None = None
     """The read of its pages from storage into host memory, if one was begun."""
     phase: PrefillPhase = PrefillPhase.WAITING
@@ -103,6 +106,15 @@ class PrefillRequest:
     @property
     def tokens(self) -> tuple[int, ...]:
         return self.submit.tokens
+
+    @property
+    def begun(self) -> bool:
+        """Whether any chunk of it was ever launched."""
+        return self.latest is not None or self.starts > 0
+
+    def late(self, now: float) -> bool:
+        """Whether it is too late to begin it."""
+        return now >= self.begin_by and not self.begun
 
     @property
     def left(self) -> int:

@@ -1,8 +1,8 @@
 """The prefill scheduler: which requests are admitted, and which chunks of prompts the next step computes.
 
 The order of admission is the one policy here: requests to which decode has granted pages, and those that prefill
-answers alone, come first, in order of arrival. They may preempt requests that have no grant yet, so a request that
-holds decode's memory always gets on.
+answers alone, come first; among them the ones of a higher priority, and then in order of arrival. They may preempt
+requests that have no grant yet, so a request that holds decode's memory always gets on.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PrefillScheduler:
         """Give pages to waiting requests, as far as there are any, up to `prefill.max_running` requests in all."""
         waiting = [r for r in self._requests if r.phase is PrefillPhase.WAITING]
         running = [r for r in self._requests if r.phase is PrefillPhase.RUNNING]
-        for request in sorted(waiting, key=lambda r: not self._entitled(r)):
+        for request in sorted(waiting, key=lambda r: (not self._entitled(r), -r.submit.priority)):
             if len(running) >= self._config.max_running:
                 return
             if self.waits(request, running):
@@ -76,11 +76,12 @@ class PrefillScheduler:
         request.marks.setdefault("queue", self._clock.now() - request.arrived)
 
     def preempt_youngest(self) -> bool:
-        """Send the youngest request without a grant back to waiting; False when there is none."""
+        """Send the youngest request without a grant, of the lowest priority, back to waiting; False when there is
+        none."""
         holders = [r for r in self._requests if r.allocation is not None and not self._entitled(r)]
         if not holders:
             return False
-        self._pages.preempt(holders[-1])
+        self._pages.preempt(min(reversed(holders), key=lambda r: r.submit.priority))
         self.counters["preemptions"] += 1
         return True
 
@@ -123,21 +124,23 @@ class PrefillScheduler:
     # ------------------------------------------------------------ the next step
 
     def next_batch(self, budget: int | None = None) -> list[ScheduledChunk]:
-        """Divide the next step's token budget among the running requests; returns its chunks, in order of arrival.
+        """Divide the next step's token budget among the running requests; returns its chunks, the most urgent first.
 
         `budget`: tokens; None: `prefill.chunk_tokens`, as for every step that has nothing but chunks.
-        A part of the budget (`prefill.short_share`) goes first to requests with less left to compute than the oldest,
-        the least first, so that a short prompt doesn't wait for a long one. The rest goes to all in order of arrival:
-        the oldest always has the other part, and every request that waits becomes the oldest in time. Chunks end at
-        page boundaries, except at the end of the prompt and where the whole budget is less than a page.
+        A part of the budget (`prefill.short_share`) goes first to requests with less left to compute than the oldest of
+        the highest priority, the least first, so that a short prompt doesn't wait for a long one of its priority. The
+        rest goes to all by priority and in order of arrival: that oldest one always has the other part, and every
+        request that waits becomes the oldest of its priority in time. Chunks end at page boundaries, except at the end
+        of the prompt and where the whole budget is less than a page.
         """
         able = [
             r for r in self._requests if r.phase is PrefillPhase.RUNNING and r.allocation and r.launched < len(r.tokens)
         ]
+        able.sort(key=lambda r: -r.submit.priority)
         whole = budget = self._config.chunk_tokens if budget is None else budget
         size = self._page_tokens
         first = max(size, int(budget * self._config.short_share)) if budget >= 2 * size else 0
-        shorter = sorted((r for r in able[1:] if r.left < able[0].left), key=lambda r: r.left)
+        shorter = sorted((r for r in able[1:] if _overtakes(r, able[0])), key=lambda r: r.left)
         for request in shorter:
             first -= (count := self._plan(request, min(first, budget), whole))
             budget -= count
@@ -177,3 +180,8 @@ class PrefillScheduler:
         tables = self._manager.growth.block_tables(request.held, start, end)
         top = sampling.prompt_logprobs or 0
         return BatchRow(tokens[start:end], start, tables, draw, follow or None, top)
+
+
+def _overtakes(request: PrefillRequest, oldest: PrefillRequest) -> bool:
+    """Whether a request gets a part of each step though `oldest` isn't done."""
+    return request.left < oldest.left and request.submit.priority == oldest.submit.priority

@@ -97,6 +97,7 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         if not self.runnable and not self._steps.committed:
             deadline = self._manager.tiers.prefetcher.deadline
             fetched = [deadline(r.prefetch) for r in self._request_table if r.prefetch is not None]
+            fetched += [r.begin_by for r in self._request_table if not r.begun]
             parts = self._request_table, self._sender, self._grammars
             due = seconds_until(self._clock, *(part.next_deadline for part in parts), *fetched)
             self._waiter.wait(min(timeout_s, due))
@@ -225,11 +226,19 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
 
     # ------------------------------------------------------------ ends
 
+    def _expire(self) -> None:
+        super()._expire()
+        now = self._clock.now()
+        for request in self._request_table:
+            if request.late(now):
+                self._fail(request, ErrorKind.LATE, request.submit.late)
+
     def _request(self, session: SessionId, submit: Submit, grammar: AnswerGrammar | None) -> PrefillRequest:
         now, page_tokens = self._clock.now(), self._request_pages.page_tokens
         chain = block_hashes(submit.tokens, page_tokens, submit.salt)
         prefix = TokenPrefix.of(submit.tokens, page_tokens, submit.salt, chain)
-        return PrefillRequest(session, submit, now, now + submit.deadline_s, prefix, chain, grammar=grammar)
+        deadline, begin_by = now + submit.deadline_s, submit.begin_by(now)
+        return PrefillRequest(session, submit, now, deadline, prefix, chain, grammar=grammar, begin_by=begin_by)
 
     def _finish(self, request: PrefillRequest, reason: str, stop_token: int | None) -> None:
         self._handover.finish(request)

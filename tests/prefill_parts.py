@@ -45,11 +45,11 @@ class PrefillParts:
             self.requests, self.pages, self.granted.__contains__, config.prefill, self.clock
         )
 
-    def ask(self, name: str, prompt: int, **sampling: Any) -> PrefillRequest:
+    def ask(self, name: str, prompt: int, priority: int = 0, **sampling: Any) -> PrefillRequest:
         """A request that waits, of so many tokens, that nobody else's prompt begins with."""
         tokens = tuple(sum(name.encode()) * 1000 + n for n in range(prompt))
         params = SamplingParams(max_tokens=4, temperature=0.0, **sampling)
-        submit = Submit(RequestId(name), 0, RoomId(name), tokens, prompt, params, PEER)
+        submit = Submit(RequestId(name), 0, RoomId(name), tokens, prompt, params, PEER, priority=priority)
         keys = block_hashes(tokens, PAGE, "")
         now = self.clock.now()
         prefix = TokenPrefix.of(tokens, PAGE, "", keys)

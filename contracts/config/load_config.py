@@ -181,7 +181,7 @@ _MAY_BE_ZERO = {
     "colocate.cache.device_tokens", "colocate.cache.device_requests", "colocate.cache.host_bytes",
     "cache.prefetch.per_token_s", "cache.storage.ttl_s", "faults.stop_in_write", "faults.corrupt_page",
     "faults.step_delay_s", "faults.link_bytes_per_s", "router.replay_limit", "router.max_body_bytes",
-    "router.max_prompt_logprobs", "decode.prefix_offer_bytes",
+    "router.max_prompt_logprobs", "router.ttft_slo_ms", "decode.prefix_offer_bytes",
     "faults.retract_every", "audit.fraction", "audit.margin",
     "watch.repetition_tokens", "watch.rare_factor", "cluster.host_memory_share", "cluster.host_memory_bytes",
 }  # fmt: skip

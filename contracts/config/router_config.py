@@ -21,6 +21,10 @@ class RouterConfig:
     """Seconds from its arrival after which a request ends with an error, unless its own `timeout` says otherwise."""
     max_timeout_s: float = 3600.0
     """The longest `timeout` that a request may name."""
+    ttft_slo_ms: int = 0
+    """Milliseconds to the first token beyond which answers are of no use: a request for which more are predicted is
+    refused at once, and one that nothing has begun by then is not computed. 0: none. A tenant's own comes before it;
+    the header x-slo-ttft-ms may name less."""
     replay_limit: int = 8
     """Attempts after the first before a request is failed."""
     concurrent_migrations: int = 4

@@ -6,6 +6,7 @@ as they are in one process. Each leg of a request gets one `Submit`; both are al
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from contracts.ids import Incarnation, RequestId, RoomId, WorkerName
@@ -46,10 +47,22 @@ class Submit:
     deadline_s: float = 600.0
     """Seconds from the arrival at the worker after which the worker fails the request."""
     priority: int = 0
-    """Under ``cache.eviction=priority`` state of requests with a higher number stays longer."""
+    """Requests with a higher number are admitted first and retracted last; under ``cache.eviction=priority`` their
+    state stays longer."""
+    first_token_s: float = 0.0
+    """Seconds from the arrival at the worker after which the prompt isn't begun any more; 0: it may always be."""
     migrating: bool = False
     """The request is paused on another decode worker until this one grants it: without room for it now it is
     refused."""
+
+    def begin_by(self, now: float) -> float:
+        """When the prompt of a request that arrives `now` isn't begun any more; infinite: it may always be."""
+        return now + self.first_token_s if self.first_token_s else math.inf
+
+    @property
+    def late(self) -> str:
+        """Why the request ends where its prompt wasn't begun in time."""
+        return f"its prompt could not be begun within {self.first_token_s:g} s, in which its first token was due"
 
     @property
     def emitted(self) -> tuple[int, ...]:

@@ -114,6 +114,7 @@ def _submit_to_proto(s: Submit) -> pb.Submit:
         salt=s.salt,
         priority=s.priority,
         deadline_s=s.deadline_s,
+        first_token_s=s.first_token_s,
         migrating=s.migrating,
     )
 
@@ -133,6 +134,7 @@ def _submit_from_proto(m: pb.Submit) -> Submit:
         salt=m.salt,
         priority=m.priority,
         deadline_s=m.deadline_s,
+        first_token_s=m.first_token_s,
         migrating=m.migrating,
     )
 

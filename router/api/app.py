@@ -17,7 +17,7 @@ from router.openai.api_errors import ApiError, BufferFull, ClientGone, QueueFull
 from router.openai.parse_request import check_model
 from router.openai.response_stream import ResponseStream, StreamHeartbeat
 from router.security.tenant_accounts import TenantLimited
-from router.service.router_service import RouterService
+from router.service.router_service import SLO_HEADER, RouterService
 from router.state.router_log import log
 from router.tokenizer_pool.tokenizer_process import FrameKind
 
@@ -146,7 +146,8 @@ async def _generate(service: RouterService, exchange: HttpExchange, kind: FrameK
             stream.fail("the client left")
 
     exchange.on_gone(client_left)
-    stream = await service.open(kind, raw, exchange.client_id, exchange.on_gone, exchange.tenant)
+    slo = exchange.header(SLO_HEADER.encode())
+    stream = await service.open(kind, raw, exchange.client_id, exchange.on_gone, exchange.tenant, slo)
     del raw
     exchange.forget_body()
     try:

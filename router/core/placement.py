@@ -18,7 +18,7 @@ and `check` recounts the books from the requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from contracts.ids import RequestId, Role
@@ -39,6 +39,16 @@ class WorkerPair:
     def one(self) -> bool:
         """Whether one worker has both roles."""
         return self.decode is self.prefill
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedTtft:
+    """The predicted time to first token of a request: `seconds` on the worker that would be quickest, for which it is a
+    prompt of `tokens`."""
+
+    seconds: float
+    tokens: int
+    worker: WorkerEntry
 
 
 class Placement:
@@ -123,6 +133,22 @@ class Placement:
         """Tokens of the request that this worker would have to compute."""
         return r.next_position - self._indexes.overlap(prefill.key, r.hashes) * self._indexes.page_tokens
 
+    def predict_ttft(self, requests: Sequence[RoutedRequest], now: float) -> PredictedTtft | None:
+        """The time to first token of new requests that come together, were they placed now: that of the longest prompt,
+        or of their share where they are many. Choices of one prompt are computed once. None where no worker can take
+        them, or too little was seen of those that can."""
+        prompts = {r.prompt: r for r in requests}.values()
+        role = Role.COLOCATED if self._workers.colocated else Role.PREFILL
+        able = self._workers.able(role, max(r.max_len for r in requests), {}, now)
+        found: list[PredictedTtft] = []
+        for entry in able:
+            sizes = [self._uncached(r, entry) for r in prompts]
+            tokens = max(*sizes, sum(sizes) // len(able))
+            seconds = entry.prompts.predict(tokens, requests[0].priority, now)
+            if seconds is not None:
+                found.append(PredictedTtft(seconds, tokens, entry))
+        return min(found, key=lambda predicted: predicted.seconds) if len(found) == len(able) and found else None
+
     def missing(self, r: RoutedRequest, now: float) -> str:
         """Why a queued request has no workers, in words for its error message."""
         roles = [role for role in self._workers.roles if not self._workers.serving(role, now)]
@@ -138,12 +164,13 @@ class Placement:
 
     # ------------------------------------------------------------ book, unbook
 
-    def book(self, r: RoutedRequest, pair: WorkerPair) -> None:
+    def book(self, r: RoutedRequest, pair: WorkerPair, now: float) -> None:
         """Book the request on this pair, and note its blocks as sent to the prefill worker."""
         prefill, decode = pair.prefill, pair.decode
         r.prefill, r.prefill_loaded = prefill.key, self._uncached(r, prefill)
         r.workers = {Role.PREFILL: prefill.record.name}
         prefill.book(r.id, r.prefill_loaded + (decode.sequence_load if decode is not None and pair.one else 0))
+        prefill.prompts.add(r.id, r.prefill_loaded, r.priority, now)
         self._indexes.sent(prefill.key, r.hashes)
         if decode is not None:
             r.decode = decode.key
@@ -151,23 +178,31 @@ class Placement:
             if not pair.one:
                 decode.book(r.id, decode.sequence_load)
 
-    def prefilled(self, r: RoutedRequest) -> None:
+    def computed(self, r: RoutedRequest, now: float) -> None:
+        """Note that prefill has computed the prompt, which may not have left it yet. Idempotent."""
+        entry = self._workers.get(r.prefill) if r.prefill else None
+        if entry is not None:
+            entry.prompts.computed(r.id, now)
+
+    def prefilled(self, r: RoutedRequest, now: float) -> None:
         """Unbook the prompt's tokens, which prefill has computed; the request stays booked. Idempotent."""
+        self.computed(r, now)
         entry = self._workers.get(r.prefill) if r.prefill else None
         if entry is not None:
             entry.load -= r.prefill_loaded
         r.prefill_loaded = 0
 
-    def unbook_prefill(self, r: RoutedRequest) -> None:
+    def unbook_prefill(self, r: RoutedRequest, now: float) -> None:
         """Unbook the request from its prefill worker, which isn't its decode worker. Idempotent."""
         entry = self._workers.get(r.prefill) if r.prefill else None
         if entry is not None:
             entry.unbook(r.id, r.prefill_loaded)
+            entry.prompts.remove(r.id, now)
         r.prefill, r.prefill_loaded = None, 0
 
-    def unbook(self, r: RoutedRequest) -> None:
+    def unbook(self, r: RoutedRequest, now: float) -> None:
         """Unbook the request from both of its workers. Idempotent."""
-        self.unbook_prefill(r)
+        self.unbook_prefill(r, now)
         entry = self._workers.get(r.decode) if r.decode else None
         if entry is not None:
             entry.unbook(r.id, entry.sequence_load)
@@ -189,6 +224,8 @@ class Placement:
             if entry.breaker.probe is not None and entry.breaker.probe not in entry.requests:
                 found.append(f"{entry.record.name}: its breaker waits for a request that it doesn't have")
             want = load.get(entry.key, 0)
+            if not set(entry.prompts) <= entry.requests:
+                found.append(f"{entry.record.name}: prompts wait there whose requests aren't booked")
             if entry.load != want:
                 found.append(f"{entry.record.name}: load is booked as {entry.load}, requests add up to {want}")
             if entry.requests != members.pop(entry.key, set()):

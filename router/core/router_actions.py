@@ -73,6 +73,12 @@ class RouterCounts:
     recomputed: int = 0
     """Attempts that decode retracted after they had brought a token; their state is computed again from the tokens."""
     late_events: int = 0
+    refused_early: int = 0
+    """Requests that were refused as their first token was predicted to be late."""
+    refused_falsely: int = 0
+    """Those of `refused_early` whose worker would have had the time for them, by what it did afterwards."""
+    shed: int = 0
+    """Requests that ended as nothing had begun them when their first token was due."""
     fallbacks: int = 0
     """Legs in which decode had to compute a part of the prompt itself, instead of receiving all of it."""
 

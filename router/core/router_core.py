@@ -24,7 +24,7 @@ from contracts.messages.worker_events import Audited, Done, Event, LegReport, Pr
 from contracts.messages.worker_status import WorkerStatus, WorkerView
 from contracts.sampling_params import TokenLogprob
 from router.core.failover import AttemptFailure, Fail, Failover, Finish, Retry
-from router.core.placement import Placement
+from router.core.placement import Placement, PredictedTtft
 from router.core.progress_watch import ProgressWatch
 from router.core.routed_requests import RoutedRequests
 from router.core.router_actions import (
@@ -59,9 +59,12 @@ class RouterCore:
         clock: Clock,
         mint_room: Callable[[], str],
         audit: AuditConfig = AuditConfig(),  # noqa: B008 (frozen)
+        *,
+        short_share: float = 0.0,
     ) -> None:
+        """`short_share`: `prefill.short_share`, of which predictions know."""
         self._config, self._clock, self._mint_room = config, clock, mint_room
-        self.workers, self.indexes = WorkerTable(config), WorkerIndexes()
+        self.workers, self.indexes = WorkerTable(config, short_share), WorkerIndexes()
         self.requests = RoutedRequests()
         self.progress = ProgressWatch(clock, self.requests)
         self.counts, self.damage = RouterCounts(), DamageTotals()
@@ -134,7 +137,7 @@ class RouterCore:
             if self.migrations.lost(r, entry.key, reason):
                 continue
             if r.prefill == entry.key and r.outlives_prefill and not r.on_one_worker:
-                self._placement.unbook_prefill(r)
+                self._placement.unbook_prefill(r, self._clock.now())
                 r.prefill_lost = True
                 self._finish_if_complete(r)
                 continue
@@ -153,13 +156,24 @@ class RouterCore:
             if self.migrations.lost(r, key, "it leaves", over=False):
                 continue
             if r.prefill == key and r.outlives_prefill and not r.on_one_worker:
-                self._placement.unbook_prefill(r)
+                self._placement.unbook_prefill(r, self._clock.now())
                 r.prefill_lost = True
             else:
                 taken += self.migrations.restart(r, key)
         return taken
 
     # ------------------------------------------------------------ requests come and go
+
+    def late_if_taken(self, requests: Sequence[RoutedRequest]) -> PredictedTtft | None:
+        """When the first tokens of new requests, which come together, are predicted to come, where that is too late:
+        the caller refuses them, and doesn't submit them. None: they may be taken."""
+        now, due = self._clock.now(), requests[0].first_token_by
+        predicted = self._placement.predict_ttft(requests, now) if due is not None else None
+        if due is None or predicted is None or now + predicted.seconds <= due:
+            return None
+        predicted.worker.prompts.refused(predicted.tokens, requests[0].priority, now, due)
+        self.counts.refused_early += 1
+        return predicted
 
     def submit(self, request: RoutedRequest) -> None:
         if not self.requests.in_flight:
@@ -186,8 +200,12 @@ class RouterCore:
     def tick(self) -> None:
         """Act on the time: deadlines, waits for workers, back-offs, held requests, migrations and audits."""
         now = self._clock.now()
+        for entry in self.workers:
+            self.counts.refused_falsely += entry.prompts.take_false_refusals(now)
         for r in self.requests:
-            if now >= r.deadline:
+            if r.id in self.requests.queued and r.late(now):
+                self._end(r, _failed(r, ErrorKind.LATE, "no worker could begin it before its first token was due"))
+            elif now >= r.deadline:
                 took = f"the request took longer than {round(r.deadline - r.arrived, 2):g} s"
                 self._end(r, _failed(r, ErrorKind.DEADLINE, took))
         self._place(self.requests.queued.values())
@@ -202,7 +220,7 @@ class RouterCore:
 
     def _place(self, requests: Iterable[RoutedRequest]) -> None:
         """Send to workers the requests whose back-off is over and for which there is a pair of workers."""
-        for r in list(requests):
+        for r in sorted(requests, key=lambda r: -r.priority):
             now = self._clock.now()
             pair = self._placement.pick(r, now) if now >= r.not_before else None
             if pair is None:
@@ -212,7 +230,7 @@ class RouterCore:
             r.first_placed = now if r.first_placed is None else r.first_placed
             r.computed_by(pair.prefill.numerics)
             r.room = RoomId(self._mint_room())
-            self._placement.book(r, pair)
+            self._placement.book(r, pair, now)
             submit = _submit(r, r.room, now)
             if pair.decode is not None and not pair.one:
                 self._actions.append(SendCommand(pair.decode.key, replace(submit, peer=pair.prefill.peer)))
@@ -244,12 +262,14 @@ class RouterCore:
             case Tokens():
                 if role is Role.DECODE and not r.decode_spoke:
                     self.workers.succeeded({r.prefill, r.decode}, r.id, now)
+                elif role is Role.PREFILL:
+                    self._placement.computed(r, now)
                 self._actions += _delivered(r, *r.accept(event, role))
             case LegReport():
                 r.progress.append(event)
                 if role is Role.PREFILL:
                     r.reported = True
-                    self._placement.prefilled(r)
+                    self._placement.prefilled(r, now)
                 elif event.computed_tokens:
                     self.counts.fallbacks += 1
             case PromptScores():
@@ -321,13 +341,14 @@ class RouterCore:
             entry = self.workers.get(key) if key else None
             if key and entry is not None and entry.linked:
                 self._actions.append(SendCommand(key, Cancel(r.id, r.attempt)))
-        self._placement.unbook(r)
+        self._placement.unbook(r, self._clock.now())
         self.requests.held.pop(r.id, None)
 
     def _end(self, r: RoutedRequest, done: Done | None = None, ended: tuple[Role, ...] = ()) -> None:
         """End a request; every end goes through here. `done` None: no client waits, so no `EndRequest` follows."""
         self._leave(r, ended)
         if done is not None:
+            self.counts.shed += done.error is ErrorKind.LATE
             if done.error is None:
                 self.counts.ended += 1
                 self.audits.consider(r)
@@ -345,7 +366,8 @@ def _submit(r: RoutedRequest, room: RoomId, now: float) -> Submit:
     if r.attempt and r.scores_in and sampling.prompt_logprobs is not None:
         sampling = replace(sampling, prompt_logprobs=None)  # delivered by an earlier attempt
     left_s = max(r.deadline - now, 0.001)
-    return Submit(r.id, r.attempt, room, r.tokens, len(r.prompt), sampling, None, r.salt, left_s, r.priority)
+    first_s = max(r.first_token_by - now, 0.001) if r.first_token_by is not None and not r.attempt else 0.0
+    return Submit(r.id, r.attempt, room, r.tokens, len(r.prompt), sampling, None, r.salt, left_s, r.priority, first_s)
 
 
 def _delivered(r: RoutedRequest, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> list[DeliverTokens]:

@@ -134,6 +134,21 @@ class PrometheusMetrics(Collector):
             ("twinpool_drain_refusals", "Attempts that a draining worker refused", counts.refusals),
             ("twinpool_damaged", "Hand-overs with damaged bytes, detected and recomputed", counts.damaged),
             ("twinpool_fallbacks", "Legs in which decode computed prompt tokens itself", counts.fallbacks),
+            (
+                "twinpool_refused_early",
+                "Requests refused: their first token was predicted to be late",
+                counts.refused_early,
+            ),
+            (
+                "twinpool_refused_falsely",
+                "Those of them for which the worker would have had the time, by what it did since",
+                counts.refused_falsely,
+            ),
+            (
+                "twinpool_shed",
+                "Choices not computed: nothing had begun them when their first token was due",
+                counts.shed,
+            ),
             ("twinpool_late_events", "Events of ended requests or earlier attempts, dropped", counts.late_events),
         ):
             yield CounterMetricFamily(name, text, value=value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 
 from contracts.errors import ErrorKind, RequestError, TwinpoolError
@@ -13,6 +14,19 @@ from router.security.tenant_accounts import TenantLimited
 
 class QueueFull(TwinpoolError):
     """Raised when `router.max_queue` choices are in flight."""
+
+
+class SloUnreachable(TwinpoolError):
+    """Raised where a request's first token is predicted to come later than it is of use.
+
+    All in milliseconds from the request's arrival; `retry_after_s`: whole seconds after which it may be tried again.
+    """
+
+    def __init__(self, predicted_ms: float, slo_ms: float) -> None:
+        super().__init__(
+            f"its first token is expected after {predicted_ms:,.0f} ms, and of use within {slo_ms:,.0f} ms; try later"
+        )
+        self.retry_after_s = max(1, math.ceil((predicted_ms - slo_ms) / 1000))
 
 
 class BufferFull(TwinpoolError):
@@ -43,6 +57,7 @@ _OF_KIND: dict[ErrorKind, tuple[int, str, str]] = {
     ErrorKind.INVALID: (400, "invalid_request_error", "invalid"),
     ErrorKind.OVERLOADED: (503, "server_error", "overloaded"),
     ErrorKind.DEADLINE: (504, "server_error", "deadline"),
+    ErrorKind.LATE: (429, "rate_limit_error", "slo_unreachable"),
     ErrorKind.NONFINITE: (500, "server_error", "nonfinite_logits"),
     ErrorKind.CANCELLED: (503, "server_error", "cancelled"),
 }
@@ -51,7 +66,7 @@ _OF_KIND: dict[ErrorKind, tuple[int, str, str]] = {
 def failure_of_done(done: Done) -> ApiError:
     """Return the error response for a request that a worker or the router core has ended with an error."""
     status, kind, code = _OF_KIND.get(done.error or ErrorKind.WORKER, (503, "server_error", "worker_failed"))
-    retry = 1 if status == 503 else None
+    retry = 1 if status in (429, 503) else None
     return ApiError(status, done.message or "the request failed", kind, code, retry_after_s=retry)
 
 
@@ -64,6 +79,8 @@ def failure_of(error: TwinpoolError) -> ApiError:
             return ApiError(400, str(error), "invalid_request_error", None, error.param)
         case TenantLimited():
             return ApiError(429, str(error), "rate_limit_error", "tenant_limit", retry_after_s=error.retry_after_s)
+        case SloUnreachable():
+            return ApiError(429, str(error), "rate_limit_error", "slo_unreachable", retry_after_s=error.retry_after_s)
         case QueueFull():
             return ApiError(429, str(error), "rate_limit_error", "queue_full", retry_after_s=1)
         case BufferFull():

@@ -31,7 +31,7 @@ from router.core.router_actions import DeliverScores, DeliverTokens, EndRequest,
 from router.core.router_core import RouterCore
 from router.links.worker_links import WorkerLinks
 from router.metrics.prometheus_metrics import PrometheusMetrics
-from router.openai.api_errors import ClientGone, QueueFull
+from router.openai.api_errors import ClientGone, QueueFull, SloUnreachable
 from router.openai.choice_output import ChoiceOutput
 from router.openai.generate_request import GenerateRequest
 from router.openai.response_stream import AnswerWriter, ResponseStream
@@ -52,6 +52,8 @@ from router.verification.stream_watch import StreamWatch
 from router.verification.verification_log import log_finding, log_flag
 
 TICK_S = 0.1
+SLO_HEADER = "x-slo-ttft-ms"
+"""The header by which a request names the milliseconds to its first token beyond which its answer is of no use."""
 INLINE_BYTES = 2048
 """Bodies up to this size are read on the loop: that takes less time than a hop to a reader."""
 
@@ -101,7 +103,7 @@ class RouterService:
         """None: nobody needs a key."""
         self.tenants = TenantAccounts()
         self.clock = clock if clock is not None else SystemClock()
-        self.core = RouterCore(config.router, self.clock, mint, config.audit)
+        self.core = RouterCore(config.router, self.clock, mint, config.audit, short_share=config.prefill.short_share)
         watch = StreamWatch(config.watch, spec.vocab_size)
         self.watch = watch if watch.on else None
         self.metrics = PrometheusMetrics(self.core, config.transfer.plane, self.watch, spec.name)
@@ -166,15 +168,17 @@ class RouterService:
         client_id: str,
         on_gone: Callable[[Callable[[], object]], None] | None = None,
         tenant: str = "",
+        slo: str = "",
     ) -> ResponseStream:
         """Read and tokenise a request's body, admit the request, and submit its choices to the router core.
 
         `kind` is one of `REQUESTS`. `on_gone` is called with a function that the caller must call when the client
-        leaves, so that a waiting body isn't read. Raises `QueueFull`, `RequestError` where the body is wrong or doesn't
-        fit, `TenantLimited`, `ReaderFailed`, and `ClientGone`.
+        leaves, so that a waiting body isn't read. `slo`: the header that tightens the time to first token. Raises
+        `QueueFull`, `RequestError` where the body is wrong or doesn't fit, `TenantLimited`, `SloUnreachable`,
+        `ReaderFailed`, and `ClientGone`.
         """
         self.check_room()
-        began = self.clock.now()
+        began, slo_ms = self.clock.now(), self._slo_ms(slo, tenant)
         # Compiling a grammar may take a second, and as much memory as a reader may have.
         if len(raw) <= INLINE_BYTES and not may_need_grammar(raw):
             prepared = REQUESTS[kind](self.intake, raw, tenant)
@@ -196,8 +200,15 @@ class RouterService:
             allowed = self.keys.limits(tenant)
             request = replace(request, priority=min(request.priority, allowed.priority))
             prompt_tokens = sum(len(prompt.tokens) for prompt in prepared.prompts)
+            self.tenants.check(tenant, allowed, request.choices, prompt_tokens, self.clock.now())
+        first_token_by = began + slo_ms / 1000 if slo_ms else None
+        stream_id = self._mint()
+        routed = self._route(stream_id, request, prepared.prompts, limits, began + timeout_s, first_token_by)
+        if (late := self.core.late_if_taken(routed)) is not None:
+            raise SloUnreachable((self.clock.now() - began + late.seconds) * 1000, slo_ms)
+        if self.keys is not None:
             self.tenants.admit(tenant, allowed, request.choices, prompt_tokens, self.clock.now())
-        return self._admit(request, prepared.prompts, limits, client_id, began, timeout_s, tenant)
+        return self._admit(stream_id, request, prepared.prompts, routed, client_id, began, timeout_s, tenant)
 
     async def text(self, kind: FrameKind, raw: bytes) -> bytes:
         """Return the JSON answer of an endpoint that counts or makes tokens. Raises `RequestError`, `ReaderFailed`."""
@@ -216,25 +227,28 @@ class RouterService:
             )
         return request.timeout_s
 
-    def _admit(
+    def _slo_ms(self, header: str, tenant: str) -> int:
+        """Return the milliseconds to the first token beyond which an answer is of no use; 0: none. A client may ask for
+        less than its tenant's. Raises `RequestError` where its header is no such number."""
+        own = self.keys.limits(tenant).ttft_slo_ms if self.keys is not None else 0
+        given = own or self.config.ttft_slo_ms
+        if not header:
+            return given
+        if not header.isascii() or not header.isdigit() or not 0 < int(header[:10]) == int(header[:12]):
+            raise RequestError(f"the header {SLO_HEADER} must be a whole number of milliseconds, 1 or more")
+        return min(int(header), given) if given else int(header)
+
+    def _route(
         self,
+        stream_id: str,
         request: GenerateRequest,
         prompts: Sequence[PreparedPrompt],
         limits: list[int],
-        client_id: str,
-        began: float,
-        timeout_s: float,
-        tenant: str,
-    ) -> ResponseStream:
-        stream_id, now = self._mint(), self.clock.now()
-        tokenise_s = now - began
-        answer: AnswerWriter
-        if request.anthropic:
-            answer = MessagesWriter(stream_id, self.spec.name)
-        else:
-            answer = ResponseWriter(request, stream_id, int(time.time()), self.spec.name, self.model_tokenizer)
-        buffered = self.config.client_buffer_events
-        stream = ResponseStream(stream_id, request, answer, buffered, client_id, timeout_s, tenant)
+        deadline: float,
+        first_token_by: float | None,
+    ) -> list[RoutedRequest]:
+        """Make the request's choices, of which nothing is booked yet."""
+        now = self.clock.now()
         choices = []
         for index in range(request.choices):
             prompt, limit = prompts[index // request.n], limits[index // request.n]
@@ -246,13 +260,37 @@ class RouterService:
                 prompt.tokens,
                 sampling,
                 now=now,
-                deadline=began + timeout_s,
+                deadline=deadline,
                 hashes=prompt.hashes,
                 salt=request.salt,
                 priority=request.priority,
+                first_token_by=first_token_by,
             )
-            choice = ChoiceOutput(index, routed, request, self.model_tokenizer, prompt.text)
-            choice.tokenise_s = tokenise_s
+            choices.append(routed)
+        return choices
+
+    def _admit(
+        self,
+        stream_id: str,
+        request: GenerateRequest,
+        prompts: Sequence[PreparedPrompt],
+        routed: Sequence[RoutedRequest],
+        client_id: str,
+        began: float,
+        timeout_s: float,
+        tenant: str,
+    ) -> ResponseStream:
+        answer: AnswerWriter
+        if request.anthropic:
+            answer = MessagesWriter(stream_id, self.spec.name)
+        else:
+            answer = ResponseWriter(request, stream_id, int(time.time()), self.spec.name, self.model_tokenizer)
+        buffered = self.config.client_buffer_events
+        stream = ResponseStream(stream_id, request, answer, buffered, client_id, timeout_s, tenant)
+        choices = []
+        for index, one in enumerate(routed):
+            choice = ChoiceOutput(index, one, request, self.model_tokenizer, prompts[index // request.n].text)
+            choice.tokenise_s = one.arrived - began
             choices.append(choice)
         stream.bind(choices)
         self._reserved += len(choices)

@@ -82,6 +82,7 @@ class RoutedRequest:
         "early",
         "emitted",
         "first_placed",
+        "first_token_by",
         "hashes",
         "id",
         "last_attempt",
@@ -120,7 +121,9 @@ class RoutedRequest:
         hashes: tuple[bytes, ...] = (),
         salt: str = "",
         priority: int = 0,
+        first_token_by: float | None = None,
     ) -> None:
+        """`first_token_by`: the time after which its prompt isn't begun any more; None: it may always be."""
         self.id = request_id
         self.prompt = prompt
         self.sampling = sampling
@@ -129,6 +132,7 @@ class RoutedRequest:
         self.priority = priority
         self.arrived = self.waiting_since = now
         self.deadline = deadline
+        self.first_token_by = first_token_by
         self.not_before = now
         self.first_placed: float | None = None
         self.phase = RoutingPhase.WAITING
@@ -187,6 +191,10 @@ class RoutedRequest:
         also of a migration that failed, can't be taken for those of the new one."""
         self.last_attempt += 1
         return self.last_attempt
+
+    def late(self, now: float) -> bool:
+        """Whether it is too late to begin it. What was begun is finished, also after a failure."""
+        return self.first_token_by is not None and now >= self.first_token_by and not self.attempt
 
     def computed_by(self, numerics: str) -> None:
         """Set the numerics class of a new attempt's workers; it can't change once something was delivered."""

@@ -14,6 +14,7 @@ from contracts.messages.fingerprint import binding_class
 from contracts.messages.router_commands import PeerRef
 from contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
 from router.state.circuit_breaker import CircuitBreaker
+from router.state.prefill_queue import PrefillQueue
 
 WorkerKey = tuple[WorkerName, Incarnation]
 """One incarnation of one worker."""
@@ -37,6 +38,7 @@ class WorkerEntry:
     record: WorkerRecord
     status: WorkerStatus
     breaker: CircuitBreaker
+    prompts: PrefillQueue = field(default_factory=PrefillQueue)
     linked: bool = False
     refuses_until: float = 0.0
     """Until then the worker gets no requests: it refused one as draining, before the controller's table said so."""
@@ -102,8 +104,9 @@ class WorkerEntry:
 class WorkerTable:
     """The worker table: one entry a worker, of its current incarnation only."""
 
-    def __init__(self, config: RouterConfig) -> None:
-        self._config = config
+    def __init__(self, config: RouterConfig, short_share: float = 0.0) -> None:
+        """`short_share`: `prefill.short_share`."""
+        self._config, self._short_share = config, short_share
         self._entries: dict[WorkerName, WorkerEntry] = {}
 
     def __iter__(self) -> Iterator[WorkerEntry]:
@@ -145,7 +148,8 @@ class WorkerTable:
                 continue
             if old is not None:
                 lost.append(old)
-            self._entries[name] = WorkerEntry(view.record, view.status, CircuitBreaker(self._config))
+            prompts = PrefillQueue(self._short_share)
+            self._entries[name] = WorkerEntry(view.record, view.status, CircuitBreaker(self._config), prompts)
         for name in [n for n in self._entries if n not in seen]:
             lost.append(self._entries.pop(name))
         return lost

@@ -11,6 +11,7 @@ import pytest
 from cache.device.adversarial_device import AdversarialDevice
 from cache.device.device_backends import CpuDevice
 from cache.device.device_port import Completion, DeviceOp
+from contracts.clock import ManualClock
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, Role
 from contracts.messages.worker_events import LegReport, Tokens
@@ -307,3 +308,23 @@ def test_what_is_said_of_a_request_comes_in_order_and_once(model: Path) -> None:
         assert [k for k in kinds if k[0] == "Tokens"] == [("Tokens", 3), ("Tokens", 4), ("Tokens", 5)]
         assert [e.role for e in events if isinstance(e, LegReport)] == [Role.PREFILL, Role.DECODE, Role.DECODE]
         assert kinds[-1][0] == "Done"
+
+
+def test_a_prompt_that_could_not_be_begun_before_its_first_token_was_due_is_not_computed(
+    model: Path, oracle: Oracle
+) -> None:
+    first, late, patient = prompts(41, 700, 900, 900)
+    clock = ManualClock()
+    with colocated(model, clock=clock, prefill={"chunk_tokens": 96}) as both:
+        begun = both.submit(first, greedy(4), first_token_s=5.0)
+        both.step()
+        waits, goes = both.submit(late, greedy(4), first_token_s=5.0), both.submit(patient, greedy(4))
+        both.step()
+        worker: Any = both.worker
+        assert worker._local.next_deadline == 5.0, "it wakes for it"
+        clock.advance(5.1)
+        answers = both.run(begun, waits, goes)
+        assert [answer.done is not None and answer.done.error for answer in answers] == [None, ErrorKind.LATE, None]
+        assert answers[1].progress == {}
+        for prompt, answer in ((first, answers[0]), (patient, answers[2])):
+            assert answer.list == oracle.generate(prompt, 4)

@@ -24,6 +24,20 @@ def test_requests_are_admitted_first_come_first_served() -> None:
     assert parts.scheduler.check() == parts.manager.check() == []
 
 
+def test_whoever_has_the_higher_priority_gets_pages_first_and_equals_by_arrival() -> None:
+    parts = DecodeParts(pages=8)
+    asked = {"a": 0, "b": 2, "c": 0, "d": 2, "e": 1}
+    requests = {}
+    for name, priority in asked.items():
+        requests[name] = parts.ask(name, prompt=12, most=4, priority=priority)
+        parts.clock.advance(1)
+    assert [str(r.submit.request_id) for r in parts.scheduler.waiting] == ["b", "d", "e", "a", "c"]
+    list(parts.scheduler.admit())
+    assert [name for name, r in requests.items() if r.phase is DecodePhase.ARRIVING] == ["b"]
+    parts.scheduler.requeue(requests["b"])
+    assert next(iter(parts.scheduler.waiting)) is requests["b"], "it keeps its place"
+
+
 def test_who_migrates_and_finds_no_room_is_told_at_once() -> None:
     parts = DecodeParts(pages=8)
     first = parts.ask("a", prompt=20, most=4)

@@ -58,3 +58,37 @@ def test_whoever_is_preempted_is_the_youngest_without_a_grant_and_each_is_counte
     assert (old.allocation is None, young.allocation is None) == (False, True)
     assert parts.scheduler.counters["preemptions"] == 1
     assert parts.manager.check() == []
+
+
+def test_whoever_has_the_higher_priority_is_admitted_first_and_computed_first() -> None:
+    parts = PrefillParts(max_running=2, chunk_tokens=16, short_share=0.25)
+    low, _, same = parts.ask("low", 40), parts.ask("high", 60, priority=3), parts.ask("other", 12, priority=3)
+    assert admitted(parts) == [PrefillPhase.WAITING, PrefillPhase.RUNNING, PrefillPhase.RUNNING]
+    assert parts.step() == {"high": list(range(12)), "other": [0, 1, 2, 3]}, "a short one has its share among its like"
+    assert (low.launched, same.left) == (0, 8)
+
+
+def test_a_short_prompt_has_no_share_of_what_goes_to_a_higher_priority() -> None:
+    parts = PrefillParts(chunk_tokens=16, short_share=0.25)
+    parts.ask("short", 6)
+    parts.ask("urgent", 24, priority=1)
+    admitted(parts)
+    assert parts.step() == {"urgent": list(range(16))}
+    assert parts.step() == {"short": list(range(6)), "urgent": list(range(16, 24))}
+
+
+def test_a_grant_comes_before_any_priority() -> None:
+    parts = PrefillParts(max_running=1)
+    parts.ask("urgent", 12, priority=9)
+    parts.granted.add(parts.ask("granted", 12))
+    assert admitted(parts) == [PrefillPhase.WAITING, PrefillPhase.RUNNING]
+
+
+def test_of_those_without_a_grant_the_lowest_priority_is_preempted_and_of_these_the_youngest() -> None:
+    parts = PrefillParts(pages=13)
+    names = {"a": 1, "b": 0, "c": 0, "d": 1}
+    requests = {name: parts.ask(name, 12, priority=priority) for name, priority in names.items()}
+    admitted(parts)
+    parts.granted.add(parts.ask("granted", 12))
+    admitted(parts)
+    assert [name for name, request in requests.items() if request.allocation is None] == ["c"]

@@ -108,12 +108,32 @@ class Stage:
 
     # ------------------------------------------------------------ requests
 
-    def submit(self, prompt: tuple[int, ...] = (5, 6, 7), max_tokens: int = 6, **sampling: Any) -> RequestId:
+    def request(
+        self,
+        prompt: tuple[int, ...] = (5, 6, 7),
+        max_tokens: int = 6,
+        priority: int = 0,
+        within_s: float | None = None,
+        **sampling: Any,
+    ) -> RoutedRequest:
+        """A request, not submitted yet; `within_s`: seconds until its first token is due."""
         rid = RequestId(f"r{len(self.requests)}-0")
         params = SamplingParams(max_tokens, **sampling)
         now = self.clock.now()
-        deadline = now + self.core._config.request_timeout_s
-        request = RoutedRequest(rid, prompt, params, now=now, deadline=deadline, hashes=prefix_hashes(prompt))
+        return RoutedRequest(
+            rid,
+            prompt,
+            params,
+            now=now,
+            deadline=now + self.core._config.request_timeout_s,
+            hashes=prefix_hashes(prompt),
+            priority=priority,
+            first_token_by=None if within_s is None else now + within_s,
+        )
+
+    def submit(self, prompt: tuple[int, ...] = (5, 6, 7), max_tokens: int = 6, **options: Any) -> RequestId:
+        request = self.request(prompt, max_tokens, **options)
+        rid = request.id
         self.requests[rid] = request
         self.out[rid], self.logprobs[rid] = [], []
         self.core.submit(request)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from contracts.clock import ManualClock
+from contracts.errors import ErrorKind
 from contracts.ids import RequestId, Role
 from contracts.sampling_params import SamplingParams
 from tests.checkpoints import Oracle, make_checkpoint
@@ -184,3 +186,45 @@ def test_pages_larger_than_half_a_step_change_nothing_but_the_order(small: Path,
     with pair(small, prefill={"chunk_tokens": 48}, cache={"page_tokens": page_tokens}) as both:
         answers = both.run(*[both.submit(p, FOUR) for p in prompts])
         assert [a.list for a in answers] == [oracle.generate(p, 4) for p in prompts]
+
+
+def test_a_prompt_that_could_not_be_begun_before_its_first_token_was_due_is_not_computed(small: Path) -> None:
+    """Who was begun is finished, however late; who has no such time is patient."""
+    oracle, clock = Oracle(small), ManualClock()
+    first, late, patient = words(21, 900), words(22, 1200), words(23, 1200)
+    with pair(small, prefill={"chunk_tokens": CHUNK}, clock=clock) as both:
+        steps = Steps(both)
+        begun = both.submit(first, FOUR, first_token_s=5.0)
+        both.step()
+        waits = both.submit(late, FOUR, first_token_s=5.0)
+        goes = both.submit(patient, FOUR)
+        both.step()
+        clock.advance(4.9)
+        both.step()
+        assert both.answers[waits].done is None
+        clock.advance(0.2)
+        answers = both.run(begun, waits, goes)
+        assert [answer.done is not None and answer.done.error for answer in answers] == [None, ErrorKind.LATE, None]
+        assert "within 5 s" in ((answers[1].done and answers[1].done.message) or "")
+        assert steps.of(late) == []
+        for prompt, answer in ((first, answers[0]), (patient, answers[2])):
+            assert answer.list == oracle.generate(prompt, 4)
+
+
+def test_an_idle_worker_wakes_for_a_prompt_that_must_be_begun(small: Path) -> None:
+    """Nothing else would: prefill has no room for it before another one's room is done with, which takes long."""
+    clock = ManualClock()
+    with pair(small, clock=clock, prefill={"max_running": 1}) as both:
+        prefill: Any = both.prefill
+        waits = both.submit(words(31, 20), FOUR, legs=(Role.PREFILL,), first_token_s=5.0)
+        prefill._scheduler.admit = lambda: None
+        prefill.step()
+        slept: list[float] = []
+        prefill._waiter.wait = slept.append
+        prefill.wait(100.0)
+        assert slept == [5.0]
+        clock.advance(5.0)
+        both.step()
+        done = both.answers[waits].done
+        assert done is not None
+        assert done.error is ErrorKind.LATE

@@ -1,0 +1,132 @@
+"""Times to first token that are asked for: refused early where they can't be had, not computed where they are past."""
+
+from __future__ import annotations
+
+import pytest
+
+from contracts.errors import ErrorKind
+from contracts.ids import RequestId
+from contracts.messages.worker_events import Done
+from tests.router.stage import Stage
+
+TOKEN_S = 0.01
+
+
+def prompt(number: int, tokens: int) -> tuple[int, ...]:
+    """A prompt like no other."""
+    return tuple(number * 1000 + n for n in range(tokens))
+
+
+def taught(prefill: int = 1) -> Stage:
+    """A stage whose prefill workers took 10 ms a token for prompts of several sizes."""
+    stage = Stage(prefill, 1)
+    for number in range(12 * prefill):
+        tokens = 10 * (1 + number // prefill % 4)
+        stage.submit(prompt(number, tokens))
+        stage.clock.advance(TOKEN_S * tokens)
+        stage.finish()
+    return stage
+
+
+def test_a_request_is_refused_when_its_first_token_would_be_late_and_nothing_of_it_is_kept() -> None:
+    stage = taught()
+    for number in (100, 101):
+        stage.submit(prompt(number, 50))
+    sent = len(stage.submits)
+    late = stage.core.late_if_taken([stage.request(prompt(200, 20), within_s=1.1)])
+    assert late is not None
+    assert late.seconds == pytest.approx(TOKEN_S * 120)
+    assert stage.core.late_if_taken([stage.request(prompt(200, 20), within_s=1.3)]) is None
+    assert stage.core.late_if_taken([stage.request(prompt(200, 20))]) is None, "it names no time"
+    assert stage.core.counts.refused_early == 1
+    assert (len(stage.submits), stage.core.requests.in_flight) == (sent, 2)
+    stage.finish()
+    assert stage.core.check() == []
+
+
+def test_what_the_worker_holds_of_a_prompt_needs_no_time() -> None:
+    stage = taught()
+    held = prompt(300, 64)
+    stage.submit(held)
+    stage.clock.advance(0.64)
+    stage.finish()
+    assert stage.core.late_if_taken([stage.request(prompt(301, 66), within_s=0.3)]) is not None
+    assert stage.core.late_if_taken([stage.request((*held, 1, 2), within_s=0.3)]) is None
+
+
+def test_the_quickest_worker_counts_and_many_prompts_are_shared_out() -> None:
+    stage = taught(prefill=2)
+    stage.submit(prompt(100, 100))
+    one = [stage.request(prompt(200, 20), within_s=0.25)]
+    assert stage.core.late_if_taken(one) is None, "the other worker is free"
+    many = [stage.request(prompt(200 + n, 20), within_s=0.7) for n in range(8)]
+    late = stage.core.late_if_taken(many)
+    assert late is not None
+    assert late.seconds == pytest.approx(TOKEN_S * 80)
+    same = [stage.request(prompt(200, 20), within_s=0.25) for _ in range(8)]
+    assert stage.core.late_if_taken(same) is None, "choices of one prompt are computed once"
+
+
+def test_without_a_worker_or_without_knowing_it_nothing_is_refused() -> None:
+    stage = Stage(1, 1)
+    request = [stage.request(prompt(1, 100_000), within_s=0.001)]
+    assert stage.core.late_if_taken(request) is None, "nothing was seen of it"
+    stage = taught()
+    stage.kill("prefill-0")
+    assert stage.core.late_if_taken([stage.request(prompt(1, 1000), within_s=0.001)]) is None
+
+
+def test_a_refusal_that_turns_out_false_is_counted() -> None:
+    stage = taught()
+    stage.submit(prompt(100, 100))
+    assert stage.core.late_if_taken([stage.request(prompt(200, 20), within_s=1.0)]) is not None
+    assert stage.core.late_if_taken([stage.request(prompt(201, 20), within_s=0.1)]) is not None
+    stage.clock.advance(0.2)  # It was five times as fast as expected.
+    stage.finish()
+    stage.tick()
+    assert (stage.core.counts.refused_early, stage.core.counts.refused_falsely) == (2, 1)
+
+
+def test_workers_are_told_how_long_a_first_token_is_of_use_in_the_first_attempt_alone() -> None:
+    stage = Stage(2, 1)
+    stage.submit(within_s=2.0)
+    assert {submit.first_token_s for _, submit in stage.submits} == {2.0}
+    stage.kill(stage.submits[-1][0][0])
+    assert stage.submits[-1][1].attempt == 1
+    assert stage.submits[-1][1].first_token_s == 0.0, "what was accepted and failed here is owed"
+    stage.submit()
+    assert stage.submits[-1][1].first_token_s == 0.0
+
+
+def test_who_waits_for_workers_beyond_its_time_is_told_so() -> None:
+    stage = Stage(1, 1)
+    stage.kill("prefill-0")
+    late, patient = stage.submit(within_s=1.0), stage.submit()
+    stage.tick(0.9)
+    assert not stage.ends
+    stage.tick(0.2)
+    assert stage.ends[late].error is ErrorKind.LATE
+    assert patient not in stage.ends
+    assert stage.core.counts.shed == 1
+
+
+def test_a_worker_that_could_not_begin_in_time_ends_the_request_on_both_sides() -> None:
+    stage = Stage(2, 1)
+    rid = stage.submit(within_s=1.0)
+    (prefill, submit) = next(sent for sent in stage.submits if sent[0][0].startswith("prefill"))
+    stage.core.on_event(prefill, Done(rid, submit.attempt, "error", error=ErrorKind.LATE, message="too late"))
+    stage.play()
+    assert stage.ends[rid].error is ErrorKind.LATE
+    assert [cancel.request_id for key, cancel in stage.cancels if key[0] == "decode-0"] == [rid]
+    assert stage.core.check() == []
+
+
+def test_requests_that_wait_for_workers_get_them_by_priority() -> None:
+    stage = Stage(1, 1)
+    stage.kill("prefill-0")
+    asked: dict[RequestId, int] = {stage.submit(priority=priority): priority for priority in (0, 5, -1, 5, 2)}
+    stage.submits.clear()
+    stage.restart("prefill-0")
+    order = [submit.request_id for key, submit in stage.submits if key[0] == "prefill-0"]
+    assert [asked[rid] for rid in order] == [5, 5, 2, 0, -1]
+    assert order[:2] == sorted(order[:2])
