@@ -35,6 +35,9 @@ class RouterClients(Protocol):
 
     def on_end(self, ask: ScenarioRequest, end: EndRequest) -> None: ...
 
+    def on_refusal(self, ask: ScenarioRequest) -> None:
+        """The request is not taken, as its first token would be late."""
+
     def on_progress(self, ask: ScenarioRequest, progress: LegReport) -> None:
         """A worker reports on its leg of a request; clients see the counts in their usage."""
 
@@ -51,7 +54,10 @@ class SimRouter:
     ) -> None:
         self.world, self.control = world, control
         self.process = control.new_process(f"router-0#{number}", "node-head")
-        self.core = RouterCore(world.config.router, world.agenda, self._mint, world.config.audit)
+        config = world.config
+        self.core = RouterCore(
+            config.router, world.agenda, self._mint, config.audit, short_share=config.prefill.short_share
+        )
         self.links: dict[WorkerKey, SimLink] = {}
         self._client = client
         self._asks: dict[RequestId, ScenarioRequest] = {}
@@ -85,7 +91,12 @@ class SimRouter:
             hashes=prefix_hashes(ask.prompt, ask.salt),
             salt=ask.salt,
             priority=ask.priority,
+            first_token_by=now + ask.first_token_s if ask.first_token_s is not None else None,
         )
+        if self.core.late_if_taken([request]) is not None:
+            del self._asks[request_id]
+            self._client.on_refusal(ask)
+            return
         self.core.submit(request)
         self._act()
 

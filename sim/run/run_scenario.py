@@ -106,6 +106,8 @@ class SimClient:
     expected: ExpectedAnswer
     request_id: RequestId | None = None
     tries: int = 0
+    asked: float = 0.0
+    """When it was asked last."""
     got: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     scores: tuple[TokenLogprob, ...] | None = None
@@ -179,7 +181,7 @@ class ScenarioRun:
         if not self.router.process.alive:
             self.agenda.after(_RETRY_S, lambda: self._ask(client))
             return
-        client.tries += 1
+        client.tries, client.asked = client.tries + 1, self.agenda.now()
         client.got.clear()
         client.logprobs.clear()
         client.scores = None
@@ -236,8 +238,22 @@ class ScenarioRun:
                 self.violated(f"{client.request_id} ended without its prompt's log-probabilities")
         elif end.done.error is ErrorKind.DEADLINE and ask.deadline_s < 600.0:
             self.counts["late"] += 1
+        elif end.done.error is ErrorKind.LATE and not client.got and self._is_late(client):
+            self.counts["shed"] += 1
         else:
             self.violated(f"{client.request_id} failed: {end.done.error}: {end.done.message}")
+
+    def on_refusal(self, ask: ScenarioRequest) -> None:
+        client = self._by_number[ask.number]
+        client.over = True
+        self.counts["refused_early"] += 1
+        if ask.first_token_s is None:
+            self.violated(f"{client.request_id} was refused as late and is patient")
+
+    def _is_late(self, client: SimClient) -> bool:
+        """Whether the first token of a client's request is of no use any more."""
+        wanted = client.ask.first_token_s
+        return wanted is not None and self.agenda.now() - client.asked >= wanted
 
     def _count_kinds(self, client: SimClient) -> None:
         """Count the kinds of requests that were answered."""

@@ -35,6 +35,8 @@ class ScenarioRequest:
     enough: int | None = None
     """The client stops the request after so many tokens, as a stop string does; None: never."""
     deadline_s: float = 600.0
+    first_token_s: float | None = None
+    """Seconds to the first token beyond which the answer is of no use to the client; None: it is patient."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,7 +150,20 @@ def _asks(rng: random.Random, shape: ClusterShape) -> tuple[ScenarioRequest, ...
         said.append([*words, *recite(spec, prompt, sampling).tokens])
     if shape.pressed:
         asks += rush(rng, shape, len(asks), at)
-    return tuple(asks)
+    return _hurried(asks)
+
+
+def _hurried(asks: Sequence[ScenarioRequest]) -> tuple[ScenarioRequest, ...]:
+    """Let first tokens of some requests be of use for a while only, in a few plans for most of them. Drawn from what
+    was asked, so that all else of a plan stays as it was before there was this."""
+    rng = random.Random(repr(asks))
+    share = rng.choice((0.05, 0.05, 0.05, 0.6))
+    return tuple(
+        replace(ask, first_token_s=rng.choice((0.02, 0.1, 0.5, 2.0)) * rng.uniform(0.5, 1.5))
+        if rng.random() < share
+        else ask
+        for ask in asks
+    )
 
 
 def _faults(rng: random.Random, shape: ClusterShape, asks: Sequence[ScenarioRequest]) -> tuple[PlannedFault, ...]:

@@ -34,7 +34,7 @@ OFTEN = {
     "audited": 30, "arena_pages_adopted": 5, "salted": 20, "prioritised": 20, "penalised": 20, "biased": 20,
     "held_open": 1, "logprobs": 20, "scored": 10, "chosen_again": 10, "late_orders": 100, "cancelled_running": 1,
     "damaged_writes": 2, "damaged_metadata": 2, "damaged_notices": 2, "killed_in_write": 1,
-    "stores_failed": 2, "stores_truncated": 2, "stores_reordered": 2,
+    "stores_failed": 2, "stores_truncated": 2, "stores_reordered": 2, "shed": 5, "refused_early": 3,
 }  # fmt: skip
 """How often the chosen seeds meet each kind of thing at least."""
 
