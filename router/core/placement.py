@@ -183,6 +183,9 @@ class Placement:
         entry = self._workers.get(r.prefill) if r.prefill else None
         if entry is not None:
             entry.prompts.computed(r.id, now)
+            if r.expected is not None and not r.attempt:
+                entry.prompts.came(r.expected - r.arrived, now - r.arrived)
+        r.expected = None
 
     def prefilled(self, r: RoutedRequest, now: float) -> None:
         """Unbook the prompt's tokens, which prefill has computed; the request stays booked. Idempotent."""

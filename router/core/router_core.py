@@ -169,7 +169,12 @@ class RouterCore:
         the caller refuses them, and doesn't submit them. None: they may be taken."""
         now, due = self._clock.now(), requests[0].first_token_by
         predicted = self._placement.predict_ttft(requests, now) if due is not None else None
-        if due is None or predicted is None or now + predicted.seconds <= due:
+        if due is None or predicted is None:
+            return None
+        if now + predicted.seconds <= due:
+            if predicted.seconds > (due - now) / 2:  # Where the worker is idle, nothing is learned of its queue.
+                for r in requests:
+                    r.expected = now + predicted.seconds
             return None
         predicted.worker.prompts.refused(predicted.tokens, requests[0].priority, now, due)
         self.counts.refused_early += 1

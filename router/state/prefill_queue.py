@@ -21,6 +21,11 @@ LEAST_SPREAD = 0.05
 """Variance of sizes, over the square of their mean, above which `b` is fitted."""
 LEAST_PROMPTS = 3.0
 """Weight of the prompts that were seen below which nothing is predicted."""
+ON_TIME = 0.9
+"""Share of first tokens that come no later than predicted: predictions become more cautious while fewer do."""
+CAUTION = (0.5, 3.0)
+"""The least and the most that a prediction is multiplied with."""
+CAUTION_STEP = 0.1
 JUDGED_AT_ONCE = 256
 """Refusals whose truth is looked into at a time; the oldest are left out of the count beyond it."""
 
@@ -82,6 +87,7 @@ class PrefillQueue:
         self._at = 0.0
         self._left = 0
         """Tokens of all prompts that are no longer waiting."""
+        self._caution = 1.0
         self._refused: deque[RefusedPrompt] = deque(maxlen=JUDGED_AT_ONCE)
         self._false_refusals = 0
 
@@ -130,6 +136,9 @@ class PrefillQueue:
         fit = self._cost.fit()
         if fit is None:
             return None
+        return self._caution * self._seconds(fit, tokens, priority, now)
+
+    def _seconds(self, fit: tuple[float, float], tokens: int, priority: int, now: float) -> float:
         own = fit[0] + fit[1] * tokens
         before = [(n, fit[0] + fit[1] * n) for n, other in self._waiting.values() if other >= priority]
         if not before:
@@ -141,6 +150,12 @@ class PrefillQueue:
             return in_turn
         among_short = sum(cost for n, cost in before if n <= tokens) + own
         return min(in_turn, among_short / self._short_share)
+
+    def came(self, predicted_s: float, seconds: float) -> None:
+        """Learn from a first token that was predicted: a step towards the caution with which `ON_TIME` of them aren't
+        late (stochastic approximation of a quantile, Robbins and Monro 1951)."""
+        step = CAUTION_STEP * (ON_TIME if seconds > predicted_s else ON_TIME - 1)
+        self._caution = min(max(self._caution * (1 + step), CAUTION[0]), CAUTION[1])
 
     # ------------------------------------------------------------ refusals
 

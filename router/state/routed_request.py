@@ -81,6 +81,7 @@ class RoutedRequest:
         "done_at",
         "early",
         "emitted",
+        "expected",
         "first_placed",
         "first_token_by",
         "hashes",
@@ -133,6 +134,8 @@ class RoutedRequest:
         self.arrived = self.waiting_since = now
         self.deadline = deadline
         self.first_token_by = first_token_by
+        self.expected: float | None = None
+        """When its first token was predicted to come, where that was close to `first_token_by`."""
         self.not_before = now
         self.first_placed: float | None = None
         self.phase = RoutingPhase.WAITING

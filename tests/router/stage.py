@@ -132,7 +132,10 @@ class Stage:
         )
 
     def submit(self, prompt: tuple[int, ...] = (5, 6, 7), max_tokens: int = 6, **options: Any) -> RequestId:
-        request = self.request(prompt, max_tokens, **options)
+        return self.take(self.request(prompt, max_tokens, **options))
+
+    def take(self, request: RoutedRequest) -> RequestId:
+        """Submit a request."""
         rid = request.id
         self.requests[rid] = request
         self.out[rid], self.logprobs[rid] = [], []

@@ -130,3 +130,32 @@ def test_requests_that_wait_for_workers_get_them_by_priority() -> None:
     order = [submit.request_id for key, submit in stage.submits if key[0] == "prefill-0"]
     assert [asked[rid] for rid in order] == [5, 5, 2, 0, -1]
     assert order[:2] == sorted(order[:2])
+
+
+def test_what_becomes_of_predictions_that_were_close_is_learned_and_of_the_others_not() -> None:
+    stage = taught()
+
+    def predicted() -> float:
+        late = stage.core.late_if_taken([stage.request(prompt(900, 100), within_s=0.001)])
+        assert late is not None
+        return late.seconds
+
+    before = predicted()
+    number = 0
+
+    def ask(within_s: float, took_s: float) -> None:
+        nonlocal number
+        number += 1
+        request = stage.request(prompt(1000 + number, 100), within_s=within_s)
+        assert stage.core.late_if_taken([request]) is None
+        stage.take(request)
+        stage.clock.advance(took_s)
+        stage.finish()
+
+    ask(100.0, 1.0)
+    assert predicted() == pytest.approx(before), "it had time enough"
+    ask(1.2, 1.0)
+    assert predicted() == pytest.approx(before * 0.99), "it wasn't late"
+    after = predicted()
+    ask(1.2, 1.1)
+    assert predicted() > after * 1.09, "it was"

@@ -141,3 +141,24 @@ def test_refusals_that_are_looked_into_are_bounded() -> None:
         queue.refused(100, 0, 100.0, 200.0)
     queue.computed(RequestId("a"), 100.1)
     assert queue.take_false_refusals(100.1) == JUDGED_AT_ONCE
+
+
+def test_predictions_become_as_cautious_as_it_takes_for_nine_of_ten_to_be_in_time() -> None:
+    rng = random.Random(1)
+    queue = taught()
+    queue.add(RequestId("a"), 1000, 0, 100.0)
+    exact = cost(1000) + cost(50)
+    late = []
+    for _ in range(4000):
+        predicted = queue.predict(50, 0, 100.0)
+        assert predicted is not None
+        actual = exact * rng.lognormvariate(0.0, 0.3)
+        late.append(actual > predicted)
+        queue.came(predicted, actual)
+    assert sum(late[1000:]) / 3000 == pytest.approx(0.1, abs=0.02)
+    for _ in range(1000):
+        queue.came(1.0, 100.0)
+    assert queue.predict(50, 0, 100.0) == pytest.approx(3 * exact), "it is bounded"
+    for _ in range(1000):
+        queue.came(1.0, 0.1)
+    assert queue.predict(50, 0, 100.0) == pytest.approx(exact / 2)
