@@ -5,9 +5,9 @@
 
 One cluster, asked in turns in three ways: `all` takes whatever comes, `bounded` takes no more answers at a time than
 could be in time at the measured capacity (the bound an operator would choose, as `--max-queue`), and `slo` names the
-time in the header x-slo-ttft-ms. Arrivals are random (Poisson) and the same for each way. Requests have one prompt each,
-of random lengths and like no other, and short answers, so that prefill is what is short. An answer counts whose first
-token came in time. False refusals are counted by the router: those for which the worker would have had the time.
+time in the header x-slo-ttft-ms. Arrivals are random (Poisson) and the same for each way. Prompts are of random lengths
+and like no other, and answers short, so that prefill is what is short. An answer counts whose first token came in time.
+False refusals are counted by the router: those for which the worker would have had the time.
 """
 
 from __future__ import annotations

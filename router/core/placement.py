@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from contracts.ids import RequestId, Role
 from router.kv_indexer.worker_indexes import WorkerIndexes
+from router.state.prefill_queue import TtftPrediction
 from router.state.routed_request import RoutedRequest
 from router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
 
@@ -43,10 +44,10 @@ class WorkerPair:
 
 @dataclass(frozen=True, slots=True)
 class PredictedTtft:
-    """The predicted time to first token of a request: `seconds` on the worker that would be quickest, for which it is a
-    prompt of `tokens`."""
+    """The predicted time to first token of a request on the worker that would be quickest, for which it is a prompt of
+    `tokens`."""
 
-    seconds: float
+    prediction: TtftPrediction
     tokens: int
     worker: WorkerEntry
 
@@ -144,10 +145,10 @@ class Placement:
         for entry in able:
             sizes = [self._uncached(r, entry) for r in prompts]
             tokens = max(*sizes, sum(sizes) // len(able))
-            seconds = entry.prompts.predict(tokens, requests[0].priority, now)
-            if seconds is not None:
-                found.append(PredictedTtft(seconds, tokens, entry))
-        return min(found, key=lambda predicted: predicted.seconds) if len(found) == len(able) and found else None
+            predicted = entry.prompts.predict(tokens, requests[0].priority, now)
+            if predicted is not None:
+                found.append(PredictedTtft(predicted, tokens, entry))
+        return min(found, key=lambda one: one.prediction.seconds) if len(found) == len(able) and found else None
 
     def missing(self, r: RoutedRequest, now: float) -> str:
         """Why a queued request has no workers, in words for its error message."""
@@ -184,7 +185,7 @@ class Placement:
         if entry is not None:
             entry.prompts.computed(r.id, now)
             if r.expected is not None and not r.attempt:
-                entry.prompts.came(r.expected - r.arrived, now - r.arrived)
+                entry.prompts.came(r.expected, now - r.arrived)
         r.expected = None
 
     def prefilled(self, r: RoutedRequest, now: float) -> None:

@@ -171,10 +171,11 @@ class RouterCore:
         predicted = self._placement.predict_ttft(requests, now) if due is not None else None
         if due is None or predicted is None:
             return None
-        if now + predicted.seconds <= due:
-            if predicted.seconds > (due - now) / 2:  # Where the worker is idle, nothing is learned of its queue.
+        seconds = predicted.prediction.seconds
+        if now + seconds <= due:
+            if seconds > (due - now) / 2:  # Where the worker is idle, nothing is learned of its queue.
                 for r in requests:
-                    r.expected = now + predicted.seconds
+                    r.expected = predicted.prediction
             return None
         predicted.worker.prompts.refused(predicted.tokens, requests[0].priority, now, due)
         self.counts.refused_early += 1

@@ -205,7 +205,7 @@ class RouterService:
         stream_id = self._mint()
         routed = self._route(stream_id, request, prepared.prompts, limits, began + timeout_s, first_token_by)
         if (late := self.core.late_if_taken(routed)) is not None:
-            raise SloUnreachable((self.clock.now() - began + late.seconds) * 1000, slo_ms)
+            raise SloUnreachable((self.clock.now() - began + late.prediction.seconds) * 1000, slo_ms)
         if self.keys is not None:
             self.tenants.admit(tenant, allowed, request.choices, prompt_tokens, self.clock.now())
         return self._admit(stream_id, request, prepared.prompts, routed, client_id, began, timeout_s, tenant)

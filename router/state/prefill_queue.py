@@ -62,13 +62,34 @@ class PromptCost:
 
 
 @dataclass(slots=True)
+class WaitingPrompt:
+    """A prompt that waits, the `number`-th that came."""
+
+    number: int
+    tokens: int
+    priority: int
+
+
+@dataclass(slots=True)
 class RefusedPrompt:
     """A prompt that was refused: would its first token have come in time?"""
 
-    behind: int
-    """Tokens that the worker had been given, all in all, when the prompts before it are done."""
+    number: int
+    """Prompts that came before it have lower numbers."""
+    priority: int
+    before: int
+    """How many prompts that would have come first aren't done."""
     own_s: float
     due: float
+
+
+@dataclass(frozen=True, slots=True)
+class TtftPrediction:
+    """Seconds to a first token. `share`: the prompt has a share of each step with other short ones, rather than its
+    turn."""
+
+    seconds: float
+    share: bool
 
 
 class PrefillQueue:
@@ -79,16 +100,18 @@ class PrefillQueue:
 
     def __init__(self, short_share: float = 0.0) -> None:
         self._short_share = short_share
-        self._waiting: dict[RequestId, tuple[int, int]] = {}
-        """Tokens to compute and priority of each, in order of arrival."""
+        self._waiting: dict[RequestId, WaitingPrompt] = {}
+        """In order of arrival."""
+        self._came = 0
         self._cost = PromptCost()
         self._worked_s = 0.0
         """Seconds of work since a prompt was done last."""
         self._at = 0.0
-        self._left = 0
-        """Tokens of all prompts that are no longer waiting."""
-        self._caution = 1.0
+        self._caution = {share: 1.0 for share in (False, True)}
+        """What predictions are multiplied with, by `TtftPrediction.share`."""
         self._refused: deque[RefusedPrompt] = deque(maxlen=JUDGED_AT_ONCE)
+        self._owed_s = 0.0
+        """Seconds of work of falsely refused prompts that the worker would not have come to yet."""
         self._false_refusals = 0
 
     def __iter__(self) -> Iterator[RequestId]:
@@ -97,65 +120,70 @@ class PrefillQueue:
     def add(self, request: RequestId, tokens: int, priority: int, now: float) -> None:
         """Add a prompt that was sent to the worker."""
         self._work(now)
-        self._waiting[request] = (tokens, priority)
+        self._waiting[request] = WaitingPrompt(self._came, tokens, priority)
+        self._came += 1
 
     def computed(self, request: RequestId, now: float) -> None:
         """Take out a prompt that has been computed. Idempotent."""
-        if request not in self._waiting:
-            return
-        self._work(now)
-        tokens, _ = self._waiting.pop(request)
-        self._cost.saw(tokens, self._worked_s)
-        self._worked_s = 0.0
-        self._left += tokens
-        self._judge(now)
+        if (prompt := self._waiting.get(request)) is not None:
+            self._work(now)
+            self._cost.saw(prompt.tokens, self._worked_s)
+            self._worked_s = 0.0
+            self.remove(request, now)
 
     def remove(self, request: RequestId, now: float) -> None:
         """Take out a prompt that won't be computed here. Idempotent."""
         if request not in self._waiting:
             return
         self._work(now)
-        self._left += self._waiting.pop(request)[0]
+        gone = self._waiting.pop(request)
         if not self._waiting:
             self._worked_s = 0.0
+        for refused in self._refused:
+            refused.before -= gone.number < refused.number and gone.priority >= refused.priority
         self._judge(now)
 
     def _work(self, now: float) -> None:
         if self._waiting:
             self._worked_s += now - self._at
+        else:
+            self._owed_s = max(0.0, self._owed_s - (now - self._at))
         self._at = now
 
     # ------------------------------------------------------------ prediction
 
-    def predict(self, tokens: int, priority: int, now: float) -> float | None:
-        """Return the seconds until a prompt's first token, were it sent now; None where too little was seen.
+    def predict(self, tokens: int, priority: int, now: float) -> TtftPrediction | None:
+        """Return when a prompt's first token would come, were it sent now; None where too little was seen.
 
-        The prompts that come first are those of no lower priority. A shorter one than the rest has a share of each step
-        to itself and other short ones, if that is quicker.
+        The prompts that come first are those of no lower priority. A shorter one than the first has a share of each
+        step with other short ones, if that is quicker.
         """
         fit = self._cost.fit()
         if fit is None:
             return None
-        return self._caution * self._seconds(fit, tokens, priority, now)
-
-    def _seconds(self, fit: tuple[float, float], tokens: int, priority: int, now: float) -> float:
         own = fit[0] + fit[1] * tokens
-        before = [(n, fit[0] + fit[1] * n) for n, other in self._waiting.values() if other >= priority]
+        before = [(one.tokens, fit[0] + fit[1] * one.tokens) for one in self._before(priority)]
         if not before:
-            return own
+            return TtftPrediction(self._caution[False] * own, False)
         self._work(now)
         under_way = min(self._worked_s, before[0][1])
-        in_turn = sum(cost for _, cost in before) - under_way + own
-        if tokens >= before[0][0] or not self._short_share:
-            return in_turn
-        among_short = sum(cost for n, cost in before if n <= tokens) + own
-        return min(in_turn, among_short / self._short_share)
+        in_turn = self._caution[False] * (sum(cost for _, cost in before) - under_way + own)
+        if self._short_share and tokens < before[0][0]:
+            among_short = sum(cost for n, cost in before if n <= tokens) + own
+            shared = self._caution[True] * among_short / self._short_share
+            if shared < in_turn:
+                return TtftPrediction(shared, True)
+        return TtftPrediction(in_turn, False)
 
-    def came(self, predicted_s: float, seconds: float) -> None:
+    def _before(self, priority: int) -> list[WaitingPrompt]:
+        return [one for one in self._waiting.values() if one.priority >= priority]
+
+    def came(self, predicted: TtftPrediction, seconds: float) -> None:
         """Learn from a first token that was predicted: a step towards the caution with which `ON_TIME` of them aren't
         late (stochastic approximation of a quantile, Robbins and Monro 1951)."""
-        step = CAUTION_STEP * (ON_TIME if seconds > predicted_s else ON_TIME - 1)
-        self._caution = min(max(self._caution * (1 + step), CAUTION[0]), CAUTION[1])
+        step = CAUTION_STEP * (ON_TIME if seconds > predicted.seconds else ON_TIME - 1)
+        caution = self._caution[predicted.share] * (1 + step)
+        self._caution[predicted.share] = min(max(caution, CAUTION[0]), CAUTION[1])
 
     # ------------------------------------------------------------ refusals
 
@@ -163,25 +191,29 @@ class PrefillQueue:
         """Note that a prompt is refused, whose first token was due at `due`."""
         fit = self._cost.fit()
         assert fit is not None, "only a prediction refuses"
-        before = sum(n for n, other in self._waiting.values() if other >= priority)
-        self._refused.append(RefusedPrompt(self._left + before, fit[0] + fit[1] * tokens, due))
+        self._work(now)
+        before = len(self._before(priority))
+        self._refused.append(RefusedPrompt(self._came, priority, before, fit[0] + fit[1] * tokens, due))
         self._judge(now)
 
     def take_false_refusals(self, now: float) -> int:
         """Return how many more refused prompts are known to have been refused for nothing."""
+        self._work(now)
         self._judge(now)
         found, self._false_refusals = self._false_refusals, 0
         return found
 
     def _judge(self, now: float) -> None:
-        """Count the refused prompts for which the worker would have had time, by what it has done since: the prompts
-        before them are done, and their own could be in time. The others are forgotten once they were due."""
+        """Count the refused prompts for which the worker would have had the time, by what it has done since: all before
+        them are done, and their own would be in time, also after those that were refused falsely before. The others are
+        forgotten once they were due."""
         open_: list[RefusedPrompt] = []
         for prompt in self._refused:
-            if now + prompt.own_s > prompt.due:
+            if now + self._owed_s + prompt.own_s > prompt.due:
                 continue
-            if self._left >= prompt.behind or not self._waiting:
-                self._false_refusals += 1
-            else:
+            if prompt.before:
                 open_.append(prompt)
+            else:
+                self._false_refusals += 1
+                self._owed_s += prompt.own_s
         self._refused = deque(open_, maxlen=JUDGED_AT_ONCE)

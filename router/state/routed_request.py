@@ -23,6 +23,7 @@ from contracts.errors import ErrorKind, IllegalTransition
 from contracts.ids import RequestId, Role, RoomId
 from contracts.messages.worker_events import Done, Event, LegReport, Tokens
 from contracts.sampling_params import SamplingParams, TokenLogprob
+from router.state.prefill_queue import TtftPrediction
 from router.state.worker_table import WorkerKey
 
 
@@ -134,7 +135,7 @@ class RoutedRequest:
         self.arrived = self.waiting_since = now
         self.deadline = deadline
         self.first_token_by = first_token_by
-        self.expected: float | None = None
+        self.expected: TtftPrediction | None = None
         """When its first token was predicted to come, where that was close to `first_token_by`."""
         self.not_before = now
         self.first_placed: float | None = None

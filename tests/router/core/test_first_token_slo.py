@@ -35,7 +35,7 @@ def test_a_request_is_refused_when_its_first_token_would_be_late_and_nothing_of_
     sent = len(stage.submits)
     late = stage.core.late_if_taken([stage.request(prompt(200, 20), within_s=1.1)])
     assert late is not None
-    assert late.seconds == pytest.approx(TOKEN_S * 120)
+    assert late.prediction.seconds == pytest.approx(TOKEN_S * 120)
     assert stage.core.late_if_taken([stage.request(prompt(200, 20), within_s=1.3)]) is None
     assert stage.core.late_if_taken([stage.request(prompt(200, 20))]) is None, "it names no time"
     assert stage.core.counts.refused_early == 1
@@ -62,7 +62,7 @@ def test_the_quickest_worker_counts_and_many_prompts_are_shared_out() -> None:
     many = [stage.request(prompt(200 + n, 20), within_s=0.7) for n in range(8)]
     late = stage.core.late_if_taken(many)
     assert late is not None
-    assert late.seconds == pytest.approx(TOKEN_S * 80)
+    assert late.prediction.seconds == pytest.approx(TOKEN_S * 80)
     same = [stage.request(prompt(200, 20), within_s=0.25) for _ in range(8)]
     assert stage.core.late_if_taken(same) is None, "choices of one prompt are computed once"
 
@@ -138,7 +138,7 @@ def test_what_becomes_of_predictions_that_were_close_is_learned_and_of_the_other
     def predicted() -> float:
         late = stage.core.late_if_taken([stage.request(prompt(900, 100), within_s=0.001)])
         assert late is not None
-        return late.seconds
+        return late.prediction.seconds
 
     before = predicted()
     number = 0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from contracts.ids import RequestId
-from router.state.prefill_queue import JUDGED_AT_ONCE, PrefillQueue, PromptCost
+from router.state.prefill_queue import JUDGED_AT_ONCE, PrefillQueue, PromptCost, TtftPrediction
 
 BASE_S, TOKEN_S = 0.02, 0.0005
 
@@ -29,22 +31,27 @@ def taught(short_share: float = 0.0) -> PrefillQueue:
     return queue
 
 
+def seconds(queue: PrefillQueue, tokens: int, priority: int, now: float) -> float | None:
+    predicted = queue.predict(tokens, priority, now)
+    return predicted.seconds if predicted is not None else None
+
+
 def test_what_prompts_cost_is_learned_from_the_time_in_which_there_was_work() -> None:
     queue = taught()
     for tokens in (1, 250, 10_000):
-        assert queue.predict(tokens, 0, 100.0) == pytest.approx(cost(tokens))
+        assert seconds(queue, tokens, 0, 100.0) == pytest.approx(cost(tokens))
 
 
 def test_nothing_is_predicted_before_three_prompts_were_seen() -> None:
     queue = PrefillQueue()
     for number in range(3):
-        assert queue.predict(10, 0, 1.0 * number) is None
+        assert seconds(queue, 10, 0, 1.0 * number) is None
         queue.add(RequestId(str(number)), 10, 0, 1.0 * number)
         queue.computed(RequestId(str(number)), number + 0.5)
-    assert queue.predict(10, 0, 3.0) is None, "an old one counts a little less"
+    assert seconds(queue, 10, 0, 3.0) is None, "an old one counts a little less"
     queue.add(RequestId("3"), 10, 0, 3.0)
     queue.computed(RequestId("3"), 3.5)
-    assert queue.predict(10, 0, 4.0) == pytest.approx(0.5)
+    assert seconds(queue, 10, 0, 4.0) == pytest.approx(0.5)
 
 
 def test_a_prompt_longer_than_all_that_was_seen_is_not_refused_for_a_cost_that_nobody_knows() -> None:
@@ -73,18 +80,18 @@ def test_who_comes_later_waits_for_all_before_it_less_what_is_done_of_them() -> 
     queue = taught()
     queue.add(RequestId("a"), 1000, 0, 100.0)
     queue.add(RequestId("b"), 300, 0, 100.1)
-    assert queue.predict(50, 0, 100.2) == pytest.approx(cost(1000) - 0.2 + cost(300) + cost(50))
+    assert seconds(queue, 50, 0, 100.2) == pytest.approx(cost(1000) - 0.2 + cost(300) + cost(50))
     queue.remove(RequestId("b"), 100.2)
-    assert queue.predict(50, 0, 100.2) == pytest.approx(cost(1000) - 0.2 + cost(50))
-    assert queue.predict(50, 0, 200.0) == pytest.approx(cost(50)), "no more than the one under way is done"
+    assert seconds(queue, 50, 0, 100.2) == pytest.approx(cost(1000) - 0.2 + cost(50))
+    assert seconds(queue, 50, 0, 200.0) == pytest.approx(cost(50)), "no more than the one under way is done"
 
 
 def test_whoever_has_a_higher_priority_waits_for_its_like_alone() -> None:
     queue = taught()
     for name, priority in (("low", 0), ("same", 5), ("higher", 9)):
         queue.add(RequestId(name), 100, priority, 100.0)
-    assert queue.predict(50, 5, 100.0) == pytest.approx(2 * cost(100) + cost(50))
-    assert queue.predict(50, 10, 100.0) == pytest.approx(cost(50))
+    assert seconds(queue, 50, 5, 100.0) == pytest.approx(2 * cost(100) + cost(50))
+    assert seconds(queue, 50, 10, 100.0) == pytest.approx(cost(50))
 
 
 def test_a_short_prompt_has_its_share_of_each_step_though_a_long_one_came_first() -> None:
@@ -92,8 +99,8 @@ def test_a_short_prompt_has_its_share_of_each_step_though_a_long_one_came_first(
     queue.add(RequestId("long"), 10_000, 0, 100.0)
     queue.add(RequestId("short"), 40, 0, 100.0)
     queue.add(RequestId("longer than it"), 60, 0, 100.0)
-    assert queue.predict(50, 0, 100.0) == pytest.approx((cost(40) + cost(50)) / 0.25)
-    assert queue.predict(20_000, 0, 100.0) == pytest.approx(cost(10_000) + cost(40) + cost(60) + cost(20_000))
+    assert seconds(queue, 50, 0, 100.0) == pytest.approx((cost(40) + cost(50)) / 0.25)
+    assert seconds(queue, 20_000, 0, 100.0) == pytest.approx(cost(10_000) + cost(40) + cost(60) + cost(20_000))
 
 
 def test_whoever_ends_twice_is_counted_once() -> None:
@@ -103,33 +110,43 @@ def test_whoever_ends_twice_is_counted_once() -> None:
     queue.computed(RequestId("a"), 105.0)
     queue.remove(RequestId("a"), 105.0)
     assert list(queue) == []
-    assert queue.predict(100, 0, 105.0) == pytest.approx(cost(100))
+    assert seconds(queue, 100, 0, 105.0) == pytest.approx(cost(100))
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_refused_prompts_are_judged_as_a_worker_would_have_served_them(seed: int) -> None:
     """A worker computes what it is sent, one after the other; some prompts are refused, whatever is predicted of them.
-    Each would have begun when those before it were done, whatever came later."""
+    Each would have begun when those before it were done, whatever came later, and when it had been idle for as long as
+    those take that were refused for nothing before."""
     rng = random.Random(seed)
-    queue, free_at, now, falsely = taught(), 100.0, 100.0, 0
-    events: list[tuple[float, str, int]] = []
+    queue, now, free_at = taught(), 100.0, 100.0
+    sent: list[tuple[float, float]] = []
+    refused: list[tuple[float, float, int, float]] = []
+    calls: list[tuple[float, int, Callable[[], None]]] = []
     for number in range(60):
         now += rng.expovariate(5.0)
-        for at, done, _ in [event for event in events if event[0] <= now]:
-            queue.computed(RequestId(done), at)
-        events = [event for event in events if event[0] > now]
         tokens = rng.choice((100, 300, 900))
-        begins = max(free_at, now)
         if rng.random() < 0.4:
             due = now + rng.uniform(0.05, 1.5)
-            falsely += begins + cost(tokens) <= due
-            queue.refused(tokens, 0, now, due)
+            refused.append((max(free_at, now), now, tokens, due))
+            calls.append((now, 1, partial(queue.refused, tokens, 0, now, due)))
         else:
-            queue.add(RequestId(f"{number}"), tokens, 0, now)
+            request, begins = RequestId(f"{number}"), max(free_at, now)
             free_at = begins + cost(tokens)
-            events.append((free_at, f"{number}", tokens))
-    for at, done, _ in events:
-        queue.computed(RequestId(done), at)
+            sent.append((begins, free_at))
+            calls.append((now, 1, partial(queue.add, request, tokens, 0, now)))
+            calls.append((free_at, 0, partial(queue.computed, request, free_at)))
+    for _, _, call in sorted(calls, key=lambda one: one[:2]):
+        call()
+
+    def idle_s(start: float, end: float) -> float:
+        return end - start - sum(max(0.0, min(end, done) - max(start, began)) for began, done in sent)
+
+    falsely, owed, since = 0, 0.0, 100.0
+    for begins, _, tokens, due in sorted(refused):
+        owed, since = max(0.0, owed - idle_s(since, begins)), begins
+        if begins + owed + cost(tokens) <= due:
+            falsely, owed = falsely + 1, owed + cost(tokens)
     assert queue.take_false_refusals(max(now, free_at)) == falsely > 0
     assert queue.take_false_refusals(now + 100.0) == 0
 
@@ -153,12 +170,25 @@ def test_predictions_become_as_cautious_as_it_takes_for_nine_of_ten_to_be_in_tim
         predicted = queue.predict(50, 0, 100.0)
         assert predicted is not None
         actual = exact * rng.lognormvariate(0.0, 0.3)
-        late.append(actual > predicted)
+        late.append(actual > predicted.seconds)
         queue.came(predicted, actual)
     assert sum(late[1000:]) / 3000 == pytest.approx(0.1, abs=0.02)
     for _ in range(1000):
-        queue.came(1.0, 100.0)
-    assert queue.predict(50, 0, 100.0) == pytest.approx(3 * exact), "it is bounded"
+        queue.came(TtftPrediction(1.0, False), 100.0)
+    assert seconds(queue, 50, 0, 100.0) == pytest.approx(3 * exact), "it is bounded"
     for _ in range(1000):
-        queue.came(1.0, 0.1)
-    assert queue.predict(50, 0, 100.0) == pytest.approx(exact / 2)
+        queue.came(TtftPrediction(1.0, False), 0.1)
+    assert seconds(queue, 50, 0, 100.0) == pytest.approx(exact / 2)
+
+
+def test_whoever_shares_steps_teaches_nothing_of_those_that_have_their_turn() -> None:
+    queue = taught(short_share=0.25)
+    queue.add(RequestId("long"), 10_000, 0, 100.0)
+    shared, in_turn = queue.predict(50, 0, 100.0), queue.predict(20_000, 0, 100.0)
+    assert shared is not None
+    assert in_turn is not None
+    assert (shared.share, in_turn.share) == (True, False)
+    for _ in range(1000):
+        queue.came(shared, 100.0)
+    assert seconds(queue, 50, 0, 100.0) == pytest.approx(3 * shared.seconds)
+    assert seconds(queue, 20_000, 0, 100.0) == pytest.approx(in_turn.seconds)
