@@ -13,7 +13,7 @@ import asyncio
 import json
 import os
 import sys
-from typing import cast
+from typing import ClassVar, cast
 
 import httptools
 import uvloop
@@ -39,7 +39,7 @@ _OTHER = {
 class StandIn(asyncio.Protocol):
     """One connection."""
 
-    streams: set[StandIn] = set()
+    streams: ClassVar[set[StandIn]] = set()
     """Connections with a stream under way; each gets its next token from `run`."""
 
     def __init__(self) -> None:

@@ -128,7 +128,7 @@ class Connection(asyncio.Protocol):
     def _stream(self) -> None:
         *lines, rest = self._data.split(b"\n")
         self._data = b"\r\n\r\n" + rest  # Of what was read nothing but that there was a head is needed.
-        self.tokens += sum(line.startswith(b'data: {') for line in lines)
+        self.tokens += sum(line.startswith(b"data: {") for line in lines)
         if any(line.startswith(DONE) for line in lines):
             self._ended()
 
@@ -204,9 +204,7 @@ async def idle(router: RouterUnderTest, streams: int, seconds: float) -> list[fl
 @contextmanager
 def child(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
     """A process that ends with its standard input, or is ended."""
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options
-    )
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options)
     try:
         yield process
     finally:

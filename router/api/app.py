@@ -178,10 +178,19 @@ async def _stream(service: RouterService, exchange: HttpExchange, stream: Respon
     A failure before the first event is a plain HTTP error; a later one is an event, without ``[DONE]``.
     """
     beat = StreamHeartbeat(stream, service.config.stream_keepalive_s)
+    direct_write = exchange.direct_write
+
+    def write(event: bytes) -> bool:
+        assert direct_write is not None
+        beat.written()
+        return direct_write(event)
+
     try:
         while events := await stream.more():
             if not exchange.started:
                 await exchange.begin_events()
+                if direct_write is not None:
+                    stream.write_directly(write)
             await exchange.write(events)
             beat.written()
     finally:

@@ -30,6 +30,8 @@ FREE_BYTES = 64 * 1024
 """How much of every body doesn't count against the `BodyBuffer`: ordinary requests get in beside any number of large
 ones, and the limit on connections bounds the sum."""
 
+DIRECT_WRITE = "twinpool.direct_write"
+"""The ASGI extension that writes a piece of a body at once: a function of the piece, False where it must be sent."""
 JSON_KIND = b"application/json"
 EVENT_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 CLIENT_ID_CHARS = 64
@@ -175,6 +177,12 @@ class HttpExchange:
 
     async def begin_events(self) -> None:
         await self._begin(200, list(EVENT_HEADERS))
+
+    @property
+    def direct_write(self) -> Callable[[bytes], bool] | None:
+        """What writes a piece of the body at once, where the server can; see `DIRECT_WRITE`."""
+        found: Callable[[bytes], bool] | None = self.scope.get("extensions", {}).get(DIRECT_WRITE)
+        return found
 
     async def write(self, body: bytes, *, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})

@@ -21,7 +21,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from contracts.config.router_config import RouterConfig
 from router.api.asgi_exchange import AsgiReceive, AsgiScope, AsgiSend
-from router.api.coalesced_writes import CoalescingHttpProtocol
+from router.api.coalesced_writes import CoalescingHttpProtocol, JoinedWrites
+from router.api.direct_write import offer_direct_write
 from router.openai.api_errors import ApiError
 from router.state.router_log import log
 
@@ -72,6 +73,7 @@ class ClientConnections:
         self.all: set[BoundedHttpProtocol] = set()
         self.waiting: OrderedDict[BoundedHttpProtocol, None] = OrderedDict()
         """Connections without a request with whole headers; the one that has waited longest is first."""
+        self.joined = JoinedWrites()
         self.accepted = self.closed_idle = self.closed_late = self.refused = 0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -153,7 +155,7 @@ class BoundedHttpProtocol(CoalescingHttpProtocol):
 
     def __init__(self, *arguments: Any, registry: ClientConnections, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.registry = registry
+        self.registry, self.joined = registry, registry.joined
         self._began: float | None = None
         """When the first byte of a request came, until its headers are whole."""
         self._body_began: float | None = None
@@ -194,6 +196,7 @@ class BoundedHttpProtocol(CoalescingHttpProtocol):
         self._body_began, self._body_bytes = self.loop.time(), 0
         self.registry.busy(self)
         super().on_headers_complete()
+        offer_direct_write(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from contracts.errors import ErrorKind
@@ -34,12 +35,19 @@ WRITE_BYTES = 256 * 1024
 """Parts of events are joined for one write until they have this size; the last of them may go beyond it."""
 
 
+def _queue(event: bytes) -> bool:
+    """Take nothing, so that all events are queued."""
+    return False
+
+
 class ResponseStream:
     """The answer of one HTTP request: `RouterService` fills it, the HTTP handler empties it, on one event loop."""
 
     __slots__ = (
         "_buffer_events",
+        "_direct_write",
         "_shares",
+        "_waits",
         "_wake",
         "answer",
         "choices",
@@ -84,6 +92,9 @@ class ResponseStream:
         """Whether an event was dropped because the outbox was full: the stream must be ended."""
         self._buffer_events = buffer_events
         self._wake = asyncio.Event()
+        self._direct_write: Callable[[bytes], bool] = _queue
+        self._waits = False
+        """Whether `more` waits: all that it has returned is written."""
 
     def bind(self, choices: list[ChoiceOutput]) -> None:
         """Set the choices; called once, before anything else."""
@@ -97,6 +108,8 @@ class ResponseStream:
             return
         chunk = self.answer.chunk(piece)
         if not chunk:
+            return
+        if self._waits and not self.outbox and isinstance(chunk, bytes) and self._direct_write(chunk):
             return
         if len(self.outbox) >= self._buffer_events:
             self.overflowed = True
@@ -124,11 +137,19 @@ class ResponseStream:
         """Whether every choice has ended, or one has failed."""
         return self.open == 0 or self.failed is not None
 
+    def write_directly(self, write: Callable[[bytes], bool]) -> None:
+        """Have events written at once from now on while `more` waits, and queued where `write` returns False."""
+        self._direct_write = write
+
     async def more(self) -> bytes:
         """Wait for events and return those since the last call, joined for one write; empty when the answer is over."""
-        while not self.outbox and not self.over:
-            self._wake.clear()
-            await self._wake.wait()
+        self._waits = True
+        try:
+            while not self.outbox and not self.over:
+                self._wake.clear()
+                await self._wake.wait()
+        finally:
+            self._waits = False
         if self._shares:
             return self._more_of_shared()
         chunks, self.outbox = self.outbox, []

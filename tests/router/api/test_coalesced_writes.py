@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.api.coalesced_writes import CoalescingTransport
+from router.api.coalesced_writes import CoalescingTransport, JoinedWrites
 
 
 class Wire:
@@ -31,7 +31,7 @@ class Wire:
 @pytest.mark.asyncio
 async def test_writes_of_one_turn_leave_as_one_and_in_order() -> None:
     wire: Any = Wire()
-    coalesced = CoalescingTransport(wire, asyncio.get_running_loop())
+    coalesced = CoalescingTransport(wire, asyncio.get_running_loop(), JoinedWrites())
     coalesced.write(b"a")
     coalesced.write(b"b")
     assert wire.writes == []
@@ -45,10 +45,31 @@ async def test_writes_of_one_turn_leave_as_one_and_in_order() -> None:
 @pytest.mark.asyncio
 async def test_a_close_sends_what_was_written_before_it() -> None:
     wire: Any = Wire()
-    coalesced = CoalescingTransport(wire, asyncio.get_running_loop())
+    coalesced = CoalescingTransport(wire, asyncio.get_running_loop(), JoinedWrites())
     coalesced.write(b"a")
     coalesced.close()
     assert wire.writes == [b"a"]
     assert coalesced.is_closing()
     await asyncio.sleep(0)
     assert wire.writes == [b"a"]
+
+
+@pytest.mark.asyncio
+async def test_one_callback_writes_for_all_sockets_and_one_that_fails_or_is_cut_keeps_nobody_from_theirs() -> None:
+    loop, joined = asyncio.get_running_loop(), JoinedWrites()
+    wires: list[Any] = [Wire() for _ in range(4)]
+
+    def fail(data: bytes) -> None:
+        raise RuntimeError("planted")
+
+    wires[1].write = fail
+    for number, wire in enumerate(wires):
+        transport = CoalescingTransport(wire, loop, joined)
+        transport.write(b"a%d" % number)
+        transport.write(b"b")
+    wires[2].closed = True
+    await asyncio.sleep(0)
+    assert [wire.writes for wire in wires] == [[b"a0b"], [], [], [b"a3b"]]
+    CoalescingTransport(wires[0], loop, joined).write(b"c")
+    await asyncio.sleep(0)
+    assert wires[0].writes == [b"a0b", b"c"], "it goes on after it"

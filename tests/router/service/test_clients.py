@@ -15,6 +15,7 @@ from contracts.errors import ErrorKind
 from contracts.ids import Role
 from contracts.messages.worker_events import Done
 from contracts.sampling_params import SamplingParams
+from router.api.asgi_exchange import HttpExchange
 from tests.router.fake_worker import FakeCluster, expected
 from tests.router.http_server import Server, router_config, serving
 
@@ -283,3 +284,48 @@ def test_a_stream_that_runs_out_of_time_ends_in_an_error_after_its_tokens(server
     assert any("choices" in e for e in events if isinstance(e, dict)), "prefill's token was here"
     assert any("error" in e and "0.2 s" in str(e) for e in events if isinstance(e, dict))
     server.resume()
+
+
+def test_a_client_that_stops_reading_for_a_while_gets_every_token_in_order() -> None:
+    """Its socket is full meanwhile: what can't be written at once waits, and nothing overtakes it."""
+    with serving(FakeCluster(), config=router_config(client_buffer_events=100_000)) as server:
+        body = {**ASK, "max_tokens": 2000, "stream": True, "logprobs": 5}
+        for listening in server.uvicorn.servers:
+            for bound in listening.sockets:
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.settimeout(20)
+            client.connect(("127.0.0.1", server.port))
+            raw = json.dumps(body).encode()
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+                % len(raw)
+                + raw
+            )
+            server.wait_until(lambda: any(c.flow.write_paused for c in server.uvicorn.connections.all if c.flow))
+            received = b""
+            while piece := client.recv(65_536):
+                received += piece
+        tokens: list[int] = []
+        for line in received.split(b"\n"):
+            if line.startswith(b"data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    tokens += choice.get("token_ids", [])
+        assert tokens == expected(PROMPT, SamplingParams(2000, seed=1))
+        assert b"data: [DONE]" in received
+        server.at_rest()
+
+
+def test_a_token_wakes_no_task_of_its_stream(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    sends: list[bytes] = []
+    write = HttpExchange.write
+
+    async def counted(self: HttpExchange, body: bytes, *, more: bool = True) -> None:
+        sends.append(body)
+        await write(self, body, more=more)
+
+    monkeypatch.setattr(HttpExchange, "write", counted)
+    events = server.stream("/v1/completions", {**ASK, "max_tokens": 200})
+    assert len(events) > 200
+    assert len(sends) < 20
