@@ -159,3 +159,14 @@ def test_what_becomes_of_predictions_that_were_close_is_learned_and_of_the_other
     after = predicted()
     ask(1.2, 1.1)
     assert predicted() > after * 1.09, "it was"
+
+
+def test_what_was_begun_and_failed_here_is_owed_however_late() -> None:
+    stage = Stage(1, 1)
+    rid = stage.submit(within_s=1.0)
+    stage.kill("prefill-0")
+    stage.tick(1.5)
+    assert rid not in stage.ends
+    stage.restart("prefill-0")
+    stage.finish()
+    stage.assert_answered(rid)
