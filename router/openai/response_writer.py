@@ -47,8 +47,10 @@ class ResponseWriter:
         self._common = {"id": f"{prefix}-{answer_id}", "created": created, "model": model}
         kind = "chat.completion" if request.chat else "text_completion"
         self._object = kind
-        chunk = kind + ".chunk" if request.chat else kind
-        self._head = "data: " + _dumps({**self._common, "object": chunk})[:-1]
+        self._head = ""
+        if request.stream:
+            chunk = kind + ".chunk" if request.chat else kind
+            self._head = "data: " + _dumps({**self._common, "object": chunk})[:-1]
         self._tail = ',"usage":null}\n\n' if request.include_usage else "}\n\n"
         self._end = f'{"}" if request.chat else ""},"logprobs":null,"finish_reason":null}}]{self._tail}'
 

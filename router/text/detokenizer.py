@@ -16,6 +16,7 @@ import codecs
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 HELD_TOKENS = 12
 """Pending tokens at which text is given out though it ends in U+FFFD."""
 CONTEXT_TOKENS = 6
@@ -37,7 +38,7 @@ class ByteDetokenizer:
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._decode = _Utf8Decoder("replace").decode
 
     def feed(self, token: int) -> str:
         return self._decode(self._token_bytes(token))
