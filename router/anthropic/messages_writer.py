@@ -50,6 +50,11 @@ class MessagesWriter:
         """Return the end of a stream."""
         return _event("message_stop", **({} if twinpool is None else {"twinpool": twinpool}))
 
+    @staticmethod
+    def failed(failure: ApiError) -> bytes:
+        """Return the end of a stream that failed."""
+        return b"event: error\ndata: " + error_body(failure) + b"\n\n"
+
     def _tell(self, part: AnswerPart, events: list[bytes]) -> None:
         match part:
             case ContentPart(text):

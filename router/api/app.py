@@ -130,6 +130,10 @@ async def _messages(service: RouterService, exchange: HttpExchange) -> None:
     await _generate(service, exchange, FrameKind.MESSAGES)
 
 
+async def _responses(service: RouterService, exchange: HttpExchange) -> None:
+    await _generate(service, exchange, FrameKind.RESPONSES)
+
+
 async def _generate(service: RouterService, exchange: HttpExchange, kind: FrameKind) -> None:
     service.check_room()  # Before the body takes memory, and time to read.
     service.check_tenant(exchange.tenant)
@@ -166,7 +170,9 @@ async def _generate(service: RouterService, exchange: HttpExchange, kind: FrameK
             await exchange.answer_parts(200, stream.answer.whole(stream.timeline() if wants_timeline else None))
     except TimeoutError:
         log("request was not ended in time", id=stream.id, level=logging.ERROR)
-        await _give_up(exchange, ApiError(504, f"no end after {stream.timeout_s:g} s", "server_error", "deadline"))
+        await _give_up(
+            exchange, stream, ApiError(504, f"no end after {stream.timeout_s:g} s", "server_error", "deadline")
+        )
     finally:
         service.abandon(stream)  # Does nothing unless the answer was cut short.
 
@@ -193,15 +199,15 @@ async def _stream(service: RouterService, exchange: HttpExchange, stream: Respon
     elif not exchange.started:
         await exchange.fail(failure_of_done(stream.failed))
     else:
-        await exchange.write(exchange.error_event(failure_of_done(stream.failed)), more=False)
+        await exchange.write(stream.answer.failed(failure_of_done(stream.failed)), more=False)
 
 
-async def _give_up(exchange: HttpExchange, failure: ApiError) -> None:
+async def _give_up(exchange: HttpExchange, stream: ResponseStream, failure: ApiError) -> None:
     """End an answer that was cut short with an error, unless the client takes nothing for `LAST_WORD_S`."""
     with suppress(TimeoutError):
         async with asyncio.timeout(LAST_WORD_S):
             if exchange.started:
-                await exchange.write(exchange.error_event(failure), more=False)
+                await exchange.write(stream.answer.failed(failure), more=False)
             else:
                 await exchange.fail(failure)
 
@@ -216,6 +222,16 @@ async def _detokenize(service: RouterService, exchange: HttpExchange) -> None:
 
 async def _count_tokens(service: RouterService, exchange: HttpExchange) -> None:
     await _text(service, exchange, FrameKind.COUNT_TOKENS)
+
+
+async def _input_tokens(service: RouterService, exchange: HttpExchange) -> None:
+    await _text(service, exchange, FrameKind.INPUT_TOKENS)
+
+
+async def _stored_response(service: RouterService, exchange: HttpExchange) -> None:
+    await exchange.fail(
+        ApiError(404, "responses aren't stored here: keep what was answered", "invalid_request_error", "not_stored")
+    )
 
 
 async def _text(service: RouterService, exchange: HttpExchange, kind: FrameKind) -> None:
@@ -292,6 +308,8 @@ WITHOUT_KEY = frozenset({"/live", "/health", "/ping", "/version", "/load", "/met
 ROUTES: dict[str, dict[str, Handler]] = {
     "/v1/completions": {"POST": _completions},
     "/v1/chat/completions": {"POST": _chat},
+    "/v1/responses": {"POST": _responses},
+    "/v1/responses/input_tokens": {"POST": _input_tokens},
     "/v1/messages": {"POST": _messages},
     "/v1/messages/count_tokens": {"POST": _count_tokens},
     "/v1/models": {"GET": _models},
@@ -309,6 +327,7 @@ ROUTES: dict[str, dict[str, Handler]] = {
 }
 PREFIX_ROUTES: dict[str, dict[str, Handler]] = {
     "/v1/models/": {"GET": _one_model},
+    "/v1/responses/": {"GET": _stored_response, "DELETE": _stored_response, "POST": _stored_response},
     "/cluster/drain/": {"POST": drains.drain},
     "/cluster/undrain/": {"POST": drains.undrain},
     "/cluster/role/": {"POST": drains.role},

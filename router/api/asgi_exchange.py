@@ -185,18 +185,8 @@ class HttpExchange:
         headers = [(b"retry-after", b"%d" % retry)] if retry is not None else []
         await self.answer(failure.status, self._error_body(failure), headers=headers)
 
-    def error_event(self, failure: ApiError) -> bytes:
-        """Return the event that ends a stream with an error."""
-        if self._anthropic:
-            return b"event: error\ndata: " + error_body(failure) + b"\n\n"
-        return b"data: " + failure.to_json() + b"\n\n"
-
     def _error_body(self, failure: ApiError) -> bytes:
-        return error_body(failure) if self._anthropic else failure.to_json()
-
-    @property
-    def _anthropic(self) -> bool:
-        return self.path.startswith("/v1/messages")
+        return error_body(failure) if self.path.startswith("/v1/messages") else failure.to_json()
 
     async def refuse_body(self, failure: ApiError) -> None:
         """Answer with an error before the body has been read, throw the rest away and close the connection.

@@ -102,7 +102,8 @@ def _read_common(
     sampling = _read_sampling(body, values, spec, grammar.text, logprobs=logprobs, echo=echo)
     return GenerateRequest(
         chat=chat,
-        anthropic=False,
+        shape="openai",
+        repeated="",
         prompts=prompts,
         messages=messages,
         template_args=template_args or {},

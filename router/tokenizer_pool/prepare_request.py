@@ -30,6 +30,7 @@ from router.openai.parse_request import (
     read_tokens,
 )
 from router.openai.request_fields import DETOKENIZE, TOKENIZE, describe, read_fields, read_json
+from router.openai_responses.responses_request import read_responses, renamed
 from router.state.prefix_hashes import prefix_hashes
 from router.text.tokenizer import ModelTokenizer
 
@@ -84,7 +85,20 @@ class BodyReader:
 
     def messages(self, raw: bytes, tenant: str = "") -> PreparedRequest:
         request = read_chat(chat_body(self._tree(raw)), self._spec)
-        return self.prepare(replace(request, anthropic=True), tenant)
+        return self.prepare(replace(request, shape="anthropic"), tenant)
+
+    def responses(self, raw: bytes, tenant: str = "") -> PreparedRequest:
+        read = read_responses(self._tree(raw))
+        try:
+            request = read_chat(read.chat, self._spec)
+            return self.prepare(replace(request, shape="responses", repeated=json.dumps(read.repeated)), tenant)
+        except RequestError as error:
+            raise renamed(error) from None
+
+    def input_tokens(self, raw: bytes) -> bytes:
+        """Return the JSON answer of ``/v1/responses/input_tokens``."""
+        count = len(self.responses(raw).prompts[0].tokens)
+        return json.dumps({"object": "response.input_tokens", "input_tokens": count}).encode()
 
     def count_tokens(self, raw: bytes) -> bytes:
         """Return the JSON answer of ``/v1/messages/count_tokens``."""
