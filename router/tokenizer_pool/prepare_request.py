@@ -30,6 +30,7 @@ from router.openai.parse_request import (
     read_tokens,
 )
 from router.openai.request_fields import DETOKENIZE, TOKENIZE, describe, read_fields, read_json
+from router.openai.special_marks import with_special_marks
 from router.openai_responses.responses_request import read_responses, renamed
 from router.state.prefix_hashes import prefix_hashes
 from router.text.tokenizer import ModelTokenizer
@@ -120,7 +121,7 @@ class BodyReader:
         if request.chat:
             shown = request.tool_use.shown if request.tool_use is not None else ()
             prompt = self._model_tokenizer.render(
-                request.messages, request.add_generation_prompt, request.template_args, shown
+                self._chats.messages(request.messages), request.add_generation_prompt, request.template_args, shown
             )
             prompts = (prompt,)
             request = self._formatted(request, prompt)
@@ -131,6 +132,7 @@ class BodyReader:
                 raise RequestError(f"{field} needs a tokenizer, which this checkpoint lacks", param=field)
             if wrong := check_grammar(request.sampling.grammar):
                 raise RequestError(f"{field} can't be followed: {wrong}", param=field)
+            request = self._with_special_marks(request)
         prepared = PreparedRequest(request, tuple(self._one(request, p) for p in prompts))
         self._check_scores(prepared)
         return prepared
@@ -149,6 +151,13 @@ class BodyReader:
         field = request.grammar_field or ("tools" if grammar else "")
         return replace(request, answer_format=found, sampling=sampling, grammar_field=field)
 
+    def _with_special_marks(self, request: GenerateRequest) -> GenerateRequest:
+        """Return a request whose grammar names the marks of calls and messages that are special tokens by their ids."""
+        found, special = request.answer_format, self._model_tokenizer.special_tokens
+        tokens = {mark: special[mark] for mark in (found.marks if found is not None else ()) if mark in special}
+        grammar = with_special_marks(request.sampling.grammar, tokens)
+        return replace(request, sampling=replace(request.sampling, grammar=grammar))
+
     def tokenize(self, raw: bytes) -> bytes:
         """Return the JSON answer of ``/tokenize``."""
         body = self._tree(raw)
@@ -157,7 +166,7 @@ class BodyReader:
         if body.get("messages") is not None:
             args = read_template_args(body.get("chat_template_kwargs"))
             opens = values.get("add_generation_prompt", True)
-            text = self._model_tokenizer.render(read_messages(body["messages"]), opens, args)
+            text = self._model_tokenizer.render(self._chats.messages(read_messages(body["messages"])), opens, args)
             tokens = self._model_tokenizer.encode(
                 text, add_special=values.get("add_special_tokens", False), param="messages"
             )
