@@ -11,6 +11,7 @@ from typing import Any
 from contracts.errors import TwinpoolError
 from router.api import admin_drain as drains
 from router.api import admin_status as admin
+from router.api.absent_endpoints import why_absent
 from router.api.asgi_exchange import AsgiReceive, AsgiScope, AsgiSend, BodyTooLarge, HttpExchange
 from router.api.openapi import openapi_document, version
 from router.openai.api_errors import ApiError, BufferFull, ClientGone, QueueFull, failure_of, failure_of_done
@@ -25,6 +26,10 @@ LAST_WORD_S = 5.0
 """How long writing the error of an answer that was cut short may take."""
 CLIENT_GRACE_S = 30.0
 """How long after its deadline a request may end before the handler itself gives up on it."""
+
+NOT_JSON = ApiError(
+    415, "the body must be JSON: send Content-Type: application/json", "invalid_request_error", "not_json"
+)
 
 App = Callable[[AsgiScope, AsgiReceive, AsgiSend], Awaitable[None]]
 Handler = Callable[[RouterService, HttpExchange], Awaitable[None]]
@@ -107,6 +112,8 @@ def _find(exchange: HttpExchange) -> Handler | ApiError:
         for prefix, found in PREFIX_ROUTES.items():
             if exchange.path.startswith(prefix) and len(exchange.path) > len(prefix):
                 methods = found
+    if methods is None and (why := why_absent(exchange.path)):
+        return ApiError(404, f"{exchange.path} isn't here: {why}", "invalid_request_error", "not_supported")
     if methods is None:
         return ApiError(404, f"no such endpoint: {exchange.path}", "invalid_request_error", "not_found")
     handler = methods.get("GET" if exchange.method == "HEAD" else exchange.method)
@@ -135,6 +142,8 @@ async def _responses(service: RouterService, exchange: HttpExchange) -> None:
 
 
 async def _generate(service: RouterService, exchange: HttpExchange, kind: FrameKind) -> None:
+    if not exchange.declares_json:
+        return await exchange.refuse_body(NOT_JSON)
     service.check_room()  # Before the body takes memory, and time to read.
     service.check_tenant(exchange.tenant)
     raw = await exchange.body(service.body_limit, service.buffer)
@@ -235,8 +244,10 @@ async def _stored_response(service: RouterService, exchange: HttpExchange) -> No
 
 
 async def _text(service: RouterService, exchange: HttpExchange, kind: FrameKind) -> None:
+    if not exchange.declares_json:
+        return await exchange.refuse_body(NOT_JSON)
     raw = await exchange.body(service.body_limit, service.buffer)
-    await exchange.answer(200, await service.text(kind, raw))
+    return await exchange.answer(200, await service.text(kind, raw))
 
 
 # ---------------------------------------------------------------- what is served, and how it is

@@ -31,6 +31,7 @@ FREE_BYTES = 64 * 1024
 ones, and the limit on connections bounds the sum."""
 
 JSON_KIND = b"application/json"
+JSON_KINDS = frozenset({"", "application/json", "text/json", "text/plain", "application/x-www-form-urlencoded"})
 EVENT_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 CLIENT_ID_CHARS = 64
 _UNCLEAN = re.compile(r"[^A-Za-z0-9._:\-]")
@@ -90,6 +91,12 @@ class HttpExchange:
     def header(self, name: bytes) -> str:
         """Return the value of a header, empty where it is missing; `name` in lower case."""
         return self.headers.get(name, b"").decode("latin-1")
+
+    @property
+    def declares_json(self) -> bool:
+        """Whether the body may be JSON by its content type. That of curl's ``-d`` and none at all are let pass."""
+        kind = self.header(b"content-type").partition(";")[0].strip().lower()
+        return kind in JSON_KINDS or kind.endswith("+json")
 
     @property
     def client_host(self) -> str:

@@ -48,6 +48,11 @@ _PARAMS = {
 """Names of chats' fields, and of those that they come from here."""
 
 
+_NAME = RequestField("string")
+NAMES = ("prompt_cache_key", "safety_identifier", "user")
+"""Names of the client's, which are repeated and change nothing."""
+
+
 class ResponsesBody(NamedTuple):
     """A body that was read."""
 
@@ -96,7 +101,7 @@ def _repeated(given: Mapping[str, Any]) -> dict[str, Any]:
         "text": {"format": {"type": "text"}, **_fields_of(given, "text")},
         "tool_choice": given.get("tool_choice", "auto"),
         "tools": [_repeated_tool(tool) for tool in tools] if isinstance(tools, list) else [],
-        **{name: given[name] for name in ("prompt_cache_key", "safety_identifier", "user") if name in given},
+        **{name: check_value(name, given[name], _NAME) for name in NAMES if name in given},
         **{name: given[name] for name in ("temperature", "top_p") if name in given},
     }
 

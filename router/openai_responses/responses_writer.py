@@ -19,7 +19,7 @@ class ResponsesWriter:
     """Implements `router.openai.response_stream.AnswerWriter`."""
 
     def __init__(self, request: GenerateRequest, answer_id: str, created: int, model: str) -> None:
-        self._answer_id, self._created = answer_id, created
+        self._created = created
         self._choice: ChoiceOutput | None = None
         self._items = OutputItems(answer_id)
         self._number = -1

@@ -29,8 +29,9 @@ from router.openai.parse_request import (
     read_template_args,
     read_tokens,
 )
-from router.openai.request_fields import DETOKENIZE, TOKENIZE, describe, read_fields, read_json
+from router.openai.request_fields import DETOKENIZE, TOKENIZE, TOKENIZE_OTHERS, describe, read_fields, read_json
 from router.openai.special_marks import with_special_marks
+from router.openai.tools import read_tools
 from router.openai_responses.responses_request import read_responses, renamed
 from router.state.prefix_hashes import prefix_hashes
 from router.text.tokenizer import ModelTokenizer
@@ -162,11 +163,13 @@ class BodyReader:
         """Return the JSON answer of ``/tokenize``."""
         body = self._tree(raw)
         check_model(body, self._spec)
-        values, prompt = read_fields(body, TOKENIZE, ("prompt", "messages")), body.get("prompt")
+        values, prompt = read_fields(body, TOKENIZE, TOKENIZE_OTHERS), body.get("prompt")
         if body.get("messages") is not None:
             args = read_template_args(body.get("chat_template_kwargs"))
             opens = values.get("add_generation_prompt", True)
-            text = self._model_tokenizer.render(self._chats.messages(read_messages(body["messages"])), opens, args)
+            use = read_tools(body)
+            messages = self._chats.messages(read_messages(body["messages"]))
+            text = self._model_tokenizer.render(messages, opens, args, use.shown if use is not None else ())
             tokens = self._model_tokenizer.encode(
                 text, add_special=values.get("add_special_tokens", False), param="messages"
             )

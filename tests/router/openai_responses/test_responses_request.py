@@ -183,6 +183,8 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"reasoning": {"mode": "pro"}}, "reasoning", "effort"),
     ({"truncation": "auto"}, "truncation", "shorten"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "always told"),
+    ({"user": 5}, "user", "a string"),
+    ({"prompt_cache_key": {}}, "prompt_cache_key", "a string"),
     ({"metadata": {"a": 5}}, "metadata", "strings"),
     ({"metadata": {str(number): "" for number in range(17)}}, "metadata", "16"),
 ]

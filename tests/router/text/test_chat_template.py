@@ -115,9 +115,9 @@ def test_reasoning_before_a_call_comes_back_whatever_name_the_client_gives_it() 
 
 
 def test_gpt_oss_gets_each_of_several_calls_with_its_result_and_text_as_analysis() -> None:
-    results = [{"role": "tool", "tool_call_id": f"call_{n}", "content": f"r{n}"} for n in (2, 1)]
+    results: list[dict[str, Any]] = [{"role": "tool", "tool_call_id": f"call_{n}", "content": f"r{n}"} for n in (2, 1)]
     calls = [call(1, "find", {}), call(2, "now", {})]
-    asked = {"role": "user", "content": "?"}
+    asked: dict[str, Any] = {"role": "user", "content": "?"}
     several = [
         asked,
         {"role": "assistant", "reasoning_content": "hm", "content": "I look.", "tool_calls": calls},

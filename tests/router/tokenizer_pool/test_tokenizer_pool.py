@@ -318,7 +318,10 @@ def test_a_refusal_comes_out_of_a_reader_as_it_went_in(model_tokenizer: ModelTok
     assert kind is FrameKind.REFUSED
     error = refusal_of(frame)
     assert type(error).__name__ == "UnknownModel"
-    assert (str(error), error.param) == ("the model \"other\" does not exist; this server has 'demo'", "model")
+    assert (str(error), error.param) == (
+        "the model \"other\" does not exist; this server has 'demo', and no adapters (LoRA)",
+        "model",
+    )
     surrogates = refusal_of(refusal_frame(RequestError("\ud800", param="p")))
     assert str(surrogates) == "\ud800"
 
