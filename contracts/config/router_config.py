@@ -41,7 +41,21 @@ class RouterConfig:
     """Seconds for which a worker is left alone; then one request tries it. Doubles with each failed trial, up to
     eightfold, while another worker of its role takes requests."""
     tool_parser: Literal[
-        "auto", "none", "hermes", "llama3_json", "qwen3_coder", "glm45", "deepseek_v31", "deepseek_v32"
+        "auto",
+        "none",
+        "hermes",
+        "llama3_json",
+        "qwen3_coder",
+        "glm45",
+        "glm47",
+        "deepseek_v31",
+        "deepseek_v32",
+        "harmony",
+        "kimi_k2",
+        "minimax_m2",
+        "mistral",
+        "mistral_json",
+        "nemotron_json",
     ] = "auto"
     """How the model writes calls of tools; auto: as its chat template says."""
     reasoning_parser: Literal["auto", "none", "think"] = "auto"

@@ -127,7 +127,7 @@ def _tool(tool: object, where: str) -> dict[str, Any]:
 
 def _tool_choice(choice: object) -> dict[str, Any]:
     kind = choice.get("type") if isinstance(choice, dict) else None
-    if not isinstance(choice, dict) or (kind != "tool" and kind not in _CHOICES):
+    if not isinstance(choice, dict) or kind not in ("tool", *_CHOICES):
         raise RequestError(f"tool_choice.type is auto, any, tool or none; got {describe(kind)}", param="tool_choice")
     named = {"type": "function", "function": {"name": choice.get("name")}}
     asked: dict[str, Any] = {"tool_choice": named if kind == "tool" else _CHOICES[str(kind)]}

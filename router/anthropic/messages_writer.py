@@ -50,6 +50,11 @@ class MessagesWriter:
         """Return the end of a stream."""
         return _event("message_stop", **({} if twinpool is None else {"twinpool": twinpool}))
 
+    @staticmethod
+    def failed(failure: ApiError) -> bytes:
+        """Return the end of a stream that failed."""
+        return b"event: error\ndata: " + error_body(failure) + b"\n\n"
+
     def _tell(self, part: AnswerPart, events: list[bytes]) -> None:
         match part:
             case ContentPart(text):
@@ -127,8 +132,8 @@ def error_body(failure: ApiError) -> bytes:
 
 _KINDS = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-    405: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
-    504: "timeout_error",
+    405: "invalid_request_error", 413: "request_too_large", 415: "invalid_request_error", 429: "rate_limit_error",
+    503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from contracts.errors import TwinpoolError
 from router.api import admin_drain as drains
 from router.api import admin_status as admin
+from router.api.absent_endpoints import why_absent
 from router.api.asgi_exchange import AsgiReceive, AsgiScope, AsgiSend, BodyTooLarge, HttpExchange
 from router.api.openapi import openapi_document, version
 from router.openai.api_errors import ApiError, BufferFull, ClientGone, QueueFull, failure_of, failure_of_done
@@ -25,6 +26,10 @@ LAST_WORD_S = 5.0
 """How long writing the error of an answer that was cut short may take."""
 CLIENT_GRACE_S = 30.0
 """How long after its deadline a request may end before the handler itself gives up on it."""
+
+NOT_JSON = ApiError(
+    415, "the body must be JSON: send Content-Type: application/json", "invalid_request_error", "not_json"
+)
 
 App = Callable[[AsgiScope, AsgiReceive, AsgiSend], Awaitable[None]]
 Handler = Callable[[RouterService, HttpExchange], Awaitable[None]]
@@ -107,6 +112,8 @@ def _find(exchange: HttpExchange) -> Handler | ApiError:
         for prefix, found in PREFIX_ROUTES.items():
             if exchange.path.startswith(prefix) and len(exchange.path) > len(prefix):
                 methods = found
+    if methods is None and (why := why_absent(exchange.path)):
+        return ApiError(404, f"{exchange.path} isn't here: {why}", "invalid_request_error", "not_supported")
     if methods is None:
         return ApiError(404, f"no such endpoint: {exchange.path}", "invalid_request_error", "not_found")
     handler = methods.get("GET" if exchange.method == "HEAD" else exchange.method)
@@ -130,7 +137,13 @@ async def _messages(service: RouterService, exchange: HttpExchange) -> None:
     await _generate(service, exchange, FrameKind.MESSAGES)
 
 
+async def _responses(service: RouterService, exchange: HttpExchange) -> None:
+    await _generate(service, exchange, FrameKind.RESPONSES)
+
+
 async def _generate(service: RouterService, exchange: HttpExchange, kind: FrameKind) -> None:
+    if not exchange.declares_json:
+        return await exchange.refuse_body(NOT_JSON)
     service.check_room()  # Before the body takes memory, and time to read.
     service.check_tenant(exchange.tenant)
     raw = await exchange.body(service.body_limit, service.buffer)
@@ -167,7 +180,9 @@ async def _generate(service: RouterService, exchange: HttpExchange, kind: FrameK
             await exchange.answer_parts(200, stream.answer.whole(stream.timeline() if wants_timeline else None))
     except TimeoutError:
         log("request was not ended in time", id=stream.id, level=logging.ERROR)
-        await _give_up(exchange, ApiError(504, f"no end after {stream.timeout_s:g} s", "server_error", "deadline"))
+        await _give_up(
+            exchange, stream, ApiError(504, f"no end after {stream.timeout_s:g} s", "server_error", "deadline")
+        )
     finally:
         service.abandon(stream)  # Does nothing unless the answer was cut short.
 
@@ -203,15 +218,15 @@ async def _stream(service: RouterService, exchange: HttpExchange, stream: Respon
     elif not exchange.started:
         await exchange.fail(failure_of_done(stream.failed))
     else:
-        await exchange.write(exchange.error_event(failure_of_done(stream.failed)), more=False)
+        await exchange.write(stream.answer.failed(failure_of_done(stream.failed)), more=False)
 
 
-async def _give_up(exchange: HttpExchange, failure: ApiError) -> None:
+async def _give_up(exchange: HttpExchange, stream: ResponseStream, failure: ApiError) -> None:
     """End an answer that was cut short with an error, unless the client takes nothing for `LAST_WORD_S`."""
     with suppress(TimeoutError):
         async with asyncio.timeout(LAST_WORD_S):
             if exchange.started:
-                await exchange.write(exchange.error_event(failure), more=False)
+                await exchange.write(stream.answer.failed(failure), more=False)
             else:
                 await exchange.fail(failure)
 
@@ -228,9 +243,21 @@ async def _count_tokens(service: RouterService, exchange: HttpExchange) -> None:
     await _text(service, exchange, FrameKind.COUNT_TOKENS)
 
 
+async def _input_tokens(service: RouterService, exchange: HttpExchange) -> None:
+    await _text(service, exchange, FrameKind.INPUT_TOKENS)
+
+
+async def _stored_response(service: RouterService, exchange: HttpExchange) -> None:
+    await exchange.fail(
+        ApiError(404, "responses aren't stored here: keep what was answered", "invalid_request_error", "not_stored")
+    )
+
+
 async def _text(service: RouterService, exchange: HttpExchange, kind: FrameKind) -> None:
+    if not exchange.declares_json:
+        return await exchange.refuse_body(NOT_JSON)
     raw = await exchange.body(service.body_limit, service.buffer)
-    await exchange.answer(200, await service.text(kind, raw))
+    return await exchange.answer(200, await service.text(kind, raw))
 
 
 # ---------------------------------------------------------------- what is served, and how it is
@@ -302,6 +329,8 @@ WITHOUT_KEY = frozenset({"/live", "/health", "/ping", "/version", "/load", "/met
 ROUTES: dict[str, dict[str, Handler]] = {
     "/v1/completions": {"POST": _completions},
     "/v1/chat/completions": {"POST": _chat},
+    "/v1/responses": {"POST": _responses},
+    "/v1/responses/input_tokens": {"POST": _input_tokens},
     "/v1/messages": {"POST": _messages},
     "/v1/messages/count_tokens": {"POST": _count_tokens},
     "/v1/models": {"GET": _models},
@@ -319,6 +348,7 @@ ROUTES: dict[str, dict[str, Handler]] = {
 }
 PREFIX_ROUTES: dict[str, dict[str, Handler]] = {
     "/v1/models/": {"GET": _one_model},
+    "/v1/responses/": {"GET": _stored_response, "DELETE": _stored_response, "POST": _stored_response},
     "/cluster/drain/": {"POST": drains.drain},
     "/cluster/undrain/": {"POST": drains.undrain},
     "/cluster/role/": {"POST": drains.role},

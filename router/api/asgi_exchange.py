@@ -33,6 +33,7 @@ ones, and the limit on connections bounds the sum."""
 DIRECT_WRITE = "twinpool.direct_write"
 """The ASGI extension that writes a piece of a body at once: a function of the piece, False where it must be sent."""
 JSON_KIND = b"application/json"
+JSON_KINDS = frozenset({"", "application/json", "text/json", "text/plain", "application/x-www-form-urlencoded"})
 EVENT_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 CLIENT_ID_CHARS = 64
 _UNCLEAN = re.compile(r"[^A-Za-z0-9._:\-]")
@@ -92,6 +93,12 @@ class HttpExchange:
     def header(self, name: bytes) -> str:
         """Return the value of a header, empty where it is missing; `name` in lower case."""
         return self.headers.get(name, b"").decode("latin-1")
+
+    @property
+    def declares_json(self) -> bool:
+        """Whether the body may be JSON by its content type. That of curl's ``-d`` and none at all are let pass."""
+        kind = self.header(b"content-type").partition(";")[0].strip().lower()
+        return kind in JSON_KINDS or kind.endswith("+json")
 
     @property
     def client_host(self) -> str:
@@ -193,18 +200,8 @@ class HttpExchange:
         headers = [(b"retry-after", b"%d" % retry)] if retry is not None else []
         await self.answer(failure.status, self._error_body(failure), headers=headers)
 
-    def error_event(self, failure: ApiError) -> bytes:
-        """Return the event that ends a stream with an error."""
-        if self._anthropic:
-            return b"event: error\ndata: " + error_body(failure) + b"\n\n"
-        return b"data: " + failure.to_json() + b"\n\n"
-
     def _error_body(self, failure: ApiError) -> bytes:
-        return error_body(failure) if self._anthropic else failure.to_json()
-
-    @property
-    def _anthropic(self) -> bool:
-        return self.path.startswith("/v1/messages")
+        return error_body(failure) if self.path.startswith("/v1/messages") else failure.to_json()
 
     async def refuse_body(self, failure: ApiError) -> None:
         """Answer with an error before the body has been read, throw the rest away and close the connection.

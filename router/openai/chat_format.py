@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from contracts.errors import RequestError
 from router.openai.structured_output import bounded
+from router.openai.template_messages import messages_for
 from router.openai.tools import ANY_OBJECT, ChatTool, ToolUse
 from router.parsers.answer_parts import PartsParser
+from router.parsers.harmony_grammar import answer_rules
+from router.parsers.harmony_messages import HarmonyMessages
 from router.parsers.reasoning_parser import BEGIN, END, PlainContent, ReasoningParser, opened
-from router.parsers.tool_formats import FORMATS, CallGrammar, format_of, quoted
+from router.parsers.tool_formats import FORMATS, HARMONY, CallGrammar, format_of, quoted
 
 AUTO, NONE = "auto", "none"
 THINK = "think"
@@ -23,7 +27,7 @@ class AnswerFormat:
     """What is to be found in one answer."""
 
     tool_format: str = ""
-    """Of `router.parsers.tool_formats`; empty where no tool may be called."""
+    """Of `router.parsers.tool_formats`; empty where no tool may be called, but for ``harmony``, as which all is."""
     parameter_types: dict[str, dict[str, str]] | None = None
     """By tool and parameter, its JSON type."""
     reasoning: bool = False
@@ -38,6 +42,8 @@ class AnswerFormat:
 
     def parser(self) -> PartsParser:
         """Return a new parser of one answer."""
+        if self.tool_format == HARMONY:
+            return HarmonyMessages(self.parameter_types or {}, reasoning=self.reasoning)
         if self.tool_format:
             rest = FORMATS[self.tool_format].parser(self.parameter_types or {})
         else:
@@ -51,7 +57,7 @@ class ChatFormat:
     def __init__(self, template: str, tool_parser: str = AUTO, reasoning_parser: str = AUTO) -> None:
         """`template`: the chat template's source, empty where there is none."""
         self._tools = format_of(template) if tool_parser == AUTO else tool_parser.replace(NONE, "")
-        thinks = BEGIN in template or END in template
+        thinks = BEGIN in template or END in template or self._tools == HARMONY
         self._reasons = thinks if reasoning_parser == AUTO else reasoning_parser == THINK
 
     def answer_format(self, use: ToolUse | None, prompt: str) -> AnswerFormat | None:
@@ -61,10 +67,10 @@ class ChatFormat:
         """
         if use is not None and not self._tools:
             raise RequestError(NO_TOOLS, param="tools")
-        if use is None and not self._reasons:
+        if use is None and not self._reasons and self._tools != HARMONY:
             return None
         types = {tool.name: _types(tool) for tool in use.tools} if use is not None else None
-        tool_format = self._tools if use is not None else ""
+        tool_format = self._tools if use is not None or self._tools == HARMONY else ""
         return AnswerFormat(tool_format, types, self._reasons, self._reasons and opened(prompt))
 
     def grammar(self, use: ToolUse | None, found: AnswerFormat | None, asked: str) -> str:
@@ -76,6 +82,10 @@ class ChatFormat:
             raise RequestError("tool_choice asks for a call, and another field for another output", param="tool_choice")
         if not asked and (use is None or not (use.forced or any(tool.strict for tool in use.tools))):
             return ""
+        if self._tools == HARMONY:
+            calls_of = calls.rules if calls is not None else ""
+            lark = answer_rules(calls_of, forced=use is not None and use.forced, asked=bool(asked))
+            return _whole(lark, asked, use)
         rules = [calls.rules] if calls is not None else []
         called = f"{quoted(calls.trigger)} calls" if calls is not None and calls.trigger else "calls"
         if use is not None and use.forced:
@@ -95,17 +105,26 @@ class ChatFormat:
             thought = "thought" if found.begun else f"({quoted(BEGIN)} thought)?"
             start = f"start: {thought} SPACE? answer\nanswer: {answer}"
             rules += [f"thought[suffix={quoted(END)}]: /(?s:.*)/", r"SPACE: /[ \n]{1,8}/"]
-        grammars: list[dict[str, Any]] = [{"lark_grammar": "\n".join((start, *rules))}]
-        if asked:
-            (wanted,) = json.loads(asked)["grammars"]
-            grammars.append({**wanted, "name": "answer"})
-        return bounded(json.dumps({"grammars": grammars}), "tools" if use is not None else "response_format")
+        return _whole("\n".join((start, *rules)), asked, use)
+
+    def messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return a chat's messages as the model's template takes them."""
+        return messages_for(self._tools, messages)
 
     def _calls(self, use: ToolUse | None, found: AnswerFormat | None) -> CallGrammar | None:
         if use is None or found is None:
             return None
         schemas = [(tool.name, tool.parameters if use.forced or tool.strict else ANY_OBJECT) for tool in use.tools]
         return FORMATS[found.tool_format].grammar(schemas, use.parallel)
+
+
+def _whole(lark: str, asked: str, use: ToolUse | None) -> str:
+    """Return the grammar with rules `lark`, of which ``answer`` is the grammar that is asked for, if one is."""
+    grammars: list[dict[str, Any]] = [{"lark_grammar": lark}]
+    if asked:
+        (wanted,) = json.loads(asked)["grammars"]
+        grammars.append({**wanted, "name": "answer"})
+    return bounded(json.dumps({"grammars": grammars}), "tools" if use is not None else "response_format")
 
 
 def _types(tool: ChatTool) -> dict[str, str]:

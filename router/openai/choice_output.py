@@ -14,7 +14,7 @@ from contracts.errors import ErrorKind
 from contracts.messages.worker_events import Done
 from contracts.sampling_params import TokenLogprob
 from router.openai.generate_request import GenerateRequest
-from router.parsers.answer_parts import AnswerPart, CallPart, joined
+from router.parsers.answer_parts import AnswerPart, CallPart, ReasoningPart, joined
 from router.state.routed_request import RoutedRequest
 from router.text.stop_strings import StopMatcher
 from router.text.tokenizer import ModelTokenizer
@@ -44,6 +44,7 @@ class ChoiceOutput:
         "_detokenizer",
         "_eos",
         "_first_due",
+        "_found",
         "_include_stop",
         "_matcher",
         "_min_tokens",
@@ -58,6 +59,7 @@ class ChoiceOutput:
         "logprobs",
         "parts",
         "prompt_text",
+        "reasoning_tokens",
         "request",
         "scores",
         "stop",
@@ -84,6 +86,9 @@ class ChoiceOutput:
         self.text: list[str] = []
         self.parts: list[AnswerPart] | None = None
         """What its text was found to be so far; None where nothing is looked for."""
+        self._found: list[AnswerPart] = []
+        self.reasoning_tokens = 0
+        """Tokens up to the one with which the latest piece of reasoning was told."""
         self.finish: str | None = None
         self.stop: str | int | None = None
         self.error: Done | None = None
@@ -124,12 +129,14 @@ class ChoiceOutput:
                 continue
             text = self._detokenizer.feed(token)
             if self._min_tokens and len(self.tokens) <= self._min_tokens:
-                shown.append(self._matcher.skip(text))
+                text = self._matcher.skip(text)
             elif text:
-                shown.append(self._matcher.feed(text))
-                if self._matcher.matched is not None:
-                    self.finish, self.stop = "stop", self._matcher.matched
-                    break
+                text = self._matcher.feed(text)
+            shown.append(text)
+            self._look_at(text)
+            if self._matcher.matched is not None:
+                self.finish, self.stop = "stop", self._matcher.matched
+                break
         logprobs = logprobs[:used]
         self.logprobs.extend(logprobs)
         return self._piece("".join(shown), tokens[:used], logprobs)
@@ -145,6 +152,7 @@ class ChoiceOutput:
             self.finish, self.stop = "stop", self._matcher.matched
         elif done.stop_token is not None and done.stop_token not in self._eos:
             self.stop = done.stop_token
+        self._look_at(text)
         return self._piece(text, (), ())
 
     def fail(self, message: str) -> None:
@@ -155,15 +163,25 @@ class ChoiceOutput:
         if text:
             self.text.append(text)
         first, self._first_due = self._first_due, False
-        return OutputDelta(self.index, text, tokens, logprobs, self.finish, self.stop, first, self._parse(text))
+        return OutputDelta(self.index, text, tokens, logprobs, self.finish, self.stop, first, self._told())
 
-    def _parse(self, text: str) -> Sequence[AnswerPart] | None:
+    def _look_at(self, text: str) -> None:
+        """Take the next text for its parts."""
+        if self._parser is None or not text:
+            return
+        found = self._parser.feed(text)
+        if any(isinstance(part, ReasoningPart) for part in found):
+            self.reasoning_tokens = len(self.tokens)
+        self._found += found
+
+    def _told(self) -> Sequence[AnswerPart] | None:
+        """Return the parts that were found since the last call; None where nothing is looked for."""
         if self._parser is None or self.parts is None:
             return None
-        found = self._parser.feed(text)
         if self.finish is not None:
-            found += self._parser.finish()
-        parts = list(joined(found))
+            self._found += self._parser.finish()
+        parts = list(joined(self._found))
+        self._found = []
         self.parts += parts
         return parts
 

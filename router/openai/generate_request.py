@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from contracts.errors import RequestError
 from contracts.sampling_params import SamplingParams
@@ -12,6 +12,9 @@ from router.openai.tools import ToolUse
 
 Prompt = str | tuple[int, ...]
 ChatMessages = tuple[dict[str, Any], ...]
+AnswerShape = Literal["openai", "anthropic", "responses"]
+"""Whose answers an answer looks like: those of OpenAI's completions and chats, of Anthropic's Messages API, or of
+OpenAI's Responses API."""
 
 
 class UnknownModel(RequestError):
@@ -26,8 +29,9 @@ class GenerateRequest:
     """
 
     chat: bool
-    anthropic: bool
-    """Whether the answer has the shape of Anthropic's API."""
+    shape: AnswerShape
+    repeated: str
+    """The fields of the body that an answer in the shape ``responses`` repeats, as JSON; empty for others."""
     prompts: tuple[Prompt, ...]
     messages: ChatMessages
     template_args: dict[str, Any]

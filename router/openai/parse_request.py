@@ -78,7 +78,10 @@ def check_model(body: Mapping[str, Any], spec: ModelSpec) -> None:
         raise RequestError(f"model must be a string; got {describe(model)}", param="model")
     if model not in spec.names:
         served = " and ".join(map(repr, spec.names))
-        raise UnknownModel(f"the model {describe(model)} does not exist; this server has {served}", param="model")
+        raise UnknownModel(
+            f"the model {describe(model)} does not exist; this server has {served}, and no adapters (LoRA)",
+            param="model",
+        )
 
 
 def _read_common(
@@ -102,7 +105,8 @@ def _read_common(
     sampling = _read_sampling(body, values, spec, grammar.text, logprobs=logprobs, echo=echo)
     return GenerateRequest(
         chat=chat,
-        anthropic=False,
+        shape="openai",
+        repeated="",
         prompts=prompts,
         messages=messages,
         template_args=template_args or {},
@@ -309,7 +313,10 @@ def _read_part(part: object, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(part, dict) and kind == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
-    raise RequestError(f"{where} must be a part of type text; got {describe(kind or part)}", param="messages")
+    raise RequestError(
+        f"{where} must be a part of type text: images, audio and files are not taken; got {describe(kind or part)}",
+        param="messages",
+    )
 
 
 def _template_args(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -87,6 +87,9 @@ TOKENIZE: dict[str, RequestField] = {
     "return_token_strs": RequestField("boolean", doc="Add token_strs."),
 }
 
+TOKENIZE_OTHERS = ("prompt", "messages", "chat_template_kwargs", "tools")
+"""Fields of `/tokenize` that aren't plain values."""
+
 STREAM_OPTIONS: dict[str, RequestField] = {
     "include_usage": RequestField("boolean", doc="The last event has the usage."),
     "continuous_usage_stats": RequestField("boolean", doc="Every event has the usage so far."),

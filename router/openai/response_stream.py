@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId
 from contracts.messages.worker_events import Done
+from router.openai.api_errors import ApiError
 from router.openai.choice_output import ChoiceOutput, OutputDelta
 from router.openai.generate_request import GenerateRequest
 from router.openai.request_timeline import timeline_of
@@ -25,6 +26,9 @@ class AnswerWriter(Protocol):
 
     def closing(self, twinpool: object | None) -> bytes:
         """Return the end of a stream; `twinpool`: the timeline, where asked for."""
+
+    def failed(self, failure: ApiError) -> bytes:
+        """Return the end of a stream that failed."""
 
     def whole(self, twinpool: object | None) -> list[bytes]:
         """Return the body of an answer that isn't streamed, in parts."""

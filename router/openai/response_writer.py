@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from contracts.sampling_params import TokenLogprob
+from router.openai.api_errors import ApiError
 from router.openai.chat_message import ChatMessage
 from router.openai.choice_output import ChoiceOutput, OutputDelta
 from router.openai.generate_request import GenerateRequest
@@ -139,6 +140,11 @@ class ResponseWriter:
         if twinpool is not None:
             event["twinpool"] = twinpool
         return f"{self._head},{_dumps(event)[1:]}\n\ndata: [DONE]\n\n".encode()
+
+    @staticmethod
+    def failed(failure: ApiError) -> bytes:
+        """Return the end of a stream that failed."""
+        return b"data: " + failure.to_json() + b"\n\n"
 
     # ------------------------------------------------------------ whole
 

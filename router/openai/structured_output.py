@@ -18,7 +18,9 @@ from router.openai.request_fields import STRUCTURED_OUTPUT, describe
 
 CHOICES_AT_MOST = 4096
 _COMPACT = {**JSON_FORM, "whitespace_pattern": None, "whitespace_flexible": False}
-_NAMED = re.compile(b'"(?:' + "|".join((*STRUCTURED_OUTPUT, "tools", "output_config")).encode() + rb')"|\\u00[5-7]')
+_NAMED = re.compile(
+    b'"(?:' + "|".join((*STRUCTURED_OUTPUT, "tools", "output_config", "format")).encode() + rb')"|\\u00[5-7]'
+)
 _NO_WHITESPACE = "disable_any_whitespace"
 _OBJECT = {"type": "object"}
 _ENGINES_OWN = "x-guidance"

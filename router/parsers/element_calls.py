@@ -1,4 +1,4 @@
-"""A parser of calls that are written as elements, a parameter each: Qwen3-Coder, GLM-4.5, DeepSeek-V3.2.
+"""A parser of calls that are written as elements, a parameter each: Qwen3-Coder, GLM, DeepSeek-V3.2, MiniMax-M2.
 
 Arguments become the text of one JSON object: a parameter of type string as a string, which is passed on while it is
 written, any other as the JSON that it is, or as a string where it is none.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, cut_at, first_mark, held_back
@@ -37,6 +37,8 @@ class ElementMarks:
     """What models write between a key's end, with its attribute, and `value`."""
     around_value: str = ""
     """What models write around a value, which isn't part of it."""
+    line_end: str = "\n"
+    """What models write behind the name and behind each value."""
 
 
 class _State(StrEnum):
@@ -236,6 +238,11 @@ GLM_45 = ElementMarks(
     "</arg_value>",
     before_value="\n",
 )
+GLM_47 = replace(GLM_45, before_value="", line_end="")
+MINIMAX_M2 = ElementMarks(
+    ("<minimax:tool_call>", "</minimax:tool_call>"),
+    '<invoke name="', '">', "</invoke>", '<parameter name="', '">', "", "</parameter>",
+)  # fmt: skip
 DEEPSEEK_V32 = ElementMarks(
     ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
     '<｜DSML｜invoke name="', '">', "</｜DSML｜invoke>",

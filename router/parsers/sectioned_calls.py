@@ -1,7 +1,8 @@
-"""A parser of calls in sections of marks, their arguments as JSON text: DeepSeek-V3.1."""
+"""A parser of calls in sections of marks, their arguments as JSON text: DeepSeek-V3.1, Kimi K2, Mistral since 2025."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, cut_at
@@ -10,12 +11,16 @@ from router.parsers.content_around import SPACE, ContentAround
 
 @dataclass(frozen=True, slots=True)
 class SectionMarks:
-    """How calls are written: `call` name `arguments` JSON `call_end`, all of them between the two of `around`."""
+    """How calls are written: `call` name `arguments` JSON `call_end`, all of them between the two of `around`.
+
+    Without a `call_end` a call ends with the answer or where the next begins."""
 
     around: tuple[str, str]
     call: str
     arguments: str
     call_end: str
+    name: re.Pattern[str] = re.compile(r"\s*(.*?)\s*", re.DOTALL)
+    """What stands in a name's place, the name itself as a group."""
 
 
 class SectionedCalls:
@@ -48,18 +53,19 @@ class SectionedCalls:
         """Take the next thing from the held text; False where more is needed."""
         marks = self._marks
         if self._in_arguments:
-            arguments, mark, self._held = cut_at(self._held, (marks.call_end,))
+            arguments, mark, self._held = cut_at(self._held, (marks.call_end or marks.call,))
             parts.append(ArgumentsPart(arguments))
-            self._in_arguments = not mark
+            self._in_arguments, self._in_name = not mark, mark == marks.call
             return bool(mark)
         if self._in_name:
             name, mark, behind = cut_at(self._held, (marks.arguments,))
             if mark:
                 self._content.called()
-                parts.append(CallPart(name.strip(SPACE)))
+                found = marks.name.fullmatch(name)
+                parts.append(CallPart(found[1] if found is not None else name.strip(SPACE)))
                 self._held, self._in_name, self._in_arguments = behind, False, True
             return bool(mark)
-        before, mark, self._held = cut_at(self._held, (*marks.around, marks.call))
+        before, mark, self._held = cut_at(self._held, tuple(mark for mark in (*marks.around, marks.call) if mark))
         self._content.take(before, parts)
         self._in_name = mark == marks.call
         return bool(mark)
@@ -68,4 +74,12 @@ class SectionedCalls:
 DEEPSEEK_V31 = SectionMarks(
     ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+)  # fmt: skip
+KIMI_K2 = SectionMarks(
+    ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+    re.compile(r"\s*(?:functions\.)?(.*?)(?::\d+)?\s*", re.DOTALL),
+)  # fmt: skip
+MISTRAL = SectionMarks(
+    ("", ""), "[TOOL_CALLS]", "[ARGS]", "", re.compile(r"\s*(.*?)\s*(?:\[CALL_ID\].*)?", re.DOTALL)
 )  # fmt: skip

@@ -8,21 +8,27 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from contracts.errors import RequestError
 from contracts.grammar import JSON_FORM
 from router.parsers.answer_parts import PartsParser
+from router.parsers.array_calls import ArrayJsonCalls
 from router.parsers.element_calls import (
     DEEPSEEK_V32,
     GLM_45,
+    GLM_47,
+    MINIMAX_M2,
     QWEN3_CODER,
     ElementCalls,
     ElementMarks,
     ParameterTypes,
 )
+from router.parsers.harmony_grammar import call_rules
+from router.parsers.harmony_messages import HARMONY_MARKS, HarmonyMessages
 from router.parsers.json_calls import TaggedJsonCalls, WholeJsonCalls
-from router.parsers.sectioned_calls import DEEPSEEK_V31, SectionedCalls
+from router.parsers.sectioned_calls import DEEPSEEK_V31, KIMI_K2, MISTRAL, SectionedCalls, SectionMarks
 
 Schema = dict[str, Any]
 
@@ -109,7 +115,7 @@ def _element_rules(tools: Sequence[tuple[str, Schema]], marks: ElementMarks, ope
 
     Raises `RequestError` for a keyword that this can't enforce.
     """
-    end = f"{marks.around_value}{marks.value_end}\n"
+    end = f"{marks.around_value}{marks.value_end}{marks.line_end}"
     rules = [f"call: {' | '.join(f'call_{number}' for number in range(len(tools)))}"]
     rules.append(f"text[suffix={quoted(end)}]: /(?s:.*)/")
     kinds = [marks.is_string, marks.is_string.replace("true", "false")] if marks.is_string else [""]
@@ -127,7 +133,7 @@ def _element_rules(tools: Sequence[tuple[str, Schema]], marks: ElementMarks, ope
             parameters.append(f"value_{number}_{place}{optional}")
         if not parameters and schema.get("additionalProperties") is not False:
             parameters = ["any*"]
-        begin = quoted(f"{opening}{name}{marks.name_end}\n")
+        begin = quoted(f"{opening}{name}{marks.name_end}{marks.line_end}")
         rules.append(f"call_{number}: {begin} {' '.join(parameters)} {quoted(closing)}")
     return "\n".join(rules)
 
@@ -172,39 +178,117 @@ def _qwen3_coder_grammar(tools: Sequence[tuple[str, Schema]], several: bool) -> 
     return CallGrammar("<tool_call>", f'calls: one{more}\none: "\\n" call "\\n</tool_call>"\n{rules}')
 
 
-def _glm_45_grammar(tools: Sequence[tuple[str, Schema]], several: bool) -> CallGrammar:
-    more = ' ("\\n<tool_call>" call)*' if several else ""
-    return CallGrammar("<tool_call>", f"calls: call{more}\n{_element_rules(tools, GLM_45, '', GLM_45.call_end)}")
+def _glm_grammar(marks: ElementMarks, tools: Sequence[tuple[str, Schema]], several: bool) -> CallGrammar:
+    more = f" ({quoted(marks.line_end + marks.call)} call)*" if several else ""
+    return CallGrammar(marks.call, f"calls: call{more}\n{_element_rules(tools, marks, '', marks.call_end)}")
 
 
-def _deepseek_v32_grammar(tools: Sequence[tuple[str, Schema]], several: bool) -> CallGrammar:
-    begin, end = DEEPSEEK_V32.around
-    rules = _element_rules(tools, DEEPSEEK_V32, DEEPSEEK_V32.call, DEEPSEEK_V32.call_end + "\n")
+def _invokes_grammar(marks: ElementMarks, tools: Sequence[tuple[str, Schema]], several: bool) -> CallGrammar:
+    begin, end = marks.around
+    rules = _element_rules(tools, marks, marks.call, marks.call_end + "\n")
     return CallGrammar(begin, f'calls: "\\n" call{"+" if several else ""} {quoted(end)}\n{rules}')
 
 
+def _kimi_grammar(tools: Sequence[tuple[str, Schema]], several: bool) -> CallGrammar:
+    marks = KIMI_K2
+    calls = [
+        f"call_{number}: {quoted(f'{marks.call}functions.{name}:')} /[0-9]{{1,3}}/ {quoted(marks.arguments)} "
+        f"{_json(schema)} {quoted(marks.call_end)}"
+        for number, (name, schema) in enumerate(tools)
+    ]
+    either = " | ".join(f"call_{number}" for number in range(len(tools)))
+    rules = (f"calls: ({either}){'+' if several else ''} {quoted(marks.around[1])}", *calls)
+    return CallGrammar(marks.around[0], "\n".join(rules))
+
+
+def _mistral_grammar(tools: Sequence[tuple[str, Schema]], several: bool) -> CallGrammar:
+    calls = [
+        f"call_{number}: {quoted(name + MISTRAL.arguments)} {_json(schema)}"
+        for number, (name, schema) in enumerate(tools)
+    ]
+    more = f" ({quoted(MISTRAL.call)} call)*" if several else ""
+    either = f"call: {' | '.join(f'call_{number}' for number in range(len(tools)))}"
+    return CallGrammar(MISTRAL.call, "\n".join((f"calls: call{more}", either, *calls)))
+
+
+def _array_grammar(begin: str, end: str, tools: Sequence[tuple[str, Schema]], several: bool) -> CallGrammar:
+    more = ' (", " call)*' if several else ""
+    close = quoted("]" + end)
+    return CallGrammar(begin, f'calls: " "? "[" call{more} {close}\n{_object_rules(tools, "arguments")}')
+
+
+def _harmony_grammar(tools: Sequence[tuple[str, Schema]], several: bool) -> CallGrammar:
+    # A call ends the model's turn, so there is one.
+    return CallGrammar("", call_rules([(name, _json(schema)) for name, schema in tools]))
+
+
+HARMONY = "harmony"
+"""The name of the format whose messages hold reasoning and content as well."""
 _ELEMENTS = ("<tool_call>", "</tool_call>")
-_SECTIONS = (*DEEPSEEK_V31.around, DEEPSEEK_V31.call, DEEPSEEK_V31.arguments, DEEPSEEK_V31.call_end)
+_GLM_ELEMENTS = (*_ELEMENTS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+_TOOLCALL = ("<TOOLCALL>", "</TOOLCALL>")
 _PYTHON = ("<|python_tag|>",)
+
+
+def _marks_of(marks: SectionMarks) -> tuple[str, ...]:
+    return tuple(mark for mark in (*marks.around, marks.call, marks.arguments, marks.call_end) if mark)
+
 
 FORMATS = {
     tool_format.name: tool_format
     for tool_format in (
+        ToolFormat(HARMONY, "<|channel|>analysis", HARMONY_MARKS, HarmonyMessages, _harmony_grammar),
         ToolFormat(
-            "deepseek_v32", "｜DSML｜", ("｜DSML｜",), lambda t: ElementCalls(DEEPSEEK_V32, t), _deepseek_v32_grammar
+            "deepseek_v32",
+            "｜DSML｜",
+            ("｜DSML｜",),
+            lambda t: ElementCalls(DEEPSEEK_V32, t),
+            partial(_invokes_grammar, DEEPSEEK_V32),
         ),
         ToolFormat(
-            "deepseek_v31", "<｜tool▁sep｜>", _SECTIONS, lambda _: SectionedCalls(DEEPSEEK_V31), _deepseek_v31_grammar
+            "minimax_m2",
+            MINIMAX_M2.around[0],
+            MINIMAX_M2.around,
+            lambda t: ElementCalls(MINIMAX_M2, t),
+            partial(_invokes_grammar, MINIMAX_M2),
+        ),
+        ToolFormat("kimi_k2", KIMI_K2.around[0], _marks_of(KIMI_K2), lambda _: SectionedCalls(KIMI_K2), _kimi_grammar),
+        ToolFormat(
+            "deepseek_v31",
+            "<｜tool▁sep｜>",
+            _marks_of(DEEPSEEK_V31),
+            lambda _: SectionedCalls(DEEPSEEK_V31),
+            _deepseek_v31_grammar,
         ),
         ToolFormat(
             "qwen3_coder", "<function=", _ELEMENTS, lambda t: ElementCalls(QWEN3_CODER, t), _qwen3_coder_grammar
         ),
         ToolFormat(
-            "glm45",
-            "<arg_key>",
-            (*_ELEMENTS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-            lambda t: ElementCalls(GLM_45, t),
-            _glm_45_grammar,
+            "glm47",
+            "</arg_key><arg_value>",
+            _GLM_ELEMENTS,
+            lambda t: ElementCalls(GLM_47, t),
+            partial(_glm_grammar, GLM_47),
+        ),
+        ToolFormat(
+            "glm45", "<arg_key>", _GLM_ELEMENTS, lambda t: ElementCalls(GLM_45, t), partial(_glm_grammar, GLM_45)
+        ),
+        ToolFormat(
+            "mistral", MISTRAL.arguments, _marks_of(MISTRAL), lambda _: SectionedCalls(MISTRAL), _mistral_grammar
+        ),
+        ToolFormat(
+            "mistral_json",
+            MISTRAL.call,
+            (MISTRAL.call,),
+            lambda _: ArrayJsonCalls(MISTRAL.call),
+            partial(_array_grammar, MISTRAL.call, ""),
+        ),
+        ToolFormat(
+            "nemotron_json",
+            _TOOLCALL[0],
+            _TOOLCALL,
+            lambda _: ArrayJsonCalls(*_TOOLCALL),
+            partial(_array_grammar, *_TOOLCALL),
         ),
         ToolFormat("llama3_json", _PYTHON[0], _PYTHON, lambda _: WholeJsonCalls(_PYTHON), _llama3_grammar),
         ToolFormat("hermes", _ELEMENTS[0], _ELEMENTS, lambda _: TaggedJsonCalls(*_ELEMENTS), _hermes_grammar),

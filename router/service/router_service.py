@@ -37,6 +37,7 @@ from router.openai.generate_request import GenerateRequest
 from router.openai.response_stream import AnswerWriter, ResponseStream
 from router.openai.response_writer import ResponseWriter
 from router.openai.structured_output import may_need_grammar
+from router.openai_responses.responses_writer import ResponsesWriter
 from router.security.api_keys import ApiKeys
 from router.security.tenant_accounts import TenantAccounts
 from router.service.body_buffer import BodyBuffer
@@ -281,8 +282,10 @@ class RouterService:
         tenant: str,
     ) -> ResponseStream:
         answer: AnswerWriter
-        if request.anthropic:
+        if request.shape == "anthropic":
             answer = MessagesWriter(stream_id, self.spec.name)
+        elif request.shape == "responses":
+            answer = ResponsesWriter(request, stream_id, int(time.time()), self.spec.name)
         else:
             answer = ResponseWriter(request, stream_id, int(time.time()), self.spec.name, self.model_tokenizer)
         buffered = self.config.client_buffer_events

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from contracts.errors import CheckpointError, RequestError
@@ -26,7 +27,9 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, specials: Mapping[str, str], max_chars: int) -> None:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
+        )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _strftime_now
@@ -93,9 +96,25 @@ def read_chat_template(folder: Path, tokenizer_config: Mapping[str, Any], max_ch
     return ChatTemplate(source, specials, max_chars)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
+class _GenerationTag(Extension):
+    """The tag ``generation``, by which templates mark for training what a model writes. It changes no text."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja reads it of the class)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     # Jinja's own filter escapes for HTML; a prompt is no HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> None:

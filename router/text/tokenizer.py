@@ -54,6 +54,11 @@ class ModelTokenizer:
         """Whether there is a tokenizer."""
         return self._tokenizer is not None
 
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The ids of special tokens by their names."""
+        return self._special_names
+
     def encode(self, text: str, *, add_special: bool, param: str = "prompt") -> tuple[int, ...]:
         """Return the token ids of `text`; `add_special` has the tokenizer add its special tokens.
 

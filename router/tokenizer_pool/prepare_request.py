@@ -29,7 +29,10 @@ from router.openai.parse_request import (
     read_template_args,
     read_tokens,
 )
-from router.openai.request_fields import DETOKENIZE, TOKENIZE, describe, read_fields, read_json
+from router.openai.request_fields import DETOKENIZE, TOKENIZE, TOKENIZE_OTHERS, describe, read_fields, read_json
+from router.openai.special_marks import with_special_marks
+from router.openai.tools import read_tools
+from router.openai_responses.responses_request import read_responses, renamed
 from router.state.prefix_hashes import prefix_hashes
 from router.text.tokenizer import ModelTokenizer
 
@@ -84,7 +87,20 @@ class BodyReader:
 
     def messages(self, raw: bytes, tenant: str = "") -> PreparedRequest:
         request = read_chat(chat_body(self._tree(raw)), self._spec)
-        return self.prepare(replace(request, anthropic=True), tenant)
+        return self.prepare(replace(request, shape="anthropic"), tenant)
+
+    def responses(self, raw: bytes, tenant: str = "") -> PreparedRequest:
+        read = read_responses(self._tree(raw))
+        try:
+            request = read_chat(read.chat, self._spec)
+            return self.prepare(replace(request, shape="responses", repeated=json.dumps(read.repeated)), tenant)
+        except RequestError as error:
+            raise renamed(error) from None
+
+    def input_tokens(self, raw: bytes) -> bytes:
+        """Return the JSON answer of ``/v1/responses/input_tokens``."""
+        count = len(self.responses(raw).prompts[0].tokens)
+        return json.dumps({"object": "response.input_tokens", "input_tokens": count}).encode()
 
     def count_tokens(self, raw: bytes) -> bytes:
         """Return the JSON answer of ``/v1/messages/count_tokens``."""
@@ -106,7 +122,7 @@ class BodyReader:
         if request.chat:
             shown = request.tool_use.shown if request.tool_use is not None else ()
             prompt = self._model_tokenizer.render(
-                request.messages, request.add_generation_prompt, request.template_args, shown
+                self._chats.messages(request.messages), request.add_generation_prompt, request.template_args, shown
             )
             prompts = (prompt,)
             request = self._formatted(request, prompt)
@@ -117,6 +133,7 @@ class BodyReader:
                 raise RequestError(f"{field} needs a tokenizer, which this checkpoint lacks", param=field)
             if wrong := check_grammar(request.sampling.grammar):
                 raise RequestError(f"{field} can't be followed: {wrong}", param=field)
+            request = self._with_special_marks(request)
         prepared = PreparedRequest(request, tuple(self._one(request, p) for p in prompts))
         self._check_scores(prepared)
         return prepared
@@ -135,15 +152,24 @@ class BodyReader:
         field = request.grammar_field or ("tools" if grammar else "")
         return replace(request, answer_format=found, sampling=sampling, grammar_field=field)
 
+    def _with_special_marks(self, request: GenerateRequest) -> GenerateRequest:
+        """Return a request whose grammar names the marks of calls and messages that are special tokens by their ids."""
+        found, special = request.answer_format, self._model_tokenizer.special_tokens
+        tokens = {mark: special[mark] for mark in (found.marks if found is not None else ()) if mark in special}
+        grammar = with_special_marks(request.sampling.grammar, tokens)
+        return replace(request, sampling=replace(request.sampling, grammar=grammar))
+
     def tokenize(self, raw: bytes) -> bytes:
         """Return the JSON answer of ``/tokenize``."""
         body = self._tree(raw)
         check_model(body, self._spec)
-        values, prompt = read_fields(body, TOKENIZE, ("prompt", "messages")), body.get("prompt")
+        values, prompt = read_fields(body, TOKENIZE, TOKENIZE_OTHERS), body.get("prompt")
         if body.get("messages") is not None:
             args = read_template_args(body.get("chat_template_kwargs"))
             opens = values.get("add_generation_prompt", True)
-            text = self._model_tokenizer.render(read_messages(body["messages"]), opens, args)
+            use = read_tools(body)
+            messages = self._chats.messages(read_messages(body["messages"]))
+            text = self._model_tokenizer.render(messages, opens, args, use.shown if use is not None else ())
             tokens = self._model_tokenizer.encode(
                 text, add_special=values.get("add_special_tokens", False), param="messages"
             )

@@ -60,6 +60,8 @@ class FrameKind(IntEnum):
     DETOKENIZE = 4
     MESSAGES = 5
     COUNT_TOKENS = 6
+    RESPONSES = 7
+    INPUT_TOKENS = 8
     SETUP = 10
     TENANT = 11
     """The name of who sent the next frame's body; there is none where nobody needs a key."""
@@ -77,12 +79,14 @@ REQUESTS: dict[FrameKind, Callable[[BodyReader, bytes, str], PreparedRequest]] =
     FrameKind.COMPLETION: BodyReader.completion,
     FrameKind.CHAT: BodyReader.chat,
     FrameKind.MESSAGES: BodyReader.messages,
+    FrameKind.RESPONSES: BodyReader.responses,
 }
 """What reads the bodies of endpoints that generate."""
 TEXTS: dict[FrameKind, Callable[[BodyReader, bytes], bytes]] = {
     FrameKind.TOKENIZE: BodyReader.tokenize,
     FrameKind.DETOKENIZE: BodyReader.detokenize,
     FrameKind.COUNT_TOKENS: BodyReader.count_tokens,
+    FrameKind.INPUT_TOKENS: BodyReader.input_tokens,
 }
 """What answers the bodies of endpoints that count or make tokens."""
 

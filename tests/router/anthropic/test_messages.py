@@ -115,6 +115,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": {}}, "tools"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools"),
     ({"tool_choice": "any"}, "tool_choice"),
+    ({"tool_choice": {"type": {}}}, "tool_choice"),
     ({"thinking": True}, "thinking"),
     ({"output_config": {"format": {"type": "xml"}}}, "output_config"),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),

@@ -25,6 +25,14 @@ CALL, BAD = (
 )
 OTHER = '<tool_call>\n{"name": "g", "arguments": {"any": "thing"}}\n</tool_call>'
 LLAMA_CALL, LLAMA_BAD = '{"name": "f", "parameters": {"n": 1}}', '{"name": "f", "parameters": {"n": "x"}}'
+HARMONY = "<|channel|>analysis<|message|>"
+H_NEXT = "<|start|>assistant"
+H_THOUGHT, H_SAID = f"{HARMONY}hm{{<|end|>{H_NEXT}", f"<|channel|>commentary<|message|>I look.<|end|>{H_NEXT}"
+H_CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"n": 1}'
+H_CALL_BEHIND = ' to=functions.f<|channel|>commentary json<|message|>{"n": 1}'
+H_OTHER = '<|channel|>commentary to=functions.g<|message|>{"any": "thing"}'
+H_BAD, H_FINAL = H_CALL.replace("1", '"x"'), "<|channel|>final<|message|>hi"
+H_YES = "<|channel|>final<|message|>yes"
 NAMED = {"type": "function", "function": {"name": "f"}}
 ANSWER = {"guided_choice": ["yes", "no"]}
 
@@ -84,6 +92,29 @@ CASES: list[tuple[str, dict[str, Any], str, list[str], list[str]]] = [
         [f"hm, {BAD} </think>\n{CALL}"],
         [CALL, f"a</think>{BAD}"],
     ),
+    (
+        HARMONY,
+        {"tools": tools(False), "tool_choice": "required"},
+        "",
+        [H_CALL, f"{H_THOUGHT}{H_CALL}", H_CALL_BEHIND, f"{H_THOUGHT}{H_SAID}{H_OTHER}"],
+        [H_FINAL, H_BAD, f"{H_CALL}{H_NEXT}{H_CALL}", H_THOUGHT, "hm"],
+    ),
+    (HARMONY, {"tools": tools(False), "tool_choice": NAMED}, "", [H_CALL], [H_OTHER, H_BAD]),
+    (
+        HARMONY,
+        {"tools": tools(True)},
+        "",
+        [H_CALL, H_OTHER, H_FINAL, f"{H_THOUGHT}{H_FINAL}"],
+        [H_BAD, "hm", H_THOUGHT],
+    ),
+    (
+        HARMONY,
+        {"tools": tools(False), **ANSWER},
+        "",
+        [f"{H_THOUGHT}{H_YES}", H_CALL, "<|channel|>final <|constrain|>json<|message|>no"],
+        [H_FINAL, f"{H_YES}!", "yes"],
+    ),
+    (HARMONY, ANSWER, "", [H_YES, f"{H_THOUGHT}{H_THOUGHT}{H_YES}"], [H_FINAL, "yes", f"{H_SAID}{H_YES}", H_CALL]),
     (THINKS, {"tools": tools(True)}, "<think>", ["hm</think>hi", f"a</think>b {CALL}"], ["hi", f"a</think>b {BAD}"]),
 ]
 

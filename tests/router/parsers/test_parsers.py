@@ -25,6 +25,7 @@ from router.parsers.tool_formats import FORMATS, CallGrammar, format_of
 
 TYPES = {"find": {"text": "string", "most": "integer", "where": "object"}, "now": {}}
 ARGUMENTS: dict[str, Any] = {"text": 'a "b" </tool_call>\n\n\\é 中', "most": 5, "where": {"x": [1, {"y": None}]}}
+ELEMENTS = ("qwen3_coder", "glm45", "glm47", "deepseek_v32", "minimax_m2")
 ONLY_TEXT: dict[str, Any] = {"text": "plain\n\nlines"}
 MARKS = [
     "<tool_call>", "</tool_call>", "<function=find>", "</function>", "<parameter=text>", "</parameter>",
@@ -34,6 +35,12 @@ MARKS = [
     '<｜DSML｜invoke name="find">', '<｜DSML｜parameter name="text" string="true">', "</｜DSML｜parameter>",
     "</｜DSML｜invoke>", "</｜DSML｜function_calls>", "<|python_tag|>", '{"name": "find", "arguments": {"text": "x"}}',
     '{"name": ', '"find"', ", ", '"parameters": ', "{}",
+    "<|channel|>", "analysis", "commentary", "final", " to=functions.find", "<|message|>", "<|end|>",
+    "<|start|>assistant", "<|call|>", "<|return|>", " <|constrain|>json", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]",
+    "<TOOLCALL>", "</TOOLCALL>",
+    "<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="find">', '<parameter name="text">', "</parameter>",
+    "</invoke>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.find:0", "<|tool_call_end|>",
+    "<|tool_call_argument_begin|>", "<|tool_calls_section_end|>", "[", "]", ",",
     "{", "}", '"', "\\", "\n", " ", "; ", "5", "é", "🙂", "<", ">", "<think>", "</think>", "some words", "[1]",
 ]  # fmt: skip
 
@@ -64,6 +71,39 @@ def written(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
             + "</tool_call>"
             for f, a in calls
         )
+    if name == "glm47":
+        return "".join(
+            f"<tool_call>{f}"
+            + "".join(f"<arg_key>{k}</arg_key><arg_value>{_word(v)}</arg_value>" for k, v in a.items())
+            + "</tool_call>"
+            for f, a in calls
+        )
+    if name == "harmony":
+        return "<|call|><|start|>assistant".join(
+            f"<|channel|>commentary to=functions.{f} <|constrain|>json<|message|>{json.dumps(a)}" for f, a in calls
+        )
+    if name == "kimi_k2":
+        each = (
+            f"<|tool_call_begin|>functions.{f}:{n}<|tool_call_argument_begin|>{json.dumps(a)}<|tool_call_end|>"
+            for n, (f, a) in enumerate(calls)
+        )
+        return f"<|tool_calls_section_begin|>{''.join(each)}<|tool_calls_section_end|>"
+    if name == "mistral":
+        return "".join(f"[TOOL_CALLS]{f}[ARGS]{json.dumps(a)}" for f, a in calls)
+    if name in ("mistral_json", "nemotron_json"):
+        array = json.dumps([{"name": f, "arguments": a} for f, a in calls])
+        return f"[TOOL_CALLS] {array}" if name == "mistral_json" else f"<TOOLCALL>{array}</TOOLCALL>"
+    if name == "minimax_m2":
+        return (
+            "<minimax:tool_call>\n"
+            + "".join(
+                f'<invoke name="{f}">\n'
+                + "".join(f'<parameter name="{k}">{_word(v)}</parameter>\n' for k, v in a.items())
+                + "</invoke>\n"
+                for f, a in calls
+            )
+            + "</minimax:tool_call>"
+        )
     invokes = (
         f'<｜DSML｜invoke name="{f}">\n'
         + "".join(
@@ -84,7 +124,7 @@ def test_a_tool_whose_arguments_are_free_takes_any(name: str) -> None:
     assert taken(made, written(name, [("find", {})]))
 
 
-@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "deepseek_v32"])
+@pytest.mark.parametrize("name", ELEMENTS)
 @pytest.mark.parametrize(
     "schema",
     [{"properties": {"a": {"type": "string", "maxLength": 5}}}, {"properties": {}, "anyOf": [{"required": ["a"]}]}],
@@ -140,10 +180,14 @@ def told(parts: list[AnswerPart]) -> tuple[str, list[tuple[str, Any]]]:
 )
 def test_calls_are_found_with_their_arguments_and_the_content_before(name: str, before: str) -> None:
     arguments = dict(ARGUMENTS)
-    if name in ("glm45", "qwen3_coder", "deepseek_v32"):
+    if name in ELEMENTS:
         arguments["text"] = 'a "b" </tool>\n\n\\é 中'
     calls = [("find", arguments), ("now", {}), ("find", ONLY_TEXT)]
     text = before + written(name, calls)
+    if name == "harmony" and before:
+        text = (
+            f"<|channel|>commentary<|message|>{before.strip()}<|end|><|start|>assistant{written(name, calls)}<|call|>"
+        )
     assert told(parse(parser_of(name), [text])) == (before.strip(), calls)
 
 
@@ -152,7 +196,7 @@ def test_calls_are_found_with_their_arguments_and_the_content_before(name: str, 
     "text", ["plain words", " a < b <tool <｜ < ", "", '{"a": 1}', "<tool_call", "<tool_call> <function=>"]
 )
 def test_what_is_no_call_stays_content_to_the_last_character(name: str, text: str) -> None:
-    if name == "glm45" and text.startswith("<tool_call> "):
+    if name in ("glm45", "glm47") and text.startswith("<tool_call> "):
         text = "<tool_call> <"
     assert parse(parser_of(name), [text]) == ([ContentPart(text)] if text else [])
 
@@ -207,7 +251,8 @@ def test_a_grammar_takes_the_calls_that_its_parser_reads_and_no_others(name: str
     for wrong in ({"most": 3}, {"text": "a", "most": "x"}, {"text": "a", "z": 1}, {"text": "a", "unit": "K"}):
         assert not taken(made, written(name, [("find", wrong)])), wrong
     assert not taken(made, written(name, [("gone", {})]))
-    assert taken(made, written(name, good)) is several
+    # In harmony a call ends the model's turn.
+    assert taken(made, written(name, good)) is (several and name != "harmony")
 
 
 @pytest.mark.parametrize(
@@ -252,7 +297,14 @@ def test_a_prompt_that_ends_within_reasoning_is_seen() -> None:
     [
         ("... <tool_call> {{ tool_call.arguments }} </tool_call>", "hermes"),
         ("<tool_call>\\n<function=' + name + '>", "qwen3_coder"),
-        ("<tool_call>{{ name }}<arg_key>{{ k }}", "glm45"),
+        ("<tool_call>{{ name }}\n<arg_key>{{ k }}</arg_key>\n<arg_value>", "glm45"),
+        ("<tool_call>{{ name }}<arg_key>{{ k }}</arg_key><arg_value>", "glm47"),
+        ("<|start|>assistant<|channel|>analysis<|message|>", "harmony"),
+        ("<|tool_calls_section_begin|>", "kimi_k2"),
+        ("set toolcall_begin_token = '<minimax:tool_call>'", "minimax_m2"),
+        ("[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}", "mistral"),
+        ("{{ '[TOOL_CALLS] [' }}", "mistral_json"),
+        ("<TOOLCALL>[", "nemotron_json"),
         ("<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>", "deepseek_v31"),
         ("<｜DSML｜function_calls>", "deepseek_v32"),
         ("{{- '<|python_tag|>' }}", "llama3_json"),

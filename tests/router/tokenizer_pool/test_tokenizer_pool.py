@@ -274,7 +274,7 @@ def test_everything_that_was_asked_comes_out_of_a_reader(model_tokenizer: ModelT
         for f in dataclasses.fields(want.request)
         if getattr(want.request, f.name) == getattr(plain.request, f.name)
     ]
-    assert set(same) == {"chat", "eos", "grammar_field", *OF_CHATS}
+    assert set(same) == {"chat", "eos", "grammar_field", "repeated", *OF_CHATS}
     got = prepared_of(prepared_frame(want))
     assert got.prompts == want.prompts
     assert len(got.request.prompts) == len(want.request.prompts)
@@ -286,7 +286,7 @@ def test_everything_that_was_asked_comes_out_of_a_reader(model_tokenizer: ModelT
 
 
 OF_CHATS = {
-    "messages", "template_args", "add_generation_prompt", "anthropic", "tool_use", "answer_format", "separate_reasoning"
+    "messages", "template_args", "add_generation_prompt", "shape", "tool_use", "answer_format", "separate_reasoning"
 }  # fmt: skip
 """Fields that only chats give, and of them those that are done with once the prompt is tokenised."""
 DONE_WITH = {"messages", "template_args", "tool_use"}
@@ -318,7 +318,10 @@ def test_a_refusal_comes_out_of_a_reader_as_it_went_in(model_tokenizer: ModelTok
     assert kind is FrameKind.REFUSED
     error = refusal_of(frame)
     assert type(error).__name__ == "UnknownModel"
-    assert (str(error), error.param) == ("the model \"other\" does not exist; this server has 'demo'", "model")
+    assert (str(error), error.param) == (
+        "the model \"other\" does not exist; this server has 'demo', and no adapters (LoRA)",
+        "model",
+    )
     surrogates = refusal_of(refusal_frame(RequestError("\ud800", param="p")))
     assert str(surrogates) == "\ud800"
 

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API, as a translation of chats; nothing is stored."""

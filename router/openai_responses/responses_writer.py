@@ -1,0 +1,133 @@
+"""Writing of answers in the shape of OpenAI's Responses API: one object, or the events from which clients build it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from router.openai.api_errors import ApiError
+from router.openai.choice_output import ChoiceOutput, OutputDelta
+from router.openai.generate_request import GenerateRequest
+from router.openai_responses.output_items import ItemEvent, OutputItems
+from router.parsers.answer_parts import AnswerPart, ContentPart, joined
+
+_dumps = json.JSONEncoder(separators=(",", ":")).encode
+
+
+class ResponsesWriter:
+    """Implements `router.openai.response_stream.AnswerWriter`."""
+
+    def __init__(self, request: GenerateRequest, answer_id: str, created: int, model: str) -> None:
+        self._created = created
+        self._choice: ChoiceOutput | None = None
+        self._items = OutputItems(answer_id)
+        self._number = -1
+        """The number of the latest event."""
+        sampling = request.sampling
+        self._head: dict[str, Any] = {
+            "id": f"resp_{answer_id}",
+            "object": "response",
+            "created_at": created,
+            "model": model,
+            "background": False,
+            "previous_response_id": None,
+            "service_tier": "default",
+            "store": False,
+            "truncation": "disabled",
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            **json.loads(request.repeated),
+        }
+
+    def bind(self, choices: list[ChoiceOutput]) -> None:
+        """Set the answer's only choice; called once, before anything is written."""
+        (self._choice,) = choices
+
+    # ------------------------------------------------------------ streamed
+
+    def chunk(self, piece: OutputDelta) -> bytes:
+        """Return the events of a delta; empty where it adds nothing."""
+        written: list[bytes] = [] if self._number >= 0 else self._opening()
+        for part in piece.parts if piece.parts is not None else _plain(piece.text):
+            written += self._written(self._items.add(part))
+        if piece.finish is not None:
+            written += self._written(self._items.finish(self._status))
+        return b"".join(written)
+
+    def closing(self, twinpool: object | None) -> bytes:
+        """Return the end of a stream: the event with the whole response."""
+        status = self._status
+        return self._event(f"response.{status}", {"response": self._ended(twinpool)})
+
+    def failed(self, failure: ApiError) -> bytes:
+        """Return the end of a stream that failed."""
+        opening = b"" if self._number >= 0 else b"".join(self._opening())
+        code = "rate_limit_exceeded" if failure.status == 429 else "server_error"
+        error = {"code": code, "message": failure.message}
+        response = self._response("failed", self._items.ended, error=error, usage=self.usage())
+        return opening + self._event("response.failed", {"response": response})
+
+    def _opening(self) -> list[bytes]:
+        response = self._response("in_progress", [])
+        return [self._event(kind, {"response": response}) for kind in ("response.created", "response.in_progress")]
+
+    def _written(self, events: Iterable[ItemEvent]) -> list[bytes]:
+        return [self._event(event.type, event.fields) for event in events]
+
+    def _event(self, kind: str, fields: dict[str, Any]) -> bytes:
+        self._number += 1
+        data = _dumps({"type": kind, "sequence_number": self._number, **fields})
+        return f"event: {kind}\ndata: {data}\n\n".encode()
+
+    # ------------------------------------------------------------ whole
+
+    def whole(self, twinpool: object | None) -> list[bytes]:
+        """Return the body of an answer that isn't streamed."""
+        choice = self._bound
+        for part in joined(choice.parts if choice.parts is not None else _plain("".join(choice.text))):
+            for _ in self._items.add(part):
+                pass
+        for _ in self._items.finish(self._status):
+            pass
+        return [_dumps(self._ended(twinpool)).encode()]
+
+    def usage(self) -> dict[str, Any]:
+        """Return the token counts so far."""
+        choice = self._bound
+        prompt, answer = len(choice.request.prompt), len(choice.tokens)
+        return {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": choice.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": answer,
+            "output_tokens_details": {"reasoning_tokens": choice.reasoning_tokens},
+            "total_tokens": prompt + answer,
+        }
+
+    @property
+    def _bound(self) -> ChoiceOutput:
+        assert self._choice is not None, "bind comes first"
+        return self._choice
+
+    @property
+    def _status(self) -> str:
+        return "incomplete" if self._bound.finish == "length" else "completed"
+
+    def _ended(self, twinpool: object | None) -> dict[str, Any]:
+        choice, status = self._bound, self._status
+        changes: dict[str, Any] = {"usage": self.usage()}
+        if status == "incomplete":
+            changes["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            changes["completed_at"] = self._created + int(choice.ended_at - choice.request.arrived)
+        if twinpool is not None:
+            changes["twinpool"] = twinpool
+        return self._response(status, self._items.ended, **changes)
+
+    def _response(self, status: str, output: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
+        nothing = {"completed_at": None, "error": None, "incomplete_details": None, "usage": None}
+        return {**self._head, **nothing, "status": status, "output": output, **changes}
+
+
+def _plain(text: str) -> list[AnswerPart]:
+    return [ContentPart(text)] if text else []

@@ -1,0 +1,127 @@
+"""A parser of the harmony format, in which gpt-oss answers: messages, each with a channel and maybe a recipient.
+
+An answer goes on behind ``<|start|>assistant``. A message is a header, ``<|message|>``, a text, and a mark at its end.
+The header has the channel behind ``<|channel|>``, and for a call of a tool ``to=functions.NAME`` before or behind it.
+Channel `analysis` is reasoning, the others are content; a call's text is its arguments.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+
+from router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, ContentPart, ReasoningPart, cut_at
+from router.parsers.content_around import SPACE
+from router.parsers.element_calls import ParameterTypes
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+ENDS = (END, CALL, RETURN)
+HARMONY_MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
+"""The marks, which are special tokens in gpt-oss."""
+FUNCTIONS = "functions."
+"""What stands before the name of a tool of the client's."""
+_RECIPIENT = re.compile(r"to=([^\s<]+)")
+_CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
+_TO = "to="
+
+
+class _State(StrEnum):
+    BEGIN = "at the beginning of the answer"
+    OUTSIDE = "between messages"
+    HEADER = "in a header"
+    TEXT = "in a message's text"
+
+
+class HarmonyMessages:
+    """Implements `router.parsers.answer_parts.PartsParser`. Text that stands in no message is content."""
+
+    def __init__(self, types: ParameterTypes, *, reasoning: bool = True) -> None:
+        """`types`: of the tools that may be called; without one, calls are content. `reasoning`: whether it is told
+        apart from content."""
+        self._tools, self._reasoning = bool(types), reasoning
+        self._held = ""
+        self._state = _State.BEGIN
+        self._kind: type[ContentPart | ReasoningPart | ArgumentsPart] = ContentPart
+        self._told: set[type] = set()
+        """The kinds of text of which there was some."""
+        self._first = True
+        """Whether the message has no text yet."""
+
+    def feed(self, text: str) -> list[AnswerPart]:
+        self._held += text
+        parts: list[AnswerPart] = []
+        while self._step(parts):
+            pass
+        return parts
+
+    def finish(self) -> list[AnswerPart]:
+        parts: list[AnswerPart] = []
+        # A header that breaks off says nothing.
+        if self._state is not _State.HEADER:
+            self._tell(self._held, parts)
+        self._held = ""
+        return parts
+
+    def _step(self, parts: list[AnswerPart]) -> bool:
+        """Take the next thing from the held text; False where more is needed."""
+        match self._state:
+            case _State.BEGIN:
+                return self._begin()
+            case _State.OUTSIDE:
+                before, mark, self._held = cut_at(self._held, HARMONY_MARKS)
+                self._tell(before, parts)
+                if mark in (START, CHANNEL):
+                    self._held, self._state = mark + self._held, _State.HEADER
+                return bool(mark)
+            case _State.HEADER:
+                return self._read_header(parts)
+            case _State.TEXT:
+                text, mark, behind = cut_at(self._held, (*ENDS, START))
+                self._tell(text, parts)
+                self._held = START + behind if mark == START else behind
+                if mark:
+                    self._state, self._kind, self._first = _State.OUTSIDE, ContentPart, True
+                return bool(mark)
+
+    def _begin(self) -> bool:
+        """Look whether the answer begins with a header."""
+        text = self._held.lstrip(SPACE)
+        signs = (START, CHANNEL, MESSAGE, _TO)
+        if any(text.startswith(sign) for sign in signs):
+            self._held, self._state = text, _State.HEADER
+            return True
+        if any(sign.startswith(text) for sign in signs):
+            return False
+        self._state = _State.OUTSIDE
+        return True
+
+    def _read_header(self, parts: list[AnswerPart]) -> bool:
+        """Read the header up to its text. Where another mark comes first, there is no message."""
+        header, mark, behind = cut_at(self._held.removeprefix(START), (MESSAGE, *ENDS, START))
+        if not mark:
+            return False
+        self._held, self._state = behind, _State.TEXT
+        if mark != MESSAGE:
+            self._held, self._state = START + behind if mark == START else behind, _State.OUTSIDE
+            return True
+        self._first = True
+        recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
+        if recipient is not None and self._tools:
+            self._kind = ArgumentsPart
+            parts.append(CallPart(recipient[1].removeprefix(FUNCTIONS)))
+        elif channel is not None and channel[1] == "analysis" and self._reasoning:
+            self._kind = ReasoningPart
+        else:
+            self._kind = ContentPart
+        return True
+
+    def _tell(self, text: str, parts: list[AnswerPart]) -> None:
+        if not text:
+            return
+        # What two messages say isn't run together.
+        if self._first and self._kind is not ArgumentsPart and self._kind in self._told:
+            text = "\n\n" + text
+        self._first = False
+        self._told.add(self._kind)
+        parts.append(self._kind(text))

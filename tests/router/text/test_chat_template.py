@@ -1,0 +1,151 @@
+"""Chat templates: rendered as transformers renders them, and an earlier call that they write is read as that call."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from router.openai.chat_format import ChatFormat
+from router.openai.template_messages import messages_for
+from router.openai.tools import read_tools
+from router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, ContentPart, ReasoningPart, joined
+from router.parsers.tool_formats import FORMATS, format_of
+from router.text.chat_template import ChatTemplate
+from tests.router.text.published_templates import ENDS, TEMPLATES
+
+SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
+ARGUMENTS: dict[str, Any] = {"text": 'a "b"\n\n\\é 中', "most": 5, "where": {"x": [1, {"y": None}]}}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {
+        "text": {"type": "string"}, "most": {"type": "integer"}, "where": {"type": "object"},
+    }}}},
+    {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}},
+]  # fmt: skip
+ONE_CALL = ("harmony", "llama3_json")
+"""Formats with one call a message."""
+WITHOUT_TEXT = ("harmony", "llama3_json", "mistral_json")
+"""Formats whose templates write no text beside a call."""
+
+
+def call(number: int, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def talk(name: str) -> list[dict[str, Any]]:
+    """A question, a turn that calls, the results, an answer, and a further question."""
+    calls = [call(1, "find", ARGUMENTS), *([] if name in ONE_CALL else [call(2, "now", {})])]
+    said = "" if name in WITHOUT_TEXT else "I look."
+    return [
+        {"role": "user", "content": "Where?"},
+        {"role": "assistant", "content": said, "tool_calls": calls},
+        *({"role": "tool", "tool_call_id": one["id"], "content": f"result {one['id']}"} for one in calls),
+        {"role": "assistant", "content": "There."},
+        {"role": "user", "content": "And when?"},
+    ]
+
+
+def ours(name: str, messages: list[dict[str, Any]], opens: bool = True, **extra: Any) -> str:
+    template = ChatTemplate(TEMPLATES[name], SPECIALS, 100_000)
+    return template.render(messages_for(name, messages), opens, extra, TOOLS)
+
+
+def oracle(template: str, messages: list[dict[str, Any]], opens: bool = True, **extra: Any) -> str:
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE()), chat_template=template, **SPECIALS
+    )  # fmt: skip
+    text = tokenizer.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=opens, tokenize=False, **extra)
+    return str(text)
+
+
+def parts_of(name: str, text: str) -> list[AnswerPart]:
+    found = ChatFormat(TEMPLATES[name]).answer_format(read_tools({"tools": TOOLS}), "")
+    assert found is not None
+    parser = found.parser()
+    return list(joined(parser.feed(text) + parser.finish()))
+
+
+def test_every_format_has_a_template_that_tells_it() -> None:
+    assert {name: format_of(template) for name, template in TEMPLATES.items()} == {name: name for name in FORMATS}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_conversation_with_calls_is_rendered_as_transformers_does(name: str) -> None:
+    assert ours(name, talk(name)) == oracle(TEMPLATES[name], messages_for(name, talk(name)))
+    assert ours(name, talk(name)[:1]) == oracle(TEMPLATES[name], talk(name)[:1])
+    if name not in ("mistral", "mistral_json", "kimi_k2"):  # They take ids of their own.
+        assert ours(name, talk(name)) == oracle(TEMPLATES[name], talk(name))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_a_template_writes_for_an_earlier_call_is_read_as_that_call(name: str) -> None:
+    messages = talk(name)
+    before, text = ours(name, messages[:1]), ours(name, messages[:2], False)
+    if not text.startswith(before):  # An earlier turn has no reasoning, which a new one begins with.
+        before = before.removesuffix("<think>\n")
+    assert text.startswith(before)
+    answer = text[len(before) :]
+    for end in ENDS:
+        answer = answer.removesuffix(end)
+    parts = parts_of(name, answer)
+    said = "".join(part.text for part in parts if isinstance(part, ContentPart))
+    assert said.strip() == messages[1]["content"]
+    arguments: list[str] = []
+    for part in parts:
+        if isinstance(part, CallPart):
+            arguments.append("")
+        elif isinstance(part, ArgumentsPart):
+            arguments[-1] += part.text
+    names = [part.name for part in parts if isinstance(part, CallPart)]
+    told = [(name, json.loads(text)) for name, text in zip(names, arguments, strict=True)]
+    calls = [one["function"] for one in messages[1]["tool_calls"]]
+    assert told == [(one["name"], one["arguments"]) for one in calls]
+
+
+def test_reasoning_before_a_call_comes_back_whatever_name_the_client_gives_it() -> None:
+    for field in ("reasoning_content", "reasoning", "thinking"):
+        messages = talk("harmony")[:3]
+        messages[1][field] = "hm"
+        text = ours("harmony", messages)
+        assert "<|start|>assistant<|channel|>analysis<|message|>hm<|end|>" in text
+        assert text == oracle(TEMPLATES["harmony"], messages)
+
+
+def test_gpt_oss_gets_each_of_several_calls_with_its_result_and_text_as_analysis() -> None:
+    results: list[dict[str, Any]] = [{"role": "tool", "tool_call_id": f"call_{n}", "content": f"r{n}"} for n in (2, 1)]
+    calls = [call(1, "find", {}), call(2, "now", {})]
+    asked: dict[str, Any] = {"role": "user", "content": "?"}
+    several = [
+        asked,
+        {"role": "assistant", "reasoning_content": "hm", "content": "I look.", "tool_calls": calls},
+        *results,
+    ]
+    apart: list[dict[str, Any]] = [
+        asked,
+        {"role": "assistant", "thinking": "hm\n\nI look.", "content": "", "tool_calls": calls[:1]},
+        results[1],
+        {"role": "assistant", "content": "", "tool_calls": calls[1:]},
+        results[0],
+    ]
+    assert ours("harmony", several) == oracle(TEMPLATES["harmony"], apart)
+    parts = parts_of("harmony", ours("harmony", several).split("<|start|>assistant", 1)[1].split("<|call|>")[0])
+    assert parts[0] == ReasoningPart("hm\n\nI look.")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages | tojson(separators=(',', ':'), sort_keys=true) }}{{ messages | tojson(indent=2) }}",
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}",
+        "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m['content'] }}{% endfor %}",
+        "{{ tools[0].function.parameters.properties.keys() | list | tojson }}{{ bos_token }}{{ undefined_name }}",
+    ],
+)
+def test_what_templates_may_use_works_as_in_transformers(template: str) -> None:
+    messages = [{"role": "user", "content": "<é>"}, {"role": "assistant", "content": "x"}]
+    assert ChatTemplate(template, SPECIALS, 10_000).render(messages, False, {}, TOOLS) == oracle(
+        template, messages, False
+    )

@@ -1,0 +1,83 @@
+"""Clients and frameworks that people have, unmodified, against the demo cluster: agents, chains, a proxy, a benchmark.
+
+Each lives in an environment of its own under build/clients, made once; where the packages can't be had, it is skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.serving import ROOT, Serving, serving
+from tests.soak.client_scripts import AGENTS, LANGCHAIN, LITELLM
+
+pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+FOLDER = ROOT / "build" / "clients"
+CLIENTS = ("openai-agents==0.24.0", "langchain-openai==1.7.4", "litellm==1.110.2")
+BENCHMARK = ("guidellm==0.8.1",)
+INSTALL_S, RUN_S = 1200, 300
+
+
+def environment_with(name: str, packages: tuple[str, ...], *, beside_ours: bool = False) -> Path:
+    """The programs of an environment with some packages, made if it isn't there. `beside_ours`: it sees what this one
+    has, and nothing of that is changed."""
+    folder = FOLDER / name
+    ready = folder / "ready"
+    if ready.is_file() and ready.read_text() == " ".join(packages):
+        return folder / "bin"
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=INSTALL_S)
+    if beside_ours:
+        (theirs,) = folder.glob("lib/*/site-packages")
+        (theirs / "ours.pth").write_text(sysconfig.get_path("purelib"))
+    install = [str(folder / "bin" / "pip"), "install", "--quiet", *packages]
+    done = subprocess.run(install, capture_output=True, text=True, timeout=INSTALL_S, check=False)
+    if done.returncode:
+        pytest.skip(f"pip can't fetch {' '.join(packages)}: {done.stderr.strip().splitlines()[-1]}")
+    ready.write_text(" ".join(packages))
+    return folder / "bin"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with serving("demo", tmp_path_factory.mktemp("clients")) as found:
+        yield found
+        found.settle()
+
+
+@pytest.mark.parametrize("script", [AGENTS, LANGCHAIN, LITELLM], ids=["openai-agents", "langchain-openai", "litellm"])
+def test_a_client_comes_through_its_loops(cluster: Serving, script: str, tmp_path: Path) -> None:
+    programs = environment_with("clients", CLIENTS)
+    command = [str(programs / "python"), "-c", script, cluster.url]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=RUN_S, check=False)
+    assert done.stdout.splitlines()[-1:] == ["done"], done.stdout + done.stderr
+
+
+def test_guidellm_measures_the_endpoint(cluster: Serving, tmp_path: Path) -> None:
+    programs = environment_with("benchmark", BENCHMARK, beside_ours=True)
+    report = tmp_path / "report.json"
+    command = [
+        str(programs / "guidellm"), "run", "--disable-console-interactive",
+        "--backend", f"kind=openai_http,target={cluster.url}",
+        "--profile", "kind=concurrent,streams=2",
+        "--constraint", "kind=max_requests,count=8",
+        "--tokenizer", f"kind=huggingface_auto,model={ROOT / 'cluster' / 'demo'}",
+        "--data", "kind=synthetic_text,prompt_tokens=64,output_tokens=16",
+        "--output", f"kind=json,path={report}",
+    ]  # fmt: skip
+    offline = os.environ | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=offline, capture_output=True, text=True, timeout=RUN_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (benchmark,) = json.loads(report.read_text())["benchmarks"]
+    totals = benchmark["metrics"]["request_totals"]
+    assert (totals["successful"], totals["errored"]) == (8, 0)
+    print(done.stdout)
