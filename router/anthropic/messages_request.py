@@ -27,6 +27,8 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
         raise RequestError("max_tokens is missing", param="max_tokens")
     messages = _system(given.pop("system", None)) + _messages(given.pop("messages", None))
     chat: dict[str, Any] = {"messages": messages}
+    if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
+        chat["continue_final_message"] = True
     for name, read in _READERS.items():
         if name in given:
             chat |= read(given.pop(name))

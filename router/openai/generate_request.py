@@ -41,6 +41,9 @@ class GenerateRequest:
     """What is to be found in a chat's answers; known once its prompt is rendered."""
     separate_reasoning: bool
     add_generation_prompt: bool
+    continue_final_message: bool
+    truncate_prompt_tokens: int | None
+    """How many tokens of a prompt are kept, the last; -1: as many as leave room for the answer; None: all."""
     n: int
     echo: bool
     stream: bool

@@ -100,6 +100,8 @@ def _read_common(
     max_tokens, min_tokens = values.get("max_completion_tokens", values.get("max_tokens")), values.get("min_tokens", 0)
     if max_tokens is not None and min_tokens > max_tokens:
         raise RequestError(f"min_tokens {min_tokens} is above max_tokens {max_tokens}", param="min_tokens")
+    if values.get("truncate_prompt_tokens") == 0:
+        raise RequestError("truncate_prompt_tokens is 1 or more, or -1", param="truncate_prompt_tokens")
     echo = values.get("echo", False)
     grammar = read_grammar(body)
     sampling = _read_sampling(body, values, spec, grammar.text, logprobs=logprobs, echo=echo)
@@ -113,7 +115,9 @@ def _read_common(
         tool_use=tool_use,
         answer_format=None,
         separate_reasoning=values.get("separate_reasoning", True),
-        add_generation_prompt=values.get("add_generation_prompt", True),
+        add_generation_prompt=opens_turn(values),
+        continue_final_message=values.get("continue_final_message", False),
+        truncate_prompt_tokens=values.get("truncate_prompt_tokens"),
         n=values.get("n", 1),
         echo=echo,
         stream=values.get("stream", False),
@@ -277,6 +281,18 @@ def _read_stream_options(options: object, stream: bool) -> tuple[bool, bool]:
     values = read_fields(options, STREAM_OPTIONS)
     continuous = values.get("continuous_usage_stats", False)
     return values.get("include_usage", False) or continuous, continuous
+
+
+def opens_turn(values: Mapping[str, Any]) -> bool:
+    """Whether the template opens the assistant's turn. Raises `RequestError` where that is asked for and the last
+    message is to be continued."""
+    continues, opens = values.get("continue_final_message", False), values.get("add_generation_prompt")
+    if continues and opens:
+        raise RequestError(
+            "add_generation_prompt opens a turn, and continue_final_message goes on with one: leave one of them out",
+            param="continue_final_message",
+        )
+    return not continues if opens is None else bool(opens)
 
 
 def read_messages(messages: object) -> ChatMessages:

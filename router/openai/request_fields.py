@@ -60,6 +60,12 @@ SAMPLING: dict[str, RequestField] = {
     ),
     "add_special_tokens": RequestField("boolean", doc="The tokenizer adds its special tokens to text prompts."),
     "cache_salt": RequestField("string", doc="Requests with different salts share no cached prefix."),
+    "truncate_prompt_tokens": RequestField(
+        "integer",
+        -1,
+        MOST_TOKENS,
+        "Keep so many tokens of a prompt, its last; -1: as many as leave room for max_tokens.",
+    ),
     "priority": RequestField(
         "integer", -INT64, INT64 - 1, "Higher stays longer in the caches, under cache.eviction=priority; default 0."
     ),
@@ -78,12 +84,16 @@ CHAT: dict[str, RequestField] = {
     "logprobs": RequestField("boolean", doc="Log-probabilities of the tokens."),
     "top_logprobs": RequestField("integer", 0, 20, "And of this many best ones; needs logprobs."),
     "add_generation_prompt": RequestField("boolean", doc="The template opens the assistant's turn; default true."),
+    "continue_final_message": RequestField(
+        "boolean", doc="The answer goes on with the last message; the template opens no turn."
+    ),
     "separate_reasoning": RequestField("boolean", doc="Reasoning goes into reasoning_content; default true."),
 }
 
 TOKENIZE: dict[str, RequestField] = {
     "add_special_tokens": RequestField("boolean", doc="Default true for prompt, false for messages."),
     "add_generation_prompt": RequestField("boolean", doc="As in chat."),
+    "continue_final_message": RequestField("boolean", doc="As in chat."),
     "return_token_strs": RequestField("boolean", doc="Add token_strs."),
 }
 
@@ -179,13 +189,12 @@ REFUSED: dict[str, FieldRefusal] = {
     **_refuse("thinking isn't bounded; use max_tokens", "thinking_token_budget thinking_budget max_thinking_tokens"),
     **_refuse("reasoning is always told", "include_reasoning", True),
     **_refuse("reasoning isn't told from the answer", "require_reasoning", False),
-    **_refuse("continuing the last message is not supported", "continue_final_message", False),
     **_refuse("only 1 is supported; use n", "best_of", 1),
     **_refuse("beam search is not supported", "use_beam_search", False),
     **_refuse("bad_words is not supported; use logit_bias", "bad_words", []),
     **_refuse("logits processors are not supported", "logits_processors", []),
     **_refuse("logits processors are not supported", "custom_logit_processor custom_params vllm_xargs", {}),
-    **_refuse("prompts are not truncated; shorten the prompt", "truncate_prompt_tokens truncation_side"),
+    **_refuse("the end of prompts is what is kept", "truncation_side", "left"),
     **_refuse(
         "prompt_logprobs is not supported; use /v1/completions with echo and logprobs",
         "prompt_logprobs logprob_start_len return_prompt_logprobs",

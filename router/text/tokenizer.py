@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from contracts.errors import CheckpointError, RequestError
 from router.text.chat_template import ChatTemplate, read_chat_template
 from router.text.detokenizer import ByteDetokenizer, Detokenizer, NoText, WindowDetokenizer
+from router.text.open_message import cut_at_mark, marked
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -87,8 +88,11 @@ class ModelTokenizer:
         add_generation_prompt: bool,
         extra: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        continues: bool = False,
     ) -> str:
-        """Return the text of a chat's prompt; `extra` are the client's `chat_template_kwargs`.
+        """Return the text of a chat's prompt; `extra` are the client's `chat_template_kwargs`. `continues`: the prompt
+        ends with the last message's text.
 
         Raises `RequestError` without a tokenizer or template, or where the template refuses the messages.
         """
@@ -96,6 +100,8 @@ class ModelTokenizer:
             raise RequestError(NO_TOKENIZER, param="messages")
         if self._template is None:
             raise RequestError(NO_TEMPLATE, param="messages")
+        if continues:
+            return cut_at_mark(self._template.render(marked(messages), add_generation_prompt, extra, tools))
         return self._template.render(messages, add_generation_prompt, extra, tools)
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = False) -> str:

@@ -23,6 +23,7 @@ from router.openai.grammar_check import check_grammar
 from router.openai.parse_request import (
     check_grammar_fits,
     check_model,
+    opens_turn,
     read_chat,
     read_completion,
     read_messages,
@@ -122,7 +123,11 @@ class BodyReader:
         if request.chat:
             shown = request.tool_use.shown if request.tool_use is not None else ()
             prompt = self._model_tokenizer.render(
-                self._chats.messages(request.messages), request.add_generation_prompt, request.template_args, shown
+                self._chats.messages(request.messages),
+                request.add_generation_prompt,
+                request.template_args,
+                shown,
+                continues=request.continue_final_message,
             )
             prompts = (prompt,)
             request = self._formatted(request, prompt)
@@ -166,10 +171,11 @@ class BodyReader:
         values, prompt = read_fields(body, TOKENIZE, TOKENIZE_OTHERS), body.get("prompt")
         if body.get("messages") is not None:
             args = read_template_args(body.get("chat_template_kwargs"))
-            opens = values.get("add_generation_prompt", True)
+            opens, continues = opens_turn(values), values.get("continue_final_message", False)
             use = read_tools(body)
             messages = self._chats.messages(read_messages(body["messages"]))
-            text = self._model_tokenizer.render(messages, opens, args, use.shown if use is not None else ())
+            shown = use.shown if use is not None else ()
+            text = self._model_tokenizer.render(messages, opens, args, shown, continues=continues)
             tokens = self._model_tokenizer.encode(
                 text, add_special=values.get("add_special_tokens", False), param="messages"
             )
@@ -203,7 +209,7 @@ class BodyReader:
         param = "messages" if request.chat else "prompt"
         if isinstance(prompt, str):
             least = self._model_tokenizer.least_tokens(prompt)
-            if least > self._spec.context:
+            if least > self._spec.context and request.truncate_prompt_tokens is None:
                 raise RequestError(
                     f"the prompt has more than {least} tokens; the context has {self._spec.context}", param=param
                 )
@@ -218,9 +224,20 @@ class BodyReader:
             if self._spec.bos_token_id is None:
                 raise RequestError("the prompt is empty, and this model has no token to begin with", param=param)
             tokens = (self._spec.bos_token_id,)
+        if request.truncate_prompt_tokens is not None:
+            tokens = self._last(request, tokens)
+            if request.echo and self._model_tokenizer.has_text:
+                text = self._model_tokenizer.decode(tokens, skip_special=request.skip_special_tokens)
         if len(tokens) > self._spec.context:  # Refused here, before it is hashed and sent on.
             raise too_long(len(tokens), self._spec.context, param)
         return PreparedPrompt(tokens, text if request.echo else "", prefix_hashes(tokens, request.salt))
+
+    def _last(self, request: GenerateRequest, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """Return what `truncate_prompt_tokens` keeps of a prompt's tokens: its end."""
+        most = request.truncate_prompt_tokens
+        if most == -1:
+            most = max(1, self._spec.context - (request.max_tokens or 1))
+        return tokens if most is None else tokens[-most:]
 
     def _check_scores(self, prepared: PreparedRequest) -> None:
         """Raise `RequestError` for prompt log-probabilities above `router.max_prompt_logprobs`.

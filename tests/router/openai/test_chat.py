@@ -225,3 +225,52 @@ def test_a_damaged_tokenizer_is_refused_at_the_start(tmp_path: Path, name: str) 
     (tmp_path / name).write_text(json.dumps({"chat_template": "{% if %}"}))
     with pytest.raises(CheckpointError):
         read_model_tokenizer(tmp_path, 100)
+
+
+OPEN = [*HELLO, {"role": "assistant", "content": "I say"}]
+OPEN_TEXT = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nI say"
+
+
+def test_an_answer_goes_on_with_the_last_message(server: Server) -> None:
+    wanted = prompt_of(server, OPEN_TEXT)
+    body = chat(server, messages=OPEN, continue_final_message=True, return_token_ids=True)
+    assert body["prompt_token_ids"] == wanted
+    assert body["choices"][0]["token_ids"] == expected(wanted, SamplingParams(6, seed=1))
+    tokens = server.post("/tokenize", {"messages": OPEN, "continue_final_message": True}).json()["tokens"]
+    assert tokens == wanted
+    both = {"messages": OPEN, "continue_final_message": True, "add_generation_prompt": True}
+    assert server.refused(CHAT, both)["param"] == "continue_final_message"
+    assert server.refused(CHAT, {"messages": [], "continue_final_message": True})["param"] == "messages"
+    closed = chat(server, messages=OPEN, add_generation_prompt=False, return_token_ids=True)
+    assert closed["prompt_token_ids"] == prompt_of(server, OPEN_TEXT + "<|im_end|>\n")
+
+
+def test_an_assistants_last_message_is_continued_by_messages_too(server: Server) -> None:
+    asked = {"messages": OPEN, "max_tokens": 6}
+    wanted = len(prompt_of(server, OPEN_TEXT))
+    assert server.post("/v1/messages", asked).json()["usage"]["input_tokens"] == wanted
+    assert server.post("/v1/messages/count_tokens", {"messages": OPEN}).json() == {"input_tokens": wanted}
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_prompts_are_cut_to_their_last_tokens_where_asked_for(server: Server, path: str) -> None:
+    context, text = server.service.spec.context, "hello and more " * 3000
+    body: dict[str, Any] = {"seed": 1, "max_tokens": 6, "return_token_ids": True}
+    body |= {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
+    whole = prompt_of(server, HELLO_TEXT.replace("hello", text) if path == CHAT else text)
+    assert len(whole) > context
+    for most, kept in ((5, 5), (context - 6, context - 6), (-1, context - 6)):
+        answer = server.post(path, {**body, "truncate_prompt_tokens": most}).json()
+        ids = answer.get("prompt_token_ids") or answer["choices"][0]["prompt_token_ids"]
+        assert ids == whole[-kept:]
+        assert answer["choices"][0]["token_ids"] == expected(whole[-kept:], SamplingParams(6, seed=1))
+        assert answer["usage"]["prompt_tokens"] == kept
+    assert server.refused(path, {**body, "truncate_prompt_tokens": 0})["param"] == "truncate_prompt_tokens"
+    assert server.refused(path, {**body, "truncate_prompt_tokens": -2})["param"] == "truncate_prompt_tokens"
+    assert "tokens" in server.refused(path, body)["message"]
+
+
+def test_a_prompt_that_was_cut_is_echoed_as_it_was_used(server: Server) -> None:
+    body = server.complete(prompt="one two three four", echo=True, max_tokens=1, truncate_prompt_tokens=2)
+    kept = prompt_of(server, "one two three four")[-2:]
+    assert body["choices"][0]["text"].startswith(server.service.model_tokenizer.decode(kept))

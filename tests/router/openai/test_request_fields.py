@@ -50,11 +50,11 @@ ASKED: list[tuple[str, Any]] = [
     ("functions", [{"name": "f"}]), ("function_call", {"name": "f"}),
     ("stop_regex", "a"), ("lora_path", "x"),
     ("best_of", 2),
-    ("prompt_logprobs", 0), ("truncate_prompt_tokens", -1), ("use_beam_search", True), ("bad_words", ["x"]),
+    ("prompt_logprobs", 0), ("truncation_side", "right"), ("use_beam_search", True), ("bad_words", ["x"]),
     ("detokenize", False), ("include_reasoning", False), ("no_stop_trim", True),
     ("modalities", ["text", "audio"]), ("documents", [{"a": 1}]),
     ("kv_transfer_params", {"a": 1}), ("extra_key", "x"), ("mirostat_mode", 2), ("sampling_params", {"n": 2}),
-    ("chat_template", "{{ 1 }}"), ("continue_final_message", True), ("input_ids", [5]), ("frobnicate", 1),
+    ("chat_template", "{{ 1 }}"), ("input_ids", [5]), ("frobnicate", 1),
     ("frobnicate", False), ("return_hidden_states", True), ("return_tokens_as_token_ids", True),
 ]  # fmt: skip
 
@@ -71,7 +71,7 @@ NEUTRAL: list[tuple[str, Any]] = [
     ("response_format", {"type": "text"}), ("tools", []), ("best_of", 1), ("use_beam_search", False), ("bad_words", []),
     ("detokenize", True), ("modalities", ["text"]), ("suffix", ""), ("metadata", {"a": "b"}), ("store", True),
     ("service_tier", "auto"), ("parallel_tool_calls", True), ("length_penalty", 2.0), ("user", "x"), ("rid", "y"),
-    ("include_reasoning", True), ("continue_final_message", False), ("echo", False), ("regex", None),
+    ("include_reasoning", True), ("truncation_side", "left"), ("echo", False), ("regex", None),
     ("stream_options", None), ("spaces_between_special_tokens", True),
 ]  # fmt: skip
 

@@ -255,6 +255,7 @@ def module_setup(spec: Any, config: RouterConfig) -> bytes:
 # ---------------------------------------------------------------- what goes between the processes
 
 EVERY_FIELD: dict[str, Any] = {
+    "truncate_prompt_tokens": 1000,
     "prompt": ["hello", "\ud7ff and more"],
     "n": 3, "echo": True, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     "return_token_ids": True, "add_special_tokens": False, "skip_special_tokens": False, "stop": ["a", "b"],
@@ -286,13 +287,14 @@ def test_everything_that_was_asked_comes_out_of_a_reader(model_tokenizer: ModelT
 
 
 OF_CHATS = {
-    "messages", "template_args", "add_generation_prompt", "shape", "tool_use", "answer_format", "separate_reasoning"
+    "messages", "template_args", "add_generation_prompt", "continue_final_message", "shape", "tool_use",
+    "answer_format", "separate_reasoning",
 }  # fmt: skip
 """Fields that only chats give, and of them those that are done with once the prompt is tokenised."""
 DONE_WITH = {"messages", "template_args", "tool_use"}
 A_CHAT: dict[str, Any] = {
     "max_tokens": 5,
-    "messages": [{"role": "user", "content": "x"}],
+    "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "I look"}],
     "tools": [{"name": "f", "strict": True, "input_schema": {"properties": {"n": {"type": "integer"}}}}],
     "tool_choice": {"type": "any"},
     "separate_reasoning": True,
