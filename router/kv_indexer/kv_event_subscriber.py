@@ -9,6 +9,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from contracts.clock import Clock
+from contracts.credentials.curve_file import call
 from contracts.messages.kv_events import END
 from router.kv_indexer.event_replay import KVEventReplay
 from router.kv_indexer.kv_index import BlockEntry, KVIndex
@@ -27,6 +28,7 @@ class KVEventSubscriber:
     `endpoint` and `replay_endpoint` are the publisher's (the second may be empty: then every loss is for good).
     `answer_s`: seconds without a part of the answer after which the question is asked anew. `frame_bytes`: a publisher
     that sends a longer frame is disconnected, and what was lost by that is asked for like any other loss.
+    `server_key`: the publisher's public CURVE key (`contracts.credentials.curve_file`), where it has one.
     """
 
     def __init__(
@@ -37,7 +39,9 @@ class KVEventSubscriber:
         topic: str = "",
         answer_s: float = 5.0,
         frame_bytes: int = FRAME_BYTES,
+        server_key: bytes = b"",
     ) -> None:
+        self._server_key = server_key
         self._clock, self._answer_s = clock, answer_s
         self._endpoint, self._replay_endpoint = endpoint, replay_endpoint
         self._frame_bytes = frame_bytes
@@ -49,6 +53,7 @@ class KVEventSubscriber:
         self._sub.set(zmq.MAXMSGSIZE, frame_bytes)
         self._sub.subscribe(topic)
         self._monitor = self._sub.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._protect(self._sub)
         self._sub.connect(endpoint)
         self._dealer: zmq.Socket[bytes] | None = None
         self._asked: bytes | None = None
@@ -156,10 +161,15 @@ class KVEventSubscriber:
             self._dealer = self._context.socket(zmq.DEALER)
             self._dealer.set(zmq.LINGER, 0)
             self._dealer.set(zmq.MAXMSGSIZE, self._frame_bytes)
+            self._protect(self._dealer)
             self._dealer.connect(self._replay_endpoint)
         self._asked, self._deadline = question, self._clock.now() + self._answer_s
         self._follower.asked()
         self._dealer.send_multipart([b"", question], zmq.NOBLOCK)
+
+    def _protect(self, socket: zmq.Socket[bytes]) -> None:
+        if self._server_key:
+            call(socket, self._server_key)
 
     def _hang_up(self) -> None:
         """Close the replay socket: the next question gets a new one, where a late answer to the last can't arrive."""
