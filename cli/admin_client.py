@@ -46,8 +46,8 @@ class CommandRefused(TwinpoolError):
 class AdminClient:
     """The client of one router's admin endpoints.
 
-    Calls carry the token of TWINPOOL_ADMIN_TOKEN, an operator's key, if set. Raises `ConfigError` for a `url` that isn't
-    http or https.
+    Calls carry the token of TWINPOOL_ADMIN_TOKEN, an operator's key, if set. Raises `ConfigError` for a `url` that is
+    neither http nor https.
     """
 
     def __init__(

@@ -69,7 +69,7 @@ class RouterServer(uvicorn.Server):
         service.metrics.sources.append(self.connections.metrics)
         self._admin = admin
         files = service.security.https
-        self._certificate = HttpsCertificate(files) if files is not None else None
+        self.certificate = HttpsCertificate(files) if files is not None else None
         super().__init__(
             uvicorn.Config(
                 app,
@@ -91,18 +91,18 @@ class RouterServer(uvicorn.Server):
         self._ready_fd = ready_fd
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        plain = sockets if self._certificate is None else []
+        plain = sockets if self.certificate is None else []
         await super().startup(plain)
         if not self.started:
             return
-        loop = asyncio.get_running_loop()
-        if self._certificate is not None:
-            self.servers += [self._tls_listener(bound, self._protocol) for bound in sockets or []]  # type: ignore[arg-type]
-        if self._admin is not None and self._certificate is not None:
-            self.servers.append(self._tls_listener(self._admin.bound, self._admin_protocol))  # type: ignore[arg-type]
+        loop, servers = asyncio.get_running_loop(), cast(list[Any], self.servers)  # Closed by uvicorn at the end.
+        if self.certificate is not None:
+            servers += [self._tls_listener(bound, self._protocol) for bound in sockets or []]
+        if self._admin is not None and self.certificate is not None:
+            servers.append(self._tls_listener(self._admin.bound, self._admin_protocol))
         elif self._admin is not None:
             backlog = self._admin_connections.backlog
-            self.servers.append(await loop.create_server(self._admin_protocol, sock=self._admin.bound, backlog=backlog))
+            servers.append(await loop.create_server(self._admin_protocol, sock=self._admin.bound, backlog=backlog))
         if self._ready_fd is not None:
             os.write(self._ready_fd, b"ready\n")
             os.close(self._ready_fd)
@@ -113,8 +113,8 @@ class RouterServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def on_tick(self, counter: int) -> bool:
-        if self._certificate is not None and counter % TICKS == 0:
-            self._certificate.refresh()
+        if self.certificate is not None and counter % TICKS == 0:
+            self.certificate.refresh()
         return await super().on_tick(counter)
 
     def _protocol(self, **options: Any) -> BoundedHttpProtocol:
@@ -131,8 +131,8 @@ class RouterServer(uvicorn.Server):
         return {"config": self.config, "server_state": self.server_state, "app_state": self.lifespan.state}
 
     def _tls_listener(self, bound: socket.socket, make: Callable[[], BoundedHttpProtocol]) -> TlsListener:
-        assert self._certificate is not None
-        return TlsListener(bound, make, self._certificate, self._service.config.header_timeout_s)
+        assert self.certificate is not None
+        return TlsListener(bound, make, self.certificate, self._service.config.header_timeout_s)
 
 
 def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

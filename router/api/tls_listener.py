@@ -13,6 +13,7 @@ import errno
 import logging
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from contracts.config.router_config import RouterConfig
@@ -121,7 +122,14 @@ class TlsListener:
                 ssl_shutdown_timeout=SHUTDOWN_S,
             )
         except (OSError, TimeoutError):  # `ssl.SSLError` is an OSError.
-            connection.close()
+            _hang_up(connection)
         except asyncio.CancelledError:
-            connection.close()
+            _hang_up(connection)
             raise
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """Close a connection for good: a loop's transport may hold it still, and would wait for the client's last word."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from contracts.clock import Clock
-from contracts.credentials.curve_file import call
+from contracts.credentials.curve_file import call, read_curve_public
 from contracts.messages.kv_events import END
 from router.kv_indexer.event_replay import KVEventReplay
 from router.kv_indexer.kv_index import BlockEntry, KVIndex
@@ -28,7 +29,8 @@ class KVEventSubscriber:
     `endpoint` and `replay_endpoint` are the publisher's (the second may be empty: then every loss is for good).
     `answer_s`: seconds without a part of the answer after which the question is asked anew. `frame_bytes`: a publisher
     that sends a longer frame is disconnected, and what was lost by that is asked for like any other loss.
-    `server_key`: the publisher's public CURVE key (`contracts.credentials.curve_file`), where it has one.
+    `key_file`: the publisher's public CURVE key, where it has one (`security.curve_key`). Raises `ConfigError` where it
+    can't be read.
     """
 
     def __init__(
@@ -39,9 +41,9 @@ class KVEventSubscriber:
         topic: str = "",
         answer_s: float = 5.0,
         frame_bytes: int = FRAME_BYTES,
-        server_key: bytes = b"",
+        key_file: Path | None = None,
     ) -> None:
-        self._server_key = server_key
+        self._server_key = read_curve_public(key_file) if key_file is not None else b""
         self._clock, self._answer_s = clock, answer_s
         self._endpoint, self._replay_endpoint = endpoint, replay_endpoint
         self._frame_bytes = frame_bytes

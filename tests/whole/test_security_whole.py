@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from openai import OpenAI
+from openai import DefaultHttpxClient, OpenAI
 
 from tests.serving import COMMAND, ROOT, Access, Serving, environment, serving
 
@@ -76,7 +76,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
 def test_the_openai_package_is_answered_over_https_as_without_protection(secured: Secured) -> None:
     access = secured.cluster.access
     assert secured.cluster.url.startswith("https://")
-    web = httpx.Client(verify=ssl.create_default_context(cafile=access.ca))
+    web = DefaultHttpxClient(verify=ssl.create_default_context(cafile=access.ca))
     with OpenAI(base_url=f"{secured.cluster.url}/v1", api_key=access.key, http_client=web, max_retries=0) as client:
         answer = client.completions.create(model="demo", prompt=PROMPT, max_tokens=24, temperature=0)
         assert answer.choices[0].text == secured.plain
