@@ -32,13 +32,14 @@ def new_certificates(folder: Path, hosts: Sequence[str], days: float) -> list[st
         raise ConfigError(
             f"{folder} has an authority already: twinpool certs renew {folder} makes a node's certificate"
         )
+    authority = new_authority("Twinpool cluster", datetime.now(UTC), AUTHORITY_DAYS)
+    node = _node(authority, hosts, days)  # Before anything is written: it may refuse a host.
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    authority = new_authority("Twinpool cluster", datetime.now(UTC), max(days, AUTHORITY_DAYS))
     certificate, key = authority.pem()
     write_private(folder / CA_KEY, key)
     write_private(folder / CA, certificate)
     (folder / CA).chmod(0o644)
-    _write_node(folder, authority, hosts, days)
+    _write_node(folder, node)
     with tempfile.TemporaryDirectory(dir=folder) as private:  # With mode 700: they are written with the umask's mode.
         for path in map(Path, zmq.auth.create_certificates(private, "curve")):
             path.chmod(0o600)
@@ -54,7 +55,7 @@ def renew_certificate(folder: Path, hosts: Sequence[str], days: float) -> list[s
     """Replace the node's certificate by one of the folder's authority; returns what was done. Raises `ConfigError`."""
     _check_days(days)
     authority = read_authority(folder / CA, folder / CA_KEY)
-    _write_node(folder, authority, hosts, days)
+    _write_node(folder, _node(authority, hosts, days))
     return [f"made {folder / NODE} and its key anew; servers take them for new connections within a second"]
 
 
@@ -78,8 +79,12 @@ def check_certificates(folder: Path) -> tuple[Table, bool]:
     return shown, good
 
 
-def _write_node(folder: Path, authority: Authority, hosts: Sequence[str], days: float) -> None:
-    certificate, key = new_node(authority, [*hosts, socket.gethostname(), *LOCAL], datetime.now(UTC), days)
+def _node(authority: Authority, hosts: Sequence[str], days: float) -> tuple[bytes, bytes]:
+    return new_node(authority, [*hosts, socket.gethostname(), *LOCAL], datetime.now(UTC), days)
+
+
+def _write_node(folder: Path, node: tuple[bytes, bytes]) -> None:
+    certificate, key = node
     # The key first: whoever reads between the two finds a pair that doesn't match, and keeps what it has.
     write_private(folder / NODE_KEY, key)
     write_private(folder / NODE, certificate)
