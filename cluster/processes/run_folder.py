@@ -97,5 +97,5 @@ def _new_log_folder() -> Path:
     for old in earlier[: -KEPT_LOGS + 1]:
         shutil.rmtree(old, ignore_errors=True)
     folder = parent / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}"
-    folder.mkdir()
+    folder.mkdir(mode=0o700)
     return folder

@@ -7,6 +7,7 @@ import ssl
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -80,7 +81,7 @@ async def refusal(channel: grpc.aio.Channel, *, controller: bool) -> grpc.Status
     async with channel:
         try:
             if controller:
-                stub = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
+                stub: Any = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
                 await stub.Watch(pb.Empty(), timeout=WAIT_S).read()
             else:
                 stub = pb_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]

@@ -104,11 +104,7 @@ def test_half_a_section_is_refused(section: dict[str, object], words: str) -> No
 
 def test_every_key_that_is_a_path_is_known_as_one() -> None:
     """`serve` makes these absolute for processes that start elsewhere."""
-    assert set(FILES) == {
-        key
-        for key in SecurityConfig.__slots__
-        if key.endswith(("_file", "_cert", "_key", "_ca"))  # type: ignore[attr-defined]
-    }
+    assert set(FILES) == {key for key in SecurityConfig.__slots__ if key.endswith(("_file", "_cert", "_key", "_ca"))}
 
 
 def test_curve_keys_that_are_none_are_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import shlex
 import socket
@@ -10,12 +11,13 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from openai import DefaultHttpxClient, OpenAI
 
-from tests.serving import COMMAND, ROOT, Access, Serving, environment, serving
+from tests.serving import COMMAND, ROOT, Access, Serving, environment, serving, until
 
 PROMPT = "It was a fine morning, and"
 SECRET_PROMPT = "The password of the old lighthouse is seven herons"
@@ -65,8 +67,8 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
             break
         said = run(folder, words)
         if words[:2] == ["keys", "new"]:
-            which = "admin_key" if "operators.json" in words else "key"
-            access = replace(access, **{which: said})
+            own = "operators.json" not in words
+            access = replace(access, key=said) if own else replace(access, admin_key=said)
     sections = {"security": {"admin_port": port}, "cache": {"events.endpoint": "tcp://127.0.0.1:0"}}
     with serving("demo", folder, *flags, "--decode", "2", sections=sections, access=access) as cluster:
         yield Secured(cluster, folder, f"https://127.0.0.1:{port}", expected)
@@ -114,6 +116,26 @@ def test_a_drain_goes_over_the_operators_port(secured: Secured) -> None:
     )  # fmt: skip
     assert without.returncode == 1
     assert "an operator's key" in without.stderr
+
+
+@pytest.mark.slow
+def test_a_tenant_finds_nothing_of_what_another_has_cached(secured: Secured) -> None:
+    """Not one token is reused: a foreign tenant's prompt costs what one costs that nobody has asked."""
+    cluster, rng = secured.cluster, random.Random(49)
+    cached, fresh = ([rng.randrange(200, 1000) for _ in range(400)] for _ in range(2))
+    other = run(secured.folder, ["keys", "new", "rival", "--file", "keys.json"])
+    web = cluster.access.web() | {"headers": {"Authorization": f"Bearer {other}"}}
+    until(lambda: httpx.get(f"{cluster.url}/v1/models", **web).status_code == 200, "the router to read the new key")
+
+    def reused(prompt: list[int], **access: Any) -> int:
+        body = {"model": "demo", "prompt": prompt, "max_tokens": 1}
+        answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60, **access)
+        return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert reused(cached, **cluster.access.web()) == 0
+    until(lambda: reused(cached, **cluster.access.web()) > 300, "the first tenant to find its own prompt")
+    assert reused(cached, **web) == reused(fresh, **web) == 0
+    until(lambda: reused(cached, **web) > 300, "the other tenant to find its own")
 
 
 @pytest.mark.slow

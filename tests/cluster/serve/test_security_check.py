@@ -31,10 +31,10 @@ def refused(security: SecurityConfig, words: str, host: str = "127.0.0.1", port:
 def test_certificates_that_cannot_be_used_are_refused_before_anything_starts(authority: TestAuthority) -> None:
     old, other = authority.expired(), TestAuthority(authority.folder / "other").node()
     refused(SecurityConfig(tls_cert=str(old.cert), tls_key=str(old.key)), r"security\.tls_cert .* has expired")
-    cluster = {"cluster_ca": str(authority.ca)}
-    expired = SecurityConfig(**cluster, cluster_cert=str(old.cert), cluster_key=str(old.key))
+    ca = str(authority.ca)
+    expired = SecurityConfig(cluster_ca=ca, cluster_cert=str(old.cert), cluster_key=str(old.key))
     refused(expired, r"security\.cluster_cert .* has expired")
-    foreign = SecurityConfig(**cluster, cluster_cert=str(other.cert), cluster_key=str(other.key))
+    foreign = SecurityConfig(cluster_ca=ca, cluster_cert=str(other.cert), cluster_key=str(other.key))
     refused(foreign, r"is not of the authority security\.cluster_ca")
     refused(SecurityConfig(tls_cert="/nowhere.pem", tls_key="/nowhere.key"), r"can't read security\.tls_cert /nowhere")
     refused(SecurityConfig(curve_key="/nowhere"), "can't read the CURVE keys /nowhere")

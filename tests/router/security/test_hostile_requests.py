@@ -126,7 +126,8 @@ def test_a_tenants_name_is_no_path_and_no_line(name: str) -> None:
 
 
 def allowed(answer: httpx.Response) -> str | None:
-    return answer.headers.get("access-control-allow-origin")
+    found: str | None = answer.headers.get("access-control-allow-origin")
+    return found
 
 
 @pytest.mark.parametrize("origin", [ORIGIN, "null", "https://evil.example.com"])
