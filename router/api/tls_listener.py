@@ -21,8 +21,8 @@ from router.api.connection_limits import BoundedHttpProtocol
 from router.security.https_certificate import HttpsCertificate
 from router.state.router_log import log
 
-SHUTDOWN_S = 5.0
-"""How long a client may take to end TLS in order."""
+SHUTDOWN_S = 1.0
+"""How long a client may take to end TLS in order, less than the router's end takes."""
 ACCEPTED = 64
 """Connections that are accepted in one turn of the event loop at most."""
 PAUSE_S = 1.0

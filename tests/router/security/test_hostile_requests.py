@@ -76,6 +76,12 @@ def test_no_header_of_a_request_becomes_one_of_the_answer(server: Server, name: 
     server.complete(**ASK)
 
 
+def test_a_request_id_comes_back_as_letters_and_little_else(server: Server) -> None:
+    given = {"X-Request-Id": "a b<c>;\t=é/..\\%0d%0a" + "x" * 100}
+    answered = server.client.get("/live", headers={k.encode(): v.encode("latin-1") for k, v in given.items()})
+    assert answered.headers["x-request-id"] == "abc..0d0a" + "x" * 55
+
+
 def test_headers_without_end_are_refused(server: Server) -> None:
     heard = raw(server, b"GET /live HTTP/1.1\r\nhost: x\r\nx: " + b"a" * (2 * HEAD_BYTES) + b"\r\n\r\n")
     assert heard.startswith(b"HTTP/1.1 431 ")
