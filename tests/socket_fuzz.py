@@ -55,9 +55,10 @@ class Target:
 
 
 def targets(cluster: Serving) -> list[Target]:
-    """The sockets on which processes of ours listen: router, workers, `serve` itself."""
+    """The sockets on which processes of ours listen: `serve`, the router, workers, which may be of a joined Ray."""
     found = []
-    for process in family(cluster.process):
+    workers = [psutil.Process(row["pid"]) for row in cluster.status().values()]
+    for process in {*family(cluster.process), *workers}:
         try:
             name = " ".join(process.cmdline()) or process.name()
             if any(word in name for word in RAYS_OWN):
