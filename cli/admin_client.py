@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import ssl
 import time
 import urllib.error
 import urllib.parse
@@ -45,34 +46,46 @@ class CommandRefused(TwinpoolError):
 class AdminClient:
     """The client of one router's admin endpoints.
 
-    Calls carry the token of TWINPOOL_ADMIN_TOKEN, if set. Raises `ConfigError` for a `url` that isn't http or https.
+    Calls carry the token of TWINPOOL_ADMIN_TOKEN, an operator's key, if set. Raises `ConfigError` for a `url` that is
+    neither http nor https.
     """
 
     def __init__(
-        self, url: str, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+        self,
+        url: str,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        ca: str = "",
     ) -> None:
+        """`ca`: the file of certificates by which the router's is checked; empty: the system's."""
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--url takes http://HOST:PORT, got {url!r}")
         self._url = url.rstrip("/")
+        try:
+            self._tls = ssl.create_default_context(cafile=ca or None) if parts.scheme == "https" else None
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"can't read the certificates {ca}: {error}") from None
         self.clock = clock
         self.sleep = sleep
         self._heard = False
         """Whether the router has answered before: if it doesn't answer later, it may be restarting (`RouterAway`)."""
 
     @classmethod
-    def find(cls, url: str | None) -> AdminClient:
+    def find(cls, url: str | None, ca: str = "") -> AdminClient:
         """Return a client of the router at `url`, else at TWINPOOL_URL, else of this user's newest live cluster.
 
+        `ca`, else TWINPOOL_CA, else what the cluster says, is the file of certificates that the router's is checked by.
         Raises `ClusterNotFound` without any of them.
         """
         given = url or os.environ.get("TWINPOOL_URL")
+        ca = ca or os.environ.get("TWINPOOL_CA", "")
         if given:
-            return cls(given)
+            return cls(given, ca=ca)
         run = newest_live_run()
         if run is None:
             raise ClusterNotFound("no cluster is running on this machine; start one with twinpool serve, or give --url")
-        return cls(run.url)
+        return cls(run.url, ca=ca or run.ca)
 
     def status(self) -> list[dict[str, Any]]:
         """Return a row for each worker, with the keys of `STATUS_KEYS` only; a key that the router lacks is None."""
@@ -100,7 +113,8 @@ class AdminClient:
             headers["Authorization"] = f"Bearer {token}"
         request = urllib.request.Request(self._url + path, method=method, headers=headers)
         # A proxy of the environment can't reach a router on this machine or in this cluster.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        handlers = [urllib.request.HTTPSHandler(context=self._tls)] if self._tls is not None else []
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), *handlers)
         try:
             with opener.open(request, timeout=TIMEOUT_S) as response:
                 answer: dict[str, Any] = json.loads(response.read())

@@ -38,6 +38,7 @@ COMMANDS = {
     "role": "drain a worker and start it in the other pool",
     "check": "recount every page, slot, lease and room, and name what is wrong",
     "keys": "make, list or revoke API keys in a key file (security.keys_file)",
+    "certs": "make, renew or check the certificates and keys of a cluster of your own",
     "sim": "run simulated clusters under a virtual clock, with faults, and check every answer",
 }
 _OTHERS = ("status", "drain", "undrain", "role", "check")
@@ -92,6 +93,20 @@ FLAGS = (
         "the key file (default: twinpool-keys.json here)",
         {"type": Path, "metavar": "FILE", "default": Path("twinpool-keys.json")},
     ),
+    CommandFlag(
+        ("--expires",), ("keys",), "how long a new key is valid: 90d, 12h or 30m (default: for ever)", {"default": ""}
+    ),
+    CommandFlag(("action",), ("certs",), "new, renew or check", {"choices": ("new", "renew", "check")}),
+    CommandFlag(("folder",), ("certs",), "the folder of the files", {"type": Path, "metavar": "DIR"}),
+    CommandFlag(
+        ("--host",),
+        ("certs",),
+        "a name or address that the endpoint is reached by, beside this machine's; may be repeated",
+        {"action": "append", "default": [], "metavar": "NAME"},
+    ),
+    CommandFlag(
+        ("--days",), ("certs",), "days that the node's certificate is valid", {"type": float, "default": 365.0}
+    ),
     CommandFlag(("worker",), ("role",), "name of a worker, such as decode-1", {"metavar": "WORKER"}),
     CommandFlag(("role",), ("role",), "prefill or decode", {"choices": ("prefill", "decode")}),
     CommandFlag(
@@ -111,6 +126,13 @@ FLAGS = (
     CommandFlag(("--colocate",), ("sim",), "colocated workers instead of two pools", {"action": "store_true"}),
     CommandFlag(("--shrink",), ("sim",), "make a failing seed smaller before it is shown", {"action": "store_true"}),
     CommandFlag(("--url",), _OTHERS, "the router (default: TWINPOOL_URL, else the newest cluster on this machine)", {}),
+    CommandFlag(
+        ("--ca",),
+        _OTHERS,
+        "file of certificates by which the router's is checked (default: TWINPOOL_CA, else what serve says, or the "
+        "system's)",
+        {"default": "", "metavar": "FILE"},
+    ),
 )
 
 
@@ -183,7 +205,7 @@ def _serve(args: argparse.Namespace) -> int:
 def _status(args: argparse.Namespace) -> int:
     from cli.admin_client import AdminClient, status_table
 
-    workers = AdminClient.find(args.url).status()
+    workers = AdminClient.find(args.url, args.ca).status()
     if args.json:
         print(json.dumps({"workers": workers}))
     else:
@@ -194,7 +216,7 @@ def _status(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     from cli.admin_client import AdminClient, check_table
 
-    report = AdminClient.find(args.url).check()
+    report = AdminClient.find(args.url, args.ca).check()
     if args.json:
         print(json.dumps(report))
     else:
@@ -211,7 +233,7 @@ def _drain(args: argparse.Namespace) -> int:
     from cli.admin_client import AdminClient
 
     _check_timeout(args.timeout)
-    operator = AdminClient.find(args.url)
+    operator = AdminClient.find(args.url, args.ca)
 
     def drain(show: Callable[[leaving.DrainReport], None]) -> leaving.DrainReport:
         options = {"force": args.force, "timeout_s": args.timeout, "show": show}
@@ -238,7 +260,7 @@ def _drain(args: argparse.Namespace) -> int:
 def _undrain(args: argparse.Namespace) -> int:
     from cli.admin_client import AdminClient
 
-    rows = AdminClient.find(args.url).undrain(args.worker)
+    rows = AdminClient.find(args.url, args.ca).undrain(args.worker)
     for row in rows:
         print(f"{row['name']} {row.get('outcome', 'admits again')}")
     return REFUSED if any(row["state"] == "unreachable" for row in rows) else FINE
@@ -249,7 +271,7 @@ def _role(args: argparse.Namespace) -> int:
     from cli.drain_command import change_role
 
     _check_timeout(args.timeout)
-    operator = AdminClient.find(args.url)
+    operator = AdminClient.find(args.url, args.ca)
     report = change_role(operator, args.worker, args.role, force=args.force, timeout_s=args.timeout)
     _line(f"{args.worker} serves as a {args.role} worker after {report.seconds:.1f} s")
     return FINE
@@ -285,9 +307,22 @@ def _keys(args: argparse.Namespace) -> int:
             f"twinpool keys {args.action} needs {'a tenant' if args.action == 'new' else 'the id of a key'}"
         )
     if args.action == "new":
-        print(new_key(args.file, args.name))
+        print(new_key(args.file, args.name, args.expires))
     else:
         print(f"revoked {revoke_key(args.file, args.name)}")
+    return FINE
+
+
+def _certs(args: argparse.Namespace) -> int:
+    from cli.certs_command import check_certificates, new_certificates, renew_certificate
+
+    if args.action == "check":
+        table, good = check_certificates(args.folder)
+        _show(table)
+        return FINE if good else REFUSED
+    make = new_certificates if args.action == "new" else renew_certificate
+    for line in make(args.folder, args.host, args.days):
+        print(line)
     return FINE
 
 
@@ -306,6 +341,7 @@ _RUN = {
     "role": _role,
     "check": _check,
     "keys": _keys,
+    "certs": _certs,
     "sim": _sim,
 }
 

@@ -18,6 +18,7 @@ import secrets
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,11 @@ class ApiKey:
     sha256: str
     created: str = ""
     """When, in ISO 8601."""
+    expires: str = ""
+    """When it ends, in ISO 8601 with the zone; empty: never."""
+
+    def expired(self, now: datetime) -> bool:
+        return bool(self.expires) and now >= datetime.fromisoformat(self.expires)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +78,11 @@ def digest_of(secret: str) -> str:
     return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def mint_key(tenant: str, created: str) -> tuple[str, ApiKey]:
+def mint_key(tenant: str, created: str, expires: str = "") -> tuple[str, ApiKey]:
     """Return a new secret, which nothing else knows, and its key."""
     secret = KEY_PREFIX + secrets.token_urlsafe(32)
     digest = digest_of(secret)
-    return secret, ApiKey(digest[:12], tenant, digest, created)
+    return secret, ApiKey(digest[:12], tenant, digest, created, expires)
 
 
 def read_key_file(path: Path) -> KeyFile:
@@ -134,6 +140,13 @@ def _key(key: object, where: str) -> ApiKey:
     if not key.get("id") or not _DIGEST.fullmatch(key.get("sha256", "")):
         raise ConfigError(f"{where} needs an id and a sha256 of 64 hexadecimal digits")
     check_tenant(key.get("tenant"), f"{where}: ")
+    if expires := key.get("expires"):
+        try:
+            aware = datetime.fromisoformat(expires).tzinfo is not None
+        except ValueError:
+            aware = False
+        if not aware:
+            raise ConfigError(f"{where}.expires must be a time with its zone, as 2030-01-31T12:00:00+00:00")
     return ApiKey(**key)
 
 

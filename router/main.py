@@ -14,10 +14,10 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import uvicorn
 
@@ -27,9 +27,11 @@ from contracts.config.load_config import config_from_dict
 from contracts.errors import ConfigError, TwinpoolError
 from contracts.interfaces.discovery import WorkerDirectory
 from contracts.json_logs import log_to_stream
-from router.api.app import App, create_app
+from router.api.app import App, create_admin_app, create_app
 from router.api.connection_limits import BoundedHttpProtocol, ClientConnections, raise_descriptor_limit
+from router.api.tls_listener import TlsListener
 from router.links.controller_directory import ControllerDirectory
+from router.security.https_certificate import HttpsCertificate
 from router.service.router_service import RouterService
 from router.state.router_log import log
 from router.tokenizer_pool.c_heap import map_large_buffers
@@ -39,22 +41,40 @@ GRACE_S = 2.0
 """How long connections may take to end after a signal."""
 KEEP_ALIVE_S = 65
 """How long an idle connection is kept."""
+ADMIN_CONNECTIONS = 64
+"""Connections to the operators' port; clients of the endpoint can't take their place."""
+TICKS = 10
+"""Ticks of the server between two looks at the certificate's files, a tenth of a second each."""
+
+
+class AdminListener(NamedTuple):
+    """The operators' port: its application and its listening socket."""
+
+    app: App
+    bound: socket.socket
 
 
 class RouterServer(uvicorn.Server):
     """Uvicorn's server, which at shutdown ends all answers first and waits for connections then.
 
-    `ready_fd`: a descriptor that gets one line once the server listens, and is closed then.
+    `ready_fd`: a descriptor that gets one line once the server listens, and is closed then. `admin`: the operators'
+    port, where they have one. Raises `ConfigError` where the certificate of HTTPS can't be used.
     """
 
-    def __init__(self, app: App, service: RouterService, ready_fd: int | None = None) -> None:
+    def __init__(
+        self, app: App, service: RouterService, ready_fd: int | None = None, admin: AdminListener | None = None
+    ) -> None:
         self.connections = ClientConnections(service.config)
+        self._admin_connections = ClientConnections(service.config, ADMIN_CONNECTIONS)
         service.metrics.sources.append(self.connections.metrics)
+        self._admin = admin
+        files = service.security.https
+        self.certificate = HttpsCertificate(files) if files is not None else None
         super().__init__(
             uvicorn.Config(
                 app,
                 loop="uvloop",
-                http=cast(type[asyncio.Protocol], partial(BoundedHttpProtocol, registry=self.connections)),
+                http=cast(type[asyncio.Protocol], self._protocol),
                 backlog=self.connections.backlog,
                 ws="none",
                 lifespan="on",
@@ -71,8 +91,19 @@ class RouterServer(uvicorn.Server):
         self._ready_fd = ready_fd
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started and self._ready_fd is not None:
+        plain = sockets if self.certificate is None else []
+        await super().startup(plain)
+        if not self.started:
+            return
+        loop, servers = asyncio.get_running_loop(), cast(list[Any], self.servers)  # Closed by uvicorn at the end.
+        if self.certificate is not None:
+            servers += [self._tls_listener(bound, self._protocol) for bound in sockets or []]
+        if self._admin is not None and self.certificate is not None:
+            servers.append(self._tls_listener(self._admin.bound, self._admin_protocol))
+        elif self._admin is not None:
+            backlog = self._admin_connections.backlog
+            servers.append(await loop.create_server(self._admin_protocol, sock=self._admin.bound, backlog=backlog))
+        if self._ready_fd is not None:
             os.write(self._ready_fd, b"ready\n")
             os.close(self._ready_fd)
             self._ready_fd = None
@@ -80,6 +111,28 @@ class RouterServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._service.close()
         await super().shutdown(sockets)
+
+    async def on_tick(self, counter: int) -> bool:
+        if self.certificate is not None and counter % TICKS == 0:
+            self.certificate.refresh()
+        return await super().on_tick(counter)
+
+    def _protocol(self, **options: Any) -> BoundedHttpProtocol:
+        """Make the protocol of a client's connection; `options` are uvicorn's."""
+        return BoundedHttpProtocol(registry=self.connections, **(self._options() | options))
+
+    def _admin_protocol(self) -> BoundedHttpProtocol:
+        assert self._admin is not None
+        http = BoundedHttpProtocol(registry=self._admin_connections, **self._options())
+        http.app = self._admin.app
+        return http
+
+    def _options(self) -> dict[str, Any]:
+        return {"config": self.config, "server_state": self.server_state, "app_state": self.lifespan.state}
+
+    def _tls_listener(self, bound: socket.socket, make: Callable[[], BoundedHttpProtocol]) -> TlsListener:
+        assert self.certificate is not None
+        return TlsListener(bound, make, self.certificate, self._service.config.header_timeout_s)
 
 
 def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -122,13 +175,29 @@ def listen(host: str, port: int) -> socket.socket:
     return bound
 
 
+@contextmanager
+def listen_for_operators(config: Config) -> Iterator[socket.socket | None]:
+    """Yield the listening socket of the operators' port, None where they have none. Raises `ConfigError`."""
+    if not config.security.admin_port:
+        yield None
+        return
+    with listen(config.security.admin_host, config.security.admin_port) as bound:
+        yield bound
+
+
 def serve(
-    spec_folder: Path, config: Config, directory: WorkerDirectory, bound: socket.socket, ready_fd: int | None
+    spec_folder: Path,
+    config: Config,
+    directory: WorkerDirectory,
+    bound: socket.socket,
+    admin: socket.socket | None,
+    ready_fd: int | None,
 ) -> None:
-    """Serve requests on `bound` until SIGTERM or SIGINT."""
+    """Serve requests on `bound`, and operators' on `admin`, until SIGTERM or SIGINT."""
     service = RouterService(read_model_spec(spec_folder), config, directory)
     log("router listens", address="{}:{}".format(*bound.getsockname()[:2]), model=service.spec.name, pid=os.getpid())
-    RouterServer(create_app(service), service, ready_fd).run([bound])
+    operators = AdminListener(create_admin_app(service), admin) if admin is not None else None
+    RouterServer(create_app(service), service, ready_fd, operators).run([bound])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -138,9 +207,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     map_large_buffers()
     try:
         config = read_config(options.config_json)
-        directory = ControllerDirectory(options.controller, config.transfer.link_timeout_s)
-        with listen(options.host, options.port) as bound:
-            serve(options.model, config, directory, bound, options.ready_fd)
+        if (certificate := config.security.cluster) is not None:
+            certificate.check()
+        directory = ControllerDirectory(options.controller, config.transfer.link_timeout_s, certificate)
+        with listen(options.host, options.port) as bound, listen_for_operators(config) as admin:
+            serve(options.model, config, directory, bound, admin, options.ready_fd)
     except TwinpoolError as error:
         log("router failed", reason=str(error))
         return 1

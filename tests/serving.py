@@ -11,6 +11,7 @@ import json
 import os
 import queue
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -52,19 +53,41 @@ class Answer:
         return int((self.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0))
 
 
+@dataclass(frozen=True)
+class Access:
+    """By what clients and operators are let in."""
+
+    ca: Path | None = None
+    key: str = ""
+    admin_key: str = ""
+
+    def web(self) -> dict[str, Any]:
+        """What httpx is given."""
+        verify = ssl.create_default_context(cafile=self.ca) if self.ca is not None else True
+        return {"verify": verify, "headers": {"Authorization": f"Bearer {self.key}"} if self.key else {}}
+
+    @property
+    def operator(self) -> dict[str, str]:
+        """What is in an operator's environment."""
+        return {"TWINPOOL_ADMIN_TOKEN": self.admin_key} if self.admin_key else {}
+
+
 class Serving:
     """A running Twinpool and what one may do to it."""
 
-    def __init__(self, process: subprocess.Popen[str], runtime: Path, lines: list[str], url: str) -> None:
+    def __init__(
+        self, process: subprocess.Popen[str], runtime: Path, lines: list[str], url: str, access: Access | None = None
+    ) -> None:
         self.process, self.runtime, self.lines, self.url = process, runtime, lines, url
-        self.model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+        self.access = access or Access()
+        self.model = httpx.get(f"{url}/v1/models", **self.access.web()).json()["data"][0]["id"]
 
     # ------------------------------------------------------------ the operator's side
 
     def twinpool(self, *arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
         """Run `twinpool ARGUMENTS` against this cluster, found by its run file."""
         return subprocess.run(
-            [*COMMAND, *arguments], env=environment(self.runtime), cwd=self.runtime,
+            [*COMMAND, *arguments], env=environment(self.runtime) | self.access.operator, cwd=self.runtime,
             capture_output=True, text=True, timeout=timeout, check=False,
         )  # fmt: skip
 
@@ -123,7 +146,7 @@ class Serving:
 
         async def all_of_them() -> list[Answer]:
             gate = asyncio.Semaphore(at_once)
-            async with httpx.AsyncClient(base_url=self.url, timeout=120, limits=httpx.Limits()) as client:
+            async with httpx.AsyncClient(base_url=self.url, timeout=120, **self.access.web()) as client:
 
                 async def one(prompt: Sequence[int] | str) -> Answer:
                     async with gate:
@@ -199,10 +222,11 @@ def serving(
     prefix: Sequence[str] = (),
     orderly: bool = True,
     temporary: Path | None = None,
+    access: Access | None = None,
 ) -> Iterator[Serving]:
     """`twinpool serve` on a free port with `sections` as --set flags, ended by Ctrl-C. `prefix`: a command
     that becomes it. `orderly`: False where the machine may be too busy for an end within its deadline, which is longer
-    than an operator's. `temporary`: where its temporary files go."""
+    than an operator's. `temporary`: where its temporary files go. `access`: by what its clients are let in."""
     runtime.mkdir(parents=True, exist_ok=True)
     sections = {"cluster": {}, **(sections or {})}
     sections["cluster"] = {"stop_timeout_s": 25, **sections["cluster"]}
@@ -215,7 +239,7 @@ def serving(
     )  # fmt: skip
     lines: list[str] = []
     try:
-        yield Serving(process, runtime, lines, _await_ready(process, lines, ready_within))
+        yield Serving(process, runtime, lines, _await_ready(process, lines, ready_within), access)
     finally:
         _end(process, lines, orderly)
 

@@ -51,6 +51,7 @@ from cache.storage.page_store import PageStore
 from cache.storage.rank_page_store import RankPageStore
 from cache.tiers.kv_event_recorder import KVEventRecorder
 from contracts.config.cache_config import CacheConfig
+from contracts.credentials.curve_file import CurvePair
 
 _log = logging.getLogger("twinpool.cache")
 
@@ -76,11 +77,12 @@ class KVCacheManager:
         rank: int = 0,
         stride: int = 1 << 40,
         arena: Arena | None = None,
+        curve: CurvePair | None = None,
     ) -> None:
         """`stride`: positions beyond the committed length that launched steps of one request write at most. Window
         pools lease pages for so many positions at a time; by default, for all at once. `page_store`: storage of a
         worker of several ranks, instead of `storage`. `arena`: the memory that `host` lies in, if it outlives this
-        process."""
+        process. `curve`: the keys of the sockets of KV events; None: these are in the clear."""
         self.pools, self.spec = pools, pools.spec
         self.kinds = kinds = PoolKinds.of(pools.spec, stride)
         self.full = kinds.full
@@ -90,7 +92,7 @@ class KVCacheManager:
             page_store = RankPageStore(storage, host, fingerprint)
         events: KVEventRecorder | NoEvents = NoEvents()
         if config.events.endpoint:
-            events = KVEventRecorder(tree, config.events, wall, rank)
+            events = KVEventRecorder(tree, config.events, wall, rank, curve)
             _log.info("KV events at %s", events.publisher.endpoint)
         self.tiers = tiers = TierSet.build(
             tree, pools, device, config, now, host, page_store, page_store or storage, arena, events

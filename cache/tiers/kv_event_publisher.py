@@ -32,6 +32,7 @@ from itertools import islice
 import zmq
 
 from contracts.config.cache_config import EventsConfig
+from contracts.credentials.curve_file import CurvePair
 from contracts.errors import ConfigError
 from contracts.messages.kv_events import END, TRUTH, BlockStored, KvEvent, encode_batch
 
@@ -93,9 +94,9 @@ class KVEventPublisher:
 
     `now`: seconds since 1970. `truth`: returns the content of the tiers as `BlockStored` events of few pages each,
     which are made while the content changes; the iterator's `close`, if it has one, is called when the answer ends.
-    `rank`: the KV cache manager's index on this host; as in vLLM it is added to a port that isn't 0. Raises
-    `ConfigError` for an endpoint that can't be bound, or that isn't on loopback although `cache.events.public` is
-    false.
+    `rank`: the KV cache manager's index on this host; as in vLLM it is added to a port that isn't 0. `curve`: with it
+    only who knows the public key may connect. Raises `ConfigError` for an endpoint that can't be bound, or that isn't
+    on loopback although there are no keys and `cache.events.public` is false.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class KVEventPublisher:
         now: Callable[[], float],
         rank: int = 0,
         truth: Callable[[], Iterable[KvEvent]] | None = None,
+        curve: CurvePair | None = None,
     ) -> None:
         self._log, self._now, self._rank, self._truth = log, now, rank, truth
         self._topic = config.topic.encode()
@@ -117,10 +119,10 @@ class KVEventPublisher:
         self._context = zmq.Context()
         self._replay: zmq.Socket[bytes] | None = None
         try:
-            self._pub = _bind(self._context, zmq.PUB, "cache.events.endpoint", config.endpoint, config, rank)
+            self._pub = _bind(self._context, zmq.PUB, "cache.events.endpoint", config.endpoint, config, rank, curve)
             if config.replay_endpoint:
                 name, endpoint = "cache.events.replay_endpoint", config.replay_endpoint
-                self._replay = _bind(self._context, zmq.ROUTER, name, endpoint, config, rank)
+                self._replay = _bind(self._context, zmq.ROUTER, name, endpoint, config, rank, curve)
                 # Makes sending raise for a peer that has gone, and for one whose queue is full.
                 self._replay.set(zmq.ROUTER_MANDATORY, 1)
         except ConfigError:
@@ -259,13 +261,20 @@ class KVEventPublisher:
 
 
 def _bind(
-    context: zmq.Context[zmq.Socket[bytes]], kind: int, key: str, endpoint: str, config: EventsConfig, rank: int
+    context: zmq.Context[zmq.Socket[bytes]],
+    kind: int,
+    key: str,
+    endpoint: str,
+    config: EventsConfig,
+    rank: int,
+    curve: CurvePair | None,
 ) -> zmq.Socket[bytes]:
     host, port = _split(key, endpoint)
-    if not config.public and not _is_loopback(host):
+    if curve is None and not config.public and not _is_loopback(host):
         raise ConfigError(
             f"config key {key} is {endpoint}: KV events carry the prompts' tokens, and are sent to whoever asks. "
-            "Use a loopback address, or set cache.events.public: true on a network of your own"
+            "Use a loopback address, or make keys (twinpool certs new) and set security.curve_key, or set "
+            "cache.events.public: true on a network of your own"
         )
     socket = context.socket(kind)
     # Room for an answer with its end mark and, of the truth, the batch that it begins with.
@@ -273,6 +282,8 @@ def _bind(
     socket.set(zmq.RCVHWM, _READ)
     socket.set(zmq.MAXMSGSIZE, _QUESTION_BYTES)
     socket.set(zmq.LINGER, 0)
+    if curve is not None:
+        curve.serve(socket)
     try:
         socket.bind(f"tcp://{host}:{port + rank if port else 0}")
     except zmq.ZMQError as error:

@@ -16,6 +16,7 @@ from cache.prefix_cache.radix_tree import RadixTree
 from cache.tiers.kv_event_publisher import KVEventLog, KVEventPublisher
 from contracts.block_hash import KEY_BYTES
 from contracts.config.cache_config import EventsConfig
+from contracts.credentials.curve_file import CurvePair
 from contracts.messages.kv_events import BlockRemoved, BlockStored, KvEvent
 from contracts.messages.kv_events import EventMedium as Medium
 
@@ -30,10 +31,17 @@ class KVEventRecorder:
     `now`: seconds since 1970. Raises `ConfigError` as `KVEventPublisher` does.
     """
 
-    def __init__(self, tree: RadixTree, config: EventsConfig, now: Callable[[], float], rank: int) -> None:
+    def __init__(
+        self,
+        tree: RadixTree,
+        config: EventsConfig,
+        now: Callable[[], float],
+        rank: int,
+        curve: CurvePair | None = None,
+    ) -> None:
         self._tree = tree
         self._log = KVEventLog()
-        self.publisher = KVEventPublisher(config, self._log, now, rank, self._truth)
+        self.publisher = KVEventPublisher(config, self._log, now, rank, self._truth, curve)
         tree.accounts.observe_nodes(self)
 
     def node_changed(self, node: TreeNode, tier: Tier, there: bool) -> None:

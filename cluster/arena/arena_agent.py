@@ -74,6 +74,12 @@ def _readable(fd: int) -> bool:
     return bool(poller.poll(0))
 
 
+def _credentials(peer: socket.socket) -> tuple[int, int]:
+    """The process and the user at the other end, as the kernel knows them."""
+    pid, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid
+
+
 class ArenaAgent:
     """The agent: owns segments by worker name and rank, and lends them. Used from one thread."""
 
@@ -103,6 +109,9 @@ class ArenaAgent:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             peer, _ = self._listener.accept()
+            if _credentials(peer)[1] != os.geteuid():
+                peer.close()  # At once: connections of another user must not take this one's descriptors.
+                return
             peer.setblocking(False)
             self._selector.register(peer, selectors.EVENT_READ)
 
@@ -123,7 +132,7 @@ class ArenaAgent:
                 os.close(fd)
 
     def _answer(self, peer: socket.socket, data: bytes, fds: list[int]) -> tuple[dict[str, Any], list[int]]:
-        pid, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        pid, uid = _credentials(peer)
         if uid != os.geteuid():
             raise LoanRefused
         message = json.loads(data)

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from cache.arena.arena import Arena
 from cache.device.async_cpu_device import BESIDE
@@ -33,6 +34,7 @@ from contracts.checkpoint.model_spec import ModelSpec
 from contracts.clock import Clock
 from contracts.cluster_secret import SECRET_VARIABLE
 from contracts.config.cluster_config import Config, section_of
+from contracts.credentials.curve_file import read_curve_pair
 from contracts.errors import ConfigError
 from contracts.ids import PAIR, Role, WorkerName
 from contracts.messages.rank_orders import AwaitReady
@@ -200,6 +202,7 @@ def _manager(
         rank=event_rank(role, name),
         stride=stride(config, role),
         arena=arena,
+        curve=read_curve_pair(Path(keys)) if (keys := config.security.curve_key) else None,
     )
 
 

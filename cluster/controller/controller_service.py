@@ -19,6 +19,7 @@ from cluster.controller.controller import Controller
 from cluster.controller.controller_actions import LeaseGrant
 from cluster.worker_process.asyncio_thread import AsyncioThread
 from cluster.worker_process.grpc_service import ServiceServer
+from contracts.credentials.certificate_files import CertificateFiles
 from contracts.errors import ConfigError, WireError
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.proto import worker_pb2 as pb
@@ -152,12 +153,24 @@ def grant_message(grant: LeaseGrant) -> pb.LeaseGrant:
 class ControllerServer:
     """The gRPC server of a controller, with its event loop and thread; `endpoint` is its ``host:port``."""
 
-    def __init__(self, core: Controller, address: str = "127.0.0.1", secret: str = "") -> None:
-        """Serve on a free port of `address`; with a `secret`, calls must carry its token. Raises `OSError`."""
+    def __init__(
+        self,
+        core: Controller,
+        address: str = "127.0.0.1",
+        secret: str = "",
+        certificate: CertificateFiles | None = None,
+    ) -> None:
+        """Serve on a free port of `address`; with a `secret`, calls must carry its token, and with this node's
+        `certificate` come from nodes of the cluster. Raises `OSError`."""
         self._core = core
         self._loop = AsyncioThread("controller")
         self._server = ServiceServer(
-            self._loop, f"{address}:0", secret, receive_bytes=CONTROL_BYTES, send_bytes=TABLE_BYTES
+            self._loop,
+            f"{address}:0",
+            secret,
+            receive_bytes=CONTROL_BYTES,
+            send_bytes=TABLE_BYTES,
+            certificate=certificate,
         )
         try:
             port = self._server.start(pb_grpc.add_ControllerServicer_to_server, ControllerService(core))

@@ -21,11 +21,14 @@ class RunFile:
     """The content of a run file."""
 
     url: str
+    """Where the router answers operators."""
     pid: int
     started: int
     """Start time of `pid`, as `cluster.processes.process_ids.start_time` gives it."""
     logs: str
     model: str
+    ca: str = ""
+    """The file of certificates by which the URL's is checked; empty: the system's."""
 
 
 def runs_folder() -> Path:
@@ -42,10 +45,10 @@ def runs_folder() -> Path:
     raise OSError("no folder for run files: set XDG_RUNTIME_DIR to a folder that can be written")
 
 
-def write_run_file(url: str, logs: Path, model: str) -> Path:
+def write_run_file(url: str, logs: Path, model: str, ca: str = "") -> Path:
     """Write this process's run file, atomically; returns its path."""
     pid = os.getpid()
-    run = RunFile(url, pid, start_time(pid) or 0, str(logs), model)
+    run = RunFile(url, pid, start_time(pid) or 0, str(logs), model, ca)
     path = run_file_path(pid)
     fresh = path.with_suffix(".new")
     fresh.write_text(json.dumps(asdict(run)))

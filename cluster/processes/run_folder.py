@@ -69,9 +69,9 @@ class RunFolder:
             if child.pid != self._reaper.pid:
                 self.owns(child.pid, start_time(child.pid) or 0)
 
-    def publish(self, url: str, model: str) -> None:
+    def publish(self, url: str, model: str, ca: str = "") -> None:
         """Write the run file: from now on the other commands find this run."""
-        write_run_file(url, self.logs, model)
+        write_run_file(url, self.logs, model, ca)
 
     def close(self) -> None:
         """Remove the run file, have the reaper remove the rest, and wait for it. Idempotent."""
@@ -97,5 +97,5 @@ def _new_log_folder() -> Path:
     for old in earlier[: -KEPT_LOGS + 1]:
         shutil.rmtree(old, ignore_errors=True)
     folder = parent / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}"
-    folder.mkdir()
+    folder.mkdir(mode=0o700)
     return folder

@@ -7,7 +7,6 @@ and in one line.
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
 import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import yaml
 
 from cluster.assembly.device_cards import CardFacts, apart, cards_of
 from cluster.assembly.node_shares import NodeFacts, NodeShare, measured
+from cluster.serve.security_check import check_security, with_absolute_paths
 from contracts import cpu_levels as processor
 from contracts.checkpoint.model_spec import ModelSpec, read_model_spec, served_as
 from contracts.config.cluster_config import Config, section_of
@@ -26,7 +26,6 @@ from contracts.config.plane_choice import with_plane
 from contracts.config.worker_config import DecodeConfig
 from contracts.errors import ConfigError
 from contracts.ids import PAIR, Role, WorkerName
-from contracts.key_file import read_key_file
 
 if TYPE_CHECKING:
     from cache.memory.kv_cache_spec import PoolSetSpec
@@ -127,7 +126,7 @@ def prepare(
     """
     _check_flags(options)
     try:
-        config = load_config(options.config, options.assignments)
+        config = with_absolute_paths(load_config(options.config, options.assignments))
     except yaml.YAMLError as error:
         raise ConfigError(f"--set takes section.key=value with a YAML value: {' '.join(str(error).split())}") from None
     _check_config(config, options)
@@ -265,16 +264,6 @@ def free_port(host: str, port: int) -> int:
         raise ConfigError(f"can't listen on --host {host} ({error.strerror})") from None
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens on `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def _check_flags(options: ServeOptions) -> None:
     if options.colocate < 0:
         raise ConfigError(f"--colocate must be at least 1, got {options.colocate}")
@@ -291,14 +280,7 @@ def _check_flags(options: ServeOptions) -> None:
 
 
 def _check_config(config: Config, options: ServeOptions) -> None:
-    security = config.security
-    if security.keys_file:
-        read_key_file(Path(security.keys_file))
-    elif not security.open and not is_loopback(options.host):
-        raise ConfigError(
-            f"--host {options.host}: whoever reaches this machine could use the model. Make keys (twinpool keys new "
-            "TENANT) and name their file by --set security.keys_file=FILE, or say --open if that is what you want"
-        )
+    check_security(config.security, options.host, options.port)
     if config.transfer.plane == "local" and options.ray_address is not None:
         raise ConfigError("transfer.plane=local runs everything in one process: leave out --ray-address or the plane")
     if ":" in config.engine.device and options.ray_address is not None:

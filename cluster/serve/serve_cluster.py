@@ -28,10 +28,11 @@ from cluster.processes.restart_policy import RestartHistory
 from cluster.processes.run_folder import RunFolder
 from cluster.ray_nodes.node_drains import NodeDrains, draining_ray_nodes
 from cluster.serve.preflight import ServePlan, on_device
-from cluster.serve.router_probe import RouterProbe
+from cluster.serve.router_probe import RouterProbe, connection_to
 from cluster.serve.router_process import COMMAND, RouterProcess
+from cluster.serve.security_check import open_ways
 from cluster.serve.shutdown_signal import ShutdownSignal
-from cluster.serve.terminal import Terminal, curl_line, take_over_output, url_of
+from cluster.serve.terminal import Terminal, curl_line, take_over_output, urls_of
 from cluster.worker_process.worker_plan import BuildWorker, WorkerPlan
 from cluster.worker_process.worker_process import build_from_plan
 from contracts.clock import Clock, SystemClock
@@ -114,12 +115,15 @@ class ServeCluster:
         self._terminal.step("logs", str(folder.logs))
         if prepared.shares:
             self._terminal.nodes(prepared)
-        url = url_of(options.host, prepared.port)
+        url, operators = urls_of(prepared)
+        security = prepared.config.security
         ledger = FileLedger(folder.temporary / "incarnations.json")
         core = Controller(self._clock, prepared.config.cluster, ledger)
         self._address = "127.0.0.1" if options.ray_address is None else self._join(stack)
         self._secret = self._cluster_secret()
-        self._server = ControllerServer(core, self._address, self._secret)
+        for line in open_ways(security, options.host, self._address):
+            self._terminal.step("open", line)
+        self._server = ControllerServer(core, self._address, self._secret, security.cluster)
         stack.callback(self._server.close)
         self._terminal.step("pages go by", why(self._prepared.config))
         self._router = self._start_router(stack)
@@ -130,12 +134,13 @@ class ServeCluster:
         self._start_agents(stack)
         self._start_workers(stack)
         self._await_ready()
-        folder.publish(url, options.model)
+        folder.publish(operators, options.model, security.tls_ca)
         self._stopping.ready()
         self._terminal.table(self._prepared, self._server.call(Controller.views))
         self._terminal.line(f"Twinpool is ready: {url}")
-        key = bool(self._prepared.config.security.keys_file)
-        self._terminal.line(curl_line(url, spec.name, key=key))
+        if operators != url:
+            self._terminal.line(f"operators' paths: {operators}")
+        self._terminal.line(curl_line(url, spec.name, key=bool(security.keys_file), ca=security.tls_ca))
         if self._ray is not None and self._ray.dashboard:
             token = os.environ["RAY_AUTH_TOKEN_PATH"]
             self._terminal.line(f"Ray's dashboard: {self._ray.dashboard} (it asks for the token in {token})")
@@ -274,8 +279,9 @@ class ServeCluster:
         )
 
     def _cluster_secret(self) -> str:
-        """The secret with which processes authenticate each other, in hex; empty where all of them are on loopback."""
-        if self._address.startswith("127."):
+        """The secret with which processes authenticate each other, in hex; empty where all of them are on loopback and
+        have no certificates."""
+        if self._address.startswith("127.") and not self._prepared.config.security.cluster_ca:
             return ""
         given = self._secrets.get(SECRET_VARIABLE, "")
         try:
@@ -324,7 +330,8 @@ class ServeCluster:
     def _keep_alive(self, stack: ExitStack) -> None:
         self._node_drains.start()
         options, allowed_s = self._prepared.options, self._prepared.config.router.stall_s
-        probe = RouterProbe(options.host, self._prepared.port, self._clock)
+        https = bool(self._prepared.config.security.tls_cert)
+        probe = RouterProbe(options.host, self._prepared.port, self._clock, https=https)
         stack.callback(probe.stop)
         probe.start()
         restarts, since, restart_at = RestartHistory(self._prepared.config.cluster), self._clock.now(), None
@@ -364,7 +371,7 @@ def _words(lines: list[str]) -> str:
 
 def _healthy(prepared: ServePlan) -> bool:
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(prepared.options.host, prepared.options.host)
-    connection = http.client.HTTPConnection(host, prepared.port, timeout=2.0)
+    connection = connection_to(host, prepared.port, https=bool(prepared.config.security.tls_cert), timeout_s=2.0)
     try:
         connection.request("GET", "/health")
         return connection.getresponse().status == 200

@@ -19,16 +19,17 @@ from cluster.assembly.build_worker import build_worker
 from cluster.processes.run_folder import RunFolder
 from cluster.serve.local_directory import LocalDirectory
 from cluster.serve.preflight import ServePlan
+from cluster.serve.security_check import open_ways
 from cluster.serve.shutdown_signal import ShutdownSignal
-from cluster.serve.terminal import Terminal, curl_line, url_of
+from cluster.serve.terminal import Terminal, curl_line, urls_of
 from cluster.worker_process.worker_plan import node_name, on_card
 from cluster.worker_process.worker_thread import WorkerEnd, WorkerThread
 from contracts.clock import SystemClock
 from contracts.errors import TwinpoolError
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.worker_status import WorkerRecord
-from router.api.app import create_app
-from router.main import RouterServer, listen
+from router.api.app import create_admin_app, create_app
+from router.main import AdminListener, RouterServer, listen, listen_for_operators
 from router.service.router_service import RouterService
 
 HOST = "127.0.0.1"
@@ -43,8 +44,9 @@ class _Server(RouterServer):
     Its start raises `TimeoutError` when that takes longer than `HEALTHY_S`.
     """
 
-    def __init__(self, service: RouterService, on_ready: Callable[[], None]) -> None:
-        super().__init__(create_app(service), service)
+    def __init__(self, service: RouterService, admin: socket.socket | None, on_ready: Callable[[], None]) -> None:
+        operators = AdminListener(create_admin_app(service), admin) if admin is not None else None
+        super().__init__(create_app(service), service, admin=operators)
         self._core = service.core
         self._on_ready = on_ready
 
@@ -80,10 +82,14 @@ class ServeOneProcess:
             )
             self._terminal.step("logs", str(self._folder.logs))
             self._terminal.nodes(prepared)
+            for line in open_ways(prepared.config.security, options.host, HOST):
+                self._terminal.step("open", line)
             bound = stack.enter_context(listen(options.host, prepared.port))
+            admin = stack.enter_context(listen_for_operators(prepared.config))
             workers = [self._start_worker(stack, name, role) for name, role in prepared.workers]
             directory = self._directory = LocalDirectory(workers)
-            server = _Server(RouterService(spec, prepared.config, directory), lambda: self._ready(directory))
+            service = RouterService(spec, prepared.config, directory)
+            server = _Server(service, admin, lambda: self._ready(directory))
             # The server handles the other two signals while it runs.
             signal.signal(signal.SIGHUP, lambda number, frame: signal.raise_signal(signal.SIGTERM))
             try:
@@ -125,13 +131,15 @@ class ServeOneProcess:
         return record, host
 
     def _ready(self, directory: LocalDirectory) -> None:
-        prepared, options = self._prepared, self._prepared.options
-        url = url_of(options.host, prepared.port)
-        self._folder.publish(url, options.model)
+        prepared, security = self._prepared, self._prepared.config.security
+        url, operators = urls_of(prepared)
+        self._folder.publish(operators, prepared.options.model, security.tls_ca)
         self._stopping.ready()
         self._terminal.table(prepared, directory.views())
         self._terminal.line(f"Twinpool is ready: {url}")
-        self._terminal.line(curl_line(url, prepared.spec.name, key=bool(prepared.config.security.keys_file)))
+        if operators != url:
+            self._terminal.line(f"operators' paths: {operators}")
+        self._terminal.line(curl_line(url, prepared.spec.name, key=bool(security.keys_file), ca=security.tls_ca))
 
     def _on_end(self, name: WorkerName, end: WorkerEnd, reason: str) -> None:
         """Tell the operator and the directory that a worker has ended; runs on its engine thread."""

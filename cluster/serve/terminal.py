@@ -219,16 +219,25 @@ def mib(size: int) -> str:
     return f"{size / (1 << 20):,.1f} MiB"
 
 
-def url_of(host: str, port: int) -> str:
+def url_of(host: str, port: int, *, https: bool = False) -> str:
     """The URL at which clients on this machine reach the router."""
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{shown}:{port}"
+    return f"http{'s' * https}://{shown}:{port}"
 
 
-def curl_line(url: str, model: str, *, key: bool = False) -> str:
-    """A command for the shell that asks for a completion. `key`: whether that takes an API key."""
+def urls_of(prepared: ServePlan) -> tuple[str, str]:
+    """The URLs at which clients, and operators, on this machine reach the router."""
+    security = prepared.config.security
+    https = bool(security.tls_cert)
+    url = url_of(prepared.options.host, prepared.port, https=https)
+    return url, url_of(security.admin_host, security.admin_port, https=https) if security.admin_port else url
+
+
+def curl_line(url: str, model: str, *, key: bool = False, ca: str = "") -> str:
+    """A command for the shell that asks for a completion. `key`: whether that takes an API key. `ca`: the file of the
+    certificates that the endpoint's is checked by, empty for the system's."""
     body = json.dumps({"model": model, "prompt": "It was a fine morning, and", "max_tokens": 32})
-    by = "-H 'Authorization: Bearer KEY' " if key else ""
+    by = (f"--cacert {shlex.quote(ca)} " if ca else "") + ("-H 'Authorization: Bearer KEY' " if key else "")
     return f"curl {url}/v1/completions {by}-H 'Content-Type: application/json' -d {shlex.quote(body)}"
 
 

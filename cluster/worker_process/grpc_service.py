@@ -23,6 +23,7 @@ from cluster.worker_process.asyncio_thread import AsyncioThread
 from cluster.worker_process.worker_thread import WorkerClosed, WorkerThread
 from contracts.cluster_secret import admits
 from contracts.config.worker_config import TransferConfig
+from contracts.credentials.certificate_files import CertificateFiles
 from contracts.errors import TwinpoolError, WireError
 from contracts.messages.worker_events import Event
 from contracts.messages.worker_status import WorkerStatus
@@ -31,6 +32,7 @@ from contracts.proto import worker_pb2_grpc as pb_grpc
 from contracts.wire.command_protobuf import command_from_proto
 from contracts.wire.event_protobuf import event_to_proto
 from contracts.wire.grpc_channels import COMMANDS_BYTES, EVENTS_BYTES, server_options
+from contracts.wire.secure_grpc import add_port
 from contracts.wire.unknown_kinds import known
 from contracts.wire.worker_protobuf import report_to_proto, status_to_proto
 
@@ -204,10 +206,13 @@ class ServiceServer:
         *,
         receive_bytes: int = COMMANDS_BYTES,
         send_bytes: int = EVENTS_BYTES,
+        certificate: CertificateFiles | None = None,
     ) -> None:
         """`bind`: ``host:port``, port 0 for a free one. With a `secret`, calls must carry its token
         (`contracts.cluster_secret`). A client that is silent for `link_timeout_s` counts as gone. A message above
-        `receive_bytes` ends its own call only."""
+        `receive_bytes` ends its own call only. `certificate`: this node's; with it only nodes of the cluster are
+        served, None: without TLS."""
+        self._certificate = certificate
         self._receive_bytes, self._send_bytes = receive_bytes, send_bytes
         self._link_timeout_s = link_timeout_s
         self._loop = loop
@@ -218,7 +223,7 @@ class ServiceServer:
     def start(self, add: Any, servicer: Any, timeout_s: float = 10.0) -> int:
         """Serve `servicer` (added by its generated `add_..._to_server`); returns the port that was bound.
 
-        Raises `OSError` when the address can't be bound.
+        Raises `OSError` when the address can't be bound, `ConfigError` when the certificate can't be read.
         """
         return self._loop.run(self._start(add, servicer), timeout_s)
 
@@ -228,7 +233,7 @@ class ServiceServer:
         server = grpc.aio.server(options=options, interceptors=doorkeepers)
         add(servicer, server)
         try:
-            port = server.add_insecure_port(self._bind)
+            port = add_port(server, self._bind, self._certificate)
         except RuntimeError as error:
             raise OSError(f"cannot bind {self._bind}: {error}") from None
         await server.start()
@@ -253,8 +258,9 @@ def serve_worker(
     address: str,
     secret: str = "",
     link_timeout_s: float = LINK_TIMEOUT_S,
+    certificate: CertificateFiles | None = None,
 ) -> tuple[ServiceServer, str]:
     """Serve the worker thread `host` on a free port of `address`; returns the server and its endpoint ``host:port``."""
-    server = ServiceServer(loop, f"{address}:0", secret, link_timeout_s)
+    server = ServiceServer(loop, f"{address}:0", secret, link_timeout_s, certificate=certificate)
     port = server.start(pb_grpc.add_WorkerServicer_to_server, WorkerService(host, incarnation))
     return server, f"{address}:{port}"

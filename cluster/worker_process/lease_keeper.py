@@ -17,12 +17,14 @@ import grpc.aio
 
 from contracts.clock import Clock
 from contracts.cluster_secret import access_metadata
-from contracts.errors import TwinpoolError
+from contracts.credentials.certificate_files import CertificateFiles
+from contracts.errors import ConfigError, TwinpoolError
 from contracts.ids import Incarnation, WorkerName
 from contracts.messages.worker_status import EndedWorker, WorkerRecord, WorkerStatus
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
 from contracts.wire.grpc_channels import CONTROL_BYTES, channel_options
+from contracts.wire.secure_grpc import open_channel
 from contracts.wire.worker_protobuf import record_to_proto, status_to_proto
 
 log = logging.getLogger("twinpool.lease")
@@ -75,15 +77,17 @@ class LeaseKeeper:
         on_drain: Callable[[], object] = lambda: None,
         undrains: Callable[[], int] = lambda: 0,
         on_ended: Callable[[tuple[EndedWorker, ...]], object] = lambda ended: None,
+        certificate: CertificateFiles | None = None,
     ) -> None:
         """`controller`: its endpoint ``host:port``. `status` is called for each heartbeat. `on_lost` is called once, on
         the loop, with the reason, when the lease has ended. `on_drain` is called at each renewal whose answer tells the
         worker to drain. `undrains`: how often the worker has been undrained so far. An undrain goes to the controller
         first, so an answer to drain is ignored when an undrain came while the renewal was under way. `on_ended` is
-        called, at the start and at renewals, with the incarnations of workers that have ended, where those changed."""
+        called, at the start and at renewals, with the incarnations of workers that have ended, where those changed.
+        `certificate`: this node's, None where the controller is called without TLS."""
         self._on_drain, self._undrains, self._on_ended = on_drain, undrains, on_ended
         self._ended: tuple[EndedWorker, ...] = ()
-        self._metadata = access_metadata(secret)
+        self._metadata, self._certificate = access_metadata(secret), certificate
         self.lease = WorkerLease(clock)
         self._record = record
         self._controller = controller
@@ -115,9 +119,8 @@ class LeaseKeeper:
         self._renewing = asyncio.create_task(self._renew(stub))
 
     def _open(self) -> grpc.aio.Channel:
-        self._channel = grpc.aio.insecure_channel(
-            self._controller, options=channel_options(CONTROL_BYTES, CONTROL_BYTES)
-        )
+        options = channel_options(CONTROL_BYTES, CONTROL_BYTES)
+        self._channel = open_channel(self._controller, options, self._certificate)
         return self._channel
 
     async def _renew(self, stub: Any) -> None:
@@ -137,7 +140,10 @@ class LeaseKeeper:
                     return self._on_lost(f"the controller could not be reached in time: {error.details()}")
                 self.failures += 1
                 await self._close_channel()
-                stub = controller_stub(self._open())
+                try:
+                    stub = controller_stub(self._open())
+                except ConfigError as unreadable:
+                    return self._on_lost(str(unreadable))
             else:
                 if grant.fenced:
                     self.lease.fence()

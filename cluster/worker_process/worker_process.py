@@ -61,6 +61,8 @@ class WorkerProcess:
         `LeaseRefused`."""
         plan = self._plan
         log.info("building", extra={"worker": plan.name, "incarnation": plan.incarnation})
+        if (certificate := plan.config.security.cluster) is not None:
+            certificate.check()
         worker = self._build(plan)
         loop = AsyncioThread("service")
         clock = SystemClock()
@@ -71,7 +73,10 @@ class WorkerProcess:
             worker, may_send=lambda: keeper is None or keeper.lease.held, on_end=self._on_end, before_step=hang
         )
         link_timeout_s, proxy = plan.config.transfer.link_timeout_s, plan.config.faults.proxy
-        server, endpoint = serve_worker(loop, host, plan.incarnation, plan.host, plan.secret, link_timeout_s)
+        certificate = plan.config.security.cluster
+        server, endpoint = serve_worker(
+            loop, host, plan.incarnation, plan.host, plan.secret, link_timeout_s, certificate
+        )
         record = WorkerRecord(
             name=plan.name,
             role=plan.role,
@@ -97,6 +102,7 @@ class WorkerProcess:
                 on_drain=host.drain,
                 undrains=lambda: host.undrains,
                 on_ended=lambda ended: host.call(lambda worker: worker.workers_ended(ended)),
+                certificate=certificate,
             )
             loop.run(starting.start(plan.config.cluster.lease_s), plan.config.cluster.lease_s + 5.0)
             keeper = starting

@@ -59,7 +59,8 @@ class EventsConfig:
     buffer_bytes: int = 64 * 1024**2
     """Bytes of the batches that are kept: a long prompt's batch is large."""
     public: bool = False
-    """Allows endpoints off the loopback: events carry the prompts' tokens to any subscriber, without keys."""
+    """Allows endpoints off the loopback without `security.curve_key`: events carry the prompts' tokens to any
+    subscriber."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import yaml
 
 from contracts.config.cluster_config import Config
+from contracts.config.security_config import SecurityConfig
 from contracts.errors import ConfigError
 from contracts.ids import Role
 
@@ -75,6 +76,7 @@ def _check_together(config: Config) -> None:
     for backend, key, value in (("file", "path", storage.path), ("redis", "url", storage.url)):
         if storage.backend == backend and not value:
             raise ConfigError(f"config key cache.storage.backend={backend} needs cache.storage.{key}")
+    _check_security(config.security)
     router = config.router
     if router.max_timeout_s < router.request_timeout_s:
         raise ConfigError(
@@ -110,6 +112,20 @@ def _check_together(config: Config) -> None:
         raise ConfigError(f"config key watch.window_tokens must be at most 1024; got {config.watch.window_tokens}")
     if config.cache.strip_reasoning and not config.cache.reasoning_tokens:
         raise ConfigError("config key cache.strip_reasoning needs cache.reasoning_tokens")
+
+
+def _check_security(security: SecurityConfig) -> None:
+    for keys in (("tls_cert", "tls_key"), ("cluster_ca", "cluster_cert", "cluster_key")):
+        missing = [key for key in keys if not getattr(security, key)]
+        if missing and len(missing) < len(keys):
+            raise ConfigError(f"config key security.{missing[0]} is missing: {' and '.join(keys)} go together")
+    if security.admin_port > 65535:
+        raise ConfigError(f"config key security.admin_port must be at most 65535; got {security.admin_port}")
+    for origin in security.origins:
+        if origin != "*" and not re.fullmatch(r"https?://[A-Za-z0-9._\-\[\]:]+", origin):
+            raise ConfigError(
+                f"config key security.cors_origins takes origins like https://chat.example.com, or *; got {origin!r}"
+            )
 
 
 def may_have_host_memory(config: Config, *roles: Role) -> bool:
@@ -182,7 +198,7 @@ _MAY_BE_ZERO = {
     "cache.prefetch.per_token_s", "cache.storage.ttl_s", "faults.stop_in_write", "faults.corrupt_page",
     "faults.step_delay_s", "faults.link_bytes_per_s", "router.replay_limit", "router.max_body_bytes",
     "router.max_prompt_logprobs", "router.ttft_slo_ms", "decode.prefix_offer_bytes",
-    "faults.retract_every", "audit.fraction", "audit.margin",
+    "faults.retract_every", "security.admin_port", "audit.fraction", "audit.margin",
     "watch.repetition_tokens", "watch.rare_factor", "cluster.host_memory_share", "cluster.host_memory_bytes",
 }  # fmt: skip
 

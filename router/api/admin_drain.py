@@ -213,7 +213,7 @@ def _find(service: RouterService, exchange: HttpExchange, name: str, *, nodes: b
     The error is 403 for a client that may not operate the cluster, 503 before the workers are known, 404 for an unknown
     worker where nodes aren't allowed.
     """
-    if failure := forbidden(exchange) or unknown_as_yet(service):
+    if failure := forbidden(service, exchange) or unknown_as_yet(service):
         return failure
     workers = service.core.workers
     entry = workers.named(name)

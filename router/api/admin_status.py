@@ -1,6 +1,7 @@
 """Operators' endpoints for status and check (`router.api.admin_drain` has drain, undrain and role).
 
-With ``TWINPOOL_ADMIN_TOKEN`` set every request needs the token. Without it only clients on this machine are answered,
+With ``TWINPOOL_ADMIN_TOKEN`` or ``security.admin_keys_file`` set every request needs the token or one of the keys.
+Without either only clients on this machine are answered,
 and neither pages of a browser nor requests through a proxy on this machine, both of which reach the router from
 loopback too. A worker that doesn't answer within `STATUS_DEADLINE_S` or `CHECK_DEADLINE_S` is shown as unreachable.
 """
@@ -31,13 +32,17 @@ STARTING = "starting"
 """Error code of a router that has not received the controller's table of workers yet."""
 
 
-def forbidden(exchange: HttpExchange) -> ApiError | None:
+def forbidden(service: RouterService, exchange: HttpExchange) -> ApiError | None:
     """Return the error if this client may not operate the cluster, else None."""
     token = os.environ.get(TOKEN_VARIABLE, "")
-    if token:
+    if token or service.admin_keys is not None:
         given = exchange.header(b"authorization").removeprefix("Bearer ").strip()
-        if hmac.compare_digest(given.encode(), token.encode()):
+        if token and hmac.compare_digest(given.encode(), token.encode()):
             return None
+        if service.admin_keys is not None:
+            if given and service.admin_keys.tenant_of(given) is not None:
+                return None
+            return _forbidden("cluster endpoints need an operator's key, as Authorization: Bearer KEY")
         return _forbidden(f"cluster endpoints need the token of {TOKEN_VARIABLE}, as Authorization: Bearer TOKEN")
     if not _is_loopback(exchange.client_host):
         return _forbidden(f"cluster endpoints answer on loopback only, unless {TOKEN_VARIABLE} is set for serve")
@@ -80,7 +85,7 @@ def unknown_as_yet(service: RouterService) -> ApiError | None:
 
 async def status(service: RouterService, exchange: HttpExchange) -> None:
     """Answer with a row for each worker that the controller knows, asked now; prefill first, then by name."""
-    if failure := forbidden(exchange) or unknown_as_yet(service):
+    if failure := forbidden(service, exchange) or unknown_as_yet(service):
         await exchange.fail(failure)
         return
     views = service.worker_links.views
@@ -147,7 +152,7 @@ def natural(name: str) -> tuple[str, int]:
 
 async def check(service: RouterService, exchange: HttpExchange) -> None:
     """Have every worker and the router recount their books; answer with the violations of each."""
-    if failure := forbidden(exchange) or unknown_as_yet(service):
+    if failure := forbidden(service, exchange) or unknown_as_yet(service):
         await exchange.fail(failure)
         return
     alive = [v for v in service.worker_links.views if v.status.state not in GONE and v.status.state != "starting"]

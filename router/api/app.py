@@ -13,6 +13,7 @@ from router.api import admin_drain as drains
 from router.api import admin_status as admin
 from router.api.absent_endpoints import why_absent
 from router.api.asgi_exchange import AsgiReceive, AsgiScope, AsgiSend, BodyTooLarge, HttpExchange
+from router.api.connection_limits import OPEN_PATHS
 from router.api.openapi import openapi_document, version
 from router.openai.api_errors import ApiError, BufferFull, ClientGone, QueueFull, failure_of, failure_of_done
 from router.openai.parse_request import check_model
@@ -33,16 +34,35 @@ NOT_JSON = ApiError(
 
 App = Callable[[AsgiScope, AsgiReceive, AsgiSend], Awaitable[None]]
 Handler = Callable[[RouterService, HttpExchange], Awaitable[None]]
+Routes = dict[str, dict[str, Handler]]
+"""Handlers by path, or by the beginning of a path, and by method."""
 
 
 def create_app(service: RouterService) -> App:
-    """Return the ASGI application of one router; its lifespan events start and close `service`."""
+    """Return the ASGI application of one router; its lifespan events start and close `service`.
+
+    Where operators have a port of their own, it has no `OPERATORS` paths.
+    """
+    routes = CLIENT_ROUTES if service.security.admin_port else ROUTES
+    prefixes = CLIENT_PREFIX_ROUTES if service.security.admin_port else PREFIX_ROUTES
 
     async def app(scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
         if scope["type"] == "http":
-            await _serve(service, HttpExchange(scope, receive, send))
+            exchange = HttpExchange(scope, receive, send)
+            exchange.allow_origin(service.security.origins)
+            await _serve(service, exchange, _find(exchange, routes, prefixes), _refusal)
         elif scope["type"] == "lifespan":
             await _lifespan(service, receive, send)
+
+    return app
+
+
+def create_admin_app(service: RouterService) -> App:
+    """Return the ASGI application of the operators' port."""
+
+    async def app(scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
+        exchange = HttpExchange(scope, receive, send)
+        await _serve(service, exchange, _find(exchange, ADMIN_ROUTES, ADMIN_PREFIX_ROUTES), _admin_refusal)
 
     return app
 
@@ -59,12 +79,18 @@ async def _lifespan(service: RouterService, receive: AsgiReceive, send: AsgiSend
             return
 
 
-async def _serve(service: RouterService, exchange: HttpExchange) -> None:
+async def _serve(
+    service: RouterService,
+    exchange: HttpExchange,
+    handler: Handler | ApiError,
+    refuse: Callable[[RouterService, HttpExchange], ApiError | None],
+) -> None:
     try:
-        handler = _find(exchange)
-        if isinstance(handler, ApiError):
+        if exchange.is_preflight:
+            await exchange.answer_preflight()
+        elif isinstance(handler, ApiError):
             await exchange.fail(handler)
-        elif (refusal := _refusal(service, exchange)) is not None:
+        elif (refusal := refuse(service, exchange)) is not None:
             await (exchange.refuse_body if exchange.method == "POST" else exchange.fail)(refusal)
         else:
             await handler(service, exchange)
@@ -106,10 +132,15 @@ def _refusal(service: RouterService, exchange: HttpExchange) -> ApiError | None:
     return None
 
 
-def _find(exchange: HttpExchange) -> Handler | ApiError:
-    methods = ROUTES.get(exchange.path)
+def _admin_refusal(service: RouterService, exchange: HttpExchange) -> ApiError | None:
+    """Return why a request to the operators' port may not pass, None where it may."""
+    return None if exchange.path in OPEN_PATHS - OPERATORS else admin.forbidden(service, exchange)
+
+
+def _find(exchange: HttpExchange, routes: Routes, prefixes: Routes) -> Handler | ApiError:
+    methods = routes.get(exchange.path)
     if methods is None:
-        for prefix, found in PREFIX_ROUTES.items():
+        for prefix, found in prefixes.items():
             if exchange.path.startswith(prefix) and len(exchange.path) > len(prefix):
                 methods = found
     if methods is None and (why := why_absent(exchange.path)):
@@ -326,7 +357,7 @@ async def _openapi(service: RouterService, exchange: HttpExchange) -> None:
 
 WITHOUT_KEY = frozenset({"/live", "/health", "/ping", "/version", "/load", "/metrics", "/openapi.json"})
 """Endpoints that tell nothing about anybody's text."""
-ROUTES: dict[str, dict[str, Handler]] = {
+ROUTES: Routes = {
     "/v1/completions": {"POST": _completions},
     "/v1/chat/completions": {"POST": _chat},
     "/v1/responses": {"POST": _responses},
@@ -346,10 +377,19 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/cluster/status": {"GET": admin.status},
     "/cluster/check": {"POST": admin.check},
 }
-PREFIX_ROUTES: dict[str, dict[str, Handler]] = {
+PREFIX_ROUTES: Routes = {
     "/v1/models/": {"GET": _one_model},
     "/v1/responses/": {"GET": _stored_response, "DELETE": _stored_response, "POST": _stored_response},
     "/cluster/drain/": {"POST": drains.drain},
     "/cluster/undrain/": {"POST": drains.undrain},
     "/cluster/role/": {"POST": drains.role},
 }
+
+OPERATORS = frozenset({"/metrics", "/load"}) | {
+    path for path in (*ROUTES, *PREFIX_ROUTES) if path.startswith("/cluster/")
+}
+"""Paths that only the operators' port has, where there is one: they name tenants, workers and nodes."""
+CLIENT_ROUTES = {path: methods for path, methods in ROUTES.items() if path not in OPERATORS}
+CLIENT_PREFIX_ROUTES = {path: methods for path, methods in PREFIX_ROUTES.items() if path not in OPERATORS}
+ADMIN_ROUTES = {path: methods for path, methods in ROUTES.items() if path in OPERATORS | OPEN_PATHS | {"/version"}}
+ADMIN_PREFIX_ROUTES = {path: methods for path, methods in PREFIX_ROUTES.items() if path in OPERATORS}

@@ -35,6 +35,11 @@ DIRECT_WRITE = "twinpool.direct_write"
 JSON_KIND = b"application/json"
 JSON_KINDS = frozenset({"", "application/json", "text/json", "text/plain", "application/x-www-form-urlencoded"})
 EVENT_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
+PREFLIGHT_HEADERS = (
+    (b"access-control-allow-methods", b"GET, POST"),
+    (b"access-control-allow-headers", b"authorization, content-type, x-api-key, anthropic-version, x-request-id"),
+    (b"access-control-max-age", b"600"),
+)
 CLIENT_ID_CHARS = 64
 _UNCLEAN = re.compile(r"[^A-Za-z0-9._:\-]")
 
@@ -55,6 +60,7 @@ class HttpExchange:
         "_gone",
         "_held",
         "_on_gone",
+        "_origin",
         "_receive",
         "_send",
         "body_done",
@@ -76,6 +82,8 @@ class HttpExchange:
         self.path: str = scope["path"]
         self.query: bytes = scope.get("query_string", b"")
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self._origin = b""
+        """The page's origin that is allowed to read the answer; empty for none."""
         self.tenant = ""
         """Who asks, by the API key; empty where nobody needs one."""
         self.started = False
@@ -93,6 +101,21 @@ class HttpExchange:
     def header(self, name: bytes) -> str:
         """Return the value of a header, empty where it is missing; `name` in lower case."""
         return self.headers.get(name, b"").decode("latin-1")
+
+    def allow_origin(self, origins: frozenset[str]) -> None:
+        """Let pages of these origins read the answer from a browser (CORS); ``*``: of every origin."""
+        given = self.header(b"origin")
+        if given and (given in origins or "*" in origins):
+            self._origin = self.headers[b"origin"]
+
+    @property
+    def is_preflight(self) -> bool:
+        """Whether a browser asks if a page may send a request, and it may."""
+        return self.method == "OPTIONS" and bool(self._origin) and b"access-control-request-method" in self.headers
+
+    async def answer_preflight(self) -> None:
+        await self._begin(204, list(PREFLIGHT_HEADERS))
+        await self._send({"type": "http.response.body", "body": b""})
 
     @property
     def declares_json(self) -> bool:
@@ -163,6 +186,8 @@ class HttpExchange:
     async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.started = True
         headers.append((b"x-request-id", self.client_id.encode()))
+        if self._origin:
+            headers += [(b"access-control-allow-origin", self._origin), (b"vary", b"origin")]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def answer(

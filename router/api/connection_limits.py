@@ -15,7 +15,7 @@ import asyncio
 import resource
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -64,14 +64,27 @@ def connection_limit(config: RouterConfig, descriptors: int | None = None) -> in
     return max(1, min(config.max_connections, have * 3 // 4 - RESERVE - 32))
 
 
+class CountedConnection(Protocol):
+    """A client's connection as its limit sees it."""
+
+    client: Any
+    """The client's address."""
+
+    def cut(self) -> None:
+        """Close the connection at once."""
+
+    def late(self, now: float, config: RouterConfig) -> str | None:
+        """Close the connection if it has missed a deadline; returns the reason for the log, else None."""
+
+
 class ClientConnections:
     """The connections of one router; used from its event loop only."""
 
     def __init__(self, config: RouterConfig, limit: int | None = None) -> None:
         self._config = config
         self.limit = connection_limit(config) if limit is None else limit
-        self.all: set[BoundedHttpProtocol] = set()
-        self.waiting: OrderedDict[BoundedHttpProtocol, None] = OrderedDict()
+        self.all: set[CountedConnection] = set()
+        self.waiting: OrderedDict[CountedConnection, None] = OrderedDict()
         """Connections without a request with whole headers; the one that has waited longest is first."""
         self.joined = JoinedWrites()
         self.accepted = self.closed_idle = self.closed_late = self.refused = 0
@@ -81,7 +94,7 @@ class ClientConnections:
     def full(self) -> bool:
         return len(self.all) > self.limit
 
-    def opened(self, connection: BoundedHttpProtocol) -> bool:
+    def opened(self, connection: CountedConnection) -> bool:
         """Count a new connection, and close another one, or this one, where there are too many.
 
         Returns whether it is within the limit; else it is only for `OPEN_PATHS`.
@@ -106,7 +119,7 @@ class ClientConnections:
         """The backlog of the listening socket: the loop may accept all of it at once, before it counts one."""
         return max(16, min(2048, self.limit // 4))
 
-    def closed(self, connection: BoundedHttpProtocol) -> None:
+    def closed(self, connection: CountedConnection) -> None:
         """Forget a connection that has ended. Idempotent."""
         self.all.discard(connection)
         self.waiting.pop(connection, None)
@@ -114,11 +127,11 @@ class ClientConnections:
             self._timer.cancel()
             self._timer = None
 
-    def busy(self, connection: BoundedHttpProtocol) -> None:
+    def busy(self, connection: CountedConnection) -> None:
         """Note that the connection has received the whole headers of a request."""
         self.waiting.pop(connection, None)
 
-    def idle(self, connection: BoundedHttpProtocol) -> None:
+    def idle(self, connection: CountedConnection) -> None:
         """Note that the connection's answer is complete and no further request waits on it."""
         if connection in self.all:
             self.waiting[connection] = None
@@ -156,6 +169,7 @@ class BoundedHttpProtocol(CoalescingHttpProtocol):
     def __init__(self, *arguments: Any, registry: ClientConnections, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.registry, self.joined = registry, registry.joined
+        self._on_made: Callable[[], object] = lambda: None
         self._began: float | None = None
         """When the first byte of a request came, until its headers are whole."""
         self._body_began: float | None = None
@@ -166,8 +180,13 @@ class BoundedHttpProtocol(CoalescingHttpProtocol):
         """Since when the write buffer has been full, as the client reads nothing."""
         self._closing_since: float | None = None
 
+    def on_made(self, call: Callable[[], object]) -> None:
+        """Have `call` called just before the connection is counted."""
+        self._on_made = call
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._on_made()
         if not self.registry.opened(self):
             self.app = _only_open_paths(self.app)
             self.timeout_keep_alive = 1

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from contracts.clock import Clock
+from contracts.credentials.curve_file import call, read_curve_public
 from contracts.messages.kv_events import END
 from router.kv_indexer.event_replay import KVEventReplay
 from router.kv_indexer.kv_index import BlockEntry, KVIndex
@@ -27,6 +29,8 @@ class KVEventSubscriber:
     `endpoint` and `replay_endpoint` are the publisher's (the second may be empty: then every loss is for good).
     `answer_s`: seconds without a part of the answer after which the question is asked anew. `frame_bytes`: a publisher
     that sends a longer frame is disconnected, and what was lost by that is asked for like any other loss.
+    `key_file`: the publisher's public CURVE key, where it has one (`security.curve_key`). Raises `ConfigError` where it
+    can't be read.
     """
 
     def __init__(
@@ -37,7 +41,9 @@ class KVEventSubscriber:
         topic: str = "",
         answer_s: float = 5.0,
         frame_bytes: int = FRAME_BYTES,
+        key_file: Path | None = None,
     ) -> None:
+        self._server_key = read_curve_public(key_file) if key_file is not None else b""
         self._clock, self._answer_s = clock, answer_s
         self._endpoint, self._replay_endpoint = endpoint, replay_endpoint
         self._frame_bytes = frame_bytes
@@ -49,6 +55,7 @@ class KVEventSubscriber:
         self._sub.set(zmq.MAXMSGSIZE, frame_bytes)
         self._sub.subscribe(topic)
         self._monitor = self._sub.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._protect(self._sub)
         self._sub.connect(endpoint)
         self._dealer: zmq.Socket[bytes] | None = None
         self._asked: bytes | None = None
@@ -156,10 +163,15 @@ class KVEventSubscriber:
             self._dealer = self._context.socket(zmq.DEALER)
             self._dealer.set(zmq.LINGER, 0)
             self._dealer.set(zmq.MAXMSGSIZE, self._frame_bytes)
+            self._protect(self._dealer)
             self._dealer.connect(self._replay_endpoint)
         self._asked, self._deadline = question, self._clock.now() + self._answer_s
         self._follower.asked()
         self._dealer.send_multipart([b"", question], zmq.NOBLOCK)
+
+    def _protect(self, socket: zmq.Socket[bytes]) -> None:
+        if self._server_key:
+            call(socket, self._server_key)
 
     def _hang_up(self) -> None:
         """Close the replay socket: the next question gets a new one, where a late answer to the last can't arrive."""

@@ -10,12 +10,14 @@ from typing import Any
 import grpc.aio
 
 from contracts.cluster_secret import access_metadata, cluster_secret
-from contracts.errors import RequestError
+from contracts.credentials.certificate_files import CertificateFiles
+from contracts.errors import ConfigError, RequestError
 from contracts.ids import Role, WorkerName
 from contracts.interfaces.discovery import WorkerClient
 from contracts.messages.worker_status import WorkerRecord, WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
+from contracts.wire.secure_grpc import open_channel
 from contracts.wire.unknown_kinds import known
 from contracts.wire.worker_protobuf import view_from_proto
 from router.links.grpc_worker import CONNECT_TIMEOUT_S, LINK_TIMEOUT_S, GrpcWorkerClient, controller_options
@@ -32,9 +34,13 @@ class ControllerDirectory:
     RETRY_FIRST_S = 0.05
     RETRY_MOST_S = 1.0
 
-    def __init__(self, target: str, link_timeout_s: float = LINK_TIMEOUT_S) -> None:
-        """`link_timeout_s`: seconds of silence after which a connection counts as cut (`transfer.link_timeout_s`)."""
+    def __init__(
+        self, target: str, link_timeout_s: float = LINK_TIMEOUT_S, certificate: CertificateFiles | None = None
+    ) -> None:
+        """`link_timeout_s`: seconds of silence after which a connection counts as cut (`transfer.link_timeout_s`).
+        `certificate`: this node's, None where calls go without TLS."""
         self._target = target
+        self._certificate = certificate
         self._link_timeout_s = link_timeout_s
         self._listeners: list[Callable[[tuple[WorkerView, ...]], None]] = []
         self._views: tuple[WorkerView, ...] | None = None
@@ -57,7 +63,7 @@ class ControllerDirectory:
         return unwatch
 
     def port(self, record: WorkerRecord) -> WorkerClient:
-        return GrpcWorkerClient(record, self._link_timeout_s)
+        return GrpcWorkerClient(record, self._link_timeout_s, self._certificate)
 
     async def change_role(self, name: WorkerName, role: Role) -> None:
         """Have the controller drain a worker and start it in another role.
@@ -78,7 +84,7 @@ class ControllerDirectory:
         """Make one call of the controller, on a connection of its own. Raises as `change_role` does."""
         metadata = access_metadata(cluster_secret())
         options = controller_options(self._link_timeout_s)
-        async with grpc.aio.insecure_channel(self._target, options=options) as channel:
+        async with open_channel(self._target, options, self._certificate) as channel:
             stub: Any = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
             try:
                 return await getattr(stub, method)(request, timeout=CONNECT_TIMEOUT_S, metadata=metadata)
@@ -97,22 +103,25 @@ class ControllerDirectory:
     async def _follow(self) -> None:
         pause = self.RETRY_FIRST_S
         metadata = access_metadata(cluster_secret())
-        async with grpc.aio.insecure_channel(self._target, options=controller_options(self._link_timeout_s)) as channel:
-            stub: Any = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
-            while True:
-                try:
-                    async for view in stub.Watch(pb.Empty(), wait_for_ready=True, metadata=metadata):
+        # With certificates each try has a channel of its own, with the files as they are then.
+        patient = self._certificate is None
+        while True:
+            try:
+                options = controller_options(self._link_timeout_s)
+                async with open_channel(self._target, options, self._certificate) as channel:
+                    stub: Any = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
+                    async for view in stub.Watch(pb.Empty(), wait_for_ready=patient, metadata=metadata):
                         pause = self.RETRY_FIRST_S
                         views, others = known(view_from_proto, view.workers)
                         if others:
                             log("unknown roles", left_out=others)
                         self._views = tuple(views)
                         self._tell(self._views)
-                    reason = "the controller closed the stream"
-                except grpc.aio.AioRpcError as error:
-                    reason = f"{error.code().name}: {error.details()}"
-                except ValueError as error:
-                    reason = f"a view that can't be read: {error}"
-                log("controller lost", target=self._target, reason=reason)
-                await asyncio.sleep(pause)
-                pause = min(pause * 2, self.RETRY_MOST_S)
+                reason = "the controller closed the stream"
+            except grpc.aio.AioRpcError as error:
+                reason = f"{error.code().name}: {error.details()}"
+            except (ConfigError, ValueError) as error:
+                reason = f"a view or a certificate that can't be read: {error}"
+            log("controller lost", target=self._target, reason=reason)
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, self.RETRY_MOST_S)

@@ -17,6 +17,7 @@ import grpc.aio
 
 from contracts.cluster_secret import access_metadata, cluster_secret
 from contracts.config.worker_config import TransferConfig
+from contracts.credentials.certificate_files import CertificateFiles
 from contracts.errors import WireError
 from contracts.ids import Incarnation
 from contracts.messages.router_commands import Command
@@ -27,6 +28,7 @@ from contracts.proto import worker_pb2_grpc as pb_grpc
 from contracts.wire import grpc_channels as channels
 from contracts.wire.event_protobuf import event_from_proto
 from contracts.wire.grpc_channels import COMMANDS_BYTES, CONTROL_BYTES, EVENTS_BYTES, TABLE_BYTES
+from contracts.wire.secure_grpc import open_channel
 from contracts.wire.shared_frames import FrameWriter
 from contracts.wire.unknown_kinds import known
 from contracts.wire.worker_protobuf import report_from_proto, status_from_proto
@@ -135,15 +137,29 @@ class GrpcWorkerClient:
     Calls raise `ConnectionError` when they fail or aren't answered in time.
     """
 
-    def __init__(self, record: WorkerRecord, link_timeout_s: float = LINK_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        record: WorkerRecord,
+        link_timeout_s: float = LINK_TIMEOUT_S,
+        certificate: CertificateFiles | None = None,
+    ) -> None:
+        """`certificate`: this node's, None where calls go without TLS. Raises `ConfigError` where it can't be read."""
         self._record = record
         self._metadata = ((INCARNATION_KEY, str(record.incarnation)), *access_metadata(cluster_secret()))
-        self._channel = grpc.aio.insecure_channel(record.endpoint, options=channel_options(link_timeout_s))
+        self._link_timeout_s, self._certificate = link_timeout_s, certificate
+        self._open()
+
+    def _open(self) -> None:
+        self._stamp = self._certificate.stamp() if self._certificate is not None else ()
+        self._channel = open_channel(self._record.endpoint, channel_options(self._link_timeout_s), self._certificate)
         self._stub: Any = pb_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def connect(
         self, on_events: Callable[[Sequence[Event]], None], on_closed: Callable[[str], None]
     ) -> GrpcSession:
+        if self._certificate is not None and self._stamp != self._certificate.stamp():
+            await self._channel.close(None)  # It would go on with the certificate of its start.
+            self._open()
         status = await self._ask(self._stub.Status, CONNECT_TIMEOUT_S)
         if status.incarnation != self._record.incarnation:
             raise ConnectionError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hmac
 import logging
+from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 from contracts.errors import ConfigError
@@ -17,8 +19,9 @@ _SHOWN = 16
 class ApiKeys:
     """The keys of one file. Raises `ConfigError` where it can't be read at first; later a bad file changes nothing."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
+        """`now`: the time, by which keys expire."""
+        self._path, self._now = path, now
         self._read: tuple[int, int, int] | None = None
         self._keys: dict[str, list[ApiKey]] = {}
         self._content = KeyFile()
@@ -35,11 +38,11 @@ class ApiKeys:
             log("keys are as before: their file can't be read", level=logging.ERROR, reason=str(error))
 
     def tenant_of(self, secret: str) -> str | None:
-        """Return the tenant whose key this is, None where it is nobody's."""
+        """Return the tenant whose key this is, None where it is nobody's or has expired."""
         digest = digest_of(secret)
         found = None
         for key in self._keys.get(digest[:_SHOWN], ()):
-            if hmac.compare_digest(key.sha256, digest):
+            if hmac.compare_digest(key.sha256, digest) and not key.expired(self._now()):
                 found = key.tenant
         return found
 

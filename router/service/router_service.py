@@ -88,7 +88,7 @@ class RouterService:
         mint: Callable[[], str] = lambda: secrets.token_hex(12),
     ) -> None:
         spec = self.spec = served_as(spec, config.router.served_model_name)
-        self.config = config.router
+        self.config, self.security = config.router, config.security
         self.started = int(time.time())
         self.body_limit = body_limit(config.router, spec)
         max_chars = 4 * self.body_limit
@@ -102,6 +102,8 @@ class RouterService:
         )
         self.keys = ApiKeys(Path(config.security.keys_file)) if config.security.keys_file else None
         """None: nobody needs a key."""
+        admins = config.security.admin_keys_file
+        self.admin_keys = ApiKeys(Path(admins)) if admins else None
         self.tenants = TenantAccounts()
         self.clock = clock if clock is not None else SystemClock()
         self.core = RouterCore(config.router, self.clock, mint, config.audit, short_share=config.prefill.short_share)
@@ -141,8 +143,9 @@ class RouterService:
         while True:
             await asyncio.sleep(TICK_S)
             try:
-                if self.keys is not None:
-                    self.keys.refresh()
+                for keys in (self.keys, self.admin_keys):
+                    if keys is not None:
+                        keys.refresh()
                 self.core.tick()
                 self._act()
             except Exception:  # Our own bug; without further ticks no deadline would be kept.
@@ -296,6 +299,9 @@ class RouterService:
             choice.tokenise_s = one.arrived - began
             choices.append(choice)
         stream.bind(choices)
+        if self.security.log_prompts:
+            for choice in choices[:: request.n]:
+                log("prompt", id=stream_id, client_id=client_id, tenant=tenant, tokens=list(choice.request.prompt))
         self._reserved += len(choices)
         for choice in choices:
             self._owners[choice.request.id] = (stream, choice)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,14 +14,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import uvloop
 
 from contracts.checkpoint.model_spec import ModelSpec, read_model_spec
 from contracts.config.cluster_config import Config
 from contracts.config.load_config import config_from_dict
 from contracts.ids import PAIR
 from contracts.interfaces.discovery import WorkerDirectory
-from router.api.app import create_app
-from router.main import RouterServer, listen
+from router.api.app import create_admin_app, create_app
+from router.main import AdminListener, RouterServer, listen
 from router.service.router_service import RouterService
 from tests.router.fake_worker import FakeCluster
 
@@ -37,14 +39,27 @@ def demo_spec(**changes: Any) -> ModelSpec:
 class Server:
     """A running router."""
 
-    def __init__(self, cluster: FakeCluster, service: RouterService, uvicorn: RouterServer, port: int) -> None:
+    def __init__(
+        self,
+        cluster: FakeCluster,
+        service: RouterService,
+        uvicorn: RouterServer,
+        port: int,
+        trust: ssl.SSLContext | None = None,
+        admin_port: int = 0,
+    ) -> None:
+        """`trust`: what a client checks HTTPS by; None: it speaks plain HTTP."""
         self.uvicorn = uvicorn
         self.cluster = cluster
         self.service = service
         self.port = port
-        self.url = f"http://127.0.0.1:{port}"
-        self.client = httpx.Client(base_url=self.url, timeout=WAIT_S, trust_env=False)
-        self.loop: asyncio.AbstractEventLoop = asyncio.new_event_loop()
+        scheme = "http" if trust is None else "https"
+        self.url = f"{scheme}://127.0.0.1:{port}"
+        self.admin_url = f"{scheme}://127.0.0.1:{admin_port}"
+        verify = trust if trust is not None else True
+        self.client = httpx.Client(base_url=self.url, timeout=WAIT_S, trust_env=False, verify=verify)
+        # TLS is the loop's: production's.
+        self.loop: asyncio.AbstractEventLoop = asyncio.new_event_loop() if trust is None else uvloop.new_event_loop()
 
     def call(self, work: Callable[[], T]) -> T:
         """Run `work` on the router's loop."""
@@ -127,13 +142,18 @@ def serving(
     spec: ModelSpec | None = None,
     config: Config | None = None,
     directory: WorkerDirectory | None = None,
+    trust: ssl.SSLContext | None = None,
 ) -> Iterator[Server]:
-    """A router on a free port that serves until the end of the block."""
-    service = RouterService(spec or demo_spec(), config or Config(), directory or cluster)
+    """A router on a free port that serves until the end of the block. Where `config` has an operators' port, that is a
+    free one too."""
+    config = config or Config()
+    service = RouterService(spec or demo_spec(), config, directory or cluster)
     reading, writing = os.pipe()
-    uvicorn_server = RouterServer(create_app(service), service, writing)
-    with listen("127.0.0.1", 0) as bound:
-        server = Server(cluster, service, uvicorn_server, bound.getsockname()[1])
+    with listen("127.0.0.1", 0) as bound, listen("127.0.0.1", 0) as admin:
+        operators = AdminListener(create_admin_app(service), admin) if config.security.admin_port else None
+        uvicorn_server = RouterServer(create_app(service), service, writing, operators)
+        ports = bound.getsockname()[1], admin.getsockname()[1]
+        server = Server(cluster, service, uvicorn_server, ports[0], trust, ports[1])
         thread = threading.Thread(target=server.loop.run_until_complete, args=(uvicorn_server.serve([bound]),))
         thread.start()
         try:

@@ -4,14 +4,17 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
+import zmq.auth
 
 from cache.tiers.kv_event_publisher import KVEventLog, KVEventPublisher
 from contracts.clock import ManualClock, SystemClock
 from contracts.config.cache_config import EventsConfig
+from contracts.credentials.curve_file import CurvePair, read_curve_pair
 from contracts.errors import ConfigError
 from contracts.messages.kv_events import END, BlockRemoved, BlockStored, EventMedium, KvEvent, decode_batch
 from router.kv_indexer.kv_event_subscriber import KVEventSubscriber
@@ -23,10 +26,10 @@ LOOPBACK = "tcp://127.0.0.1:0"
 class Worker:
     """A log, the truth that it tells, and a publisher."""
 
-    def __init__(self, config: EventsConfig, knows_truth: bool = False) -> None:
+    def __init__(self, config: EventsConfig, knows_truth: bool = False, curve: CurvePair | None = None) -> None:
         self.log, self.truth, self.rng = KVEventLog(), KVIndex(), random.Random(0)
         truth = self.content if knows_truth else None
-        self.publisher = KVEventPublisher(config, self.log, time.time, truth=truth)
+        self.publisher = KVEventPublisher(config, self.log, time.time, truth=truth, curve=curve)
 
     def content(self) -> list[KvEvent]:
         return [
@@ -47,8 +50,8 @@ class Worker:
 
 
 @contextmanager
-def working(config: EventsConfig, knows_truth: bool = False) -> Iterator[Worker]:
-    worker = Worker(config, knows_truth)
+def working(config: EventsConfig, knows_truth: bool = False, curve: CurvePair | None = None) -> Iterator[Worker]:
+    worker = Worker(config, knows_truth, curve)
     try:
         yield worker
     finally:
@@ -234,6 +237,35 @@ def test_d9_a_stranger_can_neither_fill_the_memory_nor_hold_up_a_round() -> None
                 turns += 1
             assert turns > 100
             assert flood.recv_multipart()[1] == END
+
+
+@pytest.fixture
+def curve(tmp_path: Path) -> CurvePair:
+    zmq.auth.create_certificates(tmp_path, "curve")
+    zmq.auth.create_certificates(tmp_path, "other")
+    return read_curve_pair(tmp_path / "curve.key_secret")
+
+
+def test_with_keys_only_who_knows_the_public_one_reads_events(curve: CurvePair, tmp_path: Path) -> None:
+    """Over both sockets; and such endpoints may leave the loopback."""
+    config = EventsConfig(endpoint="tcp://0.0.0.0:0", replay_endpoint="tcp://0.0.0.0:0")
+    with working(config, curve=curve) as worker:
+        at = [worker.publisher.endpoint, worker.publisher.replay_endpoint]
+        live, replay = (endpoint.replace("0.0.0.0", "127.0.0.1") for endpoint in at)
+        keys = [None, tmp_path / "other.key", tmp_path / "curve.key"]
+        strangers_and_reader = [KVEventSubscriber(live, SystemClock(), replay, "kv-events", key_file=k) for k in keys]
+        reader = strangers_and_reader[-1]
+        worker.step()
+        turn(worker, reader, lambda: reader.complete and bool(sum(map(len, reader.index.pages.values()))))
+        for _ in range(20):
+            worker.step()
+        turn(worker, reader, lambda: reader.index.pages == worker.truth.pages)
+        for stranger in strangers_and_reader[:-1]:
+            stranger.poll(0.1)
+            assert not any(stranger.index.pages.values())
+            assert not stranger.complete
+        for one in strangers_and_reader:
+            one.close()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "*", "10.1.2.3", "example.org", "[::]"])

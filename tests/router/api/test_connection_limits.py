@@ -13,7 +13,7 @@ import pytest
 from contracts.config.router_config import RouterConfig
 from router.api import connection_limits as module
 from router.api.asgi_exchange import FREE_BYTES
-from router.api.connection_limits import RESERVE, ClientConnections, connection_limit
+from router.api.connection_limits import RESERVE, BoundedHttpProtocol, ClientConnections, connection_limit
 from router.service.body_buffer import BodyBuffer
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, router_config, serving
@@ -145,11 +145,15 @@ def test_above_the_reserve_nobody_gets_in(bounded: Server, monkeypatch: pytest.M
     assert all(b"[DONE]" in client.until(b"[DONE]") for client in busy)
 
 
+def http_of(registry: ClientConnections) -> list[BoundedHttpProtocol]:
+    return [connection for connection in registry.all if isinstance(connection, BoundedHttpProtocol)]
+
+
 def test_headers_have_a_deadline_from_their_first_byte(bounded: Server) -> None:
     silent, slow = Client(bounded), Client(bounded)
     slow.socket.sendall(b"POST /v1/completions HTTP/1.1\r\nHost:")
     began = bounded.uvicorn.connections
-    bounded.wait_until(lambda: any(c._began is not None for c in began.all))
+    bounded.wait_until(lambda: any(c._began is not None for c in http_of(began)))
     sweep(bounded, 9.0)
     slow.socket.sendall(b" x\r\nX-More: ")
     sweep(bounded, 11.0)
@@ -165,7 +169,7 @@ def test_bodies_have_a_deadline_that_grows_with_what_has_come(bounded: Server) -
     size = 10 * RouterConfig().body_bytes_per_s
     quick.send("POST", "/v1/completions", b" " * size, length=size + len(STREAM))
     registry = bounded.uvicorn.connections
-    bounded.wait_until(lambda: sorted(c._body_bytes for c in registry.all) == [1, size])
+    bounded.wait_until(lambda: sorted(c._body_bytes for c in http_of(registry)) == [1, size])
     sweep(bounded, 25.0)
     answer = slow.rest()
     assert answer.startswith(b"HTTP/1.1 408")
@@ -180,7 +184,7 @@ def test_a_stray_line_break_behind_a_request_cuts_no_stream(bounded: Server) -> 
     busy.stream()
     busy.socket.sendall(b"\r\n")
     registry = bounded.uvicorn.connections
-    bounded.wait_until(lambda: any(c._began is not None for c in registry.all))
+    bounded.wait_until(lambda: any(c._began is not None for c in http_of(registry)))
     sweep(bounded, 50.0)
     bounded.resume()
     assert b"[DONE]" in busy.until(b"[DONE]")
@@ -204,7 +208,7 @@ def test_a_client_that_takes_nothing_is_cut_off(bounded: Server) -> None:
     registry = bounded.uvicorn.connections
 
     def take_nothing() -> None:
-        for connection in registry.all:
+        for connection in http_of(registry):
             connection.pause_writing()
 
     bounded.call(take_nothing)

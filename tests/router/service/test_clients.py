@@ -16,6 +16,7 @@ from contracts.ids import Role
 from contracts.messages.worker_events import Done
 from contracts.sampling_params import SamplingParams
 from router.api.asgi_exchange import HttpExchange
+from router.api.connection_limits import BoundedHttpProtocol
 from tests.router.fake_worker import FakeCluster, expected
 from tests.router.http_server import Server, router_config, serving
 
@@ -303,7 +304,13 @@ def test_a_client_that_stops_reading_for_a_while_gets_every_token_in_order() -> 
                 % len(raw)
                 + raw
             )
-            server.wait_until(lambda: any(c.flow.write_paused for c in server.uvicorn.connections.all if c.flow))
+            server.wait_until(
+                lambda: any(
+                    one.flow.write_paused
+                    for one in server.uvicorn.connections.all
+                    if isinstance(one, BoundedHttpProtocol)
+                )
+            )
             received = b""
             while piece := client.recv(65_536):
                 received += piece

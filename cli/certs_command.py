@@ -1,0 +1,106 @@
+"""`twinpool certs`: make, renew and check the certificates of a cluster of one's own."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import zmq.auth
+from rich.table import Table
+
+from contracts.credentials.certificate_files import CertificateFiles, read_certificates
+from contracts.credentials.mint_certificates import Authority, new_authority, new_node, read_authority, write_private
+from contracts.errors import ConfigError
+
+CA, CA_KEY = "ca.pem", "ca.key"
+NODE, NODE_KEY = "node.pem", "node.key"
+CURVE, CURVE_SECRET = "curve.key", "curve.key_secret"
+AUTHORITY_DAYS = 3650.0
+LOCAL = ("localhost", "127.0.0.1", "::1")
+
+
+def new_certificates(folder: Path, hosts: Sequence[str], days: float) -> list[str]:
+    """Make an authority, a node's certificate for `hosts` and this machine, and CURVE keys; returns what to do next.
+
+    All files but `ca.pem` are for their owner alone. Raises `ConfigError` where the folder has an authority already.
+    """
+    _check_days(days)
+    if (folder / CA).exists() or (folder / CA_KEY).exists():
+        raise ConfigError(
+            f"{folder} has an authority already: twinpool certs renew {folder} makes a node's certificate"
+        )
+    authority = new_authority("Twinpool cluster", datetime.now(UTC), AUTHORITY_DAYS)
+    node = _node(authority, hosts, days)  # Before anything is written: it may refuse a host.
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    certificate, key = authority.pem()
+    write_private(folder / CA_KEY, key)
+    write_private(folder / CA, certificate)
+    (folder / CA).chmod(0o644)
+    _write_node(folder, node)
+    with tempfile.TemporaryDirectory(dir=folder) as private:  # With mode 700: they are written with the umask's mode.
+        for path in map(Path, zmq.auth.create_certificates(private, "curve")):
+            path.chmod(0o600)
+            path.replace(folder / path.name)
+    return [
+        f"made in {folder}: the authority ({CA}, {CA_KEY}), a node's certificate ({NODE}, {NODE_KEY}), CURVE keys",
+        f"give every node {CA}, {NODE}, {NODE_KEY} and {CURVE_SECRET}; keep {CA_KEY} apart, who has it makes members",
+        f"clients check the endpoint by {CA}; readers of KV events need {CURVE}",
+    ]
+
+
+def renew_certificate(folder: Path, hosts: Sequence[str], days: float) -> list[str]:
+    """Replace the node's certificate by one of the folder's authority; returns what was done. Raises `ConfigError`."""
+    _check_days(days)
+    authority = read_authority(folder / CA, folder / CA_KEY)
+    _write_node(folder, _node(authority, hosts, days))
+    return [f"made {folder / NODE} and its key anew; servers take them for new connections within a second"]
+
+
+def check_certificates(folder: Path) -> tuple[Table, bool]:
+    """Return a table of the folder's certificates, and whether all of them can be used now."""
+    shown, good = Table("file", "names", "valid until", "state"), True
+    node = CertificateFiles(folder / NODE, folder / NODE_KEY, folder / CA, (NODE, NODE_KEY, CA))
+    for name in (CA, NODE):
+        certificate = read_certificates(folder / name, name)[0]
+        ends, state = certificate.not_valid_after_utc, "[green]valid[/]"
+        if ends < datetime.now(UTC):
+            good, state = False, "[red]expired[/]"
+        else:
+            state += f" for {(ends - datetime.now(UTC)).days} days"
+        shown.add_row(name, ", ".join(_names(certificate)), ends.isoformat(sep=" ", timespec="minutes"), state)
+    try:
+        node.check()
+    except ConfigError as error:
+        good = False
+        shown.add_row(NODE, "", "", f"[red]{error}[/]")
+    return shown, good
+
+
+def _node(authority: Authority, hosts: Sequence[str], days: float) -> tuple[bytes, bytes]:
+    return new_node(authority, [*hosts, socket.gethostname(), *LOCAL], datetime.now(UTC), days)
+
+
+def _write_node(folder: Path, node: tuple[bytes, bytes]) -> None:
+    certificate, key = node
+    # The key first: whoever reads between the two finds a pair that doesn't match, and keeps what it has.
+    write_private(folder / NODE_KEY, key)
+    write_private(folder / NODE, certificate)
+
+
+def _names(certificate: object) -> list[str]:
+    from cryptography import x509
+
+    assert isinstance(certificate, x509.Certificate)
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return []
+    return [str(name.value) for name in names]
+
+
+def _check_days(days: float) -> None:
+    if not 0 < days <= AUTHORITY_DAYS:
+        raise ConfigError(f"--days must be above 0 and at most {AUTHORITY_DAYS:g}, got {days:g}")

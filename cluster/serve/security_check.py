@@ -1,0 +1,95 @@
+"""The checks of the `security` section before anything starts, and the lines that say what is left open."""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from contracts.config.cluster_config import Config
+from contracts.config.security_config import FILES, SecurityConfig
+from contracts.credentials.curve_file import read_curve_pair
+from contracts.errors import ConfigError
+from contracts.key_file import read_key_file
+
+TOKEN_VARIABLE = "TWINPOOL_ADMIN_TOKEN"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens on `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """Return the configuration with the files of `security` as absolute paths: other processes start elsewhere."""
+    given = {key: getattr(config.security, key) for key in FILES}
+    paths: dict[str, Any] = {key: str(Path(path).expanduser().absolute()) for key, path in given.items() if path}
+    return dataclasses.replace(config, security=dataclasses.replace(config.security, **paths))
+
+
+def check_security(security: SecurityConfig, host: str, port: int) -> None:
+    """Check files, certificates and ports of `security`; `host` and `port` are the endpoint's. Raises `ConfigError`."""
+    if security.keys_file:
+        read_key_file(Path(security.keys_file))
+    elif not security.open and not is_loopback(host):
+        raise ConfigError(
+            f"--host {host}: whoever reaches this machine could use the model. Make keys (twinpool keys new "
+            "TENANT) and name their file by --set security.keys_file=FILE, or say --open if that is what you want"
+        )
+    for files in (security.https, security.cluster):
+        if files is not None:
+            files.check()
+    if security.curve_key:
+        read_curve_pair(Path(security.curve_key))
+    if security.admin_keys_file:
+        read_key_file(Path(security.admin_keys_file))
+    if security.admin_port:
+        _check_admin(security, port)
+
+
+def _check_admin(security: SecurityConfig, port: int) -> None:
+    if security.admin_port == port:
+        raise ConfigError(f"security.admin_port and --port are both {port}: operators need a port of their own")
+    if not (security.admin_keys_file or os.environ.get(TOKEN_VARIABLE)) and not is_loopback(security.admin_host):
+        raise ConfigError(
+            f"security.admin_host={security.admin_host}: whoever reaches this machine could drain workers. Make keys "
+            "(twinpool keys new OPERATOR --file FILE) and name their file by security.admin_keys_file"
+        )
+    host = security.admin_host
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, security.admin_port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"can't listen on {host}:{security.admin_port} ({error.strerror}); choose another security.admin_port"
+        ) from None
+
+
+def open_ways(security: SecurityConfig, host: str, node: str) -> list[str]:
+    """Return a line for each thing that others on the network can read or use; `node`: this node's address in the
+    cluster."""
+    lines = []
+    if not is_loopback(host):
+        if security.open and not security.keys_file:
+            lines.append(f"whoever reaches {host} can use the model, without a key (security.open)")
+        if not security.tls_cert:
+            lines.append(
+                "clients' keys and prompts travel in the clear unless something before the router speaks TLS "
+                "(security.tls_cert)"
+            )
+    if not is_loopback(node) and not security.cluster_ca:
+        lines.append(
+            "calls between router, workers and controller carry prompts and answers in the clear (twinpool certs new, "
+            "security.cluster_ca)"
+        )
+    return lines

@@ -1,0 +1,219 @@
+"""Mutual TLS between the processes of a cluster: who gets in at workers and controller, and who doesn't."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from cluster.controller.controller import Controller
+from cluster.controller.controller_service import ControllerServer
+from cluster.controller.incarnation_ledger import MemoryLedger
+from cluster.worker_process.asyncio_thread import AsyncioThread
+from cluster.worker_process.grpc_service import serve_worker
+from cluster.worker_process.lease_keeper import LeaseKeeper, LeaseRefused
+from cluster.worker_process.worker_thread import WorkerThread
+from contracts.clock import ManualClock, SystemClock
+from contracts.config.cluster_config import ClusterConfig
+from contracts.credentials.certificate_files import NODE_NAME, CertificateFiles
+from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerView
+from contracts.proto import worker_pb2 as pb
+from contracts.proto import worker_pb2_grpc as pb_grpc
+from contracts.wire.secure_grpc import open_channel
+from router.links.controller_directory import ControllerDirectory
+from router.links.grpc_worker import GrpcWorkerClient
+from tests.certificates import TestAuthority
+from tests.cluster.fake_worker import FakeWorker
+
+NAME = WorkerName("decode-0")
+WAIT_S = 10.0
+METADATA = (("twinpool-incarnation", "3"),)
+
+
+class Secured:
+    """A worker of incarnation 3 and a controller, both with the certificate `files`."""
+
+    def __init__(self, files: CertificateFiles) -> None:
+        self.files = files
+        self.host = WorkerThread(FakeWorker(incarnation=3), idle_s=0.02)
+        self.host.start()
+        self.loop = AsyncioThread("test-service")
+        self.server, self.worker = serve_worker(self.loop, self.host, 3, "127.0.0.1", certificate=files)
+        self.core = Controller(ManualClock(), ClusterConfig(lease_s=10.0), MemoryLedger())
+        self.controller = ControllerServer(self.core, certificate=files)
+        self.controller.call(lambda core: core.add(NAME, Role.DECODE))
+        self.controller.call(Controller.tick)
+
+    @property
+    def record(self) -> WorkerRecord:
+        fits = WorkerLimits(1024, 2048)
+        return WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", self.worker, "tcp://x", fits)
+
+    def close(self) -> None:
+        assert self.host.stop(WAIT_S)
+        self.server.stop(0.1)
+        self.controller.close()
+        self.loop.stop()
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> TestAuthority:
+    return TestAuthority(tmp_path / "mine")
+
+
+@pytest.fixture
+def secured(authority: TestAuthority) -> Iterator[Secured]:
+    found = Secured(authority.node())
+    yield found
+    found.close()
+
+
+async def refusal(channel: grpc.aio.Channel, *, controller: bool) -> grpc.StatusCode | None:
+    """How a call on this channel fails, None where it is served."""
+    async with channel:
+        try:
+            if controller:
+                stub: Any = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
+                await stub.Watch(pb.Empty(), timeout=WAIT_S).read()
+            else:
+                stub = pb_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
+                await stub.Status(pb.Empty(), timeout=WAIT_S, metadata=METADATA)
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+        return None
+
+
+def stranger(kind: str, authority: TestAuthority, folder: Path, endpoint: str) -> grpc.aio.Channel:
+    """A channel of somebody who is no node of the cluster."""
+    ca = authority.ca.read_bytes()
+    named = [("grpc.ssl_target_name_override", NODE_NAME)]
+    if kind == "plain":
+        return grpc.aio.insecure_channel(endpoint)
+    if kind == "no certificate":
+        return grpc.aio.secure_channel(endpoint, grpc.ssl_channel_credentials(ca), options=named)
+    if kind == "another authority's":
+        files = TestAuthority(folder / "theirs").node()
+    else:
+        files = authority.expired()
+    credentials = grpc.ssl_channel_credentials(ca, files.key.read_bytes(), files.cert.read_bytes())
+    return grpc.aio.secure_channel(endpoint, credentials, options=named)
+
+
+@pytest.mark.parametrize("controller", [False, True], ids=["worker", "controller"])
+@pytest.mark.parametrize("kind", ["plain", "no certificate", "another authority's", "expired"])
+def test_who_is_no_node_is_not_served(
+    secured: Secured, authority: TestAuthority, tmp_path: Path, kind: str, controller: bool
+) -> None:
+    endpoint = secured.controller.endpoint if controller else secured.worker
+
+    async def life() -> None:
+        assert await refusal(stranger(kind, authority, tmp_path, endpoint), controller=controller) is not None
+        assert await refusal(open_channel(endpoint, [], secured.files), controller=controller) is None
+
+    asyncio.run(life())
+
+
+@pytest.mark.parametrize("kind", ["plain", "another authority's", "expired"])
+def test_who_only_claims_to_be_a_worker_or_the_controller_is_told_nothing(
+    authority: TestAuthority, tmp_path: Path, kind: str
+) -> None:
+    """A node calls the port of an impostor: it finds out before it has said a word."""
+    mine = authority.node()
+    theirs = {
+        "plain": None, "expired": authority.expired(), "another authority's": TestAuthority(tmp_path / "theirs").node()
+    }[kind]  # fmt: skip
+    loop, host = AsyncioThread("impostor"), WorkerThread(FakeWorker(incarnation=3), idle_s=0.02)
+    host.start()
+    server, endpoint = serve_worker(loop, host, 3, "127.0.0.1", certificate=theirs)
+
+    async def ask() -> grpc.StatusCode | None:
+        return await refusal(open_channel(endpoint, [], mine), controller=False)
+
+    try:
+        assert asyncio.run(ask()) is not None
+    finally:
+        assert host.stop(WAIT_S)
+        server.stop(0.1)
+        loop.stop()
+
+
+def test_router_worker_and_controller_find_each_other_with_certificates(secured: Secured) -> None:
+    async def life() -> None:
+        lost: list[str] = []
+        keeper = LeaseKeeper(
+            secured.record, secured.controller.endpoint, SystemClock(), 0.01, FakeWorker(incarnation=1).status,
+            lost.append, certificate=secured.files,
+        )  # fmt: skip
+        await keeper.start(WAIT_S)
+        directory = ControllerDirectory(secured.controller.endpoint, certificate=secured.files)
+        views: list[tuple[WorkerView, ...]] = []
+        unwatch = directory.watch(views.append)
+        async with asyncio.timeout(WAIT_S):
+            while not views or not views[-1][0].record.endpoint:
+                await asyncio.sleep(0.001)
+        link = directory.port(replace(views[-1][0].record, incarnation=Incarnation(3)))
+        assert (await link.status()).incarnation == 3
+        await link.aclose()
+        assert await directory.drain(NAME) == (NAME,)
+        unwatch()
+        await keeper.close()
+        assert not lost
+
+    asyncio.run(life())
+
+
+def test_a_worker_without_a_certificate_gets_no_lease(secured: Secured, authority: TestAuthority) -> None:
+    async def life() -> None:
+        for files in (None, authority.expired()):
+            keeper = LeaseKeeper(
+                secured.record, secured.controller.endpoint, SystemClock(), 0.01, FakeWorker(incarnation=1).status,
+                lambda reason: None, certificate=files,
+            )  # fmt: skip
+            with pytest.raises(LeaseRefused, match="can't be reached"):
+                await keeper.start(0.5)
+
+    asyncio.run(life())
+
+
+def test_new_files_hold_for_new_connections_and_bad_ones_change_nothing(
+    secured: Secured, authority: TestAuthority
+) -> None:
+    first = secured.files.cert.read_bytes()
+
+    async def served_with() -> str:
+        """The certificate that the worker shows to a new connection."""
+        host, port = secured.worker.split(":")
+        context = authority.trust()
+        context.check_hostname = False
+        context.load_cert_chain(secured.files.cert, secured.files.key)
+        _, writer = await asyncio.open_connection(host, int(port), ssl=context)
+        shown = ssl.DER_cert_to_PEM_cert(writer.get_extra_info("ssl_object").getpeercert(binary_form=True))
+        writer.close()
+        return shown
+
+    async def life() -> None:
+        link = GrpcWorkerClient(replace(secured.record, incarnation=Incarnation(3)), certificate=secured.files)
+        assert (await link.status()).incarnation == 3
+        assert (await served_with()).encode() == first
+        authority.node()  # The same files, with a new certificate.
+        assert (await served_with()).encode() == secured.files.cert.read_bytes() != first
+        second, key = secured.files.cert.read_bytes(), secured.files.key.read_bytes()
+        authority.node(days=1, ago=2)
+        assert await refusal(open_channel(secured.worker, [], authority.node("other")), controller=False) is None
+        secured.files.cert.write_bytes(second)
+        secured.files.key.write_bytes(key)
+        assert (await served_with()).encode() == second
+        assert (await link.status()).incarnation == 3
+        session = await link.connect(lambda events: None, lambda reason: None)  # On a new channel, with new files.
+        session.close()
+        await link.aclose()
+
+    asyncio.run(life())
