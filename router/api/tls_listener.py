@@ -35,6 +35,8 @@ class TlsHandshake:
     def __init__(self, client: Any) -> None:
         self.client = client
         self.task: asyncio.Task[None] | None = None
+        self.begun = False
+        """Whether the task has run at all: one that is cancelled before runs none of its lines."""
 
     def cut(self) -> None:
         """Close the connection at once."""
@@ -100,21 +102,22 @@ class TlsListener:
         connection.setblocking(False)
         http, handshake = self._make(), TlsHandshake(client)
         http.on_made(lambda: http.registry.closed(handshake))
-        task = handshake.task = self._loop.create_task(self._shake_hands(connection, http))
+        task = handshake.task = self._loop.create_task(self._shake_hands(connection, handshake, http))
         self._tasks.add(task)
 
         def ended(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
             http.registry.closed(handshake)
-            if task.cancelled():  # It may not even have begun.
-                _hang_up(connection)
-            elif (error := task.exception()) is not None:
+            if not handshake.begun:
+                connection.close()
+            elif not task.cancelled() and (error := task.exception()) is not None:
                 log("a handshake failed inside", level=logging.ERROR, reason=repr(error))
 
         task.add_done_callback(ended)
         http.registry.opened(handshake)
 
-    async def _shake_hands(self, connection: socket.socket, http: BoundedHttpProtocol) -> None:
+    async def _shake_hands(self, connection: socket.socket, handshake: TlsHandshake, http: BoundedHttpProtocol) -> None:
+        handshake.begun = True
         try:
             await self._loop.connect_accepted_socket(
                 lambda: http,
@@ -125,10 +128,13 @@ class TlsListener:
             )
         except (OSError, TimeoutError):  # `ssl.SSLError` is an OSError.
             _hang_up(connection)
+        except asyncio.CancelledError:
+            _hang_up(connection)
+            raise
 
 
 def _hang_up(connection: socket.socket) -> None:
-    """Close a connection for good: a loop's transport may hold it still, and would wait for the client's last word."""
+    """End a connection for both sides: the loop's transport, which owns the descriptor and closes it, would wait for the
+    client's last word."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
-    connection.close()
