@@ -112,6 +112,10 @@ def test_reasoning_before_a_call_comes_back_whatever_name_the_client_gives_it() 
         text = ours("harmony", messages)
         assert "<|start|>assistant<|channel|>analysis<|message|>hm<|end|>" in text
         assert text == oracle(TEMPLATES["harmony"], messages)
+        plain = "{% for m in messages %}{{ m.thinking }} {{ m.reasoning_content }} {{ m.content }}\n{% endfor %}"
+        said: list[dict[str, Any]] = [{"role": "assistant", field: "hm", "content": "x"}]
+        found = ChatTemplate(plain, SPECIALS, 1000).render(messages_for("", said), False, {})
+        assert found == oracle(plain, said, False) == "hm hm x\n"
 
 
 def test_gpt_oss_gets_each_of_several_calls_with_its_result_and_text_as_analysis() -> None:
