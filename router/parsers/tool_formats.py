@@ -13,6 +13,7 @@ from typing import Any
 
 from contracts.errors import RequestError
 from contracts.grammar import JSON_FORM
+from router.parsers import gemma_calls
 from router.parsers.answer_parts import PartsParser
 from router.parsers.array_calls import ArrayJsonCalls
 from router.parsers.element_calls import (
@@ -25,6 +26,8 @@ from router.parsers.element_calls import (
     ElementMarks,
     ParameterTypes,
 )
+from router.parsers.gemma_calls import GemmaCalls
+from router.parsers.gemma_grammar import GemmaRules
 from router.parsers.harmony_grammar import call_rules
 from router.parsers.harmony_messages import HARMONY_MARKS, HarmonyMessages
 from router.parsers.json_calls import TaggedJsonCalls, WholeJsonCalls
@@ -217,6 +220,10 @@ def _array_grammar(begin: str, end: str, tools: Sequence[tuple[str, Schema]], se
     return CallGrammar(begin, f'calls: " "? "[" call{more} {close}\n{_object_rules(tools, "arguments")}')
 
 
+def _gemma_grammar(tools: Sequence[tuple[str, Schema]], several: bool) -> CallGrammar:
+    return CallGrammar(gemma_calls.CALL, GemmaRules(_json).calls(tools, several))
+
+
 def _harmony_grammar(tools: Sequence[tuple[str, Schema]], several: bool) -> CallGrammar:
     # A call ends the model's turn, so there is one.
     return CallGrammar("", call_rules([(name, _json(schema)) for name, schema in tools]))
@@ -224,6 +231,7 @@ def _harmony_grammar(tools: Sequence[tuple[str, Schema]], several: bool) -> Call
 
 HARMONY = "harmony"
 """The name of the format whose messages hold reasoning and content as well."""
+GEMMA_4 = "gemma4"
 _ELEMENTS = ("<tool_call>", "</tool_call>")
 _GLM_ELEMENTS = (*_ELEMENTS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 _TOOLCALL = ("<TOOLCALL>", "</TOOLCALL>")
@@ -289,6 +297,13 @@ FORMATS = {
             _TOOLCALL,
             lambda _: ArrayJsonCalls(*_TOOLCALL),
             partial(_array_grammar, *_TOOLCALL),
+        ),
+        ToolFormat(
+            GEMMA_4,
+            gemma_calls.CALL + gemma_calls.NAMED,
+            (gemma_calls.CALL, gemma_calls.CALL_END, gemma_calls.QUOTE),
+            lambda _: GemmaCalls(),
+            _gemma_grammar,
         ),
         ToolFormat("llama3_json", _PYTHON[0], _PYTHON, lambda _: WholeJsonCalls(_PYTHON), _llama3_grammar),
         ToolFormat("hermes", _ELEMENTS[0], _ELEMENTS, lambda _: TaggedJsonCalls(*_ELEMENTS), _hermes_grammar),

@@ -23,21 +23,24 @@ from contracts.errors import CheckpointError, RequestError
 class ChatTemplate:
     """One compiled template. `specials` are the token strings that templates may name (``bos_token``, ...).
 
-    Raises `CheckpointError` for a template that can't be compiled.
+    `for_tools`: the template of chats with tools, where that is another. Raises `CheckpointError` for a template that
+    can't be compiled.
     """
 
-    def __init__(self, source: str, specials: Mapping[str, str], max_chars: int) -> None:
+    def __init__(self, source: str, specials: Mapping[str, str], max_chars: int, for_tools: str = "") -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _strftime_now
-        self.source = source
+        self.source = for_tools or source
+        """The text that says how the model writes calls."""
         self._max_chars = max_chars
         self._specials = dict(specials)
         try:
             self._template = environment.from_string(source)
+            self._for_tools = environment.from_string(for_tools) if for_tools else self._template
         except TemplateError as error:
             raise CheckpointError(f"the checkpoint's chat template can't be read: {error}") from None
 
@@ -62,7 +65,7 @@ class ChatTemplate:
         parts: list[str] = []
         size = 0
         try:
-            for part in self._template.generate(values):
+            for part in (self._for_tools if tools else self._template).generate(values):
                 parts.append(part)
                 size += len(part)
                 if size > self._max_chars:
@@ -79,13 +82,16 @@ def read_chat_template(folder: Path, tokenizer_config: Mapping[str, Any], max_ch
     """Return the folder's template, None without one.
 
     It is `chat_template.jinja`, else `chat_template` of the tokenizer's config: a text, or of a list the entry named
-    ``default``, else the first. Raises `CheckpointError` for a template that can't be compiled.
+    ``default``, else the first. With tools it is `additional_chat_templates/tool_use.jinja`, or the list's entry
+    ``tool_use``, where there is one. Raises `CheckpointError` for a template that can't be compiled.
     """
-    path = folder / "chat_template.jinja"
+    path, other = folder / "chat_template.jinja", folder / "additional_chat_templates" / "tool_use.jinja"
     source: object = path.read_text(encoding="utf-8") if path.is_file() else tokenizer_config.get("chat_template")
+    for_tools: object = other.read_text(encoding="utf-8") if other.is_file() else ""
     if isinstance(source, list):
         named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
         source = named.get("default") or next(iter(named.values()), None)
+        for_tools = for_tools or named.get("tool_use")
     if not isinstance(source, str):
         return None
     specials = {}
@@ -93,7 +99,7 @@ def read_chat_template(folder: Path, tokenizer_config: Mapping[str, Any], max_ch
         value = tokenizer_config.get(name)
         text = value.get("content") if isinstance(value, dict) else value
         specials[name] = text if isinstance(text, str) else ""
-    return ChatTemplate(source, specials, max_chars)
+    return ChatTemplate(source, specials, max_chars, for_tools if isinstance(for_tools, str) else "")
 
 
 class _GenerationTag(Extension):

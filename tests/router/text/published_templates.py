@@ -180,6 +180,33 @@ TEMPLATES = {
 {%- else %}{{ '[INST] ' + m.content + '[/INST]' }}
 {%- endif %}
 {%- endfor %}""",
+    "gemma4": """{{- bos_token }}
+{%- macro value(v) %}
+{%- if v is string %}{{ '<|"|>' + v + '<|"|>' }}
+{%- elif v is boolean %}{{ 'true' if v else 'false' }}
+{%- elif v is mapping %}
+{{- '{' }}{% for k, part in v | dictsort %}{{ k }}:{{ value(part) }}{{ ',' if not loop.last }}{% endfor %}{{ '}' }}
+{%- elif v is sequence %}
+{{- '[' }}{% for part in v %}{{ value(part) }}{{ ',' if not loop.last }}{% endfor %}{{ ']' }}
+{%- else %}{{ v }}
+{%- endif %}
+{%- endmacro %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}
+{{- '<|tool_response>response:' + (m.name or 'unknown') + '{value:' }}{{ value(m.content) }}{{ '}<tool_response|>' }}
+{%- else %}
+{{- '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}
+{%- if m.reasoning_content and m.tool_calls %}
+{{- '<|channel>thought\n' + m.reasoning_content + '\n<channel|>' }}
+{%- endif %}
+{{- m.content | trim }}
+{%- for c in m.tool_calls or [] %}
+{{- '<|tool_call>call:' + c.function.name }}{{ value(c.function.arguments) }}{{ '<tool_call|>' }}
+{%- endfor %}
+{{- '<turn|>\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|turn>model\n' }}{% endif %}""",
     "harmony": """{%- set last = namespace(name=none) %}
 {%- for m in messages %}
 {%- if m.role == 'assistant' and 'tool_calls' in m %}
@@ -201,5 +228,5 @@ TEMPLATES = {
 {%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}""",
 }
 """By format of calls."""
-ENDS = ("<|im_end|>\n", "<|im_end|>", "<|eot_id|>", "<｜end▁of▁sentence｜>", "[e~[\n", "</s>")
+ENDS = ("<turn|>\n", "<|im_end|>\n", "<|im_end|>", "<|eot_id|>", "<｜end▁of▁sentence｜>", "[e~[\n", "</s>")
 """What ends an assistant's turn."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from router.openai.template_messages import messages_for
 from router.openai.tools import read_tools
 from router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, ContentPart, ReasoningPart, joined
 from router.parsers.tool_formats import FORMATS, format_of
-from router.text.chat_template import ChatTemplate
+from router.text.chat_template import ChatTemplate, read_chat_template
 from tests.router.text.published_templates import ENDS, TEMPLATES
 
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -153,3 +154,27 @@ def test_what_templates_may_use_works_as_in_transformers(template: str) -> None:
     assert ChatTemplate(template, SPECIALS, 10_000).render(messages, False, {}, TOOLS) == oracle(
         template, messages, False
     )
+
+
+@pytest.mark.parametrize("where", ["list", "file"])
+def test_chats_with_tools_have_a_template_of_their_own_where_there_is_one(tmp_path: Path, where: str) -> None:
+    config: dict[str, Any] = {"chat_template": "plain"}
+    if where == "list":
+        config["chat_template"] = [
+            {"name": "default", "template": "plain"},
+            {"name": "tool_use", "template": "<tool_call>{{ tools | length }}"},
+        ]
+    else:
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("<tool_call>{{ tools | length }}")
+    template = read_chat_template(tmp_path, config, 1000)
+    assert template is not None
+    assert template.render([], False, {}) == "plain"
+    assert template.render([], False, {}, TOOLS) == "<tool_call>2"
+    assert format_of(template.source) == "hermes"
+
+
+def test_a_developer_is_the_system_where_a_template_knows_none() -> None:
+    said = [{"role": "developer", "content": "Be brief."}]
+    assert ChatFormat("{{ messages }}").messages(said)[0]["role"] == "system"
+    assert ChatFormat("{% if m.role == 'developer' %}").messages(said) == said
