@@ -13,7 +13,7 @@ from router.openai.template_messages import messages_for
 from router.openai.tools import ANY_OBJECT, ChatTool, ToolUse
 from router.parsers.answer_parts import PartsParser
 from router.parsers.harmony_grammar import answer_rules
-from router.parsers.harmony_messages import HarmonyMessages
+from router.parsers.harmony_messages import CALL, RETURN, HarmonyMessages
 from router.parsers.reasoning_parser import REASONING, PlainContent, ReasoningParser, opened, reasoning_of
 from router.parsers.tool_formats import FORMATS, HARMONY, CallGrammar, format_of, quoted
 
@@ -41,6 +41,11 @@ class AnswerFormat:
         """The texts that mark parts, which may be special tokens."""
         marks = FORMATS[self.tool_format].marks if self.tool_format else ()
         return frozenset((*marks, *(REASONING[self.reasoning_marks].tokens if self.reasoning else ())))
+
+    @property
+    def ending_marks(self) -> tuple[str, ...]:
+        """The marks that end the model's turn."""
+        return (CALL, RETURN) if self.tool_format == HARMONY else ()
 
     def parser(self) -> PartsParser:
         """Return a new parser of one answer."""

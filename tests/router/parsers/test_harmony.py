@@ -61,6 +61,7 @@ ANSWERS: list[tuple[str, list[AnswerPart]]] = [
     (f"{THOUGHT}{NEXT}{THOUGHT}", [ReasoningPart("We need the weather.\n\nWe need the weather.")]),
     ("<|channel|>final <|constrain|>json<|message|>{}", [ContentPart("{}")]),
     ("<|channel|>analysis<|message|>never ends <|en", [ReasoningPart("never ends <|en")]),
+    ("<|start|>functions.f to=assistant<|channel|>commentary<|message|>rain<|end|>", [ContentPart("rain")]),
     ("<|channel|>ana", []),
     ("plain words", [ContentPart("plain words")]),
     (" to be or not", [ContentPart(" to be or not")]),
@@ -162,6 +163,7 @@ def test_an_answer_shows_the_marks_to_the_parser_and_not_to_the_client() -> None
     request = prepared(tokenizer, tools=[TOOL]).request
     assert request.answer_format is not None
     assert request.sampling.grammar == ""
+    assert {tokenizer.token_to_id(mark) for mark in ("<|call|>", "<|return|>")} <= {*request.sampling.stop_token_ids}
     model_tokenizer = ModelTokenizer(tokenizer, None, json.loads(tokenizer.to_str()))
     shown = model_tokenizer.detokenizer((), skip_special=True, shown=request.answer_format.marks)
     ids = tokenizer.encode(f"<|other|>{THOUGHT}{NEXT}{CALL}").ids
