@@ -44,6 +44,7 @@ class RouterConfig:
         "qwen3_coder",
         "glm45",
         "glm47",
+        "deepseek_v3",
         "deepseek_v31",
         "deepseek_v32",
         "harmony",

@@ -9,15 +9,19 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from contracts.errors import CheckpointError, RequestError
+
+_REFUSALS = (TemplateError, TypeError, ValueError, ArithmeticError, AttributeError, LookupError)
+"""What a template raises that can't make anything of its messages."""
 
 
 class ChatTemplate:
@@ -62,19 +66,24 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
             "tools": list(tools) or None,
         }
+        template = self._for_tools if tools else self._template
+        try:
+            return self._generated(template, values)
+        except _REFUSALS as error:
+            message = " ".join(str(error).split())
+        if any(m.get("tool_calls") for m in messages):  # Some templates take the arguments of calls as JSON text.
+            with suppress(*_REFUSALS):
+                return self._generated(template, {**values, "messages": [_with_text(m) for m in messages]})
+        raise RequestError(f"the chat template refused the messages: {message}", param="messages")
+
+    def _generated(self, template: Template, values: Mapping[str, Any]) -> str:
         parts: list[str] = []
         size = 0
-        try:
-            for part in (self._for_tools if tools else self._template).generate(values):
-                parts.append(part)
-                size += len(part)
-                if size > self._max_chars:
-                    raise RequestError(f"the chat template made more than {self._max_chars} characters of the messages")
-        except RequestError:
-            raise
-        except (TemplateError, TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
-            message = " ".join(str(error).split())
-            raise RequestError(f"the chat template refused the messages: {message}", param="messages") from None
+        for part in template.generate(values):
+            parts.append(part)
+            size += len(part)
+            if size > self._max_chars:
+                raise RequestError(f"the chat template made more than {self._max_chars} characters of the messages")
         return "".join(parts)
 
 
@@ -110,6 +119,17 @@ class _GenerationTag(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message with the arguments of its calls as JSON text."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": calls}
 
 
 def _to_json(

@@ -55,6 +55,12 @@ def written(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
         )
     if name == "llama3_json":
         return "; ".join(json.dumps({"name": f, "parameters": a}) for f, a in calls)
+    if name == "deepseek_v3":
+        each = (
+            f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{f}\n```json\n{json.dumps(a)}\n```<｜tool▁call▁end｜>"
+            for f, a in calls
+        )
+        return "<｜tool▁calls▁begin｜>" + "\n".join(each) + "<｜tool▁calls▁end｜>"
     if name == "deepseek_v31":
         each = (f"<｜tool▁call▁begin｜>{f}<｜tool▁sep｜>{json.dumps(a)}<｜tool▁call▁end｜>" for f, a in calls)
         return f"<｜tool▁calls▁begin｜>{''.join(each)}<｜tool▁calls▁end｜>"
@@ -328,6 +334,7 @@ def test_gemmas_reasoning_is_a_channel() -> None:
         ("<TOOLCALL>[", "nemotron_json"),
         ("{{ '<|tool_call>call:' + function['name'] }}", "gemma4"),
         ("<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>", "deepseek_v31"),
+        ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + name + '\n```json\n", "deepseek_v3"),
         ("<｜DSML｜function_calls>", "deepseek_v32"),
         ("{{- '<|python_tag|>' }}", "llama3_json"),
         ("{{ messages }}", ""),

@@ -74,6 +74,25 @@ TEMPLATES = {
 {%- endif %}
 {%- endfor %}{#- <|python_tag|> #}
 {%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}""",
+    "deepseek_v3": """{{- bos_token }}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{ '<｜User｜>' + m.content }}
+{%- elif m.role == 'assistant' %}
+{{- '<｜Assistant｜>' if messages[loop.index0 - 1].role == 'user' }}{{ m.content }}
+{%- if m.tool_calls %}
+{{- '<｜tool▁calls▁begin｜>' }}
+{%- for c in m.tool_calls %}
+{{- '\\n' if not loop.first }}
+{{- '<｜tool▁call▁begin｜>' + c.type + '<｜tool▁sep｜>' + c.function.name + '\\n```json\\n' }}
+{{- c.function.arguments + '\\n```<｜tool▁call▁end｜>' }}
+{%- endfor %}
+{{- '<｜tool▁calls▁end｜>' }}
+{%- endif %}
+{{- '<｜end▁of▁sentence｜>' }}
+{%- elif m.role == 'tool' %}{{ '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}""",
     "deepseek_v31": """{{- bos_token }}
 {%- for m in messages %}
 {%- if m.role == 'user' %}{{ '<｜User｜>' + m.content }}
@@ -82,8 +101,7 @@ TEMPLATES = {
 {%- if m.tool_calls %}
 {{- '<｜tool▁calls▁begin｜>' }}
 {%- for c in m.tool_calls %}
-{{- '<｜tool▁call▁begin｜>' + c.function.name + '<｜tool▁sep｜>' }}{{ c.function.arguments | tojson }}
-{{- '<｜tool▁call▁end｜>' }}
+{{- '<｜tool▁call▁begin｜>' + c.function.name + '<｜tool▁sep｜>' + c.function.arguments + '<｜tool▁call▁end｜>' }}
 {%- endfor %}
 {{- '<｜tool▁calls▁end｜>' }}
 {%- endif %}
