@@ -20,7 +20,7 @@ PARAMETERS: dict[str, Any] = {
     "properties": {"text": {"type": "string"}, "most": {"type": "integer"}},
     "required": ["most", "text"],
 }
-CALLS: list[tuple[str, dict[str, Any]]] = [("find", {"text": "a\nb", "most": 3})]
+CALLS: list[tuple[str, dict[str, Any]]] = [("find", {"text": "a </b>\nc", "most": 3})]
 
 
 @pytest.mark.parametrize("name", FORMATS)
