@@ -48,9 +48,11 @@ class RouterConfig:
         "qwen3_coder",
         "glm45",
         "glm47",
+        "deepseek_v3",
         "deepseek_v31",
         "deepseek_v32",
         "harmony",
+        "gemma4",
         "kimi_k2",
         "minimax_m2",
         "mistral",
@@ -58,8 +60,9 @@ class RouterConfig:
         "nemotron_json",
     ] = "auto"
     """How the model writes calls of tools; auto: as its chat template says."""
-    reasoning_parser: Literal["auto", "none", "think"] = "auto"
-    """How the model writes reasoning; auto: as its chat template says; think: between <think> and </think>."""
+    reasoning_parser: Literal["auto", "none", "think", "gemma4"] = "auto"
+    """How the model writes reasoning; auto: as its chat template says; think: between <think> and </think>; gemma4: in
+    a channel of its own. gpt-oss's is part of its format of calls."""
     stall_s: float = 30.0
     """/health fails when work waits and nothing has advanced for this long."""
     max_body_bytes: int = 0

@@ -13,8 +13,8 @@ from router.openai.template_messages import messages_for
 from router.openai.tools import ANY_OBJECT, ChatTool, ToolUse
 from router.parsers.answer_parts import PartsParser
 from router.parsers.harmony_grammar import answer_rules
-from router.parsers.harmony_messages import HarmonyMessages
-from router.parsers.reasoning_parser import BEGIN, END, PlainContent, ReasoningParser, opened
+from router.parsers.harmony_messages import CALL, RETURN, HarmonyMessages
+from router.parsers.reasoning_parser import REASONING, PlainContent, ReasoningParser, opened, reasoning_of
 from router.parsers.tool_formats import FORMATS, HARMONY, CallGrammar, format_of, quoted
 
 AUTO, NONE = "auto", "none"
@@ -33,12 +33,19 @@ class AnswerFormat:
     reasoning: bool = False
     begun: bool = False
     """Whether the prompt ends within reasoning."""
+    reasoning_marks: str = THINK
+    """Of `router.parsers.reasoning_parser`."""
 
     @property
     def marks(self) -> frozenset[str]:
         """The texts that mark parts, which may be special tokens."""
         marks = FORMATS[self.tool_format].marks if self.tool_format else ()
-        return frozenset((*marks, *((BEGIN, END) if self.reasoning else ())))
+        return frozenset((*marks, *(REASONING[self.reasoning_marks].tokens if self.reasoning else ())))
+
+    @property
+    def ending_marks(self) -> tuple[str, ...]:
+        """The marks that end the model's turn."""
+        return (CALL, RETURN) if self.tool_format == HARMONY else ()
 
     def parser(self) -> PartsParser:
         """Return a new parser of one answer."""
@@ -48,7 +55,7 @@ class AnswerFormat:
             rest = FORMATS[self.tool_format].parser(self.parameter_types or {})
         else:
             rest = PlainContent()
-        return ReasoningParser(rest, begun=self.begun) if self.reasoning else rest
+        return ReasoningParser(rest, REASONING[self.reasoning_marks], begun=self.begun) if self.reasoning else rest
 
 
 class ChatFormat:
@@ -57,8 +64,10 @@ class ChatFormat:
     def __init__(self, template: str, tool_parser: str = AUTO, reasoning_parser: str = AUTO) -> None:
         """`template`: the chat template's source, empty where there is none."""
         self._tools = format_of(template) if tool_parser == AUTO else tool_parser.replace(NONE, "")
-        thinks = BEGIN in template or END in template or self._tools == HARMONY
-        self._reasons = thinks if reasoning_parser == AUTO else reasoning_parser == THINK
+        found = reasoning_of(template) if reasoning_parser == AUTO else reasoning_parser.replace(NONE, "")
+        self._reasons = bool(found) or (self._tools == HARMONY and reasoning_parser == AUTO)
+        self._marks = found or THINK
+        self._developer = "developer" in template
 
     def answer_format(self, use: ToolUse | None, prompt: str) -> AnswerFormat | None:
         """Return what is to be found in the answer to a rendered `prompt`, None where that is nothing.
@@ -71,7 +80,8 @@ class ChatFormat:
             return None
         types = {tool.name: _types(tool) for tool in use.tools} if use is not None else None
         tool_format = self._tools if use is not None or self._tools == HARMONY else ""
-        return AnswerFormat(tool_format, types, self._reasons, self._reasons and opened(prompt))
+        begun = self._reasons and opened(prompt, REASONING[self._marks])
+        return AnswerFormat(tool_format, types, self._reasons, begun, self._marks)
 
     def grammar(self, use: ToolUse | None, found: AnswerFormat | None, asked: str) -> str:
         """Return the grammar of an answer in which `asked`, a grammar of structured output, is asked for; both may be
@@ -102,14 +112,15 @@ class ChatFormat:
                 return asked
             start = f"start: {answer}"
         else:
-            thought = "thought" if found.begun else f"({quoted(BEGIN)} thought)?"
+            marks = REASONING[found.reasoning_marks]
+            thought = "thought" if found.begun else f"({quoted(marks.begin)} thought)?"
             start = f"start: {thought} SPACE? answer\nanswer: {answer}"
-            rules += [f"thought[suffix={quoted(END)}]: /(?s:.*)/", r"SPACE: /[ \n]{1,8}/"]
+            rules += [f"thought[suffix={quoted(marks.end)}]: /(?s:.*)/", r"SPACE: /[ \n]{1,8}/"]
         return _whole("\n".join((start, *rules)), asked, use)
 
     def messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return a chat's messages as the model's template takes them."""
-        return messages_for(self._tools, messages)
+        return messages_for(self._tools, messages, developer=self._developer)
 
     def _calls(self, use: ToolUse | None, found: AnswerFormat | None) -> CallGrammar | None:
         if use is None or found is None:

@@ -9,10 +9,12 @@ from typing import Any
 Message = dict[str, Any]
 
 
-def messages_for(tool_format: str, messages: Sequence[Message]) -> list[Message]:
+def messages_for(tool_format: str, messages: Sequence[Message], *, developer: bool = True) -> list[Message]:
     """Return the messages for the template of a model that writes calls in `tool_format`. Reasoning has both of the
-    names that templates read."""
+    names that templates read; where they don't know a `developer`, it is the system."""
     found = [_with_reasoning(message) for message in messages]
+    if not developer:
+        found = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in found]
     change = _CHANGES.get(tool_format)
     return found if change is None else change(found)
 

@@ -44,6 +44,7 @@ _PARAMS = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
     "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
 }
 """Names of chats' fields, and of those that they come from here."""
 

@@ -24,6 +24,8 @@ FUNCTIONS = "functions."
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 _TO = "to="
+_NO_TOOLS = ("assistant", "user", "all")
+"""Recipients that aren't tools: results of tools are addressed so."""
 
 
 class _State(StrEnum):
@@ -107,7 +109,7 @@ class HarmonyMessages:
             return True
         self._first = True
         recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
-        if recipient is not None and self._tools:
+        if recipient is not None and recipient[1] not in _NO_TOOLS and self._tools:
             self._kind = ArgumentsPart
             parts.append(CallPart(recipient[1].removeprefix(FUNCTIONS)))
         elif channel is not None and channel[1] == "analysis" and self._reasoning:

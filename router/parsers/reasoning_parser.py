@@ -6,15 +6,36 @@ Whitespace around both is dropped.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from router.parsers.answer_parts import AnswerPart, ContentPart, PartsParser, ReasoningPart, cut_at
 from router.parsers.content_around import SPACE
 
-BEGIN, END = "<think>", "</think>"
+
+class ReasoningMarks(NamedTuple):
+    """How reasoning is written: between `begin` and `end`."""
+
+    begin: str
+    end: str
+    tokens: tuple[str, ...]
+    """What of them may be tokens of their own."""
 
 
-def opened(prompt: str) -> bool:
+REASONING = {
+    "think": ReasoningMarks("<think>", "</think>", ("<think>", "</think>")),
+    "gemma4": ReasoningMarks("<|channel>thought\n", "<channel|>", ("<|channel>", "<channel|>")),
+}
+"""By name, as `router.reasoning_parser` has it."""
+
+
+def reasoning_of(template: str) -> str:
+    """Return the name of the marks that a chat template speaks of, empty where it is none of them."""
+    return next((name for name, marks in REASONING.items() if any(token in template for token in marks.tokens)), "")
+
+
+def opened(prompt: str, marks: ReasoningMarks) -> bool:
     """Whether a prompt ends within reasoning, as some templates have it: then answers begin there."""
-    return prompt.rfind(BEGIN) > prompt.rfind(END)
+    return prompt.rfind(marks.begin) > prompt.rfind(marks.end)
 
 
 class PlainContent:
@@ -30,9 +51,9 @@ class PlainContent:
 class ReasoningParser:
     """Implements `router.parsers.answer_parts.PartsParser`; what follows the reasoning goes to `rest`."""
 
-    def __init__(self, rest: PartsParser, *, begun: bool) -> None:
+    def __init__(self, rest: PartsParser, marks: ReasoningMarks, *, begun: bool) -> None:
         """`begun`: whether the prompt ends within reasoning."""
-        self._rest = rest
+        self._rest, self._marks = rest, marks
         self._held = ""
         self._reasoning, self._sought, self._behind = begun, not begun, False
         self._lead = True
@@ -60,17 +81,18 @@ class ReasoningParser:
 
     def _look_for_begin(self) -> None:
         text = self._held.lstrip(SPACE)
-        if text.startswith(BEGIN):
-            self._held = text[len(BEGIN) :]
+        begin = self._marks.begin
+        if text.startswith(begin):
+            self._held = text[len(begin) :]
             self._sought, self._reasoning = False, True
-        elif not BEGIN.startswith(text):
+        elif not begin.startswith(text):
             self._sought = False
 
     def _reason(self, parts: list[AnswerPart]) -> None:
         if self._lead:
             self._held = self._held.lstrip(SPACE)
             self._lead = not self._held
-        before, mark, behind = cut_at(self._held, (END,))
+        before, mark, behind = cut_at(self._held, (self._marks.end,))
         # Whitespace is held back as well: it may be the last before the end.
         told = before.rstrip(SPACE)
         if told:

@@ -1,4 +1,4 @@
-"""A parser of calls in sections of marks, their arguments as JSON text: DeepSeek-V3.1, Kimi K2, Mistral since 2025."""
+"""A parser of calls in sections of marks, their arguments as JSON text: DeepSeek-V3 and V3.1, Kimi, Mistral."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ class SectionMarks:
     call_end: str
     name: re.Pattern[str] = re.compile(r"\s*(.*?)\s*", re.DOTALL)
     """What stands in a name's place, the name itself as a group."""
+    line_end: str = ""
+    """What models write between calls."""
 
 
 class SectionedCalls:
@@ -74,6 +76,10 @@ class SectionedCalls:
 DEEPSEEK_V31 = SectionMarks(
     ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+)  # fmt: skip
+DEEPSEEK_V3 = SectionMarks(
+    DEEPSEEK_V31.around,
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n", "\n```<｜tool▁call▁end｜>", line_end="\n",
 )  # fmt: skip
 KIMI_K2 = SectionMarks(
     ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),

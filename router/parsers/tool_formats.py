@@ -13,6 +13,7 @@ from typing import Any
 
 from contracts.errors import RequestError
 from contracts.grammar import JSON_FORM
+from router.parsers import gemma_calls
 from router.parsers.answer_parts import PartsParser
 from router.parsers.array_calls import ArrayJsonCalls
 from router.parsers.element_calls import (
@@ -25,10 +26,12 @@ from router.parsers.element_calls import (
     ElementMarks,
     ParameterTypes,
 )
+from router.parsers.gemma_calls import GemmaCalls
+from router.parsers.gemma_grammar import GemmaRules
 from router.parsers.harmony_grammar import call_rules
 from router.parsers.harmony_messages import HARMONY_MARKS, HarmonyMessages
 from router.parsers.json_calls import TaggedJsonCalls, WholeJsonCalls
-from router.parsers.sectioned_calls import DEEPSEEK_V31, KIMI_K2, MISTRAL, SectionedCalls, SectionMarks
+from router.parsers.sectioned_calls import DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2, MISTRAL, SectionedCalls, SectionMarks
 
 Schema = dict[str, Any]
 
@@ -48,8 +51,8 @@ class ToolFormat:
     """One way to write calls."""
 
     name: str
-    sign: str
-    """A text that a chat template has where its model writes so."""
+    signs: tuple[str, ...]
+    """Texts that a chat template has, all of them, where its model writes so."""
     marks: tuple[str, ...]
     """The texts that mark calls: each may be a token of its own."""
     parser: Callable[[ParameterTypes], PartsParser]
@@ -99,15 +102,15 @@ def _llama3_grammar(tools: Sequence[tuple[str, Schema]], several: bool) -> CallG
     return CallGrammar("", f"calls: call{more}\n{_object_rules(tools, 'parameters')}")
 
 
-def _deepseek_v31_grammar(tools: Sequence[tuple[str, Schema]], several: bool) -> CallGrammar:
-    marks = DEEPSEEK_V31
+def _sections_grammar(marks: SectionMarks, tools: Sequence[tuple[str, Schema]], several: bool) -> CallGrammar:
     calls = [
         f"call_{number}: {quoted(marks.call + name + marks.arguments)} {_json(schema)} {quoted(marks.call_end)}"
         for number, (name, schema) in enumerate(tools)
     ]
-    either = " | ".join(f"call_{number}" for number in range(len(tools)))
-    rules = (f"calls: ({either}){'+' if several else ''} {quoted(marks.around[1])}", *calls)
-    return CallGrammar(marks.around[0], "\n".join(rules))
+    between = f"{quoted(marks.line_end)} " if marks.line_end else ""
+    more = f" ({between}call)*" if several else ""
+    either = f"call: {' | '.join(f'call_{number}' for number in range(len(tools)))}"
+    return CallGrammar(marks.around[0], "\n".join((f"calls: call{more} {quoted(marks.around[1])}", either, *calls)))
 
 
 def _element_rules(tools: Sequence[tuple[str, Schema]], marks: ElementMarks, opening: str, closing: str) -> str:
@@ -217,6 +220,10 @@ def _array_grammar(begin: str, end: str, tools: Sequence[tuple[str, Schema]], se
     return CallGrammar(begin, f'calls: " "? "[" call{more} {close}\n{_object_rules(tools, "arguments")}')
 
 
+def _gemma_grammar(tools: Sequence[tuple[str, Schema]], several: bool) -> CallGrammar:
+    return CallGrammar(gemma_calls.CALL, GemmaRules(_json).calls(tools, several))
+
+
 def _harmony_grammar(tools: Sequence[tuple[str, Schema]], several: bool) -> CallGrammar:
     # A call ends the model's turn, so there is one.
     return CallGrammar("", call_rules([(name, _json(schema)) for name, schema in tools]))
@@ -224,6 +231,7 @@ def _harmony_grammar(tools: Sequence[tuple[str, Schema]], several: bool) -> Call
 
 HARMONY = "harmony"
 """The name of the format whose messages hold reasoning and content as well."""
+GEMMA_4 = "gemma4"
 _ELEMENTS = ("<tool_call>", "</tool_call>")
 _GLM_ELEMENTS = (*_ELEMENTS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 _TOOLCALL = ("<TOOLCALL>", "</TOOLCALL>")
@@ -237,61 +245,77 @@ def _marks_of(marks: SectionMarks) -> tuple[str, ...]:
 FORMATS = {
     tool_format.name: tool_format
     for tool_format in (
-        ToolFormat(HARMONY, "<|channel|>analysis", HARMONY_MARKS, HarmonyMessages, _harmony_grammar),
+        ToolFormat(HARMONY, ("<|channel|>analysis",), HARMONY_MARKS, HarmonyMessages, _harmony_grammar),
         ToolFormat(
             "deepseek_v32",
-            "｜DSML｜",
+            ("｜DSML｜",),
             ("｜DSML｜",),
             lambda t: ElementCalls(DEEPSEEK_V32, t),
             partial(_invokes_grammar, DEEPSEEK_V32),
         ),
         ToolFormat(
             "minimax_m2",
-            MINIMAX_M2.around[0],
+            (MINIMAX_M2.around[0],),
             MINIMAX_M2.around,
             lambda t: ElementCalls(MINIMAX_M2, t),
             partial(_invokes_grammar, MINIMAX_M2),
         ),
-        ToolFormat("kimi_k2", KIMI_K2.around[0], _marks_of(KIMI_K2), lambda _: SectionedCalls(KIMI_K2), _kimi_grammar),
         ToolFormat(
-            "deepseek_v31",
-            "<｜tool▁sep｜>",
-            _marks_of(DEEPSEEK_V31),
-            lambda _: SectionedCalls(DEEPSEEK_V31),
-            _deepseek_v31_grammar,
+            "kimi_k2", (KIMI_K2.around[0],), _marks_of(KIMI_K2), lambda _: SectionedCalls(KIMI_K2), _kimi_grammar
         ),
         ToolFormat(
-            "qwen3_coder", "<function=", _ELEMENTS, lambda t: ElementCalls(QWEN3_CODER, t), _qwen3_coder_grammar
+            "deepseek_v3",
+            ("<｜tool▁sep｜>", "```json"),
+            _marks_of(DEEPSEEK_V31),
+            lambda _: SectionedCalls(DEEPSEEK_V3),
+            partial(_sections_grammar, DEEPSEEK_V3),
+        ),
+        ToolFormat(
+            "deepseek_v31",
+            ("<｜tool▁sep｜>",),
+            _marks_of(DEEPSEEK_V31),
+            lambda _: SectionedCalls(DEEPSEEK_V31),
+            partial(_sections_grammar, DEEPSEEK_V31),
+        ),
+        ToolFormat(
+            "qwen3_coder", ("<function=",), _ELEMENTS, lambda t: ElementCalls(QWEN3_CODER, t), _qwen3_coder_grammar
         ),
         ToolFormat(
             "glm47",
-            "</arg_key><arg_value>",
+            ("</arg_key><arg_value>",),
             _GLM_ELEMENTS,
             lambda t: ElementCalls(GLM_47, t),
             partial(_glm_grammar, GLM_47),
         ),
         ToolFormat(
-            "glm45", "<arg_key>", _GLM_ELEMENTS, lambda t: ElementCalls(GLM_45, t), partial(_glm_grammar, GLM_45)
+            "glm45", ("<arg_key>",), _GLM_ELEMENTS, lambda t: ElementCalls(GLM_45, t), partial(_glm_grammar, GLM_45)
         ),
         ToolFormat(
-            "mistral", MISTRAL.arguments, _marks_of(MISTRAL), lambda _: SectionedCalls(MISTRAL), _mistral_grammar
+            "mistral", (MISTRAL.arguments,), _marks_of(MISTRAL), lambda _: SectionedCalls(MISTRAL), _mistral_grammar
         ),
         ToolFormat(
             "mistral_json",
-            MISTRAL.call,
+            (MISTRAL.call,),
             (MISTRAL.call,),
             lambda _: ArrayJsonCalls(MISTRAL.call),
             partial(_array_grammar, MISTRAL.call, ""),
         ),
         ToolFormat(
             "nemotron_json",
-            _TOOLCALL[0],
+            (_TOOLCALL[0],),
             _TOOLCALL,
             lambda _: ArrayJsonCalls(*_TOOLCALL),
             partial(_array_grammar, *_TOOLCALL),
         ),
-        ToolFormat("llama3_json", _PYTHON[0], _PYTHON, lambda _: WholeJsonCalls(_PYTHON), _llama3_grammar),
-        ToolFormat("hermes", _ELEMENTS[0], _ELEMENTS, lambda _: TaggedJsonCalls(*_ELEMENTS), _hermes_grammar),
+        ToolFormat(
+            GEMMA_4,
+            (gemma_calls.CALL + gemma_calls.NAMED,),
+            (gemma_calls.CALL, gemma_calls.CALL_END, gemma_calls.QUOTE),
+            lambda _: GemmaCalls(),
+            _gemma_grammar,
+        ),
+        ToolFormat("llama3_json", (_PYTHON[0],), _PYTHON, lambda _: WholeJsonCalls(_PYTHON), _llama3_grammar),
+        ToolFormat("hermes", (_ELEMENTS[0],), _ELEMENTS, lambda _: TaggedJsonCalls(*_ELEMENTS), _hermes_grammar),
     )
 }
 """The formats by name; of those whose sign a template has, the first counts."""
@@ -299,4 +323,4 @@ FORMATS = {
 
 def format_of(template: str) -> str:
     """Return the name of the format that a chat template speaks of, empty where it is none of them."""
-    return next((f.name for f in FORMATS.values() if f.sign in template), "")
+    return next((f.name for f in FORMATS.values() if all(sign in template for sign in f.signs)), "")

@@ -37,6 +37,7 @@ from router.openai.generate_request import GenerateRequest
 from router.openai.response_stream import AnswerWriter, ResponseStream
 from router.openai.response_writer import ResponseWriter
 from router.openai.structured_output import may_need_grammar
+from router.openai_responses.responses_request import renamed
 from router.openai_responses.responses_writer import ResponsesWriter
 from router.security.api_keys import ApiKeys
 from router.security.tenant_accounts import TenantAccounts
@@ -199,7 +200,10 @@ class RouterService:
         request = prepared.request
         timeout_s = self._timeout(request)
         self.check_room(request.choices)
-        limits = [self._limit_tokens(request, p) for p in prepared.prompts]
+        try:
+            limits = [self._limit_tokens(request, p) for p in prepared.prompts]
+        except RequestError as error:
+            raise (renamed(error) if request.shape == "responses" else error) from None
         if self.keys is not None:
             allowed = self.keys.limits(tenant)
             request = replace(request, priority=min(request.priority, allowed.priority))

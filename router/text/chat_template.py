@@ -9,35 +9,42 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from contracts.errors import CheckpointError, RequestError
 
+_REFUSALS = (TemplateError, TypeError, ValueError, ArithmeticError, AttributeError, LookupError)
+"""What a template raises that can't make anything of its messages."""
+
 
 class ChatTemplate:
     """One compiled template. `specials` are the token strings that templates may name (``bos_token``, ...).
 
-    Raises `CheckpointError` for a template that can't be compiled.
+    `for_tools`: the template of chats with tools, where that is another. Raises `CheckpointError` for a template that
+    can't be compiled.
     """
 
-    def __init__(self, source: str, specials: Mapping[str, str], max_chars: int) -> None:
+    def __init__(self, source: str, specials: Mapping[str, str], max_chars: int, for_tools: str = "") -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _strftime_now
-        self.source = source
+        self.source = for_tools or source
+        """The text that says how the model writes calls."""
         self._max_chars = max_chars
         self._specials = dict(specials)
         try:
             self._template = environment.from_string(source)
+            self._for_tools = environment.from_string(for_tools) if for_tools else self._template
         except TemplateError as error:
             raise CheckpointError(f"the checkpoint's chat template can't be read: {error}") from None
 
@@ -59,19 +66,24 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
             "tools": list(tools) or None,
         }
+        template = self._for_tools if tools else self._template
+        try:
+            return self._generated(template, values)
+        except _REFUSALS as error:
+            message = " ".join(str(error).split())
+        if any(m.get("tool_calls") for m in messages):  # Some templates take the arguments of calls as JSON text.
+            with suppress(*_REFUSALS):
+                return self._generated(template, {**values, "messages": [_with_text(m) for m in messages]})
+        raise RequestError(f"the chat template refused the messages: {message}", param="messages")
+
+    def _generated(self, template: Template, values: Mapping[str, Any]) -> str:
         parts: list[str] = []
         size = 0
-        try:
-            for part in self._template.generate(values):
-                parts.append(part)
-                size += len(part)
-                if size > self._max_chars:
-                    raise RequestError(f"the chat template made more than {self._max_chars} characters of the messages")
-        except RequestError:
-            raise
-        except (TemplateError, TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
-            message = " ".join(str(error).split())
-            raise RequestError(f"the chat template refused the messages: {message}", param="messages") from None
+        for part in template.generate(values):
+            parts.append(part)
+            size += len(part)
+            if size > self._max_chars:
+                raise RequestError(f"the chat template made more than {self._max_chars} characters of the messages")
         return "".join(parts)
 
 
@@ -79,13 +91,16 @@ def read_chat_template(folder: Path, tokenizer_config: Mapping[str, Any], max_ch
     """Return the folder's template, None without one.
 
     It is `chat_template.jinja`, else `chat_template` of the tokenizer's config: a text, or of a list the entry named
-    ``default``, else the first. Raises `CheckpointError` for a template that can't be compiled.
+    ``default``, else the first. With tools it is `additional_chat_templates/tool_use.jinja`, or the list's entry
+    ``tool_use``, where there is one. Raises `CheckpointError` for a template that can't be compiled.
     """
-    path = folder / "chat_template.jinja"
+    path, other = folder / "chat_template.jinja", folder / "additional_chat_templates" / "tool_use.jinja"
     source: object = path.read_text(encoding="utf-8") if path.is_file() else tokenizer_config.get("chat_template")
+    for_tools: object = other.read_text(encoding="utf-8") if other.is_file() else ""
     if isinstance(source, list):
         named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
         source = named.get("default") or next(iter(named.values()), None)
+        for_tools = for_tools or named.get("tool_use")
     if not isinstance(source, str):
         return None
     specials = {}
@@ -93,7 +108,7 @@ def read_chat_template(folder: Path, tokenizer_config: Mapping[str, Any], max_ch
         value = tokenizer_config.get(name)
         text = value.get("content") if isinstance(value, dict) else value
         specials[name] = text if isinstance(text, str) else ""
-    return ChatTemplate(source, specials, max_chars)
+    return ChatTemplate(source, specials, max_chars, for_tools if isinstance(for_tools, str) else "")
 
 
 class _GenerationTag(Extension):
@@ -104,6 +119,17 @@ class _GenerationTag(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message with the arguments of its calls as JSON text."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": calls}
 
 
 def _to_json(

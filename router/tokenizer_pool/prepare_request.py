@@ -147,11 +147,17 @@ class BodyReader:
         """Return a chat with what is to be found in its answers, and with the grammar that this takes."""
         found = self._chats.answer_format(request.tool_use, prompt)
         sampling = request.sampling
+        if found is not None and set(self._spec.eos_token_ids) <= set(sampling.stop_token_ids):
+            # A call ends the turn, whatever the checkpoint's configuration says.
+            special = self._model_tokenizer.special_tokens
+            ends = [special[mark] for mark in found.ending_marks if mark in special]
+            sampling = replace(sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *ends))))
+            request = replace(request, eos=request.eos.union(ends))
         grammar = self._chats.grammar(request.tool_use, found, sampling.grammar)
         if grammar != sampling.grammar:
             check_grammar_fits(self._spec, sampling.allowed_token_ids)
-            ends = dict.fromkeys((*sampling.stop_token_ids, *self._spec.eos_token_ids))
-            sampling = replace(sampling, grammar=grammar, stop_token_ids=tuple(ends))
+            stops = dict.fromkeys((*sampling.stop_token_ids, *self._spec.eos_token_ids))
+            sampling = replace(sampling, grammar=grammar, stop_token_ids=tuple(stops))
         if found is not None and not request.separate_reasoning:
             found = replace(found, reasoning=False) if found.tool_format else None
         field = request.grammar_field or ("tools" if grammar else "")

@@ -68,3 +68,21 @@ def test_a_choice_whose_text_cannot_be_made_ends_in_an_error_that_says_so(model_
     assert choice.ended
     assert choice.error is not None
     assert (choice.error.error, choice.error.message, choice.error.reason) == (ErrorKind.WORKER, "no text", "error")
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_tokens_of_reasoning_are_counted_however_tokens_are_grouped(model_tokenizer: ModelTokenizer, size: int) -> None:
+    asked = Asked(answer_format=AnswerFormat(reasoning=True))
+    thought = list(model_tokenizer.encode("<think>it was cold", add_special=False))
+    answer = list(model_tokenizer.encode("</think>yes, it was", add_special=False))
+    choice, ids = choice_of(model_tokenizer, asked), [*thought, *answer]
+    for at in range(0, len(ids), size):
+        choice.take(ids[at : at + size], ())
+    # The last piece of reasoning is certain once it is known what follows it.
+    assert len(thought) <= choice.reasoning_tokens <= len(thought) + 1
+    one = choice_of(model_tokenizer, asked)
+    one.take(ids, ())
+    assert choice.reasoning_tokens == one.reasoning_tokens
+    plain = choice_of(model_tokenizer, asked)
+    plain.take(answer[1:], ())
+    assert plain.reasoning_tokens == 0

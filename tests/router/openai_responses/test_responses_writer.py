@@ -258,6 +258,10 @@ def test_a_wrong_field_is_named_as_it_was_sent(server: Server) -> None:
     asked = {"input": "x", "text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}
     assert server.refused("/v1/responses", asked)["param"] == "text"
     assert server.refused("/v1/responses", {"input": "x", "reasoning": {"effort": "y"}})["param"] == "reasoning"
+    long = server.refused("/v1/responses", {"input": "x", "max_output_tokens": 10**6})
+    assert long["param"] == "max_output_tokens"
+    assert "max_output_tokens (1000000)" in long["message"]
+    assert server.refused("/v1/responses", {"input": "hello " * 3000})["param"] == "input"
     assert server.refused("/v1/responses", {"input": "x", "model": "gone"}, 404)["code"] == "model_not_found"
 
 

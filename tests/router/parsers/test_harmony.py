@@ -61,6 +61,7 @@ ANSWERS: list[tuple[str, list[AnswerPart]]] = [
     (f"{THOUGHT}{NEXT}{THOUGHT}", [ReasoningPart("We need the weather.\n\nWe need the weather.")]),
     ("<|channel|>final <|constrain|>json<|message|>{}", [ContentPart("{}")]),
     ("<|channel|>analysis<|message|>never ends <|en", [ReasoningPart("never ends <|en")]),
+    ("<|start|>functions.f to=assistant<|channel|>commentary<|message|>rain<|end|>", [ContentPart("rain")]),
     ("<|channel|>ana", []),
     ("plain words", [ContentPart("plain words")]),
     (" to be or not", [ContentPart(" to be or not")]),
@@ -121,8 +122,10 @@ TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {
 }}}  # fmt: skip
 
 
-def prepared(tokenizer: Tokenizer, **body: Any) -> PreparedRequest:
-    eos = tuple(tokenizer.token_to_id(mark) for mark in ("<|return|>", "<|call|>"))
+def prepared(
+    tokenizer: Tokenizer, *, ends: tuple[str, ...] = ("<|return|>", "<|call|>"), **body: Any
+) -> PreparedRequest:
+    eos = tuple(tokenizer.token_to_id(mark) for mark in ends)
     spec = demo_spec(vocab_size=tokenizer.get_vocab_size(), eos_token_ids=eos)
     tree = json.loads(tokenizer.to_str())
     reader = BodyReader(spec, ModelTokenizer(tokenizer, ChatTemplate(TEMPLATE, {}, 10_000), tree), RouterConfig())
@@ -168,6 +171,15 @@ def test_an_answer_shows_the_marks_to_the_parser_and_not_to_the_client() -> None
     parser = request.answer_format.parser()
     parts = [part for token in ids for part in parser.feed(shown.feed(token))] + parser.finish()
     assert list(joined(parts)) == [ReasoningPart("We need the weather."), *WEATHER]
+
+
+def test_a_call_ends_the_turn_whatever_the_checkpoints_configuration_says() -> None:
+    tokenizer = byte_tokenizer(HARMONY_MARKS)
+    both = {tokenizer.token_to_id(mark) for mark in ("<|call|>", "<|return|>")}
+    request = prepared(tokenizer, ends=("<|return|>",), tools=[TOOL]).request
+    assert both == {*request.sampling.stop_token_ids} == request.eos
+    endless = prepared(tokenizer, ends=("<|return|>",), tools=[TOOL], ignore_eos=True).request
+    assert not endless.sampling.stop_token_ids
 
 
 def test_marks_are_named_by_their_ids_in_rules_and_not_in_schemas() -> None:

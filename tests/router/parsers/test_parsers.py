@@ -20,7 +20,7 @@ from router.parsers.answer_parts import (
     ReasoningPart,
     joined,
 )
-from router.parsers.reasoning_parser import PlainContent, ReasoningParser, opened
+from router.parsers.reasoning_parser import REASONING, PlainContent, ReasoningParser, opened, reasoning_of
 from router.parsers.tool_formats import FORMATS, CallGrammar, format_of
 
 TYPES = {"find": {"text": "string", "most": "integer", "where": "object"}, "now": {}}
@@ -40,6 +40,7 @@ MARKS = [
     "<TOOLCALL>", "</TOOLCALL>",
     "<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="find">', '<parameter name="text">', "</parameter>",
     "</invoke>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.find:0", "<|tool_call_end|>",
+    "<|tool_call>", "call:find{", "<tool_call|>", '<|"|>', "text:", ":", "most:5",
     "<|tool_call_argument_begin|>", "<|tool_calls_section_end|>", "[", "]", ",",
     "{", "}", '"', "\\", "\n", " ", "; ", "5", "é", "🙂", "<", ">", "<think>", "</think>", "some words", "[1]",
 ]  # fmt: skip
@@ -54,6 +55,12 @@ def written(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
         )
     if name == "llama3_json":
         return "; ".join(json.dumps({"name": f, "parameters": a}) for f, a in calls)
+    if name == "deepseek_v3":
+        each = (
+            f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{f}\n```json\n{json.dumps(a)}\n```<｜tool▁call▁end｜>"
+            for f, a in calls
+        )
+        return "<｜tool▁calls▁begin｜>" + "\n".join(each) + "<｜tool▁calls▁end｜>"
     if name == "deepseek_v31":
         each = (f"<｜tool▁call▁begin｜>{f}<｜tool▁sep｜>{json.dumps(a)}<｜tool▁call▁end｜>" for f, a in calls)
         return f"<｜tool▁calls▁begin｜>{''.join(each)}<｜tool▁calls▁end｜>"
@@ -93,6 +100,8 @@ def written(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
     if name in ("mistral_json", "nemotron_json"):
         array = json.dumps([{"name": f, "arguments": a} for f, a in calls])
         return f"[TOOL_CALLS] {array}" if name == "mistral_json" else f"<TOOLCALL>{array}</TOOLCALL>"
+    if name == "gemma4":
+        return "".join(f"<|tool_call>call:{f}{_gemma(a)}<tool_call|>" for f, a in calls)
     if name == "minimax_m2":
         return (
             "<minimax:tool_call>\n"
@@ -124,7 +133,7 @@ def test_a_tool_whose_arguments_are_free_takes_any(name: str) -> None:
     assert taken(made, written(name, [("find", {})]))
 
 
-@pytest.mark.parametrize("name", ELEMENTS)
+@pytest.mark.parametrize("name", [*ELEMENTS, "gemma4"])
 @pytest.mark.parametrize(
     "schema",
     [{"properties": {"a": {"type": "string", "maxLength": 5}}}, {"properties": {}, "anyOf": [{"required": ["a"]}]}],
@@ -141,6 +150,16 @@ def taken(made: CallGrammar, text: str) -> bool:
     matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     return bool(matcher.consume_tokens(list(text.encode())) and matcher.is_accepting())
+
+
+def _gemma(value: Any) -> str:
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_gemma(part)}" for key, part in sorted(value.items())) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_gemma, value)) + "]"
+    return json.dumps(value)
 
 
 def _word(value: Any) -> str:
@@ -270,8 +289,8 @@ def test_a_grammar_takes_the_calls_that_its_parser_reads_and_no_others(name: str
     ],
 )
 def test_reasoning_is_what_stands_before_the_answer(begun: bool, text: str, parts: list[AnswerPart]) -> None:
-    assert parse(ReasoningParser(PlainContent(), begun=begun), [text]) == parts
-    assert parse(ReasoningParser(PlainContent(), begun=begun), list(text)) == parts
+    assert parse(ReasoningParser(PlainContent(), REASONING["think"], begun=begun), [text]) == parts
+    assert parse(ReasoningParser(PlainContent(), REASONING["think"], begun=begun), list(text)) == parts
 
 
 @settings(max_examples=300, deadline=None)
@@ -282,14 +301,22 @@ def test_reasoning_is_what_stands_before_the_answer(begun: bool, text: str, part
 )
 def test_reasoning_and_calls_behind_it_dont_depend_on_cuts(pieces: list[str], places: list[int], begun: bool) -> None:
     text = "".join(pieces)
-    whole = parse(ReasoningParser(parser_of("hermes"), begun=begun), [text])
-    assert parse(ReasoningParser(parser_of("hermes"), begun=begun), cut(text, places)) == whole
+    whole = parse(ReasoningParser(parser_of("hermes"), REASONING["think"], begun=begun), [text])
+    assert parse(ReasoningParser(parser_of("hermes"), REASONING["think"], begun=begun), cut(text, places)) == whole
 
 
 def test_a_prompt_that_ends_within_reasoning_is_seen() -> None:
-    assert opened("<|im_start|>assistant\n<think>\n")
-    assert not opened("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert not opened("<|im_start|>assistant\n")
+    assert opened("<|im_start|>assistant\n<think>\n", REASONING["think"])
+    assert not opened("<|im_start|>assistant\n<think>\n\n</think>\n\n", REASONING["think"])
+    assert not opened("<|im_start|>assistant\n", REASONING["think"])
+
+
+def test_gemmas_reasoning_is_a_channel() -> None:
+    templates = ("{{ '<|channel>thought\\n' }}", "<think>", "x")
+    assert [reasoning_of(template) for template in templates] == ["gemma4", "think", ""]
+    parser = ReasoningParser(parser_of("gemma4"), REASONING["gemma4"], begun=False)
+    text = "<|channel>thought\nhm\n<channel|><|tool_call>call:now{}<tool_call|>"
+    assert parse(parser, list(text)) == [ReasoningPart("hm"), CallPart("now"), ArgumentsPart("{}")]
 
 
 @pytest.mark.parametrize(
@@ -305,7 +332,9 @@ def test_a_prompt_that_ends_within_reasoning_is_seen() -> None:
         ("[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}", "mistral"),
         ("{{ '[TOOL_CALLS] [' }}", "mistral_json"),
         ("<TOOLCALL>[", "nemotron_json"),
+        ("{{ '<|tool_call>call:' + function['name'] }}", "gemma4"),
         ("<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>", "deepseek_v31"),
+        ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + name + '\n```json\n", "deepseek_v3"),
         ("<｜DSML｜function_calls>", "deepseek_v32"),
         ("{{- '<|python_tag|>' }}", "llama3_json"),
         ("{{ messages }}", ""),

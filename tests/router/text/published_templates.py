@@ -74,6 +74,25 @@ TEMPLATES = {
 {%- endif %}
 {%- endfor %}{#- <|python_tag|> #}
 {%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}""",
+    "deepseek_v3": """{{- bos_token }}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{ '<｜User｜>' + m.content }}
+{%- elif m.role == 'assistant' %}
+{{- '<｜Assistant｜>' if messages[loop.index0 - 1].role == 'user' }}{{ m.content }}
+{%- if m.tool_calls %}
+{{- '<｜tool▁calls▁begin｜>' }}
+{%- for c in m.tool_calls %}
+{{- '\\n' if not loop.first }}
+{{- '<｜tool▁call▁begin｜>' + c.type + '<｜tool▁sep｜>' + c.function.name + '\\n```json\\n' }}
+{{- c.function.arguments + '\\n```<｜tool▁call▁end｜>' }}
+{%- endfor %}
+{{- '<｜tool▁calls▁end｜>' }}
+{%- endif %}
+{{- '<｜end▁of▁sentence｜>' }}
+{%- elif m.role == 'tool' %}{{ '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}""",
     "deepseek_v31": """{{- bos_token }}
 {%- for m in messages %}
 {%- if m.role == 'user' %}{{ '<｜User｜>' + m.content }}
@@ -82,8 +101,7 @@ TEMPLATES = {
 {%- if m.tool_calls %}
 {{- '<｜tool▁calls▁begin｜>' }}
 {%- for c in m.tool_calls %}
-{{- '<｜tool▁call▁begin｜>' + c.function.name + '<｜tool▁sep｜>' }}{{ c.function.arguments | tojson }}
-{{- '<｜tool▁call▁end｜>' }}
+{{- '<｜tool▁call▁begin｜>' + c.function.name + '<｜tool▁sep｜>' + c.function.arguments + '<｜tool▁call▁end｜>' }}
 {%- endfor %}
 {{- '<｜tool▁calls▁end｜>' }}
 {%- endif %}
@@ -180,6 +198,33 @@ TEMPLATES = {
 {%- else %}{{ '[INST] ' + m.content + '[/INST]' }}
 {%- endif %}
 {%- endfor %}""",
+    "gemma4": """{{- bos_token }}
+{%- macro value(v) %}
+{%- if v is string %}{{ '<|"|>' + v + '<|"|>' }}
+{%- elif v is boolean %}{{ 'true' if v else 'false' }}
+{%- elif v is mapping %}
+{{- '{' }}{% for k, part in v | dictsort %}{{ k }}:{{ value(part) }}{{ ',' if not loop.last }}{% endfor %}{{ '}' }}
+{%- elif v is sequence %}
+{{- '[' }}{% for part in v %}{{ value(part) }}{{ ',' if not loop.last }}{% endfor %}{{ ']' }}
+{%- else %}{{ v }}
+{%- endif %}
+{%- endmacro %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}
+{{- '<|tool_response>response:' + (m.name or 'unknown') + '{value:' }}{{ value(m.content) }}{{ '}<tool_response|>' }}
+{%- else %}
+{{- '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}
+{%- if m.reasoning_content and m.tool_calls %}
+{{- '<|channel>thought\n' + m.reasoning_content + '\n<channel|>' }}
+{%- endif %}
+{{- m.content | trim }}
+{%- for c in m.tool_calls or [] %}
+{{- '<|tool_call>call:' + c.function.name }}{{ value(c.function.arguments) }}{{ '<tool_call|>' }}
+{%- endfor %}
+{{- '<turn|>\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|turn>model\n' }}{% endif %}""",
     "harmony": """{%- set last = namespace(name=none) %}
 {%- for m in messages %}
 {%- if m.role == 'assistant' and 'tool_calls' in m %}
@@ -201,5 +246,5 @@ TEMPLATES = {
 {%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}""",
 }
 """By format of calls."""
-ENDS = ("<|im_end|>\n", "<|im_end|>", "<|eot_id|>", "<｜end▁of▁sentence｜>", "[e~[\n", "</s>")
+ENDS = ("<turn|>\n", "<|im_end|>\n", "<|im_end|>", "<|eot_id|>", "<｜end▁of▁sentence｜>", "[e~[\n", "</s>")
 """What ends an assistant's turn."""

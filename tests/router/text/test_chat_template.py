@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from contracts.errors import RequestError
 from router.openai.chat_format import ChatFormat
 from router.openai.template_messages import messages_for
 from router.openai.tools import read_tools
 from router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, ContentPart, ReasoningPart, joined
 from router.parsers.tool_formats import FORMATS, format_of
-from router.text.chat_template import ChatTemplate
+from router.text.chat_template import ChatTemplate, read_chat_template
 from tests.router.text.published_templates import ENDS, TEMPLATES
 
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -27,6 +29,10 @@ TOOLS: list[dict[str, Any]] = [
 ]  # fmt: skip
 ONE_CALL = ("harmony", "llama3_json")
 """Formats with one call a message."""
+TAKE_TEXT = ("deepseek_v3", "deepseek_v31")
+"""Formats whose templates put the text of arguments together with others."""
+OWN_IDS = ("mistral", "mistral_json", "kimi_k2")
+"""Formats whose templates take ids of their own."""
 WITHOUT_TEXT = ("harmony", "llama3_json", "mistral_json")
 """Formats whose templates write no text beside a call."""
 
@@ -46,6 +52,17 @@ def talk(name: str) -> list[dict[str, Any]]:
         {"role": "assistant", "content": "There."},
         {"role": "user", "content": "And when?"},
     ]
+
+
+def as_taken(name: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as the format's template takes arguments."""
+    if name not in TAKE_TEXT:
+        return messages
+    messages = json.loads(json.dumps(messages))
+    for message in messages:
+        for one in message.get("tool_calls") or ():
+            one["function"]["arguments"] = json.dumps(one["function"]["arguments"], ensure_ascii=False)
+    return messages
 
 
 def ours(name: str, messages: list[dict[str, Any]], opens: bool = True, **extra: Any) -> str:
@@ -74,10 +91,10 @@ def test_every_format_has_a_template_that_tells_it() -> None:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_conversation_with_calls_is_rendered_as_transformers_does(name: str) -> None:
-    assert ours(name, talk(name)) == oracle(TEMPLATES[name], messages_for(name, talk(name)))
+    assert ours(name, talk(name)) == oracle(TEMPLATES[name], as_taken(name, messages_for(name, talk(name))))
     assert ours(name, talk(name)[:1]) == oracle(TEMPLATES[name], talk(name)[:1])
-    if name not in ("mistral", "mistral_json", "kimi_k2"):  # They take ids of their own.
-        assert ours(name, talk(name)) == oracle(TEMPLATES[name], talk(name))
+    if name not in OWN_IDS:
+        assert ours(name, talk(name)) == oracle(TEMPLATES[name], as_taken(name, talk(name)))
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -112,6 +129,10 @@ def test_reasoning_before_a_call_comes_back_whatever_name_the_client_gives_it() 
         text = ours("harmony", messages)
         assert "<|start|>assistant<|channel|>analysis<|message|>hm<|end|>" in text
         assert text == oracle(TEMPLATES["harmony"], messages)
+        plain = "{% for m in messages %}{{ m.thinking }} {{ m.reasoning_content }} {{ m.content }}\n{% endfor %}"
+        said: list[dict[str, Any]] = [{"role": "assistant", field: "hm", "content": "x"}]
+        found = ChatTemplate(plain, SPECIALS, 1000).render(messages_for("", said), False, {})
+        assert found == oracle(plain, said, False) == "hm hm x\n"
 
 
 def test_gpt_oss_gets_each_of_several_calls_with_its_result_and_text_as_analysis() -> None:
@@ -149,3 +170,35 @@ def test_what_templates_may_use_works_as_in_transformers(template: str) -> None:
     assert ChatTemplate(template, SPECIALS, 10_000).render(messages, False, {}, TOOLS) == oracle(
         template, messages, False
     )
+
+
+def test_a_template_that_takes_arguments_neither_way_says_the_first_reason() -> None:
+    messages = talk("hermes")
+    with pytest.raises(RequestError, match='can only concatenate str \\(not "dict"\\) to str'):
+        ChatTemplate("{{ 'x' + messages[1].tool_calls[0].function.arguments + 5 }}", {}, 1000).render(
+            messages, True, {}
+        )
+
+
+@pytest.mark.parametrize("where", ["list", "file"])
+def test_chats_with_tools_have_a_template_of_their_own_where_there_is_one(tmp_path: Path, where: str) -> None:
+    config: dict[str, Any] = {"chat_template": "plain"}
+    if where == "list":
+        config["chat_template"] = [
+            {"name": "default", "template": "plain"},
+            {"name": "tool_use", "template": "<tool_call>{{ tools | length }}"},
+        ]
+    else:
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("<tool_call>{{ tools | length }}")
+    template = read_chat_template(tmp_path, config, 1000)
+    assert template is not None
+    assert template.render([], False, {}) == "plain"
+    assert template.render([], False, {}, TOOLS) == "<tool_call>2"
+    assert format_of(template.source) == "hermes"
+
+
+def test_a_developer_is_the_system_where_a_template_knows_none() -> None:
+    said = [{"role": "developer", "content": "Be brief."}]
+    assert ChatFormat("{{ messages }}").messages(said)[0]["role"] == "system"
+    assert ChatFormat("{% if m.role == 'developer' %}").messages(said) == said
