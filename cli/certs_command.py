@@ -11,7 +11,8 @@ from pathlib import Path
 import zmq.auth
 from rich.table import Table
 
-from contracts.credentials.certificate_files import CertificateFiles, read_certificates
+from contracts.credentials.certificate_check import read_certificates
+from contracts.credentials.certificate_files import CertificateFiles
 from contracts.credentials.mint_certificates import Authority, new_authority, new_node, read_authority, write_private
 from contracts.errors import ConfigError
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
-import zmq.auth
 
 from contracts.errors import ConfigError
 
@@ -44,6 +43,8 @@ def call(socket: zmq.Socket[bytes], server_key: bytes) -> None:
 
 
 def _read(path: Path) -> tuple[bytes, bytes | None]:
+    import zmq.auth  # Where there are keys alone.
+
     try:
         return zmq.auth.load_certificate(path)
     except (OSError, ValueError) as error:

@@ -134,7 +134,7 @@ class TlsListener:
 
 
 def _hang_up(connection: socket.socket) -> None:
-    """End a connection for both sides: the loop's transport, which owns the descriptor and closes it, would wait for the
-    client's last word."""
+    """End a connection for both sides: the loop's transport, which closes the descriptor, would wait for the client's
+    last word."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

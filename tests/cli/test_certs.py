@@ -15,7 +15,8 @@ import pytest
 
 from cli import commands as cli
 from cli.certs_command import new_certificates
-from contracts.credentials.certificate_files import CertificateFiles, read_certificates
+from contracts.credentials.certificate_check import read_certificates
+from contracts.credentials.certificate_files import CertificateFiles
 from contracts.credentials.curve_file import read_curve_pair, read_curve_public
 from contracts.key_file import read_key_file
 from router.security.api_keys import ApiKeys

@@ -19,11 +19,16 @@ from cluster.controller.incarnation_ledger import MemoryLedger
 from cluster.worker_process.asyncio_thread import AsyncioThread
 from cluster.worker_process.grpc_service import serve_worker
 from cluster.worker_process.lease_keeper import LeaseKeeper, LeaseRefused
+from cluster.worker_process.worker_plan import WorkerPlan
+from cluster.worker_process.worker_process import WorkerProcess
 from cluster.worker_process.worker_thread import WorkerThread
 from contracts.clock import ManualClock, SystemClock
-from contracts.config.cluster_config import ClusterConfig
+from contracts.config.cluster_config import ClusterConfig, Config
+from contracts.config.security_config import SecurityConfig
 from contracts.credentials.certificate_files import NODE_NAME, CertificateFiles
+from contracts.errors import ConfigError
 from contracts.ids import Incarnation, Role, WorkerName
+from contracts.interfaces.worker_interface import Worker
 from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
@@ -217,3 +222,20 @@ def test_new_files_hold_for_new_connections_and_bad_ones_change_nothing(
         await link.aclose()
 
     asyncio.run(life())
+
+
+def test_a_worker_whose_nodes_certificate_has_expired_builds_nothing_and_says_why(
+    authority: TestAuthority, tmp_path: Path
+) -> None:
+    """`serve` has checked its own node's files; every other node's are checked there."""
+    old = authority.expired()
+    security = SecurityConfig(cluster_ca=str(old.ca), cluster_cert=str(old.cert), cluster_key=str(old.key))
+    plan = WorkerPlan(
+        NAME, Role.DECODE, Incarnation(1), tmp_path, Config(security=security), {}, "127.0.0.1", "127.0.0.1:1", tmp_path
+    )
+
+    def build(plan: WorkerPlan) -> Worker:
+        raise AssertionError("nothing is built")
+
+    with pytest.raises(ConfigError, match=r"security\.cluster_cert .* has expired"):
+        WorkerProcess(plan, build).run()
