@@ -75,6 +75,8 @@ class Access:
 class Serving:
     """A running Twinpool and what one may do to it."""
 
+    access = Access()
+
     def __init__(
         self, process: subprocess.Popen[str], runtime: Path, lines: list[str], url: str, access: Access | None = None
     ) -> None:

@@ -292,6 +292,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--token-ms", type=float, default=60.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--idle", type=int, default=0, help="streams that wait; 0: not measured")
+    parser.add_argument("--idle-s", type=float, default=20.0, help="for how long they are watched")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     print(machine.headline())
@@ -307,10 +308,10 @@ def main(argv: list[str] | None = None) -> int:
     Console().print(table(results))
     if args.idle:
         with own_router(args.model, 60_000.0) as router:
-            before, with_them, after = uvloop.run(idle(router, args.idle, 20.0))
+            before, with_them, after = uvloop.run(idle(router, args.idle, args.idle_s))
         each = (with_them - before) / args.idle * 1024
         print(f"{args.idle} idle streams: {before:.0f} MiB before, {with_them:.0f} with them ({each:.1f} KiB each), "
-              f"{after:.0f} after 20 s")  # fmt: skip
+              f"{after:.0f} after {args.idle_s:g} s")  # fmt: skip
     if args.json:
         args.json.write_text(json.dumps([asdict(one) for one in results], indent=1))
     return 0

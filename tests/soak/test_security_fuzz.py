@@ -20,6 +20,8 @@ from cli.keys_command import new_key
 from tests.serving import Access, Serving, family, serving
 from tests.socket_fuzz import abstract_sockets, mutated, targets, visit, visit_abstract
 
+pytestmark = [pytest.mark.soak, pytest.mark.slow]
+
 SECONDS = float(os.environ.get("TWINPOOL_FUZZ_SECONDS", "600"))
 SEED = int(os.environ.get("TWINPOOL_FUZZ_SEED", "20261125"))
 PROMPT = "It was a fine morning, and"

@@ -15,6 +15,8 @@ from tests.soak.test_ray_node import more_nodes, nodes, said
 from tests.soak.test_security_fuzz import secured
 from tests.socket_fuzz import targets
 
+pytestmark = [pytest.mark.soak, pytest.mark.slow]
+
 PROMPT = "It was a fine morning, and"
 
 

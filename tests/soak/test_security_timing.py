@@ -18,6 +18,8 @@ import pytest
 from cli.keys_command import new_key
 from tests.serving import Access, serving, until
 
+pytestmark = [pytest.mark.soak, pytest.mark.slow]
+
 SAMPLES = 120
 TOKENS = 640
 GENEROUS = 4.5

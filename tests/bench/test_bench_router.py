@@ -1,0 +1,61 @@
+"""The benches of the router: what they count, and one small run beside a router of another project's shape."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from bench.common.openai_client import Outcome
+from bench.serving import early_refusal, router_speed
+
+
+def outcome(ttft_s: float | None, error: str | None = None) -> Outcome:
+    return Outcome(0.0, 10.0, 5, 1, arrivals_s=[] if ttft_s is None else [10.0 + ttft_s], error=error)
+
+
+def test_what_counts_as_goodput_is_a_first_token_in_time() -> None:
+    outcomes = [outcome(0.1), outcome(0.5), outcome(0.6), outcome(None, "http 429"), outcome(None, "cut")]
+    found = early_refusal.measured("slo", 2.0, outcomes, 1, 500, 4.0)
+    assert (found.sent, found.in_time, found.late, found.refused, found.falsely, found.failed) == (5, 2, 1, 1, 1, 1)
+    assert found.goodput == 0.5
+    assert found.p50_ms == pytest.approx(500.0)
+    shown = early_refusal.table([found, early_refusal.measured("all", 2.0, outcomes[:1], 0, 500, 4.0)])
+    assert list(shown.columns[9].cells) == ["2.00", "1.00"]
+
+
+def test_the_router_alone_is_measured(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    small = {
+        "rounds": 1, "connections": 2, "requests": 20, "streams": 3, "tokens": 5, "token-ms": 5, "idle": 4,
+        "idle-s": 0.1,
+    }  # fmt: skip
+    flags = [word for name, value in small.items() for word in (f"--{name}", str(value))]
+    assert router_speed.main([*flags, "--json", str(file)]) == 0
+    (found,) = json.loads(file.read_text())
+    assert found.pop("router") == "twinpool"
+    assert set(found) == {"requests_per_s", "request_us", "added_ms", "token_us"}
+    assert found["requests_per_s"] > 0 < found["added_ms"], "processor time is told in hundredths of a second"
+
+
+def test_a_stand_in_over_http_streams_as_many_tokens_as_are_asked_for() -> None:
+    with router_speed.child([*WORKER]) as process:
+        worker = router_speed.RouterUnderTest("stand-in", process.pid, int(router_speed.said(process)), "m")
+
+        async def asked(**body: Any) -> list[router_speed.Connection]:
+            return await router_speed.ask(worker, {"prompt": "x", **body}, 2, 3)
+
+        streams = uvloop.run(asked(max_tokens=7, stream=True))
+        assert [connection.tokens for connection in streams] == [21, 21]
+        whole = uvloop.run(asked(max_tokens=1))
+        assert [len(connection.took_s) for connection in whole] == [3, 3]
+    refused = router_speed.RouterUnderTest("nobody", 0, router_speed.free_port(), "m")
+    with pytest.raises(OSError, match=r"refused|Connect"):
+        uvloop.run(router_speed.ask(refused, {"prompt": "x"}, 1, 1))
+
+
+WORKER = (sys.executable, "-m", "bench.common.stand_in_http", "--token-ms", "1")
