@@ -141,6 +141,8 @@ class Connection(asyncio.Protocol):
             self.done.set_result(None)
 
     def abort(self) -> None:
+        """Leave, whatever is still to come."""
+        self.done.cancel()
         self._transport.abort()
 
 
