@@ -7,6 +7,7 @@ from enum import StrEnum
 from router.parsers.answer_parts import AnswerPart, cut_at
 from router.parsers.call_object import CallObject
 from router.parsers.content_around import SPACE, ContentAround
+from router.parsers.stepped_parser import SteppedParser
 
 
 class _State(StrEnum):
@@ -17,26 +18,19 @@ class _State(StrEnum):
     COMMA = "before a comma, or the array's end"
 
 
-class ArrayJsonCalls:
+class ArrayJsonCalls(SteppedParser):
     """Implements `router.parsers.answer_parts.PartsParser` for arrays behind `begin`, maybe with `end` behind them.
 
     What stands in the place of a call and is none stays content, with its marks, unless its name was told already."""
 
     def __init__(self, begin: str, end: str = "") -> None:
+        super().__init__()
         self._begin, self._end = begin, end
-        self._held = ""
         self._content = ContentAround()
         self._state = _State.OUTSIDE
         self._before = ""
         """What was taken of an array since the last object."""
         self._object = CallObject()
-
-    def feed(self, text: str) -> list[AnswerPart]:
-        self._held += text
-        parts: list[AnswerPart] = []
-        while self._held and self._step(parts):
-            pass
-        return parts
 
     def finish(self) -> list[AnswerPart]:
         parts: list[AnswerPart] = []
@@ -49,7 +43,8 @@ class ArrayJsonCalls:
         return parts
 
     def _step(self, parts: list[AnswerPart]) -> bool:
-        """Take the next thing from the held text; False where more is needed."""
+        if not self._held:
+            return False
         if self._state is _State.INSIDE:
             return self._read_object(parts)
         if self._state is _State.OUTSIDE:

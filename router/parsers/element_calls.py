@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, cut_at, first_mark, held_back
 from router.parsers.content_around import SPACE, ContentAround
+from router.parsers.stepped_parser import SteppedParser
 
 ParameterTypes = Mapping[str, Mapping[str, str]]
 """By tool and parameter, the parameter's JSON type; a parameter without one type has no entry."""
@@ -50,13 +51,13 @@ class _State(StrEnum):
     VALUE = "in a value"
 
 
-class ElementCalls:
+class ElementCalls(SteppedParser):
     """Implements `router.parsers.answer_parts.PartsParser`."""
 
     def __init__(self, marks: ElementMarks, types: ParameterTypes) -> None:
+        super().__init__()
         self._marks, self._types = marks, types
         self._content = ContentAround()
-        self._held = ""
         self._raw = ""
         """The text of a call whose name isn't told."""
         self._state = _State.OUTSIDE
@@ -66,13 +67,6 @@ class ElementCalls:
         """A value that isn't passed on while it is written."""
         self._lead = False
         """Whether nothing of the value came yet."""
-
-    def feed(self, text: str) -> list[AnswerPart]:
-        self._held += text
-        parts: list[AnswerPart] = []
-        while self._step(parts):
-            pass
-        return parts
 
     def finish(self) -> list[AnswerPart]:
         parts: list[AnswerPart] = []
@@ -85,7 +79,6 @@ class ElementCalls:
         return parts
 
     def _step(self, parts: list[AnswerPart]) -> bool:
-        """Take the next thing from the held text; False where more is needed."""
         marks = self._marks
         match self._state:
             case _State.OUTSIDE:

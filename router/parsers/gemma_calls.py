@@ -11,6 +11,7 @@ import re
 
 from router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, cut_at
 from router.parsers.content_around import SPACE, ContentAround
+from router.parsers.stepped_parser import SteppedParser
 
 CALL, CALL_END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 NAMED = "call:"
@@ -80,22 +81,15 @@ class _JsonText:
         return "" if quoted else word
 
 
-class GemmaCalls:
+class GemmaCalls(SteppedParser):
     """Implements `router.parsers.answer_parts.PartsParser`. Marks are tokens of their own, which no text holds."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._content = ContentAround()
-        self._held = ""
         self._in_name = self._in_string = False
         self._json: _JsonText | None = None
         """The arguments of the call that is read."""
-
-    def feed(self, text: str) -> list[AnswerPart]:
-        self._held += text
-        parts: list[AnswerPart] = []
-        while self._step(parts):
-            pass
-        return parts
 
     def finish(self) -> list[AnswerPart]:
         parts: list[AnswerPart] = []
@@ -108,7 +102,6 @@ class GemmaCalls:
         return parts
 
     def _step(self, parts: list[AnswerPart]) -> bool:
-        """Take the next thing from the held text; False where more is needed."""
         if self._json is not None:
             return self._read_arguments(self._json, parts)
         if self._in_name:

@@ -13,6 +13,7 @@ from enum import StrEnum
 from router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, ContentPart, ReasoningPart, cut_at
 from router.parsers.content_around import SPACE
 from router.parsers.element_calls import ParameterTypes
+from router.parsers.stepped_parser import SteppedParser
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -35,27 +36,20 @@ class _State(StrEnum):
     TEXT = "in a message's text"
 
 
-class HarmonyMessages:
+class HarmonyMessages(SteppedParser):
     """Implements `router.parsers.answer_parts.PartsParser`. Text that stands in no message is content."""
 
     def __init__(self, types: ParameterTypes, *, reasoning: bool = True) -> None:
         """`types`: of the tools that may be called; without one, calls are content. `reasoning`: whether it is told
         apart from content."""
+        super().__init__()
         self._tools, self._reasoning = bool(types), reasoning
-        self._held = ""
         self._state = _State.BEGIN
         self._kind: type[ContentPart | ReasoningPart | ArgumentsPart] = ContentPart
         self._told: set[type] = set()
         """The kinds of text of which there was some."""
         self._first = True
         """Whether the message has no text yet."""
-
-    def feed(self, text: str) -> list[AnswerPart]:
-        self._held += text
-        parts: list[AnswerPart] = []
-        while self._step(parts):
-            pass
-        return parts
 
     def finish(self) -> list[AnswerPart]:
         parts: list[AnswerPart] = []
@@ -66,7 +60,6 @@ class HarmonyMessages:
         return parts
 
     def _step(self, parts: list[AnswerPart]) -> bool:
-        """Take the next thing from the held text; False where more is needed."""
         match self._state:
             case _State.BEGIN:
                 return self._begin()

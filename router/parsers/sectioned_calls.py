@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, cut_at
 from router.parsers.content_around import SPACE, ContentAround
+from router.parsers.stepped_parser import SteppedParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,21 +26,14 @@ class SectionMarks:
     """What models write between calls."""
 
 
-class SectionedCalls:
+class SectionedCalls(SteppedParser):
     """Implements `router.parsers.answer_parts.PartsParser`. Marks are tokens of their own, which no text holds."""
 
     def __init__(self, marks: SectionMarks) -> None:
+        super().__init__()
         self._marks = marks
         self._content = ContentAround()
-        self._held = ""
         self._in_name = self._in_arguments = False
-
-    def feed(self, text: str) -> list[AnswerPart]:
-        self._held += text
-        parts: list[AnswerPart] = []
-        while self._step(parts):
-            pass
-        return parts
 
     def finish(self) -> list[AnswerPart]:
         parts: list[AnswerPart] = []
@@ -52,7 +46,6 @@ class SectionedCalls:
         return parts
 
     def _step(self, parts: list[AnswerPart]) -> bool:
-        """Take the next thing from the held text; False where more is needed."""
         marks = self._marks
         if self._in_arguments:
             arguments, mark, self._held = cut_at(self._held, (marks.call_end or marks.call,))
