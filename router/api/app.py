@@ -19,7 +19,8 @@ from router.openai.api_errors import ApiError, BufferFull, ClientGone, QueueFull
 from router.openai.parse_request import check_model
 from router.openai.response_stream import ResponseStream, StreamHeartbeat
 from router.security.tenant_accounts import TenantLimited
-from router.service.router_service import SLO_HEADER, RouterService
+from router.service.request_limits import SLO_HEADER
+from router.service.router_service import RouterService
 from router.state.router_log import log
 from router.tokenizer_pool.tokenizer_process import FrameKind
 

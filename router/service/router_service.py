@@ -22,8 +22,9 @@ from contracts.checkpoint.model_spec import ModelSpec, served_as
 from contracts.clock import Clock, SystemClock
 from contracts.config.cluster_config import Config
 from contracts.errors import RequestError
-from contracts.ids import RequestId, Role
+from contracts.ids import RequestId
 from contracts.interfaces.discovery import WorkerDirectory
+from contracts.key_file import TenantLimits
 from contracts.messages.router_commands import Command
 from contracts.messages.worker_events import Event, LegReport
 from router.anthropic.messages_writer import MessagesWriter
@@ -42,11 +43,12 @@ from router.openai_responses.responses_writer import ResponsesWriter
 from router.security.api_keys import ApiKeys
 from router.security.tenant_accounts import TenantAccounts
 from router.service.body_buffer import BodyBuffer
+from router.service.request_limits import RequestLimits
 from router.state.routed_request import RoutedRequest
 from router.state.router_log import log
 from router.state.worker_table import WorkerKey
 from router.text.tokenizer import ModelTokenizer, read_model_tokenizer
-from router.tokenizer_pool.prepare_request import BodyReader, PreparedPrompt, body_limit, too_long
+from router.tokenizer_pool.prepare_request import BodyReader, PreparedPrompt, body_limit
 from router.tokenizer_pool.tokenizer_pool import TokenizerPool
 from router.tokenizer_pool.tokenizer_process import REQUESTS, TEXTS, FrameKind, prepared_of, setup_frame
 from router.verification.audit_cases import AuditFinding
@@ -54,8 +56,6 @@ from router.verification.stream_watch import StreamWatch
 from router.verification.verification_log import log_finding, log_flag
 
 TICK_S = 0.1
-SLO_HEADER = "x-slo-ttft-ms"
-"""The header by which a request names the milliseconds to its first token beyond which its answer is of no use."""
 INLINE_BYTES = 2048
 """Bodies up to this size are read on the loop: that takes less time than a hop to a reader."""
 
@@ -108,6 +108,7 @@ class RouterService:
         self.tenants = TenantAccounts()
         self.clock = clock if clock is not None else SystemClock()
         self.core = RouterCore(config.router, self.clock, mint, config.audit, short_share=config.prefill.short_share)
+        self.limits = RequestLimits(spec, config.router, self.core.workers)
         watch = StreamWatch(config.watch, spec.vocab_size)
         self.watch = watch if watch.on else None
         self.metrics = PrometheusMetrics(self.core, config.transfer.plane, self.watch, spec.name)
@@ -164,7 +165,10 @@ class RouterService:
     def check_tenant(self, tenant: str) -> None:
         """Raise `TenantLimited` where a tenant may not even ask for the least request. Books nothing."""
         if self.keys is not None:
-            self.tenants.check(tenant, self.keys.limits(tenant), 1, 1, self.clock.now())
+            self.tenants.check(tenant, self._allowed(tenant), 1, 1, self.clock.now())
+
+    def _allowed(self, tenant: str) -> TenantLimits:
+        return self.keys.limits(tenant) if self.keys is not None else TenantLimits()
 
     async def open(
         self,
@@ -183,7 +187,7 @@ class RouterService:
         `ReaderFailed`, and `ClientGone`.
         """
         self.check_room()
-        began, slo_ms = self.clock.now(), self._slo_ms(slo, tenant)
+        began, slo_ms = self.clock.now(), self.limits.first_token_ms(slo, self._allowed(tenant).ttft_slo_ms)
         # Compiling a grammar may take a second, and as much memory as a reader may have.
         if len(raw) <= INLINE_BYTES and not may_need_grammar(raw):
             prepared = REQUESTS[kind](self.intake, raw, tenant)
@@ -198,14 +202,14 @@ class RouterService:
             finally:
                 self._reserved -= 1
         request = prepared.request
-        timeout_s = self._timeout(request)
+        timeout_s = self.limits.timeout_s(request)
         self.check_room(request.choices)
         try:
-            limits = [self._limit_tokens(request, p) for p in prepared.prompts]
+            limits = [self.limits.answer_tokens(request, len(p.tokens)) for p in prepared.prompts]
         except RequestError as error:
             raise (renamed(error) if request.shape == "responses" else error) from None
         if self.keys is not None:
-            allowed = self.keys.limits(tenant)
+            allowed = self._allowed(tenant)
             request = replace(request, priority=min(request.priority, allowed.priority))
             prompt_tokens = sum(len(prompt.tokens) for prompt in prepared.prompts)
             self.tenants.check(tenant, allowed, request.choices, prompt_tokens, self.clock.now())
@@ -223,28 +227,6 @@ class RouterService:
         if len(raw) <= INLINE_BYTES and not may_need_grammar(raw):
             return TEXTS[kind](self.intake, raw)
         return (await self.readers.submit(kind, raw))[1]
-
-    def _timeout(self, request: GenerateRequest) -> float:
-        """Return the seconds from arrival to deadline. Raises `RequestError` above `router.max_timeout_s`."""
-        if request.timeout_s is None:
-            return self.config.request_timeout_s
-        if request.timeout_s > self.config.max_timeout_s:
-            raise RequestError(
-                f"timeout {request.timeout_s:g} s is above the server's limit of {self.config.max_timeout_s:g} s",
-                param="timeout",
-            )
-        return request.timeout_s
-
-    def _slo_ms(self, header: str, tenant: str) -> int:
-        """Return the milliseconds to the first token beyond which an answer is of no use; 0: none. A client may ask for
-        less than its tenant's. Raises `RequestError` where its header is no such number."""
-        own = self.keys.limits(tenant).ttft_slo_ms if self.keys is not None else 0
-        given = own or self.config.ttft_slo_ms
-        if not header:
-            return given
-        if not header.isascii() or not header.isdigit() or not 0 < int(header[:10]) == int(header[:12]):
-            raise RequestError(f"the header {SLO_HEADER} must be a whole number of milliseconds, 1 or more")
-        return min(int(header), given) if given else int(header)
 
     def _route(
         self,
@@ -313,41 +295,6 @@ class RouterService:
             self.core.submit(choice.request)
         self._act()
         return stream
-
-    def _limit_tokens(self, request: GenerateRequest, prompt: PreparedPrompt) -> int:
-        """Return the prompt's `max_tokens`. Raises `RequestError`, with the numbers, where prompt and answer can't fit
-        into the context or into the workers' pools."""
-        have, context = len(prompt.tokens), self.spec.context
-        param = "messages" if request.chat else "prompt"
-        wanted = 1 if request.max_tokens is None else request.max_tokens
-        if have > context or (wanted and have >= context):
-            raise too_long(have, context, param)
-        if have + wanted > context:
-            raise RequestError(
-                f"prompt ({have} tokens) and max_tokens ({wanted}) make {have + wanted}; the context is {context}",
-                param="max_tokens",
-            )
-        left = context - have
-        for role in self.core.workers.roles:
-            most = self.core.workers.most_positions(role)
-            if most is None or (role is Role.DECODE and wanted <= 1 and request.max_tokens is not None):
-                continue
-            if have + wanted > most:
-                raise RequestError(
-                    f"prompt ({have} tokens) and answer ({wanted}) make {have + wanted}; "
-                    f"the {role} workers' pools hold {most} positions",
-                    param=param if have > most else "max_tokens",
-                )
-            left = min(left, most - have)
-        if request.max_tokens is not None:
-            return request.max_tokens
-        if request.sampling.min_tokens > left:
-            raise RequestError(
-                f"min_tokens {request.sampling.min_tokens} is more than the {left} left", param="min_tokens"
-            )
-        if request.chat:
-            return left
-        return min(left, max(self.config.default_max_tokens, request.sampling.min_tokens))
 
     def abandon(self, stream: ResponseStream, *, slow: bool = False) -> None:
         """Cancel all choices that have not ended, because the client left or (`slow`) reads too slowly. Idempotent."""

@@ -14,7 +14,7 @@ from contracts.config.security_config import SecurityConfig
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, Role
 from contracts.key_file import KeyFile, TenantLimits, read_key_file, write_key_file
-from router.service.router_service import SLO_HEADER
+from router.service.request_limits import SLO_HEADER
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, router_config, serving
 
