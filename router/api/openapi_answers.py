@@ -86,44 +86,33 @@ _MODEL = _object(
     max_model_len=_INTEGER,
 )
 
+_ENDS = ["stop", "length"]
+
+
+def _completion(kind: str, optional: Schema, ends: list[str], **said: Schema) -> Schema:
+    """The schema of an answer of OpenAI's; each choice has what is `said`, and one of `ends` for its end."""
+    choice = _object(_IDS, index=_INTEGER, **said, finish_reason={"enum": ends}, stop_reason=_STOP_REASON)
+    return _object(
+        {"twinpool": _TIMELINE, **optional},
+        id=TEXT,
+        object={"const": kind},
+        created=_INTEGER,
+        model=TEXT,
+        choices=_array(choice),
+        usage=_USAGE,
+    )
+
+
 SCHEMAS: dict[str, Schema] = {
     "Error": _object(error=_object(message=TEXT, type=TEXT, param=_or_null(TEXT), code=_or_null(TEXT))),
     "MessagesError": _object(type={"const": "error"}, error=_object(type=TEXT, message=TEXT)),
-    "Completion": _object(
-        {"twinpool": _TIMELINE},
-        id=TEXT,
-        object={"const": "text_completion"},
-        created=_INTEGER,
-        model=TEXT,
-        choices=_array(
-            _object(
-                _IDS,
-                index=_INTEGER,
-                text=TEXT,
-                logprobs=_or_null(_TEXT_LOGPROBS),
-                finish_reason={"enum": ["stop", "length"]},
-                stop_reason=_STOP_REASON,
-            )
-        ),
-        usage=_USAGE,
-    ),
-    "ChatCompletion": _object(
-        {"twinpool": _TIMELINE, "prompt_token_ids": TOKENS},
-        id=TEXT,
-        object={"const": "chat.completion"},
-        created=_INTEGER,
-        model=TEXT,
-        choices=_array(
-            _object(
-                _IDS,
-                index=_INTEGER,
-                message=_MESSAGE,
-                logprobs=_or_null(_CHAT_LOGPROBS),
-                finish_reason={"enum": ["stop", "length", "tool_calls"]},
-                stop_reason=_STOP_REASON,
-            )
-        ),
-        usage=_USAGE,
+    "Completion": _completion("text_completion", {}, _ENDS, text=TEXT, logprobs=_or_null(_TEXT_LOGPROBS)),
+    "ChatCompletion": _completion(
+        "chat.completion",
+        {"prompt_token_ids": TOKENS},
+        [*_ENDS, "tool_calls"],
+        message=_MESSAGE,
+        logprobs=_or_null(_CHAT_LOGPROBS),
     ),
     "Message": _object(
         {"twinpool": _TIMELINE},

@@ -14,24 +14,11 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, Field, TypeAdapter
 
 from tests.serving import Serving, serving
+from tests.whole.test_tools_whole import TIME as CHATS_TIME
+from tests.whole.test_tools_whole import WEATHER as CHATS_WEATHER
 
-WEATHER: dict[str, Any] = {
-    "type": "function",
-    "name": "get_weather",
-    "description": "The weather of a town.",
-    "parameters": {
-        "type": "object",
-        "properties": {"town": {"type": "string", "maxLength": 12}, "days": {"enum": [1, 3, 7]}},
-        "required": ["town", "days"],
-        "additionalProperties": False,
-    },
-    "strict": True,
-}
-NOW: dict[str, Any] = {
-    "type": "function",
-    "name": "now",
-    "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
-}
+WEATHER, NOW = ({"type": "function", **tool["function"]} for tool in (CHATS_WEATHER, CHATS_TIME))
+"""Tools of chats, as responses name them."""
 QUESTION = "How will the weather be in London?"
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
