@@ -16,6 +16,7 @@ from router.api.openapi_answers import (
     answers,
 )
 from router.api.openapi_bodies import BODIES, TEXT
+from router.service.request_limits import SLO_HEADER
 
 _GENERATE = {
     "/v1/completions": ("Complete prompts", "Completion"),
@@ -23,6 +24,15 @@ _GENERATE = {
     "/v1/messages": ("Answer a chat in the shape of Anthropic's Messages API", "Message"),
     "/v1/responses": ("Answer a chat in the shape of OpenAI's Responses API", "Response"),
 }
+_GENERATE_HEADERS = [
+    {
+        "name": SLO_HEADER,
+        "in": "header",
+        "required": False,
+        "description": "Milliseconds to the first token beyond which the answer is of no use: then it is a 429.",
+        "schema": {"type": "integer", "minimum": 1, "maximum": 10**9 - 1},
+    }
+]
 _COUNT = {
     "/v1/messages/count_tokens": ("Count the tokens of a body of /v1/messages", "MessageTokens"),
     "/v1/responses/input_tokens": ("Count the tokens of a body of /v1/responses", "ResponseTokens"),
@@ -53,7 +63,8 @@ def openapi_document() -> dict[str, Any]:
     """Return the whole document, an OpenAPI 3.1 tree. It is cached: don't change it."""
     paths: dict[str, Any] = {}
     for path, (summary, name) in _GENERATE.items():
-        paths[path] = {"post": _post(path, summary, answers(name, GENERATION, streams=True, error=_error(path)))}
+        operation = _post(path, summary, answers(name, GENERATION, streams=True, error=_error(path)))
+        paths[path] = {"post": {**operation, "parameters": _GENERATE_HEADERS}}
     for path, (summary, name) in _COUNT.items():
         paths[path] = {"post": _post(path, summary, answers(name, COUNTING, error=_error(path)))}
     for path, (summary, name) in _LIST.items():

@@ -14,8 +14,9 @@ from router.openai.tools import ANY_OBJECT, ChatTool, ToolUse
 from router.parsers.answer_parts import PartsParser
 from router.parsers.harmony_grammar import answer_rules
 from router.parsers.harmony_messages import CALL, RETURN, HarmonyMessages
+from router.parsers.lark_literal import quoted
 from router.parsers.reasoning_parser import REASONING, PlainContent, ReasoningParser, opened, reasoning_of
-from router.parsers.tool_formats import FORMATS, HARMONY, CallGrammar, format_of, quoted
+from router.parsers.tool_formats import FORMATS, HARMONY, CallGrammar, format_of
 
 AUTO, NONE = "auto", "none"
 THINK = "think"

@@ -8,6 +8,7 @@ from typing import Any
 
 from contracts.errors import RequestError
 from router.parsers.gemma_calls import CALL, CALL_END, NAMED, QUOTE
+from router.parsers.lark_literal import quoted
 
 Schema = dict[str, Any]
 
@@ -19,10 +20,6 @@ KEY: /[A-Za-z0-9_.$-]{1,64}/
 NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/"""
 _SAYS_NOTHING = frozenset({"title", "description", "default", "examples", "$schema", "$comment", "deprecated", "type"})
 _PLAIN = ("integer", "number", "boolean", "null")
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 class GemmaRules:
@@ -42,10 +39,10 @@ class GemmaRules:
         names = []
         for name, schema in tools:
             self._root = schema
-            begin, arguments = _quoted(NAMED + name), self._object(schema, name)
-            names.append(self._rule(f"{begin} {arguments} {_quoted(CALL_END)}"))
-        more = f" ({_quoted(CALL)} call)*" if several else ""
-        string = f"string: {_quoted(QUOTE)} text\ntext[suffix={_quoted(QUOTE)}]: /(?s:.*)/"
+            begin, arguments = quoted(NAMED + name), self._object(schema, name)
+            names.append(self._rule(f"{begin} {arguments} {quoted(CALL_END)}"))
+        more = f" ({quoted(CALL)} call)*" if several else ""
+        string = f"string: {quoted(QUOTE)} text\ntext[suffix={quoted(QUOTE)}]: /(?s:.*)/"
         return "\n".join((f"calls: call{more}", f"call: {' | '.join(names)}", *self._rules, string, _ANY))
 
     def _rule(self, body: str) -> str:
@@ -108,7 +105,7 @@ class GemmaRules:
         # From the last key to the first: what follows a key that is the first one told, and one that isn't.
         first = following = '"}"'
         for key in sorted(properties, key=str.lower, reverse=True):
-            entry = f"{_quoted(key + ':')} {self._value(properties[key], f'{where}.{key}')}"
+            entry = f"{quoted(key + ':')} {self._value(properties[key], f'{where}.{key}')}"
             told, told_next = f"{entry} {following}", f'"," {entry} {following}'
             optional = key not in required
             first = self._rule(f"{told} | {first}" if optional else told)
@@ -126,7 +123,7 @@ class GemmaRules:
 
 def _word(word: object, where: str) -> str:
     if isinstance(word, str):
-        return _quoted(f"{QUOTE}{word}{QUOTE}")
+        return quoted(f"{QUOTE}{word}{QUOTE}")
     if isinstance(word, dict | list):
         raise RequestError(f"tools: {where}: enum can't be enforced as this model writes calls", param="tools")
-    return _quoted(json.dumps(word))
+    return quoted(json.dumps(word))

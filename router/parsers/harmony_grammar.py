@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 from router.parsers.harmony_messages import CHANNEL, CONSTRAIN, END, FUNCTIONS, MESSAGE, START
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
+from router.parsers.lark_literal import quoted
 
 _NEXT = f"{START}assistant"
-_JSON = f'({_quoted(f" {CONSTRAIN}json")} | " json")? {_quoted(MESSAGE)}'
+_JSON = f'({quoted(f" {CONSTRAIN}json")} | " json")? {quoted(MESSAGE)}'
 """The end of a header that may say that JSON follows."""
 _TEXT = "/(?s:.*)/"
 
@@ -23,7 +18,7 @@ def call_rules(tools: Sequence[tuple[str, str]]) -> str:
     rules = [f"calls: {' | '.join(f'call_{number}' for number in range(len(tools)))}"]
     for number, (name, arguments) in enumerate(tools):
         recipient = f" to={FUNCTIONS}{name}"
-        before, behind = _quoted(f"{recipient}{CHANNEL}commentary"), _quoted(f"{CHANNEL}commentary{recipient}")
+        before, behind = quoted(f"{recipient}{CHANNEL}commentary"), quoted(f"{CHANNEL}commentary{recipient}")
         rules.append(f"call_{number}: ({before} | {behind}) {_JSON} {arguments}")
     return "\n".join(rules)
 
@@ -31,15 +26,15 @@ def call_rules(tools: Sequence[tuple[str, str]]) -> str:
 def answer_rules(calls: str, *, forced: bool, asked: bool) -> str:
     """Return the grammar of an answer: `calls` are the rules of `call_rules`, empty where there are no tools. `forced`:
     the answer is a call. `asked`: the answer that is none follows the grammar ``answer``."""
-    said = _quoted(f"{CHANNEL}commentary{MESSAGE}")
-    head = _quoted(f"{CHANNEL}final")
-    final = f"{head} {_JSON} @answer" if asked else f"{head} {_quoted(MESSAGE)} {_TEXT}"
+    said = quoted(f"{CHANNEL}commentary{MESSAGE}")
+    head = quoted(f"{CHANNEL}final")
+    final = f"{head} {_JSON} @answer" if asked else f"{head} {quoted(MESSAGE)} {_TEXT}"
     ends = [*(["calls"] if calls else []), *([] if forced else ["final"])]
     rules = [
         f"start: {'thought' if asked and not calls else '(thought | said)'}* ({' | '.join(ends)})",
-        f"thought: {_quoted(f'{CHANNEL}analysis{MESSAGE}')} text {_quoted(_NEXT)}",
-        f"said: {said} text {_quoted(_NEXT)}",
-        f"text[suffix={_quoted(END)}]: {_TEXT}",
+        f"thought: {quoted(f'{CHANNEL}analysis{MESSAGE}')} text {quoted(_NEXT)}",
+        f"said: {said} text {quoted(_NEXT)}",
+        f"text[suffix={quoted(END)}]: {_TEXT}",
         f"final: {final}",
         calls,
     ]

@@ -31,6 +31,7 @@ from router.parsers.gemma_grammar import GemmaRules
 from router.parsers.harmony_grammar import call_rules
 from router.parsers.harmony_messages import HARMONY_MARKS, HarmonyMessages
 from router.parsers.json_calls import TaggedJsonCalls, WholeJsonCalls
+from router.parsers.lark_literal import quoted
 from router.parsers.sectioned_calls import DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2, MISTRAL, SectionedCalls, SectionMarks
 
 Schema = dict[str, Any]
@@ -58,11 +59,6 @@ class ToolFormat:
     parser: Callable[[ParameterTypes], PartsParser]
     grammar: Callable[[Sequence[tuple[str, Schema]], bool], CallGrammar]
     """Of calls of tools, each with the schema of its arguments; and whether there may be several calls."""
-
-
-def quoted(text: str) -> str:
-    """Return a text as a literal of Lark's notation."""
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _json(schema: Schema) -> str:
