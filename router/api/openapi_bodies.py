@@ -108,6 +108,12 @@ _TEMPLATE_ARGS: Schema = {**_OBJECT, "description": "Given to the chat template.
 _TOOL = _object(("type", "function"), type={"const": "function"}, function=_object(("name",), **_FUNCTION))
 _TOOL_LIST = _array(_TOOL, maxItems=TOOLS_AT_MOST)
 _NAMED_TOOL = _object(("type", "function"), type={"const": "function"}, function=_object(("name",), name=TEXT))
+_ALLOWED_MODE: Schema = {"enum": ["auto", "required"]}
+_ALLOWED_TOOLS = _object(
+    ("type", "allowed_tools"),
+    type={"const": "allowed_tools"},
+    allowed_tools=_object(("mode", "tools"), mode=_ALLOWED_MODE, tools=_array(_NAMED_TOOL, minItems=1)),
+)
 _PARALLEL: Schema = {"type": "boolean", "description": "Whether there may be several calls; default true."}
 _EFFORT: Schema = {"enum": list(EFFORTS), "description": "Given to the chat template."}
 _CHOICE_WORDS: Schema = {"enum": ["none", "auto", "required"]}
@@ -117,7 +123,7 @@ _OF_CHATS: Schema = {
     "messages": _MESSAGES,
     "chat_template_kwargs": _TEMPLATE_ARGS,
     "tools": _TOOL_LIST,
-    "tool_choice": {"oneOf": [_CHOICE_WORDS, _NAMED_TOOL]},
+    "tool_choice": {"oneOf": [_CHOICE_WORDS, _NAMED_TOOL, _ALLOWED_TOOLS]},
     "parallel_tool_calls": _PARALLEL,
     "reasoning_effort": _EFFORT,
 }
@@ -208,12 +214,19 @@ _FORMAT = _object(
     strict=_BOOLEAN,
     schema=_OBJECT,
 )
+_NAMED_FUNCTION = _object(("type", "name"), type={"const": "function"}, name=TEXT)
+_ALLOWED_FUNCTIONS = _object(
+    ("type", "mode", "tools"),
+    type={"const": "allowed_tools"},
+    mode=_ALLOWED_MODE,
+    tools=_array(_NAMED_FUNCTION, minItems=1),
+)
 _RESPONSES: Schema = {
     "model": _MODEL,
     "input": {"oneOf": [TEXT, _array(_ITEM, minItems=1)]},
     "instructions": TEXT,
     "tools": _array(_object(("type", "name"), type={"const": "function"}, **_FUNCTION), maxItems=TOOLS_AT_MOST),
-    "tool_choice": {"oneOf": [_CHOICE_WORDS, _object(("type", "name"), type={"const": "function"}, name=TEXT)]},
+    "tool_choice": {"oneOf": [_CHOICE_WORDS, _NAMED_FUNCTION, _ALLOWED_FUNCTIONS]},
     "parallel_tool_calls": _PARALLEL,
     "text": _object((), format=_FORMAT, verbosity={"const": "medium"}),
     "reasoning": _object((), effort=_EFFORT, summary=TEXT, generate_summary=TEXT),

@@ -91,7 +91,7 @@ class ChatFormat:
         calls = self._calls(use, found)
         if use is not None and use.forced and asked:
             raise RequestError("tool_choice asks for a call, and another field for another output", param="tool_choice")
-        if not asked and (use is None or not (use.forced or any(tool.strict for tool in use.tools))):
+        if not asked and (use is None or not use.constrained):
             return ""
         if self._tools == HARMONY:
             calls_of = calls.rules if calls is not None else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,13 +35,18 @@ class ToolUse:
     """The tools of a chat, and which of them are to be called."""
 
     tools: tuple[ChatTool, ...]
-    """Those that may be called: the one named, or all."""
+    """Those that may be called: the one named, those allowed, or all."""
     forced: bool
     """Whether at least one must be called."""
     parallel: bool
     """Whether several may be."""
     shown: tuple[dict[str, Any], ...]
     """All tools, for the chat template."""
+
+    @property
+    def constrained(self) -> bool:
+        """Whether calls follow a grammar: one must be made, not every tool may be called, or a tool is strict."""
+        return self.forced or len(self.tools) < len(self.shown) or any(tool.strict for tool in self.tools)
 
 
 def read_tools(body: Mapping[str, Any]) -> ToolUse | None:
@@ -63,34 +68,48 @@ def read_tools(body: Mapping[str, Any]) -> ToolUse | None:
     names = [tool.name for tool in tools]
     if twice := next((name for name in names if names.count(name) > 1), ""):
         raise RequestError(f"tools: {twice} is there twice", param="tools")
-    chosen = _read_choice(choice, names)
-    if chosen == "none":
+    if choice == "none":
         return None
-    callable_ = tuple(tool for tool in tools if not isinstance(chosen, _Named) or tool.name == chosen)
-    return ToolUse(callable_, chosen != "auto", parallel is not False, tuple(tool.raw for tool in tools))
+    allowed, forced = _read_choice(choice, names)
+    callable_ = tuple(tool for tool in tools if tool.name in allowed)
+    return ToolUse(callable_, forced, parallel is not False, tuple(tool.raw for tool in tools))
 
 
 _PARALLEL = "parallel_tool_calls"
 
 
-class _Named(str):
-    """A tool that a client names: no `auto`, whatever it is called."""
+def _read_choice(choice: object, names: Sequence[str]) -> tuple[Collection[str], bool]:
+    """Return the names of the tools that may be called, and whether one of them must be."""
+    match choice:
+        case None | "auto":
+            return names, False
+        case "required":
+            return names, True
+        case {"type": "function"}:
+            return (_tool_named(choice, names),), True
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as few},
+        }:
+            return {_tool_named(tool, names) for tool in few}, mode == "required"
+    raise RequestError(
+        'tool_choice is "none", "auto", "required", {"type": "function", "function": {"name": ...}} or {"type": '
+        f'"allowed_tools", "allowed_tools": {{"mode": "auto" or "required", "tools": [...]}}}}; got {describe(choice)}',
+        param="tool_choice",
+    )
 
 
-def _read_choice(choice: object, names: list[str]) -> str:
-    if choice is None or choice in ("auto", "required", "none"):
-        return str(choice or "auto")
-    function = choice.get("function") if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(choice, dict) or choice.get("type") != "function" or not isinstance(name, str):
-        raise RequestError(
-            'tool_choice is "none", "auto", "required" or {"type": "function", "function": {"name": ...}}; got '
-            f"{describe(choice)}",
-            param="tool_choice",
-        )
-    if name not in names:
-        raise RequestError(f"tool_choice: there is no tool {describe(name)}", param="tool_choice")
-    return _Named(name)
+def _tool_named(reference: object, names: Sequence[str]) -> str:
+    match reference:
+        case {"type": "function", "function": {"name": str(name)}} if name in names:
+            return name
+        case {"type": "function", "function": {"name": str(name)}}:
+            raise RequestError(f"tool_choice: there is no tool {describe(name)}", param="tool_choice")
+    raise RequestError(
+        f'tool_choice: a tool is named by {{"type": "function", "function": {{"name": ...}}}}; got '
+        f"{describe(reference)}",
+        param="tool_choice",
+    )
 
 
 def _read_tool(tool: object, where: str) -> ChatTool:

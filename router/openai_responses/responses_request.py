@@ -168,10 +168,24 @@ def _tool_choice(choice: object) -> dict[str, Any]:
     match choice:
         case "auto" | "none" | "required":
             return {"tool_choice": choice}
-        case {"type": "function", "name": str(name)}:
-            return {"tool_choice": {"type": "function", "function": {"name": name}}}
+        case {"type": "function"}:
+            return {"tool_choice": _tool_named(choice)}
+        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [_, *_] as tools}:
+            allowed = {"mode": mode, "tools": [_tool_named(tool) for tool in tools]}
+            return {"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
     raise RequestError(
-        'tool_choice is "none", "auto", "required" or {"type": "function", "name": ...}; got ' + describe(choice),
+        'tool_choice is "none", "auto", "required", {"type": "function", "name": ...} or {"type": "allowed_tools", '
+        f'"mode": "auto" or "required", "tools": [...]}}; got {describe(choice)}',
+        param="tool_choice",
+    )
+
+
+def _tool_named(reference: object) -> dict[str, Any]:
+    match reference:
+        case {"type": "function", "name": str(name)}:
+            return {"type": "function", "function": {"name": name}}
+    raise RequestError(
+        f'tool_choice: a tool is named by {{"type": "function", "name": ...}}; got {describe(reference)}',
         param="tool_choice",
     )
 

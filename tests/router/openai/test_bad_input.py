@@ -22,6 +22,10 @@ def _tool(name: str, **function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **function}}
 
 
+def _allowed(mode: str, *tools: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}}
+
+
 def _called(arguments: str) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": arguments}}]}
 
@@ -146,6 +150,14 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tools": [_tool("f")], "tool_choice": "any"}, "tool_choice", "required"),
     ({"tools": [_tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "no tool"),
+    (
+        {"tools": [_tool("f")], "tool_choice": _allowed("auto", {"function": {"name": "f"}})},
+        "tool_choice",
+        "is named by",
+    ),
+    ({"tools": [_tool("f")], "tool_choice": _allowed("required", _tool("f"), _tool("g"))}, "tool_choice", "no tool"),
+    ({"tools": [_tool("f")], "tool_choice": _allowed("required")}, "tool_choice", "allowed_tools"),
+    ({"tools": [_tool("f")], "tool_choice": _allowed("any", _tool("f"))}, "tool_choice", "allowed_tools"),
     ({"tools": [_tool("f")], "parallel_tool_calls": "no"}, "parallel_tool_calls", "true or false"),
     ({"tools": [_tool("f")], "tool_choice": "required", "regex": "a"}, "tool_choice", "another output"),
     (

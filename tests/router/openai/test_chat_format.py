@@ -25,6 +25,7 @@ CALL, BAD = (
 )
 OTHER = '<tool_call>\n{"name": "g", "arguments": {"any": "thing"}}\n</tool_call>'
 LLAMA_CALL, LLAMA_BAD = '{"name": "f", "parameters": {"n": 1}}', '{"name": "f", "parameters": {"n": "x"}}'
+LLAMA_OTHER = '{"name": "g", "parameters": {"any": "thing"}}'
 HARMONY = "<|channel|>analysis<|message|>"
 H_NEXT = "<|start|>assistant"
 H_THOUGHT, H_SAID = f"{HARMONY}hm{{<|end|>{H_NEXT}", f"<|channel|>commentary<|message|>I look.<|end|>{H_NEXT}"
@@ -34,6 +35,8 @@ H_OTHER = '<|channel|>commentary to=functions.g<|message|>{"any": "thing"}'
 H_BAD, H_FINAL = H_CALL.replace("1", '"x"'), "<|channel|>final<|message|>hi"
 H_YES = "<|channel|>final<|message|>yes"
 NAMED = {"type": "function", "function": {"name": "f"}}
+ONLY_F = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}
+ONE_OF_F = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
 ANSWER = {"guided_choice": ["yes", "no"]}
 
 
@@ -65,6 +68,15 @@ CASES: list[tuple[str, dict[str, Any], str, list[str], list[str]]] = [
         [f"{CALL}\n{OTHER}", f"hm {CALL}"],
     ),
     (HERMES, {"tools": tools(False), "tool_choice": NAMED}, "", [CALL], [OTHER, BAD]),
+    (HERMES, {"tools": tools(False), "tool_choice": ONE_OF_F}, "", [CALL], ["hi", OTHER, BAD]),
+    (
+        HERMES,
+        {"tools": tools(False), "tool_choice": ONLY_F},
+        "",
+        ["hi", f"hm {CALL}", CALL.replace("1", '"any"')],
+        [OTHER, f"hm {OTHER}"],
+    ),
+    (LLAMA, {"tools": tools(False), "tool_choice": ONLY_F}, "", ["hi", LLAMA_CALL, LLAMA_BAD], [LLAMA_OTHER]),
     (
         HERMES,
         {"tools": tools(True)},
@@ -100,6 +112,7 @@ CASES: list[tuple[str, dict[str, Any], str, list[str], list[str]]] = [
         [H_FINAL, H_BAD, f"{H_CALL}{H_NEXT}{H_CALL}", H_THOUGHT, "hm"],
     ),
     (HARMONY, {"tools": tools(False), "tool_choice": NAMED}, "", [H_CALL], [H_OTHER, H_BAD]),
+    (HARMONY, {"tools": tools(False), "tool_choice": ONLY_F}, "", [H_CALL, H_BAD, H_FINAL], [H_OTHER]),
     (
         HARMONY,
         {"tools": tools(True)},
@@ -183,7 +196,8 @@ def test_half_a_surrogate_pair_anywhere_in_a_tool_is_refused() -> None:
 def test_a_tool_that_is_not_to_be_used_is_no_tool() -> None:
     assert read_tools({"tools": tools(True), "tool_choice": "none"}) is None
     assert read_tools({"tools": [], "tool_choice": "auto"}) is None
-    use = read_tools({"tools": tools(True), "tool_choice": NAMED})
-    assert use is not None
-    assert [tool.name for tool in use.tools] == ["f"]
-    assert len(use.shown) == 2, "the prompt of a model shows all"
+    for choice in (NAMED, ONLY_F):
+        use = read_tools({"tools": tools(True), "tool_choice": choice})
+        assert use is not None
+        assert [tool.name for tool in use.tools] == ["f"]
+        assert len(use.shown) == 2, "the prompt of a model shows all"

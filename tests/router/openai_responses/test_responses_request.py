@@ -119,6 +119,15 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"tool_choice": {"type": "function", "name": "f"}},
         {"tool_choice": {"type": "function", "function": {"name": "f"}}},
     ),
+    (
+        {"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]}},
+        {
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "required", "tools": [{"type": "function", "function": {"name": "f"}}]},
+            }
+        },
+    ),
     (_format(type="text"), {}),
     (_format(type="json_object"), {"response_format": {"type": "json_object"}}),
     (
@@ -177,6 +186,8 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "web_search"}]}, "tools", "web_search"),
     ({"tools": [{"type": "custom", "name": "f"}]}, "tools", "custom"),
     ({"tool_choice": {"type": "web_search_preview"}}, "tool_choice", "required"),
+    ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": ["f"]}}, "tool_choice", "is named by"),
+    ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice", "allowed_tools"),
     ({"text": {"format": {"type": "grammar"}}}, "text", "json_schema"),
     ({"text": {"verbosity": "low"}}, "text", "verbosity"),
     ({"text": 5}, "text", "format"),
