@@ -9,6 +9,9 @@ import time
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "fields", "color_message"}
 
 
+_dumps = json.JSONEncoder(default=str).encode
+
+
 class JsonFormatter(logging.Formatter):
     """One JSON object a line: time, level, process, logger, event, then the call's `extra` or the record's `fields`."""
 
@@ -30,7 +33,7 @@ class JsonFormatter(logging.Formatter):
         line.update({k: v for k, v in vars(record).items() if k not in _STANDARD and not k.startswith("_")})
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+        return _dumps(line)
 
 
 def log_to_stream(process: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import socket
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -24,14 +25,18 @@ from contracts.messages.worker_status import WorkerStatus
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
 from contracts.wire.event_protobuf import event_to_proto
-from contracts.wire.grpc_channels import COMMANDS_BYTES, EVENTS_BYTES, server_options
+from contracts.wire.frame_connection import FrameConnection
+from contracts.wire.frame_listener import FrameListener
+from contracts.wire.grpc_channels import server_options
+from contracts.wire.shared_frames import COMMANDS_BYTES
 from contracts.wire.worker_protobuf import status_to_proto
 
 INCARNATION = Incarnation(1)
 FIRST_TOKEN = 300
 TOKENS = 500
 PAGES = 10**6
-OPTIONS = server_options(COMMANDS_BYTES, EVENTS_BYTES, 10.0)
+SILENCE_S = 10.0
+OPTIONS = server_options(SILENCE_S)
 
 
 def drawn(position: int) -> int:
@@ -61,7 +66,10 @@ class StandIn(pb_grpc.WorkerServicer):
         self.name = WorkerName(f"{role}-0")
         self.role = role
         self._token_s = token_s
-        self.endpoint = ""
+        self.endpoint = self.stream = ""
+        self._running: dict[RequestId, Leg] = {}
+        self._connection: FrameConnection | None = None
+        self._woken = asyncio.Event()
 
     def status(self) -> WorkerStatus:
         return WorkerStatus(self.name, self.role, "ready", os.getpid(), "here", INCARNATION, 0, 0, PAGES, PAGES)
@@ -69,39 +77,44 @@ class StandIn(pb_grpc.WorkerServicer):
     async def Status(self, request: pb.Empty, context: Any) -> pb.WorkerStatus:
         return status_to_proto(self.status())
 
-    async def Serve(self, frames: AsyncIterator[pb.RouterFrame], context: Any) -> AsyncIterator[pb.WorkerFrame]:
-        running: dict[RequestId, Leg] = {}
-        fresh: list[Leg] = []
-        woken = asyncio.Event()
+    def take(self, connection: FrameConnection) -> None:
+        """Take the connection of the only router."""
+        self._connection, self._running = connection, {}
+        connection.on_frame = self._open
 
-        async def hear() -> None:
-            async for frame in frames:
-                for command in frame.commands:
-                    if command.HasField("submit"):
-                        # A stand-in needs no tokens, and to take a hundred long prompts out would be what is measured.
-                        leg = Leg.of(command.submit)
-                        running[leg.request_id] = leg
-                        fresh.append(leg)
-                    elif command.HasField("cancel"):
-                        running.pop(RequestId(command.cancel.request_id), None)
-                woken.set()
+    def _open(self, frame: bytes) -> None:
+        self._send([])
+        assert self._connection is not None
+        self._connection.most_bytes, self._connection.on_frame = COMMANDS_BYTES, self._hear
 
-        hearing = asyncio.create_task(hear())
-        try:
-            while not hearing.done() or running:
-                if self.role is Role.PREFILL:
-                    await woken.wait()
-                    woken.clear()
-                    events = [e for s in fresh for e in self._first(s)]
-                    fresh.clear()
-                    running.clear()
-                else:
-                    await asyncio.sleep(self._token_s)
-                    events = self._step(running)
-                if events:
-                    yield pb.WorkerFrame(incarnation=INCARNATION, events=[event_to_proto(e) for e in events])
-        finally:
-            hearing.cancel()
+    def _send(self, events: list[Event]) -> None:
+        assert self._connection is not None
+        frame = pb.WorkerFrame(incarnation=INCARNATION, events=[event_to_proto(e) for e in events])
+        self._connection.send(frame.SerializeToString())
+
+    def _hear(self, frame: bytes) -> None:
+        for command in pb.RouterFrame.FromString(frame).commands:
+            if command.HasField("submit"):
+                # A stand-in needs no tokens, and to take a hundred long prompts out would be what is measured.
+                leg = Leg.of(command.submit)
+                self._running[leg.request_id] = leg
+            elif command.HasField("cancel"):
+                self._running.pop(RequestId(command.cancel.request_id), None)
+        self._woken.set()
+
+    async def work(self) -> None:
+        """Answer what comes, for ever."""
+        while True:
+            if self.role is Role.PREFILL:
+                await self._woken.wait()
+                self._woken.clear()
+                events = [event for leg in self._running.values() for event in self._first(leg)]
+                self._running.clear()
+            else:
+                await asyncio.sleep(self._token_s)
+                events = self._step(self._running)
+            if events:
+                self._send(events)
 
     def _first(self, leg: Leg) -> list[Event]:
         key, at = (leg.request_id, leg.attempt), leg.position
@@ -134,8 +147,9 @@ class Table(pb_grpc.ControllerServicer):
         views = []
         for w in self._workers:
             registration = pb.Registration(
-                name=w.name, role=w.role, pid=os.getpid(), node="here", endpoint=w.endpoint, control="tcp://127.0.0.1:9",
-                max_positions=self._context, context=self._context, incarnation=INCARNATION,
+                name=w.name, role=w.role, pid=os.getpid(), node="here", endpoint=w.endpoint, stream=w.stream,
+                control="tcp://127.0.0.1:9", max_positions=self._context, context=self._context,
+                incarnation=INCARNATION,
             )  # fmt: skip
             views.append(pb.WorkerView(registration=registration, status=status_to_proto(w.status())))
         yield pb.ClusterView(workers=views)
@@ -144,13 +158,15 @@ class Table(pb_grpc.ControllerServicer):
 
 async def serve(context: int, token_s: float) -> None:
     workers = [StandIn(role, token_s) for role in PAIR]
-    servers = []  # one that nobody refers to is closed
+    servers: list[object] = []  # one that nobody refers to is closed
     for worker in workers:
         server = grpc.aio.server(options=OPTIONS)
         pb_grpc.add_WorkerServicer_to_server(worker, server)  # type: ignore[no-untyped-call]
         worker.endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
-        servers.append(server)
+        bound = socket.create_server(("127.0.0.1", 0))
+        worker.stream = f"127.0.0.1:{bound.getsockname()[1]}"
+        servers += server, FrameListener(bound, worker.take, SILENCE_S, None), asyncio.create_task(worker.work())
     controller = grpc.aio.server(options=OPTIONS)
     pb_grpc.add_ControllerServicer_to_server(Table(workers, context), controller)  # type: ignore[no-untyped-call]
     port = controller.add_insecure_port("127.0.0.1:0")

@@ -24,7 +24,6 @@ from contracts.errors import ConfigError, WireError
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
-from contracts.wire.grpc_channels import CONTROL_BYTES, TABLE_BYTES
 from contracts.wire.worker_protobuf import record_from_proto, record_to_proto, status_from_proto, status_to_proto
 
 T = TypeVar("T")
@@ -168,8 +167,6 @@ class ControllerServer:
             self._loop,
             f"{address}:0",
             secret,
-            receive_bytes=CONTROL_BYTES,
-            send_bytes=TABLE_BYTES,
             certificate=certificate,
         )
         try:

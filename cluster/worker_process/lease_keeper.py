@@ -23,7 +23,7 @@ from contracts.ids import Incarnation, WorkerName
 from contracts.messages.worker_status import EndedWorker, WorkerRecord, WorkerStatus
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
-from contracts.wire.grpc_channels import CONTROL_BYTES, channel_options
+from contracts.wire.grpc_channels import channel_options
 from contracts.wire.secure_grpc import open_channel
 from contracts.wire.worker_protobuf import record_to_proto, status_to_proto
 
@@ -119,7 +119,7 @@ class LeaseKeeper:
         self._renewing = asyncio.create_task(self._renew(stub))
 
     def _open(self) -> grpc.aio.Channel:
-        options = channel_options(CONTROL_BYTES, CONTROL_BYTES)
+        options = channel_options()
         self._channel = open_channel(self._controller, options, self._certificate)
         return self._channel
 

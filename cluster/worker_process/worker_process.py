@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from cluster.processes.log_files import log_to_file
 from cluster.processes.process_ids import die_with_parent
 from cluster.worker_process.asyncio_thread import AsyncioThread
-from cluster.worker_process.grpc_service import serve_worker
 from cluster.worker_process.hang_fault import HangFault, hang_at
 from cluster.worker_process.lease_keeper import LeaseKeeper
 from cluster.worker_process.sigterm_drain import TERMINATED
@@ -27,6 +26,7 @@ from cluster.worker_process.worker_plan import (
     node_name,
     write_exit,
 )
+from cluster.worker_process.worker_server import serve_worker
 from cluster.worker_process.worker_thread import WorkerEnd, WorkerThread
 from contracts import cpu_levels as processor
 from contracts.checkpoint.model_spec import read_model_spec
@@ -74,20 +74,19 @@ class WorkerProcess:
         )
         link_timeout_s, proxy = plan.config.transfer.link_timeout_s, plan.config.faults.proxy
         certificate = plan.config.security.cluster
-        server, endpoint = serve_worker(
-            loop, host, plan.incarnation, plan.host, plan.secret, link_timeout_s, certificate
-        )
+        server = serve_worker(loop, host, plan.incarnation, plan.host, plan.secret, link_timeout_s, certificate)
         record = WorkerRecord(
             name=plan.name,
             role=plan.role,
             incarnation=plan.incarnation,
             pid=os.getpid(),
             node=node_name(),
-            endpoint=via_proxy(endpoint, "serve", plan.name, proxy),
+            endpoint=via_proxy(server.endpoint, "calls", plan.name, proxy),
             control=via_proxy(worker.control, "control", plan.name, proxy),
             fits=worker.fits,
             node_id=plan.node_id,
             fingerprint=worker.fingerprint,
+            stream=via_proxy(server.stream, "serve", plan.name, proxy),
         )
         try:
             heartbeat_s = plan.config.cluster.heartbeat_s
@@ -110,7 +109,15 @@ class WorkerProcess:
             TERMINATED.on(host.drain)
             if not TERMINATED.listening:
                 log.warning("SIGTERM will not drain this worker: nobody listens for it in this process")
-            log.info("ready", extra={"worker": plan.name, "endpoint": endpoint, "control": worker.control})
+            log.info(
+                "ready",
+                extra={
+                    "worker": plan.name,
+                    "endpoint": server.endpoint,
+                    "stream": server.stream,
+                    "control": worker.control,
+                },
+            )
             self._ended.wait()
             if self._outcome.end is WorkerEnd.LEFT:
                 server.stop(FLUSH_S)

@@ -18,7 +18,7 @@ class WorkerRecord:
     pid: int
     node: str
     endpoint: str
-    """Its gRPC service, ``host:port``; empty in one process."""
+    """Its gRPC service for calls, ``host:port``; empty in one process."""
     control: str
     """Endpoint of its control socket for rooms; empty where peers don't connect to it."""
     fits: WorkerLimits
@@ -26,6 +26,8 @@ class WorkerRecord:
     """Id of the Ray node that it runs on; empty without Ray."""
     fingerprint: Fingerprint | None = None
     """What peers must have in common with the worker; None while no process of it has registered."""
+    stream: str = ""
+    """Where routers open their streams, ``host:port``; empty in one process."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,14 @@ class Empty(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class StreamOpening(_message.Message):
+    __slots__ = ("incarnation", "access")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ACCESS_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    access: str
+    def __init__(self, incarnation: _Optional[int] = ..., access: _Optional[str] = ...) -> None: ...
+
 class RouterFrame(_message.Message):
     __slots__ = ("commands",)
     COMMANDS_FIELD_NUMBER: _ClassVar[int]
@@ -182,12 +190,14 @@ class InvalidatePrefix(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ...) -> None: ...
 
 class WorkerFrame(_message.Message):
-    __slots__ = ("incarnation", "events")
+    __slots__ = ("incarnation", "events", "ended")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     events: _containers.RepeatedCompositeFieldContainer[Event]
-    def __init__(self, incarnation: _Optional[int] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ...) -> None: ...
+    ended: str
+    def __init__(self, incarnation: _Optional[int] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., ended: _Optional[str] = ...) -> None: ...
 
 class Event(_message.Message):
     __slots__ = ("request_id", "attempt", "tokens", "prompt_scores", "leg_report", "done", "migration_wanted", "migration_paused", "migration_undone", "migration_done", "push_ready", "pull_done", "prefix_offered", "audited")
@@ -423,7 +433,7 @@ class CheckReport(_message.Message):
     def __init__(self, name: _Optional[str] = ..., pages: _Optional[int] = ..., slots: _Optional[int] = ..., leases: _Optional[int] = ..., rooms: _Optional[int] = ..., violations: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Registration(_message.Message):
-    __slots__ = ("name", "role", "pid", "node", "endpoint", "control", "max_positions", "context", "incarnation", "node_id", "fingerprint")
+    __slots__ = ("name", "role", "pid", "node", "endpoint", "control", "max_positions", "context", "incarnation", "stream", "node_id", "fingerprint")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -433,6 +443,7 @@ class Registration(_message.Message):
     MAX_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    STREAM_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     name: str
@@ -444,9 +455,10 @@ class Registration(_message.Message):
     max_positions: int
     context: int
     incarnation: int
+    stream: str
     node_id: str
     fingerprint: Fingerprint
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., endpoint: _Optional[str] = ..., control: _Optional[str] = ..., max_positions: _Optional[int] = ..., context: _Optional[int] = ..., incarnation: _Optional[int] = ..., node_id: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., endpoint: _Optional[str] = ..., control: _Optional[str] = ..., max_positions: _Optional[int] = ..., context: _Optional[int] = ..., incarnation: _Optional[int] = ..., stream: _Optional[str] = ..., node_id: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ...) -> None: ...
 
 class Fingerprint(_message.Message):
     __slots__ = ("protocol", "layout", "numerics", "weights")

@@ -34,11 +34,6 @@ class WorkerStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Serve = channel.stream_stream(
-                '/twinpool.Worker/Serve',
-                request_serializer=contracts_dot_proto_dot_worker__pb2.RouterFrame.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.WorkerFrame.FromString,
-                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/twinpool.Worker/Status',
                 request_serializer=contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
@@ -63,12 +58,6 @@ class WorkerStub:
 
 class WorkerServicer:
     """Missing associated documentation comment in .proto file."""
-
-    def Serve(self, request_iterator, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
         """Missing associated documentation comment in .proto file."""
@@ -98,11 +87,6 @@ class WorkerServicer:
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Serve': grpc.stream_stream_rpc_method_handler(
-                    servicer.Serve,
-                    request_deserializer=contracts_dot_proto_dot_worker__pb2.RouterFrame.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.WorkerFrame.SerializeToString,
-            ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
                     request_deserializer=contracts_dot_proto_dot_worker__pb2.Empty.FromString,
@@ -133,33 +117,6 @@ def add_WorkerServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Worker:
     """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def Serve(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/twinpool.Worker/Serve',
-            contracts_dot_proto_dot_worker__pb2.RouterFrame.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.WorkerFrame.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def Status(request,

@@ -2,7 +2,7 @@
 
 HTTP proxies of the environment are ignored, since they can't reach loopback or a cluster's hosts. A connection that was
 cut is tried again within a second: gRPC's own back-off grows to two minutes, longer than any lease. The size of
-messages is bounded on both sides by the largest that each service needs.
+messages is bounded on both sides: what is asked for is short, answers may have the whole table of workers.
 """
 
 from __future__ import annotations
@@ -12,29 +12,22 @@ ChannelOptions = list[tuple[str, int]]
 RECONNECT_FIRST_MS = 100
 RECONNECT_MOST_MS = 1000
 CONTROL_BYTES = 1024 * 1024
-"""Bytes of the largest call to the controller: a registration, or a heartbeat with its counters."""
+"""Bytes of the largest message to a server: a worker's registration, or a heartbeat with its counters."""
 TABLE_BYTES = 64 * 1024 * 1024
-"""Bytes of the largest table that the controller sends; each worker takes a few kilobytes of the table."""
-COMMANDS_BYTES = 64 * 1024 * 1024
-"""Bytes of the largest frame of commands to a worker: about `shared_frames.FRAME_BYTES`, or one prompt of a whole
-context."""
-
-
-EVENTS_BYTES = 256 * 1024 * 1024
-"""Bytes of the largest frame of events from a worker, which log-probabilities of a long prompt can fill."""
+"""Bytes of the largest answer: the controller's table, of which each worker takes a few kilobytes."""
 CONCURRENT_CALLS = 4096
 """The most calls that one connection may have open at a server."""
 METADATA_BYTES = 16 * 1024
 
 
-def channel_options(send_bytes: int, receive_bytes: int, silence_s: float | None = None) -> ChannelOptions:
-    """Options of a channel to a process of this cluster, with the largest messages that it may carry, in bytes.
+def channel_options(silence_s: float | None = None) -> ChannelOptions:
+    """Options of a channel to a process of this cluster.
 
     `silence_s`: seconds without a sign of life after which the peer counts as gone; None: the channel sends no pings.
     """
     options = [
-        ("grpc.max_receive_message_length", receive_bytes),
-        ("grpc.max_send_message_length", send_bytes),
+        ("grpc.max_receive_message_length", TABLE_BYTES),
+        ("grpc.max_send_message_length", CONTROL_BYTES),
         ("grpc.max_metadata_size", METADATA_BYTES),
         ("grpc.enable_http_proxy", 0),
         ("grpc.initial_reconnect_backoff_ms", RECONNECT_FIRST_MS),
@@ -47,12 +40,11 @@ def channel_options(send_bytes: int, receive_bytes: int, silence_s: float | None
     return options if silence_s is None else [*options, *_pings(silence_s)]
 
 
-def server_options(receive_bytes: int, send_bytes: int, silence_s: float) -> ChannelOptions:
-    """Options of a server, with its largest messages in bytes. A client that is silent for `silence_s` seconds, pings
-    included, counts as gone."""
+def server_options(silence_s: float) -> ChannelOptions:
+    """Options of a server. A client that is silent for `silence_s` seconds, pings included, counts as gone."""
     return [
-        ("grpc.max_receive_message_length", receive_bytes),
-        ("grpc.max_send_message_length", send_bytes),
+        ("grpc.max_receive_message_length", CONTROL_BYTES),
+        ("grpc.max_send_message_length", TABLE_BYTES),
         ("grpc.max_metadata_size", METADATA_BYTES),
         ("grpc.max_concurrent_streams", CONCURRENT_CALLS),
         ("grpc.so_reuseport", 0),

@@ -13,6 +13,10 @@ from contracts.messages.router_commands import Command, Submit
 from contracts.proto import worker_pb2 as pb
 from contracts.wire.command_protobuf import command_to_proto
 
+COMMANDS_BYTES = 64 * 1024 * 1024
+"""Bytes of the largest frame of commands that a worker takes: about `FRAME_BYTES`, or one prompt of a whole context."""
+EVENTS_BYTES = 256 * 1024 * 1024
+"""Bytes of the largest frame of events that a router takes, which log-probabilities of a long prompt can fill."""
 FRAME_BYTES = 1024 * 1024
 """A frame is closed once it has this many bytes, or `FRAME_COMMANDS` commands; its last command may go beyond."""
 FRAME_COMMANDS = 64

@@ -10,6 +10,7 @@ from contracts.ids import Role
 
 MessageT = TypeVar("MessageT")
 ValueT = TypeVar("ValueT")
+_ROLES = {role.value: role for role in Role}
 
 
 def known(read: Callable[[MessageT], ValueT], messages: Iterable[MessageT]) -> tuple[list[ValueT], int]:
@@ -26,6 +27,7 @@ def known(read: Callable[[MessageT], ValueT], messages: Iterable[MessageT]) -> t
 
 def role_from_proto(role: str) -> Role:
     """A role from the wire. Raises `UnknownKind` for a role that this build doesn't know."""
-    if role not in tuple(Role):
+    found = _ROLES.get(role)
+    if found is None:
         raise UnknownKind(f"unknown role {role!r}")
-    return Role(role)
+    return found

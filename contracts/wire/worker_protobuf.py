@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from contracts.ids import Incarnation, WorkerName
 from contracts.messages.fingerprint import Fingerprint
 from contracts.messages.worker_status import CheckReport, WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
@@ -79,20 +81,9 @@ def fingerprint_from_proto(m: pb.Fingerprint) -> Fingerprint:
 def view_from_proto(m: pb.WorkerView) -> WorkerView:
     """Read a row of the controller's table; a worker without a status is ``starting``. Raises `UnknownKind` for a role
     that this build doesn't know."""
-    r = m.registration
-    incarnation = Incarnation(m.status.incarnation or r.incarnation)
-    record = WorkerRecord(
-        name=WorkerName(r.name),
-        role=role_from_proto(r.role),
-        incarnation=incarnation,
-        pid=r.pid,
-        node=r.node,
-        endpoint=r.endpoint,
-        control=r.control,
-        fits=WorkerLimits(r.max_positions, r.context),
-        node_id=r.node_id,
-        fingerprint=fingerprint_from_proto(r.fingerprint) if r.HasField("fingerprint") else None,
-    )
+    record = record_from_proto(m.registration)
+    incarnation = Incarnation(m.status.incarnation or record.incarnation)
+    record = replace(record, incarnation=incarnation)
     status = status_from_proto(m.status) if m.status.name else None
     if status is None:
         status = WorkerStatus(record.name, record.role, "starting", record.pid, record.node, incarnation, 0, 0, 0, 0)
@@ -101,11 +92,18 @@ def view_from_proto(m: pb.WorkerView) -> WorkerView:
 
 def record_from_proto(m: pb.Registration) -> WorkerRecord:
     """Read a worker's record; raises `UnknownKind` for a role that this build doesn't know."""
-    fits = WorkerLimits(m.max_positions, m.context)
-    name, incarnation = WorkerName(m.name), Incarnation(m.incarnation)
-    fingerprint = fingerprint_from_proto(m.fingerprint) if m.HasField("fingerprint") else None
     return WorkerRecord(
-        name, role_from_proto(m.role), incarnation, m.pid, m.node, m.endpoint, m.control, fits, m.node_id, fingerprint
+        name=WorkerName(m.name),
+        role=role_from_proto(m.role),
+        incarnation=Incarnation(m.incarnation),
+        pid=m.pid,
+        node=m.node,
+        endpoint=m.endpoint,
+        control=m.control,
+        fits=WorkerLimits(m.max_positions, m.context),
+        node_id=m.node_id,
+        fingerprint=fingerprint_from_proto(m.fingerprint) if m.HasField("fingerprint") else None,
+        stream=m.stream,
     )
 
 
@@ -123,4 +121,5 @@ def record_to_proto(record: WorkerRecord) -> pb.Registration:
         incarnation=record.incarnation,
         node_id=record.node_id,
         fingerprint=fingerprint_to_proto(record.fingerprint) if record.fingerprint is not None else None,
+        stream=record.stream,
     )

@@ -32,6 +32,8 @@ ones, and the limit on connections bounds the sum."""
 
 DIRECT_WRITE = "twinpool.direct_write"
 """The ASGI extension that writes a piece of a body at once: a function of the piece, False where it must be sent."""
+ON_GONE = "twinpool.on_gone"
+"""The ASGI extension that has a function called when the client leaves before its answer is complete."""
 JSON_KIND = b"application/json"
 JSON_KINDS = frozenset({"", "application/json", "text/json", "text/plain", "application/x-www-form-urlencoded"})
 EVENT_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
@@ -167,6 +169,10 @@ class HttpExchange:
 
         Call it only once the body has been read: from then on the exchange itself receives the ASGI messages.
         """
+        hook: Callable[[Callable[[], object]], None] | None = self.scope.get("extensions", {}).get(ON_GONE)
+        if hook is not None:
+            hook(call)
+            return
         self._on_gone.append(call)
         if self._gone is None:
             self._gone = asyncio.get_running_loop().create_task(self._watch())

@@ -22,7 +22,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from contracts.config.router_config import RouterConfig
 from router.api.asgi_exchange import AsgiReceive, AsgiScope, AsgiSend
 from router.api.coalesced_writes import CoalescingHttpProtocol, JoinedWrites
-from router.api.direct_write import offer_direct_write
+from router.api.server_extensions import LeavingCalls, offer_extensions
 from router.openai.api_errors import ApiError
 from router.state.router_log import log
 
@@ -179,6 +179,7 @@ class BoundedHttpProtocol(CoalescingHttpProtocol):
         self._stuck_since: float | None = None
         """Since when the write buffer has been full, as the client reads nothing."""
         self._closing_since: float | None = None
+        self._leaving = LeavingCalls()
 
     def on_made(self, call: Callable[[], object]) -> None:
         """Have `call` called just before the connection is counted."""
@@ -197,6 +198,7 @@ class BoundedHttpProtocol(CoalescingHttpProtocol):
         self.registry.closed(self)
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
+        self._leaving.left()
 
     def cut(self) -> None:
         """Close the connection at once; an answer under way is lost."""
@@ -215,7 +217,7 @@ class BoundedHttpProtocol(CoalescingHttpProtocol):
         self._body_began, self._body_bytes = self.loop.time(), 0
         self.registry.busy(self)
         super().on_headers_complete()
-        offer_direct_write(self.cycle)
+        offer_extensions(self.cycle, self._leaving)
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
@@ -227,6 +229,7 @@ class BoundedHttpProtocol(CoalescingHttpProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._leaving.answered()
         if not self.pipeline:
             self.registry.idle(self)
 
@@ -278,6 +281,7 @@ class BoundedHttpProtocol(CoalescingHttpProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
+            self._leaving.left()
         self.transport.close()
 
 

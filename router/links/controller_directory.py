@@ -17,10 +17,11 @@ from contracts.interfaces.discovery import WorkerClient
 from contracts.messages.worker_status import WorkerRecord, WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
+from contracts.wire.grpc_channels import channel_options
 from contracts.wire.secure_grpc import open_channel
 from contracts.wire.unknown_kinds import known
 from contracts.wire.worker_protobuf import view_from_proto
-from router.links.grpc_worker import CONNECT_TIMEOUT_S, LINK_TIMEOUT_S, GrpcWorkerClient, controller_options
+from router.links.grpc_worker import CONNECT_TIMEOUT_S, LINK_TIMEOUT_S, GrpcWorkerClient
 from router.state.router_log import log
 
 
@@ -83,7 +84,7 @@ class ControllerDirectory:
     async def _ask(self, method: str, request: Any) -> Any:
         """Make one call of the controller, on a connection of its own. Raises as `change_role` does."""
         metadata = access_metadata(cluster_secret())
-        options = controller_options(self._link_timeout_s)
+        options = channel_options(self._link_timeout_s)
         async with open_channel(self._target, options, self._certificate) as channel:
             stub: Any = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
             try:
@@ -107,7 +108,7 @@ class ControllerDirectory:
         patient = self._certificate is None
         while True:
             try:
-                options = controller_options(self._link_timeout_s)
+                options = channel_options(self._link_timeout_s)
                 async with open_channel(self._target, options, self._certificate) as channel:
                     stub: Any = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
                     async for view in stub.Watch(pb.Empty(), wait_for_ready=patient, metadata=metadata):

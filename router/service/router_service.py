@@ -242,7 +242,9 @@ class RouterService:
         choices = []
         for index in range(request.choices):
             prompt, limit = prompts[index // request.n], limits[index // request.n]
-            sampling = replace(request.sampling, max_tokens=limit, choice=index % request.n)
+            sampling, number = request.sampling, index % request.n
+            if (sampling.max_tokens, sampling.choice) != (limit, number):
+                sampling = replace(sampling, max_tokens=limit, choice=number)
             if len(prompt.tokens) < 2 and sampling.prompt_logprobs is not None:
                 sampling = replace(sampling, prompt_logprobs=None)  # A prompt's first token has no log-probability.
             routed = RoutedRequest(

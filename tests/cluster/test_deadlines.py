@@ -14,7 +14,6 @@ ENDLESS = {
     "host_tier_memory.py: line.ask(BindArenas(b'')).wait": "the line's own deadline",
     "host_tier_memory.py: line.ask(BindArenas(fresh)).wait": "the line's own deadline",
     "controller_service.py: changed.wait": "until the table changes, or the watcher's stream ends",
-    "grpc_service.py: self._frames.get": "until the stream's next frame; whatever ends the stream puts one",
     "hang_fault.py: threading.Event().wait": "a hang on purpose",
     "worker_process.py: self._ended.wait": "the worker's life; its lease, its engine thread and its parent end it",
 }

@@ -18,10 +18,9 @@ from cluster.controller import controller_service
 from cluster.controller.controller import Controller
 from cluster.controller.controller_service import ControllerServer
 from cluster.controller.incarnation_ledger import MemoryLedger
-from cluster.worker_process import grpc_service as service
 from cluster.worker_process.asyncio_thread import AsyncioThread
-from cluster.worker_process.grpc_service import serve_worker
 from cluster.worker_process.lease_keeper import LeaseKeeper
+from cluster.worker_process.worker_server import serve_worker
 from cluster.worker_process.worker_thread import WorkerThread
 from contracts.clock import ManualClock
 from contracts.config.cluster_config import ClusterConfig
@@ -29,18 +28,17 @@ from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.worker_events import Tokens
 from contracts.messages.worker_status import WorkerLimits, WorkerRecord
 from contracts.proto import worker_pb2 as pb
-from contracts.proto import worker_pb2_grpc as pb_grpc
-from contracts.wire.command_protobuf import command_to_proto
 from contracts.wire.event_protobuf import event_from_proto
 from contracts.wire.grpc_channels import CONTROL_BYTES
 from tests.cluster.fake_worker import FakeWorker, submit
+from tests.raw_frames import RawStream
 
 NAME = WorkerName("decode-0")
 WAIT_S = 60.0
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 METHODS = {
     "Controller": ["Register", "Renew", "Leave", "ChangeRole", "Drain", "Undrain", "Watch", "Nonsense"],
-    "Worker": ["Serve", "Status", "Check", "Drain", "Undrain", "Nonsense"],
+    "Worker": ["Status", "Check", "Drain", "Undrain", "Nonsense"],
 }
 
 
@@ -57,9 +55,10 @@ class Scene:
         self.host = WorkerThread(self.worker, idle_s=0.01)
         self.host.start()
         self.loop = AsyncioThread("worker-service")
-        self.server, self.endpoint = serve_worker(self.loop, self.host, 1, "127.0.0.1")
+        self.server = serve_worker(self.loop, self.host, 1, "127.0.0.1")
         self.lost: list[str] = []
-        record = WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", self.endpoint, "", WorkerLimits(1024, 2048))
+        limits = WorkerLimits(1024, 2048)
+        record = WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", self.server.endpoint, "", limits)
         self.keeper = LeaseKeeper(
             record, self.controller.endpoint, self.clock, 0.01, self.host.heartbeat, self.lost.append
         )
@@ -115,7 +114,7 @@ async def call_with(channel: grpc.aio.Channel, path: str, raw: bytes) -> grpc.St
     try:
         async with asyncio.timeout(WAIT_S):
             stream = call(iter([raw]), timeout=WAIT_S)
-            if path.endswith(("Watch", "Serve")):
+            if path.endswith("Watch"):
                 first = await stream.read()
                 stream.cancel()
                 return grpc.StatusCode.OK if first is not EOF else await stream.code()
@@ -131,48 +130,42 @@ def descriptors() -> int:
     return len(list(Path(f"/proc/{os.getpid()}/fd").iterdir()))
 
 
-async def answer_of(scene: Scene, channel: grpc.aio.Channel, request: str) -> list[int]:
-    """The tokens of one request, asked on a stream of its own."""
-    hold, found = asyncio.Event(), list[int]()
-
-    async def frames() -> Any:
-        yield pb.RouterFrame(commands=[command_to_proto(submit(request, 4))])
-        await hold.wait()
-
-    call = pb_grpc.WorkerStub(channel).Serve(frames())  # type: ignore[no-untyped-call]
+async def answer_of(stream: RawStream, request: str) -> list[int]:
+    """The tokens of one request."""
+    found = list[int]()
+    stream.send(submit(request, 4))
     async with asyncio.timeout(WAIT_S):
         while len(found) < 4:
-            for event in (await call.read()).events:
+            for event in (await stream.read()).events:
                 said = event_from_proto(event)
                 if isinstance(said, Tokens):
                     found += said.tokens
-    call.cancel()
     return found
 
 
 @pytest.mark.slow
 def test_a_flood_of_garbage_on_the_ports_of_controller_and_worker_harms_nobody(scene: Scene) -> None:
     async def flood() -> None:
-        good = grpc.aio.insecure_channel(scene.endpoint)
-        undisturbed = await answer_of(scene, good, "before")
+        good = await RawStream.open(scene.server.stream, 1)
+        undisturbed = await answer_of(good, "before")
         began = descriptors()
-        for endpoint in (scene.controller.endpoint, scene.endpoint):
+        for endpoint in (scene.controller.endpoint, scene.server.endpoint, scene.server.stream):
             for seed in range(4):
                 await asyncio.gather(*(hurl(endpoint, blob) for blob in blobs(seed, 24)))
-                assert await answer_of(scene, good, f"{endpoint}-{seed}") == undisturbed
+                assert await answer_of(good, f"{endpoint}-{seed}") == undisturbed
         rng = random.Random(5)
-        for kind, endpoint in (("Controller", scene.controller.endpoint), ("Worker", scene.endpoint)):
+        for kind, endpoint in (("Controller", scene.controller.endpoint), ("Worker", scene.server.endpoint)):
             async with grpc.aio.insecure_channel(endpoint) as stranger:
                 for method in METHODS[kind]:
                     for size in (0, 1, 40, 3000):
                         if (kind, method, size) in (("Worker", "Drain", 0), ("Worker", "Undrain", 0)):
                             continue  # An empty message is what they take.
                         await call_with(stranger, f"/twinpool.{kind}/{method}", rng.randbytes(size))
-        assert await answer_of(scene, good, "after") == undisturbed
+        assert await answer_of(good, "after") == undisturbed
         async with asyncio.timeout(WAIT_S):
             while descriptors() > began + 8:
                 await asyncio.sleep(0.01)
-        await good.close(None)
+        good.abort()
 
     asyncio.run(flood())
     assert scene.keeper.lease.held
@@ -213,29 +206,25 @@ def test_a_heartbeat_that_makes_no_sense_is_refused_and_fences_nobody(scene: Sce
     assert view.status.state == "ready"
 
 
-def test_watchers_and_sessions_are_bounded(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watchers_are_bounded(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(controller_service, "MOST_WATCHERS", 2)
-    monkeypatch.setattr(service, "MOST_SESSIONS", 2)
 
-    async def open_three(endpoint: str, path: str) -> grpc.StatusCode:
-        async with grpc.aio.insecure_channel(endpoint) as channel:
-            call: Any = channel.stream_stream(path)  # type: ignore[call-arg]
+    async def open_three() -> grpc.StatusCode:
+        async with grpc.aio.insecure_channel(scene.controller.endpoint) as channel:
+            call: Any = channel.stream_stream("/twinpool.Controller/Watch")  # type: ignore[call-arg]
             streams = []
             for _ in range(3):
                 stream = call(timeout=WAIT_S)
-                if path.endswith("Watch"):
-                    await stream.write(pb.Empty().SerializeToString())
+                await stream.write(pb.Empty().SerializeToString())
                 streams.append(stream)
                 if len(streams) < 3:
-                    await (stream.read() if path.endswith("Watch") else stream.initial_metadata())
+                    await stream.read()
             code: grpc.StatusCode = await streams[2].code()
             for stream in streams[:2]:
                 stream.cancel()
             return code
 
-    controller, worker = scene.controller.endpoint, scene.endpoint
-    for endpoint, path in ((controller, "/twinpool.Controller/Watch"), (worker, "/twinpool.Worker/Serve")):
-        assert asyncio.run(open_three(endpoint, path)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert asyncio.run(open_three()) is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def test_all_watchers_are_told_the_same_table_which_is_built_once(scene: Scene) -> None:

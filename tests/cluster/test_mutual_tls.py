@@ -17,10 +17,10 @@ from cluster.controller.controller import Controller
 from cluster.controller.controller_service import ControllerServer
 from cluster.controller.incarnation_ledger import MemoryLedger
 from cluster.worker_process.asyncio_thread import AsyncioThread
-from cluster.worker_process.grpc_service import serve_worker
 from cluster.worker_process.lease_keeper import LeaseKeeper, LeaseRefused
 from cluster.worker_process.worker_plan import WorkerPlan
 from cluster.worker_process.worker_process import WorkerProcess
+from cluster.worker_process.worker_server import serve_worker
 from cluster.worker_process.worker_thread import WorkerThread
 from contracts.clock import ManualClock, SystemClock
 from contracts.config.cluster_config import ClusterConfig, Config
@@ -29,6 +29,7 @@ from contracts.credentials.certificate_files import NODE_NAME, CertificateFiles
 from contracts.errors import ConfigError
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.interfaces.worker_interface import Worker
+from contracts.messages.worker_events import Done, Event
 from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
@@ -36,7 +37,8 @@ from contracts.wire.secure_grpc import open_channel
 from router.links.controller_directory import ControllerDirectory
 from router.links.grpc_worker import GrpcWorkerClient
 from tests.certificates import TestAuthority
-from tests.cluster.fake_worker import FakeWorker
+from tests.cluster.fake_worker import FakeWorker, submit
+from tests.raw_frames import RawStream
 
 NAME = WorkerName("decode-0")
 WAIT_S = 10.0
@@ -51,7 +53,8 @@ class Secured:
         self.host = WorkerThread(FakeWorker(incarnation=3), idle_s=0.02)
         self.host.start()
         self.loop = AsyncioThread("test-service")
-        self.server, self.worker = serve_worker(self.loop, self.host, 3, "127.0.0.1", certificate=files)
+        self.server = serve_worker(self.loop, self.host, 3, "127.0.0.1", certificate=files)
+        self.worker, self.stream = self.server.endpoint, self.server.stream
         self.core = Controller(ManualClock(), ClusterConfig(lease_s=10.0), MemoryLedger())
         self.controller = ControllerServer(self.core, certificate=files)
         self.controller.call(lambda core: core.add(NAME, Role.DECODE))
@@ -60,7 +63,7 @@ class Secured:
     @property
     def record(self) -> WorkerRecord:
         fits = WorkerLimits(1024, 2048)
-        return WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", self.worker, "tcp://x", fits)
+        return WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", self.worker, "tcp://x", fits, stream=self.stream)
 
     def close(self) -> None:
         assert self.host.stop(WAIT_S)
@@ -137,13 +140,25 @@ def test_who_only_claims_to_be_a_worker_or_the_controller_is_told_nothing(
     }[kind]  # fmt: skip
     loop, host = AsyncioThread("impostor"), WorkerThread(FakeWorker(incarnation=3), idle_s=0.02)
     host.start()
-    server, endpoint = serve_worker(loop, host, 3, "127.0.0.1", certificate=theirs)
+    server = serve_worker(loop, host, 3, "127.0.0.1", certificate=theirs)
 
     async def ask() -> grpc.StatusCode | None:
-        return await refusal(open_channel(endpoint, [], mine), controller=False)
+        return await refusal(open_channel(server.endpoint, [], mine), controller=False)
+
+    async def open_stream() -> None:
+        record = WorkerRecord(
+            NAME, Role.DECODE, Incarnation(3), 7, "n", server.endpoint, "", WorkerLimits(1, 1), stream=server.stream
+        )
+        link = GrpcWorkerClient(record, certificate=mine)
+        try:
+            with pytest.raises(ConnectionError):
+                await link.connect(print, print)
+        finally:
+            await link.aclose()
 
     try:
         assert asyncio.run(ask()) is not None
+        asyncio.run(open_stream())
     finally:
         assert host.stop(WAIT_S)
         server.stop(0.1)
@@ -166,6 +181,13 @@ def test_router_worker_and_controller_find_each_other_with_certificates(secured:
                 await asyncio.sleep(0.001)
         link = directory.port(replace(views[-1][0].record, incarnation=Incarnation(3)))
         assert (await link.status()).incarnation == 3
+        heard: list[Event] = []
+        session = await link.connect(heard.extend, lost.append)
+        session.send([submit("a", 2)])
+        async with asyncio.timeout(WAIT_S):
+            while not any(isinstance(event, Done) for event in heard):
+                await asyncio.sleep(0.001)
+        session.close()
         await link.aclose()
         assert await directory.drain(NAME) == (NAME,)
         unwatch()
@@ -173,6 +195,30 @@ def test_router_worker_and_controller_find_each_other_with_certificates(secured:
         assert not lost
 
     asyncio.run(life())
+
+
+@pytest.mark.parametrize("kind", ["plain", "no certificate", "another authority's", "expired"])
+def test_who_is_no_node_has_no_stream(secured: Secured, authority: TestAuthority, tmp_path: Path, kind: str) -> None:
+    context: ssl.SSLContext | None = None
+    if kind != "plain":
+        context = authority.trust()
+        files = {"another authority's": TestAuthority(tmp_path / "theirs").node, "expired": authority.expired}.get(kind)
+        if files is not None:
+            context.load_cert_chain(files().cert, files().key)
+
+    async def life() -> None:
+        try:
+            stream = await RawStream.connect(secured.stream, context)
+            stream.write(pb.StreamOpening(incarnation=3).SerializeToString())
+            stream.send(submit("a", 2))
+            found = await asyncio.wait_for(stream.reader.read(), WAIT_S)
+        except OSError:
+            return
+        # Whoever spoke no TLS, or had no certificate, may be told so in TLS' words, and hears no frame.
+        assert len(found) <= 7, found
+
+    asyncio.run(life())
+    assert secured.host.status().result(WAIT_S).steps == 0
 
 
 def test_a_worker_without_a_certificate_gets_no_lease(secured: Secured, authority: TestAuthority) -> None:
@@ -194,8 +240,13 @@ def test_new_files_hold_for_new_connections_and_bad_ones_change_nothing(
     first = secured.files.cert.read_bytes()
 
     async def served_with() -> str:
-        """The certificate that the worker shows to a new connection."""
-        host, port = secured.worker.split(":")
+        """The certificate that the worker shows to new connections, calls and streams."""
+        shown = {await shown_at(address) for address in (secured.worker, secured.stream)}
+        assert len(shown) == 1
+        return shown.pop()
+
+    async def shown_at(address: str) -> str:
+        host, port = address.split(":")
         context = authority.trust()
         context.check_hostname = False
         context.load_cert_chain(secured.files.cert, secured.files.key)

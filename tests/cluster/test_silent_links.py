@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from cluster.worker_process.asyncio_thread import AsyncioThread
-from cluster.worker_process.grpc_service import serve_worker
+from cluster.worker_process.worker_server import serve_worker
 from cluster.worker_process.worker_thread import WorkerThread
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.worker_events import Event
 from contracts.messages.worker_status import WorkerLimits, WorkerRecord
-from router.links.grpc_worker import GrpcSession, GrpcWorkerClient, channel_options
+from contracts.wire.grpc_channels import channel_options
+from router.links.grpc_worker import GrpcWorkerClient
+from router.links.worker_stream import WorkerStream
 from tests.cluster.fake_worker import FakeWorker, submit
 from tests.proxy import Proxy, Relay, proxying
 
@@ -30,16 +32,18 @@ class Scene:
         self.host = WorkerThread(self.worker, idle_s=0.02)
         self.host.start()
         self.loop = AsyncioThread("service")
-        self.server, endpoint = serve_worker(self.loop, self.host, 1, "127.0.0.1", link_timeout_s=LINK_S)
+        self.server = serve_worker(self.loop, self.host, 1, "127.0.0.1", link_timeout_s=LINK_S)
         self.proxy = proxy
-        self.relay: Relay = proxy.relay("serve", "decode-0", endpoint)
+        self.relay: Relay = proxy.relay("serve", "decode-0", self.server.stream)
         self.closed: list[str] = []
 
     def record(self) -> WorkerRecord:
-        name, endpoint = WorkerName("decode-0"), self.relay.endpoint
-        return WorkerRecord(name, Role.DECODE, Incarnation(1), 1, "n", endpoint, "", WorkerLimits(1, 1))
+        name, limits = WorkerName("decode-0"), WorkerLimits(1, 1)
+        return WorkerRecord(
+            name, Role.DECODE, Incarnation(1), 1, "n", self.server.endpoint, "", limits, stream=self.relay.endpoint
+        )
 
-    async def open(self) -> tuple[GrpcWorkerClient, GrpcSession]:
+    async def open(self) -> tuple[GrpcWorkerClient, WorkerStream]:
         port = GrpcWorkerClient(self.record(), LINK_S)
         heard: list[Event] = []
 
@@ -111,6 +115,6 @@ def test_an_idle_link_that_lives_is_kept(scene: Scene) -> None:
     asyncio.run(run())
 
 
-def test_the_ping_takes_half_of_the_time_and_its_answer_the_other() -> None:
+def test_grpcs_ping_takes_half_of_the_time_and_its_answer_the_other() -> None:
     options = dict(channel_options(8.0))
     assert options["grpc.keepalive_time_ms"] == options["grpc.keepalive_timeout_ms"] == 4000

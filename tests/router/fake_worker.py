@@ -150,7 +150,7 @@ class FakeWorker:
         self.rooms = rooms or Rooms()
         self.positions = positions
         self.incarnation = Incarnation(1)
-        self.endpoint = ""
+        self.endpoint = self.stream = ""
         self.node, self.node_id = "here", ""
         self.state = "ready"
         self.alive = True
@@ -183,7 +183,7 @@ class FakeWorker:
         fingerprint = Fingerprint(PROTOCOL, "layout", self.numerics, "weights") if self.numerics else None
         return WorkerRecord(
             self.name, self.role, self.incarnation, 1, self.node, self.endpoint, control, fits, self.node_id,
-            fingerprint,
+            fingerprint, self.stream,
         )  # fmt: skip
 
     def status(self) -> WorkerStatus:

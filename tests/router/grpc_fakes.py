@@ -1,4 +1,4 @@
-"""The fakes behind real gRPC servers on free ports: a worker's service and the controller's."""
+"""The fakes behind real servers on free ports: a worker's gRPC service and its streams, and the controller's."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from contracts.wire.command_protobuf import command_from_proto
 from contracts.wire.event_protobuf import event_to_proto
 from contracts.wire.worker_protobuf import report_to_proto, status_to_proto
 from router.links.grpc_worker import INCARNATION_KEY
+from tests.raw_frames import framed, read_frame
 from tests.router.fake_worker import FakeCluster, FakeSession, FakeWorker
 
 
 class WorkerFake(pb_grpc.WorkerServicer):
-    """One fake's gRPC service."""
+    """One fake's gRPC service, and its streams."""
 
     def __init__(self, worker: FakeWorker) -> None:
         self.worker = worker
@@ -28,26 +29,51 @@ class WorkerFake(pb_grpc.WorkerServicer):
         """Calls that will never be answered."""
         self.says = worker.incarnation
         """The incarnation it writes on its frames."""
+        self.writers: set[asyncio.StreamWriter] = set()
+        """Of the streams that are open."""
 
-    async def Serve(self, frames: Any, context: Any) -> AsyncIterator[pb.WorkerFrame]:
-        await self._check(context)
-        outbox: asyncio.Queue[list[Any] | None] = asyncio.Queue()
-        session = FakeSession(
-            self.worker, lambda events: outbox.put_nowait(list(events)), lambda reason: outbox.put_nowait(None)
-        )
-        self.worker.sessions.append(session)
-        reader = asyncio.create_task(self._read(session, frames))
+    def greeting(self) -> pb.WorkerFrame:
+        """What a router that is admitted is sent first."""
+        return pb.WorkerFrame(incarnation=self.says)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one router's stream, in bytes."""
+
+        def say(frame: pb.WorkerFrame) -> None:
+            if not writer.is_closing():
+                writer.write(framed(frame.SerializeToString()))
+
+        def tell(events: Any) -> None:
+            say(pb.WorkerFrame(incarnation=self.says, events=[event_to_proto(e) for e in events]))
+
+        def end(reason: str) -> None:
+            say(pb.WorkerFrame(incarnation=self.says, ended="the worker ends"))
+            writer.close()
+
+        session: FakeSession | None = None
+        self.writers.add(writer)
         try:
-            while (events := await outbox.get()) is not None:
-                yield pb.WorkerFrame(incarnation=self.says, events=[event_to_proto(e) for e in events])
+            opening = pb.StreamOpening.FromString(await read_frame(reader))
+            if self.worker.hangs:
+                self.hanging += 1
+                await asyncio.Event().wait()
+            if opening.incarnation != self.worker.incarnation:
+                text = f"this is incarnation {self.worker.incarnation}, the call is for {opening.incarnation}"
+                say(pb.WorkerFrame(incarnation=self.worker.incarnation, ended=text))
+                return
+            session = FakeSession(self.worker, tell, end)
+            self.worker.sessions.append(session)
+            say(self.greeting())
+            while True:
+                frame = pb.RouterFrame.FromString(await read_frame(reader))
+                session.send([command_from_proto(c) for c in frame.commands])
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
         finally:
-            reader.cancel()
-            session.close()
-        await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker ends")
-
-    async def _read(self, session: FakeSession, frames: Any) -> None:
-        async for frame in frames:
-            session.send([command_from_proto(c) for c in frame.commands])
+            if session is not None:
+                session.close()
+            self.writers.discard(writer)
+            writer.close()
 
     async def _check(self, context: Any) -> None:
         if self.worker.hangs:
@@ -97,7 +123,7 @@ class ControllerFake(pb_grpc.ControllerServicer):
     def _view(worker: FakeWorker) -> pb.WorkerView:
         r = worker.record
         registration = pb.Registration(
-            name=r.name, role=r.role, pid=r.pid, node=r.node, endpoint=r.endpoint, control=r.control,
+            name=r.name, role=r.role, pid=r.pid, node=r.node, endpoint=r.endpoint, stream=r.stream, control=r.control,
             max_positions=r.fits.max_positions, context=r.fits.context, incarnation=r.incarnation,
         )  # fmt: skip
         return pb.WorkerView(registration=registration, status=status_to_proto(worker.status()))
@@ -111,12 +137,27 @@ async def start(add: Any, servicer: Any, port: int = 0) -> tuple[grpc.aio.Server
     return server, bound
 
 
-async def start_worker(worker: FakeWorker) -> tuple[grpc.aio.Server, WorkerFake]:
-    """Serve `worker` on a free port, which becomes its endpoint."""
-    fake = WorkerFake(worker)
-    server, port = await start(pb_grpc.add_WorkerServicer_to_server, fake)
+class WorkerFakeServer:
+    """The servers of one fake."""
+
+    def __init__(self, calls: grpc.aio.Server, streams: asyncio.Server, fake: WorkerFake) -> None:
+        self._calls, self._streams, self._fake = calls, streams, fake
+
+    async def stop(self, grace_s: float) -> None:
+        self._streams.close()
+        for writer in self._fake.writers:
+            writer.transport.abort()
+        await self._calls.stop(grace_s)
+
+
+async def start_worker(worker: FakeWorker, fake: WorkerFake | None = None) -> tuple[WorkerFakeServer, WorkerFake]:
+    """Serve `worker` on free ports, which become its addresses."""
+    fake = fake or WorkerFake(worker)
+    calls, port = await start(pb_grpc.add_WorkerServicer_to_server, fake)
+    streams = await asyncio.start_server(fake.serve, "127.0.0.1", 0)
     worker.endpoint = f"127.0.0.1:{port}"
-    return server, fake
+    worker.stream = f"127.0.0.1:{streams.sockets[0].getsockname()[1]}"
+    return WorkerFakeServer(calls, streams, fake), fake
 
 
 async def start_controller(cluster: FakeCluster, port: int = 0) -> tuple[grpc.aio.Server, ControllerFake, int]:
@@ -128,7 +169,7 @@ async def start_controller(cluster: FakeCluster, port: int = 0) -> tuple[grpc.ai
 @contextlib.asynccontextmanager
 async def grpc_cluster(cluster: FakeCluster) -> AsyncIterator[str]:
     """Every worker and the controller of `cluster` on free ports; gives the controller's address."""
-    servers = [(await start_worker(w))[0] for w in cluster.workers.values()]
+    servers: list[Any] = [(await start_worker(w))[0] for w in cluster.workers.values()]
     controller, _, port = await start_controller(cluster)
     try:
         yield f"127.0.0.1:{port}"

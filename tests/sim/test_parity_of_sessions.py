@@ -21,7 +21,7 @@ import pytest
 
 from cluster.controller.controller_actions import LeaseGrant
 from cluster.worker_process.asyncio_thread import AsyncioThread
-from cluster.worker_process.grpc_service import serve_worker
+from cluster.worker_process.worker_server import serve_worker
 from cluster.worker_process.worker_thread import WorkerThread
 from contracts.config.load_config import config_from_dict
 from contracts.ids import Incarnation, RequestId, Role, WorkerName
@@ -141,10 +141,10 @@ def real(incarnation: int = 1) -> Iterator[Scene]:
     worker, lease = Scripted(incarnation=incarnation), [True]
     host = WorkerThread(worker, may_send=lambda: lease[0], idle_s=0.02)
     host.start()
-    server, endpoint = serve_worker(serving, host, incarnation, "127.0.0.1")
+    server = serve_worker(serving, host, incarnation, "127.0.0.1")
     with proxying() as proxy:
-        relay = proxy.relay("serve", "decode-0", endpoint)
-        table = _Table(relay.endpoint)
+        relay = proxy.relay("serve", "decode-0", server.stream)
+        table = _Table(server.endpoint, relay.endpoint)
         scene = Scene(
             worker, lambda: time.sleep(0.01), cast(Any, None), cast(Any, None), cast(Any, None),
             lambda: proxy.cut(relay), lambda: lease.__setitem__(0, False), lambda run: cast(None, host.call(run)),
@@ -183,8 +183,8 @@ def real(incarnation: int = 1) -> Iterator[Scene]:
 class _Table:
     """Implements `contracts.interfaces.discovery.WorkerDirectory` with at most one worker."""
 
-    def __init__(self, endpoint: str) -> None:
-        self._endpoint = endpoint
+    def __init__(self, endpoint: str, stream: str) -> None:
+        self._addresses = endpoint, stream
         self._listener: Callable[[tuple[WorkerView, ...]], None] = lambda views: None
 
     def watch(self, on_change: Callable[[tuple[WorkerView, ...]], None]) -> Callable[[], None]:
@@ -192,7 +192,7 @@ class _Table:
         return lambda: None
 
     def show(self, key: WorkerKey | None) -> None:
-        self._listener(() if key is None else (WorkerView(_record(key, self._endpoint), _status(key)),))
+        self._listener(() if key is None else (WorkerView(_record(key, *self._addresses), _status(key)),))
 
     def port(self, record: WorkerRecord) -> WorkerClient:
         return GrpcWorkerClient(record)
@@ -206,8 +206,8 @@ class _Table:
         return ()
 
 
-def _record(key: WorkerKey, endpoint: str) -> WorkerRecord:
-    return WorkerRecord(key[0], Role.DECODE, key[1], 1, "node", endpoint, "", FakeWorker.fits)
+def _record(key: WorkerKey, endpoint: str, stream: str) -> WorkerRecord:
+    return WorkerRecord(key[0], Role.DECODE, key[1], 1, "node", endpoint, "", FakeWorker.fits, stream=stream)
 
 
 def _status(key: WorkerKey) -> WorkerStatus:

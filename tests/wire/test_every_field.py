@@ -26,6 +26,7 @@ from cluster.ranks.follower_channel import FollowerChannel
 from cluster.ranks.leader_channel import LeaderChannel
 from cluster.worker_process.grpc_service import WorkerService
 from cluster.worker_process.lease_keeper import LeaseKeeper
+from cluster.worker_process.router_streams import RouterStreams
 from contracts.clock import ManualClock
 from contracts.config.cluster_config import FaultsConfig
 from contracts.errors import WireError
@@ -101,7 +102,7 @@ def test_a_field_of_an_unknown_type_fails_instead_of_being_left_out() -> None:
         full(New)
 
 
-# ---------------------------------------------------------------- router and worker: gRPC
+# ---------------------------------------------------------------- router and worker: gRPC and the stream
 
 
 class Host:
@@ -134,17 +135,22 @@ async def worker() -> AsyncIterator[tuple[Host, GrpcWorkerClient]]:
     host = Host()
     service: Any = WorkerService(host, INCARNATION)  # type: ignore[arg-type]
     server, number = await start(pb_grpc.add_WorkerServicer_to_server, service)
-    record = dataclasses.replace(full(WorkerRecord), incarnation=INCARNATION, endpoint=f"127.0.0.1:{number}")
+    streams = RouterStreams(host, INCARNATION)  # type: ignore[arg-type]
+    record = dataclasses.replace(
+        full(WorkerRecord), incarnation=INCARNATION, endpoint=f"127.0.0.1:{number}",
+        stream=f"127.0.0.1:{await streams.start('127.0.0.1')}",
+    )  # fmt: skip
     port = GrpcWorkerClient(record)
     try:
         yield host, port
     finally:
         await port.aclose()
+        await streams.stop(0)
         await server.stop(0)
 
 
 @pytest.mark.asyncio
-async def test_every_field_of_every_command_and_event_arrives_over_grpc() -> None:
+async def test_every_field_of_every_command_and_event_arrives_over_the_stream() -> None:
     heard: list[worker_events.Event] = []
     async with worker() as (host, port):
         host.says = dataclasses.replace(full(worker_status.WorkerStatus), incarnation=INCARNATION)

@@ -1,18 +1,17 @@
-"""Messages of a newer build over real gRPC, as while a cluster is upgraded: what isn't known here is left out, and no
-stream, no table and no other request ends for it.
+"""Messages of a newer build over real connections, as while a cluster is upgraded: what isn't known here is left out,
+and no stream, no table and no other request ends for it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import grpc.aio
 import pytest
 
 from cluster.worker_process.asyncio_thread import AsyncioThread
-from cluster.worker_process.grpc_service import serve_worker
+from cluster.worker_process.worker_server import serve_worker
 from cluster.worker_process.worker_thread import WorkerThread
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, Role
@@ -26,8 +25,9 @@ from router.links.controller_directory import ControllerDirectory
 from router.links.grpc_worker import GrpcWorkerClient
 from tests.cluster.fake_worker import FakeWorker as Engine
 from tests.cluster.fake_worker import submit
+from tests.raw_frames import RawStream
 from tests.router.fake_worker import FakeCluster, FakeWorker
-from tests.router.grpc_fakes import ControllerFake, WorkerFake, start
+from tests.router.grpc_fakes import ControllerFake, WorkerFake, start, start_worker
 from tests.router.http_server import eventually
 
 WAIT_S = 20.0
@@ -46,23 +46,17 @@ def test_a_worker_leaves_out_a_command_that_it_does_not_know_and_carries_on() ->
     host = WorkerThread(Engine(incarnation=3), idle_s=0.02)
     host.start()
     loop = AsyncioThread("test-service")
-    server, endpoint = serve_worker(loop, host, 3, "127.0.0.1")
-
-    async def frames(hold: asyncio.Event) -> AsyncIterator[pb.RouterFrame]:
-        first, second = (command_to_proto(submit(name, 2)) for name in ("a", "b"))
-        yield pb.RouterFrame(commands=[first, newer(pb.Command), second])
-        await hold.wait()
+    server = serve_worker(loop, host, 3, "127.0.0.1")
 
     async def talk() -> dict[str, bool]:
-        hold, ended = asyncio.Event(), dict[str, bool]()
-        async with grpc.aio.insecure_channel(endpoint) as channel:
-            call = pb_grpc.WorkerStub(channel).Serve(frames(hold))  # type: ignore[no-untyped-call]
-            while len(ended) < 2:
-                frame = await asyncio.wait_for(call.read(), WAIT_S)
-                assert isinstance(frame, pb.WorkerFrame), "the stream has ended"
-                events = map(event_from_proto, frame.events)
-                ended |= {e.request_id: e.error is None for e in events if isinstance(e, Done)}
-            hold.set()
+        ended = dict[str, bool]()
+        stream = await RawStream.open(server.stream, 3)
+        first, second = (command_to_proto(submit(name, 2)) for name in ("a", "b"))
+        stream.write_frame([first, newer(pb.Command), second])
+        while len(ended) < 2:
+            events = map(event_from_proto, (await stream.read()).events)
+            ended |= {e.request_id: e.error is None for e in events if isinstance(e, Done)}
+        stream.abort()
         return ended
 
     try:
@@ -76,7 +70,7 @@ def test_a_worker_leaves_out_a_command_that_it_does_not_know_and_carries_on() ->
 class NewerWorker(WorkerFake):
     """Its router is sent what only a newer build knows, among what every build does."""
 
-    async def Serve(self, frames: Any, context: Any) -> AsyncIterator[pb.WorkerFrame]:
+    def greeting(self) -> pb.WorkerFrame:
         paused = event_to_proto(MigrationPaused(RequestId("a"), 1, 7))
         failed = event_to_proto(Done(RequestId("b"), 1, "error", error=ErrorKind.WORKER, message="why"))
         failed.done.error = "of a newer kind"
@@ -84,15 +78,13 @@ class NewerWorker(WorkerFake):
         audited.audited.end = "in a newer way"
         progress = pb.Event(request_id="d", leg_report=pb.LegReport(role="of a newer kind"))
         events = [paused, newer(pb.Event), progress, failed, audited]
-        yield pb.WorkerFrame(incarnation=self.says, events=events)
-        await asyncio.Event().wait()
+        return pb.WorkerFrame(incarnation=self.says, events=events)
 
 
 @pytest.mark.asyncio
 async def test_a_router_leaves_out_an_event_that_it_does_not_know_and_an_unknown_failure_is_the_workers() -> None:
     worker = FakeWorker("decode-0", Role.DECODE)
-    server, port = await start(pb_grpc.add_WorkerServicer_to_server, NewerWorker(worker))
-    worker.endpoint = f"127.0.0.1:{port}"
+    server, _ = await start_worker(worker, NewerWorker(worker))
     link, heard, closed = GrpcWorkerClient(worker.record), list[Event](), list[str]()
 
     def hear(events: Sequence[Event]) -> None:

@@ -343,7 +343,7 @@ def test_a_worker_registers_though_the_environment_names_a_proxy(wired: Wired, m
 
 def test_no_channel_within_the_cluster_asks_a_proxy() -> None:
     """Every channel is opened with options of `contracts.wire.grpc_channels`, which turn that off."""
-    assert dict(channel_options(1, 1))["grpc.enable_http_proxy"] == 0
+    assert dict(channel_options())["grpc.enable_http_proxy"] == 0
     root = Path(__file__).parents[3]
     opened = [
         call

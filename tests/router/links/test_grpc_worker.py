@@ -114,7 +114,7 @@ async def test_another_incarnation_is_refused_with_both_numbers() -> None:
 
 async def test_nobody_at_the_address_is_told_at_once() -> None:
     worker = FakeWorker("decode-0", Role.DECODE)
-    worker.endpoint = nothing_listens()
+    worker.endpoint = worker.stream = nothing_listens()
     port = GrpcWorkerClient(worker.record)
     async with asyncio.timeout(3):
         with pytest.raises(ConnectionError, match="decode-0"):
@@ -128,7 +128,7 @@ async def test_a_worker_that_hangs_is_told_by_the_deadline(monkeypatch: pytest.M
     server, _ = await start_worker(worker)
     worker.hangs = True
     port = GrpcWorkerClient(worker.record)
-    with pytest.raises(ConnectionError, match="DEADLINE"):
+    with pytest.raises(ConnectionError, match=r"didn't answer in 0\.1 s"):
         await port.connect(print, print)
     await port.aclose()
     await server.stop(0)

@@ -1,0 +1,62 @@
+"""TLS between the nodes of a cluster: both ends have a certificate of the cluster's own authority."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+
+from contracts.credentials.certificate_files import CertificateFiles
+from contracts.errors import ConfigError
+
+log = logging.getLogger("twinpool.tls")
+
+
+class NodeTls:
+    """The TLS contexts of a node, read again whenever its files change. Raises `ConfigError` where they can't be used
+    at first; later bad files change nothing. Connections that are open keep theirs."""
+
+    def __init__(self, files: CertificateFiles) -> None:
+        self._files = files
+        self._contexts = _read(files)
+        self._stamp = files.stamp()
+
+    def server(self) -> ssl.SSLContext:
+        """Return the context of one that is called, by nodes only."""
+        self._refresh()
+        return self._contexts[0]
+
+    def client(self) -> ssl.SSLContext:
+        """Return the context of one that calls a node; the name to ask for is `NODE_NAME`."""
+        self._refresh()
+        return self._contexts[1]
+
+    def _refresh(self) -> None:
+        try:
+            stamp = self._files.stamp()
+            if stamp == self._stamp:
+                return
+            self._stamp = stamp
+            self._files.check()
+            self._contexts = _read(self._files)
+        except (OSError, ConfigError) as error:
+            log.error("the node's certificate is as before: its files can't be used", extra={"reason": str(error)})
+            return
+        log.info("the node's certificate was read again")
+
+
+def _read(files: CertificateFiles) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    server = _context(files, ssl.PROTOCOL_TLS_SERVER)
+    server.verify_mode = ssl.CERT_REQUIRED
+    return server, _context(files, ssl.PROTOCOL_TLS_CLIENT)
+
+
+def _context(files: CertificateFiles, protocol: int) -> ssl.SSLContext:
+    assert files.ca is not None, "nodes have an authority"
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    try:
+        context.load_cert_chain(files.cert, files.key)
+        context.load_verify_locations(files.ca)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"can't use the node's certificate {files.cert}: {error}") from None
+    return context

@@ -1,0 +1,166 @@
+"""A TCP connection that carries frames both ways: four bytes of length, big-endian, then so many bytes.
+
+A frame without bytes is a sign of life: each end sends one when it has had nothing else to say, and takes a peer from
+which nothing comes for gone. gRPC does the same with a task and several system calls a message, which was a third of a
+router's time ([decision 52](../../docs/decisions/0052-frames-without-grpc.md)).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import cast
+
+HEAD_BYTES = 4
+OPENING_BYTES = 4096
+"""Bytes of the largest frame that a stranger may send: the first one, which says who it is."""
+TICKS = 4
+"""Signs of life within the time after which a silent peer counts as gone."""
+UNREAD_BYTES = 1024 * 1024
+"""Bytes that wait for the peer above which `flows` says no."""
+
+
+class FrameConnection(asyncio.Protocol):
+    """One end of a connection. Used on one event loop, on which `on_frame` and `on_end` are called too.
+
+    `on_end` is called once, with the reason, when the connection has ended other than by `close` and `abort`. What
+    `on_frame` raises ends it. Both are to be set before the loop has its next turn.
+    """
+
+    def __init__(self, silence_s: float) -> None:
+        """`silence_s`: seconds after which a peer that says nothing counts as gone."""
+        self.on_frame: Callable[[bytes], None] = _ignored
+        self.on_end: Callable[[str], None] = _ignored
+        self.on_flow: Callable[[], None] | None = None
+        """Called when `flows` says yes again."""
+        self.most_bytes = OPENING_BYTES
+        """Bytes of the largest frame that is taken."""
+        self.flows = False
+        """Whether the peer reads what is sent, so that more of it may be."""
+        self._tick_s = silence_s / TICKS
+        self._loop = asyncio.get_running_loop()
+        self.lost: asyncio.Future[None] = self._loop.create_future()
+        """Done when the socket is closed, or will never be opened."""
+        self._transport: asyncio.Transport | None = None
+        self._data = bytearray()
+        self._quiet = 0
+        """Ticks in a row in which nothing came."""
+        self._said = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._over = False
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame; one to a connection that has ended is lost."""
+        if self._transport is not None and not self._over:
+            self._said = True
+            self._transport.write(len(frame).to_bytes(HEAD_BYTES, "big") + frame)
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes that were sent and still wait in this process."""
+        return self._transport.get_write_buffer_size() if self._transport is not None else 0
+
+    def close(self, within_s: float) -> None:
+        """End the connection after what was sent, at the latest `within_s` from now. Idempotent."""
+        if self._stop() and self._transport is not None:
+            self._transport.close()
+            self._timer = self._loop.call_later(within_s, self._transport.abort)
+
+    def abort(self) -> None:
+        """End the connection at once. Idempotent."""
+        self._stop()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _stop(self) -> bool:
+        """Stop to listen; returns False where that was so already."""
+        if self._over:
+            return False
+        self._over = True
+        self._data.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+        return True
+
+    def fail(self, reason: str) -> None:
+        """End the connection at once, for a reason that `on_end` is told. Idempotent."""
+        if self._stop():
+            if self._transport is not None:
+                self._transport.abort()
+            self.on_end(reason)
+
+    def unmade(self) -> None:
+        """Take note that its socket won't be opened. Does nothing where it was."""
+        if self._transport is None:
+            self.fail("the connection couldn't be made")
+            self._set_lost()
+
+    def _tick(self) -> None:
+        # Ticks are counted and not seconds: a loop that stood still itself has one tick of it, not a silent peer.
+        self._quiet += 1
+        if self._quiet > TICKS:
+            self.fail("nothing came from the other end, not even a sign of life")
+            return
+        if not self._said:
+            self.send(b"")
+        self._said = False
+        self._timer = self._loop.call_later(self._tick_s, self._tick)
+
+    # ------------------------------------------------------------ called by the event loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by inheritance
+        if self._over:
+            self._transport.abort()
+            return
+        self._transport.set_write_buffer_limits(UNREAD_BYTES)
+        self.flows = True
+        self._timer = self._loop.call_later(self._tick_s, self._tick)
+
+    def data_received(self, data: bytes) -> None:
+        self._quiet = 0
+        if self._over:
+            return
+        self._data += data
+        try:
+            self._take_frames()
+        except Exception as error:  # Whatever it is: frames behind one that was lost mean nothing.
+            self.fail(f"a frame can't be taken: {error!r}")
+
+    def _take_frames(self) -> None:
+        waiting, begin = self._data, 0
+        while len(waiting) - begin >= HEAD_BYTES and not self._over:
+            size = int.from_bytes(waiting[begin : begin + HEAD_BYTES], "big")
+            if size > self.most_bytes:
+                self.fail(f"a frame of {size} bytes came, and {self.most_bytes} are allowed")
+                return
+            end = begin + HEAD_BYTES + size
+            if len(waiting) < end:
+                break
+            if size:
+                self.on_frame(bytes(waiting[begin + HEAD_BYTES : end]))
+            begin = end
+        del self._data[:begin]
+
+    def pause_writing(self) -> None:
+        self.flows = False
+
+    def resume_writing(self) -> None:
+        self.flows = True
+        if self.on_flow is not None and not self._over:
+            self.on_flow()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._set_lost()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._stop():
+            self.on_end(str(exc) if exc is not None else "the other end closed the connection")
+
+    def _set_lost(self) -> None:
+        if not self.lost.done():
+            self.lost.set_result(None)
+
+
+def _ignored(said: object) -> None:
+    """Take what nobody hears."""

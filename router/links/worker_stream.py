@@ -1,0 +1,143 @@
+"""The router's end of the stream to a worker: commands out, events in, on one connection.
+
+What a turn of the loop sends goes out together at its end. The worker's frames carry its incarnation back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from google.protobuf.message import DecodeError
+
+from contracts.cluster_secret import access_token, cluster_secret
+from contracts.credentials.certificate_files import NODE_NAME
+from contracts.credentials.node_tls import NodeTls
+from contracts.errors import WireError
+from contracts.ids import Incarnation
+from contracts.messages.router_commands import Command
+from contracts.messages.worker_events import Event
+from contracts.messages.worker_status import WorkerRecord
+from contracts.proto import worker_pb2 as pb
+from contracts.wire.event_protobuf import event_from_proto
+from contracts.wire.frame_connection import FrameConnection
+from contracts.wire.shared_frames import EVENTS_BYTES, FrameWriter
+from contracts.wire.unknown_kinds import known
+from router.state.router_log import log
+
+
+class WorkerStream:
+    """The open stream to one worker."""
+
+    def __init__(
+        self,
+        connection: FrameConnection,
+        incarnation: Incarnation,
+        on_events: Callable[[Sequence[Event]], None],
+        on_closed: Callable[[str], None],
+    ) -> None:
+        self._connection = connection
+        self._incarnation = incarnation
+        self._on_events = on_events
+        self._on_closed: Callable[[str], None] | None = on_closed
+        self._queue: list[Command] = []
+        self._writer = FrameWriter()
+        self._due = False
+        """Whether the queue is to be sent at the end of this turn of the loop."""
+        self._loop = asyncio.get_running_loop()
+        self.opened: asyncio.Future[None] = self._loop.create_future()
+        """Done when the worker has admitted this router."""
+        connection.most_bytes = EVENTS_BYTES
+        connection.on_frame, connection.on_end, connection.on_flow = self._frame, self._broken, self._flush
+
+    def send(self, commands: Sequence[Command]) -> None:
+        if self._on_closed is None:
+            return
+        self._queue.extend(commands)
+        if not self._due:
+            self._due = True
+            self._loop.call_soon(self._flush)
+
+    def close(self) -> None:
+        """End the stream without a call of `on_closed`. Idempotent."""
+        self._on_closed = None
+        self._queue.clear()
+        self._connection.abort()
+
+    def _flush(self) -> None:
+        self._due = False
+        # What a worker doesn't read waits as commands, which cost nothing twice.
+        if self._queue and self._connection.flows:
+            batch, self._queue = self._queue, []
+            for frame in self._writer.frames(batch):
+                self._connection.send(frame)
+
+    def _broken(self, reason: str) -> None:
+        if not self.opened.done():
+            self.opened.set_exception(ConnectionError(reason))
+            self.close()
+        on_closed = self._on_closed
+        self.close()
+        if on_closed is not None:
+            on_closed(reason)
+
+    def _frame(self, raw: bytes) -> None:
+        try:
+            frame = pb.WorkerFrame.FromString(raw)
+            if frame.ended:
+                self._broken(frame.ended)
+                return
+            if frame.incarnation != self._incarnation:
+                raise WireError(f"a frame of incarnation {frame.incarnation} came on {self._incarnation}'s stream")
+            events, others = known(event_from_proto, frame.events)
+        except (WireError, DecodeError, ValueError) as error:
+            self._broken(f"a frame that can't be read: {error}")
+            return
+        if not self.opened.done():
+            self.opened.set_result(None)
+        if others:
+            log("unknown events", incarnation=self._incarnation, left_out=others)
+        if not events or self._on_closed is None:
+            return
+        try:
+            self._on_events(events)
+        except Exception as error:  # our own bug: a stream that nobody reads would hang its requests
+            log("events failed", level=logging.ERROR, trace=True)
+            self._broken(f"the router failed on an event: {error!r}")
+
+
+async def open_stream(
+    record: WorkerRecord,
+    silence_s: float,
+    tls: NodeTls | None,
+    on_events: Callable[[Sequence[Event]], None],
+    on_closed: Callable[[str], None],
+    *,
+    timeout_s: float,
+) -> WorkerStream:
+    """Open the stream to a worker; `silence_s`: seconds after which a worker that says nothing counts as gone.
+
+    Raises `ConnectionError` where the worker can't be reached, refuses, or hasn't answered after `timeout_s`.
+    """
+    loop = asyncio.get_running_loop()
+    host, _, port = record.stream.rpartition(":")
+    connection = FrameConnection(silence_s)
+    stream = WorkerStream(connection, record.incarnation, on_events, on_closed)
+    opening = pb.StreamOpening(incarnation=record.incarnation, access=access_token(cluster_secret()))
+    context, name = (tls.client(), NODE_NAME) if tls is not None else (None, None)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await loop.create_connection(lambda: connection, host, int(port), ssl=context, server_hostname=name)
+            connection.send(opening.SerializeToString())
+            await stream.opened
+    except TimeoutError:
+        stream.close()
+        raise ConnectionError(f"{record.name} at {record.stream} didn't answer in {timeout_s} s") from None
+    except (OSError, ValueError) as error:  # `ssl.SSLError` and `ConnectionError` are OSErrors.
+        stream.close()
+        raise ConnectionError(f"{record.name} at {record.stream}: {error}") from None
+    except asyncio.CancelledError:
+        stream.close()
+        raise
+    return stream

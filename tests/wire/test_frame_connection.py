@@ -1,0 +1,248 @@
+"""A connection of frames under a loop whose time is the test's: what comes out of its bytes, and who counts as gone."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contracts.wire.frame_connection import TICKS, UNREAD_BYTES, FrameConnection
+
+SILENCE_S = 8.0
+
+
+class Loop:
+    """Timers of an event loop, fired by hand."""
+
+    def __init__(self) -> None:
+        self.timers: list[tuple[float, Callable[[], None]]] = []
+
+    def create_future(self) -> Any:
+        return Lost()
+
+    def call_later(self, delay_s: float, run: Callable[[], None]) -> Any:
+        timer = (delay_s, run)
+        self.timers.append(timer)
+        return Handle(lambda: self.timers.remove(timer) if timer in self.timers else None)
+
+    def fire(self) -> float:
+        """Fire the only timer; returns its delay."""
+        ((delay_s, run),) = self.timers
+        self.timers.clear()
+        run()
+        return delay_s
+
+
+class Handle:
+    def __init__(self, cancel: Callable[[], None]) -> None:
+        self.cancel = cancel
+
+
+class Lost:
+    """What of a future is used."""
+
+    def __init__(self) -> None:
+        self.set = False
+
+    def done(self) -> bool:
+        return self.set
+
+    def set_result(self, result: None) -> None:
+        self.set = True
+
+
+class Wire:
+    """The transport."""
+
+    def __init__(self) -> None:
+        self.written = b""
+        self.ended = ""
+        self.limit = 0
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    def set_write_buffer_limits(self, high: int) -> None:
+        self.limit = high
+
+    def get_write_buffer_size(self) -> int:
+        return len(self.written)
+
+    def close(self) -> None:
+        self.ended = self.ended or "closed"
+
+    def abort(self) -> None:
+        self.ended = "aborted"
+
+
+class Scene:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.loop, self.wire = Loop(), Wire()
+        monkeypatch.setattr(asyncio, "get_running_loop", lambda: self.loop)
+        self.connection = FrameConnection(SILENCE_S)
+        monkeypatch.undo()
+        self.heard: list[bytes] = []
+        self.reasons: list[str] = []
+        self.connection.on_frame, self.connection.on_end = self.heard.append, self.reasons.append
+        self.connection.connection_made(cast(Any, self.wire))
+
+    def hear(self, data: bytes) -> None:
+        self.connection.data_received(data)
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
+    return Scene(monkeypatch)
+
+
+def framed(frame: bytes) -> bytes:
+    return struct.pack(">I", len(frame)) + frame
+
+
+@given(st.lists(st.binary(max_size=40), max_size=8), st.lists(st.integers(0, 400), max_size=12))
+def test_frames_come_out_whole_however_the_bytes_are_cut(frames: list[bytes], cuts: list[int]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        scene = Scene(patch)
+    whole = b"".join(map(framed, frames))
+    edges = sorted({0, len(whole), *(cut for cut in cuts if cut < len(whole))})
+    for begin, end in pairwise(edges):
+        scene.hear(whole[begin:end])
+    assert scene.heard == [frame for frame in frames if frame]
+    assert scene.reasons == []
+
+
+def test_what_is_sent_has_its_length_before_it(scene: Scene) -> None:
+    scene.connection.send(b"one")
+    scene.connection.send(b"x" * 70_000)
+    assert scene.wire.written == framed(b"one") + framed(b"x" * 70_000)
+    assert scene.connection.unread_bytes == len(scene.wire.written)
+
+
+def test_a_frame_of_the_most_bytes_is_taken_and_one_more_byte_ends_it_before_it_has_come(scene: Scene) -> None:
+    scene.connection.most_bytes = 10
+    scene.hear(framed(b"x" * 10))
+    scene.hear(struct.pack(">I", 11))
+    assert scene.heard == [b"x" * 10]
+    assert scene.reasons == ["a frame of 11 bytes came, and 10 are allowed"]
+    assert scene.wire.ended == "aborted"
+
+
+def test_a_frame_may_raise_the_bound_for_the_next_one_of_the_same_packet(scene: Scene) -> None:
+    scene.connection.most_bytes = 4
+
+    def opened(frame: bytes) -> None:
+        scene.heard.append(frame)
+        scene.connection.most_bytes = 100
+
+    scene.connection.on_frame = opened
+    scene.hear(framed(b"hi") + framed(b"x" * 90))
+    assert scene.heard == [b"hi", b"x" * 90]
+
+
+def test_what_a_frame_raises_ends_the_connection_with_it(scene: Scene) -> None:
+    def fail(frame: bytes) -> None:
+        raise KeyError("planted")
+
+    scene.connection.on_frame = fail
+    scene.hear(framed(b"a") + framed(b"b"))
+    assert len(scene.reasons) == 1
+    assert "planted" in scene.reasons[0]
+    assert scene.loop.timers == []
+
+
+@pytest.mark.parametrize("how", ["close", "abort", "fail"])
+def test_after_its_end_nothing_is_heard_or_said(scene: Scene, how: str) -> None:
+    def end(frame: bytes) -> None:
+        scene.heard.append(frame)
+        if how == "close":
+            scene.connection.close(2.0)
+        elif how == "abort":
+            scene.connection.abort()
+        else:
+            scene.connection.fail("why")
+
+    scene.connection.on_frame = end
+    scene.hear(framed(b"a") + framed(b"b"))
+    scene.hear(framed(b"c"))
+    scene.connection.send(b"late")
+    scene.connection.connection_lost(None)
+    assert scene.heard == [b"a"]
+    assert scene.wire.written == b""
+    assert scene.wire.ended == ("closed" if how == "close" else "aborted")
+    assert scene.reasons == (["why"] if how == "fail" else [])
+    assert scene.connection.lost.done()
+    assert scene.loop.timers == []
+
+
+def test_a_peer_that_never_reads_the_end_is_cut_in_time(scene: Scene) -> None:
+    scene.connection.close(2.0)
+    assert scene.wire.ended == "closed"
+    assert scene.loop.fire() == 2.0
+    assert scene.wire.ended == "aborted"
+
+
+def test_the_other_ends_close_is_told_once(scene: Scene) -> None:
+    scene.connection.connection_lost(ConnectionResetError("reset"))
+    scene.connection.connection_lost(None)
+    assert scene.reasons == ["reset"]
+
+
+def test_an_idle_connection_says_that_it_lives_and_a_busy_one_says_nothing_more(scene: Scene) -> None:
+    assert scene.loop.fire() == SILENCE_S / TICKS
+    assert scene.wire.written == framed(b"")
+    scene.hear(framed(b""))
+    scene.connection.send(b"busy")
+    written = scene.wire.written
+    scene.loop.fire()
+    assert scene.wire.written == written
+    scene.loop.fire()
+    assert scene.wire.written == written + framed(b"")
+
+
+def test_a_silent_peer_is_gone_after_the_time_and_not_before(scene: Scene) -> None:
+    scene.hear(framed(b"")[:2])
+    for _ in range(TICKS):
+        scene.loop.fire()
+    assert scene.reasons == []
+    scene.loop.fire()
+    assert len(scene.reasons) == 1
+    assert scene.wire.ended == "aborted"
+
+
+def test_a_loop_that_stood_still_itself_takes_nobody_for_gone(scene: Scene) -> None:
+    """However late a tick is, what came meanwhile is read before as many more have passed."""
+    for _ in range(3):
+        scene.loop.fire()
+    scene.loop.fire()  # Ten times as late as it was to be: it is one tick all the same.
+    assert scene.reasons == []
+    scene.hear(framed(b""))
+    for _ in range(TICKS):
+        scene.loop.fire()
+    assert scene.reasons == []
+
+
+def test_a_peer_that_reads_slowly_is_told_of_and_when_it_reads_again(scene: Scene) -> None:
+    flowing: list[bool] = []
+    scene.connection.on_flow = lambda: flowing.append(scene.connection.flows)
+    assert scene.wire.limit == UNREAD_BYTES
+    assert scene.connection.flows
+    scene.connection.pause_writing()
+    assert not scene.connection.flows
+    scene.connection.resume_writing()
+    assert flowing == [True]
+
+
+def test_one_that_ended_before_it_was_made_is_cut_when_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, wire = Loop(), Wire()
+    monkeypatch.setattr(asyncio, "get_running_loop", lambda: loop)
+    connection = FrameConnection(SILENCE_S)
+    connection.close(1.0)
+    connection.connection_made(cast(Any, wire))
+    assert wire.ended == "aborted"
+    assert loop.timers == []
