@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import psutil
 
+from contracts.proto import worker_pb2 as pb
+from tests.raw_frames import framed
 from tests.serving import Serving, family
 
 PATIENCE_S = 0.5
@@ -42,7 +44,21 @@ HTTP_1 = (
     b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer tp-x\r\ncontent-type: application/json"
     b"\r\ncontent-length: 54\r\n\r\n" + b'{"model": "demo", "prompt": [5, 6, 7], "max_tokens": 4}'
 )
-BEGINNINGS = (CLIENT_HELLO, ZMTP_GREETING, ZMTP_NULL, HTTP_2, HTTP_1)
+STREAM = framed(pb.StreamOpening(incarnation=1).SerializeToString()) + framed(
+    pb.RouterFrame(
+        commands=[
+            pb.Command(
+                submit=pb.Submit(
+                    request_id="r", room="m", tokens=[5, 6, 7], prompt_len=3, deadline_s=5.0,
+                    peer=pb.Peer(name="prefill-0", incarnation=1, control="tcp://127.0.0.1:9"),
+                    sampling=pb.Sampling(max_tokens=4, top_p=1.0),
+                )
+            ),
+            pb.Command(cancel=pb.Cancel(request_id="r")),
+        ]
+    ).SerializeToString()
+)  # fmt: skip
+BEGINNINGS = (CLIENT_HELLO, ZMTP_GREETING, ZMTP_NULL, HTTP_2, HTTP_1, STREAM)
 
 
 @dataclass(frozen=True)
