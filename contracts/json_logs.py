@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 
+from contracts.compact_json import compact_json
+
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "fields", "color_message"}
-
-
-_dumps = json.JSONEncoder(default=str).encode
 
 
 class JsonFormatter(logging.Formatter):
@@ -33,11 +31,13 @@ class JsonFormatter(logging.Formatter):
         line.update({k: v for k, v in vars(record).items() if k not in _STANDARD and not k.startswith("_")})
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return _dumps(line)
+        return compact_json(line, str)
 
 
 def log_to_stream(process: str) -> None:
     """Send all logs of this process, libraries' included, to its standard error."""
+    # Looked up for each record, and in no line.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter(process))
     root = logging.getLogger()

@@ -2,8 +2,8 @@
 
     python -m bench.common.stand_in_workers --context 200000 --token-ms 20
 
-It prints the controller's address and serves until its standard input ends. What the router does for a request is the
-same as in front of real workers; prompts of any length cost nothing here.
+It prints the controller's address and that of the prefill worker's streams, and serves until its standard input ends.
+What the router does for a request is the same as in front of real workers; prompts of any length cost nothing here.
 """
 
 from __future__ import annotations
@@ -172,6 +172,7 @@ async def serve(context: int, token_s: float) -> None:
     port = controller.add_insecure_port("127.0.0.1:0")
     await controller.start()
     print(f"127.0.0.1:{port}", flush=True)
+    print(workers[0].stream, flush=True)
     await asyncio.to_thread(sys.stdin.read)
     os._exit(0)
 

@@ -9,7 +9,8 @@ without a model, in turns; it passes on what comes, where Twinpool's router read
 of tokens, checks their order, and picks two workers.
 
 - short: answers of one token, some connections at a time, kept open.
-- added: one connection; the time of a request.
+- added: one connection; the time of a request, and what of it is the router's: the same request is sent to a worker
+  without a router, in the worker's own protocol.
 - streams: many streams, a token each so often.
 - idle: streams that have their first token and wait; memory of the process before them, with them, and a while after.
 """
@@ -39,6 +40,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common import machine
+from contracts.proto import worker_pb2 as pb
+from contracts.wire.frame_connection import FrameConnection
+from contracts.wire.shared_frames import EVENTS_BYTES
 
 ROOT = Path(__file__).parents[2]
 START_S = 60.0
@@ -54,6 +58,8 @@ class RouterUnderTest:
     pid: int
     port: int
     model: str
+    worker_ms: float = 0.0
+    """Time of a request that is sent to a worker without the router, median."""
 
     def cpu_s(self) -> float:
         times = psutil.Process(self.pid).cpu_times()
@@ -79,8 +85,10 @@ class RouterCost:
     requests_per_s: float
     request_us: float
     """Processor time of a request."""
-    added_ms: float
+    one_ms: float
     """Time of a request on one connection, median."""
+    added_ms: float
+    """What of it is not there where the worker is asked without a router."""
     token_us: float
     """Processor time of a streamed token."""
 
@@ -182,7 +190,31 @@ async def measure(router: RouterUnderTest, args: argparse.Namespace) -> RouterCo
     streams = await ask(router, stream, args.streams, 1)
     used = router.cpu_s() - cpu - args.streams * request_us / 1e6
     tokens = sum(connection.tokens for connection in streams)
-    return RouterCost(router.name, rate, request_us, statistics.median(one.took_s) * 1000, used / tokens * 1e6)
+    one_ms = statistics.median(one.took_s) * 1000
+    return RouterCost(router.name, rate, request_us, one_ms, one_ms - router.worker_ms, used / tokens * 1e6)
+
+
+async def ask_worker(address: str, times: int) -> float:
+    """Send one request after another to a prefill worker's stream; returns the median time in milliseconds."""
+    loop = asyncio.get_running_loop()
+    host, _, port = address.rpartition(":")
+    connection = FrameConnection(60.0)
+    connection.most_bytes = EVENTS_BYTES
+    heard: asyncio.Queue[pb.WorkerFrame] = asyncio.Queue()
+    connection.on_frame = lambda frame: heard.put_nowait(pb.WorkerFrame.FromString(frame))
+    await loop.create_connection(lambda: connection, host, int(port))
+    connection.send(pb.StreamOpening(incarnation=1).SerializeToString())
+    await heard.get()
+    took = []
+    for number in range(times):
+        submit = pb.Submit(request_id=f"r{number}", tokens=range(12), prompt_len=12, sampling=pb.Sampling(max_tokens=1))
+        began = time.perf_counter()
+        connection.send(pb.RouterFrame(commands=[pb.Command(submit=submit)]).SerializeToString())
+        while not any(event.HasField("done") for event in (await heard.get()).events):
+            pass
+        took.append(time.perf_counter() - began)
+    connection.abort()
+    return statistics.median(took) * 1000
 
 
 async def idle(router: RouterUnderTest, streams: int, seconds: float) -> list[float]:
@@ -244,6 +276,9 @@ def wait_for(port: int, path: str) -> None:
 def own_router(model: Path, token_ms: float) -> Iterator[RouterUnderTest]:
     with ExitStack() as stack:
         workers = [sys.executable, "-m", "bench.common.stand_in_workers", "--token-ms", str(token_ms)]
+        with child(workers) as alone:
+            said(alone)
+            worker_ms = uvloop.run(ask_worker(said(alone), 500))
         controller = said(stack.enter_context(child(workers)))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (folder / "config.json").write_text(json.dumps(LIMITS))
@@ -254,7 +289,7 @@ def own_router(model: Path, token_ms: float) -> Iterator[RouterUnderTest]:
         ]  # fmt: skip
         process = stack.enter_context(child(command, stderr=subprocess.DEVNULL))
         wait_for(port, "/health")
-        yield RouterUnderTest("twinpool", process.pid, port, model.name)
+        yield RouterUnderTest("twinpool", process.pid, port, model.name, worker_ms)
 
 
 @contextmanager
@@ -270,15 +305,18 @@ def rival_router(python: str, token_ms: float) -> Iterator[RouterUnderTest]:
         ]  # fmt: skip
         process = stack.enter_context(child(command, stderr=subprocess.DEVNULL))
         wait_for(port, "/readiness")
-        yield RouterUnderTest("sglang-router", process.pid, port, "m")
+        (one,) = uvloop.run(ask(RouterUnderTest("worker", 0, int(worker), "m"), {**PROMPT, "max_tokens": 1}, 1, 500))
+        yield RouterUnderTest("sglang-router", process.pid, port, "m", statistics.median(one.took_s) * 1000)
 
 
 def table(results: Sequence[RouterCost]) -> Table:
-    shown = Table("router", "requests/s", "µs a request", "a core's requests/s", "ms at one", "µs a token", "tokens/s")
+    shown = Table(
+        "router", "requests/s", "µs a request", "a core's requests/s", "ms at one", "added", "µs a token", "tokens/s"
+    )
     for one in results:
         shown.add_row(
             one.router, f"{one.requests_per_s:,.0f}", f"{one.request_us:.0f}", f"{1e6 / one.request_us:,.0f}",
-            f"{one.added_ms:.2f}", f"{one.token_us:.1f}", f"{1e6 / one.token_us:,.0f}",
+            f"{one.one_ms:.2f}", f"{one.added_ms:.2f}", f"{one.token_us:.1f}", f"{1e6 / one.token_us:,.0f}",
         )  # fmt: skip
     return shown
 

@@ -7,11 +7,10 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from contracts.compact_json import compact_json
 from router.openai.api_errors import ApiError
 from router.openai.choice_output import ChoiceOutput, OutputDelta
 from router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, ContentPart, ReasoningPart, joined
-
-_dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class MessagesWriter:
@@ -93,7 +92,7 @@ class MessagesWriter:
         message = {**self._head(), "content": _blocks(parts), "stop_reason": reason, "stop_sequence": stop}
         if twinpool is not None:
             message["twinpool"] = twinpool
-        return [_dumps(message).encode()]
+        return [compact_json(message).encode()]
 
     def usage(self) -> dict[str, Any]:
         """Return the token counts so far; `input_tokens` leaves out what the cache had."""
@@ -127,7 +126,7 @@ class MessagesWriter:
 def error_body(failure: ApiError) -> bytes:
     """Return the body of an error response."""
     kind = _KINDS.get(failure.status, "api_error")
-    return _dumps({"type": "error", "error": {"type": kind, "message": failure.message}}).encode()
+    return compact_json({"type": "error", "error": {"type": kind, "message": failure.message}}).encode()
 
 
 _KINDS = {
@@ -171,7 +170,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _event(kind: str, **content: object) -> bytes:
-    return f"event: {kind}\ndata: {_dumps({'type': kind, **content})}\n\n".encode()
+    return f"event: {kind}\ndata: {compact_json({'type': kind, **content})}\n\n".encode()
 
 
 def _call_id() -> str:

@@ -34,6 +34,7 @@ DIRECT_WRITE = "twinpool.direct_write"
 """The ASGI extension that writes a piece of a body at once: a function of the piece, False where it must be sent."""
 ON_GONE = "twinpool.on_gone"
 """The ASGI extension that has a function called when the client leaves before its answer is complete."""
+JOINED_BYTES = 16 * 1024
 JSON_KIND = b"application/json"
 JSON_KINDS = frozenset({"", "application/json", "text/json", "text/plain", "application/x-www-form-urlencoded"})
 EVENT_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
@@ -203,8 +204,11 @@ class HttpExchange:
         await self._send({"type": "http.response.body", "body": body})
 
     async def answer_parts(self, status: int, parts: Sequence[bytes]) -> None:
-        """Send a JSON answer in parts that aren't joined, so that a large part can be shared with other answers."""
+        """Send a JSON answer in parts, which aren't joined above `JOINED_BYTES`: a large one may be shared with other
+        answers."""
         size = sum(map(len, parts))
+        if size <= JOINED_BYTES:
+            return await self.answer(status, b"".join(parts))
         await self._begin(status, [(b"content-type", JSON_KIND), (b"content-length", b"%d" % size)])
         for part in parts:
             await self._send({"type": "http.response.body", "body": part, "more_body": True})

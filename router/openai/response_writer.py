@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from contracts.compact_json import compact_json
 from contracts.sampling_params import TokenLogprob
 from router.openai.api_errors import ApiError
 from router.openai.chat_message import ChatMessage
@@ -19,7 +20,6 @@ from router.openai.choice_output import ChoiceOutput, OutputDelta
 from router.openai.generate_request import GenerateRequest
 from router.text.tokenizer import ModelTokenizer
 
-_dumps = json.JSONEncoder(separators=(",", ":")).encode
 _quote = json.encoder.encode_basestring_ascii
 
 
@@ -51,7 +51,7 @@ class ResponseWriter:
         self._head = ""
         if request.stream:
             chunk = kind + ".chunk" if request.chat else kind
-            self._head = "data: " + _dumps({**self._common, "object": chunk})[:-1]
+            self._head = "data: " + compact_json({**self._common, "object": chunk})[:-1]
         self._tail = ',"usage":null}\n\n' if request.include_usage else "}\n\n"
         self._end = f'{"}" if request.chat else ""},"logprobs":null,"finish_reason":null}}]{self._tail}'
 
@@ -77,11 +77,11 @@ class ResponseWriter:
         has_news = shows or piece.finish or (piece.tokens and (request.return_token_ids or logprobs)) or piece.first
         if not has_news:
             return b""
-        finish = _dumps(_finish(choice)) if piece.finish else "null"
-        stop = f',"stop_reason":{_dumps(piece.stop)}' if piece.finish else ""
-        ids = f',"token_ids":{_dumps(list(piece.tokens))}' if request.return_token_ids else ""
-        tail = f',"usage":{_dumps(self.usage())}}}\n\n' if request.continuous_usage else self._tail
-        shown = _dumps(logprobs) if logprobs else "null"
+        finish = compact_json(_finish(choice)) if piece.finish else "null"
+        stop = f',"stop_reason":{compact_json(piece.stop)}' if piece.finish else ""
+        ids = f',"token_ids":{compact_json(list(piece.tokens))}' if request.return_token_ids else ""
+        tail = f',"usage":{compact_json(self.usage())}}}\n\n' if request.continuous_usage else self._tail
+        shown = compact_json(logprobs) if logprobs else "null"
         start = f'{self._head},"choices":[{{"index":{piece.index},'
         end = f',"logprobs":{shown},"finish_reason":{finish}{stop}{ids}'
         if tells_prompt:
@@ -97,24 +97,24 @@ class ResponseWriter:
         if request.chat:
             body = f'"delta":{self._delta(piece)}'
         else:
-            body = f'"text":{_dumps(text)}'
+            body = f'"text":{compact_json(text)}'
         return f"{start}{body}{end}}}]{tail}".encode()
 
     def _delta(self, piece: OutputDelta) -> str:
         """Return the JSON of what a delta adds to a chat's message."""
         shape: dict[str, Any] = {"role": "assistant"} if piece.first else {}
         if piece.parts is None:
-            return _dumps({**shape, "content": piece.text})
+            return compact_json({**shape, "content": piece.text})
         if piece.first:
             shape["content"] = ""
         message = self._messages.setdefault(piece.index, ChatMessage())
-        return _dumps({**shape, **message.add(piece.parts)})
+        return compact_json({**shape, **message.add(piece.parts)})
 
     def _text(self, choice: ChoiceOutput, text: str) -> tuple[bytes, ...]:
         """Return the text of a completion, or of its first event, in parts, after the prompt if that is echoed."""
         if not self._request.echo:
-            return (f'"text":{_dumps(text)}'.encode(),)
-        return b'"text":"', self._shared(choice, "text"), _dumps(text)[1:].encode()
+            return (f'"text":{compact_json(text)}'.encode(),)
+        return b'"text":"', self._shared(choice, "text"), compact_json(text)[1:].encode()
 
     def _prompt_ids(self, choice: ChoiceOutput) -> tuple[bytes, ...]:
         if not self._request.return_token_ids:
@@ -126,7 +126,7 @@ class ResponseWriter:
         key = (choice.index // self._request.n, what)
         found = self._prompts.get(key)
         if found is None:
-            shape = _dumps(choice.request.prompt) if what == "ids" else _dumps(choice.prompt_text)[1:-1]
+            shape = compact_json(choice.request.prompt) if what == "ids" else compact_json(choice.prompt_text)[1:-1]
             found = self._prompts[key] = shape.encode()
         return found
 
@@ -139,7 +139,7 @@ class ResponseWriter:
             event["usage"] = self.usage()
         if twinpool is not None:
             event["twinpool"] = twinpool
-        return f"{self._head},{_dumps(event)[1:]}\n\ndata: [DONE]\n\n".encode()
+        return f"{self._head},{compact_json(event)[1:]}\n\ndata: [DONE]\n\n".encode()
 
     @staticmethod
     def failed(failure: ApiError) -> bytes:
@@ -150,7 +150,7 @@ class ResponseWriter:
 
     def whole(self, twinpool: object | None) -> list[bytes]:
         """Return the body of an answer that isn't streamed, in parts to be sent one after another."""
-        parts = [_dumps({**self._common, "object": self._object})[:-1].encode(), b',"choices":[']
+        parts = [compact_json({**self._common, "object": self._object})[:-1].encode(), b',"choices":[']
         for c in self._choices:
             parts += (b",{" if c.index else b"{", *self._whole_choice(c), b"}")
         parts.append(b"]")
@@ -159,7 +159,7 @@ class ResponseWriter:
         tree: dict[str, Any] = {"usage": self.usage()}
         if twinpool is not None:
             tree["twinpool"] = twinpool
-        parts.append(b"," + _dumps(tree)[1:].encode())
+        parts.append(b"," + compact_json(tree)[1:].encode())
         return parts
 
     def _whole_choice(self, c: ChoiceOutput) -> list[bytes]:
@@ -171,13 +171,13 @@ class ResponseWriter:
             shape["token_ids"] = c.tokens
         text = "".join(c.text)
         shown = (f'"message":{self._message(c, text)}'.encode(),) if request.chat else self._text(c, text)
-        return [*shown, b"," + _dumps(shape)[1:-1].encode(), *self._prompt_ids(c)]
+        return [*shown, b"," + compact_json(shape)[1:-1].encode(), *self._prompt_ids(c)]
 
     @staticmethod
     def _message(choice: ChoiceOutput, text: str) -> str:
         if choice.parts is None:
-            return _dumps({"role": "assistant", "content": text})
-        return _dumps({"role": "assistant", **ChatMessage().whole(choice.parts)})
+            return compact_json({"role": "assistant", "content": text})
+        return compact_json({"role": "assistant", **ChatMessage().whole(choice.parts)})
 
     def usage(self) -> dict[str, Any]:
         """Return the token counts so far. A prompt counts once, however many choices it has."""

@@ -6,13 +6,12 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from contracts.compact_json import compact_json
 from router.openai.api_errors import ApiError
 from router.openai.choice_output import ChoiceOutput, OutputDelta
 from router.openai.generate_request import GenerateRequest
 from router.openai_responses.output_items import ItemEvent, OutputItems
 from router.parsers.answer_parts import AnswerPart, ContentPart, joined
-
-_dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class ResponsesWriter:
@@ -77,7 +76,7 @@ class ResponsesWriter:
 
     def _event(self, kind: str, fields: dict[str, Any]) -> bytes:
         self._number += 1
-        data = _dumps({"type": kind, "sequence_number": self._number, **fields})
+        data = compact_json({"type": kind, "sequence_number": self._number, **fields})
         return f"event: {kind}\ndata: {data}\n\n".encode()
 
     # ------------------------------------------------------------ whole
@@ -90,7 +89,7 @@ class ResponsesWriter:
                 pass
         for _ in self._items.finish(self._status):
             pass
-        return [_dumps(self._ended(twinpool)).encode()]
+        return [compact_json(self._ended(twinpool)).encode()]
 
     def usage(self) -> dict[str, Any]:
         """Return the token counts so far."""

@@ -15,6 +15,8 @@ PREFIX_BLOCK_TOKENS = 64
 
 def prefix_hashes(tokens: Sequence[int], salt: str = "") -> tuple[bytes, ...]:
     """The 8-byte hashes of the whole blocks of `tokens`, in order: equal hashes mean equal prefixes and equal salts."""
+    if len(tokens) < PREFIX_BLOCK_TOKENS:
+        return ()
     raw = array("I", tokens).tobytes()
     width = PREFIX_BLOCK_TOKENS * array("I").itemsize
     key = hashlib.blake2b(salt.encode(), digest_size=8).digest()

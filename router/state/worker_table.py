@@ -108,6 +108,9 @@ class WorkerTable:
         """`short_share`: `prefill.short_share`."""
         self._config, self._short_share = config, short_share
         self._entries: dict[WorkerName, WorkerEntry] = {}
+        self.colocated = False
+        """Whether the cluster's workers are colocated: then a request needs one of them, and else one of each role of
+        `PAIR`."""
 
     def __iter__(self) -> Iterator[WorkerEntry]:
         return iter(self._entries.values())
@@ -115,12 +118,6 @@ class WorkerTable:
     def get(self, key: WorkerKey) -> WorkerEntry | None:
         entry = self._entries.get(key[0])
         return entry if entry is not None and entry.record.incarnation == key[1] else None
-
-    @property
-    def colocated(self) -> bool:
-        """Whether the cluster's workers are colocated: then a request needs one of them, and else one of each role of
-        `PAIR`."""
-        return any(e.record.role is Role.COLOCATED for e in self)
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -152,6 +149,7 @@ class WorkerTable:
             self._entries[name] = WorkerEntry(view.record, view.status, CircuitBreaker(self._config), prompts)
         for name in [n for n in self._entries if n not in seen]:
             lost.append(self._entries.pop(name))
+        self.colocated = any(e.record.role is Role.COLOCATED for e in self)
         return lost
 
     def failed(self, key: WorkerKey, request: RequestId, now: float, reporter: WorkerKey) -> None:

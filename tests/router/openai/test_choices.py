@@ -28,14 +28,14 @@ def want(choice: int) -> list[int]:
 def dumped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lengths of the long lists and texts that were turned into JSON for answers."""
     lengths: list[int] = []
-    dumps = answers._dumps
+    dumps = answers.compact_json  # type: ignore[attr-defined]
 
     def counting(tree: Any) -> str:
         if isinstance(tree, tuple | str) and len(tree) > 1000:
             lengths.append(len(tree))
-        return dumps(tree)
+        return str(dumps(tree))
 
-    monkeypatch.setattr(answers, "_dumps", counting)
+    monkeypatch.setattr(answers, "compact_json", counting)
     return lengths
 
 
