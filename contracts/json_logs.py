@@ -36,8 +36,6 @@ class JsonFormatter(logging.Formatter):
 
 def log_to_stream(process: str) -> None:
     """Send all logs of this process, libraries' included, to its standard error."""
-    # Looked up for each record, and in no line.
-    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter(process))
     root = logging.getLogger()

@@ -98,7 +98,7 @@ class WorkerStream:
             self.opened.set_result(None)
         if others:
             log("unknown events", incarnation=self._incarnation, left_out=others)
-        if not events or self._on_closed is None:
+        if not events:
             return
         try:
             self._on_events(events)

@@ -33,6 +33,7 @@ from contracts.messages.worker_events import Done, Event
 from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
+from contracts.wire import frame_listener
 from contracts.wire.secure_grpc import open_channel
 from router.links.controller_directory import ControllerDirectory
 from router.links.grpc_worker import GrpcWorkerClient
@@ -219,6 +220,23 @@ def test_who_is_no_node_has_no_stream(secured: Secured, authority: TestAuthority
 
     asyncio.run(life())
     assert secured.host.status().result(WAIT_S).steps == 0
+
+
+def test_handshakes_that_never_end_make_room_and_are_closed(secured: Secured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frame_listener, "STRANGERS", 4)
+
+    async def life() -> None:
+        silent = [await RawStream.connect(secured.stream) for _ in range(12)]
+        for stranger in silent[:8]:
+            assert await asyncio.wait_for(stranger.reader.read(), WAIT_S) == b""
+        link = GrpcWorkerClient(replace(secured.record, incarnation=Incarnation(3)), certificate=secured.files)
+        session = await link.connect(lambda events: None, lambda reason: None)
+        session.close()
+        await link.aclose()
+        for stranger in silent:
+            stranger.abort()
+
+    asyncio.run(life())
 
 
 def test_a_worker_without_a_certificate_gets_no_lease(secured: Secured, authority: TestAuthority) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from typing import Any, get_args, get_type_hints
 
@@ -14,6 +15,7 @@ from router.openai.chat_format import AnswerFormat, ChatFormat
 from router.openai.grammar_check import check_grammar
 from router.openai.structured_output import read_grammar
 from router.openai.tools import read_tools
+from router.parsers.answer_parts import ArgumentsPart
 from router.parsers.tool_formats import FORMATS
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
@@ -191,6 +193,17 @@ def test_half_a_surrogate_pair_anywhere_in_a_tool_is_refused() -> None:
     for function in halves:
         with pytest.raises(RequestError, match="lone surrogates"):
             read_tools({"tools": [{"type": "function", "function": {"name": "f", **function}}]})
+
+
+def test_arguments_have_the_types_that_the_tools_give_them() -> None:
+    properties = {"n": {"type": "integer"}, "s": {"type": "string"}}
+    parameters = {"type": "object", "properties": properties}
+    use = read_tools({"tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}]})
+    found = ChatFormat("<function=").answer_format(use, "")
+    assert found is not None
+    parser, said = found.parser(), "<parameter=n>\n7\n</parameter>\n<parameter=s>\n7\n</parameter>\n"
+    parts = parser.feed(f"<tool_call>\n<function=f>\n{said}</function>\n</tool_call>") + parser.finish()
+    assert json.loads("".join(part.text for part in parts if isinstance(part, ArgumentsPart))) == {"n": 7, "s": "7"}
 
 
 def test_a_tool_that_is_not_to_be_used_is_no_tool() -> None:

@@ -140,6 +140,7 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"service_tier": "auto"},
     ),
     ({"store": False, "background": False, "previous_response_id": None, "top_logprobs": 0}, {}),
+    ({"max_output_tokens": None, "tools": None, "text": None, "seed": None, "n": None}, {}),
     ({"seed": 5, "min_p": 0.1}, {"seed": 5, "min_p": 0.1}),
 ]
 

@@ -220,6 +220,35 @@ def test_what_is_no_call_stays_content_to_the_last_character(name: str, text: st
     assert parse(parser_of(name), [text]) == ([ContentPart(text)] if text else [])
 
 
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_a_value_may_hold_the_marks_of_everything_but_its_own_end(name: str) -> None:
+    held = {"text": written(name, [("now", {})]) + written(name, [("find", {"most": 5})]).split("5")[0] + "?"}
+    assert told(parse(parser_of(name), list(written(name, [("find", held)])))) == ("", [("find", held)])
+
+
+NAMELESS = '<tool_call>{"name": "", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ('<tool_call>{"name": "find", "arguments": {"most": 5}, oops</tool_call>and on', "and on"),
+        ('<tool_call>{"name": "find", "arguments": {"most": 5}} more</tool_call>and on', "and on"),
+        (
+            '<tool_call>{"name": "", "arguments": {}}</tool_call>',
+            '<tool_call>{"name": "", "arguments": {}}</tool_call>',
+        ),
+    ],
+)
+def test_an_object_that_breaks_after_its_call_was_told_ends_at_its_mark_and_a_nameless_one_is_content(
+    text: str, content: str
+) -> None:
+    for pieces in ([text], list(text)):
+        found = parse(parser_of("hermes"), pieces)
+        assert "".join(part.text for part in found if isinstance(part, ContentPart)) == content
+        assert [part.name for part in found if isinstance(part, CallPart)] == (["find"] if content == "and on" else [])
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @settings(max_examples=150, deadline=None)
 @given(pieces=st.lists(st.sampled_from(MARKS), max_size=12), places=st.lists(st.integers(0, 400), max_size=8))

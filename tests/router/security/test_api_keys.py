@@ -150,6 +150,7 @@ def test_limits_hold_and_say_when_to_come_back(server: Server, keys: Path, secre
     assert 'twinpool_tenant_requests_total{tenant="acme"} 2.0' in metrics
     assert 'twinpool_tenant_refused_total{tenant="acme"} 1.0' in metrics
     assert 'twinpool_tenant_tokens_total{tenant="acme"} 14.0' in metrics
+    assert 'twinpool_tenant_in_flight{tenant="acme"} 0.0' in metrics
 
 
 def test_a_tenant_that_is_beyond_its_limits_has_no_body_read(server: Server, keys: Path, secret: str) -> None:
