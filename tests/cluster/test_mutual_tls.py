@@ -224,6 +224,7 @@ def test_who_is_no_node_has_no_stream(secured: Secured, authority: TestAuthority
 
 def test_handshakes_that_never_end_make_room_and_are_closed(secured: Secured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frame_listener, "STRANGERS", 4)
+    monkeypatch.setattr(frame_listener, "HANDSHAKE_S", 1000.0)
 
     async def life() -> None:
         silent = [await RawStream.connect(secured.stream) for _ in range(12)]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import ssl
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -16,6 +17,7 @@ from contracts.config.cluster_config import Config
 from contracts.config.router_config import RouterConfig
 from contracts.config.security_config import SecurityConfig
 from contracts.errors import ConfigError
+from router.api.tls_listener import TlsListener
 from router.security.https_certificate import HttpsCertificate
 from tests.certificates import TestAuthority
 from tests.router.fake_worker import FakeCluster
@@ -146,3 +148,25 @@ def test_files_are_looked_at_again_by_the_server_itself(server: Server, authorit
 def test_an_expired_certificate_starts_nothing(authority: TestAuthority) -> None:
     with pytest.raises(ConfigError, match="has expired"):
         HttpsCertificate(replace(authority.expired(), ca=None))
+
+
+def test_a_listener_that_is_closed_takes_nobody() -> None:
+    made: list[str] = []
+
+    def make() -> Any:
+        made.append("a protocol")
+        raise AssertionError("nobody is to be taken")
+
+    async def life() -> None:
+        bound = socket.create_server(("127.0.0.1", 0))
+        listener = TlsListener(bound, make, cast(Any, None), 1.0)
+        listener.close()
+        await listener.wait_closed()
+        _, writer = await asyncio.open_connection(*bound.getsockname())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        writer.close()
+        bound.close()
+
+    asyncio.run(life())
+    assert made == []
