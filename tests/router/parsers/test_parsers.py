@@ -223,7 +223,17 @@ def test_what_is_no_call_stays_content_to_the_last_character(name: str, text: st
 @pytest.mark.parametrize("name", ELEMENTS)
 def test_a_value_may_hold_the_marks_of_everything_but_its_own_end(name: str) -> None:
     held = {"text": written(name, [("now", {})]) + written(name, [("find", {"most": 5})]).split("5")[0] + "?"}
-    assert told(parse(parser_of(name), list(written(name, [("find", held)])))) == ("", [("find", held)])
+    text = written(name, [("find", held)])
+    for pieces in ([text], list(text)):
+        assert told(parse(parser_of(name), pieces)) == ("", [("find", held)])
+
+
+@pytest.mark.parametrize(
+    "wrong", ['{"name": 5}', '{"name": "find", "arguments": 5}', '{"arguments": [], "name": "find"}']
+)
+def test_behind_an_object_that_is_no_call_a_call_is_found(wrong: str) -> None:
+    found = parse(parser_of("hermes"), [f"<tool_call>{wrong}</tool_call>{written('hermes', [('now', {})])}"])
+    assert [part.name for part in found if isinstance(part, CallPart)][-1:] == ["now"], found
 
 
 NAMELESS = '<tool_call>{"name": "", "arguments": {}}</tool_call>'
