@@ -63,9 +63,12 @@ class Scene:
 
 
 async def until(true: Callable[[], object]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not true():
-            await asyncio.sleep(0.01)
+    try:
+        async with asyncio.timeout(WAIT_S):
+            while not true():
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        raise AssertionError("nobody noticed") from None
 
 
 @pytest.fixture
