@@ -1,4 +1,8 @@
-"""JSON without whitespace, by orjson: what answers and logs are written with."""
+"""JSON without whitespace and in ASCII, by orjson: what answers and logs are written with.
+
+ASCII alone, as many clients take some characters beyond it for the end of a line (U+0085, U+2028), and would cut an
+event of a stream there.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,12 @@ import orjson
 def compact_json(tree: object, default: Callable[[Any], object] | None = None) -> str:
     """Return `tree` as JSON. `default` makes something of what JSON has no form for.
 
-    Numbers that aren't finite are null. Raises `TypeError` for what has no form, where there is no `default`.
+    Raises `TypeError` for what has no form, where there is no `default`.
     """
     try:
-        return orjson.dumps(tree, default).decode()
-    except (
-        TypeError
-    ):  # Lone surrogates, integers of more than 64 bits, keys that aren't text: json has a form for these.
-        return json.dumps(tree, default=default, separators=(",", ":"))
+        written = orjson.dumps(tree, default)
+        if written.isascii():
+            return written.decode()
+    except TypeError:  # Lone surrogates, long integers, keys that aren't text: json can write these.
+        pass
+    return json.dumps(tree, default=default, separators=(",", ":"))
