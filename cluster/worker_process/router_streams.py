@@ -18,9 +18,9 @@ from collections.abc import Sequence
 
 from google.protobuf.message import DecodeError
 
+from cluster.worker_process.grpc_service import LINK_TIMEOUT_S
 from cluster.worker_process.worker_thread import WorkerClosed, WorkerThread
 from contracts.cluster_secret import access_token
-from contracts.config.worker_config import TransferConfig
 from contracts.credentials.certificate_files import CertificateFiles
 from contracts.credentials.node_tls import NodeTls
 from contracts.interfaces.worker_interface import SessionId
@@ -43,7 +43,6 @@ OPENING_S = 10.0
 LAST_FRAME_S = 2.0
 """How long a router may take to read why its stream ends."""
 BACKLOG = 128
-LINK_TIMEOUT_S = TransferConfig().link_timeout_s
 
 
 class RouterStream:

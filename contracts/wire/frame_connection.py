@@ -1,7 +1,7 @@
 """A TCP connection that carries frames both ways: four bytes of length, big-endian, then so many bytes.
 
 A frame without bytes is a sign of life: each end sends one when it has had nothing else to say, and takes a peer from
-which nothing comes for gone. gRPC does the same with a task and several system calls a message, which was a third of a
+which nothing comes for gone. gRPC does the same with a task and several system calls a message, which was a sixth of a
 router's time ([decision 52](../../docs/decisions/0052-frames-without-grpc.md)).
 """
 
