@@ -2,46 +2,27 @@
 
 from __future__ import annotations
 
-import logging
 import ssl
 
 from contracts.credentials.certificate_files import CertificateFiles
+from contracts.credentials.reread_files import RereadFiles
 from contracts.errors import ConfigError
-
-log = logging.getLogger("twinpool.tls")
 
 
 class NodeTls:
-    """The TLS contexts of a node, read again whenever its files change. Raises `ConfigError` where they can't be used
+    """The TLS contexts of a node, of its files as they are at each call. Raises `ConfigError` where they can't be used
     at first; later bad files change nothing. Connections that are open keep theirs."""
 
     def __init__(self, files: CertificateFiles) -> None:
-        self._files = files
-        self._contexts = _read(files)
-        self._stamp = files.stamp()
+        self._contexts = RereadFiles(files, _read)
 
     def server(self) -> ssl.SSLContext:
         """Return the context of one that is called, by nodes only."""
-        self._refresh()
-        return self._contexts[0]
+        return self._contexts.latest()[0]
 
     def client(self) -> ssl.SSLContext:
         """Return the context of one that calls a node; the name to ask for is `NODE_NAME`."""
-        self._refresh()
-        return self._contexts[1]
-
-    def _refresh(self) -> None:
-        try:
-            stamp = self._files.stamp()
-            if stamp == self._stamp:
-                return
-            self._stamp = stamp
-            self._files.check()
-            self._contexts = _read(self._files)
-        except (OSError, ConfigError) as error:
-            log.error("the node's certificate is as before: its files can't be used", extra={"reason": str(error)})
-            return
-        log.info("the node's certificate was read again")
+        return self._contexts.latest()[1]
 
 
 def _read(files: CertificateFiles) -> tuple[ssl.SSLContext, ssl.SSLContext]:

@@ -6,16 +6,13 @@ those of the moment at which it was opened.
 
 from __future__ import annotations
 
-import logging
-
 import grpc
 import grpc.aio
 
 from contracts.credentials.certificate_files import NODE_NAME, CertificateFiles
+from contracts.credentials.reread_files import RereadFiles
 from contracts.errors import ConfigError
 from contracts.wire.grpc_channels import ChannelOptions
-
-log = logging.getLogger("twinpool.tls")
 
 
 def open_channel(target: str, options: ChannelOptions, files: CertificateFiles | None) -> grpc.aio.Channel:
@@ -42,23 +39,14 @@ def add_port(server: grpc.aio.Server, address: str, files: CertificateFiles | No
 
 
 def _server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
-    stamp = files.stamp()
-    first = _configuration(files)
+    configurations = RereadFiles(files, _configuration)
+    first = given = configurations.latest()
 
     def newer() -> grpc.ServerCertificateConfiguration | None:
         """Called by gRPC at each handshake; None: as before."""
-        nonlocal stamp
-        try:
-            if (seen := files.stamp()) == stamp:
-                return None
-            stamp = seen
-            files.check()
-            fresh = _configuration(files)
-        except (OSError, ConfigError) as error:
-            log.error("the node's certificate is as before: its files can't be used", extra={"reason": str(error)})
-            return None
-        log.info("the node's certificate was read again")
-        return fresh
+        nonlocal given
+        before, given = given, configurations.latest()
+        return given if given is not before else None
 
     return grpc.dynamic_ssl_server_credentials(
         first,

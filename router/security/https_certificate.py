@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import ssl
 
 from contracts.credentials.certificate_files import CertificateFiles
+from contracts.credentials.reread_files import RereadFiles
 from contracts.errors import ConfigError
-from router.state.router_log import log
 
 
 class HttpsCertificate:
@@ -15,29 +14,21 @@ class HttpsCertificate:
     nothing. `context` is for the connections that come from now on; those that are open keep theirs."""
 
     def __init__(self, files: CertificateFiles) -> None:
-        self._files = files
-        self.context = self._read()
-        self._stamp = files.stamp()
+        files.check()
+        self._contexts = RereadFiles(files, _read)
+        self.context = self._contexts.latest()
 
     def refresh(self) -> None:
         """Read the files again if they aren't those that were read last."""
-        try:
-            stamp = self._files.stamp()
-            if stamp == self._stamp:
-                return
-            self._stamp = stamp
-            self.context = self._read()
-            log("certificate read")
-        except (OSError, ConfigError) as error:
-            log("the certificate is as before: its files can't be used", level=logging.ERROR, reason=str(error))
+        self.context = self._contexts.latest()
 
-    def _read(self) -> ssl.SSLContext:
-        self._files.check()
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.set_alpn_protocols(["http/1.1"])
-        try:
-            context.load_cert_chain(self._files.cert, self._files.key)
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"can't use the certificate {self._files.cert}: {error}") from None
-        return context
+
+def _read(files: CertificateFiles) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(files.cert, files.key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"can't use the certificate {files.cert}: {error}") from None
+    return context
