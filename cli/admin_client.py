@@ -21,6 +21,8 @@ from contracts.errors import ConfigError, TwinpoolError
 
 TIMEOUT_S = 60.0
 """How long one call may take: a check waits for each worker's step to end, which can take long on a slow machine."""
+WATCH_S = 1.0
+"""Seconds between two looks of `status --watch`."""
 POLL_S = 0.2
 """How long a command waits between two looks at the workers."""
 SAY_EVERY_S = 5.0

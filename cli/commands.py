@@ -13,9 +13,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from contracts.errors import ConfigError, TwinpoolError
+
+if TYPE_CHECKING:
+    from cli.admin_client import AdminClient
 
 FINE, REFUSED, USAGE, NO_CLUSTER = 0, 1, 2, 3
 
@@ -36,12 +39,18 @@ COMMANDS = {
     "drain": "stop a worker's admission, or a node's; hand its work on or finish it, and wait until it has left",
     "undrain": "have a draining worker or node admit again, and start again what has left",
     "role": "drain a worker and start it in the other pool",
+    "add": "start workers more, on any node or on one",
+    "scale": "bring pools to so many workers, by starts and by drains",
+    "restart": "drain a worker and start it again",
+    "cordon": "place no worker on a node any more; those that serve there go on",
+    "uncordon": "let workers be placed on a node again",
     "check": "recount every page, slot, lease and room, and name what is wrong",
     "keys": "make, list or revoke API keys in a key file (security.keys_file)",
     "certs": "make, renew or check the certificates and keys of a cluster of your own",
     "sim": "run simulated clusters under a virtual clock, with faults, and check every answer",
 }
-_OTHERS = ("status", "drain", "undrain", "role", "check")
+_POOLS = ("add", "scale", "restart", "cordon", "uncordon")
+_OTHERS = ("status", "drain", "undrain", "role", "check", *_POOLS)
 FLAGS = (
     CommandFlag(("--model",), ("serve",), "checkpoint folder, or demo", {"default": "demo", "metavar": "DIR"}),
     CommandFlag(("--prefill",), ("serve",), "number of prefill workers", {"type": int, "default": 1, "metavar": "N"}),
@@ -109,15 +118,36 @@ FLAGS = (
     ),
     CommandFlag(("worker",), ("role",), "name of a worker, such as decode-1", {"metavar": "WORKER"}),
     CommandFlag(("role",), ("role",), "prefill or decode", {"choices": ("prefill", "decode")}),
+    CommandFlag(("role",), ("add",), "prefill, decode or colocated", {"choices": ("prefill", "decode", "colocated")}),
+    CommandFlag(("--count",), ("add",), "how many", {"type": int, "default": 1, "metavar": "N"}),
+    CommandFlag(("--node",), ("add",), "the one node that they are to run on, by host name or Ray id", {"default": ""}),
+    CommandFlag(
+        ("sizes",),
+        ("scale",),
+        "prefill=2 decode=3: workers that the pools are to have",
+        {"nargs": "+", "metavar": "POOL=N"},
+    ),
+    CommandFlag(("worker",), ("restart",), "name of a worker, such as decode-1", {"metavar": "WORKER"}),
+    CommandFlag(("node",), ("cordon", "uncordon"), "a node's host name or Ray id", {"metavar": "NODE"}),
+    CommandFlag(("--no-wait",), ("add", "scale", "restart"), "don't wait until it is done", {"action": "store_true"}),
     CommandFlag(
         ("--force",),
         ("drain",),
         "drain even the last worker of its role; after --timeout start over elsewhere what is left",
         {"action": "store_true"},
     ),
-    CommandFlag(("--force",), ("role",), "even if it is the last worker of its role", {"action": "store_true"}),
-    CommandFlag(("--timeout",), ("drain", "role"), "seconds to wait for it", {"type": float, "default": 600.0}),
+    CommandFlag(
+        ("--force",), ("role", "restart"), "even if it is the last worker of its role", {"action": "store_true"}
+    ),
+    CommandFlag(("--force",), ("scale",), "even to no worker of a role", {"action": "store_true"}),
+    CommandFlag(
+        ("--timeout",),
+        ("drain", "role", "add", "scale", "restart"),
+        "seconds to wait for it",
+        {"type": float, "default": 600.0},
+    ),
     CommandFlag(("--watch",), ("drain",), "show what it waits for, live", {"action": "store_true"}),
+    CommandFlag(("--watch",), ("status",), "show them live, until Ctrl-C", {"action": "store_true"}),
     CommandFlag(("--json",), ("status", "check", "drain"), "print JSON", {"action": "store_true"}),
     CommandFlag(("--seed",), ("sim",), "replay one seed, with its log", {"type": int, "metavar": "N"}),
     CommandFlag(("--seeds",), ("sim",), "run many, the first to the last", {"metavar": "A..B"}),
@@ -205,12 +235,38 @@ def _serve(args: argparse.Namespace) -> int:
 def _status(args: argparse.Namespace) -> int:
     from cli.admin_client import AdminClient, status_table
 
-    workers = AdminClient.find(args.url, args.ca).status()
+    operator = AdminClient.find(args.url, args.ca)
+    if args.watch:
+        return _watch(operator, as_json=args.json)
+    workers = operator.status()
     if args.json:
         print(json.dumps({"workers": workers}))
     else:
         _show(status_table(workers))
     return FINE
+
+
+def _watch(operator: AdminClient, *, as_json: bool) -> int:
+    """Show the workers again and again until Ctrl-C, which ends in order; a router that is away is waited for."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from cli.admin_client import WATCH_S, RouterAway, status_table
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            try:
+                workers = operator.status()
+            except RouterAway as error:
+                shown: Any = str(error)
+            else:
+                shown = json.dumps({"workers": workers}) if as_json else status_table(workers)
+            if as_json or not sys.stdout.isatty():
+                console.print(shown, soft_wrap=as_json)
+            else:
+                live.update(shown, refresh=True)
+            operator.sleep(WATCH_S)
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -277,6 +333,37 @@ def _role(args: argparse.Namespace) -> int:
     return FINE
 
 
+def _change_pools(args: argparse.Namespace) -> int:
+    """Run `add`, `scale`, `restart`, `cordon` or `uncordon`."""
+    from cli import pool_commands as pools
+    from cli.admin_client import AdminClient
+    from cli.drain_command import quoted
+
+    operator = AdminClient.find(args.url, args.ca)
+    if args.command in ("cordon", "uncordon"):
+        for worker in pools.order(operator, f"{args.command}/{quoted(args.node)}"):
+            _line(f"{worker.name} {worker.outcome}")
+        _line(f"{args.node} is {args.command}ed")
+        return FINE
+    _check_timeout(args.timeout)
+    force = "true" if args.command != "add" and args.force else ""
+    match args.command:
+        case "add":
+            workers = pools.order(operator, "add", role=args.role, count=args.count, node=args.node)
+        case "scale":
+            sizes = {role: str(count) for role, count in pools.parse_sizes(args.sizes).items()}
+            workers = pools.order(operator, "scale", **sizes, force=force)
+        case _:
+            workers = pools.order(operator, pools.restart_path(args.worker), force=force)
+    for worker in workers:
+        _line(f"{worker.name} {worker.outcome}")
+    if not workers:
+        _line("nothing to do: the pools have so many workers already")
+    elif not args.no_wait:
+        _line(f"done after {pools.follow(operator, workers, args.timeout, _line):.1f} s")
+    return FINE
+
+
 def _check_timeout(timeout_s: float) -> None:
     if timeout_s <= 0:
         raise ConfigError(f"--timeout must be above 0 seconds, got {timeout_s:g}")
@@ -339,6 +426,11 @@ _RUN = {
     "drain": _drain,
     "undrain": _undrain,
     "role": _role,
+    "add": _change_pools,
+    "scale": _change_pools,
+    "restart": _change_pools,
+    "cordon": _change_pools,
+    "uncordon": _change_pools,
     "check": _check,
     "keys": _keys,
     "certs": _certs,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import socket
 import sys
@@ -23,7 +22,7 @@ import uvicorn
 
 from contracts.checkpoint.model_spec import read_model_spec
 from contracts.config.cluster_config import Config
-from contracts.config.load_config import config_from_dict
+from contracts.config.load_config import read_config
 from contracts.errors import ConfigError, TwinpoolError
 from contracts.interfaces.discovery import WorkerDirectory
 from contracts.json_logs import log_to_stream
@@ -144,22 +143,6 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
     parser.add_argument("--config-json", type=Path, help="the whole configuration as JSON")
     parser.add_argument("--ready-fd", type=int, help="inherited descriptor that is told when the router listens")
     return parser.parse_args(arguments)
-
-
-def read_config(path: Path | None) -> Config:
-    """Read the configuration from a JSON file; without a path it is all defaults.
-
-    Raises `ConfigError` for a file that can't be read or a key that is wrong.
-    """
-    if path is None:
-        return Config()
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"can't read the configuration {path}: {error}") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"the configuration {path} must hold a JSON object")
-    return config_from_dict(tree)
 
 
 def listen(host: str, port: int) -> socket.socket:

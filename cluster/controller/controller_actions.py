@@ -1,11 +1,34 @@
-"""The controller's decisions as values: the grants it answers with, and the actions for the supervisor."""
+"""What the controller and its supervisor tell each other, as values, and the grants with which it answers workers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cluster.controller.node_table import NodePlace
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.worker_status import EndedWorker
+
+WorkerKey = tuple[WorkerName, Incarnation]
+"""One incarnation of one worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndedProcess:
+    """An incarnation whose process has ended, as the supervisor tells it."""
+
+    name: WorkerName
+    incarnation: Incarnation
+    reason: str
+    """Why it ended, in words for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedProcess:
+    """An incarnation whose process runs on a node, before its worker has registered."""
+
+    name: WorkerName
+    incarnation: Incarnation
+    node: NodePlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +55,8 @@ class StartWorker:
     incarnation: Incarnation
     avoid: tuple[str, ...] = ()
     """Cordoned nodes, by host name or Ray node id, on which the worker must not start."""
+    only: str = ""
+    """The one node, by host name or Ray node id, on which it is to start; empty: any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,4 +89,12 @@ class OperatorNote:
     text: str
 
 
-ControllerAction = StartWorker | KillWorker | ForgetArenas | OperatorNote
+@dataclass(frozen=True, slots=True)
+class StartFailed:
+    """A worker has died that was never ready: what it needs may be missing."""
+
+    name: WorkerName
+    reason: str
+
+
+ControllerAction = StartWorker | KillWorker | ForgetArenas | OperatorNote | StartFailed

@@ -1,25 +1,46 @@
-"""The supervisor: carries out the controller's actions, and tells the controller which processes have ended.
+"""The supervisor: carries out the controller's orders, and tells the controller which processes have ended.
 
 It decides nothing itself: deaths go in, starts and kills come out, and the operator reads one line about each. A death
-is noticed in two ways, whichever is first: the launcher sees the process end, or the controller misses renewals.
+is noticed in two ways, whichever is first: the launcher sees the process end, or the controller misses renewals. While
+the controller is away nothing is started or killed; what ends meanwhile is told when it is back.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from cluster.controller.controller import Controller
-from cluster.controller.controller_actions import ForgetArenas, KillWorker, OperatorNote, StartWorker
-from cluster.controller.controller_service import ControllerServer
-from cluster.controller.worker_launcher import WorkerEnded, WorkerLauncher
+from cluster.controller.controller_actions import (
+    ControllerAction,
+    EndedProcess,
+    ForgetArenas,
+    KillWorker,
+    OperatorNote,
+    PlacedProcess,
+    StartFailed,
+    StartWorker,
+)
+from cluster.controller.node_table import NodePlace
+from cluster.controller.worker_launcher import WorkerLauncher
 from cluster.worker_process.worker_plan import WorkerPlan
-from contracts.clock import Clock
+from contracts.errors import TwinpoolError
+from contracts.ids import WorkerName
 
 log = logging.getLogger("twinpool.supervisor")
 
-STANDSTILL_S = 2.0
-"""Seconds between two rounds, the wait for a death included, from which this process counts as having stood still."""
+
+class ControllerLine(Protocol):
+    """The supervisor's side of its stream to the controller (`cluster.controller.controller_client`)."""
+
+    def orders(self) -> list[ControllerAction]: ...
+
+    def report(
+        self,
+        ended: Sequence[EndedProcess] = (),
+        placed: Sequence[PlacedProcess] = (),
+        nodes: Sequence[NodePlace] | None = None,
+    ) -> None: ...
 
 
 class Supervisor:
@@ -27,60 +48,50 @@ class Supervisor:
 
     def __init__(
         self,
-        server: ControllerServer,
+        controller: ControllerLine,
         launcher: WorkerLauncher,
         plan: Callable[[StartWorker], WorkerPlan],
         say: Callable[[str], None],
-        clock: Clock,
     ) -> None:
-        """`plan` turns a granted start into the plan that its process gets; `say` shows a line to the operator."""
-        self._clock = clock
-        self._looked_at: float | None = None
-        self._server = server
+        """`plan` turns a granted start into the plan that its process gets, and raises `TwinpoolError` where there can
+        be none; `say` shows a line to the operator."""
+        self._controller = controller
         self._launcher = launcher
         self._plan = plan
         self._say = say
+        self._nodes: tuple[NodePlace, ...] = ()
+        self.failed: dict[WorkerName, str] = {}
+        """Workers that have died and were never ready, each with the reason of its last death."""
 
     def poll(self, timeout_s: float) -> None:
-        """Do one round: carry out all actions that are due, then wait up to `timeout_s` for a process to end."""
-        self._take_time()
-        self._place()
-        for action in self._server.call(Controller.tick):
-            match action:
-                case StartWorker():
-                    log.info("starting", extra={"worker": action.name, "incarnation": action.incarnation})
-                    self._launcher.start(self._plan(action), action.avoid)
-                case KillWorker():
-                    self._launcher.kill(action.name, action.incarnation, action.pid, action.node)
-                case ForgetArenas():
-                    self._launcher.forget(action.name, action.before)
-                case OperatorNote():
-                    log.warning(action.text)
-                    self._say(action.text)
-        for ended in self._launcher.ended(timeout_s):
-            self._report(ended)
-
-    def _take_time(self) -> None:
-        """Tell the controller when this process stood still (a suspended machine, a blocked disk): meanwhile the
-        controller heard no heartbeat either."""
-        now = self._clock.now()
-        before, self._looked_at = self._looked_at, now
-        if before is not None and now - before > STANDSTILL_S:
-            log.warning("the controller stood still", extra={"seconds": round(now - before, 1)})
-            self._server.call(lambda core: core.stood_still(now - before))
-
-    def _place(self) -> None:
-        """Tell the controller which nodes there are, and on which of them its starts were placed."""
+        """Do one round: carry out all orders that have come, then wait up to `timeout_s` for a process to end."""
         nodes, placed = self._launcher.nodes(), self._launcher.placed()
+        self._controller.report(placed=placed, nodes=nodes if nodes != self._nodes else None)
+        self._nodes = nodes
+        for order in self._controller.orders():
+            match order:
+                case StartWorker():
+                    self._start(order)
+                case KillWorker():
+                    self._launcher.kill(order.name, order.incarnation, order.pid, order.node)
+                case ForgetArenas():
+                    self._launcher.forget(order.name, order.before)
+                case StartFailed():
+                    self.failed[order.name] = order.reason
+                case OperatorNote():
+                    log.warning(order.text)
+                    self._say(order.text)
+        ended = self._launcher.ended(timeout_s)
+        for one in ended:
+            log.info("process ended", extra={"worker": one.name, "incarnation": one.incarnation, "reason": one.reason})
+        self._controller.report(ended=ended)
 
-        def tell(core: Controller) -> None:
-            core.set_nodes(nodes)
-            for at in placed:
-                core.placed(at.name, at.incarnation, at.node)
-
-        self._server.call(tell)
-
-    def _report(self, ended: WorkerEnded) -> None:
-        name, incarnation, reason = ended.name, ended.incarnation, ended.reason
-        log.info("process ended", extra={"worker": name, "incarnation": incarnation, "reason": reason})
-        self._server.call(lambda core: core.died(name, incarnation, reason))
+    def _start(self, order: StartWorker) -> None:
+        """Start a worker's process, or tell the controller why there is none."""
+        log.info("starting", extra={"worker": order.name, "incarnation": order.incarnation})
+        try:
+            plan = self._plan(order)
+        except TwinpoolError as error:
+            self._controller.report(ended=[EndedProcess(order.name, order.incarnation, str(error))])
+        else:
+            self._launcher.start(plan, order.avoid, order.only)

@@ -6,44 +6,28 @@ is set only once the flags are known.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.controller.controller import NodePlace
+from cluster.controller.controller_actions import EndedProcess, PlacedProcess, WorkerKey
+from cluster.controller.node_table import NodePlace
 from cluster.worker_process.worker_plan import WorkerPlan
 from contracts.ids import Incarnation, WorkerName
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerEnded:
-    """An incarnation whose process has ended."""
-
-    name: WorkerName
-    incarnation: Incarnation
-    reason: str
-    """Why it ended, in words for the operator."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerPlaced:
-    """An incarnation whose process runs on a node, before its worker has registered."""
-
-    name: WorkerName
-    incarnation: Incarnation
-    node: NodePlace
 
 
 class WorkerLauncher(Protocol):
     """Starts and ends workers' processes for the supervisor. Used from one thread."""
 
-    def start(self, plan: WorkerPlan, avoid: tuple[str, ...] = ()) -> None:
+    def start(self, plan: WorkerPlan, avoid: tuple[str, ...] = (), only: str = "") -> None:
         """Start the process, or all ranks' processes, of a plan, on any node but those named by `avoid` (host names or
-        Ray node ids). Doesn't wait."""
+        Ray node ids), or on the one that `only` names. Doesn't wait."""
+
+    def running(self) -> list[WorkerKey]:
+        """The incarnations whose processes this launcher has started and has not seen end. Any thread."""
 
     def nodes(self) -> tuple[NodePlace, ...]:
         """The nodes that take workers."""
 
-    def placed(self) -> list[WorkerPlaced]:
+    def placed(self) -> list[PlacedProcess]:
         """Starts whose node has become known since the last call."""
 
     def kill(self, name: WorkerName, incarnation: Incarnation, pid: int, node: str) -> None: ...
@@ -52,7 +36,7 @@ class WorkerLauncher(Protocol):
         """Free the arenas that are kept for this worker's next incarnation; with `before`, only those that incarnations
         before that one left."""
 
-    def ended(self, timeout_s: float) -> list[WorkerEnded]:
+    def ended(self, timeout_s: float) -> list[EndedProcess]:
         """Incarnations whose process has ended since the last call; waits up to `timeout_s` for the first."""
 
     def close(self) -> None:

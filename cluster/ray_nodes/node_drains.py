@@ -50,14 +50,22 @@ class NodeDrains:
                     log.warning("Ray doesn't tell which nodes drain: %s", error)
                 failing = True
 
+    @property
+    def changed(self) -> bool:
+        """Whether Ray drains a node that `told` hasn't named."""
+        return bool(self._nodes.keys() - self._told)
+
     def due(self, views: Iterable[WorkerView]) -> list[str]:
-        """Ids, sorted, of nodes with workers that are to be drained now; each once for as long as Ray drains it."""
+        """Ids, sorted, of nodes with workers that are to be drained now; each until `told` names it, once for as long
+        as Ray drains it."""
         nodes = self._nodes
         self._told &= nodes.keys()
         with_workers = {view.record.node_id for view in views} if nodes else set()
-        out = sorted(node for node in nodes.keys() - self._told if node and node in with_workers)
-        self._told.update(out)
-        return out
+        return sorted(node for node in nodes.keys() - self._told if node and node in with_workers)
+
+    def told(self, node: str) -> None:
+        """Note that the controller has been told to drain a node."""
+        self._told.add(node)
 
 
 def draining_ray_nodes() -> Mapping[str, int]:

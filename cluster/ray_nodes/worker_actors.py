@@ -21,8 +21,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.arena.local_agent import ArenaAgents, NoArenaAgents
-from cluster.controller.controller import NodePlace
-from cluster.controller.worker_launcher import WorkerEnded, WorkerPlaced
+from cluster.controller.controller_actions import EndedProcess, PlacedProcess, WorkerKey
+from cluster.controller.node_table import NodePlace
 from cluster.processes.process_ids import kill_process
 from cluster.ray_nodes.worker_resources import RESOURCES, has_places
 from cluster.worker_process.sigterm_drain import TERMINATED
@@ -111,7 +111,7 @@ class RayLauncher:
         self._build, self._agents, self._clock = build, agents or NoArenaAgents(), clock or SystemClock()
         self._nodes: tuple[NodePlace, ...] = ()
         self._look_at = self._clock.now()
-        self._placed: list[WorkerPlaced] = []
+        self._placed: list[PlacedProcess] = []
         # Once: Ray keeps the export of each remote class for ever, and workers are started again and again.
         self._class = ray.remote(WorkerActor)
         self._running: dict[Any, _RunningWorker] = {}
@@ -127,14 +127,17 @@ class RayLauncher:
                 self._nodes = tuple(NodePlace(node["NodeID"], node["NodeManagerHostname"]) for node in alive)
         return self._nodes
 
-    def placed(self) -> list[WorkerPlaced]:
+    def placed(self) -> list[PlacedProcess]:
         placed, self._placed = self._placed, []
         return placed
 
-    def start(self, plan: WorkerPlan, avoid: tuple[str, ...] = ()) -> None:
+    def running(self) -> list[WorkerKey]:
+        return [(one.plan.name, one.plan.incarnation) for one in list(self._running.values())]
+
+    def start(self, plan: WorkerPlan, avoid: tuple[str, ...] = (), only: str = "") -> None:
         size = plan.config.tp_for(plan.role)
         group = None
-        elsewhere = self._elsewhere(plan, avoid)
+        elsewhere = self._elsewhere(plan, avoid, only)
         if size > 1:
             # All ranks go to one node with a place for each of them, or none is started.
             labels = {"bundle_label_selector": [elsewhere] * size} if elsewhere else {}
@@ -150,13 +153,15 @@ class RayLauncher:
         running = _RunningWorker(plan, leader, leader.run.remote(), leader.where.remote(), followers=runs, group=group)
         self._running[running.run] = running
 
-    def _elsewhere(self, plan: WorkerPlan, avoid: tuple[str, ...]) -> dict[str, str]:
-        """A Ray label selector that excludes the nodes of `avoid` and those that the plan has no share for; empty where
-        there are none. Ray labels each node with its id."""
+    def _elsewhere(self, plan: WorkerPlan, avoid: tuple[str, ...], only: str) -> dict[str, str]:
+        """A Ray label selector that excludes the nodes of `avoid`, all but the one of `only`, and those that the plan
+        has no share for; empty where there are none. Ray labels each node with its id."""
         ids = [
             node.node_id
             for node in self.nodes()
-            if any(node.named(name) for name in avoid) or (plan.by_node and node.node_id not in plan.by_node)
+            if any(node.named(name) for name in avoid)
+            or (only and not node.named(only))
+            or (plan.by_node and node.node_id not in plan.by_node)
         ]
         return {NODE_LABEL: f"!in({','.join(ids)})"} if ids else {}
 
@@ -187,7 +192,7 @@ class RayLauncher:
     def forget(self, name: WorkerName, before: Incarnation | None = None) -> None:
         self._agents.forget(name, before)
 
-    def ended(self, timeout_s: float) -> list[WorkerEnded]:
+    def ended(self, timeout_s: float) -> list[EndedProcess]:
         waiting = [*self._running, *(r.where for r in self._running.values() if r.at is None)]
         for running in self._running.values():
             waiting += [run for run in running.followers if not running.why]
@@ -203,7 +208,7 @@ class RayLauncher:
             if ref in self._running:
                 running = self._running.pop(ref)
                 _dismiss(running)
-                out.append(WorkerEnded(running.plan.name, running.plan.incarnation, _reason(running, ref)))
+                out.append(EndedProcess(running.plan.name, running.plan.incarnation, _reason(running, ref)))
             elif not self._lost_rank(ref):
                 self._note_pid(ref)
         return out
@@ -233,7 +238,7 @@ class RayLauncher:
                         continue
                     if process is running:
                         plan, node = running.plan, NodePlace(at.node_id, at.node)
-                        self._placed.append(WorkerPlaced(plan.name, plan.incarnation, node))
+                        self._placed.append(PlacedProcess(plan.name, plan.incarnation, node))
 
     def _kill(self, running: _RunningWorker) -> None:
         _end(running)

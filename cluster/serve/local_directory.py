@@ -17,6 +17,7 @@ from cluster.worker_process.worker_thread import WorkerClosed, WorkerEnd, Worker
 from contracts.errors import RequestError
 from contracts.ids import Role, WorkerName
 from contracts.interfaces.worker_interface import SessionId
+from contracts.messages.pool_changes import PoolChange
 from contracts.messages.router_commands import Command
 from contracts.messages.worker_events import Event
 from contracts.messages.worker_status import CheckReport, WorkerRecord, WorkerStatus, WorkerView
@@ -143,6 +144,11 @@ class LocalDirectory:
         if gone := [record.name for record, host in self._find(target) if host.ended is not None]:
             raise RequestError(f"{' and '.join(gone)} has left: in one process no worker is started again")
         return ()
+
+    async def change_pools(self, change: PoolChange) -> tuple[WorkerName, ...]:
+        raise RequestError(
+            "in one process no worker is started or stopped by itself: serve with a transfer.plane other than local"
+        )
 
     def _find(self, target: str) -> list[tuple[WorkerRecord, WorkerThread]]:
         """The worker of that name, or all workers of the node of that name. Raises `RequestError` for neither."""

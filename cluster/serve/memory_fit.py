@@ -246,5 +246,12 @@ def divide(
     return NodeShare(facts, workers, threads, weights, plans, budget, host_bytes, on_cards, steps, dealt, beside)
 
 
+def most_bytes(share: NodeShare, config: Config, role: Role) -> int:
+    """Bytes of a node's memory that a worker of `role` takes at most, its host tier filled; where it computes on the
+    CPU."""
+    steps = config.tp_for(role) * (WORKER_BYTES + share.steps[role].nbytes)
+    return share.plans[role].nbytes + share.weights + steps + share.host_bytes[role]
+
+
 def _mib(size: int) -> str:
     return f"{size / (1 << 20):,.0f} MiB"

@@ -1,44 +1,47 @@
 """`twinpool serve` over Ray: start the cluster, say when it is ready, keep it alive, and end it without leftovers.
 
 The order matters. Bad settings are refused before anything starts (`cluster.serve.preflight`). The reaper starts before
-any process that it may have to kill. The router starts before a Ray of our own, so that both start at the same time;
-the workers come last and register with the controller, which the router watches. The end goes in reverse order, and the
-reaper kills what didn't end by itself.
+any process that it may have to kill. The controller and the router start before a Ray of our own, so that all start at
+the same time; the workers come last and register with the controller, which the router watches. The end goes in reverse
+order, and the reaper kills what didn't end by itself.
+
+This process decides nothing about workers: it is the controller's supervisor, and keeps router and controller alive.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import http.client
+import json
 import logging
 import os
 import secrets
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, TextIO
 
 from cluster.arena.local_agent import ArenaAgents, LocalArenaAgent, NoArenaAgents, wanted
-from cluster.assembly.node_shares import MemoryShort, WorkerShare
-from cluster.controller.controller import Controller
+from cluster.assembly.node_shares import MemoryShort, WorkerShare, free_bytes
 from cluster.controller.controller_actions import StartWorker
-from cluster.controller.controller_service import ControllerServer
-from cluster.controller.incarnation_ledger import FileLedger
+from cluster.controller.controller_client import ControllerAway, ControllerClient
 from cluster.controller.supervisor import Supervisor
 from cluster.processes.log_files import last_words
-from cluster.processes.restart_policy import RestartHistory
 from cluster.processes.run_folder import RunFolder
 from cluster.ray_nodes.node_drains import NodeDrains, draining_ray_nodes
-from cluster.serve.preflight import ServePlan, on_device
+from cluster.serve.child_service import CONTROLLER, ROUTER, ChildService
+from cluster.serve.kept_service import KeptService
+from cluster.serve.preflight import ServePlan, free_port, on_device
 from cluster.serve.router_probe import RouterProbe, connection_to
-from cluster.serve.router_process import COMMAND, RouterProcess
 from cluster.serve.security_check import open_ways
 from cluster.serve.shutdown_signal import ShutdownSignal
 from cluster.serve.terminal import Terminal, curl_line, take_over_output, urls_of
+from cluster.worker_process.lease_keeper import longest_absence_s
 from cluster.worker_process.worker_plan import BuildWorker, WorkerPlan
 from cluster.worker_process.worker_process import build_from_plan
 from contracts.clock import Clock, SystemClock
 from contracts.cluster_secret import SECRET_VARIABLE
 from contracts.config.plane_choice import why, with_plane
-from contracts.errors import TwinpoolError
+from contracts.errors import ConfigError, TwinpoolError
 from contracts.json_logs import log_to_stream
 
 if TYPE_CHECKING:
@@ -71,7 +74,7 @@ class ServeCluster:
         out: TextIO,
         *,
         build: BuildWorker = build_from_plan,
-        router_command: tuple[str, ...] = COMMAND,
+        router_command: tuple[str, ...] = ROUTER,
         clock: Clock | None = None,
         began: float | None = None,
     ) -> None:
@@ -117,16 +120,12 @@ class ServeCluster:
             self._terminal.nodes(prepared)
         url, operators = urls_of(prepared)
         security = prepared.config.security
-        ledger = FileLedger(folder.temporary / "incarnations.json")
-        core = Controller(self._clock, prepared.config.cluster, ledger)
         self._address = "127.0.0.1" if options.ray_address is None else self._join(stack)
         self._secret = self._cluster_secret()
         for line in open_ways(security, options.host, self._address):
             self._terminal.step("open", line)
-        self._server = ControllerServer(core, self._address, self._secret, security.cluster)
-        stack.callback(self._server.close)
         self._terminal.step("pages go by", why(self._prepared.config))
-        self._router = self._start_router(stack)
+        self._start_services(stack)
         if options.ray_address is None:
             self._own_ray(stack)
         self._stopping.install()  # importing Ray takes SIGTERM over
@@ -136,7 +135,7 @@ class ServeCluster:
         self._await_ready()
         folder.publish(operators, options.model, security.tls_ca)
         self._stopping.ready()
-        self._terminal.table(self._prepared, self._server.call(Controller.views))
+        self._terminal.table(self._prepared, self._controller.views())
         self._terminal.line(f"Twinpool is ready: {url}")
         if operators != url:
             self._terminal.line(f"operators' paths: {operators}")
@@ -207,16 +206,67 @@ class ServeCluster:
         self._folder.owns_children()
         self._terminal.step("ray", "started on loopback")
 
-    def _start_router(self, stack: ExitStack) -> RouterProcess:
-        environment = os.environ | {k: v for k, v in self._secrets.items() if k == "TWINPOOL_ADMIN_TOKEN"}
+    def _start_services(self, stack: ExitStack) -> None:
+        """Start the controller and the router, and connect to the controller."""
+        prepared, options = self._prepared, self._prepared.options
+        security, environment = prepared.config.security, dict(os.environ)
         if self._secret:
             environment[SECRET_VARIABLE] = self._secret
-        router = RouterProcess(
-            self._prepared, self._server.endpoint, self._folder.logs, environment, self._clock, self._router_command
+        settings = self._folder.logs / ".config.json"
+        settings.write_text(json.dumps(prepared.config.to_dict()))
+        port = free_port(self._address, prepared.config.cluster.controller_port)
+        self._endpoint = f"{self._address}:{port}"
+        ledger = self._folder.temporary / "controller.sqlite"
+        self._controller_kept = self._kept(
+            "controller",
+            CONTROLLER,
+            [
+                *("--address", self._address, "--port", str(port), "--ledger", str(ledger)),
+                *("--config-json", str(settings)),
+            ],
+            environment,
+            stack,
+            f"the workers serve on without it for {longest_absence_s(prepared.config.cluster):g} s",
         )
-        stack.callback(router.stop, 1.5)
-        self._folder.owns(*router.start())
-        return router
+        silence_s = prepared.config.transfer.link_timeout_s
+        self._controller = ControllerClient(self._endpoint, silence_s, self._secret, security.cluster)
+        stack.callback(self._controller.close)
+        admin = {k: v for k, v in self._secrets.items() if k == "TWINPOOL_ADMIN_TOKEN"}
+        self._router = self._kept(
+            "router",
+            self._router_command,
+            [
+                *("--model", str(prepared.spec.folder), "--controller", self._endpoint),
+                *("--host", options.host, "--port", str(prepared.port)),
+                *("--config-json", str(settings)),
+            ],
+            environment | admin,
+            stack,
+        )
+
+    def _kept(
+        self,
+        name: str,
+        command: Sequence[str],
+        arguments: list[str],
+        environment: dict[str, str],
+        stack: ExitStack,
+        meanwhile: str = "",
+    ) -> KeptService:
+        """Start a service, which is kept alive from then on and ends with `stack`."""
+        service = ChildService(name, command, arguments, self._folder.logs, environment)
+        stack.callback(service.stop, 1.5)
+        kept = KeptService(
+            service,
+            self._prepared.config.cluster,
+            self._clock,
+            self._terminal.line,
+            self._folder.owns,
+            self._words,
+            meanwhile,
+        )
+        kept.start()
+        return kept
 
     def _start_agents(self, stack: ExitStack) -> None:
         if not wanted(self._prepared.config):
@@ -244,17 +294,27 @@ class ServeCluster:
         launcher = RayLauncher(self._build, self._agents, self._clock)
         stack.callback(launcher.close)
         # Before the workers are ended, so that routers learn why and nothing is restarted.
-        stack.callback(lambda: self._server.call(Controller.shut_down))
+        stack.callback(self._announce_end)
         self._node_drains = NodeDrains(draining_ray_nodes)
         stack.callback(self._node_drains.close)
-        self._supervisor = Supervisor(self._server, launcher, self._plan, self._terminal.line, self._clock)
-        for name, role in self._prepared.workers:
-            self._server.call(lambda core, name=name, role=role: core.add(name, role))  # type: ignore[misc]
+        self._supervisor = Supervisor(self._controller, launcher, self._plan, self._terminal.line)
+        self._controller.supervise(launcher.running)
+        for role, count in self._prepared.wanted.items():
+            self._controller.add(role, count)
+
+    def _announce_end(self) -> None:
+        try:
+            self._controller.shut_down()
+        except (ControllerAway, ConfigError) as error:
+            log.warning(str(error))
 
     def _plan(self, start: StartWorker) -> WorkerPlan:
+        """The plan of a start. Raises `MemoryShort` where this machine has no room for it."""
         by_node: dict[str, WorkerShare] = {}
         config, counts = self._prepared.config, {}
         if self._prepared.options.ray_address is None:
+            if start.incarnation == 1:
+                self._prepared.check_room(start.name, start.role, free_bytes())
             sizes = self._prepared.here.sizes(start.role)
             config, counts = sizes.applied_to(config, start.role), dict(sizes.counts)
         else:
@@ -270,7 +330,7 @@ class ServeCluster:
             config=config,
             counts=counts,
             host=self._address if prepared.options.ray_address is None else "",
-            controller=self._server.endpoint,
+            controller=self._endpoint,
             logs=self._folder.logs,
             arena=self._arena,
             secret=self._secret,
@@ -296,11 +356,11 @@ class ServeCluster:
         waiting = {name for name, _ in self._prepared.workers}
         while waiting:
             self._round(deadline, f"workers {', '.join(sorted(waiting))}")
-            for view in self._server.call(Controller.views):
+            for view in self._controller.views():
                 if view.status.state == "ready" and view.status.pages_total and view.record.name in waiting:
                     waiting.discard(view.record.name)
                     self._terminal.step("worker", f"{view.record.name} on {view.record.node}")
-        while not self._router.listening(POLL_S):
+        while not self._router.service.listening(POLL_S):
             self._round(deadline, "the router")
         self._terminal.step("router", "listening")
         deadline = self._clock.now() + HEALTHY_S
@@ -311,10 +371,11 @@ class ServeCluster:
         self._check_stop()
         self._tend_agents()
         self._supervisor.poll(POLL_S)
-        for name, reason in self._server.call(Controller.never_ready):
+        for name, reason in self._supervisor.failed.items():
             raise PartFailed(f"{name} could not start: {reason}{self._words(name)}")
-        if (how := self._router.ended()) is not None:
-            raise PartFailed(f"the router ended ({how}){self._words('router')}")
+        for kept in (self._controller_kept, self._router):
+            if (how := kept.service.ended()) is not None:
+                raise PartFailed(f"the {kept.service.name} ended ({how}){self._words(kept.service.name)}")
         if self._clock.now() > deadline:
             raise PartFailed(f"gave up waiting for {what}; see {self._folder.logs}")
 
@@ -334,35 +395,33 @@ class ServeCluster:
         probe = RouterProbe(options.host, self._prepared.port, self._clock, https=https)
         stack.callback(probe.stop)
         probe.start()
-        restarts, since, restart_at = RestartHistory(self._prepared.config.cluster), self._clock.now(), None
         while not self._stopping.asked:
             self._tend_agents()
             self._supervisor.poll(POLL_S)
             self._drain_nodes()
             if self._ray is not None and (lost := self._ray.lost()):
                 raise PartFailed(f"Ray has died ({lost} is gone) and took the workers with it; start again")
-            if restart_at is None:
-                if probe.silent_s >= allowed_s:
-                    self._terminal.line(f"router hung: no answer for {probe.silent_s:.0f} s (router.stall_s)")
-                    self._router.kill()
-                if (how := self._router.ended()) is None:
-                    continue
-                wait_s = restarts.died(self._clock.now(), since)
-                if restarts.too_many:
-                    raise PartFailed(f"the router died ({how}) too often{self._words('router')}")
-                wait = f" in {wait_s:g} s" if wait_s else ""
-                self._terminal.line(f"router died ({how}); restarting{wait}{self._words('router')}")
-                restart_at = self._clock.now() + wait_s
-            if self._clock.now() >= restart_at:
-                self._folder.owns(*self._router.start())
+            was_down = self._router.down
+            if not was_down and probe.silent_s >= allowed_s:
+                self._terminal.line(f"router hung: no answer for {probe.silent_s:.0f} s (router.stall_s)")
+                self._router.service.kill()
+            for kept in (self._controller_kept, self._router):
+                if failed := kept.tend():
+                    raise PartFailed(failed)
+            if was_down and not self._router.down:
                 probe.started_again()
-                since, restart_at = self._clock.now(), None
 
     def _drain_nodes(self) -> None:
-        for node in self._node_drains.due(self._server.call(Controller.views)):
-            told = self._server.call(lambda core, node=node: core.drain(node))  # type: ignore[misc]
-            who = f"{', '.join(told)} {'drain' if len(told) > 1 else 'drains'}" if told else "it is cordoned"
-            self._terminal.line(f"{who}: Ray takes its node {node[:8]} away")
+        if not self._node_drains.changed:
+            return
+        try:
+            for node in self._node_drains.due(self._controller.views()):
+                told = self._controller.drain(node)
+                who = f"{', '.join(told)} {'drain' if len(told) > 1 else 'drains'}" if told else "it is cordoned"
+                self._terminal.line(f"{who}: Ray takes its node {node[:8]} away")
+                self._node_drains.told(node)
+        except (ControllerAway, ConfigError) as error:
+            log.warning("a node that Ray takes away could not be drained yet: %s", error)
 
 
 def _words(lines: list[str]) -> str:

@@ -17,6 +17,7 @@ import grpc.aio
 
 from contracts.clock import Clock
 from contracts.cluster_secret import access_metadata
+from contracts.config.cluster_config import ClusterConfig
 from contracts.credentials.certificate_files import CertificateFiles
 from contracts.errors import ConfigError, TwinpoolError
 from contracts.ids import Incarnation, WorkerName
@@ -33,6 +34,16 @@ MARGIN_S = 1.0
 MARGIN_SHARE = 0.2
 RENEWAL_TIMEOUT_S = 1.0
 """The shortest time that a renewal gets before it is sent again on another connection."""
+
+
+def longest_absence_s(config: ClusterConfig) -> float:
+    """The longest that the controller may be away without a worker losing its lease, in seconds.
+
+    What a lease has left when the controller goes is less a margin and the time since the last renewal; what is over
+    when it is back is less the longest that an unanswered renewal, and the pause after it, may take.
+    """
+    left = config.lease_s - min(MARGIN_S, MARGIN_SHARE * config.lease_s) - config.heartbeat_s
+    return max(0.0, left - max(RENEWAL_TIMEOUT_S, 2 * config.heartbeat_s) - config.heartbeat_s)
 
 
 class LeaseRefused(TwinpoolError):

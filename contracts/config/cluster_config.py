@@ -15,6 +15,8 @@ from contracts.ids import Role
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
+    controller_port: int = 0
+    """Port of the controller, on the address that workers reach; 0: a free one, kept for the cluster's life."""
     heartbeat_s: float = 0.5
     """How often a worker renews its lease and reports its status."""
     lease_s: float = 10.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import re
 import types
 import typing
@@ -50,6 +51,22 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
     _check_ranges(config)
     _check_together(config)
     return config
+
+
+def read_config(path: Path | None) -> Config:
+    """Read the configuration from a JSON file; without a path it is all defaults.
+
+    Raises `ConfigError` for a file that can't be read or a key that is wrong.
+    """
+    if path is None:
+        return Config()
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"can't read the configuration {path}: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"the configuration {path} must hold a JSON object")
+    return config_from_dict(tree)
 
 
 def _check_together(config: Config) -> None:
@@ -198,7 +215,7 @@ _MAY_BE_ZERO = {
     "cache.prefetch.per_token_s", "cache.storage.ttl_s", "faults.stop_in_write", "faults.corrupt_page",
     "faults.step_delay_s", "faults.link_bytes_per_s", "router.replay_limit", "router.max_body_bytes",
     "router.max_prompt_logprobs", "router.ttft_slo_ms", "decode.prefix_offer_bytes",
-    "faults.retract_every", "security.admin_port", "audit.fraction", "audit.margin",
+    "cluster.controller_port", "faults.retract_every", "security.admin_port", "audit.fraction", "audit.margin",
     "watch.repetition_tokens", "watch.rare_factor", "cluster.host_memory_share", "cluster.host_memory_bytes",
 }  # fmt: skip
 

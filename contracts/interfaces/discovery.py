@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from contracts.ids import Role, WorkerName
+from contracts.messages.pool_changes import PoolChange
 from contracts.messages.router_commands import Command
 from contracts.messages.worker_events import Event
 from contracts.messages.worker_status import CheckReport, WorkerRecord, WorkerStatus, WorkerView
@@ -69,3 +70,7 @@ class WorkerDirectory(Protocol):
     async def undrain(self, target: str) -> tuple[WorkerName, ...]:
         """Have the controller take back the drain of a worker or a node; returns the workers that had left and are
         started again. Raises as `change_role` does."""
+
+    async def change_pools(self, change: PoolChange) -> tuple[WorkerName, ...]:
+        """Have the controller add, scale or restart workers, or cordon a node; returns the workers that are started or
+        told to leave. Raises as `change_role` does."""

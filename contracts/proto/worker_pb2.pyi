@@ -508,11 +508,131 @@ class DrainTarget(_message.Message):
     name: str
     def __init__(self, name: _Optional[str] = ...) -> None: ...
 
-class DrainTargets(_message.Message):
+class WorkerNames(_message.Message):
     __slots__ = ("workers",)
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, workers: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class PoolSize(_message.Message):
+    __slots__ = ("role", "count", "node")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    count: int
+    node: str
+    def __init__(self, role: _Optional[str] = ..., count: _Optional[int] = ..., node: _Optional[str] = ...) -> None: ...
+
+class PoolSizes(_message.Message):
+    __slots__ = ("pools", "empty")
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    EMPTY_FIELD_NUMBER: _ClassVar[int]
+    pools: _containers.RepeatedCompositeFieldContainer[PoolSize]
+    empty: bool
+    def __init__(self, pools: _Optional[_Iterable[_Union[PoolSize, _Mapping]]] = ..., empty: _Optional[bool] = ...) -> None: ...
+
+class NodePlace(_message.Message):
+    __slots__ = ("node_id", "host")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    host: str
+    def __init__(self, node_id: _Optional[str] = ..., host: _Optional[str] = ...) -> None: ...
+
+class EndedProcess(_message.Message):
+    __slots__ = ("name", "incarnation", "reason")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    incarnation: int
+    reason: str
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class PlacedProcess(_message.Message):
+    __slots__ = ("name", "incarnation", "node")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    incarnation: int
+    node: NodePlace
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., node: _Optional[_Union[NodePlace, _Mapping]] = ...) -> None: ...
+
+class Incarnation(_message.Message):
+    __slots__ = ("name", "incarnation")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    incarnation: int
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class SupervisorReport(_message.Message):
+    __slots__ = ("running", "ended", "placed", "nodes")
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    PLACED_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    running: _containers.RepeatedCompositeFieldContainer[Incarnation]
+    ended: _containers.RepeatedCompositeFieldContainer[EndedProcess]
+    placed: _containers.RepeatedCompositeFieldContainer[PlacedProcess]
+    nodes: _containers.RepeatedCompositeFieldContainer[NodePlace]
+    def __init__(self, running: _Optional[_Iterable[_Union[Incarnation, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[EndedProcess, _Mapping]]] = ..., placed: _Optional[_Iterable[_Union[PlacedProcess, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[NodePlace, _Mapping]]] = ...) -> None: ...
+
+class SupervisorOrders(_message.Message):
+    __slots__ = ("orders",)
+    ORDERS_FIELD_NUMBER: _ClassVar[int]
+    orders: _containers.RepeatedCompositeFieldContainer[SupervisorOrder]
+    def __init__(self, orders: _Optional[_Iterable[_Union[SupervisorOrder, _Mapping]]] = ...) -> None: ...
+
+class SupervisorOrder(_message.Message):
+    __slots__ = ("start", "kill", "forget", "note", "failed")
+    START_FIELD_NUMBER: _ClassVar[int]
+    KILL_FIELD_NUMBER: _ClassVar[int]
+    FORGET_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    start: StartWorker
+    kill: KillWorker
+    forget: ForgetArenas
+    note: str
+    failed: EndedProcess
+    def __init__(self, start: _Optional[_Union[StartWorker, _Mapping]] = ..., kill: _Optional[_Union[KillWorker, _Mapping]] = ..., forget: _Optional[_Union[ForgetArenas, _Mapping]] = ..., note: _Optional[str] = ..., failed: _Optional[_Union[EndedProcess, _Mapping]] = ...) -> None: ...
+
+class StartWorker(_message.Message):
+    __slots__ = ("name", "role", "incarnation", "avoid", "only")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    AVOID_FIELD_NUMBER: _ClassVar[int]
+    ONLY_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    role: str
+    incarnation: int
+    avoid: _containers.RepeatedScalarFieldContainer[str]
+    only: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[int] = ..., avoid: _Optional[_Iterable[str]] = ..., only: _Optional[str] = ...) -> None: ...
+
+class KillWorker(_message.Message):
+    __slots__ = ("name", "incarnation", "pid", "node")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    incarnation: int
+    pid: int
+    node: str
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ...) -> None: ...
+
+class ForgetArenas(_message.Message):
+    __slots__ = ("name", "before")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    before: int
+    def __init__(self, name: _Optional[str] = ..., before: _Optional[int] = ...) -> None: ...
 
 class Renewal(_message.Message):
     __slots__ = ("name", "incarnation", "status")

@@ -259,17 +259,52 @@ class ControllerStub:
         self.Drain = channel.unary_unary(
                 '/twinpool.Controller/Drain',
                 request_serializer=contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.DrainTargets.FromString,
+                response_deserializer=contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
                 _registered_method=True)
         self.Undrain = channel.unary_unary(
                 '/twinpool.Controller/Undrain',
                 request_serializer=contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.DrainTargets.FromString,
+                response_deserializer=contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
                 _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/twinpool.Controller/Watch',
                 request_serializer=contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
                 response_deserializer=contracts_dot_proto_dot_worker__pb2.ClusterView.FromString,
+                _registered_method=True)
+        self.Add = channel.unary_unary(
+                '/twinpool.Controller/Add',
+                request_serializer=contracts_dot_proto_dot_worker__pb2.PoolSize.SerializeToString,
+                response_deserializer=contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
+                _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/twinpool.Controller/Scale',
+                request_serializer=contracts_dot_proto_dot_worker__pb2.PoolSizes.SerializeToString,
+                response_deserializer=contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
+                _registered_method=True)
+        self.Restart = channel.unary_unary(
+                '/twinpool.Controller/Restart',
+                request_serializer=contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
+                response_deserializer=contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
+                _registered_method=True)
+        self.Cordon = channel.unary_unary(
+                '/twinpool.Controller/Cordon',
+                request_serializer=contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
+                response_deserializer=contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
+                _registered_method=True)
+        self.Uncordon = channel.unary_unary(
+                '/twinpool.Controller/Uncordon',
+                request_serializer=contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
+                response_deserializer=contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
+                _registered_method=True)
+        self.ShutDown = channel.unary_unary(
+                '/twinpool.Controller/ShutDown',
+                request_serializer=contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+                response_deserializer=contracts_dot_proto_dot_worker__pb2.Empty.FromString,
+                _registered_method=True)
+        self.Supervise = channel.stream_stream(
+                '/twinpool.Controller/Supervise',
+                request_serializer=contracts_dot_proto_dot_worker__pb2.SupervisorReport.SerializeToString,
+                response_deserializer=contracts_dot_proto_dot_worker__pb2.SupervisorOrders.FromString,
                 _registered_method=True)
 
 
@@ -322,6 +357,55 @@ class ControllerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Add(self, request, context):
+        """Start so many workers of a role more; answers their names.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Scale(self, request, context):
+        """Bring pools to so many workers; answers who is started or told to leave.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Restart(self, request, context):
+        """Have a worker drain and start again as its next incarnation.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Cordon(self, request, context):
+        """Place no worker on a node any more; answers who was starting there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Uncordon(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ShutDown(self, request, context):
+        """Start no worker any more: the cluster ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Supervise(self, request_iterator, context):
+        """The process that starts and ends workers' processes; the latest one is obeyed. Its reports one way, the
+        controller's orders the other.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControllerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -348,17 +432,52 @@ def add_ControllerServicer_to_server(servicer, server):
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
                     request_deserializer=contracts_dot_proto_dot_worker__pb2.DrainTarget.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.DrainTargets.SerializeToString,
+                    response_serializer=contracts_dot_proto_dot_worker__pb2.WorkerNames.SerializeToString,
             ),
             'Undrain': grpc.unary_unary_rpc_method_handler(
                     servicer.Undrain,
                     request_deserializer=contracts_dot_proto_dot_worker__pb2.DrainTarget.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.DrainTargets.SerializeToString,
+                    response_serializer=contracts_dot_proto_dot_worker__pb2.WorkerNames.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
                     request_deserializer=contracts_dot_proto_dot_worker__pb2.Empty.FromString,
                     response_serializer=contracts_dot_proto_dot_worker__pb2.ClusterView.SerializeToString,
+            ),
+            'Add': grpc.unary_unary_rpc_method_handler(
+                    servicer.Add,
+                    request_deserializer=contracts_dot_proto_dot_worker__pb2.PoolSize.FromString,
+                    response_serializer=contracts_dot_proto_dot_worker__pb2.WorkerNames.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=contracts_dot_proto_dot_worker__pb2.PoolSizes.FromString,
+                    response_serializer=contracts_dot_proto_dot_worker__pb2.WorkerNames.SerializeToString,
+            ),
+            'Restart': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restart,
+                    request_deserializer=contracts_dot_proto_dot_worker__pb2.DrainTarget.FromString,
+                    response_serializer=contracts_dot_proto_dot_worker__pb2.WorkerNames.SerializeToString,
+            ),
+            'Cordon': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cordon,
+                    request_deserializer=contracts_dot_proto_dot_worker__pb2.DrainTarget.FromString,
+                    response_serializer=contracts_dot_proto_dot_worker__pb2.WorkerNames.SerializeToString,
+            ),
+            'Uncordon': grpc.unary_unary_rpc_method_handler(
+                    servicer.Uncordon,
+                    request_deserializer=contracts_dot_proto_dot_worker__pb2.DrainTarget.FromString,
+                    response_serializer=contracts_dot_proto_dot_worker__pb2.WorkerNames.SerializeToString,
+            ),
+            'ShutDown': grpc.unary_unary_rpc_method_handler(
+                    servicer.ShutDown,
+                    request_deserializer=contracts_dot_proto_dot_worker__pb2.Empty.FromString,
+                    response_serializer=contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+            ),
+            'Supervise': grpc.stream_stream_rpc_method_handler(
+                    servicer.Supervise,
+                    request_deserializer=contracts_dot_proto_dot_worker__pb2.SupervisorReport.FromString,
+                    response_serializer=contracts_dot_proto_dot_worker__pb2.SupervisorOrders.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -495,7 +614,7 @@ class Controller:
             target,
             '/twinpool.Controller/Drain',
             contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.DrainTargets.FromString,
+            contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
             options,
             channel_credentials,
             insecure,
@@ -522,7 +641,7 @@ class Controller:
             target,
             '/twinpool.Controller/Undrain',
             contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.DrainTargets.FromString,
+            contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
             options,
             channel_credentials,
             insecure,
@@ -550,6 +669,195 @@ class Controller:
             '/twinpool.Controller/Watch',
             contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
             contracts_dot_proto_dot_worker__pb2.ClusterView.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Add(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.Controller/Add',
+            contracts_dot_proto_dot_worker__pb2.PoolSize.SerializeToString,
+            contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.Controller/Scale',
+            contracts_dot_proto_dot_worker__pb2.PoolSizes.SerializeToString,
+            contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restart(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.Controller/Restart',
+            contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
+            contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cordon(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.Controller/Cordon',
+            contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
+            contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Uncordon(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.Controller/Uncordon',
+            contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
+            contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ShutDown(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.Controller/ShutDown',
+            contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+            contracts_dot_proto_dot_worker__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Supervise(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/twinpool.Controller/Supervise',
+            contracts_dot_proto_dot_worker__pb2.SupervisorReport.SerializeToString,
+            contracts_dot_proto_dot_worker__pb2.SupervisorOrders.FromString,
             options,
             channel_credentials,
             insecure,

@@ -56,12 +56,12 @@ async def drain(service: RouterService, exchange: HttpExchange) -> None:
 
     Answers 409 where a role would be left without a worker, unless ``force``. With ``now`` it starts requests over.
     """
-    target = _find(service, exchange, _name(exchange, "/cluster/drain/"))
+    target = find_target(service, exchange, name_after(exchange, "/cluster/drain/"))
     if isinstance(target, ApiError):
         return await exchange.fail(target)
-    if _asked(exchange, "now"):
+    if asked(exchange, "now"):
         return await _hurry(service, exchange, target)
-    if failure := _undrainable(service, target, force=_asked(exchange, "force")):
+    if failure := undrainable(service, target, force=asked(exchange, "force")):
         return await exchange.fail(failure)
     ready = target.in_state("ready")
     under_way = [_line(e.status, "drains already") for e in target.in_state("draining")]
@@ -83,16 +83,16 @@ async def drain(service: RouterService, exchange: HttpExchange) -> None:
     await _answer(exchange, target, lines + under_way, unheard)
 
 
-def _undrainable(service: RouterService, target: DrainTarget, *, force: bool) -> ApiError | None:
+def undrainable(service: RouterService, target: DrainTarget, *, force: bool) -> ApiError | None:
     """Return the error if the target can't be drained, else None."""
     ready = target.in_state("ready")
     if not ready and not target.is_node and not target.in_state("draining"):
-        return _conflict(f"{target.name} is {target.entries[0].status.state}: only a ready worker can be drained")
+        return conflict(f"{target.name} is {target.entries[0].status.state}: only a ready worker can be drained")
     for role in {e.record.role for e in ready}:
         left = [e for e in service.core.workers.staying(role, service.clock.now()) if e not in ready]
         if not left and not force:
             those = ready[0].record.name if len(ready) == 1 else target.name
-            return _conflict(f"{those} is the last {role} worker that serves; drain it with --force (force=true)")
+            return conflict(f"{those} is the last {role} worker that serves; drain it with --force (force=true)")
     return None
 
 
@@ -103,7 +103,7 @@ async def _hurry(service: RouterService, exchange: HttpExchange, target: DrainTa
     """
     draining = target.in_state("draining")
     if not draining:
-        return await exchange.fail(_conflict(f"{target.name} is not draining: drain it first"))
+        return await exchange.fail(conflict(f"{target.name} is not draining: drain it first"))
     taken = sum(service.fail_over(e.key) for e in draining)
     kept = sum(len(e.requests) for e in draining)
     await exchange.answer_json(200, {"taken": taken, "kept": kept})
@@ -111,14 +111,14 @@ async def _hurry(service: RouterService, exchange: HttpExchange, target: DrainTa
 
 async def undrain(service: RouterService, exchange: HttpExchange) -> None:
     """Let draining workers admit again, have workers that had left started again, and uncordon the node."""
-    target = _find(service, exchange, _name(exchange, "/cluster/undrain/"))
+    target = find_target(service, exchange, name_after(exchange, "/cluster/undrain/"))
     if isinstance(target, ApiError):
         return await exchange.fail(target)
     now = service.clock.now()
     draining = target.in_state("draining") + [e for e in target.in_state("ready") if e.drains or now < e.leaves_until]
     gone = target.in_state(*GONE)
     if not draining and not gone and not target.is_node:
-        return await exchange.fail(_conflict(f"{target.name} is not draining; it is {target.entries[0].status.state}"))
+        return await exchange.fail(conflict(f"{target.name} is not draining; it is {target.entries[0].status.state}"))
     lines = [_line(e.status, "starts again") for e in gone]
     unheard = await _ask_controller(service, target, drain=False)
     if isinstance(unheard, ApiError):
@@ -142,8 +142,8 @@ async def _ask_controller(service: RouterService, target: DrainTarget, *, drain:
             await (directory.drain(target.name) if drain else directory.undrain(target.name))
     except RequestError as error:
         if target.entries:
-            return _conflict(str(error))
-        message = f"{error}; workers: {_known(service)}"
+            return conflict(str(error))
+        message = f"{error}; workers: {known_workers(service)}"
         return ApiError(404, message, "invalid_request_error", "unknown")
     except (OSError, TimeoutError) as error:
         reason = f"the controller can't be reached: {str(error) or 'no answer in time'}"
@@ -170,21 +170,21 @@ async def _answer(exchange: HttpExchange, target: DrainTarget, lines: Sequence[d
 
 async def role(service: RouterService, exchange: HttpExchange) -> None:
     """Drain a worker, and have it started again in the other role. Answers with the incarnation that leaves."""
-    name = _name(exchange, "/cluster/role/")
-    target = _find(service, exchange, name, nodes=False)
+    name = name_after(exchange, "/cluster/role/")
+    target = find_target(service, exchange, name, nodes=False)
     if isinstance(target, ApiError):
         return await exchange.fail(target)
     (entry,) = target.entries
     wanted = parse_qs(exchange.query.decode("latin-1")).get("role", [""])[-1]
     if wanted not in PAIR:
-        return await exchange.fail(_conflict(f"role must be {' or '.join(PAIR)}, got {wanted!r}"))
+        return await exchange.fail(conflict(f"role must be {' or '.join(PAIR)}, got {wanted!r}"))
     if entry.record.role is Role.COLOCATED:
-        return await exchange.fail(_conflict(f"{name} is colocated: it has both roles, and keeps them"))
+        return await exchange.fail(conflict(f"{name} is colocated: it has both roles, and keeps them"))
     if entry.record.role == wanted:
-        return await exchange.fail(_conflict(f"{name} is a {wanted} worker already"))
+        return await exchange.fail(conflict(f"{name} is a {wanted} worker already"))
     if entry.status.state != "ready":
-        return await exchange.fail(_conflict(f"{name} is {entry.status.state}: only a ready worker changes its role"))
-    if failure := _undrainable(service, target, force=_asked(exchange, "force")):
+        return await exchange.fail(conflict(f"{name} is {entry.status.state}: only a ready worker changes its role"))
+    if failure := undrainable(service, target, force=asked(exchange, "force")):
         return await exchange.fail(failure)
     entry.request_drain(service.clock.now())
     try:
@@ -192,22 +192,24 @@ async def role(service: RouterService, exchange: HttpExchange) -> None:
             await service.worker_links.directory.change_role(entry.record.name, Role(wanted))
     except RequestError as error:
         entry.cancel_drain()
-        return await exchange.fail(_conflict(str(error)))
+        return await exchange.fail(conflict(str(error)))
     except (OSError, TimeoutError) as error:
         reason = str(error) or "no answer in time"
         return await exchange.fail(ApiError(503, f"the controller can't be reached: {reason}", "server_error", "down"))
     await exchange.answer_json(200, {"name": name, "role": wanted, "incarnation": entry.record.incarnation})
 
 
-def _name(exchange: HttpExchange, before: str) -> str:
+def name_after(exchange: HttpExchange, before: str) -> str:
     return unquote(exchange.path.removeprefix(before))
 
 
-def _asked(exchange: HttpExchange, flag: str) -> bool:
+def asked(exchange: HttpExchange, flag: str) -> bool:
     return parse_qs(exchange.query.decode("latin-1")).get(flag, ["false"])[-1].lower() in ("1", "true", "yes")
 
 
-def _find(service: RouterService, exchange: HttpExchange, name: str, *, nodes: bool = True) -> DrainTarget | ApiError:
+def find_target(
+    service: RouterService, exchange: HttpExchange, name: str, *, nodes: bool = True
+) -> DrainTarget | ApiError:
     """Return the worker of that name, else the node of that name with all its known workers; or the error.
 
     The error is 403 for a client that may not operate the cluster, 503 before the workers are known, 404 for an unknown
@@ -222,11 +224,11 @@ def _find(service: RouterService, exchange: HttpExchange, name: str, *, nodes: b
     if nodes and name:
         # Only the controller knows a node without workers; it refuses names that are no node's.
         return DrainTarget(name, True, tuple(e for e in workers if _is_node(e, name)))
-    message = f"no worker is named {name!r}; there are: {_known(service)}"
+    message = f"no worker is named {name!r}; there are: {known_workers(service)}"
     return ApiError(404, message, "invalid_request_error", "unknown")
 
 
-def _known(service: RouterService) -> str:
+def known_workers(service: RouterService) -> str:
     return ", ".join(sorted((str(e.record.name) for e in service.core.workers), key=natural)) or "none"
 
 
@@ -235,7 +237,7 @@ def _is_node(entry: WorkerEntry, name: str) -> bool:
     return record.node == name or (len(name) >= NODE_ID_CHARS and record.node_id.startswith(name))
 
 
-def _conflict(message: str) -> ApiError:
+def conflict(message: str) -> ApiError:
     return ApiError(409, message, "invalid_request_error", "conflict")
 
 

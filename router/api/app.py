@@ -10,6 +10,7 @@ from typing import Any
 
 from contracts.errors import TwinpoolError
 from router.api import admin_drain as drains
+from router.api import admin_pools as pools
 from router.api import admin_status as admin
 from router.api.absent_endpoints import why_absent
 from router.api.asgi_exchange import AsgiReceive, AsgiScope, AsgiSend, BodyTooLarge, HttpExchange
@@ -377,6 +378,8 @@ ROUTES: Routes = {
     "/openapi.json": {"GET": _openapi},
     "/cluster/status": {"GET": admin.status},
     "/cluster/check": {"POST": admin.check},
+    "/cluster/add": {"POST": pools.add},
+    "/cluster/scale": {"POST": pools.scale},
 }
 PREFIX_ROUTES: Routes = {
     "/v1/models/": {"GET": _one_model},
@@ -384,6 +387,9 @@ PREFIX_ROUTES: Routes = {
     "/cluster/drain/": {"POST": drains.drain},
     "/cluster/undrain/": {"POST": drains.undrain},
     "/cluster/role/": {"POST": drains.role},
+    "/cluster/restart/": {"POST": pools.restart},
+    "/cluster/cordon/": {"POST": pools.cordon},
+    "/cluster/uncordon/": {"POST": pools.uncordon},
 }
 
 OPERATORS = frozenset({"/metrics", "/load"}) | {

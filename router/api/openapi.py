@@ -54,6 +54,11 @@ _OPERATIONS = {
     "/cluster/check": ("Recount every book (operators only)", "Check", ()),
     "/cluster/drain/{worker}": ("Drain a worker or node (operators only)", "Operation", ("force", "now")),
     "/cluster/undrain/{worker}": ("Admit again, until it has left (operators only)", "Operation", ()),
+    "/cluster/add": ("Start workers more (operators only)", "Operation", ("role", "count", "node")),
+    "/cluster/scale": ("Bring pools to so many workers (operators only)", "Operation", ("prefill", "decode", "force")),
+    "/cluster/restart/{worker}": ("Drain a worker and start it again (operators only)", "Operation", ("force",)),
+    "/cluster/cordon/{node}": ("Place no worker on a node any more (operators only)", "Operation", ()),
+    "/cluster/uncordon/{node}": ("Let workers be placed on a node again (operators only)", "Operation", ()),
     "/cluster/role/{worker}": ("Start a worker in the other pool (operators only)", "Operation", ("role", "force")),
 }
 

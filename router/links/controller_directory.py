@@ -14,10 +14,12 @@ from contracts.credentials.certificate_files import CertificateFiles
 from contracts.errors import ConfigError, RequestError
 from contracts.ids import Role, WorkerName
 from contracts.interfaces.discovery import WorkerClient
+from contracts.messages.pool_changes import PoolChange
 from contracts.messages.worker_status import WorkerRecord, WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
 from contracts.wire.grpc_channels import channel_options
+from contracts.wire.pool_change_protobuf import call_for
 from contracts.wire.secure_grpc import open_channel
 from contracts.wire.unknown_kinds import known
 from contracts.wire.worker_protobuf import view_from_proto
@@ -71,24 +73,28 @@ class ControllerDirectory:
 
         Raises `RequestError` where the controller refuses, `ConnectionError` where it doesn't answer.
         """
-        await self._ask("ChangeRole", pb.RoleChange(name=name, role=role))
+        await self._ask(lambda stub, **options: stub.ChangeRole(pb.RoleChange(name=name, role=role), **options))
 
     async def drain(self, target: str) -> tuple[WorkerName, ...]:
-        answer = await self._ask("Drain", pb.DrainTarget(name=target))
+        answer = await self._ask(lambda stub, **options: stub.Drain(pb.DrainTarget(name=target), **options))
         return tuple(WorkerName(name) for name in answer.workers)
 
     async def undrain(self, target: str) -> tuple[WorkerName, ...]:
-        answer = await self._ask("Undrain", pb.DrainTarget(name=target))
+        answer = await self._ask(lambda stub, **options: stub.Undrain(pb.DrainTarget(name=target), **options))
         return tuple(WorkerName(name) for name in answer.workers)
 
-    async def _ask(self, method: str, request: Any) -> Any:
+    async def change_pools(self, change: PoolChange) -> tuple[WorkerName, ...]:
+        answer = await self._ask(lambda stub, **options: call_for(stub, change, **options))
+        return tuple(WorkerName(name) for name in answer.workers)
+
+    async def _ask(self, call: Callable[..., Any]) -> Any:
         """Make one call of the controller, on a connection of its own. Raises as `change_role` does."""
         metadata = access_metadata(cluster_secret())
         options = channel_options(self._link_timeout_s)
         async with open_channel(self._target, options, self._certificate) as channel:
             stub: Any = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
             try:
-                return await getattr(stub, method)(request, timeout=CONNECT_TIMEOUT_S, metadata=metadata)
+                return await call(stub, timeout=CONNECT_TIMEOUT_S, metadata=metadata)
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                     raise RequestError(error.details() or "the controller refuses") from None

@@ -11,7 +11,7 @@ from itertools import count
 
 from cluster.controller.controller import Controller
 from cluster.controller.controller_actions import KillWorker, LeaseGrant, OperatorNote, StartWorker
-from cluster.controller.incarnation_ledger import MemoryLedger
+from cluster.controller.controller_ledger import MemoryLedger
 from contracts.ids import Incarnation, WorkerName
 from contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
 from sim.fabric.sim_network import SimPipe
@@ -43,7 +43,7 @@ class SimControl:
         self._pipes: dict[int, tuple[SimPipe, SimPipe]] = {}
         for role, many in world.shape.workers.items():
             for number in range(many):
-                self.core.add(WorkerName(f"{role}-{number}"), role)
+                self.core.pools.add(WorkerName(f"{role}-{number}"), role)
         self._tick()
 
     def new_process(self, label: str, node: str) -> SimProcess:

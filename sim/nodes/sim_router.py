@@ -144,7 +144,7 @@ class SimRouter:
             return False
         entry.request_drain(self.world.agenda.now())
         try:
-            self.control.core.change_role(name, role)
+            self.control.core.pools.change_role(name, role)
         except ConfigError:
             entry.cancel_drain()
             return False

@@ -26,6 +26,8 @@ class RouterStub:
         self.tables: list[list[dict[str, Any]]] = [[row("prefill-0"), row("decode-0")]]
         self.refusal: tuple[int, str] | None = None
         self.report: dict[str, Any] = {"ok": True, "workers": []}
+        self.ordered: list[dict[str, Any]] = []
+        """The workers of the answer to an order that changes pools."""
         self.calls: list[tuple[str, str]] = []
         self.url = ""
 
@@ -35,7 +37,9 @@ class RouterStub:
             return 200, {"workers": self.tables.pop(0) if len(self.tables) > 1 else self.tables[0]}
         if self.refusal is not None:
             return self.refusal[0], {"error": {"message": self.refusal[1]}}
-        return 200, self.report if path == "/cluster/check" else {}
+        if path == "/cluster/check":
+            return 200, self.report
+        return 200, {"workers": self.ordered} if self.ordered else {}
 
 
 @contextmanager

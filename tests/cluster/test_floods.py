@@ -16,8 +16,8 @@ from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from cluster.controller import controller_service
 from cluster.controller.controller import Controller
-from cluster.controller.controller_service import ControllerServer
-from cluster.controller.incarnation_ledger import MemoryLedger
+from cluster.controller.controller_ledger import MemoryLedger
+from cluster.controller.controller_server import ControllerServer
 from cluster.worker_process.asyncio_thread import AsyncioThread
 from cluster.worker_process.lease_keeper import LeaseKeeper
 from cluster.worker_process.worker_server import serve_worker
@@ -49,7 +49,7 @@ class Scene:
         self.clock = ManualClock()
         self.core = Controller(self.clock, ClusterConfig(), MemoryLedger())
         self.controller = ControllerServer(self.core)
-        self.controller.call(lambda core: core.add(NAME, Role.DECODE))
+        self.controller.call(lambda core: core.pools.add(NAME, Role.DECODE))
         self.controller.call(Controller.tick)
         self.worker = FakeWorker(incarnation=1)
         self.host = WorkerThread(self.worker, idle_s=0.01)
@@ -231,5 +231,5 @@ def test_all_watchers_are_told_the_same_table_which_is_built_once(scene: Scene) 
     built = controller_service.ControllerService(scene.core)
     first = built.view()
     assert built.view() is first
-    scene.controller.call(lambda core: core.add(WorkerName("decode-1"), Role.DECODE))
+    scene.controller.call(lambda core: core.pools.add(WorkerName("decode-1"), Role.DECODE))
     assert [w.registration.name for w in built.view().workers] == ["decode-0", "decode-1"]

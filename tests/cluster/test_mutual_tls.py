@@ -14,8 +14,8 @@ import grpc.aio
 import pytest
 
 from cluster.controller.controller import Controller
-from cluster.controller.controller_service import ControllerServer
-from cluster.controller.incarnation_ledger import MemoryLedger
+from cluster.controller.controller_ledger import MemoryLedger
+from cluster.controller.controller_server import ControllerServer
 from cluster.worker_process.asyncio_thread import AsyncioThread
 from cluster.worker_process.lease_keeper import LeaseKeeper, LeaseRefused
 from cluster.worker_process.worker_plan import WorkerPlan
@@ -58,7 +58,7 @@ class Secured:
         self.worker, self.stream = self.server.endpoint, self.server.stream
         self.core = Controller(ManualClock(), ClusterConfig(lease_s=10.0), MemoryLedger())
         self.controller = ControllerServer(self.core, certificate=files)
-        self.controller.call(lambda core: core.add(NAME, Role.DECODE))
+        self.controller.call(lambda core: core.pools.add(NAME, Role.DECODE))
         self.controller.call(Controller.tick)
 
     @property

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from contracts.errors import ErrorKind, RequestError
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
 from contracts.messages.fingerprint import PROTOCOL, Fingerprint
+from contracts.messages.pool_changes import PoolChange
 from contracts.messages.router_commands import Audit, Cancel, Command, InvalidatePrefix, Submit
 from contracts.messages.worker_events import Audited, Done, Event, LegReport, PromptScores, Tokens
 from contracts.messages.worker_status import CheckReport, WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
@@ -348,6 +349,9 @@ class FakeCluster:
         self.away = False
         """The controller can't be reached."""
         self.told: list[tuple[str, str]] = []
+        self.changes: list[PoolChange] = []
+        self.answer: tuple[WorkerName, ...] | str = ()
+        """Whom the controller names when pools are changed, or why it refuses."""
         """What the controller was asked for: drain, undrain or another role, and of whom."""
         self._watchers: list[Callable[[tuple[WorkerView, ...]], None]] = []
 
@@ -399,6 +403,14 @@ class FakeCluster:
         self.named(name)
         self.told.append((role, name))
 
+    async def change_pools(self, change: PoolChange) -> tuple[WorkerName, ...]:
+        if self.away:
+            raise ConnectionError("the controller is away")
+        self.changes.append(change)
+        if isinstance(self.answer, str):
+            raise RequestError(self.answer)
+        return self.answer
+
     def heal(self) -> None:
         """Every worker serves again, nothing planted; for the next test."""
         for worker in self.workers.values():
@@ -414,6 +426,8 @@ class FakeCluster:
         self.hidden.clear()
         self.away = False
         self.told.clear()
+        self.changes.clear()
+        self.answer = ()
         self.changed()
 
     def leftovers(self) -> list[str]:

@@ -27,6 +27,7 @@ from contracts.config.load_config import config_from_dict
 from contracts.ids import Incarnation, RequestId, Role, WorkerName
 from contracts.interfaces.discovery import WorkerClient
 from contracts.interfaces.worker_interface import SessionId
+from contracts.messages.pool_changes import PoolChange
 from contracts.messages.router_commands import Cancel, Command
 from contracts.messages.worker_events import Done, Event, Tokens
 from contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
@@ -203,6 +204,9 @@ class _Table:
         return ()
 
     async def undrain(self, target: str) -> tuple[WorkerName, ...]:
+        return ()
+
+    async def change_pools(self, change: PoolChange) -> tuple[WorkerName, ...]:
         return ()
 
 

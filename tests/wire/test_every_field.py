@@ -243,6 +243,13 @@ class Brain:
 
     change_role = leave
 
+    @property
+    def pools(self) -> Brain:
+        return self
+
+    def tick(self) -> list[Any]:
+        return []
+
 
 @contextlib.asynccontextmanager
 async def controller() -> AsyncIterator[tuple[Brain, str]]:

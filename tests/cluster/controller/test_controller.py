@@ -5,16 +5,18 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster.controller.controller import Controller, NodePlace
+from cluster.controller.controller import Controller
 from cluster.controller.controller_actions import (
     ControllerAction,
     ForgetArenas,
     KillWorker,
     LeaseGrant,
     OperatorNote,
+    StartFailed,
     StartWorker,
 )
-from cluster.controller.incarnation_ledger import MemoryLedger
+from cluster.controller.controller_ledger import MemoryLedger
+from cluster.controller.node_table import NodePlace
 from cluster.controller.worker_states import TRANSITIONS, WorkerEvent, WorkerState, advance
 from contracts.clock import ManualClock
 from contracts.config.cluster_config import ClusterConfig
@@ -33,7 +35,7 @@ class Cluster:
         self.clock = ManualClock()
         self.ledger = ledger or MemoryLedger()
         self.core = Controller(self.clock, CONFIG, self.ledger)
-        self.core.add(NAME, Role.DECODE)
+        self.core.pools.add(NAME, Role.DECODE)
 
     def starts(self, actions: list[ControllerAction] | None = None) -> list[int]:
         return [a.incarnation for a in (self.core.tick() if actions is None else actions) if isinstance(a, StartWorker)]
@@ -69,21 +71,23 @@ def test_each_start_gets_a_larger_incarnation() -> None:
         cluster.core.died(NAME, Incarnation(incarnation), "signal 9")
 
 
-def test_incarnations_grow_across_restarts_of_the_controller() -> None:
-    ledger = MemoryLedger()
-    Cluster(ledger).up(1)
-    Cluster(ledger).up(2)
-
-
 def test_the_number_is_in_the_ledger_before_it_is_handed_out() -> None:
     class Full(MemoryLedger):
-        def record(self, name: str, incarnation: int) -> None:
-            raise OSError("disk full")
+        full = False
 
-    cluster = Cluster(Full())
+        def put(self, key: str, value: str) -> None:
+            if self.full:
+                raise OSError("disk full")
+
+    ledger = Full()
+    cluster = Cluster(ledger)
+    ledger.full = True
     with pytest.raises(OSError, match="disk full"):
         cluster.core.tick()
     assert cluster.state == "dead"
+    assert cluster.core.table.failed == "disk full", "it must end, and so must say why"
+    ledger.full = False
+    assert cluster.starts() == [1]
 
 
 def test_a_worker_that_renews_keeps_its_lease() -> None:
@@ -114,7 +118,7 @@ def test_grants_name_the_latest_incarnation_of_each_worker_that_has_ended_and_no
         grant = cluster.core.renew(other, Incarnation(1), dataclasses.replace(_status(1), name=other))
         return [(one.name, one.incarnation) for one in grant.ended]
 
-    cluster.core.add(other, Role.PREFILL)
+    cluster.core.pools.add(other, Role.PREFILL)
     cluster.core.tick()
     cluster.core.register(dataclasses.replace(_record(1), name=other))
     assert ended() == [], "the first ones are starting"
@@ -140,14 +144,12 @@ def test_an_incarnation_that_is_up_already_is_not_registered_again() -> None:
     assert cluster.renew(1)
 
 
-def test_grants_name_what_an_earlier_controller_granted_and_a_worker_that_left_for_another_role() -> None:
-    ledger = MemoryLedger()
-    Cluster(ledger).up(1)
-    cluster = Cluster(ledger)
+def test_grants_name_a_worker_that_left_for_another_role() -> None:
+    cluster = Cluster()
+    cluster.up(1)
+    cluster.core.died(NAME, Incarnation(1), "killed")
     cluster.up(2)
-    grant = cluster.core.renew(NAME, Incarnation(2), _status(2))
-    assert [(one.name, one.incarnation) for one in grant.ended] == [(NAME, 1)]
-    cluster.core.change_role(NAME, Role.PREFILL)
+    cluster.core.pools.change_role(NAME, Role.PREFILL)
     cluster.core.leave(NAME, Incarnation(2))
     cluster.core.tick()
     grant = cluster.core.register(_record(3))
@@ -237,7 +239,7 @@ def test_a_worker_that_never_registers_is_killed_when_its_time_is_over() -> None
     cluster.clock.advance(0.2)
     actions = cluster.core.tick()
     assert KillWorker(NAME, Incarnation(1), 0, "") in actions
-    assert cluster.core.never_ready() == [(NAME, "not ready after 60 s")]
+    assert StartFailed(NAME, "not ready after 60 s") in actions
 
 
 def test_a_worker_that_left_by_drain_is_not_started_again() -> None:
@@ -296,7 +298,7 @@ def test_the_version_grows_with_each_change_and_not_without() -> None:
 
 def test_two_workers_of_one_name_are_refused() -> None:
     with pytest.raises(ConfigError, match="already a worker decode-0"):
-        Cluster().core.add(NAME, Role.DECODE)
+        Cluster().core.pools.add(NAME, Role.DECODE)
 
 
 def test_an_event_that_is_not_in_the_table_raises() -> None:
@@ -315,7 +317,7 @@ def test_a_worker_that_left_comes_back_only_when_an_operator_wants_it() -> None:
     cluster.core.leave(NAME, Incarnation(1))
     cluster.clock.advance(3600)
     assert cluster.starts() == []
-    assert cluster.core.undrain(NAME) == (NAME,)
+    assert cluster.core.pools.undrain(NAME) == (NAME,)
     cluster.up(2)
     assert not cluster.renew(1), "what the one before it says is void"
 
@@ -328,7 +330,7 @@ def test_one_that_was_left_dead_begins_anew_when_an_operator_wants_it() -> None:
         cluster.core.died(NAME, Incarnation(incarnation), "out of memory")
     cluster.clock.advance(3600)
     assert cluster.starts() == []
-    cluster.core.undrain(NAME)
+    cluster.core.pools.undrain(NAME)
     cluster.up(5)
     cluster.core.died(NAME, Incarnation(5), "again")
     assert cluster.starts() == [6], "its deaths of before don't count"
@@ -344,7 +346,7 @@ class Nodes:
         self.core.set_nodes(self.places.values())
         self.incarnation: dict[WorkerName, Incarnation] = {}
         for number in range(4):
-            self.core.add(WorkerName(f"decode-{number}"), Role.DECODE)
+            self.core.pools.add(WorkerName(f"decode-{number}"), Role.DECODE)
         self.told: list[StartWorker] = []
         self.land(lambda start: "ab"[int(start.name[-1]) % 2])
 
@@ -379,7 +381,7 @@ class Nodes:
 def test_a_drained_node_is_cordoned_and_all_that_serve_there_are_told(name: str) -> None:
     nodes = Nodes()
     nodes.renew("decode-1", "draining")
-    assert nodes.core.drain(name) == ("decode-3",), "decode-1 drains already"
+    assert nodes.core.pools.drain(name) == ("decode-3",), "decode-1 drains already"
     assert nodes.renew("decode-3").drain
     assert not nodes.renew("decode-0").drain
     assert [view.record.name for view in nodes.core.views() if view.cordoned] == ["decode-1", "decode-3"]
@@ -396,7 +398,7 @@ def test_no_worker_lands_on_a_cordoned_node_whenever_it_was_started() -> None:
     starts = {a.name: a.incarnation for a in nodes.core.tick() if isinstance(a, StartWorker)}
     nodes.incarnation |= starts
     nodes.core.placed(WorkerName("decode-1"), starts[WorkerName("decode-1")], nodes.places["b"])
-    nodes.core.drain("b")
+    nodes.core.pools.drain("b")
     kills = [a for a in nodes.core.tick() if isinstance(a, KillWorker)]
     assert [kill.name for kill in kills] == ["decode-1"], "it was building its worker there"
     assert nodes.register("decode-3", "b").fenced, "nobody knew yet where it would land"
@@ -421,16 +423,16 @@ def test_a_start_that_is_moved_to_another_node_is_no_death() -> None:
     for _ in range(3 * CONFIG.restart_limit):
         start = next(a for a in nodes.core.tick() if isinstance(a, StartWorker))
         nodes.core.placed(start.name, start.incarnation, nodes.places["b"])
-        nodes.core.drain("b")
-        nodes.core.undrain("b")
+        nodes.core.pools.drain("b")
+        nodes.core.pools.undrain("b")
     assert nodes.states()["decode-1"].startswith("dead")
     assert nodes.land(lambda start: "b") == ["decode-1"]
 
 
 def test_where_every_node_is_cordoned_a_worker_waits_and_is_started_after_the_undrain() -> None:
     nodes = Nodes()
-    nodes.core.drain("a")
-    nodes.core.drain("b")
+    nodes.core.pools.drain("a")
+    nodes.core.pools.drain("b")
     nodes.core.died(WorkerName("decode-0"), Incarnation(1), "killed")
     reports = []
     for _ in range(100):
@@ -440,17 +442,17 @@ def test_where_every_node_is_cordoned_a_worker_waits_and_is_started_after_the_un
         reports += [a.text for a in nodes.core.tick() if isinstance(a, OperatorNote) and "waits" in a.text]
     assert reports == ["decode-0 waits: every node is cordoned (a, b); undrain one"], "told once"
     assert nodes.states()["decode-0"] == "dead on a"
-    nodes.core.undrain("a")
+    nodes.core.pools.undrain("a")
     assert nodes.land(lambda start: "a") == ["decode-0"]
 
 
 def test_a_start_that_waits_for_a_place_is_begun_anew_when_a_node_is_undrained() -> None:
     """Where it may not be is part of what was asked for: it would wait for another node for ever."""
     nodes = Nodes()
-    nodes.core.drain("b")
+    nodes.core.pools.drain("b")
     nodes.core.died(WorkerName("decode-1"), Incarnation(1), "killed")
     assert [(a.name, a.avoid) for a in nodes.core.tick() if isinstance(a, StartWorker)] == [("decode-1", ("b",))]
-    nodes.core.undrain("b")
+    nodes.core.pools.undrain("b")
     actions = nodes.core.tick()
     assert [(a.name, a.incarnation) for a in actions if isinstance(a, KillWorker)] == [("decode-1", 2)]
     assert [(a.name, a.incarnation, a.avoid) for a in actions if isinstance(a, StartWorker)] == [("decode-1", 3, ())]
@@ -458,11 +460,11 @@ def test_a_start_that_waits_for_a_place_is_begun_anew_when_a_node_is_undrained()
 
 def test_an_undrained_node_gets_back_those_that_left_it() -> None:
     nodes = Nodes()
-    nodes.core.drain("b")
+    nodes.core.pools.drain("b")
     nodes.renew("decode-1", "draining")
     nodes.renew("decode-3", "draining")
     nodes.core.leave(WorkerName("decode-1"), Incarnation(1))
-    assert nodes.core.undrain("b-0123456789") == ("decode-1",), "under whichever name"
+    assert nodes.core.pools.undrain("b-0123456789") == ("decode-1",), "under whichever name"
     assert nodes.land(lambda start: "b") == ["decode-1"]
     assert not any(view.cordoned for view in nodes.core.views())
     assert not nodes.renew("decode-3", "ready").drain
@@ -470,7 +472,7 @@ def test_an_undrained_node_gets_back_those_that_left_it() -> None:
 
 def test_an_unknown_node_is_refused_with_those_that_there_are() -> None:
     nodes = Nodes()
-    for steer in (nodes.core.drain, nodes.core.undrain):
+    for steer in (nodes.core.pools.drain, nodes.core.pools.undrain, nodes.core.pools.cordon, nodes.core.pools.uncordon):
         with pytest.raises(ConfigError, match="nodes: a, b"):
             steer("c")
 
@@ -492,7 +494,7 @@ def test_a_worker_that_is_still_starting_on_a_node_that_is_drained_is_among_thos
     nodes.core.died(WorkerName("decode-1"), Incarnation(1), "killed")
     start = next(a for a in nodes.core.tick() if isinstance(a, StartWorker))
     nodes.core.placed(start.name, start.incarnation, nodes.places["b"])
-    assert sorted(nodes.core.drain("b")) == ["decode-1", "decode-3"]
+    assert sorted(nodes.core.pools.drain("b")) == ["decode-1", "decode-3"]
 
 
 def test_a_worker_that_was_placed_nowhere_is_on_no_node() -> None:
@@ -500,4 +502,4 @@ def test_a_worker_that_was_placed_nowhere_is_on_no_node() -> None:
     nodes.core.died(WorkerName("decode-1"), Incarnation(1), "killed")
     assert any(isinstance(a, StartWorker) for a in nodes.core.tick())
     with pytest.raises(ConfigError, match=r"no worker or node is named ''; nodes: a, b$"):
-        nodes.core.drain("")
+        nodes.core.pools.drain("")

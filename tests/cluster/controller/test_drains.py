@@ -19,7 +19,7 @@ from cli.drain_command import DrainCommand, ProgressLines, change_role, ending, 
 from cli.drain_command import DrainReport as Progress
 from cluster.controller.controller import Controller
 from cluster.controller.controller_actions import OperatorNote, StartWorker
-from cluster.controller.incarnation_ledger import MemoryLedger
+from cluster.controller.controller_ledger import MemoryLedger
 from cluster.ray_nodes.node_drains import NodeDrains
 from contracts.clock import ManualClock
 from contracts.config.cluster_config import ClusterConfig
@@ -38,7 +38,7 @@ class Cluster:
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.core = Controller(self.clock, ClusterConfig(), MemoryLedger())
-        self.core.add(NAME, Role.DECODE)
+        self.core.pools.add(NAME, Role.DECODE)
         self.incarnation = Incarnation(0)
         self.role = Role.DECODE
         self.up()
@@ -60,7 +60,7 @@ class Cluster:
 
 def test_a_worker_that_changes_its_role_drains_and_comes_back_as_the_other_kind() -> None:
     cluster = Cluster()
-    cluster.core.change_role(NAME, Role.PREFILL)
+    cluster.core.pools.change_role(NAME, Role.PREFILL)
     assert cluster.renew("ready"), "it is told"
     assert not cluster.renew("draining"), "once"
     cluster.core.leave(NAME, cluster.incarnation)
@@ -73,7 +73,7 @@ def test_a_worker_that_changes_its_role_drains_and_comes_back_as_the_other_kind(
 
 def test_a_worker_that_dies_on_its_way_to_another_role_is_started_in_that_role() -> None:
     cluster = Cluster()
-    cluster.core.change_role(NAME, Role.PREFILL)
+    cluster.core.pools.change_role(NAME, Role.PREFILL)
     cluster.renew("ready")
     cluster.renew("draining")
     cluster.core.died(NAME, cluster.incarnation, "killed")
@@ -82,7 +82,7 @@ def test_a_worker_that_dies_on_its_way_to_another_role_is_started_in_that_role()
 
 def test_an_undrained_worker_keeps_its_role() -> None:
     cluster = Cluster()
-    cluster.core.change_role(NAME, Role.PREFILL)
+    cluster.core.pools.change_role(NAME, Role.PREFILL)
     cluster.renew("ready")
     cluster.renew("draining")
     cluster.renew("ready")
@@ -95,8 +95,8 @@ def test_an_undrained_worker_keeps_its_role() -> None:
 
 def test_a_change_of_role_that_is_taken_back_before_the_worker_heard_of_it_is_none() -> None:
     cluster = Cluster()
-    cluster.core.change_role(NAME, Role.PREFILL)
-    cluster.core.undrain(NAME)
+    cluster.core.pools.change_role(NAME, Role.PREFILL)
+    cluster.core.pools.undrain(NAME)
     assert not cluster.renew("ready")
     cluster.renew("draining")
     cluster.core.leave(NAME, cluster.incarnation)
@@ -106,14 +106,14 @@ def test_a_change_of_role_that_is_taken_back_before_the_worker_heard_of_it_is_no
 def test_only_a_ready_worker_of_the_other_kind_can_change_its_role() -> None:
     cluster = Cluster()
     with pytest.raises(ConfigError, match="already"):
-        cluster.core.change_role(NAME, Role.DECODE)
+        cluster.core.pools.change_role(NAME, Role.DECODE)
     with pytest.raises(ConfigError, match="unknown"):
-        cluster.core.change_role(WorkerName("decode-9"), Role.PREFILL)
+        cluster.core.pools.change_role(WorkerName("decode-9"), Role.PREFILL)
     with pytest.raises(ConfigError, match="a colocated one has both"):
-        cluster.core.change_role(NAME, Role.COLOCATED)
+        cluster.core.pools.change_role(NAME, Role.COLOCATED)
     cluster.renew("draining")
     with pytest.raises(ConfigError, match="only a ready worker"):
-        cluster.core.change_role(NAME, Role.PREFILL)
+        cluster.core.pools.change_role(NAME, Role.PREFILL)
 
 
 def test_a_node_that_ray_takes_away_drains_its_workers_once() -> None:
@@ -138,13 +138,17 @@ def test_a_node_that_ray_takes_away_drains_its_workers_once() -> None:
         while not due:
             due = drains.due(cluster.core.views())
         assert due == ["node-of-ray"]
+        assert drains.due(cluster.core.views()) == due, "the controller may be away"
+        assert drains.changed
+        drains.told("node-of-ray")
+        assert not drains.changed
         assert drains.due(cluster.core.views()) == []
     finally:
         drains.close()
-    assert cluster.core.drain("node-of-ray") == (NAME,)
+    assert cluster.core.pools.drain("node-of-ray") == (NAME,)
     assert cluster.renew("ready")
     assert not cluster.renew("draining")
-    assert not cluster.core.drain(NAME), "it drains already"
+    assert not cluster.core.pools.drain(NAME), "it drains already"
     cluster.core.leave(NAME, cluster.incarnation)
     assert not [a for a in cluster.core.tick() if isinstance(a, StartWorker)]
 

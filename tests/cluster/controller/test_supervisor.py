@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import types
+from collections.abc import Sequence
 from typing import Any
 
-from cluster.controller.controller import Controller, NodePlace
-from cluster.controller.incarnation_ledger import MemoryLedger
+from cluster.assembly.node_shares import MemoryShort
+from cluster.controller.controller import Controller
+from cluster.controller.controller_actions import ControllerAction, EndedProcess, PlacedProcess, WorkerKey
+from cluster.controller.controller_ledger import MemoryLedger
+from cluster.controller.node_table import NodePlace
 from cluster.controller.supervisor import Supervisor
-from cluster.controller.worker_launcher import WorkerEnded, WorkerPlaced
 from contracts.clock import ManualClock
 from contracts.config.cluster_config import ClusterConfig
 from contracts.ids import Incarnation, Role, WorkerName
@@ -23,11 +25,15 @@ class Hands:
 
     def __init__(self) -> None:
         self.started: list[tuple[Any, tuple[str, ...]]] = []
+        self.dead: list[EndedProcess] = []
         self.killed: list[tuple[str, int]] = []
-        self.landed: list[WorkerPlaced] = []
+        self.landed: list[PlacedProcess] = []
 
-    def start(self, plan: Any, avoid: tuple[str, ...] = ()) -> None:
+    def start(self, plan: Any, avoid: tuple[str, ...] = (), only: str = "") -> None:
         self.started.append((plan, avoid))
+
+    def running(self) -> list[WorkerKey]:
+        return []
 
     def kill(self, name: WorkerName, incarnation: Incarnation, pid: int, node: str) -> None:
         self.killed.append((name, incarnation))
@@ -37,14 +43,40 @@ class Hands:
     def nodes(self) -> tuple[NodePlace, ...]:
         return A, B
 
-    def placed(self) -> list[WorkerPlaced]:
+    def placed(self) -> list[PlacedProcess]:
         landed, self.landed = self.landed, []
         return landed
 
-    def ended(self, timeout_s: float) -> list[WorkerEnded]:
-        return []
+    def ended(self, timeout_s: float) -> list[EndedProcess]:
+        dead, self.dead = self.dead, []
+        return dead
 
     def close(self) -> None: ...
+
+
+class Line:
+    """The stream to a controller in this process."""
+
+    def __init__(self, core: Controller) -> None:
+        self._core = core
+        self.nodes_told = 0
+
+    def orders(self) -> list[ControllerAction]:
+        return self._core.tick()
+
+    def report(
+        self,
+        ended: Sequence[EndedProcess] = (),
+        placed: Sequence[PlacedProcess] = (),
+        nodes: Sequence[NodePlace] | None = None,
+    ) -> None:
+        if nodes is not None:
+            self.nodes_told += 1
+            self._core.set_nodes(nodes)
+        for dead in ended:
+            self._core.died(dead.name, dead.incarnation, dead.reason)
+        for at in placed:
+            self._core.placed(at.name, at.incarnation, at.node)
 
 
 class Scene:
@@ -52,10 +84,10 @@ class Scene:
         self.clock = ManualClock()
         self.core = Controller(self.clock, ClusterConfig(lease_s=10.0), MemoryLedger())
         self.hands = Hands()
-        server: Any = types.SimpleNamespace(call=lambda run: run(self.core))
         plan: Any = lambda start: start  # noqa: E731
-        self.supervisor = Supervisor(server, self.hands, plan, lambda line: None, self.clock)
-        self.core.add(NAME, Role.DECODE)
+        self.line, self.said = Line(self.core), list[str]()
+        self.supervisor = Supervisor(self.line, self.hands, plan, self.said.append)
+        self.core.pools.add(NAME, Role.DECODE)
 
     def poll(self, after_s: float = 0.1) -> None:
         self.clock.advance(after_s)
@@ -77,12 +109,12 @@ def test_a_start_that_lands_on_a_node_that_was_cordoned_meanwhile_is_ended_and_p
     scene = Scene()
     scene.poll()
     assert [avoid for _, avoid in scene.hands.started] == [()]
-    assert scene.core.drain("b") == ()
-    scene.hands.landed = [WorkerPlaced(NAME, Incarnation(1), B)]
+    assert scene.core.pools.drain("b") == ()
+    scene.hands.landed = [PlacedProcess(NAME, Incarnation(1), B)]
     scene.poll()
     assert scene.hands.killed == [(NAME, 1)]
     assert [avoid for _, avoid in scene.hands.started] == [(), ("b",)]
-    scene.hands.landed = [WorkerPlaced(NAME, Incarnation(2), A)]
+    scene.hands.landed = [PlacedProcess(NAME, Incarnation(2), A)]
     scene.poll()
     scene.up(2, A)
     scene.poll()
@@ -90,15 +122,33 @@ def test_a_start_that_lands_on_a_node_that_was_cordoned_meanwhile_is_ended_and_p
     assert len(scene.hands.started) == 2
 
 
-def test_a_supervisor_that_stood_still_ends_no_lease_for_the_heartbeats_that_it_did_not_hear() -> None:
+def test_a_death_is_told_with_its_reason_and_a_start_that_failed_is_known() -> None:
     scene = Scene()
     scene.poll()
-    scene.up(1, A)
-    scene.poll(60.0)
-    assert scene.state == "ready", "its heartbeats may wait in the queue behind this"
-    for _ in range(99):
+    scene.hands.dead = [EndedProcess(NAME, Incarnation(1), "no such folder")]
+    scene.poll()
+    scene.poll()
+    assert scene.supervisor.failed == {NAME: "no such folder"}
+    assert any("no such folder" in line for line in scene.said)
+    assert [plan.incarnation for plan, _ in scene.hands.started] == [1, 2]
+
+
+def test_nodes_are_told_when_they_change() -> None:
+    scene = Scene()
+    for _ in range(3):
         scene.poll()
-    assert scene.state == "ready"
-    for _ in range(30):
-        scene.poll()
-    assert scene.hands.killed == [(NAME, 1)], "one that says nothing is ended as ever"
+    assert scene.line.nodes_told == 1
+
+
+def test_a_start_for_which_there_can_be_no_plan_is_told_as_its_end() -> None:
+    scene = Scene()
+
+    def no_room(start: object) -> Any:
+        raise MemoryShort("no room")
+
+    scene.supervisor = Supervisor(scene.line, scene.hands, no_room, scene.said.append)
+    scene.poll()
+    scene.poll(0.6)
+    assert scene.hands.started == []
+    assert scene.supervisor.failed == {NAME: "no room"}
+    assert any("restarting" in line for line in scene.said)

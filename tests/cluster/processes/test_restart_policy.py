@@ -13,6 +13,7 @@ import pytest
 from cluster.arena.local_agent import LocalArenaAgent
 from cluster.processes.restart_policy import RestartHistory
 from cluster.serve import serve_cluster as serve
+from cluster.serve.kept_service import KeptService
 from contracts.clock import ManualClock
 from contracts.config.cluster_config import ClusterConfig, Config
 
@@ -39,6 +40,8 @@ def test_deaths_in_a_row_wait_longer_and_are_too_many_in_the_end() -> None:
 
 class Router:
     """A router's process that dies so long after each of its starts."""
+
+    name = "router"
 
     def __init__(self, clock: ManualClock, lives_s: Callable[[int], float], most: int, look_s: float = 0.1) -> None:
         self.clock, self.lives_s, self.most, self.look_s = clock, lives_s, most, look_s
@@ -90,12 +93,13 @@ def keep_alive(monkeypatch: pytest.MonkeyPatch, router: Router, clock: ManualClo
     def waits(timeout_s: float) -> None:
         clock.advance(timeout_s)
 
+    kept: Any = KeptService(router, CONFIG, clock, lines.append, lambda *mark: None, lambda name: "")  # type: ignore[arg-type]
     self.__dict__ |= {
-        "_node_drains": ground(start=lambda: None, due=lambda views: []),
+        "_node_drains": ground(start=lambda: None, changed=False),
         "_prepared": ground(options=ground(host="x"), port=1, config=Config(cluster=CONFIG)),
         "_clock": clock, "_tend_agents": lambda: None, "_supervisor": ground(poll=waits),
-        "_server": ground(call=lambda run: ()), "_terminal": ground(line=lines.append), "_router": router,
-        "_ray": None, "_words": lambda process: "", "_folder": ground(owns=lambda pid, started: None),
+        "_controller_kept": ground(tend=lambda: ""), "_terminal": ground(line=lines.append), "_router": kept,
+        "_ray": None,
     }  # fmt: skip
 
     class Stopping:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.assembly.node_shares import WorkerShare
-from cluster.controller.controller import NodePlace
+from cluster.controller.node_table import NodePlace
 from cluster.worker_process.worker_plan import WorkerPlan
 from contracts.config.cluster_config import Config
 from contracts.ids import Incarnation, Role, WorkerName
@@ -29,11 +29,12 @@ def test_cordoned_and_unmeasured_nodes_are_left_out_by_a_selector_that_ray_accep
     monkeypatch.setattr(launcher, "nodes", lambda: NODES)
     sizes = WorkerShare(1, {}, 0)
     measured = replace(PLAN, by_node={node.node_id: sizes for node in NODES[:2]})
-    for plan, avoid, out in (
-        (PLAN, (), ""), (PLAN, ("host-a",), "a"), (PLAN, ("b" * 8, "host-a"), "ab"), (PLAN, ("host-z",), ""),
-        (measured, (), "c"), (measured, ("host-b",), "bc"),
+    for plan, avoid, only, out in (
+        (PLAN, (), "", ""), (PLAN, ("host-a",), "", "a"), (PLAN, ("b" * 8, "host-a"), "", "ab"),
+        (PLAN, ("host-z",), "", ""), (measured, (), "", "c"), (measured, ("host-b",), "", "bc"),
+        (PLAN, (), "host-b", "ac"), (PLAN, ("host-a",), "c" * 8, "ab"),
     ):  # fmt: skip
-        selector = launcher._elsewhere(plan, avoid)
+        selector = launcher._elsewhere(plan, avoid, only)
         ids = ",".join(letter * 56 for letter in out)
         assert selector == ({NODE_LABEL: f"!in({ids})"} if out else {})
         assert not validate_label_selector(selector)

@@ -16,7 +16,7 @@ from cluster.assembly.node_shares import MemoryShort
 from cluster.serve.preflight import DEMO, ServeOptions, prepare
 from contracts.config.security_config import SecurityConfig
 from contracts.errors import CheckpointError, ConfigError
-from contracts.ids import PAIR, Role
+from contracts.ids import PAIR, Role, WorkerName
 from tests.families import FAMILIES
 
 GIB = 1 << 30
@@ -273,3 +273,14 @@ def test_a_downloaded_snapshot_is_named_after_its_repository(tmp_path: Path) -> 
     link = tmp_path / "link"
     link.symlink_to(folder)
     assert prepare(options(model=str(link)), 8 * GIB).spec.name == "org/some-name"
+
+
+def test_a_worker_more_than_planned_is_refused_where_the_machine_has_no_room_for_it() -> None:
+    prepared = prepare(options(), 8 * GIB)
+    more = WorkerName("decode-1")
+    share = prepared.here
+    need = share.plans[Role.DECODE].nbytes + share.host_bytes[Role.DECODE] + share.weights
+    prepared.check_room(more, Role.DECODE, 8 * GIB)
+    prepared.check_room(WorkerName("decode-0"), Role.DECODE, 0)  # It was planned for.
+    with pytest.raises(MemoryShort, match=r"it needs about .* MiB are free here"):
+        prepared.check_room(more, Role.DECODE, need)

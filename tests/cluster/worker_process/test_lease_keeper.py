@@ -12,8 +12,8 @@ import pytest
 
 from cluster.controller.controller import Controller
 from cluster.controller.controller_actions import StartWorker
-from cluster.controller.controller_service import ControllerServer
-from cluster.controller.incarnation_ledger import FileLedger, MemoryLedger
+from cluster.controller.controller_ledger import MemoryLedger
+from cluster.controller.controller_server import ControllerServer
 from cluster.worker_process import lease_keeper as lease
 from cluster.worker_process.lease_keeper import LeaseKeeper, LeaseRefused, WorkerLease
 from contracts.clock import ManualClock
@@ -78,7 +78,7 @@ class Wired:
         self.secret = secret
         self.core = Controller(self.clock, ClusterConfig(lease_s=10.0), MemoryLedger())
         self.server = ControllerServer(self.core, secret=secret)
-        self.server.call(lambda core: core.add(NAME, Role.DECODE))
+        self.server.call(lambda core: core.pools.add(NAME, Role.DECODE))
         assert [a for a in self.server.call(Controller.tick) if isinstance(a, StartWorker)]
 
     def keeper(
@@ -406,12 +406,3 @@ def test_a_watcher_gets_the_table_now_and_at_each_change(wired: Wired) -> None:
 
     states = asyncio.run(watch())
     assert states[:2] == ["starting", "ready"]
-
-
-def test_the_ledger_survives_its_process_and_never_goes_back(tmp_path: Path) -> None:
-    path = tmp_path / "incarnations.json"
-    FileLedger(path).record("decode-0", 4)
-    core = Controller(ManualClock(), ClusterConfig(), FileLedger(path))
-    core.add(NAME, Role.DECODE)
-    assert [a.incarnation for a in core.tick() if isinstance(a, StartWorker)] == [5]
-    assert FileLedger(path).load() == {"decode-0": 5}

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.controller.controller import Controller
 from cluster.controller.controller_actions import KillWorker, StartWorker
-from cluster.controller.incarnation_ledger import MemoryLedger
+from cluster.controller.controller_ledger import MemoryLedger
 from cluster.worker_process.hang_fault import hang_at
 from cluster.worker_process.step_watchdog import StepWatchdog, allowed_s
 from cluster.worker_process.worker_thread import WorkerThread
@@ -32,7 +32,7 @@ def status(stalled_s: float, steps: int = 5, longest_s: float = 0.0) -> WorkerSt
 
 def cluster() -> Controller:
     core = Controller(ManualClock(), CONFIG, MemoryLedger())
-    core.add(NAME, Role.DECODE)
+    core.pools.add(NAME, Role.DECODE)
     core.tick()
     core.register(WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", "", "", WorkerLimits(1, 1)))
     return core

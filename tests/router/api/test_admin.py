@@ -10,7 +10,8 @@ import pytest
 
 from contracts.config.load_config import config_from_dict
 from contracts.errors import ErrorKind
-from contracts.ids import Role
+from contracts.ids import Role, WorkerName
+from contracts.messages.pool_changes import AddWorkers, CordonNode, RestartWorker, ScalePools, UncordonNode
 from router.openai.request_fields import CHAT, CHAT_OTHERS, COMPLETION, GENERATE_OTHERS
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, router_config, serving
@@ -445,3 +446,74 @@ def test_the_openapi_document_lists_what_is_served(server: Server) -> None:
     ):
         fields = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]
         assert {prompt, *known, *GENERATE_OTHERS} <= fields.keys()
+
+
+def incarnation(server: Server, name: str) -> int:
+    entry = server.service.core.workers.named(name)
+    assert entry is not None
+    return entry.record.incarnation
+
+
+def test_changes_of_pools_go_to_the_controller_as_they_were_asked_for(server: Server) -> None:
+    server.cluster.answer = (WorkerName("decode-2"), WorkerName("decode-1"))
+    for path, change in (
+        ("add?role=decode", AddWorkers(Role.DECODE, 1)),
+        ("add?role=prefill&count=3&node=n%201", AddWorkers(Role.PREFILL, 3, "n 1")),
+        ("scale?prefill=2&decode=1", ScalePools({Role.PREFILL: 2, Role.DECODE: 1})),
+        ("scale?decode=0&force=true", ScalePools({Role.DECODE: 0}, empty=True)),
+        ("cordon/here", CordonNode("here")),
+        ("uncordon/a%2Fb", UncordonNode("a/b")),
+    ):
+        status, body = operate(server, path)
+        assert status == 200, body
+        assert server.cluster.changes.pop() == change
+    server.cluster["decode-1"].state = "ready"
+    _, body = operate(server, "scale?decode=2")
+    assert [(row["name"], row["incarnation"], row["outcome"]) for row in body["workers"]] == [
+        ("decode-2", 0, "starts"), ("decode-1", incarnation(server, "decode-1"), "leaves")
+    ]  # fmt: skip
+
+
+def test_a_worker_is_restarted_through_the_controller_but_not_the_last_of_its_role(server: Server) -> None:
+    server.cluster.answer = (WorkerName("decode-1"),)
+    status, body = operate(server, "restart/decode-1")
+    assert (status, body["workers"]) == (
+        200,
+        [{"name": "decode-1", "incarnation": incarnation(server, "decode-1"), "outcome": "leaves and starts again"}],
+    )  # fmt: skip
+    assert server.cluster.changes == [RestartWorker(WorkerName("decode-1"))]
+    assert refusal(server, "restart/decode-0")[0] == 409, "decode-1 is on its way out"
+    assert len(server.cluster.changes) == 1
+    assert operate(server, "restart/decode-0?force=true")[0] == 200
+    assert refusal(server, "restart/decode-9") == (
+        404, "no worker is named 'decode-9'; there are: decode-0, decode-1, prefill-0, prefill-1"
+    )  # fmt: skip
+
+
+def test_a_refused_restart_leaves_the_worker_where_it_was(server: Server) -> None:
+    server.cluster.answer = "the ledger is full"
+    assert refusal(server, "restart/decode-1") == (409, "the ledger is full")
+    server.cluster.away = True
+    status, message = refusal(server, "restart/decode-1")
+    assert (status, "controller can't be reached" in message) == (503, True)
+    server.cluster.away = False
+    assert operate(server, "drain/decode-0")[0] == 200, "decode-1 stays, so decode-0 is not the last"
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("add", "a role is prefill, decode, colocated; got ''"),
+        ("add?role=cook", "got 'cook'"),
+        ("add?role=decode&count=many", "count must be a whole number of workers"),
+        ("add?role=decode&count=2000", "at most 1024"),
+        ("scale", "name a pool"),
+        ("scale?decode=-1", "got '-1'"),
+        ("scale?dekode=1", "got 'dekode'"),
+    ],
+)
+def test_a_change_of_pools_that_means_nothing_is_refused_here(server: Server, path: str, words: str) -> None:
+    status, message = refusal(server, path)
+    assert status == 400
+    assert words in message
+    assert server.cluster.changes == []

@@ -1,62 +1,52 @@
-"""The router as a child process of `serve`, which starts it, watches it and restarts it."""
+"""The router and the controller as child processes of `serve`, which starts, watches and restarts them."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cluster.processes.process_ids import TIED, start_time
-from cluster.serve.preflight import ServePlan
-from contracts.clock import Clock
 from contracts.errors import TwinpoolError
 
 KILL_S = 5.0
-COMMAND = (sys.executable, "-m", "router.main")
+ROUTER = (sys.executable, "-m", "router.main")
+CONTROLLER = (sys.executable, "-m", "cluster.controller.controller_process")
 
 
-class RouterFailed(TwinpoolError):
-    """Raised when the router ends before it listens."""
+class ServiceFailed(TwinpoolError):
+    """Raised when a service ends before it listens."""
 
 
-class RouterProcess:
-    """The router's process, across its restarts. Use it from the main thread only: the kernel kills the child when the
+class ChildService:
+    """One service's process, across its restarts. Use it from the main thread only: the kernel kills the child when the
     thread that started it ends."""
 
     def __init__(
-        self,
-        prepared: ServePlan,
-        controller: str,
-        logs: Path,
-        environment: Mapping[str, str],
-        clock: Clock,
-        command: tuple[str, ...] = COMMAND,
+        self, name: str, command: Sequence[str], arguments: Sequence[str], logs: Path, environment: Mapping[str, str]
     ) -> None:
-        self._prepared = prepared
-        self._controller = controller
-        self._log = logs / "router.log"
-        self._config = logs / ".router-config.json"
+        """`command` takes `arguments`, and ``--ready-fd N``: a descriptor that it writes to once it listens. `name`: of
+        the service, to people and in its log's file name."""
+        self.name = name
+        self._command = (*command, *arguments)
+        self._log = logs / f"{name}.log"
         self._environment = dict(environment)
-        self._clock = clock
-        self._command = command
         self._process: subprocess.Popen[bytes] | None = None
         self._ready_fd: int | None = None
 
     def start(self) -> tuple[int, int]:
         """Start the process; returns its pid and start time (`process_ids.start_time`)."""
-        self._config.write_text(json.dumps(self._prepared.config.to_dict()))
         self._close_ready()
         self._ready_fd, writing = os.pipe()
         try:
             with self._log.open("ab") as log:
                 self._process = subprocess.Popen(
-                    [*TIED, *self._command, *self._arguments(writing)],
+                    [*TIED, *self._command, "--ready-fd", str(writing)],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -68,16 +58,9 @@ class RouterProcess:
             os.close(writing)
         return self._process.pid, start_time(self._process.pid) or 0
 
-    def _arguments(self, ready_fd: int) -> list[str]:
-        options = self._prepared.options
-        return [
-            *("--model", str(self._prepared.spec.folder), "--controller", self._controller),
-            *("--host", options.host, "--port", str(self._prepared.port)),
-            *("--config-json", str(self._config), "--ready-fd", str(ready_fd)),
-        ]
-
     def listening(self, timeout_s: float) -> bool:
-        """Whether the router has said that it listens; waits up to `timeout_s`. Raises `RouterFailed` when it ended."""
+        """Whether the service has said that it listens; waits up to `timeout_s`. Raises `ServiceFailed` when it
+        ended."""
         if self._ready_fd is None:
             return True
         poller = select.poll()
@@ -87,7 +70,7 @@ class RouterProcess:
         said = os.read(self._ready_fd, 64)
         self._close_ready()
         if not said:
-            raise RouterFailed("the router ended before it listened")
+            raise ServiceFailed(f"the {self.name} ended before it listened")
         return True
 
     def ended(self) -> str | None:

@@ -1,0 +1,106 @@
+"""The commands `twinpool add`, `scale`, `restart`, `cordon` and `uncordon`: give the order, then follow it to its end.
+
+The controller carries an order out whether or not this command is there. What it waits for is in the workers' rows: a
+worker that starts must be ready in a later incarnation than before, one that leaves must have left or died.
+"""
+
+from __future__ import annotations
+
+import urllib.parse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cli.admin_client import POLL_S, SAY_EVERY_S, AdminClient, CommandRefused, RouterAway
+from cli.drain_command import AWAY_S, quoted
+from contracts.errors import ConfigError
+
+ROLES = ("prefill", "decode", "colocated")
+STARTS, LEAVES = ("starts", "leaves and starts again", "is started elsewhere"), "leaves"
+
+
+@dataclass(frozen=True)
+class OrderedWorker:
+    """A worker that an order concerns, as the router answered."""
+
+    name: str
+    incarnation: int
+    """Its incarnation before the order; 0 where it is new."""
+    outcome: str
+
+    def done(self, row: Mapping[str, Any] | None) -> str:
+        """What has become of it, in words, by its row now; empty while that isn't over."""
+        if row is None:
+            return ""
+        if self.outcome == LEAVES:
+            return "has left" if row["state"] == "left" else "is gone" if row["state"] == "dead" else ""
+        ready = row["state"] == "ready" and row["incarnation"] > self.incarnation
+        return f"serves on {row['node']}" if ready else ""
+
+
+def parse_sizes(words: Sequence[str]) -> dict[str, int]:
+    """Read ``prefill=2 decode=3``. Raises `ConfigError`."""
+    sizes: dict[str, int] = {}
+    for word in words:
+        role, equals, count = word.partition("=")
+        if role not in ROLES or not equals or not (count.isascii() and count.isdigit()):
+            raise ConfigError(f"scale takes prefill=N, decode=N or colocated=N, got {word!r}")
+        if role in sizes:
+            raise ConfigError(f"scale names {role} twice")
+        sizes[role] = int(count)
+    return sizes
+
+
+def order(operator: AdminClient, path: str, **query: str | int) -> list[OrderedWorker]:
+    """Give one order; returns the workers that it concerns. Raises `CommandRefused` and `ClusterNotFound`."""
+    given = {key: value for key, value in query.items() if value}
+    answer = operator.call("POST", f"/cluster/{path}{'?' * bool(given)}{urllib.parse.urlencode(given)}")
+    return [OrderedWorker(row["name"], row["incarnation"], row["outcome"]) for row in answer["workers"]]
+
+
+def follow(
+    operator: AdminClient, workers: Sequence[OrderedWorker], timeout_s: float, say: Callable[[str], None]
+) -> float:
+    """Wait until each worker has done what was ordered, saying a line as it has; returns the seconds.
+
+    Raises `CommandRefused` when `timeout_s` is over, with what is still waited for. A router that stops answering
+    meanwhile is waited for, `AWAY_S` or `timeout_s` at most.
+    """
+    start = heard = said = operator.clock()
+    waiting = {worker.name: worker for worker in workers}
+    while waiting:
+        rows: Mapping[str, Mapping[str, Any]] = {}
+        now = operator.clock()
+        try:
+            rows, heard = {row["name"]: row for row in operator.rows()}, now
+        except RouterAway:
+            if now - heard >= min(AWAY_S, timeout_s):
+                raise
+        for name, worker in list(waiting.items()):
+            if end := worker.done(rows.get(name)):
+                say(f"{name} {end}")
+                del waiting[name]
+        if waiting and now - start >= timeout_s:
+            raise CommandRefused(
+                f"not done after {timeout_s:g} s, and goes on: "
+                + "; ".join(_state(worker, rows.get(name)) for name, worker in waiting.items())
+            )
+        if waiting and now - said >= SAY_EVERY_S:
+            said = now
+            for name, worker in waiting.items():
+                say(_state(worker, rows.get(name)))
+        if waiting:
+            operator.sleep(POLL_S)
+    return operator.clock() - start
+
+
+def _state(worker: OrderedWorker, row: Mapping[str, Any] | None) -> str:
+    """What a worker is waited for, in words."""
+    if row is None:
+        return f"{worker.name} isn't in the table yet"
+    why = f" (last ended: {row['last_end']})" if row.get("last_end") else ""
+    return f"{worker.name} is {row['state']}{why} and {'has not left' if worker.outcome == LEAVES else 'should serve'}"
+
+
+def restart_path(worker: str) -> str:
+    return f"restart/{quoted(worker)}"

@@ -1,0 +1,66 @@
+"""The controller's gRPC server, with an event loop and thread of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from cluster.controller.controller import Controller
+from cluster.controller.controller_service import ControllerService
+from cluster.worker_process.asyncio_thread import AsyncioThread
+from cluster.worker_process.grpc_service import ServiceServer
+from contracts.credentials.certificate_files import CertificateFiles
+from contracts.proto import worker_pb2_grpc as pb_grpc
+
+T = TypeVar("T")
+CALL_TIMEOUT_S = 10.0
+
+
+class ControllerServer:
+    """The gRPC server of a controller, with its event loop and thread; `endpoint` is its ``host:port``."""
+
+    def __init__(
+        self,
+        core: Controller,
+        address: str = "127.0.0.1",
+        secret: str = "",
+        certificate: CertificateFiles | None = None,
+        port: int = 0,
+    ) -> None:
+        """Serve on `port` of `address`, 0 for a free one; with a `secret`, calls must carry its token, and with this
+        node's `certificate` come from nodes of the cluster. Raises `OSError`."""
+        self._core = core
+        self._loop = AsyncioThread("controller")
+        self._service = ControllerService(core)
+        self._server = ServiceServer(self._loop, f"{address}:{port}", secret, certificate=certificate)
+        try:
+            port = self._server.start(pb_grpc.add_ControllerServicer_to_server, self._service)
+        except BaseException:
+            self._loop.stop()
+            raise
+        self.endpoint = f"{address}:{port}"
+
+    def call(self, run: Callable[[Controller], T]) -> T:
+        """Run `run(core)` on the controller's loop and return its result. Any thread but the loop's.
+
+        Raises what `run` raises, and `TimeoutError` after `CALL_TIMEOUT_S`.
+        """
+
+        async def on_loop() -> T:
+            return run(self._core)
+
+        return self._loop.run(on_loop(), CALL_TIMEOUT_S)
+
+    def tick(self) -> str:
+        """Let the controller take the time and its supervisor have its orders; returns why the controller must end,
+        which is that its ledger has failed, else nothing. Any thread but the loop's."""
+
+        async def on_loop() -> str:
+            self._service.tick()
+            return self._core.table.failed
+
+        return self._loop.run(on_loop(), CALL_TIMEOUT_S)
+
+    def close(self) -> None:
+        self._server.stop(0.1)
+        self._loop.stop()

@@ -1,0 +1,147 @@
+"""The controller's table: a row for each worker, the nodes, and what is to be done about them.
+
+The table is kept in a ledger, row by row, as it changes; a controller that is started again goes on from it. What only
+heartbeats say is not kept: it comes again within a heartbeat.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable
+
+from cluster.controller.controller_actions import ControllerAction, KillWorker, OperatorNote
+from cluster.controller.controller_ledger import ControllerLedger, LedgerLost
+from cluster.controller.node_table import NodePlace, NodeTable
+from cluster.controller.wanted_worker import WantedWorker, from_ledger, to_ledger
+from cluster.controller.worker_states import WorkerEvent, WorkerState, advance
+from contracts.clock import Clock
+from contracts.config.cluster_config import ClusterConfig
+from contracts.errors import ConfigError
+from contracts.ids import Incarnation, WorkerName
+from contracts.messages.worker_status import EndedWorker, WorkerView
+
+log = logging.getLogger("twinpool.controller")
+
+WORKER_KEY, CORDONS_KEY = "worker/", "cordoned"
+
+
+class ControllerTable:
+    """The rows of all workers, in the order in which they were added."""
+
+    def __init__(self, clock: Clock, config: ClusterConfig, ledger: ControllerLedger) -> None:
+        """Begin with a ledger, and take up what it holds. Raises `ConfigError` for one that can't be read."""
+        self.clock, self.config = clock, config
+        self._ledger = ledger
+        self.rows: dict[WorkerName, WantedWorker] = {}
+        self.actions: list[ControllerAction] = []
+        """What the supervisor is to do, in order."""
+        self.ended: tuple[EndedWorker, ...] = ()
+        """The latest incarnation of each worker that has ended: each grant says it."""
+        self.version = 1
+        self.failed = ""
+        """Why the ledger can't be written any more; empty while it can. A controller whose ledger has failed must end:
+        its table may be ahead of what its successor will read."""
+        self._listeners: list[Callable[[], None]] = []
+        kept = ledger.begin()
+        try:
+            self.nodes = NodeTable(json.loads(kept.get(CORDONS_KEY, "[]")))
+            for key, text in kept.items():
+                if key.startswith(WORKER_KEY):
+                    self._take_up(from_ledger(WorkerName(key.removeprefix(WORKER_KEY)), text, config))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"the ledger holds a table that this version can't read: {error!r}") from None
+
+    def _take_up(self, row: WantedWorker) -> None:
+        """Enter a row of an earlier controller. Whoever had a lease has one now, as long as any that was granted."""
+        now = self.clock.now()
+        allowed = self.config.start_timeout_s if row.state is WorkerState.STARTING else self.config.lease_s
+        row.deadline, row.restart_at = now + allowed, now
+        row.ready_since = now if row.serves else None
+        self.rows[row.name] = row
+        lives = row.serves or row.state is WorkerState.STARTING
+        if last := row.incarnation - lives:
+            self.ended = (*self.ended, EndedWorker(row.name, Incarnation(last)))
+
+    # ------------------------------------------------------------ changes
+
+    def save(self, row: WantedWorker) -> None:
+        """Store a row. Raises `OSError` and `LedgerLost`; `failed` says why from then on."""
+        self._put(WORKER_KEY + row.name, to_ledger(row))
+
+    def saved(self, row: WantedWorker) -> None:
+        """Store a row that has changed, and have it published."""
+        self.save(row)
+        self.changed()
+
+    def save_cordons(self) -> None:
+        self._put(CORDONS_KEY, json.dumps(sorted(self.nodes.names)))
+        self.changed()
+
+    def _put(self, key: str, value: str) -> None:
+        try:
+            self._ledger.put(key, value)
+        except (OSError, LedgerLost) as error:
+            self.failed = self.failed or str(error)
+            raise
+
+    def changed(self) -> None:
+        """Have the table published."""
+        self.version += 1
+        for listener in self._listeners:
+            listener()
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after each change of the table, on the caller's thread."""
+        self._listeners.append(listener)
+
+    def act(self, *actions: ControllerAction) -> None:
+        self.actions += actions
+
+    def note(self, text: str) -> None:
+        """Tell the operator a line."""
+        log.warning(text)
+        self.act(OperatorNote(text))
+
+    def note_end(self, row: WantedWorker) -> None:
+        """Have grants say that a worker's incarnation has ended; the one before its first never was."""
+        if row.incarnation:
+            others = (ended for ended in self.ended if ended.name != row.name)
+            self.ended = (*others, EndedWorker(row.name, row.incarnation))
+
+    def end_start(self, row: WantedWorker, why: str) -> bool:
+        """End a start that is under way; returns whether there was one. It has served no request, so this counts as no
+        death."""
+        if row.state is not WorkerState.STARTING:
+            return False
+        self.act(killing(row))
+        self.note(f"{row.name} is started anew: {why}" if row.wanted else f"{row.name} isn't started: {why}")
+        row.state = advance(row.state, WorkerEvent.DIED)
+        row.status, row.restart_at = row.own_status(), self.clock.now()
+        self.note_end(row)
+        self.saved(row)
+        return True
+
+    # ------------------------------------------------------------ questions
+
+    def views(self) -> tuple[WorkerView, ...]:
+        """The whole table, one row a worker, including workers that have left or are dead."""
+        return tuple(row.view(self.nodes.cordoned(row.node)) for row in self.rows.values())
+
+    def every_node(self) -> set[NodePlace]:
+        """All known nodes: nodes that take workers, and nodes that workers are or were on."""
+        return {*self.nodes.places, *(row.node for row in self.rows.values() if row.node.host)}
+
+    def is_node(self, name: str) -> bool:
+        return name in self.nodes.names or any(node.named(name) for node in self.every_node())
+
+    def on_node(self, name: str) -> Iterable[WantedWorker]:
+        return [row for row in self.rows.values() if row.node.named(name)]
+
+    def known_nodes(self) -> str:
+        return ", ".join(sorted({node.host for node in self.every_node()})) or "none"
+
+
+def killing(row: WantedWorker) -> KillWorker:
+    record = row.record
+    return KillWorker(row.name, row.incarnation, record.pid if record else 0, record.node if record else "")

@@ -1,0 +1,239 @@
+"""What operators do to the pools: add, scale, restart and change workers, and drain and cordon workers and nodes.
+
+Each operation changes the controller's table and returns the workers concerned; the controller carries it out by
+grants, starts and kills. A worker leaves by drain always: nothing here ends one that serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from cluster.controller.controller_table import ControllerTable
+from cluster.controller.wanted_worker import WantedWorker
+from cluster.controller.worker_states import WorkerEvent, WorkerState, advance
+from cluster.processes.restart_policy import RestartHistory
+from contracts.errors import ConfigError
+from contracts.ids import PAIR, Incarnation, Role, WorkerName
+
+MOST_WORKERS = 4096
+"""The most rows of the table, those of workers that have left included."""
+
+
+class PoolOperations:
+    """Operators' changes of one table. Every method raises `ConfigError`, having changed nothing, where it refuses."""
+
+    def __init__(self, table: ControllerTable) -> None:
+        self._table = table
+
+    # ------------------------------------------------------------ more and fewer workers
+
+    def add(self, name: WorkerName, role: Role, node: str = "") -> None:
+        """Add a worker, or bring back one that has left or is left dead; the next `tick` starts it.
+
+        `node`: the one node that it is to run on; empty: any. Refused for a worker that is still wanted.
+        """
+        table = self._table
+        row = table.rows.get(name)
+        if row is None:
+            if len(table.rows) >= MOST_WORKERS:
+                raise ConfigError(f"the table has {MOST_WORKERS} workers already")
+            row = WantedWorker(name, role, Incarnation(0), RestartHistory(table.config), only=node)
+            table.save(row)
+            table.rows[name] = row
+            table.changed()
+        elif row.wanted:
+            raise ConfigError(f"there is already a worker {name}")
+        else:
+            if row.role is not role:
+                row.role, row.record = role, None
+            row.only = node
+            self._want(row)
+
+    def add_some(self, role: Role, count: int, node: str = "") -> tuple[WorkerName, ...]:
+        """Add `count` workers to a pool, under the lowest numbers that are free; returns their names."""
+        if count < 1:
+            raise ConfigError(f"at least 1 worker is added, got {count}")
+        self._check_role(role)
+        if node:
+            self._check_place(node)
+        names = self._free_names(role, count)
+        for name in names:
+            self.add(name, role, node)
+        return names
+
+    def scale(self, counts: Mapping[Role, int], *, empty: bool = False) -> tuple[WorkerName, ...]:
+        """Bring each pool to so many workers: start some, or have some drain and leave, those that serve last and the
+        highest numbers first. Returns the workers that are started or told to leave. `empty`: a pool may be left
+        without a worker."""
+        for role, count in counts.items():
+            self._check_role(role)
+            if count < 0 or (count == 0 and not empty):
+                raise ConfigError(f"{role} can't be scaled to {count}: each role needs a worker")
+            if count > MOST_WORKERS:
+                raise ConfigError(f"{role} can't be scaled to {count}: {MOST_WORKERS} workers are the most")
+        changed: list[WorkerName] = []
+        for role, count in counts.items():
+            staying = [row for row in self._table.rows.values() if _stays(row) and (row.becomes or row.role) is role]
+            if len(staying) < count:
+                changed += self.add_some(role, count - len(staying))
+            order = sorted(staying, key=lambda row: (row.state is WorkerState.READY, -_number(row.name)))
+            for row in order[: len(staying) - count if len(staying) > count else 0]:
+                self._send_away(row)
+                changed.append(row.name)
+        return tuple(changed)
+
+    def restart(self, name: WorkerName) -> None:
+        """Have a worker drain, leave and start again as its next incarnation; one that has left or is dead starts."""
+        row = self._row(name)
+        if row.state is WorkerState.STARTING:
+            self._table.end_start(row, "an operator restarts it")
+        elif row.serves:
+            row.becomes = row.becomes or row.role
+            row.drains = row.drains or row.state is WorkerState.READY
+            self._table.saved(row)
+        else:
+            self._want(row)
+
+    def change_role(self, name: WorkerName, role: Role) -> None:
+        """Have a worker drain and come back in another role; it must be ready."""
+        row = self._table.rows.get(name)
+        if row is None or row.state is not WorkerState.READY:
+            raise ConfigError(f"{name} is {row.state if row else 'unknown'}: only a ready worker can change its role")
+        if Role.COLOCATED in (row.role, role):
+            raise ConfigError(f"{name} is a {row.role} worker and can't become a {role} one: a colocated one has both")
+        if row.role is role:
+            raise ConfigError(f"{name} is a {role} worker already")
+        row.becomes, row.drains = role, True
+        self._table.saved(row)
+
+    # ------------------------------------------------------------ drains and cordons
+
+    def drain(self, target: str) -> tuple[WorkerName, ...]:
+        """Have a worker leave, or cordon a node and have all its workers leave; returns the workers that are told.
+
+        A worker that drains already isn't told again; a worker that is still starting on the node is started elsewhere,
+        and is among those returned.
+        """
+        row = self._table.rows.get(WorkerName(target))
+        if row is not None:
+            return (row.name,) if self._tell_to_drain(row) else ()
+        elsewhere = self.cordon(target)
+        told = tuple(row.name for row in self._table.on_node(target) if self._tell_to_drain(row))
+        return (*told, *elsewhere)
+
+    def undrain(self, target: str) -> tuple[WorkerName, ...]:
+        """Take back the drain of a worker, or of a node and its workers; returns the workers that are started again.
+
+        A worker that still runs is no longer told to drain; the router undrains one that drains by now. Refused for a
+        wanted worker that neither serves nor drains.
+        """
+        row = self._table.rows.get(WorkerName(target))
+        if row is not None:
+            if row.wanted and not row.serves:
+                raise ConfigError(f"{target} is not draining; it is {row.state}")
+            return self._take_back([row])
+        back = self._take_back(self._table.on_node(self._node(target)))
+        self.uncordon(target)
+        return back
+
+    def cordon(self, target: str) -> tuple[WorkerName, ...]:
+        """Place no worker on a node any more; those that serve there go on. Returns those that were starting there, and
+        start elsewhere."""
+        table = self._table
+        table.nodes.cordon(self._node(target))
+        table.save_cordons()
+        return tuple(row.name for row in table.on_node(target) if table.end_start(row, "its node is cordoned"))
+
+    def uncordon(self, target: str) -> None:
+        """Let workers be placed on a node again."""
+        table = self._table
+        table.nodes.uncordon(self._node(target), table.every_node())
+        for row in table.rows.values():
+            if row.avoids and not row.node.host:  # It may wait for a place for as long as it must not be here.
+                table.end_start(row, "a node was uncordoned")
+        table.save_cordons()
+
+    # ------------------------------------------------------------ inside
+
+    def _row(self, name: str) -> WantedWorker:
+        row = self._table.rows.get(WorkerName(name))
+        if row is None:
+            raise ConfigError(f"no worker is named {name!r}; workers: {', '.join(sorted(self._table.rows)) or 'none'}")
+        return row
+
+    def _node(self, name: str) -> str:
+        if not self._table.is_node(name):
+            raise ConfigError(f"no worker or node is named {name!r}; nodes: {self._table.known_nodes()}")
+        return name
+
+    def _check_place(self, node: str) -> None:
+        if not self._table.is_node(node):
+            raise ConfigError(f"no node is named {node!r}; nodes: {self._table.known_nodes()}")
+        if not self._table.nodes.free(node):
+            raise ConfigError(f"node {node} is cordoned or takes no workers; uncordon it first")
+
+    def _check_role(self, role: Role) -> None:
+        """Refuse colocated workers beside two pools."""
+        there = {row.role for row in self._table.rows.values()}
+        if there and (role is Role.COLOCATED) != (Role.COLOCATED in there):
+            pools = "colocated workers" if Role.COLOCATED in there else " and ".join(PAIR)
+            raise ConfigError(f"this cluster has {pools}: it can't have {role} workers beside them")
+
+    def _free_names(self, role: Role, count: int) -> tuple[WorkerName, ...]:
+        """The lowest numbers of a role that no wanted worker has. Workers that have changed their role keep theirs."""
+        taken = {row.name for row in self._table.rows.values() if row.wanted}
+        numbers = (WorkerName(f"{role}-{number}") for number in range(count + len(taken)))
+        return tuple([name for name in numbers if name not in taken][:count])
+
+    def _send_away(self, row: WantedWorker) -> None:
+        """Have a worker leave for good: by drain if it serves."""
+        if row.serves:
+            row.becomes, row.drains = None, True
+            self._table.saved(row)
+            return
+        row.wanted = False
+        if not self._table.end_start(row, "its pool has enough workers"):
+            self._table.saved(row)
+
+    def _tell_to_drain(self, row: WantedWorker) -> bool:
+        """Have the next grant tell the worker to drain; returns whether it is ready and wasn't told before."""
+        if row.state is not WorkerState.READY or row.drains:
+            return False
+        row.drains = True
+        self._table.saved(row)
+        return True
+
+    def _take_back(self, rows: Iterable[WantedWorker]) -> tuple[WorkerName, ...]:
+        """Take back drains; returns the workers that had left or were left dead, and are started again."""
+        back = []
+        for row in rows:
+            if row.state is WorkerState.READY and row.drains:
+                row.becomes = None  # The controller does so for a worker that drains by now.
+            if row.wanted:
+                row.drains = False
+                self._table.saved(row)
+            else:
+                self._want(row)
+                back.append(row.name)
+        return tuple(back)
+
+    def _want(self, row: WantedWorker) -> None:
+        """Want a worker again that had left or was left dead, with a clean restart history."""
+        if row.state is WorkerState.LEFT:
+            row.state = advance(row.state, WorkerEvent.WANTED)
+        row.wanted, row.drains, row.becomes = True, False, None
+        row.restart_at = self._table.clock.now()
+        row.restarts.forgive()
+        row.status = row.own_status()
+        self._table.saved(row)
+
+
+def _stays(row: WantedWorker) -> bool:
+    """Whether a worker is to go on, or to come back."""
+    leaves = row.drains or row.state is WorkerState.DRAINING
+    return row.wanted and (not leaves or row.becomes is not None)
+
+
+def _number(name: str) -> int:
+    tail = name.rpartition("-")[2]
+    return int(tail) if tail.isdigit() else 0

@@ -1,0 +1,91 @@
+"""What a controller and its supervisor tell each other, to protobuf and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from cluster.controller.controller_actions import (
+    ControllerAction,
+    EndedProcess,
+    ForgetArenas,
+    KillWorker,
+    OperatorNote,
+    PlacedProcess,
+    StartFailed,
+    StartWorker,
+)
+from cluster.controller.node_table import NodePlace
+from contracts.errors import WireError
+from contracts.ids import Incarnation, Role, WorkerName
+from contracts.proto import worker_pb2 as pb
+
+
+def action_to_proto(action: ControllerAction) -> pb.SupervisorOrder:
+    match action:
+        case StartWorker():
+            start = pb.StartWorker(
+                name=action.name,
+                role=action.role,
+                incarnation=action.incarnation,
+                avoid=action.avoid,
+                only=action.only,
+            )
+            return pb.SupervisorOrder(start=start)
+        case KillWorker():
+            kill = pb.KillWorker(name=action.name, incarnation=action.incarnation, pid=action.pid, node=action.node)
+            return pb.SupervisorOrder(kill=kill)
+        case ForgetArenas():
+            return pb.SupervisorOrder(forget=pb.ForgetArenas(name=action.name, before=action.before))
+        case OperatorNote():
+            return pb.SupervisorOrder(note=action.text)
+        case StartFailed():
+            return pb.SupervisorOrder(failed=pb.EndedProcess(name=action.name, reason=action.reason))
+
+
+def action_from_proto(m: pb.SupervisorOrder) -> ControllerAction:
+    """Read an order. Raises `WireError` for one that this build doesn't know, or a role that there isn't."""
+    try:
+        match m.WhichOneof("kind"):
+            case "start":
+                s = m.start
+                name, number = WorkerName(s.name), Incarnation(s.incarnation)
+                return StartWorker(name, Role(s.role), number, tuple(s.avoid), s.only)
+            case "kill":
+                return KillWorker(WorkerName(m.kill.name), Incarnation(m.kill.incarnation), m.kill.pid, m.kill.node)
+            case "forget":
+                before = Incarnation(m.forget.before) if m.forget.HasField("before") else None
+                return ForgetArenas(WorkerName(m.forget.name), before)
+            case "note":
+                return OperatorNote(m.note)
+            case "failed":
+                return StartFailed(WorkerName(m.failed.name), m.failed.reason)
+            case _:
+                raise WireError("an order of the controller that this supervisor doesn't know")
+    except ValueError as error:
+        raise WireError(str(error)) from None
+
+
+def ended_to_proto(ended: Iterable[EndedProcess]) -> list[pb.EndedProcess]:
+    return [pb.EndedProcess(name=one.name, incarnation=one.incarnation, reason=one.reason) for one in ended]
+
+
+def ended_from_proto(m: Iterable[pb.EndedProcess]) -> list[EndedProcess]:
+    return [EndedProcess(WorkerName(one.name), Incarnation(one.incarnation), one.reason) for one in m]
+
+
+def placed_to_proto(placed: Iterable[PlacedProcess]) -> list[pb.PlacedProcess]:
+    return [
+        pb.PlacedProcess(name=one.name, incarnation=one.incarnation, node=node_to_proto(one.node)) for one in placed
+    ]
+
+
+def placed_from_proto(m: Iterable[pb.PlacedProcess]) -> list[PlacedProcess]:
+    return [PlacedProcess(WorkerName(one.name), Incarnation(one.incarnation), node_from_proto(one.node)) for one in m]
+
+
+def node_to_proto(node: NodePlace) -> pb.NodePlace:
+    return pb.NodePlace(node_id=node.node_id, host=node.host)
+
+
+def node_from_proto(m: pb.NodePlace) -> NodePlace:
+    return NodePlace(m.node_id, m.host)

@@ -1,0 +1,119 @@
+"""A worker's row of the controller's table, and how it is kept in the ledger."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict, ParseDict
+
+from cluster.controller.node_table import NOWHERE, NodePlace
+from cluster.controller.worker_states import WorkerState
+from cluster.processes.restart_policy import RestartHistory
+from contracts.config.cluster_config import ClusterConfig
+from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
+from contracts.proto import worker_pb2 as pb
+from contracts.wire.worker_protobuf import record_from_proto, record_to_proto
+
+
+@dataclass(slots=True)
+class WantedWorker:
+    """A worker's row; it stays when the worker has left or is left dead."""
+
+    name: WorkerName
+    role: Role
+    incarnation: Incarnation
+    restarts: RestartHistory
+    state: WorkerState = WorkerState.DEAD
+    wanted: bool = True
+    """Whether the worker is to run: false once it has left, or is left dead."""
+    record: WorkerRecord | None = None
+    status: WorkerStatus | None = None
+    deadline: float = 0.0
+    """When the lease, or the time to register, ends, in seconds of the clock."""
+    ready_since: float | None = None
+    restart_at: float = 0.0
+    node: NodePlace = NOWHERE
+    """The node that its process is or was on; empty from a start until its node is known."""
+    only: str = ""
+    """The one node that it is to run on, by host name or Ray node id; empty: any."""
+    avoids: tuple[str, ...] = ()
+    """Nodes that were cordoned at its start."""
+    ever_ready: bool = False
+    drains: bool = False
+    """Whether the next grants tell the worker to drain; ends when its status says that it drains."""
+    becomes: Role | None = None
+    """The role of its next start, which follows when it has left; None: it isn't started again then."""
+    last_reason: str = ""
+    held: bool = False
+    """Whether its start is due and waits, because every node is cordoned."""
+
+    @property
+    def serves(self) -> bool:
+        """Whether an incarnation has a lease."""
+        return self.state in (WorkerState.READY, WorkerState.DRAINING)
+
+    def own_status(self) -> WorkerStatus:
+        """A status made by the controller itself, for a worker that has sent none yet or whose last one is outdated."""
+        pid = self.record.pid if self.record else 0
+        return WorkerStatus(
+            self.name,
+            self.role,
+            self.state,
+            pid,
+            self.node.host,
+            self.incarnation,
+            0,
+            0,
+            0,
+            0,
+            last_end=self.last_reason,
+        )
+
+    def view(self, cordoned: bool) -> WorkerView:
+        return WorkerView(self.record or self._empty_record(), self.status or self.own_status(), cordoned)
+
+    def _empty_record(self) -> WorkerRecord:
+        node, none = self.node, WorkerLimits(0, 0)
+        return WorkerRecord(self.name, self.role, self.incarnation, 0, node.host, "", "", none, node.node_id)
+
+
+def to_ledger(row: WantedWorker) -> str:
+    """A row as JSON: all that outlives a controller. What heartbeats say, and the history of deaths, does not."""
+    kept: dict[str, Any] = {
+        "role": row.role,
+        "incarnation": row.incarnation,
+        "state": row.state,
+        "wanted": row.wanted,
+        "node": [row.node.node_id, row.node.host],
+        "only": row.only,
+        "ever_ready": row.ever_ready,
+        "drains": row.drains,
+        "becomes": row.becomes,
+        "last_reason": row.last_reason,
+        "record": MessageToDict(record_to_proto(row.record)) if row.record is not None else None,
+    }
+    return json.dumps(kept)
+
+
+def from_ledger(name: WorkerName, text: str, config: ClusterConfig) -> WantedWorker:
+    """Read a row back. Raises `ValueError`, `KeyError` or `TypeError` where it can't be read."""
+    kept = json.loads(text)
+    record = kept["record"]
+    return WantedWorker(
+        name=name,
+        role=Role(kept["role"]),
+        incarnation=Incarnation(int(kept["incarnation"])),
+        restarts=RestartHistory(config),
+        state=WorkerState(kept["state"]),
+        wanted=bool(kept["wanted"]),
+        record=record_from_proto(ParseDict(record, pb.Registration())) if record is not None else None,
+        node=NodePlace(*kept["node"]),
+        only=kept["only"],
+        ever_ready=bool(kept["ever_ready"]),
+        drains=bool(kept["drains"]),
+        becomes=Role(kept["becomes"]) if kept["becomes"] is not None else None,
+        last_reason=kept["last_reason"],
+    )

@@ -1,0 +1,142 @@
+"""The controller's process: killed with `kill -9`, stopped, started twice; and what a worker's lease notices."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.controller.controller_actions import ControllerAction, StartWorker
+from cluster.controller.controller_client import ControllerClient
+from cluster.worker_process.lease_keeper import LeaseKeeper, longest_absence_s
+from contracts.clock import SystemClock
+from contracts.config.cluster_config import ClusterConfig
+from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
+
+NAME = WorkerName("decode-0")
+WAIT_S = 30.0
+
+
+class Process:
+    """The controller's process, on one port and with one ledger for all of its lives."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start the process and wait until it has said that it listens, or has ended."""
+        reading, writing = os.pipe()
+        with (self.folder / "log").open("ab") as log:
+            process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "cluster.controller.controller_process", "--port", str(self.port)),
+                    *("--ledger", str(self.folder / "ledger"), "--ready-fd", str(writing)),
+                ],
+                stderr=log,
+                pass_fds=[writing],
+            )
+        os.close(writing)
+        self.processes.append(process)
+        with os.fdopen(reading, "rb") as said:
+            said.read()
+        return process
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait(WAIT_S)
+
+
+@pytest.fixture
+def controller(tmp_path: Path) -> Iterator[Process]:
+    process = Process(tmp_path)
+    yield process
+    process.close()
+
+
+def started(client: ControllerClient) -> StartWorker:
+    """The first start that is ordered."""
+
+    async def wait() -> StartWorker:
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                orders: list[ControllerAction] = client.orders()
+                for order in orders:
+                    if isinstance(order, StartWorker):
+                        return order
+                await asyncio.sleep(0.01)
+
+    return asyncio.run(wait())
+
+
+def test_a_lease_outlives_kill_9_of_the_controller_again_and_again(controller: Process) -> None:
+    process = controller.start()
+    client = ControllerClient(controller.endpoint, 5.0)
+    try:
+        client.supervise(lambda: [(NAME, Incarnation(1))])
+        client.add(Role.DECODE, 1)
+        start = started(client)
+        asyncio.run(_renew_through(controller, client, process, start.incarnation))
+        (view,) = client.views()
+        assert (view.status.state, view.record.incarnation, view.status.pages_free) == ("ready", 1, 60)
+        assert not [order for order in client.orders() if isinstance(order, StartWorker)]
+    finally:
+        client.close()
+
+
+async def _renew_through(
+    controller: Process, client: ControllerClient, process: subprocess.Popen[bytes], incarnation: Incarnation
+) -> None:
+    """Hold a lease while the controller is killed and started again three times."""
+    lost: list[str] = []
+    record = WorkerRecord(NAME, Role.DECODE, incarnation, 77, "n", "e", "c", WorkerLimits(8, 8), stream="s")
+    status = WorkerStatus(NAME, Role.DECODE, "ready", 77, "n", incarnation, 1, 0, 64, 60)
+    keeper = LeaseKeeper(record, controller.endpoint, SystemClock(), 0.05, lambda: status, lost.append)
+    await keeper.start(WAIT_S)
+    for _ in range(3):
+        process.kill()
+        process.wait(WAIT_S)
+        failures = keeper.failures
+        async with asyncio.timeout(WAIT_S):
+            while keeper.failures == failures:
+                await asyncio.sleep(0.01)
+            process = await asyncio.to_thread(controller.start)
+            while (await asyncio.to_thread(client.views))[0].status.pages_free != 60:
+                await asyncio.sleep(0.01)  # The table that the ledger keeps has nothing of what heartbeats say.
+        assert keeper.lease.held
+    assert not lost
+    await keeper.close()
+
+
+def test_a_second_controller_on_the_same_port_is_refused(controller: Process) -> None:
+    controller.start()
+    assert controller.start().wait(WAIT_S) == 1
+    assert "cannot bind" in (controller.folder / "log").read_text()
+
+
+def test_sigterm_ends_it_in_order(controller: Process) -> None:
+    process = controller.start()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(WAIT_S) == 0
+
+
+def test_the_longest_absence_is_less_than_what_a_lease_has_left_after_a_heartbeat() -> None:
+    config = ClusterConfig(heartbeat_s=0.5, lease_s=10.0)
+    assert longest_absence_s(config) == pytest.approx(10.0 - 1.0 - 2 * 0.5 - 1.0)
+    assert longest_absence_s(ClusterConfig(heartbeat_s=1.0, lease_s=2.0)) == 0.0

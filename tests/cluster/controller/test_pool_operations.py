@@ -1,0 +1,238 @@
+"""Pools that grow, shrink and are renewed: by the controller's logic, against workers that obey it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.controller.controller import Controller
+from cluster.controller.controller_actions import KillWorker, StartWorker
+from cluster.controller.controller_ledger import MemoryLedger
+from cluster.controller.node_table import NodePlace
+from contracts.clock import ManualClock
+from contracts.config.cluster_config import ClusterConfig
+from contracts.errors import ConfigError
+from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
+
+A, B = NodePlace("a" * 12, "a"), NodePlace("b" * 12, "b")
+
+
+class Company:
+    """A controller whose starts succeed at once, and whose workers do what grants tell them."""
+
+    def __init__(self, **pools: int) -> None:
+        self.clock, self.ledger = ManualClock(), MemoryLedger()
+        self.core = Controller(self.clock, ClusterConfig(), self.ledger)
+        self.core.set_nodes([A, B])
+        self.starts: list[StartWorker] = []
+        self.killed: list[str] = []
+        self.serving: dict[WorkerName, tuple[Role, Incarnation]] = {}
+        self.draining: set[WorkerName] = set()
+        for role, count in pools.items():
+            self.core.pools.add_some(Role(role), count)
+        self.settle()
+
+    def order(self, start: StartWorker) -> None:
+        node = next(n for n in (A, B) if not start.only or n.named(start.only))
+        role, name, number = start.role, start.name, start.incarnation
+        fits = WorkerLimits(8, 8)
+        grant = self.core.register(WorkerRecord(name, role, number, 7, node.host, "", "", fits, node.node_id))
+        if not grant.fenced:
+            self.serving[name] = role, number
+
+    def settle(self) -> None:
+        """Rounds of starts and heartbeats until nothing changes any more."""
+        for _ in range(8):
+            self.clock.advance(0.1)
+            for action in self.core.tick():
+                if isinstance(action, StartWorker):
+                    self.starts.append(action)
+                    self.order(action)
+                if isinstance(action, KillWorker):
+                    self.killed.append(action.name)
+            for name, (role, number) in list(self.serving.items()):
+                state = "draining" if name in self.draining else "ready"
+                grant = self.core.renew(name, number, WorkerStatus(name, role, state, 7, "", number, 0, 0, 1, 1))
+                if name in self.draining:
+                    self.core.leave(name, number)
+                    self.draining.discard(name)
+                    del self.serving[name]
+                elif grant.drain:
+                    self.draining.add(name)
+
+    def pool(self, role: Role) -> list[str]:
+        return sorted(name for name, (one, _) in self.serving.items() if one is role)
+
+
+def test_a_pool_grows_by_the_lowest_numbers_that_are_free() -> None:
+    company = Company(prefill=1, decode=1)
+    assert company.core.pools.add_some(Role.DECODE, 2) == ("decode-1", "decode-2")
+    company.settle()
+    assert company.pool(Role.DECODE) == ["decode-0", "decode-1", "decode-2"]
+    company.core.pools.drain("decode-1")
+    company.settle()
+    assert company.core.pools.add_some(Role.DECODE, 2) == ("decode-1", "decode-3")
+    company.settle()
+    assert company.serving[WorkerName("decode-1")] == (Role.DECODE, 2), "one new start is a new incarnation"
+
+
+def test_a_pool_shrinks_by_drain_from_the_highest_number() -> None:
+    company = Company(prefill=2, decode=3)
+    assert company.core.pools.scale({Role.DECODE: 1, Role.PREFILL: 3}) == ("decode-2", "decode-1", "prefill-2")
+    assert company.killed == []
+    company.settle()
+    assert (company.pool(Role.DECODE), company.pool(Role.PREFILL)) == (
+        ["decode-0"],
+        ["prefill-0", "prefill-1", "prefill-2"],
+    )
+    assert company.killed == [], "they left by themselves"
+    assert company.core.pools.scale({Role.DECODE: 1}) == ()
+    assert company.core.pools.scale({Role.DECODE: 3}) == ("decode-1", "decode-2")
+    company.settle()
+    assert company.pool(Role.DECODE) == ["decode-0", "decode-1", "decode-2"]
+
+
+def test_a_pool_that_shrinks_lets_go_first_of_those_that_do_not_serve_yet() -> None:
+    company = Company(prefill=1, decode=1)
+    company.core.pools.add_some(Role.DECODE, 1)
+    (start,) = [a for a in company.core.tick() if isinstance(a, StartWorker)]
+    assert company.core.pools.scale({Role.DECODE: 1}) == ("decode-1",)
+    assert [a.name for a in company.core.tick() if isinstance(a, KillWorker)] == ["decode-1"]
+    fits = WorkerLimits(8, 8)
+    assert company.core.register(WorkerRecord(start.name, start.role, start.incarnation, 7, "a", "", "", fits)).fenced
+    company.settle()
+    assert company.pool(Role.DECODE) == ["decode-0"]
+
+
+def test_workers_that_leave_already_are_not_counted_and_not_told_twice() -> None:
+    company = Company(prefill=1, decode=3)
+    company.core.pools.drain("decode-0")
+    assert company.core.pools.scale({Role.DECODE: 2}) == ()
+    company.settle()
+    assert company.pool(Role.DECODE) == ["decode-1", "decode-2"]
+
+
+def test_a_worker_that_changes_its_role_counts_where_it_goes() -> None:
+    company = Company(prefill=2, decode=2)
+    company.core.pools.change_role(WorkerName("decode-1"), Role.PREFILL)
+    assert company.core.pools.scale({Role.DECODE: 1, Role.PREFILL: 3}) == ()
+    company.settle()
+    assert company.pool(Role.PREFILL) == ["decode-1", "prefill-0", "prefill-1"]
+    assert company.core.pools.add_some(Role.DECODE, 1) == ("decode-2",), "decode-1 is another worker's name"
+
+
+def test_a_worker_is_restarted_by_drain_and_comes_back_as_its_next_incarnation() -> None:
+    company = Company(prefill=1, decode=2)
+    company.core.pools.restart(WorkerName("decode-1"))
+    company.settle()
+    assert company.serving[WorkerName("decode-1")] == (Role.DECODE, 2)
+    assert company.killed == []
+    company.core.pools.drain("decode-1")
+    company.settle()
+    assert company.pool(Role.DECODE) == ["decode-0"]
+    company.core.pools.restart(WorkerName("decode-1"))
+    company.settle()
+    assert company.serving[WorkerName("decode-1")] == (Role.DECODE, 3)
+
+
+def test_a_worker_that_is_told_to_restart_while_it_leaves_comes_back() -> None:
+    company = Company(prefill=1, decode=2)
+    name = WorkerName("decode-1")
+    company.core.pools.drain(name)
+    status = WorkerStatus(name, Role.DECODE, "draining", 7, "", Incarnation(1), 0, 0, 1, 1)
+    company.core.renew(name, Incarnation(1), status)
+    company.core.pools.restart(name)
+    company.core.leave(name, Incarnation(1))
+    del company.serving[name]
+    company.settle()
+    assert company.serving[name] == (Role.DECODE, 2)
+
+
+def test_a_worker_that_dies_while_it_drains_to_restart_is_started_again() -> None:
+    company = Company(prefill=1, decode=2)
+    name = WorkerName("decode-1")
+    company.core.pools.restart(name)
+    status = WorkerStatus(name, Role.DECODE, "draining", 7, "", Incarnation(1), 0, 0, 1, 1)
+    company.core.renew(name, Incarnation(1), status)
+    company.core.died(name, Incarnation(1), "killed")
+    del company.serving[name]
+    company.settle()
+    assert company.serving[name] == (Role.DECODE, 2)
+
+
+def test_a_worker_is_added_to_one_node_and_waits_for_it() -> None:
+    company = Company(prefill=1, decode=1)
+    assert company.core.pools.add_some(Role.DECODE, 1, "b") == ("decode-1",)
+    company.settle()
+    assert company.starts[-1].only == "b"
+    assert company.core.table.rows[WorkerName("decode-1")].node == B
+    company.core.pools.cordon("b")
+    company.core.died(WorkerName("decode-1"), Incarnation(1), "killed")
+    del company.serving[WorkerName("decode-1")]
+    company.settle()
+    assert company.pool(Role.DECODE) == ["decode-0"], "it is not started elsewhere"
+    company.core.pools.uncordon("b")
+    company.settle()
+    assert company.serving[WorkerName("decode-1")] == (Role.DECODE, 2)
+
+
+def test_a_cordon_leaves_who_serves_and_moves_who_starts() -> None:
+    company = Company(prefill=1, decode=2)
+    assert company.core.pools.cordon("a") == ()
+    company.settle()
+    assert company.pool(Role.DECODE) == ["decode-0", "decode-1"]
+    company.core.pools.uncordon("a")
+    company.core.died(WorkerName("decode-1"), Incarnation(1), "killed")
+    (start,) = [a for a in company.core.tick() if isinstance(a, StartWorker)]
+    company.core.placed(start.name, start.incarnation, A)
+    assert company.core.pools.cordon("a") == ("decode-1",)
+    actions = company.core.tick()
+    assert [a.avoid for a in actions if isinstance(a, StartWorker)] == [("a",)]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda pools: pools.scale({Role.DECODE: 0}), "each role needs a worker"),
+        (lambda pools: pools.scale({Role.DECODE: 5000}), "the most"),
+        (lambda pools: pools.scale({Role.COLOCATED: 1}), "can't have colocated workers"),
+        (lambda pools: pools.add_some(Role.COLOCATED, 1), "can't have colocated workers"),
+        (lambda pools: pools.add_some(Role.DECODE, 0), "at least 1"),
+        (lambda pools: pools.add_some(Role.DECODE, 1, "c"), "no node is named 'c'; nodes: a, b"),
+        (lambda pools: pools.restart(WorkerName("decode-9")), "workers: decode-0, prefill-0"),
+        (lambda pools: pools.cordon("decode-0"), "no worker or node is named 'decode-0'"),
+    ],
+)
+def test_what_can_not_be_is_refused_and_changes_nothing(change: object, words: str) -> None:
+    company = Company(prefill=1, decode=1)
+    before = dict(company.ledger.rows)
+    with pytest.raises(ConfigError, match=words):
+        change(company.core.pools)  # type: ignore[operator]
+    assert company.ledger.rows == before
+
+
+def test_a_pool_is_emptied_where_that_is_said() -> None:
+    company = Company(prefill=1, decode=2)
+    company.core.pools.scale({Role.DECODE: 0}, empty=True)
+    company.settle()
+    assert company.pool(Role.DECODE) == []
+
+
+@given(sizes=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=6), restarts=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_whatever_is_asked_for_in_turn_is_there_in_the_end_and_nobody_was_killed(
+    sizes: list[tuple[int, int]], restarts: bool
+) -> None:
+    """Also when a controller that was started again carries on in the middle."""
+    company = Company(prefill=2, decode=2)
+    for prefill, decode in sizes:
+        company.core.pools.scale({Role.PREFILL: prefill, Role.DECODE: decode})
+        if restarts:
+            company.core = Controller(company.clock, ClusterConfig(), company.ledger)
+            company.core.set_nodes([A, B])
+    company.settle()
+    assert (len(company.pool(Role.PREFILL)), len(company.pool(Role.DECODE))) == sizes[-1]
+    ended_starts = {start.name for start in company.starts} - company.serving.keys()
+    assert set(company.killed) <= ended_starts

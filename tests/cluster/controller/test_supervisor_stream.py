@@ -1,0 +1,175 @@
+"""The supervisor's stream and calls over real connections: every field, breaks, and who is obeyed."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import pytest
+
+from cluster.controller.controller import Controller
+from cluster.controller.controller_actions import (
+    ControllerAction,
+    EndedProcess,
+    ForgetArenas,
+    KillWorker,
+    OperatorNote,
+    PlacedProcess,
+    StartFailed,
+    StartWorker,
+    WorkerKey,
+)
+from cluster.controller.controller_client import ControllerAway, ControllerClient
+from cluster.controller.controller_ledger import MemoryLedger
+from cluster.controller.controller_server import ControllerServer
+from cluster.controller.node_table import NodePlace
+from cluster.controller.supervisor_wire import action_from_proto, action_to_proto
+from contracts.clock import ManualClock
+from contracts.config.cluster_config import ClusterConfig
+from contracts.errors import ConfigError, WireError
+from contracts.ids import Incarnation, Role, WorkerName
+from contracts.proto import worker_pb2 as pb
+
+T = TypeVar("T")
+NAME, OTHER = WorkerName("decode-0"), WorkerName("prefill-3")
+NODE = NodePlace("0123456789abcdef", "here")
+SECRET = "ab" * 32
+WAIT_S = 20.0
+SILENCE_S = 5.0
+
+
+class Site:
+    """A controller that can be killed and started again on its port, and supervisors of it."""
+
+    def __init__(self) -> None:
+        self.clock, self.ledger = ManualClock(), MemoryLedger()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.clients: list[ControllerClient] = []
+        self.start()
+
+    def start(self) -> None:
+        self.core = Controller(self.clock, ClusterConfig(), self.ledger, supervised=False)
+        self.server = ControllerServer(self.core, secret=SECRET, port=self.port)
+
+    def client(self, *running: WorkerKey, secret: str = SECRET) -> ControllerClient:
+        client = ControllerClient(self.server.endpoint, SILENCE_S, secret)
+        self.clients.append(client)
+        client.supervise(lambda: running)
+        return client
+
+    def until(self, ask: Callable[[], T]) -> T:
+        """The first true answer, with a tick of the controller before each question."""
+        pause = threading.Event()
+        for _ in range(int(WAIT_S / 0.02)):
+            self.server.tick()
+            if answer := ask():
+                return answer
+            pause.wait(0.02)
+        raise AssertionError("it did not come")
+
+    def orders(self, client: ControllerClient, kind: type[ControllerAction]) -> list[ControllerAction]:
+        found: list[ControllerAction] = []
+
+        def more() -> list[ControllerAction]:
+            found.extend(order for order in client.orders() if isinstance(order, kind))
+            return found
+
+        return self.until(more)
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        self.server.close()
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    site = Site()
+    yield site
+    site.close()
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        StartWorker(NAME, Role.COLOCATED, Incarnation(2**40), ("a", "b"), "only"),
+        KillWorker(NAME, Incarnation(3), 77, "node"),
+        ForgetArenas(NAME, Incarnation(9)),
+        ForgetArenas(NAME),
+        OperatorNote("text"),
+        StartFailed(NAME, "reason"),
+    ],
+)
+def test_orders_are_the_same_on_the_other_side(action: ControllerAction) -> None:
+    assert action_from_proto(pb.SupervisorOrder.FromString(action_to_proto(action).SerializeToString())) == action
+
+
+def test_an_order_of_a_newer_controller_is_refused_by_name() -> None:
+    with pytest.raises(WireError, match="doesn't know"):
+        action_from_proto(pb.SupervisorOrder())
+    with pytest.raises(WireError, match="conductor"):
+        action_from_proto(pb.SupervisorOrder(start=pb.StartWorker(name="a", role="conductor")))
+
+
+def test_a_start_goes_out_and_what_becomes_of_it_comes_back(site: Site) -> None:
+    client = site.client()
+    client.report(nodes=[NODE])
+    assert client.add(Role.DECODE, 1) == (NAME,)
+    assert site.orders(client, StartWorker) == [StartWorker(NAME, Role.DECODE, Incarnation(1))]
+    client.report(placed=[PlacedProcess(NAME, Incarnation(1), NODE)])
+    site.until(lambda: site.core.table.rows[NAME].node == NODE)
+    assert site.core.table.nodes.places == (NODE,)
+    client.report(ended=[EndedProcess(NAME, Incarnation(1), "it fell")])
+    assert site.orders(client, StartFailed) == [StartFailed(NAME, "it fell")]
+    assert site.core.table.nodes.places == (NODE,), "a report that says nothing of nodes changes none"
+
+
+def test_a_supervisor_comes_back_to_a_controller_that_was_started_again(site: Site) -> None:
+    running: list[WorkerKey] = []
+    client = ControllerClient(site.server.endpoint, SILENCE_S, SECRET)
+    site.clients.append(client)
+    client.supervise(lambda: running)
+    client.add(Role.DECODE, 2)
+    site.orders(client, StartWorker)
+    running += [(NAME, Incarnation(1)), (WorkerName("decode-1"), Incarnation(1))]
+    site.server.close()
+    client.report(ended=[EndedProcess(NAME, Incarnation(1), "while you were away")])
+    site.start()
+    orders = site.orders(client, StartWorker)
+    assert orders == [StartWorker(NAME, Role.DECODE, Incarnation(2))], "decode-1 runs, and decode-0 has ended"
+    assert site.core.table.rows[NAME].last_reason == "while you were away"
+
+
+def test_the_latest_supervisor_is_obeyed_and_the_one_before_is_let_go(site: Site) -> None:
+    first = site.client()
+    first.add(Role.DECODE, 1)
+    site.orders(first, StartWorker)
+    second = site.client((NAME, Incarnation(1)), (OTHER, Incarnation(4)))
+    assert site.orders(second, KillWorker) == [KillWorker(OTHER, Incarnation(4), 0, "")]
+
+
+def test_a_caller_without_the_token_supervises_nothing(site: Site) -> None:
+    stranger = site.client(secret="cd" * 32)
+    with pytest.raises(ControllerAway, match="token"):
+        stranger.views()
+    mine = site.client()
+    mine.add(Role.DECODE, 1)
+    site.orders(mine, StartWorker)
+    assert not stranger.connected
+    assert stranger.orders() == []
+
+
+def test_calls_are_answered_or_refused_with_the_controllers_words(site: Site) -> None:
+    client = ControllerClient(site.server.endpoint, SILENCE_S, SECRET)
+    site.clients.append(client)
+    client.add(Role.DECODE, 1)
+    (view,) = client.views()
+    assert (view.record.name, view.status.state) == (NAME, "dead")
+    with pytest.raises(ConfigError, match="no worker or node is named 'nobody'"):
+        client.drain("nobody")
+    client.shut_down()
+    assert site.core.shutting_down
