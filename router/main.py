@@ -42,6 +42,8 @@ KEEP_ALIVE_S = 65
 """How long an idle connection is kept."""
 ADMIN_CONNECTIONS = 64
 """Connections to the operators' port; clients of the endpoint can't take their place."""
+LIVE_CONNECTIONS = 8
+"""Connections to the socket at which this router is asked whether it lives."""
 TICKS = 10
 """Ticks of the server between two looks at the certificate's files, a tenth of a second each."""
 
@@ -53,20 +55,34 @@ class AdminListener(NamedTuple):
     bound: socket.socket
 
 
+class RouterListeners(NamedTuple):
+    """What one router listens on besides its endpoint."""
+
+    admin: AdminListener | None = None
+    """The operators' port, where they have one."""
+    live: socket.socket | None = None
+    """The Unix socket at which whoever keeps this router asks whether it lives: several routers share a port."""
+
+
 class RouterServer(uvicorn.Server):
     """Uvicorn's server, which at shutdown ends all answers first and waits for connections then.
 
-    `ready_fd`: a descriptor that gets one line once the server listens, and is closed then. `admin`: the operators'
-    port, where they have one. Raises `ConfigError` where the certificate of HTTPS can't be used.
+    `ready_fd`: a descriptor that gets one line once the server listens, and is closed then. Raises `ConfigError` where
+    the certificate of HTTPS can't be used.
     """
 
     def __init__(
-        self, app: App, service: RouterService, ready_fd: int | None = None, admin: AdminListener | None = None
+        self,
+        app: App,
+        service: RouterService,
+        ready_fd: int | None = None,
+        listeners: RouterListeners = RouterListeners(),  # noqa: B008
     ) -> None:
         self.connections = ClientConnections(service.config)
         self._admin_connections = ClientConnections(service.config, ADMIN_CONNECTIONS)
+        self._live_connections = ClientConnections(service.config, LIVE_CONNECTIONS)
         service.metrics.sources.append(self.connections.metrics)
-        self._admin = admin
+        self._admin, self._live = listeners
         files = service.security.https
         self.certificate = HttpsCertificate(files) if files is not None else None
         super().__init__(
@@ -102,6 +118,8 @@ class RouterServer(uvicorn.Server):
         elif self._admin is not None:
             backlog = self._admin_connections.backlog
             servers.append(await loop.create_server(self._admin_protocol, sock=self._admin.bound, backlog=backlog))
+        if self._live is not None:
+            servers.append(await loop.create_unix_server(self._live_protocol, sock=self._live))
         if self._ready_fd is not None:
             os.write(self._ready_fd, b"ready\n")
             os.close(self._ready_fd)
@@ -126,6 +144,9 @@ class RouterServer(uvicorn.Server):
         http.app = self._admin.app
         return http
 
+    def _live_protocol(self) -> BoundedHttpProtocol:
+        return BoundedHttpProtocol(registry=self._live_connections, **self._options())
+
     def _options(self) -> dict[str, Any]:
         return {"config": self.config, "server_state": self.server_state, "app_state": self.lifespan.state}
 
@@ -140,16 +161,21 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
     parser.add_argument("--controller", required=True, metavar="HOST:PORT")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--name", default="router", help="name in its logs")
+    parser.add_argument("--reuse-port", action="store_true", help="share the port with other routers of this machine")
+    parser.add_argument("--admin-port", type=int, help="the operators' port, instead of security.admin_port")
+    parser.add_argument("--live-socket", type=Path, help="Unix socket at which it is asked whether it lives")
     parser.add_argument("--config-json", type=Path, help="the whole configuration as JSON")
     parser.add_argument("--ready-fd", type=int, help="inherited descriptor that is told when the router listens")
     return parser.parse_args(arguments)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening TCP socket, of a free port for 0. Raises `ConfigError` for an address that can't be had."""
+def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """Return a listening TCP socket, of a free port for 0; `shared` with other routers of this user, among which the
+    kernel deals connections. Raises `ConfigError` for an address that can't be had."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        bound = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        bound = socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=shared)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"can't listen on {host}:{port}: {error}") from None
     # Accepted connections inherit the option. Without it a small write waits up to 40 ms for the acknowledgement of the
@@ -159,12 +185,33 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 @contextmanager
-def listen_for_operators(config: Config) -> Iterator[socket.socket | None]:
-    """Yield the listening socket of the operators' port, None where they have none. Raises `ConfigError`."""
+def listen_for_operators(config: Config, port: int | None = None) -> Iterator[socket.socket | None]:
+    """Yield the listening socket of the operators' port, None where they have none; `port`: another than
+    `security.admin_port`. Raises `ConfigError`."""
     if not config.security.admin_port:
         yield None
         return
-    with listen(config.security.admin_host, config.security.admin_port) as bound:
+    with listen(config.security.admin_host, port or config.security.admin_port) as bound:
+        yield bound
+
+
+@contextmanager
+def listen_at(path: Path | None) -> Iterator[socket.socket | None]:
+    """Yield a listening Unix socket that only this user can reach, None without a path. Raises `ConfigError`."""
+    if path is None:
+        yield None
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as bound:
+        try:
+            path.unlink(missing_ok=True)
+            before = os.umask(0o077)
+            try:
+                bound.bind(str(path))
+            finally:
+                os.umask(before)
+            bound.listen(LIVE_CONNECTIONS)
+        except OSError as error:
+            raise ConfigError(f"can't listen at {path}: {error}") from None
         yield bound
 
 
@@ -174,18 +221,20 @@ def serve(
     directory: WorkerDirectory,
     bound: socket.socket,
     admin: socket.socket | None,
+    live: socket.socket | None,
     ready_fd: int | None,
 ) -> None:
-    """Serve requests on `bound`, and operators' on `admin`, until SIGTERM or SIGINT."""
+    """Serve requests on `bound`, operators' on `admin`, and whoever asks whether this router lives on `live`, until
+    SIGTERM or SIGINT."""
     service = RouterService(read_model_spec(spec_folder), config, directory)
     log("router listens", address="{}:{}".format(*bound.getsockname()[:2]), model=service.spec.name, pid=os.getpid())
     operators = AdminListener(create_admin_app(service), admin) if admin is not None else None
-    RouterServer(create_app(service), service, ready_fd, operators).run([bound])
+    RouterServer(create_app(service), service, ready_fd, RouterListeners(operators, live)).run([bound])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = read_arguments(arguments)
-    log_to_stream("router")
+    log_to_stream(options.name)
     raise_descriptor_limit()
     map_large_buffers()
     try:
@@ -193,8 +242,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (certificate := config.security.cluster) is not None:
             certificate.check()
         directory = ControllerDirectory(options.controller, config.transfer.link_timeout_s, certificate)
-        with listen(options.host, options.port) as bound, listen_for_operators(config) as admin:
-            serve(options.model, config, directory, bound, admin, options.ready_fd)
+        with (
+            listen(options.host, options.port, shared=options.reuse_port) as bound,
+            listen_for_operators(config, options.admin_port) as admin,
+            listen_at(options.live_socket) as live,
+        ):
+            serve(options.model, config, directory, bound, admin, live, options.ready_fd)
     except TwinpoolError as error:
         log("router failed", reason=str(error))
         return 1

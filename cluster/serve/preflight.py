@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from cache.memory.kv_cache_spec import PoolSetSpec
 
 
+MOST_ROUTERS = 64
 DEMO = Path(__file__).parents[1] / "demo"
 
 
@@ -43,6 +44,8 @@ class ServeOptions:
     decode: int = 1
     colocate: int = 0
     """Number of colocated workers; 0: two pools, of `prefill` and `decode` workers."""
+    routers: int = 1
+    """Number of routers, which share the port."""
     host: str = "127.0.0.1"
     port: int = 8000
     config: Path | None = None
@@ -289,12 +292,16 @@ def _check_flags(options: ServeOptions) -> None:
     for flag, count in (("--prefill", options.prefill), ("--decode", options.decode)):
         if count < 1:
             raise ConfigError(f"{flag} must be at least 1, got {count}: each role needs a worker")
+    if not 1 <= options.routers <= MOST_ROUTERS:
+        raise ConfigError(f"--routers must be between 1 and {MOST_ROUTERS}, got {options.routers}")
     if not 0 <= options.port <= 65535:
         raise ConfigError(f"--port must be between 0 and 65535, got {options.port}")
 
 
 def _check_config(config: Config, options: ServeOptions) -> None:
     check_security(config.security, options.host, options.port)
+    if config.transfer.plane == "local" and options.routers > 1:
+        raise ConfigError("transfer.plane=local runs everything in one process: leave out --routers or the plane")
     if config.transfer.plane == "local" and options.ray_address is not None:
         raise ConfigError("transfer.plane=local runs everything in one process: leave out --ray-address or the plane")
     if ":" in config.engine.device and options.ray_address is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import http.client
-import ssl
+import socket
 import threading
+from pathlib import Path
 
 from contracts.clock import Clock
 
@@ -13,23 +14,25 @@ PATIENCE_S = 5.0
 """Timeout of one request to ``/live``; several of them fit into `router.stall_s`."""
 
 
-def connection_to(host: str, port: int, *, https: bool, timeout_s: float) -> http.client.HTTPConnection:
-    """A connection to the router that this process has started. Its certificate isn't checked, as it may be for other
-    names than loopback's: nothing secret is said here, and the answer is whether it lives."""
-    if not https:
-        return http.client.HTTPConnection(host, port, timeout=timeout_s)
-    context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
+class UnixConnection(http.client.HTTPConnection):
+    """An HTTP connection to a Unix socket."""
+
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))
 
 
 class RouterProbe:
     """Asks ``/live`` every `every_s` seconds on a thread of its own. It never acts: `serve` reads `silent_s`."""
 
-    def __init__(self, host: str, port: int, clock: Clock, every_s: float = EVERY_S, *, https: bool = False) -> None:
-        self._https = https
-        self._host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        self._port, self._clock, self._every_s = port, clock, every_s
+    def __init__(self, path: Path, clock: Clock, every_s: float = EVERY_S) -> None:
+        """`path`: the Unix socket of the one router that is asked; the endpoint's port may be shared by several."""
+        self._path, self._clock, self._every_s = path, clock, every_s
         self._heard_at = clock.now()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="router-probe", daemon=True)
@@ -51,15 +54,19 @@ class RouterProbe:
         """Stop asking. Idempotent; a request that is under way isn't waited for."""
         self._stop.set()
 
+    def healthy(self) -> bool:
+        """Whether the router says now that it can serve requests."""
+        return self._answers("/health")
+
     def _run(self) -> None:
         while not self._stop.wait(self._every_s):
-            if self._answers():
+            if self._answers("/live"):
                 self._heard_at = self._clock.now()
 
-    def _answers(self) -> bool:
-        connection = connection_to(self._host, self._port, https=self._https, timeout_s=PATIENCE_S)
+    def _answers(self, path: str) -> bool:
+        connection = UnixConnection(self._path, PATIENCE_S)
         try:
-            connection.request("GET", "/live")
+            connection.request("GET", path)
             return connection.getresponse().status == 200
         except (OSError, http.client.HTTPException):
             return False

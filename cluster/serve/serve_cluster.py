@@ -11,13 +11,13 @@ This process decides nothing about workers: it is the controller's supervisor, a
 from __future__ import annotations
 
 import dataclasses
-import http.client
 import json
 import logging
 import os
 import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from cluster.arena.local_agent import ArenaAgents, LocalArenaAgent, NoArenaAgents, wanted
@@ -31,7 +31,7 @@ from cluster.ray_nodes.node_drains import NodeDrains, draining_ray_nodes
 from cluster.serve.child_service import CONTROLLER, ROUTER, ChildService
 from cluster.serve.kept_service import KeptService
 from cluster.serve.preflight import ServePlan, free_port, on_device
-from cluster.serve.router_probe import RouterProbe, connection_to
+from cluster.serve.router_probe import RouterProbe
 from cluster.serve.security_check import open_ways
 from cluster.serve.shutdown_signal import ShutdownSignal
 from cluster.serve.terminal import Terminal, curl_line, take_over_output, urls_of
@@ -125,6 +125,10 @@ class ServeCluster:
         for line in open_ways(security, options.host, self._address):
             self._terminal.step("open", line)
         self._terminal.step("pages go by", why(self._prepared.config))
+        if options.routers > 1 and not security.admin_port:
+            self._terminal.step(
+                "metrics", "are of whichever router answers: set security.admin_port to ask each at a port of its own"
+            )
         self._start_services(stack)
         if options.ray_address is None:
             self._own_ray(stack)
@@ -231,18 +235,30 @@ class ServeCluster:
         silence_s = prepared.config.transfer.link_timeout_s
         self._controller = ControllerClient(self._endpoint, silence_s, self._secret, security.cluster)
         stack.callback(self._controller.close)
+        self._routers = [self._start_router(number, settings, environment, stack) for number in range(options.routers)]
+
+    def _start_router(
+        self, number: int, settings: Path, environment: dict[str, str], stack: ExitStack
+    ) -> tuple[KeptService, RouterProbe]:
+        """Start one of the routers, with the probe that finds it hanging; the probe is started later."""
+        prepared, options = self._prepared, self._prepared.options
+        several, security = options.routers > 1, prepared.config.security
+        name = f"router-{number}" if several else "router"
+        live = self._folder.temporary / f"{name}.live"
         admin = {k: v for k, v in self._secrets.items() if k == "TWINPOOL_ADMIN_TOKEN"}
-        self._router = self._kept(
-            "router",
+        kept = self._kept(
+            name,
             self._router_command,
             [
                 *("--model", str(prepared.spec.folder), "--controller", self._endpoint),
                 *("--host", options.host, "--port", str(prepared.port)),
-                *("--config-json", str(settings)),
+                *("--name", name, "--config-json", str(settings), "--live-socket", str(live)),
+                *(("--reuse-port", "--admin-port", str(security.admin_port + number)) if several else ()),
             ],
             environment | admin,
             stack,
         )
+        return kept, RouterProbe(live, self._clock)
 
     def _kept(
         self,
@@ -360,12 +376,14 @@ class ServeCluster:
                 if view.status.state == "ready" and view.status.pages_total and view.record.name in waiting:
                     waiting.discard(view.record.name)
                     self._terminal.step("worker", f"{view.record.name} on {view.record.node}")
-        while not self._router.service.listening(POLL_S):
-            self._round(deadline, "the router")
-        self._terminal.step("router", "listening")
+        for router, _ in self._routers:
+            while not router.service.listening(POLL_S):
+                self._round(deadline, f"the {router.service.name}")
+            self._terminal.step(router.service.name, "listening")
         deadline = self._clock.now() + HEALTHY_S
-        while not _healthy(self._prepared):
-            self._round(deadline, "the router to reach the workers")
+        for router, probe in self._routers:
+            while not probe.healthy():
+                self._round(deadline, f"the {router.service.name} to reach the workers")
 
     def _round(self, deadline: float, what: str) -> None:
         self._check_stop()
@@ -373,7 +391,7 @@ class ServeCluster:
         self._supervisor.poll(POLL_S)
         for name, reason in self._supervisor.failed.items():
             raise PartFailed(f"{name} could not start: {reason}{self._words(name)}")
-        for kept in (self._controller_kept, self._router):
+        for kept in (self._controller_kept, *(router for router, _ in self._routers)):
             if (how := kept.service.ended()) is not None:
                 raise PartFailed(f"the {kept.service.name} ended ({how}){self._words(kept.service.name)}")
         if self._clock.now() > deadline:
@@ -390,26 +408,31 @@ class ServeCluster:
 
     def _keep_alive(self, stack: ExitStack) -> None:
         self._node_drains.start()
-        options, allowed_s = self._prepared.options, self._prepared.config.router.stall_s
-        https = bool(self._prepared.config.security.tls_cert)
-        probe = RouterProbe(options.host, self._prepared.port, self._clock, https=https)
-        stack.callback(probe.stop)
-        probe.start()
+        for _, probe in self._routers:
+            stack.callback(probe.stop)
+            probe.start()
         while not self._stopping.asked:
             self._tend_agents()
             self._supervisor.poll(POLL_S)
             self._drain_nodes()
             if self._ray is not None and (lost := self._ray.lost()):
                 raise PartFailed(f"Ray has died ({lost} is gone) and took the workers with it; start again")
-            was_down = self._router.down
-            if not was_down and probe.silent_s >= allowed_s:
-                self._terminal.line(f"router hung: no answer for {probe.silent_s:.0f} s (router.stall_s)")
-                self._router.service.kill()
-            for kept in (self._controller_kept, self._router):
-                if failed := kept.tend():
-                    raise PartFailed(failed)
-            if was_down and not self._router.down:
-                probe.started_again()
+            if failed := self._controller_kept.tend():
+                raise PartFailed(failed)
+            for router, probe in self._routers:
+                self._tend_router(router, probe)
+
+    def _tend_router(self, router: KeptService, probe: RouterProbe) -> None:
+        """Kill a router that hangs, and start one again that has ended."""
+        was_down = router.down
+        if not was_down and probe.silent_s >= self._prepared.config.router.stall_s:
+            name = router.service.name
+            self._terminal.line(f"{name} hung: no answer for {probe.silent_s:.0f} s (router.stall_s)")
+            router.service.kill()
+        if failed := router.tend():
+            raise PartFailed(failed)
+        if was_down and not router.down:
+            probe.started_again()
 
     def _drain_nodes(self) -> None:
         if not self._node_drains.changed:
@@ -426,18 +449,6 @@ class ServeCluster:
 
 def _words(lines: list[str]) -> str:
     return "".join(f"\n    {line}" for line in lines)
-
-
-def _healthy(prepared: ServePlan) -> bool:
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(prepared.options.host, prepared.options.host)
-    connection = connection_to(host, prepared.port, https=bool(prepared.config.security.tls_cert), timeout_s=2.0)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
 
 
 def serve(prepared: ServePlan, began: float | None = None) -> int:

@@ -29,7 +29,7 @@ from contracts.errors import TwinpoolError
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.worker_status import WorkerRecord
 from router.api.app import create_admin_app, create_app
-from router.main import AdminListener, RouterServer, listen, listen_for_operators
+from router.main import AdminListener, RouterListeners, RouterServer, listen, listen_for_operators
 from router.service.router_service import RouterService
 
 HOST = "127.0.0.1"
@@ -46,7 +46,7 @@ class _Server(RouterServer):
 
     def __init__(self, service: RouterService, admin: socket.socket | None, on_ready: Callable[[], None]) -> None:
         operators = AdminListener(create_admin_app(service), admin) if admin is not None else None
-        super().__init__(create_app(service), service, admin=operators)
+        super().__init__(create_app(service), service, listeners=RouterListeners(operators))
         self._core = service.core
         self._on_ready = on_ready
 

@@ -22,7 +22,7 @@ from contracts.config.load_config import config_from_dict
 from contracts.ids import PAIR
 from contracts.interfaces.discovery import WorkerDirectory
 from router.api.app import create_admin_app, create_app
-from router.main import AdminListener, RouterServer, listen
+from router.main import AdminListener, RouterListeners, RouterServer, listen
 from router.service.router_service import RouterService
 from tests.router.fake_worker import FakeCluster
 
@@ -151,7 +151,7 @@ def serving(
     reading, writing = os.pipe()
     with listen("127.0.0.1", 0) as bound, listen("127.0.0.1", 0) as admin:
         operators = AdminListener(create_admin_app(service), admin) if config.security.admin_port else None
-        uvicorn_server = RouterServer(create_app(service), service, writing, operators)
+        uvicorn_server = RouterServer(create_app(service), service, writing, RouterListeners(operators))
         ports = bound.getsockname()[1], admin.getsockname()[1]
         server = Server(cluster, service, uvicorn_server, ports[0], trust, ports[1])
         thread = threading.Thread(target=server.loop.run_until_complete, args=(uvicorn_server.serve([bound]),))

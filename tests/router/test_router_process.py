@@ -75,6 +75,56 @@ async def test_a_router_process_serves_and_ends_on_a_signal(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.asyncio
+async def test_routers_share_a_port_and_each_says_at_its_own_socket_whether_it_lives(tmp_path: Path) -> None:
+    """When one of them is killed, its connections end and those of the other go on."""
+    cluster, processes = FakeCluster(), []
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    async with grpc_cluster(cluster) as controller:
+        for number in (0, 1):
+            reading, writing = os.pipe()
+            live = tmp_path / f"{number}.live"
+            arguments = command(
+                *("--controller", controller, "--port", str(port), "--reuse-port", "--name", f"router-{number}"),
+                *("--live-socket", str(live), "--ready-fd", str(writing)),
+            )
+            processes.append(
+                subprocess.Popen(arguments, cwd=ROOT, pass_fds=[writing], stderr=subprocess.DEVNULL, env=ENVIRONMENT)
+            )
+            os.close(writing)
+            assert await read_line(reading) == b"ready\n"
+            os.close(reading)
+            assert live.stat().st_mode & 0o077 == 0, "only its owner can ask"
+        try:
+            clients = [httpx.AsyncClient(timeout=WAIT_S, trust_env=False) for _ in range(24)]
+            url = f"http://127.0.0.1:{port}/live"
+            assert [(await client.get(url)).status_code for client in clients] == [200] * 24
+            assert await _health(tmp_path / "1.live") == 200
+            processes[1].kill()
+            processes[1].wait(WAIT_S)
+            with pytest.raises(httpx.ConnectError):
+                await _health(tmp_path / "1.live")
+            assert await _health(tmp_path / "0.live") == 200
+            assert [(await client.get(url)).status_code for client in clients] == [200] * 24
+            for client in clients:
+                await client.aclose()
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait(WAIT_S)
+
+
+async def _health(path: Path) -> int:
+    """What a router answers at its own socket, once its workers are known."""
+    async with httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=str(path)), timeout=WAIT_S) as client:
+        async with asyncio.timeout(WAIT_S):
+            while (answer := await client.get("http://router/health")).status_code != 200:
+                await asyncio.sleep(0.01)
+        return answer.status_code
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("extra", "says"),
     [

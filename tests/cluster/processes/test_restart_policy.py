@@ -83,9 +83,8 @@ class Probe:
         return 1e9 if self.hangs else 0.0
 
 
-def keep_alive(monkeypatch: pytest.MonkeyPatch, router: Router, clock: ManualClock, hangs: bool = False) -> list[str]:
+def keep_alive(router: Router, clock: ManualClock, hangs: bool = False) -> list[str]:
     """What `serve` does about the router until it has been started so often, or `serve` gives up."""
-    monkeypatch.setattr(serve, "RouterProbe", type("P", (Probe,), {"hangs": hangs}))
     lines: list[str] = []
     self: Any = serve.ServeCluster.__new__(serve.ServeCluster)
     ground = types.SimpleNamespace
@@ -98,7 +97,8 @@ def keep_alive(monkeypatch: pytest.MonkeyPatch, router: Router, clock: ManualClo
         "_node_drains": ground(start=lambda: None, changed=False),
         "_prepared": ground(options=ground(host="x"), port=1, config=Config(cluster=CONFIG)),
         "_clock": clock, "_tend_agents": lambda: None, "_supervisor": ground(poll=waits),
-        "_controller_kept": ground(tend=lambda: ""), "_terminal": ground(line=lines.append), "_router": kept,
+        "_controller_kept": ground(tend=lambda: ""), "_terminal": ground(line=lines.append),
+        "_routers": [(kept, type("P", (Probe,), {"hangs": hangs})())],
         "_ray": None,
     }  # fmt: skip
 
@@ -113,30 +113,28 @@ def keep_alive(monkeypatch: pytest.MonkeyPatch, router: Router, clock: ManualClo
     return lines
 
 
-def test_a_router_that_dies_once_a_day_does_not_end_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_router_that_dies_once_a_day_does_not_end_the_cluster() -> None:
     clock = ManualClock()
     router = Router(clock, lambda start: 0.0, 100, look_s=DAY_S)
-    lines = keep_alive(monkeypatch, router, clock)
+    lines = keep_alive(router, clock)
     assert len(lines) == 100
     assert lines[-1] == "router died (signal 9); restarting"
 
 
-def test_a_router_that_dies_at_once_again_and_again_ends_the_cluster_and_waits_in_between(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_router_that_dies_at_once_again_and_again_ends_the_cluster_and_waits_in_between() -> None:
     clock = ManualClock()
     router = Router(clock, lambda start: 0.0, 1000)
     with pytest.raises(serve.PartFailed, match="too often"):
-        keep_alive(monkeypatch, router, clock)
+        keep_alive(router, clock)
     assert len(router.started) == 1 + CONFIG.restart_limit
     gaps = [after - before for before, after in zip(router.started, router.started[1:], strict=False)]
     assert gaps[-1] >= 10.0 > gaps[0]
 
 
-def test_a_router_that_hangs_is_killed_once_and_not_while_it_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_router_that_hangs_is_killed_once_and_not_while_it_is_away() -> None:
     clock = ManualClock()
     router = Router(clock, lambda start: 1e9, 4)
-    lines = keep_alive(monkeypatch, router, clock, hangs=True)
+    lines = keep_alive(router, clock, hangs=True)
     assert router.kills == len(router.started) - 1 == sum("hung" in line for line in lines)
 
 

@@ -275,6 +275,17 @@ def test_a_downloaded_snapshot_is_named_after_its_repository(tmp_path: Path) -> 
     assert prepare(options(model=str(link)), 8 * GIB).spec.name == "org/some-name"
 
 
+@pytest.mark.parametrize("count", [0, -1, 65])
+def test_a_number_of_routers_that_can_not_be_is_refused(count: int) -> None:
+    with pytest.raises(ConfigError, match="--routers must be between 1 and 64"):
+        prepare(options(routers=count), 8 * GIB)
+
+
+def test_one_process_has_one_router() -> None:
+    with pytest.raises(ConfigError, match="leave out --routers"):
+        prepare(options(routers=2, assignments=("transfer.plane=local",)), 8 * GIB)
+
+
 def test_a_worker_more_than_planned_is_refused_where_the_machine_has_no_room_for_it() -> None:
     prepared = prepare(options(), 8 * GIB)
     more = WorkerName("decode-1")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
+import socketserver
 import threading
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +26,16 @@ class _Live(BaseHTTPRequestHandler):
     def log_message(self, *args: object) -> None: ...
 
 
+class UnixServer(socketserver.ThreadingUnixStreamServer):
+    """An HTTP server on a Unix socket, whose handlers want a client's address."""
+
+    daemon_threads = True
+
+    def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
+        connection, _ = super().get_request()
+        return connection, ("local", 0)
+
+
 def until(true: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 20
     while not true():
@@ -31,19 +43,24 @@ def until(true: Callable[[], bool]) -> None:
         threading.Event().wait(0.005)
 
 
-def test_c4_a_router_that_answers_is_heard_and_one_that_hangs_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_c4_a_router_that_answers_is_heard_and_one_that_hangs_is_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(cluster.serve.router_probe, "PATIENCE_S", 0.05)
     clock = ManualClock()
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Live) as server:
+    path = tmp_path / "live"
+    with UnixServer(str(path), _Live) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        probe = RouterProbe("127.0.0.1", server.server_address[1], clock, every_s=0.01)
+        probe = RouterProbe(path, clock, every_s=0.01)
         probe.start()
         clock.advance(50.0)
         until(lambda: probe.silent_s == 0.0)
         probe.stop()
         server.shutdown()
-    with socket.create_server(("127.0.0.1", 0)) as mute:
-        probe = RouterProbe("127.0.0.1", mute.getsockname()[1], clock, every_s=0.01)
+    with socket.socket(socket.AF_UNIX) as mute:
+        mute.bind(str(tmp_path / "mute"))
+        mute.listen()
+        probe = RouterProbe(tmp_path / "mute", clock, every_s=0.01)
         probe.start()
         mute.accept()[0].close()
         clock.advance(50.0)
