@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,7 @@ class CommandFlag:
 
 COMMANDS = {
     "serve": "start a cluster and serve a model",
+    "down": "end a cluster of this machine: the newest, or the one of --url",
     "status": "show the workers",
     "drain": "stop a worker's admission, or a node's; hand its work on or finish it, and wait until it has left",
     "undrain": "have a draining worker or node admit again, and start again what has left",
@@ -84,6 +86,12 @@ FLAGS = (
     ),
     CommandFlag(
         ("--ray-address",), ("serve",), "join this Ray cluster (auto: the one on this machine)", {"metavar": "ADDR"}
+    ),
+    CommandFlag(
+        ("--detach",),
+        ("serve",),
+        "start the cluster and end: it goes on without this command",
+        {"action": "store_true"},
     ),
     CommandFlag(("--dashboard",), ("serve",), "start Ray's dashboard too", {"action": "store_true"}),
     CommandFlag(
@@ -161,6 +169,7 @@ FLAGS = (
     CommandFlag(("--first",), ("sim",), "of many, stop at the first that violates something", {"action": "store_true"}),
     CommandFlag(("--colocate",), ("sim",), "colocated workers instead of two pools", {"action": "store_true"}),
     CommandFlag(("--shrink",), ("sim",), "make a failing seed smaller before it is shown", {"action": "store_true"}),
+    CommandFlag(("--url",), ("down",), "the router of the cluster (default: the newest cluster here)", {"default": ""}),
     CommandFlag(("--url",), _OTHERS, "the router (default: TWINPOOL_URL, else the newest cluster on this machine)", {}),
     CommandFlag(
         ("--ca",),
@@ -234,9 +243,27 @@ def _serve(args: argparse.Namespace) -> int:
         dashboard=args.dashboard,
     )
     prepared = prepare(options)
+    if args.detach:
+        from cluster.serve.detached_cluster import launch
+
+        return launch(prepared, sys.stdout, time.sleep)
     from cluster.serve.serve_cluster import serve
 
     return serve(prepared, began)
+
+
+def _down(args: argparse.Namespace) -> int:
+    from cli.admin_client import ClusterNotFound
+    from cluster.processes.run_file import newest_live_run
+    from cluster.serve.detached_cluster import take_down
+
+    run = newest_live_run(args.url)
+    if run is None:
+        what = f"whose router is at {args.url} " if args.url else ""
+        raise ClusterNotFound(f"no cluster {what}is running on this machine")
+    take_down(run, time.sleep)
+    _line(f"{run.url} is down")
+    return FINE
 
 
 def _status(args: argparse.Namespace) -> int:
@@ -429,6 +456,7 @@ def _show(table: Any) -> None:
 
 _RUN = {
     "serve": _serve,
+    "down": _down,
     "status": _status,
     "drain": _drain,
     "undrain": _undrain,

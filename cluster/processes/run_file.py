@@ -45,9 +45,10 @@ def runs_folder() -> Path:
     raise OSError("no folder for run files: set XDG_RUNTIME_DIR to a folder that can be written")
 
 
-def write_run_file(url: str, logs: Path, model: str, ca: str = "") -> Path:
-    """Write this process's run file, atomically; returns its path."""
-    pid = os.getpid()
+def write_run_file(url: str, logs: Path, model: str, ca: str = "", keeper: int | None = None) -> Path:
+    """Write a run's file, atomically; returns its path. `keeper`: the pid of a detached run's keeper; None: this
+    process's, with which the run ends."""
+    pid = os.getpid() if keeper is None else keeper
     run = RunFile(url, pid, start_time(pid) or 0, str(logs), model, ca)
     path = run_file_path(pid)
     fresh = path.with_suffix(".new")
@@ -60,14 +61,16 @@ def run_file_path(pid: int) -> Path:
     return runs_folder() / f"run-{pid}.json"
 
 
-def newest_live_run() -> RunFile | None:
-    """The newest run whose process is alive; stale files are removed on the way."""
+def newest_live_run(url: str = "") -> RunFile | None:
+    """The newest run whose process is alive, and whose `url` this is where one is given; stale files are removed on
+    the way."""
     found: list[tuple[float, RunFile]] = []
     for path in runs_folder().glob("run-*.json"):
         try:
             run = RunFile(**json.loads(path.read_text()))
             if same_process(run.pid, run.started):
-                found.append((path.stat().st_mtime, run))
+                if not url or run.url == url.rstrip("/"):
+                    found.append((path.stat().st_mtime, run))
             else:
                 path.unlink(missing_ok=True)
         except (OSError, ValueError, TypeError):

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Protocol
 
 from cluster.processes import reaper
 from cluster.processes.process_ids import start_time
@@ -21,16 +22,29 @@ SOCKET_PATH_ROOM = 40
 it, and the kernel takes 107 characters for the whole path."""
 
 
+class RunFiles(Protocol):
+    """The folders of one run, and what its end removes."""
+
+    temporary: Path
+    logs: Path
+
+    def owns(self, pid: int, started: int) -> None:
+        """Have the process `pid`, with start time `started`, ended with the run."""
+
+    def owns_children(self) -> None:
+        """Have all processes that descend from this process now ended with the run."""
+
+    def publish(self, url: str, model: str, ca: str = "") -> None:
+        """Write the run file: from now on the other commands find this run."""
+
+
 class RunFolder:
     """The folders and the run file of one run. However this process ends, the reaper removes all of them but the
     logs."""
 
     def __init__(self) -> None:
-        base = tempfile.gettempdir()
-        self.temporary = Path(
-            tempfile.mkdtemp(prefix="twinpool-", dir=base if len(base) < SOCKET_PATH_ROOM else "/tmp")
-        )
-        self.logs = _new_log_folder()
+        self.temporary = new_folder()
+        self.logs = new_log_folder()
         self.mark = self.temporary.name
         reading, self._pipe = os.pipe()
         self._reaper = subprocess.Popen(
@@ -88,7 +102,36 @@ class RunFolder:
             os.write(self._pipe, line.encode() + b"\n")
 
 
-def _new_log_folder() -> Path:
+class KeptFolder:
+    """The folders of a detached run, which the keeper removes (`cluster.processes.keeper`)."""
+
+    def __init__(self, temporary: Path, logs: Path, keeper: int) -> None:
+        """`keeper`: the keeper's pid, which stands for the run in its run file."""
+        self.temporary, self.logs, self._keeper = temporary, logs, keeper
+        self._run_file = run_file_path(keeper)
+        self._tell(f"path {self._run_file}")
+
+    def owns(self, pid: int, started: int) -> None:
+        self._tell(f"pid {pid} {started}")
+
+    def owns_children(self) -> None:
+        """Nothing to do: whatever this process starts is known by the run's mark, or by the folder."""
+
+    def publish(self, url: str, model: str, ca: str = "") -> None:
+        write_run_file(url, self.logs, model, ca, self._keeper)
+
+    def _tell(self, line: str) -> None:
+        with (self.temporary / "owned").open("a") as owned:
+            owned.write(f"{line}\n")
+
+
+def new_folder() -> Path:
+    """Make a run's temporary folder, which only this user can enter."""
+    base = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="twinpool-", dir=base if len(base) < SOCKET_PATH_ROOM else "/tmp"))
+
+
+def new_log_folder() -> Path:
     """Make a folder for one run's logs, and remove the oldest folders but `KEPT_LOGS`, this one included."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     parent = Path(state) / "twinpool" / "logs"

@@ -39,12 +39,14 @@ class ArenaActor:
 class RayArenaAgents:
     """The `ArenaAgents` of a Ray cluster that this process has joined.
 
-    The agents end when this process leaves Ray. Ray restarts an agent that has died: unlike a worker, an agent has no
-    incarnation, and live workers hand their segments to the next one.
+    The agents end when this process leaves Ray, unless they are detached. Ray restarts an agent that has died: unlike a
+    worker, an agent has no incarnation, and live workers hand their segments to the next one.
     """
 
-    def __init__(self, token: str, clock: Clock) -> None:
+    def __init__(self, token: str, clock: Clock, *, detached: bool = False) -> None:
+        """`detached`: whether the agents outlive this process, and are those of the one before it."""
         self._token, self._clock = token, clock
+        self._named = detached
         self._actors: dict[str, Any] = {}
         self._next = clock.now()
 
@@ -61,7 +63,11 @@ class RayArenaAgents:
         return []
 
     def _start(self, node: str) -> Any:
+        kept: dict[str, Any] = {}
+        if self._named:
+            kept = {"name": f"arena-agent.{node}", "lifetime": "detached", "get_if_exists": True}
         actor = ray.remote(ArenaActor).options(
+            **kept,
             num_cpus=0,
             max_restarts=-1,
             max_task_retries=0,

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import os
 import secrets
 import socket
+import subprocess
 import sys
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from cluster.assembly.node_shares import NodeFacts, by_machine, measured
-from cluster.processes.process_ids import same_process, start_time
+from cluster.processes.process_ids import kill_process, same_process, start_time
 from cluster.ray_nodes.worker_resources import RESOURCES, has_places
 from contracts.errors import ConfigError
 from contracts.ids import Role
@@ -29,6 +31,10 @@ OWN_SLOTS = 10_000
 """Number of places for each role on a Ray of our own: flags decide the number of workers, not Ray."""
 LOOPBACK = "127.0.0.1"
 REACH_TIMEOUT_S = 3.0
+KEPT_START_S = 60.0
+"""How long a Ray that outlives this process may take to start."""
+NAMESPACE = "twinpool"
+"""The namespace of Ray in which a detached cluster's actors have their names."""
 MEASURE_TIMEOUT_S = 60.0
 """How long a node may take to start a process that measures it."""
 
@@ -85,12 +91,7 @@ def start_own_ray(folder: Path, dashboard: bool) -> OwnRay:
 
     Changes this process's environment (`RAY_*`, `PYTHONPATH`), which children inherit.
     """
-    assert "ray" not in sys.modules, "Ray was imported before its environment was set"
-    os.environ.update(_QUIET | _OWN)
-    os.environ["RAY_AUTH_TOKEN_PATH"] = str(_new_token(folder))
-    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN"):
-        os.environ.pop(name, None)
-    _importable_by_workers()
+    _own_environment(folder)
     import ray
 
     with _agent_on_free_port():
@@ -106,6 +107,70 @@ def start_own_ray(folder: Path, dashboard: bool) -> OwnRay:
         )
     url = context.dashboard_url
     return OwnRay(_vital_processes(), f"http://{url}" if dashboard and url else "")
+
+
+def start_kept_ray(folder: Path, port: int, dashboard: bool) -> tuple[str, OwnRay]:
+    """Start a Ray of our own that outlives this process, with its files below `folder`, and join it; what an earlier
+    one has left there is killed first. Returns its address too. Ray must not have been imported before.
+
+    `port`: where its control store listens. Changes this process's environment (`RAY_*`, `PYTHONPATH`). Raises
+    `ConfigError` where it doesn't start.
+    """
+    for pid, started in _processes_below(folder).values():
+        kill_process(pid, started)
+    _own_environment(folder)
+    command = [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={port}"),
+        *(f"--node-ip-address={LOOPBACK}", f"--temp-dir={folder}", "--dashboard-agent-listen-port=0"),
+        *(f"--object-store-memory={OBJECT_STORE_BYTES}", "--num-gpus=0", "--disable-usage-stats"),
+        f"--resources={json.dumps(dict.fromkeys(RESOURCES.values(), OWN_SLOTS))}",
+        f"--include-dashboard={str(dashboard).lower()}",
+    ]
+    ended = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=KEPT_START_S, check=False
+    )
+    address = f"{LOOPBACK}:{port}"
+    ray = join_kept_ray(folder, address) if ended.returncode == 0 else None
+    if ray is None:
+        words = (ended.stderr or ended.stdout).strip().splitlines()
+        raise ConfigError(f"Ray doesn't start: {words[-1] if words else 'it says nothing'}")
+    return address, ray
+
+
+def join_kept_ray(folder: Path, address: str) -> OwnRay | None:
+    """Join the Ray that `start_kept_ray` has started; None where it is gone."""
+    processes = _processes_below(folder)
+    if set(processes) != {"raylet", "gcs_server"}:
+        return None
+    _own_environment(folder)
+    import ray
+
+    context = ray.init(address=address, namespace=NAMESPACE, _node_ip_address=LOOPBACK, **_driver())
+    url = context.dashboard_url
+    return OwnRay(processes, f"http://{url}" if url else "")
+
+
+def _processes_below(folder: Path) -> dict[str, tuple[int, int]]:
+    """The vital processes of a Ray whose files are below `folder`, by name: pid and start time."""
+    import psutil
+
+    found = {}
+    for process in psutil.process_iter(["name", "cmdline"]):
+        name, words = process.info["name"], process.info["cmdline"] or ()
+        if name in ("raylet", "gcs_server") and any(str(folder) in word for word in words):
+            found[name] = (process.pid, start_time(process.pid) or 0)
+    return found
+
+
+def _own_environment(folder: Path) -> None:
+    """Set this process's environment, which children inherit, for a Ray of our own with its files below `folder`."""
+    assert "ray" not in sys.modules, "Ray was imported before its environment was set"
+    os.environ.update(_QUIET | _OWN)
+    token = folder / "ray-token"
+    os.environ["RAY_AUTH_TOKEN_PATH"] = str(token if token.exists() else _new_token(folder))
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN"):
+        os.environ.pop(name, None)
+    _importable_by_workers()
 
 
 def _new_token(folder: Path) -> Path:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import re
 import secrets
-from collections.abc import Mapping
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,10 @@ log = logging.getLogger("twinpool.actors")
 NODE_LABEL = "ray.io/node-id"
 LOOK_S = 2.0
 """Seconds between two looks for nodes that have joined or gone."""
+CALLS_AT_ONCE = 32
+"""Calls that an actor serves at once: `run`, and `outlast` for each process that has taken it over since."""
+_NAMED = re.compile(r"[a-z]+-\d+\.\d+(\.rank\d+)?")
+"""Names of workers' actors: worker, incarnation, and the rank of all but the leader."""
 GET_TIMEOUT_S = 10.0
 """How long fetching a result that is ready may take before it counts as lost."""
 
@@ -69,6 +74,15 @@ class WorkerActor:
         """The actor's process and node."""
         return ActorPlacement(*process_mark(), node_name(), ray.get_runtime_context().get_node_id())
 
+    def plan(self) -> WorkerPlan:
+        """What the actor was told at its start."""
+        return self._plan
+
+    def outlast(self) -> None:
+        """Never return: a caller that came after the one of `run` learns by this call's end that the process is
+        gone."""
+        threading.Event().wait()
+
     def run(self) -> None:
         """Be the rank until the worker ends. Never returns: the process exits then."""
         plan = self._plan.on(ray.get_runtime_context().get_node_id())
@@ -96,7 +110,7 @@ class _RunningWorker:
     run: Any
     where: Any
     at: ActorPlacement | None = None
-    followers: Mapping[Any, _FollowerActor] = field(default_factory=dict)
+    followers: dict[Any, _FollowerActor] = field(default_factory=dict)
     """The other ranks, by the Ray reference of their `run`."""
     why: str = ""
     """Why this launcher killed the worker; empty where it didn't."""
@@ -107,7 +121,16 @@ class _RunningWorker:
 class RayLauncher:
     """The `WorkerLauncher` over a Ray cluster that this process has joined."""
 
-    def __init__(self, build: BuildWorker, agents: ArenaAgents | None = None, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        build: BuildWorker,
+        agents: ArenaAgents | None = None,
+        clock: Clock | None = None,
+        *,
+        detached: bool = False,
+    ) -> None:
+        """`detached`: whether workers outlive this process; the next one takes them over by `adopt`."""
+        self._detached = detached
         self._build, self._agents, self._clock = build, agents or NoArenaAgents(), clock or SystemClock()
         self._nodes: tuple[NodePlace, ...] = ()
         self._look_at = self._clock.now()
@@ -134,6 +157,25 @@ class RayLauncher:
     def running(self) -> list[WorkerKey]:
         return [(one.plan.name, one.plan.incarnation) for one in list(self._running.values())]
 
+    def adopt(self) -> None:
+        """Take over the workers that an earlier process of this kind has started and that still run."""
+        names = [name for name in ray.util.list_named_actors() if _NAMED.fullmatch(name)]
+        for name in sorted(names, key=lambda name: "rank" in name):
+            try:
+                handle = ray.get_actor(name)
+                plan: WorkerPlan = ray.get(handle.plan.remote(), timeout=GET_TIMEOUT_S)
+            except (ValueError, ray.exceptions.RayError) as error:
+                log.warning("%s is not taken over: %s", name, error)
+                continue
+            if not plan.rank:
+                running = _RunningWorker(plan, handle, handle.outlast.remote(), handle.where.remote(), followers={})
+                self._running[running.run] = running
+                continue
+            for running in self._running.values():
+                if (running.plan.name, running.plan.incarnation) == (plan.name, plan.incarnation):
+                    follower = _FollowerActor(plan.rank, handle, handle.where.remote())
+                    running.followers[handle.outlast.remote()] = follower
+
     def start(self, plan: WorkerPlan, avoid: tuple[str, ...] = (), only: str = "") -> None:
         size = plan.config.tp_for(plan.role)
         group = None
@@ -142,7 +184,8 @@ class RayLauncher:
             # All ranks go to one node with a place for each of them, or none is started.
             labels = {"bundle_label_selector": [elsewhere] * size} if elsewhere else {}
             bundles = [rank_resources(plan) for _ in range(size)]
-            group = placement_group(bundles, strategy="STRICT_PACK", **labels)
+            kept = {"lifetime": "detached"} if self._detached else {}
+            group = placement_group(bundles, strategy="STRICT_PACK", **kept, **labels)
             plan = dataclasses.replace(plan, meeting=secrets.token_hex(32))
         ranks = [dataclasses.replace(plan, rank=rank) for rank in range(size)]
         leader, *followers = [self._actor(rank, group, elsewhere) for rank in ranks]
@@ -167,7 +210,7 @@ class RayLauncher:
 
     def _actor(self, plan: WorkerPlan, group: Any, elsewhere: dict[str, str]) -> Any:
         """Create the actor of one rank; its `run` is not called yet."""
-        placed: dict[str, Any] = {}
+        placed: dict[str, Any] = {"lifetime": "detached"} if self._detached else {}
         if group is not None:
             placed["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, plan.rank)
         elif elsewhere:
@@ -178,7 +221,7 @@ class RayLauncher:
             resources={RESOURCES[plan.role]: 1},
             max_restarts=0,
             max_task_retries=0,
-            max_concurrency=2,
+            max_concurrency=CALLS_AT_ONCE,
             name=f"{plan.name}.{plan.incarnation}" + (f".rank{plan.rank}" if plan.rank else ""),
             **placed,
         )

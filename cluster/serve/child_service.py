@@ -1,4 +1,7 @@
-"""The router and the controller as child processes of `serve`, which starts, watches and restarts them."""
+"""The router and the controller as processes that `serve` starts, watches and restarts.
+
+They are its children and end with it. Those of a detached cluster outlive it: the next such process adopts them.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ import select
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cluster.processes.process_ids import TIED, start_time
+from cluster.processes.process_ids import TIED, kill_process, same_process, start_time
 from contracts.errors import TwinpoolError
 
 KILL_S = 5.0
@@ -24,16 +29,25 @@ class ServiceFailed(TwinpoolError):
 
 
 class ChildService:
-    """One service's process, across its restarts. Use it from the main thread only: the kernel kills the child when the
-    thread that started it ends."""
+    """One service's process, across its restarts. Use it from the main thread only: the kernel kills a tied child when
+    the thread that started it ends."""
 
     def __init__(
-        self, name: str, command: Sequence[str], arguments: Sequence[str], logs: Path, environment: Mapping[str, str]
+        self,
+        name: str,
+        command: Sequence[str],
+        arguments: Sequence[str],
+        logs: Path,
+        environment: Mapping[str, str],
+        *,
+        tied: bool = True,
     ) -> None:
         """`command` takes `arguments`, and ``--ready-fd N``: a descriptor that it writes to once it listens. `name`: of
-        the service, to people and in its log's file name."""
+        the service, to people and in its log's file name. `tied`: whether its process ends with this one."""
         self.name = name
-        self._command = (*command, *arguments)
+        self._command = (*(TIED if tied else ()), *command, *arguments)
+        self._adopted: tuple[int, int] | None = None
+        """Pid and start time of a process that another one has started."""
         self._log = logs / f"{name}.log"
         self._environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
@@ -42,11 +56,12 @@ class ChildService:
     def start(self) -> tuple[int, int]:
         """Start the process; returns its pid and start time (`process_ids.start_time`)."""
         self._close_ready()
+        self._adopted = None
         self._ready_fd, writing = os.pipe()
         try:
             with self._log.open("ab") as log:
                 self._process = subprocess.Popen(
-                    [*TIED, *self._command, "--ready-fd", str(writing)],
+                    [*self._command, "--ready-fd", str(writing)],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -57,6 +72,10 @@ class ChildService:
         finally:
             os.close(writing)
         return self._process.pid, start_time(self._process.pid) or 0
+
+    def adopt(self, pid: int, started: int) -> None:
+        """Take over a process that an earlier one like this has started."""
+        self._adopted = (pid, started)
 
     def listening(self, timeout_s: float) -> bool:
         """Whether the service has said that it listens; waits up to `timeout_s`. Raises `ServiceFailed` when it
@@ -75,6 +94,8 @@ class ChildService:
 
     def ended(self) -> str | None:
         """How the process ended, or None while it runs."""
+        if self._adopted is not None:
+            return None if same_process(*self._adopted) else "its process is gone"
         code = self._process.poll() if self._process is not None else None
         if code is None:
             return None
@@ -82,13 +103,18 @@ class ChildService:
 
     def kill(self) -> None:
         """Kill a process that hangs; `ended` then says by which signal."""
-        if self._process is not None:
+        if self._adopted is not None:
+            kill_process(*self._adopted)
+        elif self._process is not None:
             _kill(self._process)
 
     def stop(self, timeout_s: float) -> None:
         """Send SIGTERM, wait up to `timeout_s`, then kill the process. Idempotent."""
         process, self._process = self._process, None
         self._close_ready()
+        adopted, self._adopted = self._adopted, None
+        if adopted is not None:
+            _stop_adopted(*adopted, timeout_s)
         if process is None:
             return
         if process.poll() is None:
@@ -102,6 +128,17 @@ class ChildService:
         if self._ready_fd is not None:
             os.close(self._ready_fd)
             self._ready_fd = None
+
+
+def _stop_adopted(pid: int, started: int, timeout_s: float) -> None:
+    """Send SIGTERM to a process that isn't this one's child, and kill it where it doesn't end within `timeout_s`."""
+    if same_process(pid, started):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGTERM)
+    pause, deadline = threading.Event(), time.monotonic() + timeout_s
+    while same_process(pid, started) and time.monotonic() < deadline:
+        pause.wait(0.02)
+    kill_process(pid, started)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -8,6 +8,11 @@ from cluster.processes.restart_policy import RestartHistory
 from cluster.serve.child_service import ChildService
 from contracts.clock import Clock
 from contracts.config.cluster_config import ClusterConfig
+from contracts.errors import TwinpoolError
+
+
+class PartFailed(TwinpoolError):
+    """Raised when a part of the cluster did not come up, or is gone for good; the text names the part and why."""
 
 
 class KeptService:

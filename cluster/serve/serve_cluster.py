@@ -11,38 +11,38 @@ This process decides nothing about workers: it is the controller's supervisor, a
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from cluster.arena.local_agent import ArenaAgents, LocalArenaAgent, NoArenaAgents, wanted
 from cluster.assembly.node_shares import MemoryShort, WorkerShare, free_bytes
-from cluster.controller.controller_actions import StartWorker
+from cluster.controller.controller_actions import EndedProcess, StartWorker
 from cluster.controller.controller_client import ControllerAway, ControllerClient
 from cluster.controller.supervisor import Supervisor
 from cluster.processes.log_files import last_words
-from cluster.processes.run_folder import RunFolder
+from cluster.processes.process_ids import start_time
+from cluster.processes.run_folder import RunFiles, RunFolder
 from cluster.ray_nodes.node_drains import NodeDrains, draining_ray_nodes
-from cluster.serve.child_service import CONTROLLER, ROUTER, ChildService
-from cluster.serve.kept_service import KeptService
+from cluster.serve.child_service import ROUTER
+from cluster.serve.cluster_services import ClusterServices
+from cluster.serve.detached_state import DetachedState
+from cluster.serve.kept_service import PartFailed
 from cluster.serve.preflight import ServePlan, free_port, on_device
-from cluster.serve.router_probe import RouterProbe
 from cluster.serve.security_check import open_ways
 from cluster.serve.shutdown_signal import ShutdownSignal
 from cluster.serve.terminal import Terminal, curl_line, take_over_output, urls_of
-from cluster.worker_process.lease_keeper import longest_absence_s
-from cluster.worker_process.worker_plan import BuildWorker, WorkerPlan
+from cluster.worker_process.worker_plan import BuildWorker, WorkerPlan, node_name
 from cluster.worker_process.worker_process import build_from_plan
 from contracts.clock import Clock, SystemClock
 from contracts.cluster_secret import SECRET_VARIABLE
 from contracts.config.plane_choice import why, with_plane
 from contracts.errors import ConfigError, TwinpoolError
 from contracts.json_logs import log_to_stream
+from contracts.messages.worker_status import WorkerView
 
 if TYPE_CHECKING:
     from cluster.ray_nodes.ray_cluster import OwnRay
@@ -56,10 +56,6 @@ HEALTHY_S = 15.0
 """How long the router may take to reach the workers once all have registered."""
 
 
-class PartFailed(TwinpoolError):
-    """Raised when a part of the cluster did not come up, or is gone for good; the text names the part and why."""
-
-
 class StartStopped(Exception):
     """Raised when the operator asks to end while the cluster is starting."""
 
@@ -70,14 +66,18 @@ class ServeCluster:
     def __init__(
         self,
         prepared: ServePlan,
-        folder: RunFolder,
+        folder: RunFiles,
         out: TextIO,
         *,
         build: BuildWorker = build_from_plan,
         router_command: tuple[str, ...] = ROUTER,
         clock: Clock | None = None,
         began: float | None = None,
+        state: DetachedState | None = None,
     ) -> None:
+        """`state`: of a detached cluster, which goes on when this process is killed; one that has begun is taken
+        over."""
+        self._state = state
         self._prepared = prepared
         self._folder = folder
         self._build = build
@@ -91,6 +91,8 @@ class ServeCluster:
         self._small: set[str] = set()
         """Nodes that are too small for a worker, by Ray id."""
         self._secrets = {name: value for name in SECRETS if (value := os.environ.pop(name, None))}
+        if state is not None:
+            self._secrets = state.secrets
 
     def run(self) -> int:
         """Serve until asked to stop; returns the exit code. Raises `TwinpoolError` when the start fails."""
@@ -101,6 +103,10 @@ class ServeCluster:
                 self._keep_alive(stack)
             except StartStopped:
                 self._terminal.line("stopped while starting")
+            except TwinpoolError:
+                if self._state is not None and self._state.begun:
+                    stack.pop_all()  # The next such process takes over what runs.
+                raise
             finally:
                 self._stopping.promise()
             self._terminal.line("stopping")
@@ -110,25 +116,18 @@ class ServeCluster:
 
     def _start(self, stack: ExitStack) -> None:
         prepared, options, folder = self._prepared, self._prepared.options, self._folder
-        spec = prepared.spec
-        self._terminal.step(
-            "checkpoint",
-            f"{spec.name}: {spec.architecture}, {spec.layers} layers, {spec.dtype}, context {spec.context}",
-        )
-        self._terminal.step("logs", str(folder.logs))
-        if prepared.shares:
-            self._terminal.nodes(prepared)
+        begun = self._state is not None and self._state.begun
+        if not begun:
+            self._show_plan()
         url, operators = urls_of(prepared)
         security = prepared.config.security
         self._address = "127.0.0.1" if options.ray_address is None else self._join(stack)
         self._secret = self._cluster_secret()
-        for line in open_ways(security, options.host, self._address):
-            self._terminal.step("open", line)
-        self._terminal.step("pages go by", why(self._prepared.config))
-        if options.routers > 1 and not security.admin_port:
-            self._terminal.step(
-                "metrics", "are of whichever router answers: set security.admin_port to ask each at a port of its own"
-            )
+        if self._state is not None:
+            self._state.secret = self._secret
+            self._state.save()
+        if not begun:
+            self._show_ways()
         self._start_services(stack)
         if options.ray_address is None:
             self._own_ray(stack)
@@ -136,6 +135,11 @@ class ServeCluster:
         self._check_stop()
         self._start_agents(stack)
         self._start_workers(stack)
+        if begun:
+            folder.publish(operators, options.model, security.tls_ca)
+            self._stopping.ready()
+            self._terminal.line("the supervisor has died and was started again; the cluster went on")
+            return
         self._await_ready()
         folder.publish(operators, options.model, security.tls_ca)
         self._stopping.ready()
@@ -143,10 +147,33 @@ class ServeCluster:
         self._terminal.line(f"Twinpool is ready: {url}")
         if operators != url:
             self._terminal.line(f"operators' paths: {operators}")
-        self._terminal.line(curl_line(url, spec.name, key=bool(security.keys_file), ca=security.tls_ca))
+        self._terminal.line(curl_line(url, prepared.spec.name, key=bool(security.keys_file), ca=security.tls_ca))
         if self._ray is not None and self._ray.dashboard:
             token = os.environ["RAY_AUTH_TOKEN_PATH"]
             self._terminal.line(f"Ray's dashboard: {self._ray.dashboard} (it asks for the token in {token})")
+        if self._state is not None:
+            self._state.mark_ready()
+
+    def _show_plan(self) -> None:
+        spec = self._prepared.spec
+        self._terminal.step(
+            "checkpoint",
+            f"{spec.name}: {spec.architecture}, {spec.layers} layers, {spec.dtype}, context {spec.context}",
+        )
+        self._terminal.step("logs", str(self._folder.logs))
+        if self._prepared.shares:
+            self._terminal.nodes(self._prepared)
+
+    def _show_ways(self) -> None:
+        """Show what is open to whom, and by what pages go."""
+        options, security = self._prepared.options, self._prepared.config.security
+        for line in open_ways(security, options.host, self._address):
+            self._terminal.step("open", line)
+        self._terminal.step("pages go by", why(self._prepared.config))
+        if options.routers > 1 and not security.admin_port:
+            self._terminal.step(
+                "metrics", "are of whichever router answers: set security.admin_port to ask each at a port of its own"
+            )
 
     def _join(self, stack: ExitStack) -> str:
         from cluster.ray_nodes.ray_cluster import authenticated, join_ray, leave_ray, missing_places
@@ -203,95 +230,55 @@ class ServeCluster:
         return refused
 
     def _own_ray(self, stack: ExitStack) -> None:
-        from cluster.ray_nodes.ray_cluster import leave_ray, start_own_ray
+        from cluster.ray_nodes.ray_cluster import join_kept_ray, leave_ray, start_kept_ray, start_own_ray
 
         stack.callback(leave_ray)
+        if self._state is not None:
+            dashboard = self._prepared.options.dashboard
+            self._ray = join_kept_ray(self._folder.temporary, self._state.ray) if self._state.ray else None
+            if self._ray is None:
+                self._state.ray, self._ray = start_kept_ray(
+                    self._folder.temporary, free_port(self._address, 0), dashboard
+                )
+                self._state.save()
+            self._terminal.step("ray", "runs on loopback")
+            return
         self._ray = start_own_ray(self._folder.temporary, self._prepared.options.dashboard)
         self._folder.owns_children()
         self._terminal.step("ray", "started on loopback")
 
     def _start_services(self, stack: ExitStack) -> None:
-        """Start the controller and the router, and connect to the controller."""
-        prepared, options = self._prepared, self._prepared.options
-        security, environment = prepared.config.security, dict(os.environ)
-        if self._secret:
-            environment[SECRET_VARIABLE] = self._secret
-        settings = self._folder.logs / ".config.json"
-        settings.write_text(json.dumps(prepared.config.to_dict()))
-        port = free_port(self._address, prepared.config.cluster.controller_port)
-        self._endpoint = f"{self._address}:{port}"
-        ledger = self._folder.temporary / "controller.sqlite"
-        self._controller_kept = self._kept(
-            "controller",
-            CONTROLLER,
-            [
-                *("--address", self._address, "--port", str(port), "--ledger", str(ledger)),
-                *("--config-json", str(settings)),
-            ],
-            environment,
-            stack,
-            f"the workers serve on without it for {longest_absence_s(prepared.config.cluster):g} s",
-        )
-        silence_s = prepared.config.transfer.link_timeout_s
-        self._controller = ControllerClient(self._endpoint, silence_s, self._secret, security.cluster)
-        stack.callback(self._controller.close)
-        self._routers = [self._start_router(number, settings, environment, stack) for number in range(options.routers)]
-
-    def _start_router(
-        self, number: int, settings: Path, environment: dict[str, str], stack: ExitStack
-    ) -> tuple[KeptService, RouterProbe]:
-        """Start one of the routers, with the probe that finds it hanging; the probe is started later."""
-        prepared, options = self._prepared, self._prepared.options
-        several, security = options.routers > 1, prepared.config.security
-        name = f"router-{number}" if several else "router"
-        live = self._folder.temporary / f"{name}.live"
-        admin = {k: v for k, v in self._secrets.items() if k == "TWINPOOL_ADMIN_TOKEN"}
-        kept = self._kept(
-            name,
-            self._router_command,
-            [
-                *("--model", str(prepared.spec.folder), "--controller", self._endpoint),
-                *("--host", options.host, "--port", str(prepared.port)),
-                *("--name", name, "--config-json", str(settings), "--live-socket", str(live)),
-                *(("--reuse-port", "--admin-port", str(security.admin_port + number)) if several else ()),
-            ],
-            environment | admin,
-            stack,
-        )
-        return kept, RouterProbe(live, self._clock)
-
-    def _kept(
-        self,
-        name: str,
-        command: Sequence[str],
-        arguments: list[str],
-        environment: dict[str, str],
-        stack: ExitStack,
-        meanwhile: str = "",
-    ) -> KeptService:
-        """Start a service, which is kept alive from then on and ends with `stack`."""
-        service = ChildService(name, command, arguments, self._folder.logs, environment)
-        stack.callback(service.stop, 1.5)
-        kept = KeptService(
-            service,
-            self._prepared.config.cluster,
+        """Start the controller and the routers, or take them over, and connect to the controller."""
+        config = self._prepared.config
+        self._services = ClusterServices(
+            self._prepared,
+            self._folder,
             self._clock,
             self._terminal.line,
-            self._folder.owns,
             self._words,
-            meanwhile,
+            address=self._address,
+            secret=self._secret,
+            admin={k: v for k, v in self._secrets.items() if k == "TWINPOOL_ADMIN_TOKEN"},
+            router_command=self._router_command,
+            state=self._state,
         )
-        kept.start()
-        return kept
+        self._services.start(stack)
+        silence_s, certificate = config.transfer.link_timeout_s, config.security.cluster
+        self._controller = ControllerClient(self._services.endpoint, silence_s, self._secret, certificate)
+        stack.callback(self._controller.close)
 
     def _start_agents(self, stack: ExitStack) -> None:
         if not wanted(self._prepared.config):
             return
-        self._arena = secrets.token_hex(32)
-        if self._prepared.options.ray_address is not None:
+        self._arena = self._state.arena if self._state is not None else ""
+        self._arena = self._arena or secrets.token_hex(32)
+        if self._state is not None:
+            self._state.arena = self._arena
+            self._state.save()
+        if self._prepared.options.ray_address is not None or self._state is not None:
             from cluster.ray_nodes.ray_arena_agents import RayArenaAgents
 
-            self._agents = RayArenaAgents(self._arena, self._clock)
+            self._agents = RayArenaAgents(self._arena, self._clock, detached=self._state is not None)
         else:
             agent = LocalArenaAgent(self._arena, self._folder.logs, self._prepared.config.cluster, self._clock)
             self._agents = agent
@@ -307,16 +294,20 @@ class ServeCluster:
     def _start_workers(self, stack: ExitStack) -> None:
         from cluster.ray_nodes.worker_actors import RayLauncher
 
-        launcher = RayLauncher(self._build, self._agents, self._clock)
+        launcher = RayLauncher(self._build, self._agents, self._clock, detached=self._state is not None)
         stack.callback(launcher.close)
         # Before the workers are ended, so that routers learn why and nothing is restarted.
         stack.callback(self._announce_end)
         self._node_drains = NodeDrains(draining_ray_nodes)
         stack.callback(self._node_drains.close)
         self._supervisor = Supervisor(self._controller, launcher, self._plan, self._terminal.line)
+        if self._state is not None and self._state.begun:
+            launcher.adopt()
+            self._controller.report(ended=list(gone_from_here(self._controller.views())))
         self._controller.supervise(launcher.running)
-        for role, count in self._prepared.wanted.items():
-            self._controller.add(role, count)
+        if self._state is None or not self._state.begun:  # Else the controller's table has all of them.
+            for role, count in self._prepared.wanted.items():
+                self._controller.add(role, count)
 
     def _announce_end(self) -> None:
         try:
@@ -346,7 +337,7 @@ class ServeCluster:
             config=config,
             counts=counts,
             host=self._address if prepared.options.ray_address is None else "",
-            controller=self._endpoint,
+            controller=self._services.endpoint,
             logs=self._folder.logs,
             arena=self._arena,
             secret=self._secret,
@@ -359,7 +350,7 @@ class ServeCluster:
         have no certificates."""
         if self._address.startswith("127.") and not self._prepared.config.security.cluster_ca:
             return ""
-        given = self._secrets.get(SECRET_VARIABLE, "")
+        given = self._secrets.get(SECRET_VARIABLE, "") or (self._state.secret if self._state is not None else "")
         try:
             bytes.fromhex(given)
         except ValueError:
@@ -376,12 +367,12 @@ class ServeCluster:
                 if view.status.state == "ready" and view.status.pages_total and view.record.name in waiting:
                     waiting.discard(view.record.name)
                     self._terminal.step("worker", f"{view.record.name} on {view.record.node}")
-        for router, _ in self._routers:
+        for router, _ in self._services.routers:
             while not router.service.listening(POLL_S):
                 self._round(deadline, f"the {router.service.name}")
             self._terminal.step(router.service.name, "listening")
         deadline = self._clock.now() + HEALTHY_S
-        for router, probe in self._routers:
+        for router, probe in self._services.routers:
             while not probe.healthy():
                 self._round(deadline, f"the {router.service.name} to reach the workers")
 
@@ -391,9 +382,7 @@ class ServeCluster:
         self._supervisor.poll(POLL_S)
         for name, reason in self._supervisor.failed.items():
             raise PartFailed(f"{name} could not start: {reason}{self._words(name)}")
-        for kept in (self._controller_kept, *(router for router, _ in self._routers)):
-            if (how := kept.service.ended()) is not None:
-                raise PartFailed(f"the {kept.service.name} ended ({how}){self._words(kept.service.name)}")
+        self._services.check()
         if self._clock.now() > deadline:
             raise PartFailed(f"gave up waiting for {what}; see {self._folder.logs}")
 
@@ -408,31 +397,14 @@ class ServeCluster:
 
     def _keep_alive(self, stack: ExitStack) -> None:
         self._node_drains.start()
-        for _, probe in self._routers:
-            stack.callback(probe.stop)
-            probe.start()
+        self._services.probe(stack)
         while not self._stopping.asked:
             self._tend_agents()
             self._supervisor.poll(POLL_S)
             self._drain_nodes()
             if self._ray is not None and (lost := self._ray.lost()):
                 raise PartFailed(f"Ray has died ({lost} is gone) and took the workers with it; start again")
-            if failed := self._controller_kept.tend():
-                raise PartFailed(failed)
-            for router, probe in self._routers:
-                self._tend_router(router, probe)
-
-    def _tend_router(self, router: KeptService, probe: RouterProbe) -> None:
-        """Kill a router that hangs, and start one again that has ended."""
-        was_down = router.down
-        if not was_down and probe.silent_s >= self._prepared.config.router.stall_s:
-            name = router.service.name
-            self._terminal.line(f"{name} hung: no answer for {probe.silent_s:.0f} s (router.stall_s)")
-            router.service.kill()
-        if failed := router.tend():
-            raise PartFailed(failed)
-        if was_down and not router.down:
-            probe.started_again()
+            self._services.tend()
 
     def _drain_nodes(self) -> None:
         if not self._node_drains.changed:
@@ -445,6 +417,14 @@ class ServeCluster:
                 self._node_drains.told(node)
         except (ControllerAway, ConfigError) as error:
             log.warning("a node that Ray takes away could not be drained yet: %s", error)
+
+
+def gone_from_here(views: Iterable[WorkerView]) -> Iterator[EndedProcess]:
+    """The workers with a lease on this machine whose process is gone: it ended while no supervisor was there."""
+    for view in views:
+        record, state = view.record, view.status.state
+        if record.node == node_name() and state in ("ready", "draining") and start_time(record.pid) is None:
+            yield EndedProcess(record.name, record.incarnation, "its process is gone")
 
 
 def _words(lines: list[str]) -> str:

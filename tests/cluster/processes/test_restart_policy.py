@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ import pytest
 
 from cluster.arena.local_agent import LocalArenaAgent
 from cluster.processes.restart_policy import RestartHistory
-from cluster.serve import serve_cluster as serve
-from cluster.serve.kept_service import KeptService
+from cluster.serve.cluster_services import ClusterServices
+from cluster.serve.kept_service import KeptService, PartFailed
 from contracts.clock import ManualClock
 from contracts.config.cluster_config import ClusterConfig, Config
 
@@ -84,32 +83,19 @@ class Probe:
 
 
 def keep_alive(router: Router, clock: ManualClock, hangs: bool = False) -> list[str]:
-    """What `serve` does about the router until it has been started so often, or `serve` gives up."""
+    """What is done about the router until it has been started so often, or it is given up."""
     lines: list[str] = []
-    self: Any = serve.ServeCluster.__new__(serve.ServeCluster)
-    ground = types.SimpleNamespace
-
-    def waits(timeout_s: float) -> None:
-        clock.advance(timeout_s)
-
     kept: Any = KeptService(router, CONFIG, clock, lines.append, lambda *mark: None, lambda name: "")  # type: ignore[arg-type]
-    self.__dict__ |= {
-        "_node_drains": ground(start=lambda: None, changed=False),
-        "_prepared": ground(options=ground(host="x"), port=1, config=Config(cluster=CONFIG)),
-        "_clock": clock, "_tend_agents": lambda: None, "_supervisor": ground(poll=waits),
-        "_controller_kept": ground(tend=lambda: ""), "_terminal": ground(line=lines.append),
-        "_routers": [(kept, type("P", (Probe,), {"hangs": hangs})())],
-        "_ray": None,
-    }  # fmt: skip
-
-    class Stopping:
-        @property
-        def asked(self) -> bool:
-            return len(router.started) > router.most
-
-    self._stopping = Stopping()
-    with ExitStack() as stack:
-        self._keep_alive(stack)
+    services: Any = ClusterServices.__new__(ClusterServices)
+    services.__dict__ |= {
+        "_prepared": types.SimpleNamespace(config=Config(cluster=CONFIG)),
+        "_say": lines.append,
+        "_controller": types.SimpleNamespace(tend=lambda: ""),
+        "routers": [(kept, type("P", (Probe,), {"hangs": hangs})())],
+    }
+    while len(router.started) <= router.most:
+        clock.advance(0.1)
+        services.tend()
     return lines
 
 
@@ -124,7 +110,7 @@ def test_a_router_that_dies_once_a_day_does_not_end_the_cluster() -> None:
 def test_a_router_that_dies_at_once_again_and_again_ends_the_cluster_and_waits_in_between() -> None:
     clock = ManualClock()
     router = Router(clock, lambda start: 0.0, 1000)
-    with pytest.raises(serve.PartFailed, match="too often"):
+    with pytest.raises(PartFailed, match="too often"):
         keep_alive(router, clock)
     assert len(router.started) == 1 + CONFIG.restart_limit
     gaps = [after - before for before, after in zip(router.started, router.started[1:], strict=False)]

@@ -1,0 +1,148 @@
+"""The services of a cluster on the machine of `serve`: its controller and its routers, started and kept alive.
+
+Of a detached cluster they outlive this process, and the next one takes them over as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+
+from cluster.processes.run_folder import RunFiles
+from cluster.serve.child_service import CONTROLLER, ROUTER, ChildService
+from cluster.serve.detached_state import DetachedState
+from cluster.serve.kept_service import KeptService, PartFailed
+from cluster.serve.preflight import ServePlan, free_port
+from cluster.serve.router_probe import RouterProbe
+from cluster.worker_process.lease_keeper import longest_absence_s
+from contracts.clock import Clock
+from contracts.cluster_secret import SECRET_VARIABLE
+
+STOP_S = 1.5
+"""Seconds that a service has to end in order."""
+
+
+class ClusterServices:
+    """The controller's and the routers' processes. Use it from the main thread only (`ChildService`)."""
+
+    def __init__(
+        self,
+        prepared: ServePlan,
+        folder: RunFiles,
+        clock: Clock,
+        say: Callable[[str], None],
+        words: Callable[[str], str],
+        *,
+        address: str,
+        secret: str,
+        admin: Mapping[str, str],
+        router_command: Sequence[str] = ROUTER,
+        state: DetachedState | None = None,
+    ) -> None:
+        """`address`: where workers reach the controller. `secret`: the cluster's, in hex; `admin`: what the routers'
+        environment has for operators. `state`: the detached cluster's; None where services end with this process.
+        `say` and `words` as of `KeptService`."""
+        self._prepared, self._folder, self._clock, self._say, self._words = prepared, folder, clock, say, words
+        self._state, self._router_command = state, router_command
+        self._environment = dict(os.environ) | ({SECRET_VARIABLE: secret} if secret else {})
+        self._admin = admin
+        self._settings = folder.logs / ".config.json"
+        port = state.controller_port if state is not None else 0
+        self._port = port or free_port(address, prepared.config.cluster.controller_port)
+        self._address = address
+        self.endpoint = f"{address}:{self._port}"
+        """Where the controller is reached, ``host:port``."""
+        self.routers: list[tuple[KeptService, RouterProbe]] = []
+
+    def start(self, stack: ExitStack) -> None:
+        """Start all services, or take over those that run; they end with `stack`."""
+        prepared = self._prepared
+        self._settings.write_text(json.dumps(prepared.config.to_dict()))
+        if self._state is not None:
+            self._state.controller_port = self._port
+            self._state.save()
+        self._controller = self._kept(
+            "controller",
+            CONTROLLER,
+            [
+                *("--address", self._address, "--port", str(self._port)),
+                *("--ledger", str(self._folder.temporary / "controller.sqlite")),
+                *("--config-json", str(self._settings)),
+            ],
+            self._environment,
+            stack,
+            f"the workers serve on without it for {longest_absence_s(prepared.config.cluster):g} s",
+        )
+        self.routers = [self._router(number, stack) for number in range(prepared.options.routers)]
+
+    def probe(self, stack: ExitStack) -> None:
+        """Ask the routers from now on whether they live, until `stack` ends."""
+        for _, probe in self.routers:
+            stack.callback(probe.stop)
+            probe.start()
+
+    def check(self) -> None:
+        """Raise `PartFailed` where a service has ended, which it may not while the cluster starts."""
+        for kept in (self._controller, *(router for router, _ in self.routers)):
+            if (how := kept.service.ended()) is not None:
+                raise PartFailed(f"the {kept.service.name} ended ({how}){self._words(kept.service.name)}")
+
+    def tend(self) -> None:
+        """Kill routers that hang, and start again what has ended. Raises `PartFailed` where that happens too often."""
+        if failed := self._controller.tend():
+            raise PartFailed(failed)
+        for router, probe in self.routers:
+            self._tend_router(router, probe)
+
+    def _tend_router(self, router: KeptService, probe: RouterProbe) -> None:
+        was_down = router.down
+        if not was_down and probe.silent_s >= self._prepared.config.router.stall_s:
+            self._say(f"{router.service.name} hung: no answer for {probe.silent_s:.0f} s (router.stall_s)")
+            router.service.kill()
+        if failed := router.tend():
+            raise PartFailed(failed)
+        if was_down and not router.down:
+            probe.started_again()
+
+    def _router(self, number: int, stack: ExitStack) -> tuple[KeptService, RouterProbe]:
+        prepared, options = self._prepared, self._prepared.options
+        several, security = options.routers > 1, prepared.config.security
+        name = f"router-{number}" if several else "router"
+        live = self._folder.temporary / f"{name}.live"
+        arguments = [
+            *("--model", str(prepared.spec.folder), "--controller", self.endpoint),
+            *("--host", options.host, "--port", str(prepared.port)),
+            *("--name", name, "--config-json", str(self._settings), "--live-socket", str(live)),
+            *(("--reuse-port", "--admin-port", str(security.admin_port + number)) if several else ()),
+        ]
+        kept = self._kept(name, self._router_command, arguments, {**self._environment, **self._admin}, stack)
+        return kept, RouterProbe(live, self._clock)
+
+    def _kept(
+        self,
+        name: str,
+        command: Sequence[str],
+        arguments: list[str],
+        environment: dict[str, str],
+        stack: ExitStack,
+        meanwhile: str = "",
+    ) -> KeptService:
+        state = self._state
+        service = ChildService(name, command, arguments, self._folder.logs, environment, tied=state is None)
+        stack.callback(service.stop, STOP_S)
+
+        def started(pid: int, began: int) -> None:
+            self._folder.owns(pid, began)
+            if state is not None:
+                state.started(name, pid, began)
+
+        config = self._prepared.config.cluster
+        kept = KeptService(service, config, self._clock, self._say, started, self._words, meanwhile)
+        mark = state.running(name) if state is not None else None
+        if mark is not None:
+            service.adopt(*mark)
+        else:
+            kept.start()
+        return kept

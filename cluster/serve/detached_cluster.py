@@ -1,0 +1,106 @@
+"""A detached cluster: launched by a command that ends, kept by its keeper, ended by another command.
+
+Processes: the *keeper* (`cluster.processes.keeper`) starts this module as the supervisor, and again when it dies;
+controller, routers, Ray and workers belong to neither and go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from cluster.processes import keeper, reaper
+from cluster.processes.process_ids import same_process, start_time
+from cluster.processes.run_file import RunFile
+from cluster.processes.run_folder import KeptFolder, new_folder, new_log_folder
+from cluster.serve.detached_state import DetachedState
+from cluster.serve.preflight import ServePlan
+from cluster.serve.serve_cluster import SECRETS, ServeCluster
+from cluster.serve.terminal import take_over_output
+from contracts.errors import ConfigError, TwinpoolError
+from contracts.json_logs import log_to_stream
+
+OUTPUT = "serve.out"
+"""The file of the logs folder that has what `serve` shows in a terminal."""
+DOWN_S = 30.0
+"""How long a cluster may take to end, its keeper's patience included."""
+
+
+def launch(prepared: ServePlan, out: TextIO, wait: Callable[[float], object]) -> int:
+    """Start a detached cluster, show how it starts on `out`, and return the exit code once it serves, or has failed.
+
+    `wait` sleeps. A Ctrl-C meanwhile ends the cluster, and is raised again.
+    """
+    if prepared.config.transfer.plane == "local":
+        raise ConfigError("transfer.plane=local runs everything in this process: leave out --detach or the plane")
+    folder, logs = new_folder(), new_log_folder()
+    mark = folder.name
+    DetachedState(folder, logs, prepared, {name: os.environ[name] for name in SECRETS if name in os.environ}).save()
+    (logs / OUTPUT).touch()
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-S", "-P", "-E", str(keeper.__file__), str(folder), mark),
+            *(sys.executable, "-m", "cluster.serve.detached_cluster", str(folder)),
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={key: value for key, value in os.environ.items() if key not in SECRETS} | {reaper.MARK: mark},
+        start_new_session=True,
+    )
+    try:
+        with (logs / OUTPUT).open(encoding="utf-8", errors="replace") as shown:
+            while process.poll() is None and not (folder / "ready").exists():
+                out.write(shown.read())
+                out.flush()
+                wait(0.1)
+            out.write(shown.read())
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGTERM)
+        process.wait(DOWN_S)
+        raise
+    if process.poll() is not None:
+        return 1
+    out.write("it goes on without this command; end it with: twinpool down\n")
+    out.flush()
+    return 0
+
+
+def take_down(run: RunFile, wait: Callable[[float], object]) -> None:
+    """End a cluster of this machine, and wait until it has ended. Raises `TwinpoolError` where it doesn't."""
+    os.kill(run.pid, signal.SIGTERM)
+    waited = 0.0
+    while same_process(run.pid, run.started):
+        if waited > DOWN_S:
+            raise TwinpoolError(f"the cluster has not ended after {DOWN_S:g} s; see {run.logs}")
+        wait(0.1)
+        waited += 0.1
+
+
+def supervise(folder: Path) -> int:
+    """Be the supervisor of the detached cluster whose files are in `folder`; returns the exit code: 0 where it has
+    ended in order."""
+    state = DetachedState.load(folder)
+    own = os.open(state.logs / OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(own, 1)
+    os.close(own)
+    out = take_over_output(state.logs / "serve.log")
+    log_to_stream("serve")
+    kept = os.getppid()
+    assert start_time(kept) is not None
+    try:
+        return ServeCluster(state.prepared, KeptFolder(folder, state.logs, kept), out, state=state).run()
+    except TwinpoolError as error:
+        out.write(f"error: {error}\n")
+        return 1
+    finally:
+        out.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(supervise(Path(sys.argv[1])))

@@ -1,0 +1,264 @@
+"""A cluster under load whose parts are killed and whose pools change; every answer is compared with transformers.
+
+`Load` keeps streams running on a thread of its own and keeps all answers. The functions below are what operators and
+accidents do to the cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from tests.checkpoints import Oracle, compare
+from tests.serving import COMMAND, READY, Answer, Serving, complete, environment, until
+
+STREAMS = 6
+TOKENS = 48
+WAIT_S = 120.0
+
+
+@dataclass
+class Load:
+    """Streams that never cease, of a few prompts, so that the oracle computes each answer once."""
+
+    url: str
+    model: str
+    prompts: list[list[int]]
+    answers: list[tuple[int, Answer]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        ended = threading.Event()
+        thread = threading.Thread(target=lambda: asyncio.run(self._all(ended)), name="load")
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join(WAIT_S)
+            assert not thread.is_alive(), "a stream hangs"
+
+    async def _all(self, ended: threading.Event) -> None:
+        async with httpx.AsyncClient(base_url=self.url, timeout=WAIT_S) as client:
+            await asyncio.gather(*[self._one(client, number, ended) for number in range(STREAMS)])
+
+    async def _one(self, client: httpx.AsyncClient, number: int, ended: threading.Event) -> None:
+        rng = random.Random(number)
+        while not ended.is_set():
+            which = rng.randrange(len(self.prompts))
+            body = {
+                "model": self.model, "prompt": self.prompts[which], "temperature": 0, "ignore_eos": True,
+                "return_token_ids": True, "max_tokens": TOKENS, "stream": number % 3 > 0,
+            }  # fmt: skip
+            try:
+                self.answers.append((which, await complete(client, body)))
+            except (AssertionError, httpx.HTTPError) as error:
+                self.failures.append(f"{type(error).__name__}: {error}")
+
+    def more(self, count: int = 4) -> None:
+        """Wait for so many answers more."""
+        have = len(self.answers)
+        until(lambda: len(self.answers) >= have + count or bool(self.failures), "answers", WAIT_S)
+
+    def verify(self, oracle: Oracle) -> None:
+        """Every answer is whole and the oracle's, and none was lost."""
+        assert not self.failures, self.failures[:5]
+        judged: dict[tuple[int, tuple[int, ...]], bool] = {}
+        for which, answer in self.answers:
+            assert len(answer.tokens) == TOKENS
+            key = (which, tuple(answer.tokens))
+            if key not in judged:
+                judged[key] = compare(oracle, self.prompts[which], answer.tokens).equal
+            assert judged[key], f"a wrong answer to prompt {which}"
+
+
+def some_prompts(seed: int, count: int = 10) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(300) for _ in range(rng.randint(1, 300))] for _ in range(count)]
+
+
+# ---------------------------------------------------------------- a detached cluster
+
+
+class Detached(Serving):
+    """A detached cluster, and its processes by what they are."""
+
+    def __init__(self, launched: subprocess.CompletedProcess[str], runtime: Path) -> None:
+        (url,) = [line.split(READY)[1].strip() for line in launched.stdout.splitlines() if READY in line]
+        super().__init__(launched, runtime, launched.stdout.splitlines(), url)  # type: ignore[arg-type]
+        (path,) = (runtime / "twinpool").glob("run-*.json")
+        self.keeper = psutil.Process(json.loads(path.read_text())["pid"])
+        self.folder = Path(self.keeper.cmdline()[5])
+        self.mark = self.folder.name
+
+    def processes(self) -> list[psutil.Process]:
+        """All processes of the cluster, the keeper's included."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("TWINPOOL_RUN") == self.mark or any(
+                    str(self.folder) in word for word in process.cmdline()
+                ):
+                    found.append(process)
+        return found
+
+    def one(self, *words: str) -> psutil.Process:
+        """The one process whose command line has all these words."""
+
+        def has(process: psutil.Process) -> bool:
+            with contextlib.suppress(psutil.Error):
+                line = process.cmdline()
+                return all(word in line for word in words) and process.pid != self.keeper.pid
+            return False
+
+        found: list[psutil.Process] = []
+
+        def look() -> bool:
+            found[:] = [process for process in self.processes() if has(process)]
+            return len(found) == 1
+
+        until(look, f"one process of {' '.join(words)}", WAIT_S)
+        return found[0]
+
+
+@contextlib.contextmanager
+def detached(model: Path, runtime: Path, *flags: str, sections: dict[str, dict[str, Any]]) -> Iterator[Detached]:
+    """`twinpool serve --detach`, ended by `twinpool down`, after which nothing of it is there."""
+    runtime.mkdir(parents=True, exist_ok=True)
+    settings = [f"{s}.{key}={value}" for s, keys in sections.items() for key, value in keys.items()]
+    command = [*COMMAND, "serve", "--detach", "--model", str(model), "--port", "0", *flags]
+    command += [part for setting in settings for part in ("--set", setting)]
+    launched = subprocess.run(
+        command, env=environment(runtime), cwd=runtime, text=True, capture_output=True, timeout=WAIT_S, check=False
+    )
+    assert launched.returncode == 0, launched.stdout + launched.stderr
+    cluster = Detached(launched, runtime)
+    try:
+        yield cluster
+    finally:
+        everything = cluster.processes()
+        down = cluster.twinpool("down", timeout=WAIT_S)
+        _, alive = psutil.wait_procs(everything, timeout=10)
+        for process in alive:
+            process.kill()
+        assert down.returncode == 0, down.stderr
+        assert not alive, f"left behind by down: {alive}"
+        assert not cluster.folder.exists()
+        assert not list((runtime / "twinpool").glob("run-*.json"))
+
+
+# ---------------------------------------------------------------- what is done to it
+
+
+def ready(cluster: Serving, **pools: int) -> None:
+    """Wait until each pool has so many workers that serve, and no other is on its way."""
+
+    def whole() -> bool:
+        done = cluster.twinpool("status", "--json")
+        rows = json.loads(done.stdout)["workers"] if done.returncode == 0 else []
+        there = {role: [w["state"] for w in rows if w["role"] == role and w["state"] != "left"] for role in pools}
+        return all(there[role] == ["ready"] * count for role, count in pools.items())
+
+    until(whole, f"{pools} to serve", WAIT_S)
+
+
+def kill(process: psutil.Process) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.wait(WAIT_S)
+
+
+def command(cluster: Serving, *words: str) -> None:
+    done = cluster.twinpool(*words, timeout=WAIT_S)
+    assert done.returncode == 0, f"{' '.join(words)}: {done.stdout}{done.stderr}"
+
+
+def kill_controller(cluster: Serving) -> None:
+    """The controller is killed; workers keep their incarnations."""
+    before = {name: row["incarnation"] for name, row in cluster.status().items()}
+    controller = _controller(cluster)
+    kill(controller)
+    until(lambda: _controller(cluster).pid != controller.pid, "the next controller", WAIT_S)
+    assert {name: row["incarnation"] for name, row in cluster.status().items()} == before
+
+
+def _controller(cluster: Serving) -> psutil.Process:
+    module = "cluster.controller.controller_process"
+    if isinstance(cluster, Detached):
+        return cluster.one(module)
+    found: list[psutil.Process] = []
+
+    def look() -> bool:
+        found[:] = [c for c in psutil.Process(cluster.process.pid).children() if module in c.cmdline()]
+        return len(found) == 1
+
+    until(look, "a controller", WAIT_S)
+    return found[0]
+
+
+def kill_supervisor(cluster: Detached) -> None:
+    """The process that launches and restarts is killed, and a worker with it: the next one finds both."""
+    supervisor = cluster.one("cluster.serve.detached_cluster")
+    victim = cluster.status()["decode-1"]
+    kill(supervisor)
+    os.kill(victim["pid"], signal.SIGKILL)
+    until(lambda: cluster.one("cluster.serve.detached_cluster").pid != supervisor.pid, "the next supervisor", WAIT_S)
+    ready(cluster, prefill=2, decode=2)
+    assert cluster.status()["decode-1"]["incarnation"] == victim["incarnation"] + 1
+
+
+def grow_and_shrink(cluster: Serving) -> None:
+    command(cluster, "add", "decode")
+    ready(cluster, prefill=2, decode=3)
+    command(cluster, "scale", "prefill=2", "decode=2")
+
+
+def restart_one(cluster: Serving) -> None:
+    command(cluster, "restart", "decode-0")
+    command(cluster, "restart", "prefill-1")
+
+
+def change_roles(cluster: Serving) -> None:
+    command(cluster, "add", "decode")
+    command(cluster, "role", "decode-2", "prefill")
+    ready(cluster, prefill=3, decode=2)
+    command(cluster, "role", "decode-2", "decode")
+    command(cluster, "scale", "decode=2", "prefill=2")
+
+
+def cordon_and_kill(cluster: Serving) -> None:
+    """While its node is cordoned a dead worker waits; it starts when the node takes workers again."""
+    node = next(iter(cluster.status().values()))["node"]
+    command(cluster, "cordon", node)
+    victim = cluster.status()["decode-1"]
+    os.kill(victim["pid"], signal.SIGKILL)
+    until(lambda: cluster.status()["decode-1"]["state"] == "dead", "its death to be known", WAIT_S)
+    command(cluster, "uncordon", node)
+
+
+def once_around(cluster: Serving) -> None:
+    """Every worker is drained, and comes back."""
+    for name in sorted(cluster.status()):
+        if cluster.status()[name]["state"] == "ready":
+            command(cluster, "drain", name)
+            command(cluster, "undrain", name)
+            ready(cluster, prefill=2, decode=2)
+
+
+Change = Callable[[Any], None]
+CHANGES: tuple[Change, ...] = (
+    kill_controller, grow_and_shrink, restart_one, change_roles, cordon_and_kill, once_around
+)  # fmt: skip

@@ -1,0 +1,148 @@
+"""The keeper of a detached cluster, over supervisors that are small scripts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from cluster.processes import keeper
+from cluster.processes.process_ids import same_process, start_time
+
+WAIT_S = 30.0
+SUPERVISOR = """
+import os, signal, subprocess, sys, time
+folder = sys.argv[1]
+def end(*_):
+    sys.exit(int(open(folder + "/exit").read()) if os.path.exists(folder + "/exit") else 0)
+signal.signal(signal.SIGTERM, end)
+service = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+with open(folder + "/starts", "a") as starts:
+    starts.write(f"{os.getpid()} {service.pid}\\n")
+if os.path.exists(folder + "/fail"):
+    sys.exit(1)
+while True:
+    time.sleep(0.05)
+"""
+
+
+class Kept:
+    """A keeper's process and what its supervisors have written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "twinpool-kept"
+        self.folder.mkdir()
+        mark = "test-keeper-" + folder.name
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-S", "-P", "-E", str(keeper.__file__), str(self.folder), mark),
+                *(sys.executable, "-c", SUPERVISOR, str(self.folder)),
+            ],
+            env=os.environ | {"TWINPOOL_RUN": mark},
+        )
+
+    def starts(self) -> list[tuple[int, int]]:
+        """Pid of each supervisor so far, and of the service it has started."""
+        path = self.folder / "starts"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [(int(a), int(b)) for a, b in (line.split() for line in lines)]
+
+    def after(self, starts: int) -> tuple[int, int]:
+        until(lambda: len(self.starts()) >= starts)
+        return self.starts()[starts - 1]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(WAIT_S)
+        for pids in self.starts():
+            for pid in pids:
+                if start_time(pid) is not None:
+                    os.kill(pid, signal.SIGKILL)
+
+
+def until(true: Callable[[], object]) -> None:
+    deadline, pause = time.monotonic() + WAIT_S, threading.Event()
+    while not true():
+        assert time.monotonic() < deadline
+        pause.wait(0.02)
+
+
+def test_a_supervisor_that_is_killed_is_started_again_and_services_live_on(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    try:
+        first, service = kept.after(1)
+        began = start_time(service)
+        assert began is not None
+        (kept.folder / "ready").touch()
+        for number in (2, 3):
+            os.kill(kept.starts()[-1][0], signal.SIGKILL)
+            assert kept.after(number)[0] != first
+            assert same_process(service, began)
+        kept.process.send_signal(signal.SIGTERM)
+        assert kept.process.wait(WAIT_S) == 0
+        assert not same_process(service, began), "with the keeper all of it ends"
+        assert not kept.folder.exists()
+        assert all(start_time(pid) is None for pids in kept.starts() for pid in pids)
+    finally:
+        kept.close()
+
+
+def test_a_service_without_a_supervisor_leaves_no_zombie(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    try:
+        first, service = kept.after(1)
+        (kept.folder / "ready").touch()
+        os.kill(first, signal.SIGKILL)
+        kept.after(2)
+        os.kill(service, signal.SIGKILL)
+        until(lambda: not Path(f"/proc/{service}").exists())
+    finally:
+        kept.close()
+
+
+def test_a_supervisor_that_ends_before_the_cluster_served_ends_it(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    try:
+        _, service = kept.after(1)
+        os.kill(kept.starts()[0][0], signal.SIGKILL)
+        assert kept.process.wait(WAIT_S) == 0
+        assert len(kept.starts()) <= 1
+        assert start_time(service) is None
+    finally:
+        kept.close()
+
+
+def test_a_supervisor_that_ends_in_order_ends_the_cluster(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    try:
+        supervisor, service = kept.after(1)
+        (kept.folder / "ready").touch()
+        os.kill(supervisor, signal.SIGTERM)
+        assert kept.process.wait(WAIT_S) == 0
+        assert start_time(service) is None
+    finally:
+        kept.close()
+
+
+def test_what_the_supervisor_says_it_owns_goes_too(tmp_path: Path) -> None:
+    """A process without the run's mark, and a file elsewhere."""
+    plain = {k: v for k, v in os.environ.items() if k != "TWINPOOL_RUN"}
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=plain)
+    run_file = tmp_path / "run.json"
+    run_file.touch()
+    kept = Kept(tmp_path)
+    try:
+        kept.after(1)
+        (kept.folder / "owned").write_text(f"pid {other.pid} {start_time(other.pid)}\npath {run_file}\n")
+        kept.process.send_signal(signal.SIGTERM)
+        assert kept.process.wait(WAIT_S) == 0
+        assert other.wait(WAIT_S) == -signal.SIGKILL
+        assert not run_file.exists()
+    finally:
+        other.kill()
+        kept.close()
