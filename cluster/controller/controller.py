@@ -45,11 +45,12 @@ from cluster.controller.controller_actions import (
     WorkerKey,
 )
 from cluster.controller.controller_ledger import ControllerLedger
-from cluster.controller.controller_table import ControllerTable, killing
+from cluster.controller.controller_table import ControllerTable, RowChange, killing
 from cluster.controller.node_table import NOWHERE, NodePlace
 from cluster.controller.pool_operations import PoolOperations
 from cluster.controller.wanted_worker import WantedWorker
 from cluster.controller.worker_states import WorkerEvent, WorkerState, advance
+from cluster.worker_process.lease_keeper import renewal_pause_s
 from cluster.worker_process.step_watchdog import why_stalled
 from contracts.clock import Clock
 from contracts.config.cluster_config import ClusterConfig
@@ -199,12 +200,19 @@ class Controller:
             row.state = advance(row.state, WorkerEvent.UNDRAINED)
             row.becomes = None
         row.drains = row.drains and not draining
+        counters = status.counters
+        if status.counters_left_out:
+            counters = row.status.counters if row.status is not None else {}
+        told, row.status = (
+            row.status,
+            dataclasses.replace(
+                status, state=row.state, last_end=row.last_reason, counters=counters, counters_left_out=False
+            ),
+        )
         if row.state is not before:
-            self.table.save(row)
-        changed = dataclasses.replace(status, state=row.state, last_end=row.last_reason)
-        if changed != row.status:
-            row.status = changed
-            self.table.changed()
+            self.table.saved(row)
+        elif row.status != told:
+            self.table.numbers_changed(row, counters=not status.counters_left_out)
         if reason := why_stalled(status, self._config):
             self._kill(row, reason)
             return self._fenced(incarnation)
@@ -254,6 +262,10 @@ class Controller:
         """The whole table, one row a worker, including workers that have left or are dead."""
         return self.table.views()
 
+    def changes(self, since: int) -> list[RowChange]:
+        """What has changed after the table's version `since`, a row each."""
+        return self.table.changes(since)
+
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` after each change of the table, on the caller's thread."""
         self.table.on_change(listener)
@@ -277,7 +289,7 @@ class Controller:
         self.table.save(fresh)  # Before it is handed out, and before anything here says so.
         self.table.rows[row.name] = fresh
         self.table.act(StartWorker(fresh.name, fresh.role, number, fresh.avoids, fresh.only))
-        self.table.changed()
+        self.table.changed(fresh)
 
     def _kill(self, row: WantedWorker, reason: str) -> None:
         self.table.act(killing(row))
@@ -337,7 +349,9 @@ class Controller:
         return None
 
     def _grant(self, row: WantedWorker) -> LeaseGrant:
-        return LeaseGrant(row.incarnation, self._config.lease_s, drain=row.drains, ended=self.table.ended)
+        lease_s = self._config.lease_s
+        renew_s = renewal_pause_s(self._config, len(self.table.rows))
+        return LeaseGrant(row.incarnation, lease_s, drain=row.drains, renew_s=renew_s, ended=self.table.ended)
 
     def _fenced(self, incarnation: Incarnation) -> LeaseGrant:
         return LeaseGrant(incarnation, 0.0, fenced=True)

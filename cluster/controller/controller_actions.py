@@ -42,6 +42,8 @@ class LeaseGrant:
     """Whether the incarnation is over: the worker must send nothing more and exit."""
     drain: bool = False
     """Whether the worker is to drain and leave."""
+    renew_s: float = 0.0
+    """Seconds after which the worker is to renew; 0: as configured."""
     ended: tuple[EndedWorker, ...] = ()
     """The latest incarnation of each worker that has ended."""
 

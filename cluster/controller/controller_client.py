@@ -158,7 +158,7 @@ class ControllerClient:
         """The controller's table as it is now. Raises `ControllerAway`."""
 
         async def first(stub: Any) -> pb.ClusterView:
-            watch = stub.Watch(pb.Empty(), metadata=self._metadata, wait_for_ready=True, timeout=CALL_S)
+            watch = stub.Watch(pb.WatchRequest(), metadata=self._metadata, wait_for_ready=True, timeout=CALL_S)
             try:
                 view: pb.ClusterView = await watch.read()
                 return view

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+import uvloop
+
 from cluster.controller.controller import Controller
 from cluster.controller.controller_service import ControllerService
+from cluster.controller.lease_streams import LeaseStreams
 from cluster.worker_process.asyncio_thread import AsyncioThread
 from cluster.worker_process.grpc_service import ServiceServer
 from contracts.credentials.certificate_files import CertificateFiles
@@ -30,10 +33,13 @@ class ControllerServer:
         """Serve on `port` of `address`, 0 for a free one; with a `secret`, calls must carry its token, and with this
         node's `certificate` come from nodes of the cluster. Raises `OSError`."""
         self._core = core
-        self._loop = AsyncioThread("controller")
+        self._loop = AsyncioThread("controller", uvloop.new_event_loop)
         self._service = ControllerService(core)
         self._server = ServiceServer(self._loop, f"{address}:{port}", secret, certificate=certificate)
+        self._streams = LeaseStreams(self._service.renewal, secret, certificate)
         try:
+            streams = self._loop.run(self._streams.start(address), CALL_TIMEOUT_S)
+            self._service.stream = f"{address}:{streams}"
             port = self._server.start(pb_grpc.add_ControllerServicer_to_server, self._service)
         except BaseException:
             self._loop.stop()
@@ -62,5 +68,9 @@ class ControllerServer:
         return self._loop.run(on_loop(), CALL_TIMEOUT_S)
 
     def close(self) -> None:
+        """End the server. Idempotent."""
+        if self._loop.loop.is_closed():
+            return
         self._server.stop(0.1)
+        self._loop.run(self._streams.stop(), CALL_TIMEOUT_S)
         self._loop.stop()

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import math
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
@@ -21,6 +23,7 @@ from cluster.controller.controller_ledger import LedgerLost
 from cluster.controller.supervisor_wire import action_to_proto, ended_from_proto, node_from_proto, placed_from_proto
 from contracts.errors import ConfigError, WireError
 from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages.worker_status import EndedWorker, WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
 from contracts.wire.worker_protobuf import record_from_proto, record_to_proto, status_from_proto, status_to_proto
@@ -34,6 +37,8 @@ MOST_WATCHERS = 256
 """Routers that watch at once."""
 NAME_CHARS = 253
 """The most characters of a worker's or a node's name in a request."""
+MOST_CHANGES = 16
+"""Messages that may wait for a watcher, before the whole table takes their place."""
 MOST_ORDERS = 64 * 1024
 """Orders that may wait for a supervisor that doesn't read, before its stream is ended."""
 
@@ -66,37 +71,48 @@ class SupervisorLine:
         return [] if self.ended else orders
 
 
+class WatcherLine:
+    """Changes of the table on their way to one watcher."""
+
+    def __init__(self, takes_changes: bool) -> None:
+        self.takes_changes = takes_changes
+        """Whether changes will do; else the watcher gets the whole table each time."""
+        self.changes: list[pb.ClusterView] = []
+        self.more = asyncio.Event()
+
+
 class ControllerService(pb_grpc.ControllerServicer):
     """The `Controller` service over one controller; every method runs on its loop."""
 
     def __init__(self, core: Controller) -> None:
         self._core = core
-        self._watchers: set[asyncio.Event] = set()
+        self._watchers: set[WatcherLine] = set()
+        self._publishing: asyncio.TimerHandle | None = None
+        self._published = 0
+        """The table's version up to which watchers have been told."""
         self._told: tuple[int, pb.ClusterView] | None = None
         """The latest table that was built, with its version: all watchers get the same message."""
+        self._rows = 0
+        self._ended: tuple[tuple[EndedWorker, ...], int] = ((), _mark(()))
+        """The latest list of ended incarnations, with its mark."""
+        self.stream = ""
+        """Where workers may renew by frames, ``host:port``; empty: nowhere."""
         self._supervisor: SupervisorLine | None = None
         core.on_change(self._wake)
-
-    def _wake(self) -> None:
-        for watcher in self._watchers:
-            watcher.set()
 
     async def Register(self, request: pb.Registration, context: Context) -> pb.LeaseGrant:
         try:
             record = record_from_proto(request)
         except (WireError, ValueError) as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        return grant_message(self._core.register(record))
+        return self._grant(self._core.register(record))
 
     async def Renew(self, request: pb.Renewal, context: Context) -> pb.LeaseGrant:
-        name, incarnation = WorkerName(request.name), Incarnation(request.incarnation)
         try:
-            status = status_from_proto(request.status)
+            return self.renewal(request)
         except (WireError, ValueError) as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        if not (math.isfinite(status.stalled_s) and math.isfinite(status.longest_step_s)):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a status whose seconds are no numbers")
-        return grant_message(self._core.renew(name, incarnation, status))
+            raise AssertionError from error  # `abort` has raised.
 
     async def Leave(self, request: pb.Renewal, context: Context) -> pb.Empty:
         self._core.leave(WorkerName(request.name), Incarnation(request.incarnation))
@@ -209,44 +225,92 @@ class ControllerService(pb_grpc.ControllerServicer):
 
     # ------------------------------------------------------------ routers
 
-    async def Watch(self, request: pb.Empty, context: Context) -> AsyncIterator[pb.ClusterView]:
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.ClusterView]:
         if len(self._watchers) >= MOST_WATCHERS:
             text = f"{MOST_WATCHERS} routers watch already"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
-        changed = asyncio.Event()
-        with self._watching(changed):
-            while True:
-                changed.clear()
-                view = self.view()
-                yield view
-                await changed.wait()
-                # Heartbeats change the table all the time, and each message holds all of it: large ones go less often.
-                await asyncio.sleep(FOLD_S + FOLD_WORKER_S * len(view.workers))
-
-    @contextlib.contextmanager
-    def _watching(self, changed: asyncio.Event) -> Iterator[None]:
-        self._watchers.add(changed)
+        line = WatcherLine(request.changes)
+        self._watchers.add(line)
         try:
-            yield
+            yield self.view()
+            while True:
+                await line.more.wait()
+                line.more.clear()
+                changes, line.changes = line.changes, []
+                for view in changes if line.takes_changes else [self.view()]:
+                    yield view
         finally:
-            self._watchers.discard(changed)
+            self._watchers.discard(line)
+
+    def _wake(self) -> None:
+        """Have what has changed published soon, with whatever changes until then."""
+        if self._publishing is None and self._watchers:
+            # Heartbeats change the table all the time: large tables go less often.
+            fold_s = FOLD_S + FOLD_WORKER_S * self._rows
+            self._publishing = asyncio.get_running_loop().call_later(fold_s, self._publish)
+
+    def _publish(self) -> None:
+        """Give all watchers one message of what has changed since the last one. A watcher that doesn't read gets the
+        whole table in the end."""
+        self._publishing = None
+        changes, self._published = self.changes(self._published), self._core.version
+        for line in self._watchers:
+            line.changes.append(changes)
+            if len(line.changes) > MOST_CHANGES:
+                line.changes = [self.view()]
+            line.more.set()
 
     def view(self) -> pb.ClusterView:
         """The whole table as a message, built once for each version."""
         if self._told is not None and self._told[0] == self._core.version:
             return self._told[1]
-        workers = [
-            pb.WorkerView(
-                registration=record_to_proto(view.record),
-                status=status_to_proto(view.status),
-                cordoned=view.cordoned,
-            )
-            for view in self._core.views()
-        ]
-        version = self._core.version
+        workers = [_view_message(view) for view in self._core.views()]
+        version, self._rows = self._core.version, len(workers)
         view = pb.ClusterView(version=version, workers=workers, shutting_down=self._core.shutting_down)
         self._told = version, view
         return view
+
+    def changes(self, since: int) -> pb.ClusterView:
+        """What has changed in the table after version `since`, as a message."""
+        changes = self._core.changes(since)
+        return pb.ClusterView(
+            version=self._core.version,
+            workers=[_view_message(change.view) for change in changes if change.whole],
+            statuses=[_numbers_message(change.view, change.counters) for change in changes if not change.whole],
+            changes=True,
+            shutting_down=self._core.shutting_down,
+        )
+
+    def renewal(self, request: pb.Renewal) -> pb.LeaseGrant:
+        """Answer a renewal. Raises `WireError` or `ValueError` for one that makes no sense."""
+        status = status_from_proto(request.status)
+        if not (math.isfinite(status.stalled_s) and math.isfinite(status.longest_step_s)):
+            raise ValueError("a status whose seconds are no numbers")
+        grant = self._core.renew(WorkerName(request.name), Incarnation(request.incarnation), status)
+        return self._grant(grant, request.ended_mark)
+
+    def _grant(self, grant: LeaseGrant, known: int = 0) -> pb.LeaseGrant:
+        """A grant as a message; `known`: the mark of the list of ended incarnations that the worker has."""
+        if grant.ended != self._ended[0]:
+            self._ended = grant.ended, _mark(grant.ended)
+        return grant_message(grant, self._ended[1], known, self.stream)
+
+
+def _view_message(view: WorkerView) -> pb.WorkerView:
+    return pb.WorkerView(
+        registration=record_to_proto(view.record), status=status_to_proto(view.status), cordoned=view.cordoned
+    )
+
+
+def _numbers_message(view: WorkerView, counters: bool) -> pb.WorkerStatus:
+    status = view.status
+    return status_to_proto(status if counters else replace(status, counters={}, counters_left_out=True))
+
+
+def _mark(ended: tuple[EndedWorker, ...]) -> int:
+    """A number that names a list of ended incarnations, the same for every controller; 0 is none."""
+    text = "\n".join(sorted(f"{one.name} {one.incarnation}" for one in ended))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") or 1
 
 
 async def _name(name: str, context: Context) -> str:
@@ -256,11 +320,17 @@ async def _name(name: str, context: Context) -> str:
     return name
 
 
-def grant_message(grant: LeaseGrant) -> pb.LeaseGrant:
+def grant_message(grant: LeaseGrant, mark: int = 0, known: int = 0, stream: str = "") -> pb.LeaseGrant:
+    """A grant as a message. `mark` names its list of ended incarnations, which is left out where the worker has named
+    it (`known`)."""
+    ended = () if mark and mark == known else grant.ended
     return pb.LeaseGrant(
         incarnation=grant.incarnation,
         lease_s=grant.lease_s,
         fenced=grant.fenced,
         drain=grant.drain,
-        ended=[pb.EndedWorker(name=ended.name, incarnation=ended.incarnation) for ended in grant.ended],
+        ended=[pb.EndedWorker(name=one.name, incarnation=one.incarnation) for one in ended],
+        ended_mark=mark,
+        stream=stream,
+        renew_s=grant.renew_s,
     )

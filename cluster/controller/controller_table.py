@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from cluster.controller.controller_actions import ControllerAction, KillWorker, OperatorNote
 from cluster.controller.controller_ledger import ControllerLedger, LedgerLost
@@ -24,6 +25,16 @@ from contracts.messages.worker_status import EndedWorker, WorkerView
 log = logging.getLogger("twinpool.controller")
 
 WORKER_KEY, CORDONS_KEY = "worker/", "cordoned"
+
+
+class RowChange(NamedTuple):
+    """A row that has changed."""
+
+    view: WorkerView
+    whole: bool
+    """Whether more has changed than numbers of its status."""
+    counters: bool
+    """Whether its counters were said since."""
 
 
 class ControllerTable:
@@ -72,7 +83,7 @@ class ControllerTable:
     def saved(self, row: WantedWorker) -> None:
         """Store a row that has changed, and have it published."""
         self.save(row)
-        self.changed()
+        self.changed(row)
 
     def save_cordons(self) -> None:
         self._put(CORDONS_KEY, json.dumps(sorted(self.nodes.names)))
@@ -85,9 +96,22 @@ class ControllerTable:
             self.failed = self.failed or str(error)
             raise
 
-    def changed(self) -> None:
-        """Have the table published."""
+    def changed(self, *rows: WantedWorker) -> None:
+        """Have rows published; all of them where none is named."""
         self.version += 1
+        for row in rows or self.rows.values():
+            row.changed_at = self.version
+        self._tell()
+
+    def numbers_changed(self, row: WantedWorker, *, counters: bool) -> None:
+        """Have the numbers of a row's status published, and its counters where they were said."""
+        self.version += 1
+        row.numbers_at = self.version
+        if counters:
+            row.counters_at = self.version
+        self._tell()
+
+    def _tell(self) -> None:
         for listener in self._listeners:
             listener()
 
@@ -123,6 +147,16 @@ class ControllerTable:
         return True
 
     # ------------------------------------------------------------ questions
+
+    def changes(self, since: int) -> list[RowChange]:
+        """What has changed after the table's version `since`, a row each."""
+        found = []
+        for row in self.rows.values():
+            whole = row.changed_at > since
+            if whole or row.numbers_at > since:
+                view = row.view(self.nodes.cordoned(row.node)) if whole else row.view(cordoned=False)
+                found.append(RowChange(view, whole, row.counters_at > since))
+        return found
 
     def views(self) -> tuple[WorkerView, ...]:
         """The whole table, one row a worker, including workers that have left or are dead."""

@@ -40,7 +40,7 @@ class PoolOperations:
             row = WantedWorker(name, role, Incarnation(0), RestartHistory(table.config), only=node)
             table.save(row)
             table.rows[name] = row
-            table.changed()
+            table.changed(row)
         elif row.wanted:
             raise ConfigError(f"there is already a worker {name}")
         else:

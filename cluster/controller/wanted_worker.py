@@ -49,6 +49,12 @@ class WantedWorker:
     last_reason: str = ""
     held: bool = False
     """Whether its start is due and waits, because every node is cordoned."""
+    changed_at: int = 0
+    """The table's version at the latest change of anything but numbers of its status."""
+    numbers_at: int = 0
+    """The table's version at the latest change of its status."""
+    counters_at: int = 0
+    """The table's version when its counters were last said."""
 
     @property
     def serves(self) -> bool:

@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
 
+from cluster.worker_process.lease_stream import LeaseStream
 from contracts.clock import Clock
 from contracts.cluster_secret import access_metadata
 from contracts.config.cluster_config import ClusterConfig
@@ -36,14 +38,26 @@ RENEWAL_TIMEOUT_S = 1.0
 """The shortest time that a renewal gets before it is sent again on another connection."""
 
 
-def longest_absence_s(config: ClusterConfig) -> float:
-    """The longest that the controller may be away without a worker losing its lease, in seconds.
+def renewal_pause_s(config: ClusterConfig, workers: int) -> float:
+    """The time between two renewals of each of so many workers, in seconds: `cluster.heartbeat_s`, or longer where the
+    controller would have more than `RENEWALS_A_SECOND`, up to a fifth of the lease."""
+    return max(config.heartbeat_s, min(config.lease_s / 5, workers / RENEWALS_A_SECOND))
+
+
+def longest_absence_s(config: ClusterConfig, workers: int = 1) -> float:
+    """The longest that the controller of so many workers may be away without one losing its lease, in seconds.
 
     What a lease has left when the controller goes is less a margin and the time since the last renewal; what is over
     when it is back is less the longest that an unanswered renewal, and the pause after it, may take.
     """
-    left = config.lease_s - min(MARGIN_S, MARGIN_SHARE * config.lease_s) - config.heartbeat_s
+    left = config.lease_s - min(MARGIN_S, MARGIN_SHARE * config.lease_s) - renewal_pause_s(config, workers)
     return max(0.0, left - max(RENEWAL_TIMEOUT_S, 2 * config.heartbeat_s) - config.heartbeat_s)
+
+
+RENEWALS_A_SECOND = 512
+"""Heartbeats that the controller is to have a second at most."""
+COUNTERS_S = 5.0
+"""Seconds between two heartbeats that carry the worker's counters, which are most of a status's bytes."""
 
 
 class LeaseRefused(TwinpoolError):
@@ -96,6 +110,7 @@ class LeaseKeeper:
         first, so an answer to drain is ignored when an undrain came while the renewal was under way. `on_ended` is
         called, at the start and at renewals, with the incarnations of workers that have ended, where those changed.
         `certificate`: this node's, None where the controller is called without TLS."""
+        self._secret = secret
         self._on_drain, self._undrains, self._on_ended = on_drain, undrains, on_ended
         self._ended: tuple[EndedWorker, ...] = ()
         self._metadata, self._certificate = access_metadata(secret), certificate
@@ -109,6 +124,10 @@ class LeaseKeeper:
         self.failures = 0
         """Number of renewals that were not answered while the lease was still held."""
         self._channel: grpc.aio.Channel | None = None
+        self._stream: LeaseStream | None = None
+        self._counters_at = clock.now()
+        """When the counters are said next."""
+        self._ended_mark = 0
         self._renewing: asyncio.Task[None] | None = None
 
     async def start(self, timeout_s: float) -> None:
@@ -127,34 +146,30 @@ class LeaseKeeper:
             raise LeaseRefused(f"{self._record.name}: incarnation {self._record.incarnation} is no longer wanted")
         self.lease.granted(sent_at, grant.lease_s)
         self._tell_ended(grant)
-        self._renewing = asyncio.create_task(self._renew(stub))
+        self._renewing = asyncio.create_task(self._renew())
 
     def _open(self) -> grpc.aio.Channel:
         options = channel_options()
         self._channel = open_channel(self._controller, options, self._certificate)
         return self._channel
 
-    async def _renew(self, stub: Any) -> None:
-        """Renew every `heartbeat_s`. A renewal without an answer is repeated on a new connection: the old one may be
-        broken unnoticed, and its back-off would last longer than the lease."""
+    async def _renew(self) -> None:
+        """Renew as often as the controller says, every `heartbeat_s` where it says nothing.
+
+        A renewal without an answer is repeated on a new connection: the old one may be broken unnoticed, and its
+        back-off would last longer than the lease.
+        """
         while True:
-            sent_at, undrains = self._clock.now(), self._undrains()
+            sent_at, undrains, pause_s = self._clock.now(), self._undrains(), self._heartbeat_s
             try:
-                grant = await stub.Renew(
-                    self._renewal(),
-                    timeout=max(RENEWAL_TIMEOUT_S, 2 * self._heartbeat_s),
-                    wait_for_ready=True,
-                    metadata=self._metadata,
-                )
-            except grpc.aio.AioRpcError as error:
+                grant = await self._ask(max(RENEWAL_TIMEOUT_S, 2 * self._heartbeat_s))
+            except (grpc.aio.AioRpcError, ConnectionError) as error:
                 if not self.lease.held:
-                    return self._on_lost(f"the controller could not be reached in time: {error.details()}")
+                    return self._on_lost(f"the controller could not be reached in time: {_reason(error)}")
                 self.failures += 1
-                await self._close_channel()
-                try:
-                    stub = controller_stub(self._open())
-                except ConfigError as unreadable:
-                    return self._on_lost(str(unreadable))
+                await self._disconnect()
+            except ConfigError as unreadable:
+                return self._on_lost(str(unreadable))
             else:
                 if grant.fenced:
                     self.lease.fence()
@@ -163,10 +178,51 @@ class LeaseKeeper:
                 self._tell_ended(grant)
                 if grant.drain and self._undrains() == undrains:
                     self._on_drain()
-            await asyncio.sleep(self._heartbeat_s)
+                await self._open_stream(grant.stream)
+                pause_s = grant.renew_s or pause_s
+            await asyncio.sleep(pause_s)
+
+    async def _ask(self, timeout_s: float) -> pb.LeaseGrant:
+        """Send one renewal, on the stream where there is one. Raises `AioRpcError`, `ConnectionError`, and
+        `ConfigError` where the certificate can't be read."""
+        if self._stream is not None:
+            return await self._stream.renew(self._renewal(), timeout_s)
+        stub = controller_stub(self._channel or self._open())
+        grant: pb.LeaseGrant = await stub.Renew(
+            self._renewal(), timeout=timeout_s, wait_for_ready=True, metadata=self._metadata
+        )
+        return grant
+
+    async def _open_stream(self, endpoint: str) -> None:
+        """Open the stream that the controller offers, where there is none: from then on renewals cost little."""
+        if not endpoint or self._stream is not None:
+            return
+        try:
+            self._stream = await LeaseStream.open(
+                endpoint,
+                self._record.incarnation,
+                self._secret,
+                self._certificate,
+                timeout_s=RENEWAL_TIMEOUT_S,
+            )
+        except (ConnectionError, ConfigError) as error:
+            log.info("renewals go by calls", extra={"reason": str(error)})
+        else:
+            await self._close_channel()
+
+    async def _disconnect(self) -> None:
+        """End all connections to the controller: the next renewal opens one."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+        self._counters_at = self._clock.now()  # The next controller may know none.
+        await self._close_channel()
 
     def _tell_ended(self, grant: pb.LeaseGrant) -> None:
         ended = tuple(EndedWorker(WorkerName(one.name), Incarnation(one.incarnation)) for one in grant.ended)
+        if grant.ended_mark and grant.ended_mark == self._ended_mark:
+            return
+        self._ended_mark = grant.ended_mark
         if ended != self._ended:
             self._ended = ended
             self._on_ended(ended)
@@ -185,7 +241,7 @@ class LeaseKeeper:
     async def close(self) -> None:
         """Stop renewing and close the connection; the lease runs out. Idempotent."""
         self._stop_renewing()
-        await self._close_channel()
+        await self._disconnect()
 
     async def _close_channel(self) -> None:
         channel, self._channel = self._channel, None
@@ -197,9 +253,21 @@ class LeaseKeeper:
             self._renewing.cancel()
 
     def _renewal(self) -> pb.Renewal:
+        status = self._status()
+        if self._clock.now() < self._counters_at:
+            status = replace(status, counters={}, counters_left_out=True)
+        else:
+            self._counters_at = self._clock.now() + COUNTERS_S
         return pb.Renewal(
-            name=self._record.name, incarnation=self._record.incarnation, status=status_to_proto(self._status())
+            name=self._record.name,
+            incarnation=self._record.incarnation,
+            status=status_to_proto(status),
+            ended_mark=self._ended_mark,
         )
+
+
+def _reason(error: grpc.aio.AioRpcError | ConnectionError) -> str:
+    return (error.details() or "") if isinstance(error, grpc.aio.AioRpcError) else str(error)
 
 
 def controller_stub(channel: grpc.aio.Channel) -> Any:

@@ -80,6 +80,8 @@ class WorkerStatus:
     """Why its last incarnation ended, as far as the controller knows; empty where none has."""
     plane: str = ""
     """The data plane that its pages travel by, as in `transfer.plane`; empty while it hasn't said."""
+    counters_left_out: bool = False
+    """Whether `counters` are empty because they are said more seldom than the rest."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -372,7 +372,7 @@ class Audited(_message.Message):
     def __init__(self, end: _Optional[str] = ..., checked: _Optional[int] = ..., differing: _Optional[int] = ..., differences: _Optional[_Iterable[_Union[TokenDifference, _Mapping]]] = ..., exact: _Optional[bool] = ..., message: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("name", "role", "state", "pid", "node", "incarnation", "running", "waiting", "pages_total", "pages_free", "steps", "outgoing", "counters", "stalled_s", "longest_step_s", "last_end", "plane")
+    __slots__ = ("name", "role", "state", "pid", "node", "incarnation", "running", "waiting", "pages_total", "pages_free", "steps", "outgoing", "counters", "stalled_s", "longest_step_s", "last_end", "plane", "counters_left_out")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -397,6 +397,7 @@ class WorkerStatus(_message.Message):
     LONGEST_STEP_S_FIELD_NUMBER: _ClassVar[int]
     LAST_END_FIELD_NUMBER: _ClassVar[int]
     PLANE_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     state: str
@@ -414,7 +415,8 @@ class WorkerStatus(_message.Message):
     longest_step_s: float
     last_end: str
     plane: str
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., incarnation: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., steps: _Optional[int] = ..., outgoing: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., stalled_s: _Optional[float] = ..., longest_step_s: _Optional[float] = ..., last_end: _Optional[str] = ..., plane: _Optional[str] = ...) -> None: ...
+    counters_left_out: bool
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., incarnation: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., steps: _Optional[int] = ..., outgoing: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., stalled_s: _Optional[float] = ..., longest_step_s: _Optional[float] = ..., last_end: _Optional[str] = ..., plane: _Optional[str] = ..., counters_left_out: _Optional[bool] = ...) -> None: ...
 
 class CheckReport(_message.Message):
     __slots__ = ("name", "pages", "slots", "leases", "rooms", "violations")
@@ -473,18 +475,24 @@ class Fingerprint(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., layout: _Optional[str] = ..., numerics: _Optional[str] = ..., weights: _Optional[str] = ...) -> None: ...
 
 class LeaseGrant(_message.Message):
-    __slots__ = ("incarnation", "lease_s", "fenced", "drain", "ended")
+    __slots__ = ("incarnation", "lease_s", "fenced", "drain", "ended", "stream", "renew_s", "ended_mark")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     FENCED_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    RENEW_S_FIELD_NUMBER: _ClassVar[int]
+    ENDED_MARK_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     lease_s: float
     fenced: bool
     drain: bool
     ended: _containers.RepeatedCompositeFieldContainer[EndedWorker]
-    def __init__(self, incarnation: _Optional[int] = ..., lease_s: _Optional[float] = ..., fenced: _Optional[bool] = ..., drain: _Optional[bool] = ..., ended: _Optional[_Iterable[_Union[EndedWorker, _Mapping]]] = ...) -> None: ...
+    stream: str
+    renew_s: float
+    ended_mark: int
+    def __init__(self, incarnation: _Optional[int] = ..., lease_s: _Optional[float] = ..., fenced: _Optional[bool] = ..., drain: _Optional[bool] = ..., ended: _Optional[_Iterable[_Union[EndedWorker, _Mapping]]] = ..., stream: _Optional[str] = ..., renew_s: _Optional[float] = ..., ended_mark: _Optional[int] = ...) -> None: ...
 
 class EndedWorker(_message.Message):
     __slots__ = ("name", "incarnation")
@@ -635,14 +643,16 @@ class ForgetArenas(_message.Message):
     def __init__(self, name: _Optional[str] = ..., before: _Optional[int] = ...) -> None: ...
 
 class Renewal(_message.Message):
-    __slots__ = ("name", "incarnation", "status")
+    __slots__ = ("name", "incarnation", "status", "ended_mark")
     NAME_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_MARK_FIELD_NUMBER: _ClassVar[int]
     name: str
     incarnation: int
     status: WorkerStatus
-    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ...) -> None: ...
+    ended_mark: int
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., ended_mark: _Optional[int] = ...) -> None: ...
 
 class WorkerView(_message.Message):
     __slots__ = ("registration", "status", "cordoned")
@@ -655,11 +665,21 @@ class WorkerView(_message.Message):
     def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., cordoned: _Optional[bool] = ...) -> None: ...
 
 class ClusterView(_message.Message):
-    __slots__ = ("version", "workers", "shutting_down")
+    __slots__ = ("version", "workers", "shutting_down", "changes", "statuses")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     SHUTTING_DOWN_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    STATUSES_FIELD_NUMBER: _ClassVar[int]
     version: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerView]
     shutting_down: bool
-    def __init__(self, version: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerView, _Mapping]]] = ..., shutting_down: _Optional[bool] = ...) -> None: ...
+    changes: bool
+    statuses: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
+    def __init__(self, version: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerView, _Mapping]]] = ..., shutting_down: _Optional[bool] = ..., changes: _Optional[bool] = ..., statuses: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("changes",)
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    changes: bool
+    def __init__(self, changes: _Optional[bool] = ...) -> None: ...

@@ -268,7 +268,7 @@ class ControllerStub:
                 _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/twinpool.Controller/Watch',
-                request_serializer=contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+                request_serializer=contracts_dot_proto_dot_worker__pb2.WatchRequest.SerializeToString,
                 response_deserializer=contracts_dot_proto_dot_worker__pb2.ClusterView.FromString,
                 _registered_method=True)
         self.Add = channel.unary_unary(
@@ -351,7 +351,7 @@ class ControllerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """The whole table at once, then again at each change.
+        """The whole table at once, then what has changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -441,7 +441,7 @@ def add_ControllerServicer_to_server(servicer, server):
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
-                    request_deserializer=contracts_dot_proto_dot_worker__pb2.Empty.FromString,
+                    request_deserializer=contracts_dot_proto_dot_worker__pb2.WatchRequest.FromString,
                     response_serializer=contracts_dot_proto_dot_worker__pb2.ClusterView.SerializeToString,
             ),
             'Add': grpc.unary_unary_rpc_method_handler(
@@ -667,7 +667,7 @@ class Controller:
             request,
             target,
             '/twinpool.Controller/Watch',
-            contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+            contracts_dot_proto_dot_worker__pb2.WatchRequest.SerializeToString,
             contracts_dot_proto_dot_worker__pb2.ClusterView.FromString,
             options,
             channel_credentials,

@@ -30,6 +30,7 @@ def status_to_proto(s: WorkerStatus) -> pb.WorkerStatus:
         longest_step_s=s.longest_step_s,
         last_end=s.last_end,
         plane=s.plane,
+        counters_left_out=s.counters_left_out,
     )
 
 
@@ -52,6 +53,7 @@ def status_from_proto(m: pb.WorkerStatus) -> WorkerStatus:
         m.longest_step_s,
         m.last_end,
         m.plane,
+        m.counters_left_out,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
@@ -22,7 +23,7 @@ from contracts.wire.grpc_channels import channel_options
 from contracts.wire.pool_change_protobuf import call_for
 from contracts.wire.secure_grpc import open_channel
 from contracts.wire.unknown_kinds import known
-from contracts.wire.worker_protobuf import view_from_proto
+from contracts.wire.worker_protobuf import status_from_proto, view_from_proto
 from router.links.grpc_worker import CONNECT_TIMEOUT_S, LINK_TIMEOUT_S, GrpcWorkerClient
 from router.state.router_log import log
 
@@ -107,6 +108,21 @@ class ControllerDirectory:
             except Exception:  # our own bug: the next table may mend it, and nobody else can
                 log("view failed", level=logging.ERROR, trace=True)
 
+    def _take(self, message: pb.ClusterView) -> None:
+        """Take in the whole table, or what has changed in it."""
+        views, others = known(view_from_proto, message.workers)
+        if others:
+            log("unknown roles", left_out=others)
+        rows = {view.record.name: view for view in self._views or ()} if message.changes else {}
+        rows.update({view.record.name: view for view in views})
+        for status in known(status_from_proto, message.statuses)[0]:
+            if (row := rows.get(status.name)) is not None:
+                counters = row.status.counters if status.counters_left_out else status.counters
+                fresh = replace(status, counters=counters, counters_left_out=False)
+                rows[status.name] = replace(row, status=fresh)
+        self._views = tuple(rows.values())
+        self._tell(self._views)
+
     async def _follow(self) -> None:
         pause = self.RETRY_FIRST_S
         metadata = access_metadata(cluster_secret())
@@ -117,13 +133,11 @@ class ControllerDirectory:
                 options = channel_options(self._link_timeout_s)
                 async with open_channel(self._target, options, self._certificate) as channel:
                     stub: Any = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
-                    async for view in stub.Watch(pb.Empty(), wait_for_ready=patient, metadata=metadata):
+                    async for view in stub.Watch(
+                        pb.WatchRequest(changes=True), wait_for_ready=patient, metadata=metadata
+                    ):
                         pause = self.RETRY_FIRST_S
-                        views, others = known(view_from_proto, view.workers)
-                        if others:
-                            log("unknown roles", left_out=others)
-                        self._views = tuple(views)
-                        self._tell(self._views)
+                        self._take(view)
                 reason = "the controller closed the stream"
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"

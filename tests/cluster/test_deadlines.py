@@ -13,10 +13,11 @@ ENDLESS = {
     "build_parts.py: line.ask(AwaitReady(), config.cluster.start_timeout_s).wait": "the line's own deadline",
     "host_tier_memory.py: line.ask(BindArenas(b'')).wait": "the line's own deadline",
     "host_tier_memory.py: line.ask(BindArenas(fresh)).wait": "the line's own deadline",
-    "controller_service.py: changed.wait": "until the table changes, or the watcher's stream ends",
+    "controller_service.py: line.more.wait": "until the table changes, or the watcher's stream ends",
     "controller_service.py: self._more.wait": "until there are orders, or the supervisor's stream ends",
     "controller_client.py: reports.get": "until there is something to report, or the stream to the controller ends",
     "hang_fault.py: threading.Event().wait": "a hang on purpose",
+    "worker_actors.py: threading.Event().wait": "the actor's process; its end is what a caller waits for",
     "worker_process.py: self._ended.wait": "the worker's life; its lease, its engine thread and its parent end it",
 }
 

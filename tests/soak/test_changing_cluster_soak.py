@@ -16,6 +16,7 @@ ROUNDS = int(os.environ.get("TWINPOOL_ROUNDS", "20"))
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("plane", ["zmq", "shm"])
 def test_twenty_rounds_of_every_change_lose_no_answer(tmp_path: Path, plane: str) -> None:
     folder = make_checkpoint(tmp_path / "model", "qwen3", seed=35)

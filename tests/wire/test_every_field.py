@@ -22,6 +22,7 @@ from google.protobuf.message import Message as Proto
 from cache.pool.pool_set import PoolSet
 from cluster.controller.controller_actions import LeaseGrant
 from cluster.controller.controller_service import ControllerService
+from cluster.controller.controller_table import RowChange
 from cluster.ranks.follower_channel import FollowerChannel
 from cluster.ranks.leader_channel import LeaderChannel
 from cluster.worker_process.grpc_service import WorkerService
@@ -230,6 +231,10 @@ class Brain:
     def views(self) -> tuple[WorkerView, ...]:
         return self.table
 
+    def changes(self, since: int) -> list[RowChange]:
+        """The first row as a whole, the numbers of the others."""
+        return [RowChange(view, i == 0, True) for i, view in enumerate(self.table)]
+
     def register(self, record: WorkerRecord) -> LeaseGrant:
         self.heard.append(record)
         return self.grants.pop(0)
@@ -318,12 +323,23 @@ async def test_every_field_of_the_controllers_table_reaches_a_router() -> None:
     seen: list[tuple[WorkerView, ...]] = []
     async with controller() as (core, target):
         directory = ControllerDirectory(target)
-        for record in (full(WorkerRecord), dataclasses.replace(full(WorkerRecord), role=Role.DECODE)):
-            status = dataclasses.replace(full(worker_status.WorkerStatus), incarnation=record.incarnation)
+        other = dataclasses.replace(full(WorkerRecord), role=Role.DECODE, name=WorkerName("another"))
+        for record in (full(WorkerRecord), other):
+            status = dataclasses.replace(
+                full(worker_status.WorkerStatus), name=record.name, incarnation=record.incarnation
+            )
             core.table += (dataclasses.replace(full(WorkerView), record=record, status=status),)
         stop = directory.watch(seen.append)
         await eventually(lambda: bool(seen))
         assert seen[-1] == core.table
+        numbers = dataclasses.replace(core.table[1].status, running=77, counters_left_out=False)
+        core.table = (
+            dataclasses.replace(core.table[0], cordoned=False), dataclasses.replace(core.table[1], status=numbers)
+        )  # fmt: skip
+        core.version = 2
+        core.listener()
+        await eventually(lambda: len(seen) > 1)
+        assert seen[-1] == core.table, "what has changed came alone, and the rest stayed"
         await directory.change_role(record.name, Role.PREFILL)
         assert core.heard == [(record.name, Role.PREFILL)]
         stop()
@@ -341,10 +357,17 @@ def test_every_field_of_the_controllers_protocol_is_filled(cls: type[Proto]) -> 
     keeper: Any = LeaseKeeper(
         record, "", ManualClock(1.0), 1.0, lambda: status, lambda reason: None, on_drain=lambda: None
     )
+    keeper._ended_mark = 9
     made: list[Any] = [
         record_to_proto(record),
-        grant_message(LeaseGrant(INCARNATION, 5.0, fenced=True, drain=True, ended=(full(worker_status.EndedWorker),))),
-        ControllerService(core).view(),  # type: ignore[arg-type]
+        grant_message(
+            LeaseGrant(
+                INCARNATION, 5.0, fenced=True, drain=True, renew_s=3.0, ended=(full(worker_status.EndedWorker),)
+            ),
+            mark=7,
+            stream="here:1",
+        ),
+        _both(ControllerService(core)),  # type: ignore[arg-type]
         keeper._renewal(),
     ]
     assert unset(next(x for x in made if isinstance(x, cls))) == []
@@ -515,3 +538,12 @@ def test_a_row_without_a_status_has_the_incarnation_that_was_registered(
     )
     view = view_from_proto(row)
     assert (view.record.incarnation, view.status.incarnation) == (read, read)
+
+
+def _both(service: ControllerService) -> pb.ClusterView:
+    """The controller's table, and what has changed in it, as one message."""
+    message = service.view()
+    brain: Any = service._core
+    brain.table += (dataclasses.replace(brain.table[0]),)
+    message.MergeFrom(service.changes(1))
+    return message

@@ -149,7 +149,9 @@ def test_who_has_left_renews_no_more(wired: Wired) -> None:
 
 
 @pytest.mark.parametrize(("heartbeat_s", "timeout_s"), [(0.01, lease.RENEWAL_TIMEOUT_S), (3.0, 6.0)])
-def test_a_renewal_may_take_two_heartbeats_and_no_less_than_a_second(heartbeat_s: float, timeout_s: float) -> None:
+def test_a_renewal_may_take_two_heartbeats_and_no_less_than_a_second(
+    heartbeat_s: float, timeout_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: list[float] = []
 
     class Stub:
@@ -161,12 +163,15 @@ def test_a_renewal_may_take_two_heartbeats_and_no_less_than_a_second(heartbeat_s
     keeper = LeaseKeeper(
         record, "nowhere", ManualClock(), heartbeat_s, FakeWorker(incarnation=1).status, lambda _: None
     )
-    asyncio.run(keeper._renew(Stub()))
+    monkeypatch.setattr(lease, "controller_stub", lambda channel: Stub())
+    asyncio.run(keeper._renew())
     assert given == [timeout_s]
 
 
 @pytest.mark.parametrize("undrained", [False, True])
-def test_an_order_to_leave_that_an_undrain_has_overtaken_is_not_obeyed(undrained: bool) -> None:
+def test_an_order_to_leave_that_an_undrain_has_overtaken_is_not_obeyed(
+    undrained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     undrains, obeyed, answers = [0], list[str](), iter([pb.LeaseGrant(drain=True), pb.LeaseGrant(fenced=True)])
 
     class Stub:
@@ -180,7 +185,8 @@ def test_an_order_to_leave_that_an_undrain_has_overtaken_is_not_obeyed(undrained
         record, "nowhere", ManualClock(), 0.0, status, lambda _: None,
         on_drain=lambda: obeyed.append("leaves"), undrains=lambda: undrains[0],
     )  # fmt: skip
-    asyncio.run(keeper._renew(Stub()))
+    monkeypatch.setattr(lease, "controller_stub", lambda channel: Stub())
+    asyncio.run(keeper._renew())
     assert obeyed == ([] if undrained else ["leaves"])
 
 

@@ -1,0 +1,95 @@
+"""The controller's end of workers' lease streams: renewals come and grants go as frames, one connection a worker.
+
+A gRPC call costs the controller about 0.3 ms, a frame a tenth of that, and a thousand workers renew two thousand times
+a second. Registration is a call; its grant says where the stream is.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import socket
+from collections.abc import Callable
+
+from google.protobuf.message import DecodeError
+
+from contracts.cluster_secret import access_token
+from contracts.credentials.certificate_files import CertificateFiles
+from contracts.credentials.node_tls import NodeTls
+from contracts.errors import WireError
+from contracts.proto import worker_pb2 as pb
+from contracts.wire.frame_connection import FrameConnection
+from contracts.wire.frame_listener import FrameListener
+from contracts.wire.lease_frames import RENEWAL_BYTES, SILENCE_S
+
+log = logging.getLogger("twinpool.controller")
+
+BACKLOG = 1024
+MOST_STREAMS = 8192
+"""The most workers that have a stream at once; others renew by calls."""
+
+
+class LeaseStreams:
+    """The listener for workers, and their streams. Used on one event loop."""
+
+    def __init__(
+        self,
+        renew: Callable[[pb.Renewal], pb.LeaseGrant],
+        secret: str,
+        certificate: CertificateFiles | None,
+    ) -> None:
+        """`renew` answers a renewal, and raises `WireError` or `ValueError` for one that makes no sense. Other
+        arguments are those of `RouterStreams`."""
+        self._renew, self._access = renew, access_token(secret)
+        self._tls = NodeTls(certificate) if certificate is not None else None
+        self._listener: FrameListener | None = None
+        self._streams: set[FrameConnection] = set()
+
+    async def start(self, address: str) -> int:
+        """Listen on a free port of `address`; returns the port. Raises `OSError` when the address can't be bound."""
+        bound = socket.create_server((address, 0), backlog=BACKLOG)
+        self._listener = FrameListener(bound, self._take, SILENCE_S, self._tls)
+        return int(bound.getsockname()[1])
+
+    async def stop(self) -> None:
+        """Listen no more, and end all streams. Idempotent."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            await listener.close()
+        for stream in list(self._streams):
+            stream.abort()
+        self._streams.clear()
+
+    def _take(self, connection: FrameConnection) -> None:
+        connection.on_frame = lambda frame: self._open(connection, frame)
+        connection.on_end = lambda reason: self._ended(connection)
+
+    def _ended(self, connection: FrameConnection) -> None:
+        self._streams.discard(connection)
+        if self._listener is not None:
+            self._listener.release(connection)
+
+    def _open(self, connection: FrameConnection, frame: bytes) -> None:
+        """Take a stream's first frame, in which the worker proves that it belongs to the cluster."""
+        given = pb.StreamOpening.FromString(frame).access
+        if self._access and not hmac.compare_digest(given.encode(), self._access.encode()):
+            log.warning("a lease stream without the cluster's token was refused")
+            connection.fail("it lacks the cluster's token")
+            return
+        if len(self._streams) >= MOST_STREAMS:
+            connection.fail("there are too many")
+            return
+        self._streams.add(connection)
+        if self._listener is not None:
+            self._listener.release(connection)
+        connection.most_bytes = RENEWAL_BYTES
+        connection.on_frame = lambda renewal: self._answer(connection, renewal)
+
+    def _answer(self, connection: FrameConnection, frame: bytes) -> None:
+        try:
+            grant = self._renew(pb.Renewal.FromString(frame))
+        except (DecodeError, WireError, ValueError) as error:
+            log.warning("a renewal that makes no sense ends its stream: %s", error)
+            connection.fail(str(error))
+        else:
+            connection.send(grant.SerializeToString())

@@ -1,0 +1,217 @@
+"""Renewals by frames: what goes by them, who is let in, and what becomes of a stream that breaks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from cluster.controller.controller import Controller
+from cluster.controller.controller_ledger import MemoryLedger
+from cluster.controller.controller_server import ControllerServer
+from cluster.worker_process import lease_keeper
+from cluster.worker_process.lease_keeper import COUNTERS_S, LeaseKeeper, renewal_pause_s
+from cluster.worker_process.lease_stream import LeaseStream
+from contracts.clock import ManualClock, SystemClock
+from contracts.config.cluster_config import ClusterConfig
+from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages.worker_status import EndedWorker, WorkerLimits, WorkerRecord, WorkerStatus
+from contracts.proto import worker_pb2 as pb
+from contracts.wire.worker_protobuf import status_to_proto
+
+NAME, ONE = WorkerName("decode-0"), Incarnation(1)
+SECRET = "ab" * 32
+WAIT_S = 20.0
+
+
+class Site:
+    """A controller with one worker that is ready to register."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.core = Controller(self.clock, ClusterConfig(), MemoryLedger())
+        self.server = ControllerServer(self.core, secret=SECRET)
+        self.server.call(lambda core: core.pools.add(NAME, Role.DECODE))
+        self.server.tick()
+        self.counters = {"pages_sent": 3.0}
+        self.drained: list[str] = []
+        self.ended: list[tuple[EndedWorker, ...]] = []
+
+    @property
+    def endpoint(self) -> str:
+        return str(self.server._service.stream)
+
+    def keeper(self, clock: Any = None) -> LeaseKeeper:
+        record = WorkerRecord(NAME, Role.DECODE, ONE, 7, "n", "e", "c", WorkerLimits(8, 8), stream="s")
+        return LeaseKeeper(
+            record, self.server.endpoint, clock or SystemClock(), 0.01, self.status, self.drained.append, SECRET,
+            on_drain=lambda: self.drained.append("drain"), on_ended=self.ended.append,
+        )  # fmt: skip
+
+    def status(self) -> WorkerStatus:
+        return WorkerStatus(NAME, Role.DECODE, "ready", 7, "n", ONE, 5, 6, 64, 60, counters=dict(self.counters))
+
+    def renewal(self) -> pb.Renewal:
+        return pb.Renewal(name=NAME, incarnation=1, status=status_to_proto(self.status()))
+
+    @property
+    def row(self) -> Any:
+        return self.core.table.rows[NAME]
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    site = Site()
+    yield site
+    site.server.close()
+
+
+async def eventually(true: Any) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not true():
+            await asyncio.sleep(0.005)
+
+
+def test_a_worker_goes_over_to_frames_and_its_orders_come_by_them(site: Site) -> None:
+    async def run() -> None:
+        keeper = site.keeper()
+        await keeper.start(WAIT_S)
+        await eventually(lambda: keeper._stream is not None)
+        assert keeper._channel is None, "calls are no longer needed"
+        assert keeper.failures == 0
+        await asyncio.to_thread(site.server.call, lambda core: core.pools.drain(NAME))
+        await eventually(lambda: "drain" in site.drained)
+        assert (site.row.status.running, site.row.status.pages_free) == (5, 60)
+        await keeper.close()
+
+    asyncio.run(run())
+
+
+def test_a_stream_that_breaks_costs_one_renewal_and_is_opened_again(site: Site) -> None:
+    async def run() -> None:
+        keeper = site.keeper()
+        await keeper.start(WAIT_S)
+        await eventually(lambda: keeper._stream is not None)
+        first = keeper._stream
+        assert first is not None
+        first._connection.abort()
+        first._ended("cut")
+        await eventually(lambda: keeper._stream is not None and keeper._stream is not first)
+        assert keeper.failures == 1
+        assert keeper.lease.held
+        await keeper.close()
+
+    asyncio.run(run())
+
+
+def test_a_stream_without_the_token_is_answered_by_nothing(site: Site) -> None:
+    async def run() -> None:
+        keeper = site.keeper()
+        await keeper.start(WAIT_S)
+        await keeper.close()
+        before = site.row.deadline
+        site.clock.advance(1.0)
+        stream = await LeaseStream.open(site.endpoint, ONE, "cd" * 32, None, timeout_s=WAIT_S)
+        with pytest.raises(ConnectionError):
+            await stream.renew(site.renewal(), WAIT_S)
+        assert site.row.deadline == before
+        good = await LeaseStream.open(site.endpoint, ONE, SECRET, None, timeout_s=WAIT_S)
+        assert not (await good.renew(site.renewal(), WAIT_S)).fenced
+        assert site.row.deadline == before + 1.0
+        good.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("frame", [b"\xff\xff", b"\x0a\x01x\x1a\x02\x0a\x01"])
+def test_a_renewal_that_makes_no_sense_ends_its_stream_and_no_other(site: Site, frame: bytes) -> None:
+    async def run() -> None:
+        keeper = site.keeper()
+        await keeper.start(WAIT_S)
+        bad = await LeaseStream.open(site.endpoint, ONE, SECRET, None, timeout_s=WAIT_S)
+        bad._connection.send(frame)
+        await asyncio.wait_for(bad._connection.lost, WAIT_S)
+        await eventually(lambda: keeper._stream is not None)
+        assert keeper.failures == 0
+        await keeper.close()
+
+    asyncio.run(run())
+
+
+def test_counters_are_said_every_few_seconds_and_stay_known_in_between(site: Site) -> None:
+    clock = ManualClock(100.0)
+
+    async def run() -> None:
+        keeper = site.keeper(clock)
+        await keeper.start(WAIT_S)
+        await eventually(lambda: site.row.status is not None and site.row.status.counters == {"pages_sent": 3.0})
+        site.counters["pages_sent"] = 4.0
+        said = site.row.counters_at
+        sent = keeper._renewal()
+        assert sent.status.counters_left_out
+        assert not sent.status.counters
+        await eventually(lambda: keeper._stream is not None)
+        assert site.row.status.counters == {"pages_sent": 3.0}
+        assert site.row.counters_at == said
+        clock.advance(COUNTERS_S + 0.1)
+        await eventually(lambda: site.row.status.counters == {"pages_sent": 4.0})
+        await keeper.close()
+
+    asyncio.run(run())
+
+
+def test_ended_incarnations_are_told_once_and_again_where_they_have_changed(site: Site) -> None:
+    async def run() -> None:
+        keeper = site.keeper()
+        await keeper.start(WAIT_S)
+        stream = await LeaseStream.open(site.endpoint, ONE, SECRET, None, timeout_s=WAIT_S)
+        other = WorkerName("prefill-0")
+
+        def end(core: Controller) -> None:
+            core.died(other, core.table.rows[other].incarnation, "killed")
+
+        await asyncio.to_thread(site.server.call, lambda core: core.pools.add(other, Role.PREFILL))
+        await asyncio.to_thread(site.server.tick)
+        await asyncio.to_thread(site.server.call, end)
+        first = await stream.renew(site.renewal(), WAIT_S)
+        assert [(one.name, one.incarnation) for one in first.ended] == [(other, 1)]
+        known = site.renewal()
+        known.ended_mark = first.ended_mark
+        again = await stream.renew(known, WAIT_S)
+        assert (list(again.ended), again.ended_mark) == ([], first.ended_mark)
+        await asyncio.to_thread(site.server.tick)
+        await asyncio.to_thread(site.server.call, end)
+        changed = await stream.renew(known, WAIT_S)
+        assert [(one.name, one.incarnation) for one in changed.ended] == [(other, 2)]
+        await eventually(lambda: site.ended and site.ended[-1] == (EndedWorker(other, Incarnation(2)),))
+        stream.close()
+        await keeper.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("workers", "pause_s"), [(1, 0.5), (256, 0.5), (512, 1.0), (1000, 1.953125), (4096, 2.0)])
+def test_many_workers_renew_less_often_but_five_times_a_lease(workers: int, pause_s: float) -> None:
+    assert renewal_pause_s(ClusterConfig(heartbeat_s=0.5, lease_s=10.0), workers) == pause_s
+
+
+def test_a_worker_renews_when_the_controller_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    answers = iter([pb.LeaseGrant(lease_s=10.0, renew_s=1.5), pb.LeaseGrant(lease_s=10.0), pb.LeaseGrant(fenced=True)])
+
+    class Stub:
+        async def Renew(self, renewal: pb.Renewal, **_: object) -> pb.LeaseGrant:
+            return next(answers)
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(lease_keeper, "controller_stub", lambda channel: Stub())
+    monkeypatch.setattr("cluster.worker_process.lease_keeper.asyncio.sleep", sleep)
+    record = WorkerRecord(NAME, Role.DECODE, ONE, 7, "n", "e", "c", WorkerLimits(8, 8))
+    status = WorkerStatus(NAME, Role.DECODE, "ready", 7, "n", ONE, 0, 0, 1, 1)
+    keeper = LeaseKeeper(record, "nowhere:1", ManualClock(1.0), 0.25, lambda: status, lambda reason: None)
+    asyncio.run(keeper._renew())
+    assert pauses == [1.5, 0.25]
