@@ -55,7 +55,7 @@ class Peer(_message.Message):
     def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., control: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "room", "tokens", "prompt_len", "sampling", "peer", "salt", "deadline_s", "priority", "migrating", "first_token_s")
+    __slots__ = ("request_id", "attempt", "room", "tokens", "prompt_len", "sampling", "peer", "salt", "deadline_s", "priority", "migrating", "first_token_s", "tenant", "weight")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ROOM_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +68,8 @@ class Submit(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     MIGRATING_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     room: str
@@ -80,7 +82,9 @@ class Submit(_message.Message):
     priority: int
     migrating: bool
     first_token_s: float
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., room: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., peer: _Optional[_Union[Peer, _Mapping]] = ..., salt: _Optional[str] = ..., deadline_s: _Optional[float] = ..., priority: _Optional[int] = ..., migrating: _Optional[bool] = ..., first_token_s: _Optional[float] = ...) -> None: ...
+    tenant: str
+    weight: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., room: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., peer: _Optional[_Union[Peer, _Mapping]] = ..., salt: _Optional[str] = ..., deadline_s: _Optional[float] = ..., priority: _Optional[int] = ..., migrating: _Optional[bool] = ..., first_token_s: _Optional[float] = ..., tenant: _Optional[str] = ..., weight: _Optional[int] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "choice", "min_tokens", "stop_token_ids", "logprobs", "prompt_logprobs", "allowed_token_ids", "grammar")

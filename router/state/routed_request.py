@@ -108,7 +108,9 @@ class RoutedRequest:
         "sampling",
         "scores_in",
         "spoiled",
+        "tenant",
         "waiting_since",
+        "weight",
         "workers",
     )
 
@@ -124,14 +126,18 @@ class RoutedRequest:
         salt: str = "",
         priority: int = 0,
         first_token_by: float | None = None,
+        tenant: str = "",
+        weight: int = 1,
     ) -> None:
-        """`first_token_by`: the time after which its prompt isn't begun any more; None: it may always be."""
+        """`first_token_by`: the time after which its prompt isn't begun any more; None: it may always be. `tenant`,
+        `weight`: whose it is, and the tenant's share of a busy worker beside others'."""
         self.id = request_id
         self.prompt = prompt
         self.sampling = sampling
         self.hashes = hashes
         self.salt = salt
         self.priority = priority
+        self.tenant, self.weight = tenant, weight
         self.arrived = self.waiting_since = now
         self.deadline = deadline
         self.first_token_by = first_token_by
