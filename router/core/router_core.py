@@ -177,7 +177,7 @@ class RouterCore:
                 for r in requests:
                     r.expected = predicted.prediction
             return None
-        predicted.worker.prompts.refused(predicted.tokens, requests[0].priority, now, due)
+        predicted.worker.prompts.refused(predicted.tokens, requests[0].priority, now, due, requests[0].share)
         self.counts.refused_early += 1
         return predicted
 
@@ -385,8 +385,8 @@ def _submit(r: RoutedRequest, room: RoomId, now: float) -> Submit:
         deadline_s=left_s,
         priority=r.priority,
         first_token_s=first_s,
-        tenant=r.tenant,
-        weight=r.weight,
+        tenant=r.share.tenant,
+        weight=r.share.weight,
     )
 
 

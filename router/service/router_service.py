@@ -46,6 +46,7 @@ from router.service.body_buffer import BodyBuffer
 from router.service.request_limits import RequestLimits
 from router.state.routed_request import RoutedRequest
 from router.state.router_log import log
+from router.state.tenant_share import TenantShare
 from router.state.worker_table import WorkerKey
 from router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 from router.tokenizer_pool.prepare_request import BodyReader, PreparedPrompt, body_limit
@@ -208,14 +209,22 @@ class RouterService:
             limits = [self.limits.answer_tokens(request, len(p.tokens)) for p in prepared.prompts]
         except RequestError as error:
             raise (renamed(error) if request.shape == "responses" else error) from None
+        allowed = self._allowed(tenant)
         if self.keys is not None:
-            allowed = self._allowed(tenant)
             request = replace(request, priority=min(request.priority, allowed.priority))
             prompt_tokens = sum(len(prompt.tokens) for prompt in prepared.prompts)
             self.tenants.check(tenant, allowed, request.choices, prompt_tokens, self.clock.now())
         first_token_by = began + slo_ms / 1000 if slo_ms else None
         stream_id = self._mint()
-        routed = self._route(stream_id, request, prepared.prompts, limits, began + timeout_s, first_token_by)
+        routed = self._route(
+            stream_id,
+            request,
+            prepared.prompts,
+            limits,
+            began + timeout_s,
+            first_token_by,
+            TenantShare(tenant, allowed.weight),
+        )
         if (late := self.core.late_if_taken(routed)) is not None:
             raise SloUnreachable((self.clock.now() - began + late.prediction.seconds) * 1000, slo_ms)
         if self.keys is not None:
@@ -236,6 +245,7 @@ class RouterService:
         limits: list[int],
         deadline: float,
         first_token_by: float | None,
+        share: TenantShare,
     ) -> list[RoutedRequest]:
         """Make the request's choices, of which nothing is booked yet."""
         now = self.clock.now()
@@ -257,6 +267,7 @@ class RouterService:
                 salt=request.salt,
                 priority=request.priority,
                 first_token_by=first_token_by,
+                share=share,
             )
             choices.append(routed)
         return choices
