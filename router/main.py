@@ -25,7 +25,6 @@ from contracts.checkpoint.model_spec import read_model_spec
 from contracts.config.cluster_config import Config
 from contracts.config.load_config import config_from_dict
 from contracts.errors import ConfigError, TwinpoolError
-from contracts.interfaces.discovery import WorkerDirectory
 from contracts.json_logs import log_to_stream
 from router.api.app import App, create_admin_app, create_app
 from router.api.connection_limits import BoundedHttpProtocol, ClientConnections, raise_descriptor_limit
@@ -188,13 +187,13 @@ def listen_for_operators(config: Config) -> Iterator[socket.socket | None]:
 def serve(
     spec_folder: Path,
     config: Config,
-    directory: WorkerDirectory,
+    directory: ControllerDirectory,
     bound: socket.socket,
     admin: socket.socket | None,
     ready_fd: int | None,
 ) -> None:
     """Serve requests on `bound`, and operators' on `admin`, until SIGTERM or SIGINT."""
-    service = RouterService(read_model_spec(spec_folder), config, directory)
+    service = RouterService(read_model_spec(spec_folder), config, directory, lessor=directory)
     log("router listens", address="{}:{}".format(*bound.getsockname()[:2]), model=service.spec.name, pid=os.getpid())
     operators = AdminListener(create_admin_app(service), admin) if admin is not None else None
     RouterServer(create_app(service), service, ready_fd, operators).run([bound])

@@ -1,4 +1,5 @@
-"""The controller's gRPC service: Register, Renew, Leave for workers; Watch, ChangeRole, Drain, Undrain for routers.
+"""The controller's gRPC service: Register, Renew, Leave for workers; Watch, ChangeRole, Drain, Undrain, LeaseQuota
+for routers.
 
 The controller belongs to one event loop. Handlers run there; other threads (the supervisor) reach it through
 `ControllerServer.call`. A watcher gets the whole table at once and again after each change; changes that come faster
@@ -17,13 +18,17 @@ import grpc.aio
 
 from cluster.controller.controller import Controller
 from cluster.controller.controller_actions import LeaseGrant
+from cluster.controller.quota_ledger import QuotaLedger
 from cluster.worker_process.asyncio_thread import AsyncioThread
 from cluster.worker_process.grpc_service import ServiceServer
+from contracts.clock import SystemClock
 from contracts.credentials.certificate_files import CertificateFiles
 from contracts.errors import ConfigError, WireError
 from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages.quota import MOST_CLAIMS
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
+from contracts.wire.quota_protobuf import claim_from_proto, slice_to_proto
 from contracts.wire.worker_protobuf import record_from_proto, record_to_proto, status_from_proto, status_to_proto
 
 T = TypeVar("T")
@@ -44,6 +49,7 @@ class ControllerService(pb_grpc.ControllerServicer):
 
     def __init__(self, core: Controller) -> None:
         self._core = core
+        self._quotas = QuotaLedger(SystemClock())
         self._watchers: set[asyncio.Event] = set()
         self._told: tuple[int, pb.ClusterView] | None = None
         """The latest table that was built, with its version: all watchers get the same message."""
@@ -98,6 +104,17 @@ class ControllerService(pb_grpc.ControllerServicer):
         except ConfigError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return pb.DrainTargets(workers=workers)
+
+    async def LeaseQuota(self, request: pb.QuotaClaims, context: Context) -> pb.QuotaSlices:
+        if not 0 < len(request.router) <= NAME_CHARS or len(request.claims) > MOST_CLAIMS:
+            text = f"a router with a name, and at most {MOST_CLAIMS} claims"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+        try:
+            claims = [claim_from_proto(claim) for claim in request.claims]
+        except WireError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        slices = [self._quotas.lease(request.router, claim) for claim in claims]
+        return pb.QuotaSlices(slices=map(slice_to_proto, slices))
 
     async def Watch(self, request: pb.Empty, context: Context) -> AsyncIterator[pb.ClusterView]:
         if len(self._watchers) >= MOST_WATCHERS:

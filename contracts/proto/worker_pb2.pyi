@@ -547,3 +547,49 @@ class ClusterView(_message.Message):
     workers: _containers.RepeatedCompositeFieldContainer[WorkerView]
     shutting_down: bool
     def __init__(self, version: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerView, _Mapping]]] = ..., shutting_down: _Optional[bool] = ...) -> None: ...
+
+class QuotaAmounts(_message.Message):
+    __slots__ = ("requests", "tokens", "concurrent")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CONCURRENT_FIELD_NUMBER: _ClassVar[int]
+    requests: float
+    tokens: float
+    concurrent: int
+    def __init__(self, requests: _Optional[float] = ..., tokens: _Optional[float] = ..., concurrent: _Optional[int] = ...) -> None: ...
+
+class QuotaClaim(_message.Message):
+    __slots__ = ("tenant", "limits", "used", "wanted")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    USED_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    limits: QuotaAmounts
+    used: QuotaAmounts
+    wanted: QuotaAmounts
+    def __init__(self, tenant: _Optional[str] = ..., limits: _Optional[_Union[QuotaAmounts, _Mapping]] = ..., used: _Optional[_Union[QuotaAmounts, _Mapping]] = ..., wanted: _Optional[_Union[QuotaAmounts, _Mapping]] = ...) -> None: ...
+
+class QuotaClaims(_message.Message):
+    __slots__ = ("router", "claims")
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    CLAIMS_FIELD_NUMBER: _ClassVar[int]
+    router: str
+    claims: _containers.RepeatedCompositeFieldContainer[QuotaClaim]
+    def __init__(self, router: _Optional[str] = ..., claims: _Optional[_Iterable[_Union[QuotaClaim, _Mapping]]] = ...) -> None: ...
+
+class QuotaSlice(_message.Message):
+    __slots__ = ("tenant", "granted", "left")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    granted: QuotaAmounts
+    left: QuotaAmounts
+    def __init__(self, tenant: _Optional[str] = ..., granted: _Optional[_Union[QuotaAmounts, _Mapping]] = ..., left: _Optional[_Union[QuotaAmounts, _Mapping]] = ...) -> None: ...
+
+class QuotaSlices(_message.Message):
+    __slots__ = ("slices",)
+    SLICES_FIELD_NUMBER: _ClassVar[int]
+    slices: _containers.RepeatedCompositeFieldContainer[QuotaSlice]
+    def __init__(self, slices: _Optional[_Iterable[_Union[QuotaSlice, _Mapping]]] = ...) -> None: ...

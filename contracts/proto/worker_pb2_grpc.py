@@ -271,6 +271,11 @@ class ControllerStub:
                 request_serializer=contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
                 response_deserializer=contracts_dot_proto_dot_worker__pb2.ClusterView.FromString,
                 _registered_method=True)
+        self.LeaseQuota = channel.unary_unary(
+                '/twinpool.Controller/LeaseQuota',
+                request_serializer=contracts_dot_proto_dot_worker__pb2.QuotaClaims.SerializeToString,
+                response_deserializer=contracts_dot_proto_dot_worker__pb2.QuotaSlices.FromString,
+                _registered_method=True)
 
 
 class ControllerServicer:
@@ -322,6 +327,13 @@ class ControllerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LeaseQuota(self, request, context):
+        """Lease a router slices of tenants' limits, in place of those that it has.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControllerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -359,6 +371,11 @@ def add_ControllerServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=contracts_dot_proto_dot_worker__pb2.Empty.FromString,
                     response_serializer=contracts_dot_proto_dot_worker__pb2.ClusterView.SerializeToString,
+            ),
+            'LeaseQuota': grpc.unary_unary_rpc_method_handler(
+                    servicer.LeaseQuota,
+                    request_deserializer=contracts_dot_proto_dot_worker__pb2.QuotaClaims.FromString,
+                    response_serializer=contracts_dot_proto_dot_worker__pb2.QuotaSlices.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -550,6 +567,33 @@ class Controller:
             '/twinpool.Controller/Watch',
             contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
             contracts_dot_proto_dot_worker__pb2.ClusterView.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LeaseQuota(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.Controller/LeaseQuota',
+            contracts_dot_proto_dot_worker__pb2.QuotaClaims.SerializeToString,
+            contracts_dot_proto_dot_worker__pb2.QuotaSlices.FromString,
             options,
             channel_credentials,
             insecure,
