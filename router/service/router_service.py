@@ -172,9 +172,11 @@ class RouterService:
             self.metrics.refused_full += 1
             raise QueueFull(f"the queue is full: {self._reserved} of {limit} answers are in flight; try again later")
 
-    def check_tenant(self, tenant: str) -> None:
+    async def check_tenant(self, tenant: str) -> None:
         """Raise `TenantLimited` where a tenant may not even ask for the least request. Books nothing."""
         if self.keys is not None:
+            if self.quotas is not None:
+                await self.quotas.ensure(tenant, self._allowed(tenant), 1, 1)
             self.tenants.check(tenant, self._allowed(tenant), 1, 1, self.clock.now())
 
     def _allowed(self, tenant: str) -> TenantLimits:

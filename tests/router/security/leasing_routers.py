@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from cluster.controller.quota_ledger import QuotaLedger
-from contracts.clock import ManualClock
+from contracts.clock import ManualClock, SystemClock
 from contracts.key_file import TenantLimits
+from contracts.messages.quota import QuotaClaim, QuotaSlice
 from router.security.tenant_accounts import TenantAccounts
 
 _NUMBERS = itertools.count()
+
+
+class LedgerLessor:
+    """A controller in this process, which may be away. Implements `router.service.quota_leases.QuotaLessor`."""
+
+    def __init__(self) -> None:
+        self.ledger = QuotaLedger(SystemClock())
+        self.away = False
+        self.calls = 0
+
+    async def lease_quota(self, router: str, claims: Sequence[QuotaClaim]) -> list[QuotaSlice]:
+        self.calls += 1
+        if self.away:
+            raise ConnectionError("it is away")
+        return [self.ledger.lease(router, claim) for claim in claims]
 
 
 class LeasingRouter:
