@@ -22,6 +22,7 @@ RENEW_S = 1.0
 FRESH_S = 1.0
 """For so long what the controller has left is believed, where it is too little: nobody asks again."""
 ROUNDING = 1e-6
+UNSAID = (-1.0, -1.0)
 
 
 @dataclass(slots=True)
@@ -82,7 +83,7 @@ class HeldQuota:
     """When the controller answered last."""
     claimed_at: float = 0.0
     claimed: tuple[float, float] = (0.0, 0.0)
-    """What the last claim said was used."""
+    """What the last claim said was used; what was never used where it wasn't answered."""
     pending: Counter[str] = field(default_factory=Counter)
     """What requests want that wait for a slice, by the kinds of `QuotaAmounts`."""
     alone: bool = False
@@ -112,6 +113,8 @@ class HeldQuota:
         """Whether slices are to be claimed anew: they were used or are held for a while, or are overdrawn by one."""
         used = (self.requests.used, self.tokens.used) != self.claimed
         tokens = self.limits.tokens_per_minute
+        if not (tokens or self.limits.requests_per_minute or self.limits.concurrent):
+            return False
         if used and tokens and not self.alone and self.tokens.level < -slice_of(tokens) and now > self.claimed_at:
             return True
         answers = self.places or (in_flight and self.limits.concurrent)
@@ -158,7 +161,9 @@ class HeldQuota:
         self.places, self.places_left = part.granted.concurrent, part.left.concurrent
 
     def go_alone(self, now: float) -> None:
-        """The controller is away: go on with what is here. A tenant of which nothing was known begins with a slice."""
+        """The controller is away: go on with what is here, and claim again. A tenant of which nothing was known begins
+        with a slice."""
+        self.claimed = UNSAID
         if self.alone:
             return
         for budget, limit in (
@@ -169,3 +174,8 @@ class HeldQuota:
                 budget.level = max(budget.level, slice_of(limit))
             budget.alone, budget.at = True, now
         self.alone = True
+
+    def come_back(self) -> None:
+        """The controller has answered for another tenant: ask it before anything is refused."""
+        self.alone, self.told_at = False, None
+        self.requests.alone = self.tokens.alone = False

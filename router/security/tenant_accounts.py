@@ -120,6 +120,8 @@ class TenantAccounts:
         account.held.limits = limits
         if self._alone:
             account.held.go_alone(now)
+        elif account.held.alone:
+            account.held.come_back()
         return account
 
     # ------------------------------------------------------------ slices of the cluster's limits

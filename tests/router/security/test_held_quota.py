@@ -191,6 +191,23 @@ def test_a_tenant_that_comes_while_the_controller_is_away_has_a_slice() -> None:
     assert not admitted(router, limits, 1), "a slice of tokens"
 
 
+def test_when_it_is_back_it_is_asked_before_anybody_is_refused() -> None:
+    """Also for tenants that another one's claim brought it back for; and an idle router finds out by itself."""
+    limits = TenantLimits(requests_per_minute=80)
+    clock, (router,) = company(1)
+    router.controller = False
+    assert admitted(router, limits)
+    router.admit("other", limits, 1, 1)
+    router.controller = True
+    assert router.accounts.alone
+    for _ in rounds(clock, [router], 2):
+        pass
+    assert not router.accounts.alone
+    for tenant in ("acme", "other"):
+        for _ in range(2 * slice_of(80)):
+            router.admit(tenant, limits, 1, 1)
+
+
 def test_a_tenant_without_limits_needs_no_controller() -> None:
     _, (router,) = company(1)
     for _ in range(100):
