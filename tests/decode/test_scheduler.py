@@ -136,18 +136,21 @@ def test_weights_hold_for_pages_too_and_priorities_come_before_them() -> None:
     assert granted(parts, *names) == ["urgent", "a1", "z1", "z2", "a2", "z3", "a3"]
 
 
-def test_what_a_tenant_draws_while_another_waits_is_on_its_account() -> None:
-    """Of two that had pages for as many tokens, the one that has drawn since comes second."""
-    parts = DecodeParts(pages=16)
-    for tenant in "az":
-        parts.ask(f"{tenant}0", prompt=12, most=40, tenant=tenant)
-    list(parts.scheduler.admit())
-    first, second = parts.requests
-    assert (first.phase, second.phase) == (DecodePhase.ARRIVING, DecodePhase.WAITING)
-    parts.leave(first)
-    parts.ask("a1", prompt=12, most=4, tenant="a")
-    parts.clock.advance(1)
-    assert granted(parts, "", "") == ["z0", "a1"], "what it had counts, though it is gone"
+def test_what_a_tenant_draws_while_others_wait_is_on_its_account() -> None:
+    """Of two that came at once the one that has drawn meanwhile comes second, though it was first."""
+    for tenant, order in (("a", ["z1", "a1"]), ("z", ["a1", "z1"])):
+        parts = DecodeParts(pages=16)
+        (running,) = parts.run(f"{tenant}0", prompt=12, most=40, tenant=tenant)
+        for name in ("a1", "z1"):
+            parts.ask(name, prompt=32, most=8, tenant=name[0])
+            parts.clock.advance(1)
+        for _ in range(3):
+            assert list(parts.scheduler.admit()) == []
+            assert parts.scheduler.next_batch() == [running]
+            running.launched = running.planned
+            running.commit([1])
+        parts.leave(running)
+        assert granted(parts, *order) == order
 
 
 def test_where_nobody_waits_nothing_is_remembered() -> None:

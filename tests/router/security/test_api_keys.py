@@ -296,3 +296,15 @@ def test_requests_that_come_at_once_share_claims(keys: Path, secret: str) -> Non
         assert {answer.status_code for answer in answers} == {200}
         assert lessor.calls < 32
         server.at_rest()
+
+
+def test_a_body_is_not_read_where_another_router_has_let_through_all_that_there_is(keys: Path, secret: str) -> None:
+    limit(keys, requests_per_minute=1)
+    config, lessor = Config(security=SecurityConfig(keys_file=str(keys))), LedgerLessor()
+    with (
+        serving(FakeCluster(), config=config, lessor=lessor) as one,
+        serving(FakeCluster(), config=config, lessor=lessor) as other,
+    ):
+        assert other.post(COMPLETIONS, ASK, **bearer(secret)).status_code == 200
+        assert one.client.post(COMPLETIONS, content=b"{", headers=bearer(secret)).status_code == 429
+        other.at_rest()

@@ -108,3 +108,21 @@ async def test_closing_ends_a_call_that_is_under_way() -> None:
     scene.leases.close()
     with pytest.raises(asyncio.CancelledError):
         await waits
+
+
+@pytest.mark.asyncio
+async def test_what_is_spent_while_a_call_is_under_way_is_off_the_slice_that_it_brings() -> None:
+    scene, limits = Scene(), TenantLimits(tokens_per_minute=800)
+    scene.lessor.may_answer.set()
+    await scene.leases.ensure("acme", limits, 1, 10)
+    scene.accounts.admit("acme", limits, 1, 10, scene.clock.now())
+    scene.lessor.may_answer.clear()
+    scene.clock.advance(1.0)
+    scene.leases.tick()
+    await eventually(lambda: len(scene.lessor.heard) == 2)
+    scene.accounts.spend("acme", 95)
+    scene.lessor.may_answer.set()
+    await eventually(lambda: scene.leases._call is None)
+    scene.accounts.admit("acme", limits, 1, 5, scene.clock.now())
+    with pytest.raises(TenantLimited):
+        scene.accounts.admit("acme", limits, 1, 1, scene.clock.now())
