@@ -139,6 +139,16 @@ class LocalPrompts:
         self._pages.preempt(victim)
         return self._send_back(victim)
 
+    def make_way(self, request: DecodeRequest) -> DecodeRequest | None:
+        """Take the pages of the youngest prompt of the tenant that has most of them here, where that has several and
+        the request's own has none."""
+        prompt = self._waiting.get(request.submit.request_id)
+        victim = self._scheduler.overserved(prompt, list(self._admitted)) if prompt is not None else None
+        if victim is None:
+            return None
+        self._pages.preempt(victim)
+        return self._send_back(victim)
+
     def poll(self) -> Iterator[PromptReceived | RequestFailed | RequestLeft | ReceiverOutcome]:
         return self._rooms.poll()
 

@@ -25,7 +25,10 @@ from typing import Any
 from contracts.errors import ConfigError
 
 KEY_PREFIX = "tp-"
-_TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+TENANT_CHARS = 64
+"""The most characters of a tenant's name."""
+MOST_WEIGHT = 1000
+_TENANT = re.compile(rf"[A-Za-z0-9_.-]{{1,{TENANT_CHARS}}}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -44,6 +47,8 @@ class TenantLimits:
     """Names of models; empty: all."""
     ttft_slo_ms: int = 0
     """Milliseconds to the first token beyond which its answers are of no use; 0: as `router.ttft_slo_ms` says."""
+    weight: int = 1
+    """Its share of workers that are busy, beside other tenants' weights; 1 to `MOST_WEIGHT`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,4 +166,6 @@ def _limits(limits: object, where: str) -> TenantLimits:
     for name, value in values.items():
         if type(value) is not int or (value < 0 and name != "priority"):
             raise ConfigError(f"{where}.{name} must be a whole number, 0 or more; got {value!r}")
+    if not 1 <= values.get("weight", 1) <= MOST_WEIGHT:
+        raise ConfigError(f"{where}.weight must be 1 to {MOST_WEIGHT}; got {values['weight']}")
     return TenantLimits(**values, models=tuple(models))

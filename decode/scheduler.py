@@ -1,8 +1,10 @@
 """The decode scheduler: which requests get pages for their prompt, and which take the next step.
 
 Requests that are here already come before new ones: a retracted request comes back before any new one is admitted.
-New requests are admitted by priority, and first come, first served among those of one. Where memory is short, running
-requests are retracted (`decode.retraction`). All queues of requests are here and, for retracted ones, there.
+New requests are admitted by priority; among those of one tenants have fair shares, by the tokens that they were granted
+pages for and have drawn while anybody waited (`worker.fair_shares`), and each tenant's are first come, first served.
+Running answers aren't cut short for that. Where memory is short, running requests are retracted (`decode.retraction`).
+All queues of requests are here and, for retracted ones, there.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator
+from itertools import groupby
 
 from contracts.clock import Clock
 from contracts.config.cluster_config import Config
@@ -22,6 +25,7 @@ from decode.request.request_pages import DecodePages
 from decode.retraction.memory_pressure import MemoryPressure
 from decode.retraction.retraction import Retraction
 from decode.speculation.drafting import Drafting
+from worker.fair_shares import FairShares
 from worker.request_table import RequestTable
 
 
@@ -46,6 +50,7 @@ class DecodeScheduler:
         """Requests of the continuous batch; the one that has waited longest for a step comes first."""
         self.retraction = Retraction(pages.manager, config.decode, clock)
         self.pressure = MemoryPressure(pages.manager, self.retraction, lengths)
+        self._shares = FairShares()
         self._steps = 0
 
     @property
@@ -70,6 +75,7 @@ class DecodeScheduler:
         """
         yield from self.retraction.advance()
         yield from self.retraction.resume(self._has_room)
+        self._shares.follow({r.submit.tenant: r.submit.weight for r in self.waiting})
         if not self.retraction.first_in_line:
             self._grant()
         for request in [r for r in self.waiting if r.submit.migrating]:
@@ -88,18 +94,33 @@ class DecodeScheduler:
         """Grant pages to waiting requests, in order.
 
         Each gets pages for its prompt and its next step, if there is room for the growth that is expected of it and of
-        all requests that hold pages; otherwise it and all behind it wait. A request that waits for another one's prompt
-        holds up no other.
+        all requests that hold pages; otherwise it and all behind it wait, unless a prompt of another tenant makes way.
+        A request that waits for another one's prompt holds up no other.
         """
-        for request in list(self.waiting):
+        for request in self._in_turn():
             if self._prompts.waits(request):
                 continue
-            if not (self._has_room(request) and self._prompts.preallocate(request)):
-                return
+            while not (self._has_room(request) and self._prompts.preallocate(request)):
+                if (preempted := self._prompts.make_way(request)) is None:
+                    return
+                self.requeue(preempted)
             self.waiting.remove(request)
+            assert request.allocation is not None, "it was granted"
+            self._charge(request, len(request.submit.tokens) - request.allocation.cached.total)
             request.behind = None
             request.step(DecodeEvent.GRANT)
             request.marks["grant"] = self._clock.now() - request.arrived
+
+    def _in_turn(self) -> Iterator[DecodeRequest]:
+        """Yield the waiting requests in the order in which they get pages."""
+        for _, equals in groupby(list(self.waiting), key=lambda r: r.submit.priority):
+            queues: dict[str, list[DecodeRequest]] = {}
+            for request in equals:
+                queues.setdefault(request.submit.tenant, []).append(request)
+            yield from self._shares.in_turn(queues, {})
+
+    def _charge(self, request: DecodeRequest, tokens: int) -> None:
+        self._shares.charge(request.submit.tenant, request.submit.weight, tokens)
 
     # ------------------------------------------------------------ the batch
 
@@ -130,6 +151,8 @@ class DecodeScheduler:
             self._drafting.plan(batch, running, self._config.max_batch_tokens - len(batch))
         for request in batch:
             request.planned += 1 + len(request.drafts)
+            if self.waiting:
+                self._charge(request, 1)
         return batch
 
     def _make_way(self, short: list[DecodeRequest]) -> list[DecodeRequest]:

@@ -122,6 +122,9 @@ class TransferQueue:
     def preempt(self, priority: int) -> None:
         """Return None: pages that a room was granted can't be taken back."""
 
+    def make_way(self, request: DecodeRequest) -> None:
+        """Return None, as `preempt` does."""
+
     def poll(self) -> Iterator[PromptReceived | RequestFailed | RequestLeft | ReceiverOutcome]:
         """Yield what became of rooms, one by one. The outcome of a room without a request (that of a prefix pull) is
         yielded as it is."""

@@ -1,15 +1,21 @@
 """The prefill scheduler: which requests are admitted, and which chunks of prompts the next step computes.
 
-The order of admission is the one policy here: requests to which decode has granted pages, and those that prefill
-answers alone, come first; among them the ones of a higher priority, and then in order of arrival. They may preempt
+The order of admission is one policy here: requests to which decode has granted pages, and those that prefill answers
+alone, come first; among them the ones of a higher priority; among these tenants have fair shares, by the tokens that
+are computed for them (`worker.fair_shares`); and each tenant's come in order of arrival. Who comes first may preempt
 requests that have no grant yet, so a request that holds decode's memory always gets on.
+
+The division of a step is the other: by priority, then in fair shares, and within a tenant's part mostly in order of
+arrival. So where there are no tenants, or one alone has work, nothing is as if there were others.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from contracts.clock import Clock
 from contracts.config.worker_config import PrefillConfig
@@ -17,6 +23,7 @@ from engine.runner.batch import BatchRow, TokenDraw
 from engine.runner.sampling.token_mask import TokenMask
 from prefill.request import PrefillEvent, PrefillPhase, PrefillRequest
 from prefill.request_pages import PrefillPages
+from worker.fair_shares import FairShares
 from worker.request_table import RequestTable
 
 
@@ -43,6 +50,7 @@ class PrefillScheduler:
         self._requests, self._pages, self._granted = requests, pages, granted
         self._manager, self._page_tokens = pages.manager, pages.page_tokens
         self._config, self._clock = config, clock
+        self._shares = FairShares()
         self.counters = {"preemptions": 0.0, "prefetches_given_up": 0.0}
 
     # ------------------------------------------------------------ admission
@@ -51,17 +59,79 @@ class PrefillScheduler:
         """Give pages to waiting requests, as far as there are any, up to `prefill.max_running` requests in all."""
         waiting = [r for r in self._requests if r.phase is PrefillPhase.WAITING]
         running = [r for r in self._requests if r.phase is PrefillPhase.RUNNING]
-        for request in sorted(waiting, key=lambda r: (not self._entitled(r), -r.submit.priority)):
-            if len(running) >= self._config.max_running:
+        self._follow()
+        ahead = _left(running)
+        for request in self._in_turn(waiting, ahead):
+            full = len(running) >= self._config.max_running
+            if full and self.overserved(request, running) is None:
                 return
             if self.waits(request, running):
                 continue
-            while not self._pages.take(request):
-                if not (self._entitled(request) and self.preempt_youngest()) and not self.give_up_prefetch(waiting):
+            while full or not self._pages.take(request):
+                if not self._make_way(request, running, waiting, for_pages=not full):
                     return
                 running = [r for r in running if r.phase is PrefillPhase.RUNNING]
+                full = len(running) >= self._config.max_running
+                ahead.clear()
+                ahead.update(_left(running))
             self.begin(request)
             running.append(request)
+            ahead[request.submit.tenant] += len(request.tokens) - request.launched
+
+    def _follow(self) -> None:
+        """Tell the shares which tenants have prompts to compute."""
+        todo = PrefillPhase.WAITING, PrefillPhase.RUNNING
+        self._shares.follow({r.submit.tenant: r.submit.weight for r in self._requests if r.phase in todo})
+
+    def _in_turn(self, waiting: Sequence[PrefillRequest], ahead: Counter[str]) -> Iterator[PrefillRequest]:
+        """Yield waiting requests in the order of admission. `ahead`: tokens that admitted requests have left, by
+        tenant; the caller counts up whom it admits."""
+        classes: dict[tuple[bool, int], dict[str, list[PrefillRequest]]] = {}
+        for request in waiting:
+            queues = classes.setdefault((not self._entitled(request), -request.submit.priority), {})
+            queues.setdefault(request.submit.tenant, []).append(request)
+        for _, queues in sorted(classes.items(), key=lambda one: one[0]):
+            yield from self._shares.in_turn(queues, ahead)
+
+    def _make_way(
+        self,
+        request: PrefillRequest,
+        running: Sequence[PrefillRequest],
+        waiting: Sequence[PrefillRequest],
+        *,
+        for_pages: bool,
+    ) -> bool:
+        """Take its place, or `for_pages` pages, from whoever has to yield to `request`; False where nobody has to."""
+        if for_pages and ((self._entitled(request) and self.preempt_youngest()) or self.give_up_prefetch(waiting)):
+            return True
+        victim = self.overserved(request, running)
+        if victim is None:
+            return False
+        self._pages.preempt(victim)
+        self.counters["preemptions"] += 1
+        return True
+
+    def overserved(self, request: PrefillRequest, running: Sequence[PrefillRequest]) -> PrefillRequest | None:
+        """Return the prompt of `running` that has to yield to `request`; None where none has to.
+
+        A tenant with none there may take the place of one of no higher priority, the youngest, of the tenant that has
+        most left there by its weight and keeps at least one. So places go from who has several to who has none, never
+        back, and how often that happens is bounded by how many tenants there are. What yields finds its finished pages
+        in the tree.
+        """
+        several = Counter(one.submit.tenant for one in running)
+        if several[request.submit.tenant] or not self._entitled(request):
+            return None
+        able = [
+            one for one in running
+            if several[one.submit.tenant] > 1 and one.submit.priority <= request.submit.priority
+            and one.launched < len(one.tokens)
+        ]  # fmt: skip
+        if not able:
+            return None
+        left = _left(running)
+        most = max(able, key=lambda one: left[one.submit.tenant] / one.submit.weight).submit.tenant
+        return min((one for one in reversed(able) if one.submit.tenant == most), key=lambda one: one.submit.priority)
 
     def waits(self, request: PrefillRequest, running: Sequence[PrefillRequest]) -> bool:
         """Whether `request` waits for something else than pages: for what one of `running` computes, or for reads from
@@ -127,27 +197,58 @@ class PrefillScheduler:
         """Divide the next step's token budget among the running requests; returns its chunks, the most urgent first.
 
         `budget`: tokens; None: `prefill.chunk_tokens`, as for every step that has nothing but chunks.
-        A part of the budget (`prefill.short_share`) goes first to requests with less left to compute than the oldest of
-        the highest priority, the least first, so that a short prompt doesn't wait for a long one of its priority. The
-        rest goes to all by priority and in order of arrival: that oldest one always has the other part, and every
-        request that waits becomes the oldest of its priority in time. Chunks end at page boundaries, except at the end
-        of the prompt and where the whole budget is less than a page.
+        Who has a higher priority comes first. Tenants of one priority have fair shares of what is left, a page at a
+        time; `_plan_in_turn` says how a tenant's part is shared. Chunks end at page boundaries, except at the end of
+        the prompt and where the whole budget is less than a page. What is planned is launched, and charged.
         """
         able = [
             r for r in self._requests if r.phase is PrefillPhase.RUNNING and r.allocation and r.launched < len(r.tokens)
         ]
         able.sort(key=lambda r: -r.submit.priority)
         whole = budget = self._config.chunk_tokens if budget is None else budget
-        size = self._page_tokens
-        first = max(size, int(budget * self._config.short_share)) if budget >= 2 * size else 0
-        shorter = sorted((r for r in able[1:] if _overtakes(r, able[0])), key=lambda r: r.left)
-        for request in shorter:
-            first -= (count := self._plan(request, min(first, budget), whole))
-            budget -= count
-        for request in able:
-            budget -= self._plan(request, budget, whole)
+        self._follow()
+        for priority, equals in groupby(able, key=lambda r: r.submit.priority):
+            budget -= self._plan_fairly(list(equals), budget, whole, short=priority == able[0].submit.priority)
         planned = [(request, request.planned - request.launched) for request in able]
+        for request, count in planned:
+            self._shares.charge(request.submit.tenant, request.submit.weight, count)
         return [ScheduledChunk(request, self._row(request, count)) for request, count in planned if count]
+
+    def _plan_fairly(self, equals: Sequence[PrefillRequest], budget: int, whole: int, *, short: bool) -> int:
+        """Plan up to `budget` tokens of requests of one priority; returns how many. `whole`: the step's budget;
+        `short`: short ones have a part of it."""
+        of: dict[str, list[PrefillRequest]] = {}
+        for request in equals:
+            of.setdefault(request.submit.tenant, []).append(request)
+        if len(of) == 1:
+            return self._plan_in_turn(equals, budget, whole, short=short)
+        left, spent = budget, Counter[str]()
+        if budget >= 2 * self._page_tokens:
+            wanted = {tenant: sum(len(r.tokens) - r.launched for r in those) for tenant, those in of.items()}
+            for tenant, part in self._shares.divide(budget, wanted, self._page_tokens).items():
+                spent[tenant] = self._plan_in_turn(of[tenant], part, whole, short=short)
+                left -= spent[tenant]
+        # What a part was too small for, or its tenant could not use.
+        for tenant in sorted(of, key=lambda tenant: self._shares.counter(tenant, spent[tenant])):
+            left -= self._plan_in_turn(of[tenant], left, whole, short=False)
+        return budget - left
+
+    def _plan_in_turn(self, able: Sequence[PrefillRequest], budget: int, whole: int, *, short: bool) -> int:
+        """Plan up to `budget` tokens of one tenant's requests; returns how many.
+
+        With `short`, a part of the budget (`prefill.short_share`) goes first to requests with less left to compute than
+        the oldest, the least first, so that a short prompt doesn't wait for a long one. The rest goes to all in order
+        of arrival: that oldest one always has the other part, and every request that waits becomes the oldest in time.
+        """
+        size, left = self._page_tokens, budget
+        if short:
+            first = max(size, int(budget * self._config.short_share)) if budget >= 2 * size else 0
+            for request in sorted((r for r in able[1:] if r.left < able[0].left), key=lambda r: r.left):
+                first -= (count := self._plan(request, min(first, left), whole))
+                left -= count
+        for request in able:
+            left -= self._plan(request, left, whole)
+        return budget - left
 
     def _plan(self, request: PrefillRequest, most: int, budget: int) -> int:
         """Plan up to `most` more positions of the request for this step, whose budget is `budget`; returns how many."""
@@ -182,6 +283,9 @@ class PrefillScheduler:
         return BatchRow(tokens[start:end], start, tables, draw, follow or None, top)
 
 
-def _overtakes(request: PrefillRequest, oldest: PrefillRequest) -> bool:
-    """Whether a request gets a part of each step though `oldest` isn't done."""
-    return request.left < oldest.left and request.submit.priority == oldest.submit.priority
+def _left(running: Sequence[PrefillRequest]) -> Counter[str]:
+    """Tokens that admitted requests have left to compute, by tenant."""
+    left = Counter[str]()
+    for request in running:
+        left[request.submit.tenant] += len(request.tokens) - request.launched
+    return left

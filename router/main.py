@@ -24,7 +24,6 @@ from contracts.checkpoint.model_spec import read_model_spec
 from contracts.config.cluster_config import Config
 from contracts.config.load_config import read_config
 from contracts.errors import ConfigError, TwinpoolError
-from contracts.interfaces.discovery import WorkerDirectory
 from contracts.json_logs import log_to_stream
 from router.api.app import App, create_admin_app, create_app
 from router.api.connection_limits import BoundedHttpProtocol, ClientConnections, raise_descriptor_limit
@@ -218,7 +217,7 @@ def listen_at(path: Path | None) -> Iterator[socket.socket | None]:
 def serve(
     spec_folder: Path,
     config: Config,
-    directory: WorkerDirectory,
+    directory: ControllerDirectory,
     bound: socket.socket,
     admin: socket.socket | None,
     live: socket.socket | None,
@@ -226,7 +225,7 @@ def serve(
 ) -> None:
     """Serve requests on `bound`, operators' on `admin`, and whoever asks whether this router lives on `live`, until
     SIGTERM or SIGINT."""
-    service = RouterService(read_model_spec(spec_folder), config, directory)
+    service = RouterService(read_model_spec(spec_folder), config, directory, lessor=directory)
     log("router listens", address="{}:{}".format(*bound.getsockname()[:2]), model=service.spec.name, pid=os.getpid())
     operators = AdminListener(create_admin_app(service), admin) if admin is not None else None
     RouterServer(create_app(service), service, ready_fd, RouterListeners(operators, live)).run([bound])

@@ -41,21 +41,33 @@ class PrefillParts:
         self.requests = RequestTable[PrefillRequest](WorkerName("prefill-0"), WorkerLimits(4 * pages, 400), self.clock)
         self.pages = PrefillPages(self.manager, reuse=cache.prefix_reuse)
         self.granted: set[PrefillRequest] = set()
+        self._asked = 0
         self.scheduler = PrefillScheduler(
             self.requests, self.pages, self.granted.__contains__, config.prefill, self.clock
         )
 
-    def ask(self, name: str, prompt: int, priority: int = 0, **sampling: Any) -> PrefillRequest:
+    def ask(
+        self, name: str, prompt: int, priority: int = 0, tenant: str = "", weight: int = 1, **sampling: Any
+    ) -> PrefillRequest:
         """A request that waits, of so many tokens, that nobody else's prompt begins with."""
-        tokens = tuple(sum(name.encode()) * 1000 + n for n in range(prompt))
+        self._asked += 1
+        tokens = tuple(self._asked * 1000 + n for n in range(prompt))
         params = SamplingParams(max_tokens=4, temperature=0.0, **sampling)
-        submit = Submit(RequestId(name), 0, RoomId(name), tokens, prompt, params, PEER, priority=priority)
+        submit = Submit(
+            RequestId(name), 0, RoomId(name), tokens, prompt, params, PEER,
+            priority=priority, tenant=tenant, weight=weight,
+        )  # fmt: skip
         keys = block_hashes(tokens, PAGE, "")
         now = self.clock.now()
         prefix = TokenPrefix.of(tokens, PAGE, "", keys)
         request = PrefillRequest(SESSION, submit, now, now + submit.deadline_s, prefix, keys)
         self.requests.add(request)
         return request
+
+    def leave(self, request: PrefillRequest) -> None:
+        """Take a request out of the worker, with whatever it has."""
+        self.pages.free(request)
+        self.requests.remove(request)
 
     def step(self) -> dict[str, list[int]]:
         """Launch the next step: by request, the tokens' positions in their prompt."""

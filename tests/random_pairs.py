@@ -87,9 +87,13 @@ def serve(both: HashPair | HashColocated, drawn: Draw, rng: random.Random) -> No
     texts = [[rng.randrange(300) for _ in range(drawn.longest)] for _ in range(3)]
     for _ in range(drawn.bursts):
         asked: dict[RequestId, Asked] = {}
+        whose = random.Random(repr(rng.getstate()))  # All else of a seed stays as it is.
+        tenants = whose.choice((("",), ("", "a"), ("a", "bb", "cccc")))
         for _ in range(rng.randint(1, drawn.most)):
             one = _ask(drawn, texts, rng)
-            asked[both.submit(one.prompt, one.sampling, salt=rng.choice(("", "", "mine")))] = one
+            tenant = whose.choice(tenants)
+            salt = rng.choice(("", "", "mine"))
+            asked[both.submit(one.prompt, one.sampling, salt=salt, tenant=tenant, weight=len(tenant) + 1)] = one
             for _ in range(rng.choice((0, 0, 1, 5))):
                 both.step()
         # Early and few: a cancel would end a wait that has no end.

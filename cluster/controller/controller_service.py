@@ -20,12 +20,16 @@ import grpc.aio
 from cluster.controller.controller import Controller
 from cluster.controller.controller_actions import LeaseGrant
 from cluster.controller.controller_ledger import LedgerLost
+from cluster.controller.quota_ledger import QuotaLedger
 from cluster.controller.supervisor_wire import action_to_proto, ended_from_proto, node_from_proto, placed_from_proto
+from contracts.clock import SystemClock
 from contracts.errors import ConfigError, WireError
 from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages.quota import MOST_CLAIMS
 from contracts.messages.worker_status import EndedWorker, WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
+from contracts.wire.quota_protobuf import claim_from_proto, slice_to_proto
 from contracts.wire.worker_protobuf import record_from_proto, record_to_proto, status_from_proto, status_to_proto
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -86,6 +90,7 @@ class ControllerService(pb_grpc.ControllerServicer):
 
     def __init__(self, core: Controller) -> None:
         self._core = core
+        self._quotas = QuotaLedger(SystemClock())
         self._watchers: set[WatcherLine] = set()
         self._publishing: asyncio.TimerHandle | None = None
         self._published = 0
@@ -224,6 +229,17 @@ class ControllerService(pb_grpc.ControllerServicer):
         self._core.attach(running, ended_from_proto(report.ended))
 
     # ------------------------------------------------------------ routers
+
+    async def LeaseQuota(self, request: pb.QuotaClaims, context: Context) -> pb.QuotaSlices:
+        if not 0 < len(request.router) <= NAME_CHARS or len(request.claims) > MOST_CLAIMS:
+            text = f"a router with a name, and at most {MOST_CLAIMS} claims"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+        try:
+            claims = [claim_from_proto(claim) for claim in request.claims]
+        except WireError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        slices = [self._quotas.lease(request.router, claim) for claim in claims]
+        return pb.QuotaSlices(slices=map(slice_to_proto, slices))
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.ClusterView]:
         if len(self._watchers) >= MOST_WATCHERS:

@@ -54,6 +54,11 @@ class Submit:
     migrating: bool = False
     """The request is paused on another decode worker until this one grants it: without room for it now it is
     refused."""
+    tenant: str = ""
+    """Whose request it is; tenants have fair shares of a worker that not all can have at once. Empty: nobody's, where
+    nobody needs a key."""
+    weight: int = 1
+    """The share that the tenant's requests have beside those of others."""
 
     def begin_by(self, now: float) -> float:
         """When the prompt of a request that arrives `now` isn't begun any more; infinite: it may always be."""

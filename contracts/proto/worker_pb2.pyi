@@ -55,7 +55,7 @@ class Peer(_message.Message):
     def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., control: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "room", "tokens", "prompt_len", "sampling", "peer", "salt", "deadline_s", "priority", "migrating", "first_token_s")
+    __slots__ = ("request_id", "attempt", "room", "tokens", "prompt_len", "sampling", "peer", "salt", "deadline_s", "priority", "migrating", "first_token_s", "tenant", "weight")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ROOM_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +68,8 @@ class Submit(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     MIGRATING_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     room: str
@@ -80,7 +82,9 @@ class Submit(_message.Message):
     priority: int
     migrating: bool
     first_token_s: float
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., room: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., peer: _Optional[_Union[Peer, _Mapping]] = ..., salt: _Optional[str] = ..., deadline_s: _Optional[float] = ..., priority: _Optional[int] = ..., migrating: _Optional[bool] = ..., first_token_s: _Optional[float] = ...) -> None: ...
+    tenant: str
+    weight: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., room: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., peer: _Optional[_Union[Peer, _Mapping]] = ..., salt: _Optional[str] = ..., deadline_s: _Optional[float] = ..., priority: _Optional[int] = ..., migrating: _Optional[bool] = ..., first_token_s: _Optional[float] = ..., tenant: _Optional[str] = ..., weight: _Optional[int] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "choice", "min_tokens", "stop_token_ids", "logprobs", "prompt_logprobs", "allowed_token_ids", "grammar")
@@ -683,3 +687,49 @@ class WatchRequest(_message.Message):
     CHANGES_FIELD_NUMBER: _ClassVar[int]
     changes: bool
     def __init__(self, changes: _Optional[bool] = ...) -> None: ...
+
+class QuotaAmounts(_message.Message):
+    __slots__ = ("requests", "tokens", "concurrent")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CONCURRENT_FIELD_NUMBER: _ClassVar[int]
+    requests: float
+    tokens: float
+    concurrent: int
+    def __init__(self, requests: _Optional[float] = ..., tokens: _Optional[float] = ..., concurrent: _Optional[int] = ...) -> None: ...
+
+class QuotaClaim(_message.Message):
+    __slots__ = ("tenant", "limits", "used", "wanted")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    USED_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    limits: QuotaAmounts
+    used: QuotaAmounts
+    wanted: QuotaAmounts
+    def __init__(self, tenant: _Optional[str] = ..., limits: _Optional[_Union[QuotaAmounts, _Mapping]] = ..., used: _Optional[_Union[QuotaAmounts, _Mapping]] = ..., wanted: _Optional[_Union[QuotaAmounts, _Mapping]] = ...) -> None: ...
+
+class QuotaClaims(_message.Message):
+    __slots__ = ("router", "claims")
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    CLAIMS_FIELD_NUMBER: _ClassVar[int]
+    router: str
+    claims: _containers.RepeatedCompositeFieldContainer[QuotaClaim]
+    def __init__(self, router: _Optional[str] = ..., claims: _Optional[_Iterable[_Union[QuotaClaim, _Mapping]]] = ...) -> None: ...
+
+class QuotaSlice(_message.Message):
+    __slots__ = ("tenant", "granted", "left")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    granted: QuotaAmounts
+    left: QuotaAmounts
+    def __init__(self, tenant: _Optional[str] = ..., granted: _Optional[_Union[QuotaAmounts, _Mapping]] = ..., left: _Optional[_Union[QuotaAmounts, _Mapping]] = ...) -> None: ...
+
+class QuotaSlices(_message.Message):
+    __slots__ = ("slices",)
+    SLICES_FIELD_NUMBER: _ClassVar[int]
+    slices: _containers.RepeatedCompositeFieldContainer[QuotaSlice]
+    def __init__(self, slices: _Optional[_Iterable[_Union[QuotaSlice, _Mapping]]] = ...) -> None: ...

@@ -271,6 +271,11 @@ class ControllerStub:
                 request_serializer=contracts_dot_proto_dot_worker__pb2.WatchRequest.SerializeToString,
                 response_deserializer=contracts_dot_proto_dot_worker__pb2.ClusterView.FromString,
                 _registered_method=True)
+        self.LeaseQuota = channel.unary_unary(
+                '/twinpool.Controller/LeaseQuota',
+                request_serializer=contracts_dot_proto_dot_worker__pb2.QuotaClaims.SerializeToString,
+                response_deserializer=contracts_dot_proto_dot_worker__pb2.QuotaSlices.FromString,
+                _registered_method=True)
         self.Add = channel.unary_unary(
                 '/twinpool.Controller/Add',
                 request_serializer=contracts_dot_proto_dot_worker__pb2.PoolSize.SerializeToString,
@@ -352,6 +357,13 @@ class ControllerServicer:
 
     def Watch(self, request, context):
         """The whole table at once, then what has changed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LeaseQuota(self, request, context):
+        """Lease a router slices of tenants' limits, in place of those that it has.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -443,6 +455,11 @@ def add_ControllerServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=contracts_dot_proto_dot_worker__pb2.WatchRequest.FromString,
                     response_serializer=contracts_dot_proto_dot_worker__pb2.ClusterView.SerializeToString,
+            ),
+            'LeaseQuota': grpc.unary_unary_rpc_method_handler(
+                    servicer.LeaseQuota,
+                    request_deserializer=contracts_dot_proto_dot_worker__pb2.QuotaClaims.FromString,
+                    response_serializer=contracts_dot_proto_dot_worker__pb2.QuotaSlices.SerializeToString,
             ),
             'Add': grpc.unary_unary_rpc_method_handler(
                     servicer.Add,
@@ -669,6 +686,33 @@ class Controller:
             '/twinpool.Controller/Watch',
             contracts_dot_proto_dot_worker__pb2.WatchRequest.SerializeToString,
             contracts_dot_proto_dot_worker__pb2.ClusterView.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LeaseQuota(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.Controller/LeaseQuota',
+            contracts_dot_proto_dot_worker__pb2.QuotaClaims.SerializeToString,
+            contracts_dot_proto_dot_worker__pb2.QuotaSlices.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contracts.errors import UnknownKind
 from contracts.ids import Incarnation, RequestId, RoomId, WorkerName
+from contracts.key_file import TENANT_CHARS
 from contracts.messages.router_commands import (
     Audit,
     Cancel,
@@ -116,10 +117,15 @@ def _submit_to_proto(s: Submit) -> pb.Submit:
         deadline_s=s.deadline_s,
         first_token_s=s.first_token_s,
         migrating=s.migrating,
+        tenant=s.tenant,
+        weight=s.weight,
     )
 
 
 def _submit_from_proto(m: pb.Submit) -> Submit:
+    """Raises `ValueError` for a tenant with a name that is too long to be one."""
+    if len(m.tenant) > TENANT_CHARS:
+        raise ValueError(f"a tenant's name has at most {TENANT_CHARS} characters; got {len(m.tenant)}")
     peer = None
     if m.HasField("peer"):
         peer = _peer_from_proto(m.peer)
@@ -136,6 +142,8 @@ def _submit_from_proto(m: pb.Submit) -> Submit:
         deadline_s=m.deadline_s,
         first_token_s=m.first_token_s,
         migrating=m.migrating,
+        tenant=m.tenant,
+        weight=m.weight if m.HasField("weight") else 1,  # Routers of older builds say nothing of it.
     )
 
 

@@ -37,6 +37,10 @@ class PromptSource(Protocol):
         """Take the pages of one prompt back, of no higher priority than `priority`; returns its request, or None where
         there is no such prompt."""
 
+    def make_way(self, request: DecodeRequest) -> DecodeRequest | None:
+        """Take the pages of one prompt of a tenant that has several on their way back, where `request` is of a tenant
+        that has none; returns that prompt's request, or None where no such prompt can give way."""
+
     def poll(self) -> Iterator[PromptReceived | RequestFailed | RequestLeft | ReceiverOutcome]:
         """Yield what became of prompts, one by one; the caller must act on each before it takes the next."""
 

@@ -178,7 +178,7 @@ async def _generate(service: RouterService, exchange: HttpExchange, kind: FrameK
     if not exchange.declares_json:
         return await exchange.refuse_body(NOT_JSON)
     service.check_room()  # Before the body takes memory, and time to read.
-    service.check_tenant(exchange.tenant)
+    await service.check_tenant(exchange.tenant)
     raw = await exchange.body(service.body_limit, service.buffer)
     wants_timeline = exchange.header(b"x-twinpool-timeline") == "1"
     gone = False

@@ -145,7 +145,7 @@ class Placement:
         for entry in able:
             sizes = [self._uncached(r, entry) for r in prompts]
             tokens = max(*sizes, sum(sizes) // len(able))
-            predicted = entry.prompts.predict(tokens, requests[0].priority, now)
+            predicted = entry.prompts.predict(tokens, requests[0].priority, now, requests[0].share)
             if predicted is not None:
                 found.append(PredictedTtft(predicted, tokens, entry))
         return min(found, key=lambda one: one.prediction.seconds) if len(found) == len(able) and found else None
@@ -171,7 +171,7 @@ class Placement:
         r.prefill, r.prefill_loaded = prefill.key, self._uncached(r, prefill)
         r.workers = {Role.PREFILL: prefill.record.name}
         prefill.book(r.id, r.prefill_loaded + (decode.sequence_load if decode is not None and pair.one else 0))
-        prefill.prompts.add(r.id, r.prefill_loaded, r.priority, now)
+        prefill.prompts.add(r.id, r.prefill_loaded, r.priority, now, r.share)
         self._indexes.sent(prefill.key, r.hashes)
         if decode is not None:
             r.decode = decode.key

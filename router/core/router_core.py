@@ -177,7 +177,7 @@ class RouterCore:
                 for r in requests:
                     r.expected = predicted.prediction
             return None
-        predicted.worker.prompts.refused(predicted.tokens, requests[0].priority, now, due)
+        predicted.worker.prompts.refused(predicted.tokens, requests[0].priority, now, due, requests[0].share)
         self.counts.refused_early += 1
         return predicted
 
@@ -373,7 +373,21 @@ def _submit(r: RoutedRequest, room: RoomId, now: float) -> Submit:
         sampling = replace(sampling, prompt_logprobs=None)  # delivered by an earlier attempt
     left_s = max(r.deadline - now, 0.001)
     first_s = max(r.first_token_by - now, 0.001) if r.first_token_by is not None and not r.attempt else 0.0
-    return Submit(r.id, r.attempt, room, r.tokens, len(r.prompt), sampling, None, r.salt, left_s, r.priority, first_s)
+    return Submit(
+        request_id=r.id,
+        attempt=r.attempt,
+        room=room,
+        tokens=r.tokens,
+        prompt_len=len(r.prompt),
+        sampling=sampling,
+        peer=None,
+        salt=r.salt,
+        deadline_s=left_s,
+        priority=r.priority,
+        first_token_s=first_s,
+        tenant=r.share.tenant,
+        weight=r.share.weight,
+    )
 
 
 def _delivered(r: RoutedRequest, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> list[DeliverTokens]:

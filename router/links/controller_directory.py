@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,20 +12,25 @@ import grpc.aio
 
 from contracts.cluster_secret import access_metadata, cluster_secret
 from contracts.credentials.certificate_files import CertificateFiles
-from contracts.errors import ConfigError, RequestError
+from contracts.errors import ConfigError, RequestError, WireError
 from contracts.ids import Role, WorkerName
 from contracts.interfaces.discovery import WorkerClient
 from contracts.messages.pool_changes import PoolChange
+from contracts.messages.quota import QuotaClaim, QuotaSlice
 from contracts.messages.worker_status import WorkerRecord, WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
 from contracts.wire.grpc_channels import channel_options
 from contracts.wire.pool_change_protobuf import call_for
+from contracts.wire.quota_protobuf import claim_to_proto, slice_from_proto
 from contracts.wire.secure_grpc import open_channel
 from contracts.wire.unknown_kinds import known
 from contracts.wire.worker_protobuf import status_from_proto, view_from_proto
 from router.links.grpc_worker import CONNECT_TIMEOUT_S, LINK_TIMEOUT_S, GrpcWorkerClient
 from router.state.router_log import log
+
+LEASE_TIMEOUT_S = 1.0
+"""Seconds for which a request waits for its tenant's slice at most; then the controller counts as away."""
 
 
 class ControllerDirectory:
@@ -49,6 +54,8 @@ class ControllerDirectory:
         self._listeners: list[Callable[[tuple[WorkerView, ...]], None]] = []
         self._views: tuple[WorkerView, ...] | None = None
         self._task: asyncio.Task[None] | None = None
+        self._stub: Any = None
+        """The controller, while its table is being watched."""
 
     def watch(self, on_change: Callable[[tuple[WorkerView, ...]], None]) -> Callable[[], None]:
         self._listeners.append(on_change)
@@ -87,6 +94,23 @@ class ControllerDirectory:
     async def change_pools(self, change: PoolChange) -> tuple[WorkerName, ...]:
         answer = await self._ask(lambda stub, **options: call_for(stub, change, **options))
         return tuple(WorkerName(name) for name in answer.workers)
+
+    async def lease_quota(self, router: str, claims: Sequence[QuotaClaim]) -> list[QuotaSlice]:
+        """Claim slices of tenants' limits for `router`; returns a slice for each claim, in order.
+
+        Raises `ConnectionError` where the controller doesn't answer, at once where its table isn't being watched.
+        """
+        if self._stub is None:
+            raise ConnectionError("the controller is away")
+        request = pb.QuotaClaims(router=router, claims=map(claim_to_proto, claims))
+        metadata = access_metadata(cluster_secret())
+        try:
+            answer = await self._stub.LeaseQuota(request, timeout=LEASE_TIMEOUT_S, metadata=metadata)
+            return [slice_from_proto(part) for part in answer.slices]
+        except grpc.aio.AioRpcError as error:
+            raise ConnectionError(f"{error.code().name}: {error.details()}") from None
+        except WireError as error:
+            raise ConnectionError(f"an answer that can't be read: {error}") from None
 
     async def _ask(self, call: Callable[..., Any]) -> Any:
         """Make one call of the controller, on a connection of its own. Raises as `change_role` does."""
@@ -136,13 +160,15 @@ class ControllerDirectory:
                     async for view in stub.Watch(
                         pb.WatchRequest(changes=True), wait_for_ready=patient, metadata=metadata
                     ):
-                        pause = self.RETRY_FIRST_S
+                        pause, self._stub = self.RETRY_FIRST_S, stub
                         self._take(view)
                 reason = "the controller closed the stream"
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
             except (ConfigError, ValueError) as error:
                 reason = f"a view or a certificate that can't be read: {error}"
+            finally:
+                self._stub = None
             log("controller lost", target=self._target, reason=reason)
             await asyncio.sleep(pause)
             pause = min(pause * 2, self.RETRY_MOST_S)

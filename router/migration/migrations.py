@@ -253,6 +253,8 @@ class Migrations:
             deadline_s=max(r.deadline - now, 0.001),
             priority=r.priority,
             migrating=True,
+            tenant=r.share.tenant,
+            weight=r.share.weight,
         )
         self._send(migration.target, submit)
 

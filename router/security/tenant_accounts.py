@@ -1,15 +1,22 @@
-"""What tenants have asked for: requests and tokens of the last minute, and answers in flight, against their limits."""
+"""What tenants have asked for: requests and tokens of the last minute, and answers in flight, against their limits.
+
+A router that has the limits to itself keeps token buckets. One of several draws from slices that the controller leases
+it (`router.security.held_quota`): `lacks`, `claims` and `granted` are for whoever speaks with the controller.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from contracts.errors import TwinpoolError
 from contracts.key_file import TenantLimits
+from contracts.messages.quota import MOST_CLAIMS, QuotaClaim, QuotaSlice
+from router.security.held_quota import HeldQuota, LeasedBudget
 
 MINUTE_S = 60.0
 
@@ -37,6 +44,9 @@ class RateBudget:
         """Seconds until it has `wanted`, or is full."""
         return max(0.0, (min(wanted, a_minute) - self.level) * MINUTE_S / a_minute)
 
+    def spend(self, amount: float) -> None:
+        self.level -= amount
+
 
 @dataclass(slots=True)
 class TenantAccount:
@@ -47,38 +57,43 @@ class TenantAccount:
     refused: int = 0
     tokens: int = 0
     budgets: dict[str, RateBudget] = field(default_factory=dict)
+    """Where the limits are this router's alone."""
+    held: HeldQuota | None = None
+    """Where they are the cluster's."""
+
+    def budget(self, what: str, limit: int, now: float) -> RateBudget | LeasedBudget:
+        if self.held is None:
+            return self.budgets.setdefault(what, RateBudget(limit, now))
+        return self.held.budget(what)
 
 
 class TenantAccounts:
     """The accounts of all tenants. Times are seconds of the service's clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, leased: bool = False) -> None:
+        """`leased`: limits hold for all routers of a cluster together."""
         self._accounts: dict[str, TenantAccount] = {}
+        self._leased = leased
+        self._alone = False
 
     def check(self, tenant: str, limits: TenantLimits, choices: int, prompt_tokens: int, now: float) -> None:
-        """Raise `TenantLimited` where so many answers, and tokens of prompts, are more than the tenant may ask for now.
-        Books nothing but the refusal."""
-        account = self._accounts.setdefault(tenant, TenantAccount())
-        try:
-            if limits.concurrent and account.in_flight + choices > limits.concurrent:
-                raise TenantLimited(
-                    f"{tenant} has {account.in_flight} answers in flight; {limits.concurrent} are allowed at a time", 1
-                )
-            for what, (amount, limit) in _wanted(limits, prompt_tokens).items():
-                budget = account.budgets.setdefault(what, RateBudget(limit, now))
-                budget.refill(limit, now)
-                if wait_s := budget.wait_s(amount, limit):
-                    raise TenantLimited(f"{tenant} may ask for {limit} {what} a minute", wait_s)
-        except TenantLimited:
+        """Raise `TenantLimited` where so many answers, and tokens of prompts, are more than the tenant may ask for now,
+        as far as this router knows. Books nothing but the refusal."""
+        account = self._account(tenant, limits, now)
+        if (refusal := _refusal(tenant, account, limits, choices, prompt_tokens, now)) is not None:
             account.refused += 1
-            raise
+            raise refusal
 
     def admit(self, tenant: str, limits: TenantLimits, choices: int, prompt_tokens: int, now: float) -> None:
-        """Book a request of so many answers and tokens of prompts. Raises as `check` does, having booked nothing."""
+        """Book a request of so many answers and tokens of prompts. Raises as `check` does, having booked nothing, and
+        where slices that are leased don't suffice."""
         self.check(tenant, limits, choices, prompt_tokens, now)
         account = self._accounts[tenant]
-        for what, (amount, _) in _wanted(limits, prompt_tokens).items():
-            account.budgets[what].level -= amount
+        if (short := _short(tenant, account, limits, choices, prompt_tokens)) is not None:
+            account.refused += 1
+            raise short
+        for what, (amount, limit) in _wanted(limits, prompt_tokens).items():
+            account.budget(what, limit, now).spend(amount)
         account.in_flight += choices
         account.asked += 1
         account.tokens += prompt_tokens
@@ -87,12 +102,79 @@ class TenantAccounts:
         """Book tokens of an answer: they may overdraw, and the next request waits for it."""
         account = self._accounts[tenant]
         account.tokens += tokens
-        if budget := account.budgets.get("tokens"):
-            budget.level -= tokens
+        if account.held is not None:
+            account.held.answered(tokens)
+        elif budget := account.budgets.get("tokens"):
+            budget.spend(tokens)
 
     def ended(self, tenant: str) -> None:
         """Note that one answer has ended."""
         self._accounts[tenant].in_flight -= 1
+
+    def _account(self, tenant: str, limits: TenantLimits, now: float) -> TenantAccount:
+        account = self._accounts.setdefault(tenant, TenantAccount())
+        if not self._leased:
+            return account
+        if account.held is None:
+            account.held = HeldQuota(limits)
+        account.held.limits = limits
+        if self._alone:
+            account.held.go_alone(now)
+        elif account.held.alone:
+            account.held.come_back()
+        return account
+
+    # ------------------------------------------------------------ slices of the cluster's limits
+
+    def lacks(self, tenant: str, limits: TenantLimits, choices: int, prompt_tokens: int, now: float) -> bool:
+        """Whether a slice has to be claimed for a request: what is here doesn't suffice, and the controller may have
+        more."""
+        account = self._account(tenant, limits, now)
+        if account.held is None or account.held.alone:
+            return False
+        return (
+            _short(tenant, account, limits, choices, prompt_tokens) is not None
+            and _refusal(tenant, account, limits, choices, prompt_tokens, now) is None
+        )
+
+    def wait_for(self, tenant: str, choices: int, prompt_tokens: int, sign: int = 1) -> None:
+        """Count a request that waits for a slice in the next claim; `sign` -1: no more."""
+        held = self._accounts[tenant].held
+        if held is not None:
+            held.pending["requests"] += sign
+            held.pending["tokens"] += sign * prompt_tokens
+            held.pending["concurrent"] += sign * choices
+            held.pending += Counter()  # Keeps what is above 0.
+
+    def claims(self, now: float) -> list[QuotaClaim]:
+        """Return the claims to be made now: of tenants with requests that wait for slices, and of those whose slices
+        are due. The answer to each goes to `granted`."""
+        due = [
+            (tenant, account, account.held)
+            for tenant, account in self._accounts.items()
+            if account.held is not None and (account.held.pending or account.held.due(account.in_flight, now))
+        ]
+        return [held.claim(tenant, account.in_flight, now) for tenant, account, held in due[:MOST_CLAIMS]]
+
+    def granted(self, claims: Sequence[QuotaClaim], slices: Sequence[QuotaSlice], now: float) -> None:
+        """Take in the controller's answer."""
+        self._alone = False
+        for claim, part in zip(claims, slices, strict=False):
+            held = self._accounts[claim.tenant].held
+            if held is not None and part.tenant == claim.tenant:
+                held.granted(claim, part, now)
+
+    def go_alone(self, now: float) -> None:
+        """The controller doesn't answer: go on with what is here, and a slice a minute."""
+        self._alone = True
+        for account in self._accounts.values():
+            if account.held is not None:
+                account.held.go_alone(now)
+
+    @property
+    def alone(self) -> bool:
+        """Whether the controller didn't answer the last claim."""
+        return self._alone
 
     @property
     def in_flight(self) -> int:
@@ -116,6 +198,47 @@ class TenantAccounts:
                 families[name].add_metric([tenant], value)
         yield flight
         yield from families.values()
+
+
+def _refusal(
+    tenant: str, account: TenantAccount, limits: TenantLimits, choices: int, prompt_tokens: int, now: float
+) -> TenantLimited | None:
+    """Why a request is beyond its tenant's limits, as far as is known here; None where it may not be."""
+    held = account.held
+    known = held is None or held.known(now)
+    most = held.may_get(now) if held is not None else limits.concurrent
+    if limits.concurrent and account.in_flight + choices > most:
+        return _too_many(tenant, limits, account.in_flight + limits.concurrent - most)
+    for what, (amount, limit) in _wanted(limits, prompt_tokens).items():
+        budget = account.budget(what, limit, now)
+        budget.refill(limit, now)
+        if known and (wait_s := budget.wait_s(amount, limit)):
+            return _too_fast(tenant, limit, what, wait_s)
+    return None
+
+
+def _short(
+    tenant: str, account: TenantAccount, limits: TenantLimits, choices: int, prompt_tokens: int
+) -> TenantLimited | None:
+    """Why the slices that are here don't suffice for a request; None where they do."""
+    held = account.held
+    if held is None:
+        return None
+    if account.in_flight + choices > held.most_in_flight:
+        return _too_many(tenant, limits, account.in_flight + limits.concurrent - held.most_in_flight)
+    for what, (amount, limit) in _wanted(limits, prompt_tokens).items():
+        if held.budget(what).lacks(amount, limit):
+            return _too_fast(tenant, limit, what, 1)
+    return None
+
+
+def _too_many(tenant: str, limits: TenantLimits, in_flight: int) -> TenantLimited:
+    text = f"{tenant} has {in_flight} answers in flight; {limits.concurrent} are allowed at a time"
+    return TenantLimited(text, 1)
+
+
+def _too_fast(tenant: str, limit: int, what: str, wait_s: float) -> TenantLimited:
+    return TenantLimited(f"{tenant} may ask for {limit} {what} a minute", wait_s)
 
 
 def _wanted(limits: TenantLimits, prompt_tokens: int) -> dict[str, tuple[int, int]]:

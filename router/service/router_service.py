@@ -43,9 +43,11 @@ from router.openai_responses.responses_writer import ResponsesWriter
 from router.security.api_keys import ApiKeys
 from router.security.tenant_accounts import TenantAccounts
 from router.service.body_buffer import BodyBuffer
+from router.service.quota_leases import QuotaLeases, QuotaLessor
 from router.service.request_limits import RequestLimits
 from router.state.routed_request import RoutedRequest
 from router.state.router_log import log
+from router.state.tenant_share import TenantShare
 from router.state.worker_table import WorkerKey
 from router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 from router.tokenizer_pool.prepare_request import BodyReader, PreparedPrompt, body_limit
@@ -76,6 +78,7 @@ class RouterService:
 
     The class has more than twenty methods: it stands between the endpoints, the router core and the links, and each of
     the three calls it. `mint` makes the ids of requests and rooms.
+    `lessor`: where tenants' limits hold for several routers together.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class RouterService:
         *,
         model_tokenizer: ModelTokenizer | None = None,
         clock: Clock | None = None,
+        lessor: QuotaLessor | None = None,
         mint: Callable[[], str] = lambda: secrets.token_hex(12),
     ) -> None:
         spec = self.spec = served_as(spec, config.router.served_model_name)
@@ -105,8 +109,10 @@ class RouterService:
         """None: nobody needs a key."""
         admins = config.security.admin_keys_file
         self.admin_keys = ApiKeys(Path(admins)) if admins else None
-        self.tenants = TenantAccounts()
         self.clock = clock if clock is not None else SystemClock()
+        self.tenants = TenantAccounts(leased=lessor is not None)
+        self.quotas = QuotaLeases(self.tenants, lessor, mint(), self.clock) if lessor is not None else None
+        """None: tenants' limits are this router's alone."""
         self.core = RouterCore(config.router, self.clock, mint, config.audit, short_share=config.prefill.short_share)
         self.limits = RequestLimits(spec, config.router, self.core.workers)
         watch = StreamWatch(config.watch, spec.vocab_size)
@@ -138,6 +144,8 @@ class RouterService:
         if self._ticker is not None:
             self._ticker.cancel()
             self._ticker = None
+        if self.quotas is not None:
+            self.quotas.close()
         await self.readers.close()
         await self.worker_links.close()
 
@@ -148,6 +156,8 @@ class RouterService:
                 for keys in (self.keys, self.admin_keys):
                     if keys is not None:
                         keys.refresh()
+                if self.quotas is not None:
+                    self.quotas.tick()
                 self.core.tick()
                 self._act()
             except Exception:  # Our own bug; without further ticks no deadline would be kept.
@@ -162,9 +172,11 @@ class RouterService:
             self.metrics.refused_full += 1
             raise QueueFull(f"the queue is full: {self._reserved} of {limit} answers are in flight; try again later")
 
-    def check_tenant(self, tenant: str) -> None:
+    async def check_tenant(self, tenant: str) -> None:
         """Raise `TenantLimited` where a tenant may not even ask for the least request. Books nothing."""
         if self.keys is not None:
+            if self.quotas is not None:
+                await self.quotas.ensure(tenant, self._allowed(tenant), 1, 1)
             self.tenants.check(tenant, self._allowed(tenant), 1, 1, self.clock.now())
 
     def _allowed(self, tenant: str) -> TenantLimits:
@@ -202,20 +214,29 @@ class RouterService:
             finally:
                 self._reserved -= 1
         request = prepared.request
-        timeout_s = self.limits.timeout_s(request)
+        timeout_s, allowed = self.limits.timeout_s(request), self._allowed(tenant)
+        prompt_tokens = sum(len(prompt.tokens) for prompt in prepared.prompts)
+        if self.keys is not None and self.quotas is not None:
+            await self.quotas.ensure(tenant, allowed, request.choices, prompt_tokens)
         self.check_room(request.choices)
         try:
             limits = [self.limits.answer_tokens(request, len(p.tokens)) for p in prepared.prompts]
         except RequestError as error:
             raise (renamed(error) if request.shape == "responses" else error) from None
         if self.keys is not None:
-            allowed = self._allowed(tenant)
             request = replace(request, priority=min(request.priority, allowed.priority))
-            prompt_tokens = sum(len(prompt.tokens) for prompt in prepared.prompts)
             self.tenants.check(tenant, allowed, request.choices, prompt_tokens, self.clock.now())
         first_token_by = began + slo_ms / 1000 if slo_ms else None
         stream_id = self._mint()
-        routed = self._route(stream_id, request, prepared.prompts, limits, began + timeout_s, first_token_by)
+        routed = self._route(
+            stream_id,
+            request,
+            prepared.prompts,
+            limits,
+            began + timeout_s,
+            first_token_by,
+            TenantShare(tenant, allowed.weight),
+        )
         if (late := self.core.late_if_taken(routed)) is not None:
             raise SloUnreachable((self.clock.now() - began + late.prediction.seconds) * 1000, slo_ms)
         if self.keys is not None:
@@ -236,6 +257,7 @@ class RouterService:
         limits: list[int],
         deadline: float,
         first_token_by: float | None,
+        share: TenantShare,
     ) -> list[RoutedRequest]:
         """Make the request's choices, of which nothing is booked yet."""
         now = self.clock.now()
@@ -257,6 +279,7 @@ class RouterService:
                 salt=request.salt,
                 priority=request.priority,
                 first_token_by=first_token_by,
+                share=share,
             )
             choices.append(routed)
         return choices

@@ -4,6 +4,9 @@ Computing `n` tokens that the worker's cache doesn't have takes about `a + b n` 
 squares that forget, to the seconds in which the worker had work before each prompt was done; a step that computes many
 prompts shows in `a`. Nothing is told of a cost that wasn't seen: where all prompts were of one size, `b` is 0.
 
+Prompts of one tenant come in order; what other tenants have waiting comes as their shares say. The router knows what it
+sent itself: prompts of other routers show as slower steps, and in the caution that it learns.
+
 Times are seconds of the router core's clock.
 """
 
@@ -14,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from contracts.ids import RequestId
+from router.state.tenant_share import NOBODYS, TenantShare
 
 REMEMBERED = 0.98
 """Weight of a prompt after the next one: about the last fifty count."""
@@ -68,6 +72,7 @@ class WaitingPrompt:
     number: int
     tokens: int
     priority: int
+    whose: TenantShare
 
 
 @dataclass(slots=True)
@@ -79,8 +84,53 @@ class RefusedPrompt:
     priority: int
     before: int
     """How many prompts that would have come first aren't done."""
+    tenant: str
+    up_to: dict[str, int]
+    """The number of the last prompt of another tenant, of its priority, that would have come first."""
     own_s: float
+    """Seconds from the end of those to its own first token."""
     due: float
+
+    def after(self, prompt: WaitingPrompt) -> bool:
+        """Whether `prompt` would have come first."""
+        if prompt.number >= self.number or prompt.priority < self.priority:
+            return False
+        tenant = prompt.whose.tenant
+        first = prompt.priority > self.priority or tenant == self.tenant
+        return first or prompt.number <= self.up_to.get(tenant, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class QueueAhead:
+    """What is ahead of one prompt on a worker, in seconds."""
+
+    in_order: list[tuple[WaitingPrompt, float]]
+    """Prompts that come first, whatever the shares: of a higher priority, or of the tenant's own."""
+    others: list[tuple[WaitingPrompt, float]]
+    """Prompts of other tenants, of its priority."""
+    weight: int
+
+    def beside(self, seconds: float) -> float:
+        """Seconds for what its tenant needs `seconds` for, with what others get meanwhile (generalized processor
+        sharing, Parekh and Gallager 1993)."""
+        waiting: dict[TenantShare, float] = {}
+        for prompt, cost in self.others:
+            waiting[prompt.whose] = waiting.get(prompt.whose, 0.0) + cost
+        return seconds + sum(min(cost, seconds * whose.weight / self.weight) for whose, cost in waiting.items())
+
+    def done_before(self, seconds: float) -> dict[str, tuple[int, int, float]]:
+        """Of the others' prompts those that are done when its tenant has had `seconds`: by tenant the number of the
+        last, how many, and their seconds."""
+        done: dict[str, tuple[int, int, float]] = {}
+        over: set[str] = set()
+        for prompt, cost in self.others:
+            tenant, weight = prompt.whose
+            _, count, before = done.get(tenant, (-1, 0, 0.0))
+            if tenant in over or before + cost > seconds * weight / self.weight:
+                over.add(tenant)
+            else:
+                done[tenant] = prompt.number, count + 1, before + cost
+        return done
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +167,10 @@ class PrefillQueue:
     def __iter__(self) -> Iterator[RequestId]:
         return iter(self._waiting)
 
-    def add(self, request: RequestId, tokens: int, priority: int, now: float) -> None:
+    def add(self, request: RequestId, tokens: int, priority: int, now: float, whose: TenantShare = NOBODYS) -> None:
         """Add a prompt that was sent to the worker."""
         self._work(now)
-        self._waiting[request] = WaitingPrompt(self._came, tokens, priority)
+        self._waiting[request] = WaitingPrompt(self._came, tokens, priority, whose)
         self._came += 1
 
     def computed(self, request: RequestId, now: float) -> None:
@@ -140,7 +190,7 @@ class PrefillQueue:
         if not self._waiting:
             self._worked_s = 0.0
         for refused in self._refused:
-            refused.before -= gone.number < refused.number and gone.priority >= refused.priority
+            refused.before -= refused.after(gone)
         self._judge(now)
 
     def _work(self, now: float) -> None:
@@ -152,31 +202,40 @@ class PrefillQueue:
 
     # ------------------------------------------------------------ prediction
 
-    def predict(self, tokens: int, priority: int, now: float) -> TtftPrediction | None:
+    def predict(self, tokens: int, priority: int, now: float, whose: TenantShare = NOBODYS) -> TtftPrediction | None:
         """Return when a prompt's first token would come, were it sent now; None where too little was seen.
 
-        The prompts that come first are those of no lower priority. A shorter one than the first has a share of each
-        step with other short ones, if that is quicker.
+        The prompts that come first are those of a higher priority and, of the same one, the tenant's own; other tenants
+        have their shares meanwhile. A shorter one than the first of them has a share of each step with other short
+        ones, if that is quicker.
         """
         fit = self._cost.fit()
         if fit is None:
             return None
         own = fit[0] + fit[1] * tokens
-        before = [(one.tokens, fit[0] + fit[1] * one.tokens) for one in self._before(priority)]
-        if not before:
-            return TtftPrediction(self._caution[False] * own, False)
-        self._work(now)
-        under_way = min(self._worked_s, before[0][1])
-        in_turn = self._caution[False] * (sum(cost for _, cost in before) - under_way + own)
-        if self._short_share and tokens < before[0][0]:
-            among_short = sum(cost for n, cost in before if n <= tokens) + own
-            shared = self._caution[True] * among_short / self._short_share
+        ahead = self._ahead(fit, priority, whose, now)
+        if not ahead.in_order:
+            return TtftPrediction(self._caution[False] * ahead.beside(own), False)
+        urgent = sum(cost for one, cost in ahead.in_order if one.priority > priority)
+        mine = sum(cost for one, cost in ahead.in_order if one.priority == priority)
+        in_turn = self._caution[False] * (urgent + ahead.beside(mine + own))
+        if self._short_share and tokens < ahead.in_order[0][0].tokens:
+            short = sum(fit[0] + fit[1] * one.tokens for one, _ in ahead.in_order if one.tokens <= tokens)
+            shared = self._caution[True] * ahead.beside((short + own) / self._short_share)
             if shared < in_turn:
                 return TtftPrediction(shared, True)
         return TtftPrediction(in_turn, False)
 
-    def _before(self, priority: int) -> list[WaitingPrompt]:
-        return [one for one in self._waiting.values() if one.priority >= priority]
+    def _ahead(self, fit: tuple[float, float], priority: int, whose: TenantShare, now: float) -> QueueAhead:
+        """What is ahead of a prompt of `whose`, were it sent now, less what is done of the first of all."""
+        self._work(now)
+        ahead, done = QueueAhead([], [], whose.weight), self._worked_s
+        for one in self._waiting.values():
+            if one.priority >= priority:
+                cost, done = max(0.0, fit[0] + fit[1] * one.tokens - done), 0.0
+                in_order = one.priority > priority or one.whose.tenant == whose.tenant
+                (ahead.in_order if in_order else ahead.others).append((one, cost))
+        return ahead
 
     def came(self, predicted: TtftPrediction, seconds: float) -> None:
         """Learn from a first token that was predicted: a step towards the caution with which `ON_TIME` of them aren't
@@ -187,13 +246,17 @@ class PrefillQueue:
 
     # ------------------------------------------------------------ refusals
 
-    def refused(self, tokens: int, priority: int, now: float, due: float) -> None:
+    def refused(self, tokens: int, priority: int, now: float, due: float, whose: TenantShare = NOBODYS) -> None:
         """Note that a prompt is refused, whose first token was due at `due`."""
         fit = self._cost.fit()
         assert fit is not None, "only a prediction refuses"
-        self._work(now)
-        before = len(self._before(priority))
-        self._refused.append(RefusedPrompt(self._came, priority, before, fit[0] + fit[1] * tokens, due))
+        own, ahead = fit[0] + fit[1] * tokens, self._ahead(fit, priority, whose, now)
+        mine = sum(cost for one, cost in ahead.in_order if one.priority == priority)
+        done = ahead.done_before(mine + own)
+        before = len(ahead.in_order) + sum(count for _, count, _ in done.values())
+        last_s = ahead.beside(mine + own) - mine - sum(seconds for *_, seconds in done.values())
+        up_to = {tenant: number for tenant, (number, *_) in done.items()}
+        self._refused.append(RefusedPrompt(self._came, priority, before, whose.tenant, up_to, last_s, due))
         self._judge(now)
 
     def take_false_refusals(self, now: float) -> int:

@@ -24,6 +24,7 @@ from contracts.ids import RequestId, Role, RoomId
 from contracts.messages.worker_events import Done, Event, LegReport, Tokens
 from contracts.sampling_params import SamplingParams, TokenLogprob
 from router.state.prefill_queue import TtftPrediction
+from router.state.tenant_share import NOBODYS, TenantShare
 from router.state.worker_table import WorkerKey
 
 
@@ -107,6 +108,7 @@ class RoutedRequest:
         "salt",
         "sampling",
         "scores_in",
+        "share",
         "spoiled",
         "waiting_since",
         "workers",
@@ -124,14 +126,17 @@ class RoutedRequest:
         salt: str = "",
         priority: int = 0,
         first_token_by: float | None = None,
+        share: TenantShare = NOBODYS,
     ) -> None:
-        """`first_token_by`: the time after which its prompt isn't begun any more; None: it may always be."""
+        """`first_token_by`: the time after which its prompt isn't begun any more; None: it may always be. `share`:
+        whose it is."""
         self.id = request_id
         self.prompt = prompt
         self.sampling = sampling
         self.hashes = hashes
         self.salt = salt
         self.priority = priority
+        self.share = share
         self.arrived = self.waiting_since = now
         self.deadline = deadline
         self.first_token_by = first_token_by

@@ -17,6 +17,7 @@ from router.links.worker_links import REACHABLE
 from router.service.router_service import TICK_S
 from router.state.prefix_hashes import prefix_hashes
 from router.state.routed_request import RoutedRequest
+from router.state.tenant_share import TenantShare
 from router.state.worker_table import WorkerEntry, WorkerKey
 from router.verification.audit_cases import AuditFinding, AuditResult
 from sim.fabric.sim_wire import pack_views, status_there, unpack_views
@@ -92,6 +93,7 @@ class SimRouter:
             salt=ask.salt,
             priority=ask.priority,
             first_token_by=now + ask.first_token_s if ask.first_token_s is not None else None,
+            share=TenantShare(ask.tenant, ask.weight),
         )
         if self.core.late_if_taken([request]) is not None:
             del self._asks[request_id]

@@ -37,6 +37,9 @@ class ScenarioRequest:
     deadline_s: float = 600.0
     first_token_s: float | None = None
     """Seconds to the first token beyond which the answer is of no use to the client; None: it is patient."""
+    tenant: str = field(default="", repr=False)
+    """Whose it is. Not in its text, from which other draws are made."""
+    weight: int = field(default=1, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,7 +150,19 @@ def _asks(rng: random.Random, shape: ClusterShape) -> tuple[ScenarioRequest, ...
         said.append([*words, *recite(spec, prompt, sampling).tokens])
     if shape.pressed:
         asks += rush(rng, shape, len(asks), at)
-    return _hurried(asks)
+    return _of_tenants(_hurried(asks))
+
+
+def _of_tenants(asks: Sequence[ScenarioRequest]) -> tuple[ScenarioRequest, ...]:
+    """Let requests be of several tenants, in a few plans. Drawn from what was asked, as `_hurried` does."""
+    rng = random.Random(f"tenants of {asks!r}")
+    if rng.random() >= 0.15:
+        return tuple(asks)
+    weights = {tenant: rng.choice((1, 1, 3)) for tenant in ("a", "b", "c")[: rng.randint(2, 3)]}
+    whose = [rng.choice(list(weights)) for _ in asks]
+    return tuple(
+        replace(ask, tenant=tenant, weight=weights[tenant]) for ask, tenant in zip(asks, whose, strict=True)
+    )  # fmt: skip
 
 
 def _hurried(asks: Sequence[ScenarioRequest]) -> tuple[ScenarioRequest, ...]:

@@ -37,7 +37,7 @@ NAME = WorkerName("decode-0")
 WAIT_S = 60.0
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 METHODS = {
-    "Controller": ["Register", "Renew", "Leave", "ChangeRole", "Drain", "Undrain", "Watch", "Nonsense"],
+    "Controller": ["Register", "Renew", "Leave", "ChangeRole", "Drain", "Undrain", "Watch", "LeaseQuota", "Nonsense"],
     "Worker": ["Status", "Check", "Drain", "Undrain", "Nonsense"],
 }
 

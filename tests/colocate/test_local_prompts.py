@@ -54,6 +54,22 @@ def test_c11_the_tree_gets_window_pages_only_where_others_take_their_place() -> 
             others.release()
 
 
+def test_a_prompt_of_a_tenant_that_has_none_here_takes_the_place_of_one_of_who_has_several() -> None:
+    spec = pool_sets(PAGE)["full"]
+    prompts = [[100 * n + k for k in range(40)] for n in range(1, 6)]
+    with hash_colocated("full", 200, prefill={"chunk_tokens": 8, "max_running": 2}) as both:
+        flood = [both.submit(prompt, greedy(4), tenant="flood") for prompt in prompts[:4]]
+        both.step()
+        both.step()
+        quiet = both.submit(prompts[4], greedy(4), tenant="quiet")
+        both.run(quiet)
+        assert sum(both.answers[request].done is not None for request in flood) <= 2, "it has half of each step"
+        answers = both.run(quiet, *flood)
+        assert both.worker.status().counters["preemptions"] == 1
+        for prompt, answer in zip([prompts[4], *prompts[:4]], answers, strict=True):
+            assert answer.list == recite(spec, prompt, 4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_is_drawn_every_answer_is_exact_and_nothing_is_left(seed: int) -> None:

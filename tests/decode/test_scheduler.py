@@ -103,3 +103,62 @@ def test_whoever_ends_is_in_no_queue_any_more() -> None:
     assert not parts.scheduler.busy
     assert parts.scheduler.check() == parts.manager.check() == []
     assert len(parts.manager.table) == 0
+
+
+def granted(parts: DecodeParts, *asked: str) -> list[str]:
+    """Who gets pages, one after the other, as each lets go of them."""
+    order: list[str] = []
+    while len(order) < len(asked):
+        list(parts.scheduler.admit())
+        (one,) = (r for r in parts.requests if r.phase is DecodePhase.ARRIVING)
+        order.append(str(one.submit.request_id))
+        parts.leave(one)
+    return order
+
+
+def test_tenants_get_pages_by_what_each_had_and_each_first_come_first_served() -> None:
+    parts = DecodeParts(pages=8)
+    names = ("a1", "a2", "a3", "a4", "z1", "z2")
+    for name in names:
+        parts.ask(name, prompt=12, most=4, tenant=name[0])
+        parts.clock.advance(1)
+    assert granted(parts, *names) == ["a1", "z1", "a2", "z2", "a3", "a4"]
+    assert parts.scheduler.check() == parts.manager.check() == []
+
+
+def test_weights_hold_for_pages_too_and_priorities_come_before_them() -> None:
+    parts = DecodeParts(pages=8)
+    names = ("a1", "a2", "a3", "z1", "z2", "z3", "urgent")
+    for name in names:
+        own = {"tenant": name[0], "weight": 2 if name[0] == "z" else 1, "priority": name == "urgent"}
+        parts.ask(name, prompt=12, most=4, **own)
+        parts.clock.advance(1)
+    assert granted(parts, *names) == ["urgent", "a1", "z1", "z2", "a2", "z3", "a3"]
+
+
+def test_what_a_tenant_draws_while_others_wait_is_on_its_account() -> None:
+    """Of two that came at once the one that has drawn meanwhile comes second, though it was first."""
+    for tenant, order in (("a", ["z1", "a1"]), ("z", ["a1", "z1"])):
+        parts = DecodeParts(pages=16)
+        (running,) = parts.run(f"{tenant}0", prompt=12, most=40, tenant=tenant)
+        for name in ("a1", "z1"):
+            parts.ask(name, prompt=32, most=8, tenant=name[0])
+            parts.clock.advance(1)
+        for _ in range(3):
+            assert list(parts.scheduler.admit()) == []
+            assert parts.scheduler.next_batch() == [running]
+            running.launched = running.planned
+            running.commit([1])
+        parts.leave(running)
+        assert granted(parts, *order) == order
+
+
+def test_where_nobody_waits_nothing_is_remembered() -> None:
+    parts = DecodeParts(pages=8)
+    assert granted(parts, *[str(parts.ask(f"a{n}", prompt=12, most=4, tenant="a").submit.room) for n in range(3)])
+    list(parts.scheduler.admit())
+    names = ("a3", "z1")
+    for name in names:
+        parts.ask(name, prompt=12, most=4, tenant=name[0])
+        parts.clock.advance(1)
+    assert granted(parts, *names) == ["a3", "z1"]

@@ -23,6 +23,7 @@ from contracts.ids import PAIR
 from contracts.interfaces.discovery import WorkerDirectory
 from router.api.app import create_admin_app, create_app
 from router.main import AdminListener, RouterListeners, RouterServer, listen
+from router.service.quota_leases import QuotaLessor
 from router.service.router_service import RouterService
 from tests.router.fake_worker import FakeCluster
 
@@ -143,11 +144,12 @@ def serving(
     config: Config | None = None,
     directory: WorkerDirectory | None = None,
     trust: ssl.SSLContext | None = None,
+    lessor: QuotaLessor | None = None,
 ) -> Iterator[Server]:
     """A router on a free port that serves until the end of the block. Where `config` has an operators' port, that is a
     free one too."""
     config = config or Config()
-    service = RouterService(spec or demo_spec(), config, directory or cluster)
+    service = RouterService(spec or demo_spec(), config, directory or cluster, lessor=lessor)
     reading, writing = os.pipe()
     with listen("127.0.0.1", 0) as bound, listen("127.0.0.1", 0) as admin:
         operators = AdminListener(create_admin_app(service), admin) if config.security.admin_port else None

@@ -23,6 +23,7 @@ from cache.pool.pool_set import PoolSet
 from cluster.controller.controller_actions import LeaseGrant
 from cluster.controller.controller_service import ControllerService
 from cluster.controller.controller_table import RowChange
+from cluster.controller.quota_ledger import QuotaLedger
 from cluster.ranks.follower_channel import FollowerChannel
 from cluster.ranks.leader_channel import LeaderChannel
 from cluster.worker_process.grpc_service import WorkerService
@@ -34,6 +35,7 @@ from contracts.errors import WireError
 from contracts.ids import Incarnation, Role, RoomId, WorkerName
 from contracts.messages import rank_order_codec, rank_orders, router_commands, worker_events, worker_status
 from contracts.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, decode_batch, encode_batch
+from contracts.messages.quota import QuotaAmounts, QuotaClaim, QuotaSlice
 from contracts.messages.worker_status import WorkerRecord, WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
@@ -344,6 +346,38 @@ async def test_every_field_of_the_controllers_table_reaches_a_router() -> None:
         assert core.heard == [(record.name, Role.PREFILL)]
         stop()
         await asyncio.sleep(0)
+
+
+@pytest.mark.asyncio
+async def test_every_field_of_a_claim_and_of_a_slice_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    claims, parts = all_of(QuotaClaim), [*all_of(QuotaSlice), *all_of(QuotaSlice)]
+    heard: list[Any] = []
+
+    def lease(ledger: QuotaLedger, router: str, claim: QuotaClaim) -> QuotaSlice:
+        heard.append((router, claim))
+        part: QuotaSlice = parts[len(heard) - 1]
+        return part
+
+    monkeypatch.setattr(QuotaLedger, "lease", lease)
+    async with controller() as (_, target):
+        directory = ControllerDirectory(target)
+        with pytest.raises(ConnectionError, match="away"):
+            await directory.lease_quota("router-7", claims)
+        seen: list[Any] = []
+        stop = directory.watch(seen.append)
+        await eventually(lambda: bool(seen))
+        assert await directory.lease_quota("router-7", claims) == parts[: len(claims)]
+        with pytest.raises(ConnectionError, match="INVALID_ARGUMENT"):
+            await directory.lease_quota("", claims)
+        with pytest.raises(ConnectionError, match="INVALID_ARGUMENT"):
+            await directory.lease_quota("router-7", [full(QuotaClaim, tenant="t" * 65)])
+        with pytest.raises(ConnectionError, match="INVALID_ARGUMENT"):
+            await directory.lease_quota("router-7", [full(QuotaClaim, used=QuotaAmounts(float("nan")))])
+        stop()
+        await asyncio.sleep(0)
+    assert heard == [("router-7", claim) for claim in claims]
+    with pytest.raises(ConnectionError, match="away"):
+        await directory.lease_quota("router-7", claims)
 
 
 @pytest.mark.parametrize("cls", [pb.Registration, pb.LeaseGrant, pb.ClusterView, pb.Renewal])

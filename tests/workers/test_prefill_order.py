@@ -161,6 +161,26 @@ def test_who_computes_what_others_wait_for_is_as_urgent_as_they_are(small: Path)
         steps.check(longs)
 
 
+@pytest.mark.parametrize(("tokens", "places"), [(8192, 2), (3072, 8)], ids=["places are short", "pages are short"])
+def test_a_prompt_that_yields_to_another_tenants_answers_as_if_it_had_not(
+    small: Path, tokens: int, places: int
+) -> None:
+    """Also where decode has granted pages for it, and some were sent."""
+    oracle, flood, quiet = Oracle(small), [words(60 + n, 1500) for n in range(3)], words(70, 100)
+    sizes = {Role.PREFILL: tokens, Role.DECODE: 8192}
+    with pair(small, tokens=sizes, prefill={"chunk_tokens": CHUNK, "max_running": places}) as both:
+        steps = Steps(both)
+        asked = [both.submit(prompt, FOUR, tenant="flood") for prompt in flood]
+        both.step()
+        both.step()
+        last = both.submit(quiet, FOUR, tenant="quiet")
+        answers = both.run(last, *asked)
+        assert steps.of(quiet)[-1][0] < steps.of(flood[0])[-1][0]
+        assert both.prefill.status().counters["preemptions"] >= 1
+        for prompt, answer in zip([quiet, *flood], answers, strict=True):
+            assert answer.list == oracle.generate(prompt, 4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_next", "falcon_h1"])
 def test_windows_and_states_are_right_where_prompts_share_steps(family: str, tmp_path: Path) -> None:

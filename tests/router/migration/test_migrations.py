@@ -15,6 +15,7 @@ from contracts.messages.worker_events import Done, MigrationDone, MigrationPause
 from router.migration.migration_table import MigrationState
 from router.migration.migrations import PATIENCE_S
 from router.state.circuit_breaker import CircuitState
+from router.state.tenant_share import TenantShare
 from router.state.worker_table import WorkerKey
 from tests.router.stage import Stage
 
@@ -116,9 +117,11 @@ def test_the_target_is_sent_what_the_source_has_and_the_time_that_is_left_and_no
     scene = Scene(scores=True, request_timeout_s=30.0)
     scene.on.tick(10.0)
     first = scene.on.submits[0][1]
+    scene.request.share = TenantShare("acme", 3)
     scene.bring_to(MigrationState.OFFERED)
     worker, submit = scene.on.submits[-1]
     assert (worker, submit.attempt, submit.migrating) == (scene.target, 1, True)
+    assert (submit.tenant, submit.weight) == ("acme", 3)
     assert submit.peer is not None
     assert submit.peer.name == SOURCE
     assert submit.room != first.room

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from router.api.app import WITHOUT_KEY
 from router.security.api_keys import ApiKeys
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, serving
+from tests.router.security.leasing_routers import LedgerLessor
 
 COMPLETIONS = "/v1/completions"
 ASK = {"prompt": [5, 6, 7], "max_tokens": 4, "seed": 1}
@@ -48,10 +50,12 @@ def secret(keys: Path) -> str:
     return new_key(keys, "acme")
 
 
-@pytest.fixture
-def server(keys: Path, secret: str) -> Iterator[Server]:
+@pytest.fixture(params=["alone", "of several"])
+def server(keys: Path, secret: str, request: pytest.FixtureRequest) -> Iterator[Server]:
+    """A router that has tenants' limits to itself, and one that leases them."""
     config = Config(security=SecurityConfig(keys_file=str(keys)))
-    with serving(FakeCluster(), config=config) as found:
+    lessor = LedgerLessor() if request.param == "of several" else None
+    with serving(FakeCluster(), config=config, lessor=lessor) as found:
         yield found
         found.at_rest()
 
@@ -252,3 +256,55 @@ def test_the_command_makes_lists_and_revokes(keys: Path, capsys: pytest.CaptureF
     assert f"has no key {key_id}" in error
     assert keys_command("new")[0] == 2
     assert keys_command("new", "a b")[0] == 2
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions"])
+def test_workers_are_told_whose_a_request_is_and_its_weight(server: Server, keys: Path, secret: str, path: str) -> None:
+    limit(keys, weight=7)
+    assert server.service.keys is not None
+    server.call(server.service.keys.refresh)
+    body = ASK if path == COMPLETIONS else {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+    assert server.post(path, body, **bearer(secret)).status_code == 200
+    for role in ("prefill", "decode"):
+        (submit,) = server.cluster[f"{role}-0"].submits
+        assert (submit.tenant, submit.weight) == ("acme", 7)
+
+
+def test_limits_are_those_of_two_routers_together_and_one_goes_on_while_the_controller_is_away(
+    keys: Path, secret: str
+) -> None:
+    limit(keys, requests_per_minute=16)
+    config, lessor = Config(security=SecurityConfig(keys_file=str(keys))), LedgerLessor()
+    with (
+        serving(FakeCluster(), config=config, lessor=lessor) as one,
+        serving(FakeCluster(), config=config, lessor=lessor) as other,
+    ):
+        codes = [server.post(COMPLETIONS, ASK, **bearer(secret)).status_code for server in [one, other] * 10]
+        assert 16 - 2 <= codes.count(200) <= 17, "a slice of one may be the other's that asks; a minute goes on"
+        lessor.away = True
+        one.wait_until(lambda: one.service.tenants.alone)
+        for server in (one, other):
+            server.at_rest()
+
+
+def test_requests_that_come_at_once_share_claims(keys: Path, secret: str) -> None:
+    limit(keys, requests_per_minute=800)
+    config, lessor = Config(security=SecurityConfig(keys_file=str(keys))), LedgerLessor()
+    with serving(FakeCluster(), config=config, lessor=lessor) as server:
+        with ThreadPoolExecutor(16) as pool:
+            answers = list(pool.map(lambda _: server.post(COMPLETIONS, ASK, **bearer(secret)), range(64)))
+        assert {answer.status_code for answer in answers} == {200}
+        assert lessor.calls < 32
+        server.at_rest()
+
+
+def test_a_body_is_not_read_where_another_router_has_let_through_all_that_there_is(keys: Path, secret: str) -> None:
+    limit(keys, requests_per_minute=1)
+    config, lessor = Config(security=SecurityConfig(keys_file=str(keys))), LedgerLessor()
+    with (
+        serving(FakeCluster(), config=config, lessor=lessor) as one,
+        serving(FakeCluster(), config=config, lessor=lessor) as other,
+    ):
+        assert other.post(COMPLETIONS, ASK, **bearer(secret)).status_code == 200
+        assert one.client.post(COMPLETIONS, content=b"{", headers=bearer(secret)).status_code == 429
+        other.at_rest()

@@ -1,6 +1,9 @@
-"""Budgets of a minute, beside a plain count of what was let through in any minute."""
+"""Budgets of a minute, beside a plain count of what was let through in any minute: of a router that has them to itself,
+and of one that leases them of a controller, alone."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -8,9 +11,15 @@ from hypothesis import strategies as st
 
 from contracts.key_file import TenantLimits
 from router.security.tenant_accounts import TenantAccounts, TenantLimited
+from tests.router.security.leasing_routers import LeasingRouter
+
+Kind = Callable[[], TenantAccounts | LeasingRouter]
+KINDS = pytest.mark.parametrize("kind", [TenantAccounts, LeasingRouter])
 
 
-def admitted(accounts: TenantAccounts, limits: TenantLimits, tokens: int, now: float, choices: int = 1) -> bool:
+def admitted(
+    accounts: TenantAccounts | LeasingRouter, limits: TenantLimits, tokens: int, now: float, choices: int = 1
+) -> bool:
     try:
         accounts.admit("acme", limits, choices, tokens, now)
     except TenantLimited:
@@ -18,11 +27,12 @@ def admitted(accounts: TenantAccounts, limits: TenantLimits, tokens: int, now: f
     return True
 
 
+@KINDS
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 60)), max_size=60), st.integers(1, 8), st.integers(60, 200))
 def test_no_two_minutes_see_more_than_two_allowances(
-    asked: list[tuple[float, int]], requests: int, tokens: int
+    kind: Kind, asked: list[tuple[float, int]], requests: int, tokens: int
 ) -> None:
-    accounts, limits = TenantAccounts(), TenantLimits(requests_per_minute=requests, tokens_per_minute=tokens)
+    accounts, limits = kind(), TenantLimits(requests_per_minute=requests, tokens_per_minute=tokens)
     let: list[tuple[float, int]] = []
     now = 0.0
     for later, amount in asked:
@@ -35,8 +45,9 @@ def test_no_two_minutes_see_more_than_two_allowances(
         assert sum(minute) <= 2 * tokens
 
 
-def test_who_waits_as_long_as_it_was_told_is_let_in_and_not_before() -> None:
-    accounts, limits = TenantAccounts(), TenantLimits(requests_per_minute=3)
+@KINDS
+def test_who_waits_as_long_as_it_was_told_is_let_in_and_not_before(kind: Kind) -> None:
+    accounts, limits = kind(), TenantLimits(requests_per_minute=3)
     assert all(admitted(accounts, limits, 1, 100.0) for _ in range(3))
     with pytest.raises(TenantLimited) as caught:
         accounts.admit("acme", limits, 1, 1, 100.0)
@@ -45,22 +56,25 @@ def test_who_waits_as_long_as_it_was_told_is_let_in_and_not_before() -> None:
     assert admitted(accounts, limits, 1, 120.1)
 
 
-def test_tokens_of_answers_are_paid_by_the_next_request() -> None:
-    accounts, limits = TenantAccounts(), TenantLimits(tokens_per_minute=60)
+@KINDS
+def test_tokens_of_answers_are_paid_by_the_next_request(kind: Kind) -> None:
+    accounts, limits = kind(), TenantLimits(tokens_per_minute=60)
     accounts.admit("acme", limits, 1, 10, 0.0)
     accounts.spend("acme", 110)
     assert not admitted(accounts, limits, 1, 60.0)
     assert admitted(accounts, limits, 1, 61.1)
 
 
-def test_a_prompt_above_a_minutes_tokens_waits_for_a_full_budget_and_is_let_in() -> None:
-    accounts, limits = TenantAccounts(), TenantLimits(tokens_per_minute=60)
+@KINDS
+def test_a_prompt_above_a_minutes_tokens_waits_for_a_full_budget_and_is_let_in(kind: Kind) -> None:
+    accounts, limits = kind(), TenantLimits(tokens_per_minute=60)
     assert admitted(accounts, limits, 500, 0.0)
     assert not admitted(accounts, limits, 1, 400.0)
 
 
-def test_what_is_refused_is_not_booked_and_tenants_dont_pay_for_each_other() -> None:
-    accounts, limits = TenantAccounts(), TenantLimits(requests_per_minute=5, tokens_per_minute=10, concurrent=2)
+@KINDS
+def test_what_is_refused_is_not_booked_and_tenants_dont_pay_for_each_other(kind: Kind) -> None:
+    accounts, limits = kind(), TenantLimits(requests_per_minute=5, tokens_per_minute=10, concurrent=2)
     assert not admitted(accounts, limits, 1, 0.0, choices=3)
     assert admitted(accounts, limits, 10, 0.0, choices=2)
     assert accounts.in_flight == 2

@@ -10,6 +10,7 @@ import pytest
 
 from contracts.ids import RequestId
 from router.state.prefill_queue import JUDGED_AT_ONCE, PrefillQueue, PromptCost, TtftPrediction
+from router.state.tenant_share import TenantShare
 
 BASE_S, TOKEN_S = 0.02, 0.0005
 
@@ -192,3 +193,84 @@ def test_whoever_shares_steps_teaches_nothing_of_those_that_have_their_turn() ->
         queue.came(shared, 100.0)
     assert seconds(queue, 50, 0, 100.0) == pytest.approx(3 * shared.seconds)
     assert seconds(queue, 20_000, 0, 100.0) == pytest.approx(in_turn.seconds)
+
+
+A, B, HEAVY = TenantShare("a"), TenantShare("b"), TenantShare("b", 3)
+
+
+def shared(queue: PrefillQueue, tokens: int, whose: TenantShare, priority: int = 0) -> float:
+    predicted = queue.predict(tokens, priority, 100.0, whose)
+    assert predicted is not None
+    return predicted.seconds
+
+
+def test_beside_another_tenants_flood_a_prompt_takes_twice_its_time_and_not_the_floods() -> None:
+    queue = taught()
+    for number in range(20):
+        queue.add(RequestId(f"{number}"), 1000, 0, 100.0, A)
+    assert shared(queue, 100, B) == pytest.approx(2 * cost(100))
+    assert shared(queue, 100, HEAVY) == pytest.approx(4 / 3 * cost(100))
+    assert shared(queue, 100, A) == pytest.approx(20 * cost(1000) + cost(100))
+    queue.add(RequestId("mine"), 300, 0, 100.0, B)
+    assert shared(queue, 100, B) == pytest.approx(2 * (cost(300) + cost(100)))
+    assert shared(queue, 100, B, priority=1) == pytest.approx(cost(100))
+    assert shared(queue, 100, B, priority=-1) == pytest.approx(20 * cost(1000) + cost(300) + cost(100))
+
+
+def test_who_waits_for_less_than_its_share_costs_others_no_more_than_that() -> None:
+    queue = taught()
+    queue.add(RequestId("other"), 50, 0, 100.0, A)
+    assert shared(queue, 1000, B) == pytest.approx(cost(50) + cost(1000))
+    queue.add(RequestId("third"), 2000, 0, 100.0, TenantShare("c"))
+    assert shared(queue, 1000, B) == pytest.approx(cost(50) + 2 * cost(1000))
+
+
+def test_a_short_one_has_its_share_of_its_tenants_part() -> None:
+    queue = taught(short_share=0.25)
+    queue.add(RequestId("other"), 10_000, 0, 100.0, A)
+    queue.add(RequestId("mine"), 10_000, 0, 100.0, B)
+    assert shared(queue, 50, B) == pytest.approx(2 * cost(50) / 0.25)
+
+
+def shares_served(prompts: list[tuple[int, str]], weights: dict[str, int], quantum: float) -> list[float]:
+    """When each of these prompts, in order of arrival, all there at second 0, is done by a worker that gives `quantum`
+    seconds at a time to the tenant that has had least by its weight: the oracle, of no formula."""
+    left = [cost(tokens) for tokens, _ in prompts]
+    done, had, now = [0.0] * len(prompts), dict.fromkeys(weights, 0.0), 0.0
+    while any(left):
+        waiting = {tenant: n for n, (_, tenant) in reversed(list(enumerate(prompts))) if left[n]}
+        tenant = min(waiting, key=lambda t: (had[t] / weights[t], t))
+        n = waiting[tenant]
+        part = min(quantum, left[n])
+        left[n] = left[n] - part if left[n] - part > 1e-9 else 0.0
+        had[tenant] += part
+        now += part
+        if not left[n]:
+            done[n] = now
+    return done
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_predicted_is_what_fair_shares_come_to(seed: int) -> None:
+    rng = random.Random(seed)
+    weights = {"a": rng.randint(1, 3), "b": rng.randint(1, 3), "c": rng.randint(1, 3)}
+    prompts = [(rng.choice((100, 400, 900)), rng.choice("abc")) for _ in range(rng.randint(1, 12))]
+    queue = taught()
+    for number, (tokens, tenant) in enumerate(prompts):
+        queue.add(RequestId(f"{number}"), tokens, 0, 100.0, TenantShare(tenant, weights[tenant]))
+    for tenant in "abc":
+        predicted = shared(queue, 300, TenantShare(tenant, weights[tenant]))
+        served = shares_served([*prompts, (300, tenant)], weights, quantum=0.002)[-1]
+        assert predicted == pytest.approx(served, rel=0.05, abs=0.02)
+
+
+def test_a_refusal_beside_a_flood_is_judged_by_its_share() -> None:
+    """With the flood's prompts as they are done, in turns with its own time."""
+    queue = taught()
+    for number in range(10):
+        queue.add(RequestId(f"{number}"), 1000, 0, 100.0, A)
+    queue.refused(1000, 0, 100.0, 100.0 + 2 * cost(1000) + 0.1, B)
+    queue.refused(1000, 0, 100.0, 100.0 + 1.5 * cost(1000), B)
+    assert queue.take_false_refusals(100.0) == 0, "one of the flood comes first"
+    queue.computed(RequestId("0"), 100.0 + cost(1000))
+    assert queue.take_false_refusals(100.0 + cost(1000)) == 1

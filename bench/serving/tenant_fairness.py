@@ -1,0 +1,250 @@
+"""Times to first token of one tenant while another floods the cluster, over two routers that share nothing.
+
+    python -m bench.serving.tenant_fairness
+    python -m bench.serving.tenant_fairness --flood 64 --rate 2 --input-tokens 64:400 --seconds 30
+
+The flood keeps so many long prompts in flight, half at each router. The quiet tenant's prompts come at random times
+(Poisson), the same in each way, by turns at both routers:
+
+- `alone`: without the flood.
+- `weight N`: the quiet tenant has a key of its own tenant, of that weight; the flood's is 1.
+- `fcfs`: its key is of the flood's own tenant, whose requests are served first come, first served.
+
+The second router is a process like the first, started with its arguments on another port.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+
+import httpx
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from bench.common import machine
+from bench.common.bench_cluster import serving
+from bench.common.openai_client import Endpoint, EndpointError, Outcome, stream
+from bench.common.workload import Ask, Content, LengthRange, synthetic
+from contracts.key_file import KeyFile, TenantLimits, mint_key, write_key_file
+
+TIMEOUT_S = 300.0
+SETTLE_S = 0.3
+START_S = 60.0
+STOP_S = 20.0
+TOKENS = (300, 900)
+"""Ids of ordinary tokens, of the demo's vocabulary and of most."""
+FLOOD = "flood"
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The quiet tenant's times to first token in one way, all rounds together."""
+
+    way: str
+    sent: int
+    failed: int
+    p50_ms: float
+    p90_ms: float
+    p99_ms: float
+    flood_tokens_s: float
+    """Prompt tokens of the flood that were answered meanwhile, each second."""
+
+
+@contextmanager
+def second_router(url: str) -> Iterator[str]:
+    """Another router of the cluster that answers at `url`: the same command, on a port of its own. Yields its URL."""
+    port = url.rpartition(":")[2]
+    first = next(
+        process for process in psutil.process_iter(["cmdline"])
+        if "router.main" in (line := process.info["cmdline"] or []) and line[line.index("--port") + 1] == port
+    )  # fmt: skip
+    command = first.cmdline()
+    ready = command.index("--ready-fd")
+    del command[ready : ready + 2]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        command[command.index("--port") + 1] = str(free.getsockname()[1])
+    own = f"http://127.0.0.1:{command[command.index('--port') + 1]}"
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(command, env=first.environ(), cwd=first.cwd(), stdout=said, stderr=said)
+        try:
+            deadline = time.monotonic() + START_S
+            while not _ready(own):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    said.seek(0)
+                    raise RuntimeError(f"the second router did not become ready; it said:\n{said.read().decode()}")
+                time.sleep(0.2)
+            yield own
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+class Clients:
+    """The two tenants at the routers. `keys`: by way, and of the flood."""
+
+    def __init__(self, urls: Sequence[str], model: str, keys: dict[str, str], args: argparse.Namespace) -> None:
+        self._model, self._args, self._urls = model, args, urls
+        self._at = {
+            who: [Endpoint.parse(url, [("Authorization", f"Bearer {key}")]) for url in urls]
+            for who, key in keys.items()
+        }
+        self._contents = (Content(1_000_000 + number, *TOKENS) for number in count())
+        self.flooded = 0
+        """Prompt tokens of the flood that were answered."""
+
+    async def one(self, who: str, router: int, ask: Ask) -> Outcome:
+        body = {
+            "model": self._model, "prompt": list(ask.tokens), "max_tokens": ask.output_tokens, "temperature": 0.0,
+            "ignore_eos": True, "stream": True,
+        }  # fmt: skip
+        endpoint = self._at[who][router % len(self._urls)]
+        request = endpoint.encode("/v1/completions", body)
+        return await stream(endpoint, request, Outcome(ask.at_s, 0.0, len(ask.tokens), ask.output_tokens), TIMEOUT_S)
+
+    async def _flood(self, router: int) -> None:
+        """One long prompt after the other."""
+        lengths = LengthRange.parse(self._args.flood_tokens)
+        while True:
+            (ask,) = synthetic(next(self._contents), 1, lengths, LengthRange(1, 1))
+            outcome = await self.one(FLOOD, router, ask)
+            if not outcome.ok:
+                raise EndpointError(f"a request of the flood failed: {outcome.error}: {outcome.note}")
+            self.flooded += len(ask.tokens)
+
+    async def quiet(self, way: str, asks: Sequence[Ask]) -> list[Outcome]:
+        """Ask all of them when they are due, with the flood beside them but where it is `alone`."""
+        alone = way == "alone"
+        floods = [asyncio.create_task(self._flood(n)) for n in range(0 if alone else self._args.flood)]
+        await asyncio.sleep(0 if alone else self._args.lead_s)
+        self.flooded, start = 0, time.perf_counter() + 0.05
+
+        async def one(number: int, ask: Ask) -> Outcome:
+            await asyncio.sleep(max(0.0, start + ask.at_s - time.perf_counter()))
+            return await self.one(way, number, ask)
+
+        outcomes = await asyncio.gather(*(one(number, ask) for number, ask in enumerate(asks)))
+        for flood in floods:
+            flood.cancel()
+        ended = await asyncio.gather(*floods, return_exceptions=True)
+        if failures := [end for end in ended if isinstance(end, EndpointError)]:
+            raise failures[0]
+        await self._settle()
+        return list(outcomes)
+
+    async def _settle(self) -> None:
+        async with httpx.AsyncClient() as client:
+            for url in self._urls:
+                while (await client.get(f"{url}/load")).json()["server_load"]:
+                    await asyncio.sleep(SETTLE_S)
+
+
+async def measure(clients: Clients, ways: Sequence[str], args: argparse.Namespace) -> list[Wait]:
+    lengths, seeds = LengthRange.parse(args.input_tokens), count(1)
+    found: dict[str, list[Outcome]] = {way: [] for way in ways}
+    flooded = dict.fromkeys(ways, 0.0)
+    await clients.quiet("alone", synthetic(Content(0, *TOKENS), 20, lengths, LengthRange(1, 1), rate=10.0))
+    for _ in range(args.rounds):
+        seed = next(seeds)
+        for shift, way in enumerate(ways):
+            asks = synthetic(
+                Content(seed, *TOKENS), int(args.rate * args.seconds), lengths, LengthRange(1, 1), rate=args.rate
+            )
+            asks = [Ask(ask.at_s, tuple(token + shift for token in ask.tokens), ask.output_tokens) for ask in asks]
+            began = time.perf_counter()
+            found[way] += await clients.quiet(way, asks)
+            flooded[way] += clients.flooded / (time.perf_counter() - began) / args.rounds
+    return [waits(way, outcomes, flooded[way]) for way, outcomes in found.items()]
+
+
+def waits(way: str, outcomes: Sequence[Outcome], flood_tokens_s: float) -> Wait:
+    answered = [one.ttft_s * 1000 for one in outcomes if one.ok]
+    cuts = statistics.quantiles(answered, n=100)
+    return Wait(
+        way, len(outcomes), len(outcomes) - len(answered), cuts[49], cuts[89], cuts[98], flood_tokens_s
+    )  # fmt: skip
+
+
+def table(results: Sequence[Wait]) -> Table:
+    shown = Table("way", "sent", "failed", "p50 ms", "p90 ms", "p99 ms", "p99 / alone", "flood, tokens/s")
+    alone = next(one.p99_ms for one in results if one.way == "alone")
+    for one in results:
+        shown.add_row(
+            one.way, str(one.sent), str(one.failed), f"{one.p50_ms:.0f}", f"{one.p90_ms:.0f}", f"{one.p99_ms:.0f}",
+            f"{one.p99_ms / alone:.2f}", f"{one.flood_tokens_s:,.0f}",
+        )  # fmt: skip
+    return shown
+
+
+def write_keys(path: Path, weights: Sequence[int]) -> dict[str, str]:
+    """Write the key file; returns the secrets by way, and the flood's."""
+    tenants = {FLOOD: FLOOD, "alone": "quiet-1", "fcfs": FLOOD} | {f"weight {n}": f"quiet-{n}" for n in weights}
+    made = {who: mint_key(tenant, "") for who, tenant in tenants.items()}
+    limits = {f"quiet-{n}": TenantLimits(weight=n) for n in weights}
+    write_key_file(path, KeyFile(tuple(key for _, key in made.values()), limits))
+    return {who: secret for who, (secret, _) in made.items()}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--weights", type=int, nargs="+", default=[1, 8], help="of the quiet tenant")
+    parser.add_argument("--flood", type=int, default=32, help="long prompts in flight")
+    parser.add_argument("--flood-tokens", default="1200:1800", help="of the flood's prompts: N or LOW:HIGH")
+    parser.add_argument("--lead-s", type=float, default=3.0, help="seconds of flood before the quiet tenant comes")
+    parser.add_argument("--rate", type=float, default=2.0, help="prompts of the quiet tenant each second")
+    parser.add_argument("--input-tokens", default="64:400", help="of its prompts")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of its arrivals in a round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as for serve")
+    parser.add_argument("--one-router", action="store_true")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    print(machine.headline())
+    ways = ["alone", *(f"weight {n}" for n in args.weights), "fcfs"]
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        path = Path(folder) / "keys.json"
+        keys = write_keys(path, args.weights)
+        urls = [stack.enter_context(serving(args.model, [f"security.keys_file={path}", *args.set]))]
+        if not args.one_router:
+            urls.append(stack.enter_context(second_router(urls[0])))
+        bearer = {"Authorization": f"Bearer {keys['alone']}"}
+        model = httpx.get(f"{urls[0]}/v1/models", headers=bearer).json()["data"][0]["id"]
+        results = asyncio.run(measure(Clients(urls, model, keys, args), ways, args))
+    print(
+        f"{len(urls)} routers; {args.flood} prompts of {args.flood_tokens} tokens in flight beside the quiet tenant's"
+    )
+    Console(width=120).print(table(results))
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps([asdict(one) for one in results], indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

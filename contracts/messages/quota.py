@@ -1,0 +1,55 @@
+"""Quotas: what routers claim of tenants' limits, and the slices that the controller leases them.
+
+A limit of a minute is a budget that fills within a minute. A router takes a slice of it, spends that without asking,
+and at its next claim says what it has used since its start and gives back the rest. Numbers that only grow can be said
+twice, so a claim whose answer was lost costs nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+QUOTA_PARTS = 8
+"""A slice is this part of a limit."""
+MOST_CLAIMS = 1024
+"""Claims in one call."""
+
+
+def slice_of(limit: int) -> int:
+    """Return a slice of a limit: what a router takes at a time, and what it allows itself a minute while the controller
+    is away."""
+    return -(-limit // QUOTA_PARTS)
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaAmounts:
+    """Amounts of each kind that a tenant's limits have."""
+
+    requests: float = 0.0
+    tokens: float = 0.0
+    """Of prompts and answers together."""
+    concurrent: int = 0
+    """Answers in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaClaim:
+    """What one router wants of one tenant's limits."""
+
+    tenant: str
+    limits: QuotaAmounts
+    """What the tenant may have a minute, and in flight; 0: no limit."""
+    used: QuotaAmounts
+    """Requests and tokens that the router has let through since its start."""
+    wanted: QuotaAmounts
+    """The slice that it wants now, in place of the one that it has; `concurrent` with what is in flight there."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaSlice:
+    """What one router has of one tenant's limits from now on, in place of what it had."""
+
+    tenant: str
+    granted: QuotaAmounts
+    left: QuotaAmounts
+    """What is left for others; below 0 where answers have overdrawn it."""

@@ -1,0 +1,89 @@
+"""The leases of tenants' quotas: claims slices of the controller, before requests that need them and while they are
+used.
+
+One call is under way at a time, for all tenants that need one. A request that lacks a slice waits for it; where no
+answer comes the controller counts as away, and nobody waits until it has answered again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from contracts.clock import Clock
+from contracts.key_file import TenantLimits
+from contracts.messages.quota import QuotaClaim, QuotaSlice
+from router.security.tenant_accounts import TenantAccounts
+from router.state.router_log import log
+
+TRIES = 3
+"""Claims that one request waits for; others of its tenant may take what each brings."""
+AWAY_RETRY_S = 1.0
+
+
+class QuotaLessor(Protocol):
+    """The controller, as it leases quotas."""
+
+    async def lease_quota(self, router: str, claims: Sequence[QuotaClaim]) -> Sequence[QuotaSlice]:
+        """Return a slice for each claim, in order. Raises `ConnectionError` where the controller doesn't answer."""
+
+
+class QuotaLeases:
+    """The calls of one router for its tenants' slices; on its event loop. `name` is of this start of the router."""
+
+    def __init__(self, accounts: TenantAccounts, lessor: QuotaLessor, name: str, clock: Clock) -> None:
+        self._accounts, self._lessor, self._name, self._clock = accounts, lessor, name, clock
+        self._call: asyncio.Task[None] | None = None
+        self._retry_at = 0.0
+
+    async def ensure(self, tenant: str, limits: TenantLimits, choices: int, prompt_tokens: int) -> None:
+        """Have slices here for a request, if the tenant may make it; the caller looks whether they are."""
+        asked = tenant, limits, choices, prompt_tokens
+        if not self._accounts.lacks(*asked, self._clock.now()):
+            return
+        self._accounts.wait_for(tenant, choices, prompt_tokens)
+        try:
+            for _ in range(TRIES):
+                if self._call is not None:  # Its claims may have been made before this request came.
+                    await asyncio.shield(self._call)
+                if not self._accounts.lacks(*asked, self._clock.now()) or (call := self._begin()) is None:
+                    return
+                await asyncio.shield(call)
+        finally:
+            self._accounts.wait_for(tenant, choices, prompt_tokens, -1)
+
+    def tick(self) -> None:
+        """Claim what is due; to be called every 100 ms or so."""
+        if self._call is None and (not self._accounts.alone or self._clock.now() >= self._retry_at):
+            self._begin()
+
+    def close(self) -> None:
+        if self._call is not None:
+            self._call.cancel()
+
+    def _begin(self) -> asyncio.Task[None] | None:
+        """Make the claims that are to be made, unless some are under way; returns the call, None where none is to be
+        made."""
+        if self._call is None and (claims := self._accounts.claims(self._clock.now())):
+            self._call = asyncio.get_running_loop().create_task(self._claim(claims))
+            self._call.add_done_callback(self._done)
+        return self._call
+
+    def _done(self, call: asyncio.Task[None]) -> None:
+        self._call = None
+
+    async def _claim(self, claims: Sequence[QuotaClaim]) -> None:
+        was_alone = self._accounts.alone
+        try:
+            slices = await self._lessor.lease_quota(self._name, claims)
+        except ConnectionError as error:
+            now = self._clock.now()
+            self._retry_at = now + AWAY_RETRY_S
+            self._accounts.go_alone(now)
+            if not was_alone:
+                log("quotas alone", reason=str(error))
+            return
+        self._accounts.granted(claims, slices, self._clock.now())
+        if was_alone:
+            log("quotas leased again")

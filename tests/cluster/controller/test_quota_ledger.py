@@ -1,0 +1,123 @@
+"""The quota ledger by itself: who holds what of a tenant's limits, and what is left."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.controller import quota_ledger
+from cluster.controller.quota_ledger import FORGET_S, MINUTE_S, MOST_TENANTS, VALID_S, QuotaLedger
+from contracts.clock import ManualClock
+from contracts.messages.quota import QuotaAmounts, QuotaClaim, QuotaSlice
+
+LIMITS = QuotaAmounts(60, 6000, 10)
+NONE = QuotaAmounts()
+
+
+class Ledger:
+    def __init__(self) -> None:
+        self.clock = ManualClock(1000.0)
+        self.ledger = QuotaLedger(self.clock)
+
+    def lease(
+        self, router: str, wanted: QuotaAmounts = NONE, used: QuotaAmounts = NONE, tenant: str = "acme"
+    ) -> QuotaSlice:
+        return self.ledger.lease(router, QuotaClaim(tenant, LIMITS, used, wanted))
+
+
+def test_what_one_has_no_other_gets() -> None:
+    scene = Ledger()
+    assert scene.lease("a", QuotaAmounts(50, 1000, 6)).granted == QuotaAmounts(50, 1000, 6)
+    assert scene.lease("b", QuotaAmounts(50, 1000, 6)) == QuotaSlice(
+        "acme", QuotaAmounts(10, 1000, 4), QuotaAmounts(0, 4000, 0)
+    )
+    assert scene.lease("c", QuotaAmounts(1, 5000, 1), tenant="other").granted == QuotaAmounts(1, 5000, 1)
+
+
+def test_a_claim_gives_back_what_wasnt_used_and_saying_it_twice_changes_nothing() -> None:
+    scene = Ledger()
+    scene.lease("a", QuotaAmounts(50, 5000, 6))
+    for _ in range(3):
+        assert scene.lease("a", used=QuotaAmounts(20, 2500)).left == QuotaAmounts(40, 3500, 10)
+
+
+def test_answers_overdraw_and_the_next_minute_pays() -> None:
+    scene = Ledger()
+    scene.lease("a", QuotaAmounts(tokens=1000))
+    assert scene.lease("a", used=QuotaAmounts(tokens=9000)).left.tokens == -3000
+    assert scene.lease("b", QuotaAmounts(tokens=100)).granted.tokens == 0
+    scene.clock.advance(MINUTE_S)
+    assert scene.lease("b", QuotaAmounts(tokens=9000)).granted.tokens == 3000
+
+
+def test_a_bucket_fills_within_a_minute_and_not_over_what_is_held() -> None:
+    scene = Ledger()
+    scene.lease("a", QuotaAmounts(60, 6000))
+    scene.lease("a", used=QuotaAmounts(60, 6000))
+    scene.clock.advance(MINUTE_S / 4)
+    assert scene.lease("b").left == QuotaAmounts(15, 1500, 10)
+    scene.clock.advance(MINUTE_S)
+    assert scene.lease("b", QuotaAmounts(20, 2000)).left == QuotaAmounts(40, 4000, 10)
+    scene.clock.advance(VALID_S - 0.1)
+    assert scene.lease("c").left == QuotaAmounts(40, 4000, 10)
+
+
+def test_the_slice_of_a_router_that_doesnt_come_again_is_taken_back() -> None:
+    scene = Ledger()
+    scene.lease("gone", QuotaAmounts(60, 6000, 10))
+    scene.clock.advance(VALID_S - 0.1)
+    assert scene.lease("b").left == QuotaAmounts(0, 0, 0)
+    scene.clock.advance(0.2)
+    assert scene.lease("b", QuotaAmounts(60, 6000, 10)).granted == QuotaAmounts(60, 6000, 10)
+    late = scene.lease("gone", used=QuotaAmounts(10, 500))
+    assert (late.left.requests, late.left.tokens) == (-10, -500), "what it says late counts"
+
+
+def test_of_a_router_that_is_new_here_nothing_is_known_that_it_used_before() -> None:
+    """So it is after a restart of the controller."""
+    scene = Ledger()
+    assert scene.lease("a", used=QuotaAmounts(5000, 100_000)).left == LIMITS
+    assert scene.lease("a", used=QuotaAmounts(5001, 100_010)).left == QuotaAmounts(59, 5990, 10)
+    scene.clock.advance(FORGET_S)
+    assert scene.lease("a", used=QuotaAmounts(9000, 200_000)).left == LIMITS
+
+
+def test_a_limit_that_is_new_begins_full_and_one_that_sinks_holds_at_once() -> None:
+    scene = Ledger()
+    scene.ledger.lease("a", QuotaClaim("acme", NONE, NONE, NONE))
+    assert scene.lease("a").left == LIMITS
+    small = QuotaAmounts(6, 60, 2)
+    part = scene.ledger.lease("a", QuotaClaim("acme", small, NONE, QuotaAmounts(60, 6000, 10)))
+    assert part.granted == small
+
+
+def test_tenants_and_routers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Ledger()
+    for number in range(MOST_TENANTS + 10):
+        scene.lease("a", tenant=f"t{number}")
+    assert len(scene.ledger) == MOST_TENANTS
+    monkeypatch.setattr(quota_ledger, "MOST_ROUTERS", 3)
+    for number in range(3):
+        scene.lease(f"r{number}", QuotaAmounts(1, 1, 1))
+    assert scene.lease("one too many", QuotaAmounts(1, 1, 1)).granted == NONE
+    assert scene.lease("r2", QuotaAmounts(1, 1, 1)).granted == QuotaAmounts(1, 1, 1)
+
+
+AMOUNTS = st.integers(-5, 80)
+
+
+@given(st.lists(st.tuples(st.floats(0, 8), st.sampled_from("abc"), AMOUNTS, AMOUNTS, st.integers(0, 60)), max_size=60))
+def test_what_routers_hold_and_what_is_left_is_never_more_than_the_limit(
+    steps: list[tuple[float, str, int, int, int]],
+) -> None:
+    scene, used, held = Ledger(), dict.fromkeys("abc", 0.0), dict[str, tuple[float, QuotaAmounts]]()
+    for later, router, requests, places, spent in steps:
+        scene.clock.advance(later)
+        used[router] += spent
+        part = scene.lease(router, QuotaAmounts(requests, 0, places), QuotaAmounts(used[router]))
+        held[router] = scene.clock.now(), part.granted
+        valid = [amounts for at, amounts in held.values() if scene.clock.now() - at < VALID_S]
+        assert all(amounts.requests >= 0 and amounts.concurrent >= 0 for amounts in valid)
+        assert sum(amounts.requests for amounts in valid) + part.left.requests <= LIMITS.requests + 1e-6
+        assert sum(amounts.concurrent for amounts in valid) + part.left.concurrent == LIMITS.concurrent

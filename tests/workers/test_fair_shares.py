@@ -1,0 +1,135 @@
+"""The virtual token counters of tenants: what each gets beside the others, by what was given to it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker.fair_shares import MOST_AHEAD, FairShares
+
+TENANTS = "abcd"
+
+
+def served(shares: FairShares, active: dict[str, int], tokens: int, quantum: int = 1) -> dict[str, int]:
+    """Give `tokens` tokens to tenants that could all use them."""
+    shares.follow(active)
+    given_ = shares.divide(tokens, dict.fromkeys(active, tokens), quantum)
+    for tenant, count in given_.items():
+        shares.charge(tenant, active[tenant], count)
+    return given_
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 100),
+            st.dictionaries(st.sampled_from(TENANTS), st.integers(1, 60), min_size=1),
+        ),
+        max_size=40,
+    ),
+    st.fixed_dictionaries({tenant: st.integers(1, 5) for tenant in TENANTS}),
+    st.integers(1, 8),
+)
+def test_who_always_wants_gets_as_much_by_its_weight_as_any_other_and_nothing_is_left_that_anybody_wants(
+    steps: list[tuple[int, dict[str, int]]], weights: dict[str, int], quantum: int
+) -> None:
+    """While both of two tenants want more than they get, neither gets ahead of the other by more than one hand-out,
+    beyond what it was behind when that began: nothing adds up, whatever the steps."""
+    shares, total = FairShares(), Counter[str]()
+    began: dict[tuple[str, str], tuple[float, float]] = {}
+    """By pair, while both want more: how far the first was behind then, and how far ahead in what it had been given."""
+    for budget, wanted in steps:
+        shares.follow({tenant: weights[tenant] for tenant in wanted})
+        for a, b in [(a, b) for a in TENANTS for b in TENANTS if a != b]:
+            if {a, b} <= wanted.keys():
+                behind = max(0.0, shares.counter(b) - shares.counter(a))
+                began.setdefault((a, b), (behind, total[a] / weights[a] - total[b] / weights[b]))
+            else:
+                began.pop((a, b), None)
+        parts = shares.divide(budget, wanted, quantum)
+        assert all(0 <= parts[tenant] <= wanted[tenant] for tenant in wanted)
+        assert sum(parts.values()) == min(budget, sum(wanted.values()))
+        for tenant, count in parts.items():
+            shares.charge(tenant, weights[tenant], count)
+            total[tenant] += count
+        sated = {tenant for tenant, count in parts.items() if count == wanted[tenant]}
+        began = {pair: at for pair, at in began.items() if not sated & set(pair)}
+        for (a, b), (behind, ahead) in began.items():
+            gained = total[a] / weights[a] - total[b] / weights[b] - ahead
+            assert gained <= behind + quantum / weights[a] + 1e-9
+
+
+def test_tokens_go_by_weight() -> None:
+    shares, total = FairShares(), Counter[str]()
+    for _ in range(30):
+        total.update(served(shares, {"a": 3, "b": 1}, 8, quantum=4))
+    assert total == {"a": 180, "b": 60}
+
+
+def test_who_was_idle_has_saved_nothing_up() -> None:
+    shares = FairShares()
+    served(shares, {"busy": 1, "idle": 1}, 10)
+    served(shares, {"busy": 1}, 1000)
+    assert served(shares, {"idle": 1, "busy": 1}, 10) == {"idle": 5, "busy": 5}
+
+
+def test_who_had_more_than_its_share_pays_for_it_when_it_comes_back_while_others_wait() -> None:
+    shares = FairShares()
+    served(shares, {"waits": 1}, 10)
+    shares.follow({"waits": 1, "greedy": 1})
+    shares.charge("greedy", 1, 20)
+    shares.follow({"waits": 1})
+    assert served(shares, {"waits": 1, "greedy": 1}, 30) == {"waits": 25, "greedy": 5}
+
+
+def test_when_nobody_has_anything_to_do_all_are_even_and_nothing_is_kept() -> None:
+    shares = FairShares()
+    served(shares, {"a": 1, "b": 1}, 10)
+    shares.charge("a", 1, 500)
+    shares.follow({})
+    assert len(shares) == 0
+    assert served(shares, {"a": 1, "b": 1}, 10) == {"a": 5, "b": 5}
+
+
+def test_where_all_leave_as_others_come_nobody_is_owed_anything() -> None:
+    shares = FairShares()
+    served(shares, {"a": 1}, 500)
+    assert served(shares, {"b": 1, "c": 1}, 10) == {"b": 5, "c": 5}
+    assert served(shares, {"a": 1, "b": 1}, 10) == {"a": 5, "b": 5}
+
+
+def test_whoever_is_idle_and_no_longer_ahead_is_forgotten_and_of_the_others_those_least_ahead() -> None:
+    shares = FairShares()
+    shares.follow({"waits": 1})
+    for number in range(2 * MOST_AHEAD):
+        shares.charge(f"t{number}", 1, 1 + number)
+    shares.follow({"waits": 1})
+    assert len(shares) == MOST_AHEAD + 1
+    shares.follow({"waits": 1, f"t{2 * MOST_AHEAD - 1}": 1, "t0": 1})
+    assert shares.counter(f"t{2 * MOST_AHEAD - 1}") == 2 * MOST_AHEAD
+    assert shares.counter("t0") == 0.0
+    shares.charge("waits", 1, 10 * MOST_AHEAD)
+    shares.follow({"waits": 1})
+    shares.follow({"waits": 1})
+    assert len(shares) == 1
+
+
+def test_what_is_decided_on_counts_before_it_is_computed() -> None:
+    shares, ahead = FairShares(), Counter[str]()
+    shares.follow({"a": 1, "b": 2})
+    order = []
+    for name in shares.in_turn({"a": ["a1", "a2", "a3"], "b": ["b1", "b2", "b3"]}, ahead):
+        order.append(name)
+        ahead[name[0]] += 10
+    assert order == ["a1", "b1", "b2", "a2", "b3", "a3"]
+
+
+@pytest.mark.parametrize("weight", [0, 1])
+def test_a_weight_that_is_none_counts_as_one(weight: int) -> None:
+    shares = FairShares()
+    shares.follow({"a": weight, "b": 1})
+    shares.charge("a", weight, 10)
+    assert shares.counter("a") == shares.counter("b", 10)
