@@ -66,7 +66,7 @@ def inline_holders(value: int) -> dict[int, int]:
 class HolderSets:
     """The writer's side of the rows.
 
-    `rows`: uint8 (rows, 2, slots / 8), the bitmaps, in memory that others may read. All of it must be zero at first.
+    `rows`: uint8 (rows, 2, slots / 8), the bitmaps, in memory that others may read.
     """
 
     def __init__(self, rows: NDArray[np.uint8]) -> None:
@@ -184,8 +184,8 @@ class HolderSets:
 
 
 def _rows_in(values: NDArray[np.uint64]) -> NDArray[np.int64]:
-    rows = values[values >> np.uint64(48) == ROW_MARK] & np.uint64(0xFFFF_FFFF)
-    return rows.astype(np.int64)
+    rows: NDArray[np.int64] = (values[values >> np.uint64(48) == ROW_MARK] & np.uint64(0xFFFF_FFFF)).astype(np.int64)
+    return rows
 
 
 def _set(bits: NDArray[np.uint8], slot: int, tiers: int) -> None:

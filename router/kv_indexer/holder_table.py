@@ -169,6 +169,12 @@ class HolderTable(HolderReader):
             at = np.flatnonzero(values.reshape(-1)) + first * WAYS
             self._change(at, slot, tiers, add=False)
 
+    def empty(self) -> None:
+        """Remove all blocks. Only where nobody else reads."""
+        for array in (self.memory.keys, self.memory.holders, self.memory.stamps):
+            array[...] = 0
+        self._sets, self.entries = HolderSets(self.memory.rows), 0
+
     def forget(self, slots: Collection[int]) -> None:
         """Take slots out of the table that no reader looks at any more: looks through all of it, once for all."""
         if not slots:

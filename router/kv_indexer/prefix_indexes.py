@@ -1,0 +1,115 @@
+"""Prefix indexes: what each prefill worker holds of a prompt, by tier, from what it says and what it was sent.
+
+A worker whose events are followed in full (*live*) holds what they say, and besides what it was sent in the last
+seconds, which no event confirms yet. Of any other worker what it was sent is all that is known. What decode workers
+hold is known from events alone. A wrong answer costs a worse choice and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from router.kv_indexer.sent_prefixes import SentPrefixes
+from router.kv_indexer.told_prefixes import ToldPrefix, ToldPrefixes
+from router.state.prefix_hashes import PrefixHashes
+from router.state.worker_table import WorkerEntry, WorkerKey
+
+KEEP_S = 0.05
+"""Seconds for which the answer about a prompt is good for its other choices."""
+
+
+@dataclass(slots=True)
+class PromptHits:
+    """What workers hold of one prompt, in positions."""
+
+    device: dict[WorkerKey, int] = field(default_factory=dict)
+    """On the device; workers that hold nothing are left out."""
+    held: dict[WorkerKey, int] = field(default_factory=dict)
+    """On the device or in host memory."""
+    storage: int = 0
+    """What storage holds, which workers share."""
+
+
+class PrefixIndexes:
+    """The indexes of the workers of one router's table. Times are seconds of the router core's clock."""
+
+    def __init__(self, told: ToldPrefixes | None = None) -> None:
+        """`told`: None where there is no index of KV events."""
+        self.told, self.sent_prefixes = told, SentPrefixes()
+        self._keys: list[WorkerKey] = []
+        self._sent_slots = np.zeros(0, np.intp)
+        """The first slot of each worker of `_keys` in the memory of what was sent; the last slot of all for none."""
+        self._more_slots: list[tuple[int, int]] = []
+        """Further slots: the worker's place in `_keys`, and the slot."""
+        self._told_slots: tuple[object, np.ndarray[tuple[int], np.dtype[np.intp]]] | None = None
+        """The list of slots that they were looked up in, and the slot of each worker of `_keys`; 0 for none."""
+        self._last: tuple[PrefixHashes, float, PromptHits] | None = None
+
+    def follow(self, workers: Iterable[WorkerEntry]) -> None:
+        """Take in the table of workers."""
+        entries = list(workers)
+        self.sent_prefixes.follow(entries)
+        self._keys = [entry.key for entry in entries]
+        slots = [self.sent_prefixes.slots(key) for key in self._keys]
+        none = self.sent_prefixes.table.memory.size.slots
+        self._sent_slots = np.array([one[0] if one else none for one in slots], np.intp)
+        self._more_slots = [(at, slot) for at, several in enumerate(slots) for slot in several[1:]]
+        self._told_slots = self._last = None
+
+    def sent(self, worker: WorkerKey, hashes: PrefixHashes, now: float) -> None:
+        """Enter the blocks of a prompt that goes to a prefill worker of the table."""
+        if self._last is not None and self._last[0] is not hashes:
+            self._last = None
+        if not len(hashes.blocks) or not self.sent_prefixes.slots(worker):
+            return
+        known = self._last[2] if self._last is not None else None
+        all_of_it = int(hashes.block_ends[-1])
+        if known is None or known.device.get(worker, 0) < all_of_it:
+            self.sent_prefixes.sent(worker, hashes, now)
+        if known is not None:
+            known.device[worker] = max(known.device.get(worker, 0), all_of_it)
+            known.held[worker] = max(known.held.get(worker, 0), all_of_it)
+
+    def hits(self, hashes: PrefixHashes, now: float) -> PromptHits:
+        """Return what workers hold of a prompt."""
+        if self._last is not None and self._last[0] is hashes and now - self._last[1] <= KEEP_S:
+            return self._last[2]
+        hits = self._find(hashes, now) if len(hashes.pages) else PromptHits()
+        self._last = hashes, now, hits
+        return hits
+
+    def _find(self, hashes: PrefixHashes, now: float) -> PromptHits:
+        told = self.told.find(hashes, now) if self.told is not None else None
+        sent = self._of_workers(self.sent_prefixes.find(hashes))
+        if told is None:
+            known = dict(zip(self._keys, sent.tolist(), strict=True))
+            positive = {key: depth for key, depth in known.items() if depth}
+            return PromptHits(positive, dict(positive))
+        slots = self._slots_in(told)
+        live = told.live[slots] & (slots > 0)
+        recent = self._of_workers(self.sent_prefixes.find_recent(hashes, now)) if live.any() else sent
+        device = np.where(live, np.maximum(told.depths.device[slots], recent), sent)
+        held = np.where(live, np.maximum(told.depths.held[slots], device), sent)
+        at = np.flatnonzero(held).tolist()
+        on_device, anywhere = device.tolist(), held.tolist()
+        return PromptHits(
+            {self._keys[i]: on_device[i] for i in at if on_device[i]},
+            {self._keys[i]: anywhere[i] for i in at},
+            told.storage,
+        )
+
+    def _of_workers(self, depths: np.ndarray[tuple[int], np.dtype[np.int32]]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        """Return depths by place in `_keys` from depths by slot of what was sent."""
+        found = np.append(depths, np.int32(0))[self._sent_slots]
+        for at, slot in self._more_slots:
+            found[at] = max(found[at], depths[slot])
+        return found
+
+    def _slots_in(self, told: ToldPrefix) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
+        if self._told_slots is None or self._told_slots[0] is not told.slots:
+            slots = np.array([told.slots.workers.get(key, 0) for key in self._keys], np.intp)
+            self._told_slots = told.slots, slots
+        return self._told_slots[1]
