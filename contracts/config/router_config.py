@@ -8,6 +8,9 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
+    policy: Literal["cache_aware", "least_loaded", "power_of_two", "round_robin", "session"] = "cache_aware"
+    """Who gets a request: the worker that will be quickest by what it holds and has to do; the least loaded, of all or
+    of two drawn at random; the next in turn; or always the same for a session."""
     max_queue: int = 1024
     """Requests in flight; more get 429."""
     default_max_tokens: int = 512

@@ -11,8 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from router.kv_indexer.sent_prefixes import SentPrefixes
+from router.kv_indexer.table_slots import SlotList
 from router.kv_indexer.told_prefixes import ToldPrefix, ToldPrefixes
 from router.state.prefix_hashes import PrefixHashes
 from router.state.worker_table import WorkerEntry, WorkerKey
@@ -44,9 +46,10 @@ class PrefixIndexes:
         """The first slot of each worker of `_keys` in the memory of what was sent; the last slot of all for none."""
         self._more_slots: list[tuple[int, int]] = []
         """Further slots: the worker's place in `_keys`, and the slot."""
-        self._told_slots: tuple[object, np.ndarray[tuple[int], np.dtype[np.intp]]] | None = None
+        self._told_slots: tuple[SlotList, NDArray[np.intp]] | None = None
         """The list of slots that they were looked up in, and the slot of each worker of `_keys`; 0 for none."""
         self._last: tuple[PrefixHashes, float, PromptHits] | None = None
+        self._last_sent: tuple[PrefixHashes, WorkerKey] | None = None
 
     def follow(self, workers: Iterable[WorkerEntry]) -> None:
         """Take in the table of workers."""
@@ -57,21 +60,22 @@ class PrefixIndexes:
         none = self.sent_prefixes.table.memory.size.slots
         self._sent_slots = np.array([one[0] if one else none for one in slots], np.intp)
         self._more_slots = [(at, slot) for at, several in enumerate(slots) for slot in several[1:]]
-        self._told_slots = self._last = None
+        self._told_slots = self._last = self._last_sent = None
 
     def sent(self, worker: WorkerKey, hashes: PrefixHashes, now: float) -> None:
         """Enter the blocks of a prompt that goes to a prefill worker of the table."""
-        if self._last is not None and self._last[0] is not hashes:
-            self._last = None
         if not len(hashes.blocks) or not self.sent_prefixes.slots(worker):
             return
-        known = self._last[2] if self._last is not None else None
-        all_of_it = int(hashes.block_ends[-1])
-        if known is None or known.device.get(worker, 0) < all_of_it:
+        if self._last is not None and self._last[0] is hashes:
+            hits, sent = self._last[2], int(hashes.block_ends[-1])
+            hits.device[worker] = max(hits.device.get(worker, 0), sent)
+            hits.held[worker] = max(hits.held.get(worker, 0), sent)
+        else:
+            self._last = None
+        # Another choice of the same prompt: it is the latest there already.
+        if self._last_sent is None or self._last_sent[0] is not hashes or self._last_sent[1] != worker:
             self.sent_prefixes.sent(worker, hashes, now)
-        if known is not None:
-            known.device[worker] = max(known.device.get(worker, 0), all_of_it)
-            known.held[worker] = max(known.held.get(worker, 0), all_of_it)
+            self._last_sent = hashes, worker
 
     def hits(self, hashes: PrefixHashes, now: float) -> PromptHits:
         """Return what workers hold of a prompt."""
@@ -101,14 +105,14 @@ class PrefixIndexes:
             told.storage,
         )
 
-    def _of_workers(self, depths: np.ndarray[tuple[int], np.dtype[np.int32]]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    def _of_workers(self, depths: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return depths by place in `_keys` from depths by slot of what was sent."""
-        found = np.append(depths, np.int32(0))[self._sent_slots]
+        found: NDArray[np.int32] = np.append(depths, np.int32(0))[self._sent_slots]
         for at, slot in self._more_slots:
             found[at] = max(found[at], depths[slot])
         return found
 
-    def _slots_in(self, told: ToldPrefix) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
+    def _slots_in(self, told: ToldPrefix) -> NDArray[np.intp]:
         if self._told_slots is None or self._told_slots[0] is not told.slots:
             slots = np.array([told.slots.workers.get(key, 0) for key in self._keys], np.intp)
             self._told_slots = told.slots, slots

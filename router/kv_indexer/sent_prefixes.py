@@ -1,9 +1,9 @@
 """Sent prefixes: what this router has sent to each prefill worker, and so expects to be there.
 
 It is a guess: a worker has every block that it was sent. Placement needs it where a worker tells nothing of its cache
-(no KV events, or an index that is dead), and for prompts that were sent a moment ago, whose pages no event confirms yet.
-So there are two memories in tables of a fixed size (`router.kv_indexer.holder_table`): one of all that was sent, in
-which the oldest gives way, and one of the last `RECENT_S` seconds, in two halves that take turns.
+(no KV events, or an index that is dead), and for prompts that were sent a moment ago, whose pages no event confirms
+yet. So there are two memories in tables of a fixed size (`router.kv_indexer.holder_table`): one of all that was sent,
+in which the oldest gives way, and one of the last `RECENT_S` seconds, in two halves that take turns.
 
 What was sent dies with the worker's incarnation, as its cache does, unless the next incarnation reports that it has
 adopted the last one's host memory.

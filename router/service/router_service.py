@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ from contracts.checkpoint.model_spec import ModelSpec, served_as
 from contracts.clock import Clock, SystemClock
 from contracts.config.cluster_config import Config
 from contracts.errors import RequestError
-from contracts.ids import RequestId
+from contracts.ids import RequestId, Role
 from contracts.interfaces.discovery import WorkerDirectory
 from contracts.key_file import TenantLimits
 from contracts.messages.router_commands import Command
@@ -96,10 +97,13 @@ class RouterService:
         self.model_tokenizer = (
             model_tokenizer if model_tokenizer is not None else read_model_tokenizer(spec.folder, max_chars)
         )
-        self.intake = BodyReader(spec, self.model_tokenizer, config.router)
+        cache = config.cache_for(Role.PREFILL)
+        self.intake = BodyReader(spec, self.model_tokenizer, config.router, cache.page_tokens)
         self.buffer = BodyBuffer(max(config.router.body_buffer_bytes, self.body_limit))
         self.readers = TokenizerPool(
-            setup_frame(spec, config.router, max_chars), config.router.reader_processes, config.router.reader_timeout_s
+            setup_frame(spec, config.router, max_chars, cache.page_tokens),
+            config.router.reader_processes,
+            config.router.reader_timeout_s,
         )
         self.keys = ApiKeys(Path(config.security.keys_file)) if config.security.keys_file else None
         """None: nobody needs a key."""
@@ -107,7 +111,15 @@ class RouterService:
         self.admin_keys = ApiKeys(Path(admins)) if admins else None
         self.tenants = TenantAccounts()
         self.clock = clock if clock is not None else SystemClock()
-        self.core = RouterCore(config.router, self.clock, mint, config.audit, short_share=config.prefill.short_share)
+        self.core = RouterCore(
+            config.router,
+            self.clock,
+            mint,
+            config.audit,
+            short_share=config.prefill.short_share,
+            cache=cache,
+            rng=random.Random(),
+        )
         self.limits = RequestLimits(spec, config.router, self.core.workers)
         watch = StreamWatch(config.watch, spec.vocab_size)
         self.watch = watch if watch.on else None

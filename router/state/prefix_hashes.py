@@ -1,8 +1,9 @@
 """Block hashes of a prompt, by which the router knows what workers hold of it.
 
 A worker hashes each page of a sequence together with the hash of the page before (`contracts.block_hash`), and names
-pages by these hashes in its KV events. The router hashes a prompt in the same chain, so both speak of the same pages; it
-keeps the first 64 bits of each hash. A prompt of 128k tokens has 8,192 pages of 16, so two choices of pages are made:
+pages by these hashes in its KV events. The router hashes a prompt in the same chain, so both speak of the same pages;
+it keeps the first 64 bits of each hash. A prompt of 128k tokens has 8,192 pages of 16, so two choices of pages are
+made:
 
 - **Blocks** are of at least `BLOCK_TOKENS` tokens and lie where the position says: every fourth page of 16. What this
   router has sent is remembered by them.
@@ -14,6 +15,7 @@ keeps the first 64 bits of each hash. A prompt of 128k tokens has 8,192 pages of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -34,16 +36,16 @@ def keys_of(hashes: Sequence[bytes]) -> NDArray[np.uint64]:
 
 def marked(keys: NDArray[np.uint64], page_tokens: int) -> NDArray[np.bool_]:
     """Return which pages are marks: all of them where a page has `BLOCK_TOKENS` tokens or more."""
-    return (keys & np.uint64(max(1, BLOCK_TOKENS // page_tokens) - 1)) == 0
+    found: NDArray[np.bool_] = (keys & np.uint64(max(1, BLOCK_TOKENS // page_tokens) - 1)) == 0
+    return found
 
 
+@dataclass(eq=False)
 class PrefixHashes:
     """The keys of a prompt's full pages, in order: equal keys mean equal prefixes and equal salts."""
 
-    def __init__(self, pages: NDArray[np.uint64], page_tokens: int = PAGE_TOKENS) -> None:
-        self.pages, self.page_tokens = pages, page_tokens
-        self.block_tokens = max(BLOCK_TOKENS, page_tokens)
-        """Tokens of a block."""
+    pages: NDArray[np.uint64]
+    page_tokens: int = PAGE_TOKENS
 
     @classmethod
     def of_bytes(cls, raw: bytes, page_tokens: int = PAGE_TOKENS) -> PrefixHashes:
@@ -52,6 +54,11 @@ class PrefixHashes:
 
     def __bytes__(self) -> bytes:
         return self.pages.tobytes()
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block."""
+        return max(BLOCK_TOKENS, self.page_tokens)
 
     @property
     def blocks(self) -> NDArray[np.uint64]:

@@ -24,6 +24,7 @@ from contracts.ids import RequestId, Role, RoomId
 from contracts.messages.worker_events import Done, Event, LegReport, Tokens
 from contracts.sampling_params import SamplingParams, TokenLogprob
 from router.state.prefill_queue import TtftPrediction
+from router.state.prefix_hashes import BLOCK_TOKENS, NO_HASHES, PrefixHashes
 from router.state.worker_table import WorkerKey
 
 
@@ -107,6 +108,7 @@ class RoutedRequest:
         "salt",
         "sampling",
         "scores_in",
+        "session",
         "spoiled",
         "waiting_since",
         "workers",
@@ -120,16 +122,19 @@ class RoutedRequest:
         *,
         now: float,
         deadline: float,
-        hashes: tuple[bytes, ...] = (),
+        hashes: PrefixHashes = NO_HASHES,
         salt: str = "",
         priority: int = 0,
         first_token_by: float | None = None,
+        session: str = "",
     ) -> None:
-        """`first_token_by`: the time after which its prompt isn't begun any more; None: it may always be."""
+        """`first_token_by`: the time after which its prompt isn't begun any more; None: it may always be. `session`:
+        what its client names the conversation; empty: by how its prompt begins."""
         self.id = request_id
         self.prompt = prompt
         self.sampling = sampling
         self.hashes = hashes
+        self.session = session
         self.salt = salt
         self.priority = priority
         self.arrived = self.waiting_since = now
@@ -177,6 +182,14 @@ class RoutedRequest:
         self.done: tuple[Role, Done] | None = None
         self.done_at = 0.0
 
+    @property
+    def session_key(self) -> str:
+        """What requests of one conversation have in common: the client's name for it, or how the prompt begins."""
+        if self.session:
+            return self.session
+        blocks = self.hashes.blocks
+        return str(int(blocks[0])) if len(blocks) else str(self.prompt[:BLOCK_TOKENS])
+
     def step(self, name: str) -> None:
         """Take the transition `name`; "replay" begins the next attempt.
 
@@ -216,7 +229,7 @@ class RoutedRequest:
             # State that is cached for the same tokens, on any tier, may be what was wrong. With a salt of its own the
             # request is computed from its tokens alone.
             self.nonfinite += 1
-            self.salt, self.hashes = f"{self.salt}|recomputed {self.id} {self.nonfinite}", ()
+            self.salt, self.hashes = f"{self.salt}|recomputed {self.id} {self.nonfinite}", NO_HASHES
         if kind is ErrorKind.ROOM and self.prefill and self.decode:
             self.spoiled.add((self.prefill, self.decode))
 
