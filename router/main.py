@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import socket
 import sys
@@ -23,7 +22,7 @@ import uvicorn
 
 from contracts.checkpoint.model_spec import read_model_spec
 from contracts.config.cluster_config import Config
-from contracts.config.load_config import config_from_dict
+from contracts.config.load_config import read_config_json
 from contracts.errors import ConfigError, TwinpoolError
 from contracts.interfaces.discovery import WorkerDirectory
 from contracts.json_logs import log_to_stream
@@ -142,24 +141,9 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--config-json", type=Path, help="the whole configuration as JSON")
+    parser.add_argument("--kv-index", type=Path, help="the table of this host's KV index")
     parser.add_argument("--ready-fd", type=int, help="inherited descriptor that is told when the router listens")
     return parser.parse_args(arguments)
-
-
-def read_config(path: Path | None) -> Config:
-    """Read the configuration from a JSON file; without a path it is all defaults.
-
-    Raises `ConfigError` for a file that can't be read or a key that is wrong.
-    """
-    if path is None:
-        return Config()
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"can't read the configuration {path}: {error}") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"the configuration {path} must hold a JSON object")
-    return config_from_dict(tree)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -192,9 +176,11 @@ def serve(
     bound: socket.socket,
     admin: socket.socket | None,
     ready_fd: int | None,
+    kv_index: Path | None = None,
 ) -> None:
-    """Serve requests on `bound`, and operators' on `admin`, until SIGTERM or SIGINT."""
-    service = RouterService(read_model_spec(spec_folder), config, directory)
+    """Serve requests on `bound`, and operators' on `admin`, until SIGTERM or SIGINT. `kv_index`: where the KV index's
+    table is, None where there is none."""
+    service = RouterService(read_model_spec(spec_folder), config, directory, kv_index=kv_index)
     log("router listens", address="{}:{}".format(*bound.getsockname()[:2]), model=service.spec.name, pid=os.getpid())
     operators = AdminListener(create_admin_app(service), admin) if admin is not None else None
     RouterServer(create_app(service), service, ready_fd, operators).run([bound])
@@ -206,12 +192,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     raise_descriptor_limit()
     map_large_buffers()
     try:
-        config = read_config(options.config_json)
+        config = read_config_json(options.config_json)
         if (certificate := config.security.cluster) is not None:
             certificate.check()
         directory = ControllerDirectory(options.controller, config.transfer.link_timeout_s, certificate)
         with listen(options.host, options.port) as bound, listen_for_operators(config) as admin:
-            serve(options.model, config, directory, bound, admin, options.ready_fd)
+            serve(options.model, config, directory, bound, admin, options.ready_fd, options.kv_index)
     except TwinpoolError as error:
         log("router failed", reason=str(error))
         return 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import re
 import types
 import typing
@@ -50,6 +51,23 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
     _check_ranges(config)
     _check_together(config)
     return config
+
+
+def read_config_json(path: Path | None) -> Config:
+    """Read the whole configuration from a JSON file, as processes hand it to each other; without a path it is all
+    defaults.
+
+    Raises `ConfigError` for a file that can't be read or a key that is wrong.
+    """
+    if path is None:
+        return Config()
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"can't read the configuration {path}: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"the configuration {path} must hold a JSON object")
+    return config_from_dict(tree)
 
 
 def _check_together(config: Config) -> None:

@@ -104,20 +104,22 @@ class CacheAware:
 
     def prefill(self, able: Sequence[WorkerEntry], ask: RoutingAsk) -> WorkerEntry:
         device, held, storage = ask.hits.device, ask.hits.held, ask.hits.storage
-        positions, now = ask.positions, ask.now
-
-        def cost(e: WorkerEntry) -> tuple[float, int, int]:
+        positions, now, known = ask.positions, ask.now, self._rates.known
+        costs: list[tuple[float, int, int]] = []
+        for e in able:  # No function a worker: there may be a thousand.
             here = held.get(e.key, 0)
             uncached = positions - here
             tokens: float = e.load + uncached
-            if (rates := self._rates.of(e.key)) is not None:
-                tokens -= e.prompts.under_way(rates.tokens_per_s, now)
-                loads = here - device.get(e.key, 0)
-                stored = self._stored(storage - here, rates.tokens_per_s)
-                return ((tokens - stored) * rates.slowness + loads * rates.load_share, uncached, e.turn)
-            return (tokens, uncached, e.turn)
-
-        return min(able, key=cost)
+            if (rates := known.get(e.key)) is not None:
+                if e.load:
+                    tokens -= e.prompts.under_way(rates.tokens_per_s, now)
+                if storage > here:
+                    tokens -= self._stored(storage - here, rates.tokens_per_s)
+                tokens *= rates.slowness
+                if here:
+                    tokens += (here - device.get(e.key, 0)) * rates.load_share
+            costs.append((tokens, uncached, e.turn))
+        return able[min(range(len(able)), key=costs.__getitem__)]
 
     def decode(self, able: Sequence[WorkerEntry], ask: RoutingAsk) -> WorkerEntry:
         device, positions = ask.hits.device, max(1, ask.positions)
@@ -132,8 +134,6 @@ class CacheAware:
     def _stored(self, tokens: int, tokens_per_s: float) -> float:
         """Tokens that needn't be computed as storage has them, less those computed while they are read at the rate of
         `cache.prefetch`."""
-        if tokens <= 0:
-            return 0.0
         reading = (self._prefetch.base_s + self._prefetch.per_token_s * tokens) * tokens_per_s
         return max(0.0, tokens - reading)
 

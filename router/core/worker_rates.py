@@ -6,7 +6,7 @@ counts as of usual speed unless it is off by more than an eighth, and slower one
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
@@ -33,24 +33,21 @@ class PoolRates:
     """The rates of all workers of the table that compute prompts and have told theirs."""
 
     def __init__(self) -> None:
-        self._rates: dict[WorkerKey, WorkerRates] = {}
-
-    def of(self, worker: WorkerKey) -> WorkerRates | None:
-        return self._rates.get(worker)
+        self.known: Mapping[WorkerKey, WorkerRates] = {}
 
     def follow(self, workers: Iterable[WorkerEntry]) -> None:
         """Take in the table of workers, with their latest counters."""
-        known = {}
+        told = {}
         for entry in workers:
             computed = entry.status.counters.get("compute_tokens_per_s", 0.0)
             if entry.record.role is not Role.DECODE and computed > 0:
-                known[entry.key] = computed, entry.status.counters.get("load_tokens_per_s", 0.0)
-        usual = median(computed for computed, _ in known.values()) if known else 1.0
-        self._rates = {
+                told[entry.key] = computed, entry.status.counters.get("load_tokens_per_s", 0.0)
+        usual = median(computed for computed, _ in told.values()) if told else 1.0
+        self.known = {
             key: WorkerRates(
                 slowness=min(SLOWEST, max(0.25, round(4 * usual / computed) / 4)),
                 load_share=min(1.0, usual / loaded) if loaded > 0 else LOAD_SHARE,
                 tokens_per_s=computed,
             )
-            for key, (computed, loaded) in known.items()
+            for key, (computed, loaded) in told.items()
         }

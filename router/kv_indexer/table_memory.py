@@ -1,7 +1,8 @@
 """The memory of a holder table: its arrays, one after the other in one buffer of a fixed size.
 
-The buffer is a process's own, or a file that one process writes and others map read-only. A file is made under another
-name and renamed when its header is complete, so whoever opens it finds all of it.
+The buffer is a process's own, or memory that one process writes and others map read-only. Such memory has no file: what
+lies at its path is a link to the writer's descriptor, made when the header is complete. So nothing is left when the
+writer and its readers have ended, however they ended.
 """
 
 from __future__ import annotations
@@ -125,19 +126,18 @@ class TableMemory:
 
     @classmethod
     def create(cls, path: Path, size: TableSize, page_tokens: int) -> TableMemory:
-        """Make the file of a new table in the place of one that may be there, which those who have mapped it keep.
+        """Make a new table at `path`, in the place of one that may be there, which those who have mapped it keep.
 
-        `page_tokens`: tokens of a page of the workers. Raises `OSError`.
+        `page_tokens`: tokens of a page of the workers. Others can open it while this process lives. Raises `OSError`.
         """
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-        descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        try:
-            os.truncate(descriptor, size.bytes)
-            memory = cls(mmap.mmap(descriptor, size.bytes), size)
-        finally:
-            os.close(descriptor)
+        descriptor = os.memfd_create(path.name)  # Open as long as this process lives: it is the file.
+        os.truncate(descriptor, size.bytes)
+        memory = cls(mmap.mmap(descriptor, size.bytes), size)
         memory._describe(page_tokens)
-        unfinished.replace(path)
+        link = path.with_name(f"{path.name}.{os.getpid()}")
+        link.unlink(missing_ok=True)
+        link.symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
+        link.replace(path)
         return memory
 
     @classmethod

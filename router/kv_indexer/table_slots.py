@@ -43,6 +43,11 @@ class SlotWriter:
         self._left.append(slot)
 
     @property
+    def free(self) -> int:
+        """Slots that can be taken."""
+        return len(self._free)
+
+    @property
     def left(self) -> list[int]:
         """Slots that no worker has any more and whose blocks may still be in the table."""
         return self._left

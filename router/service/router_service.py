@@ -31,6 +31,7 @@ from contracts.messages.worker_events import Event, LegReport
 from router.anthropic.messages_writer import MessagesWriter
 from router.core.router_actions import DeliverScores, DeliverTokens, EndRequest, NoteReplay, SendCommand
 from router.core.router_core import RouterCore
+from router.kv_indexer.told_prefixes import ToldPrefixes
 from router.links.worker_links import WorkerLinks
 from router.metrics.prometheus_metrics import PrometheusMetrics
 from router.openai.api_errors import ClientGone, QueueFull, SloUnreachable
@@ -88,7 +89,9 @@ class RouterService:
         model_tokenizer: ModelTokenizer | None = None,
         clock: Clock | None = None,
         mint: Callable[[], str] = lambda: secrets.token_hex(12),
+        kv_index: Path | None = None,
     ) -> None:
+        """`kv_index`: where the table of this host's KV index is; None: there is none."""
         spec = self.spec = served_as(spec, config.router.served_model_name)
         self.config, self.security = config.router, config.security
         self.started = int(time.time())
@@ -118,6 +121,7 @@ class RouterService:
             config.audit,
             short_share=config.prefill.short_share,
             cache=cache,
+            told=ToldPrefixes(kv_index) if kv_index is not None else None,
             rng=random.Random(),
         )
         self.limits = RequestLimits(spec, config.router, self.core.workers)
