@@ -37,7 +37,9 @@ class RouterProcess:
         environment: Mapping[str, str],
         clock: Clock,
         command: tuple[str, ...] = COMMAND,
+        kv_index: Path | None = None,
     ) -> None:
+        """`kv_index`: where the KV index's table is; None: there is none."""
         self._prepared = prepared
         self._controller = controller
         self._log = logs / "router.log"
@@ -45,6 +47,7 @@ class RouterProcess:
         self._environment = dict(environment)
         self._clock = clock
         self._command = command
+        self._kv_index = kv_index
         self._process: subprocess.Popen[bytes] | None = None
         self._ready_fd: int | None = None
 
@@ -74,6 +77,7 @@ class RouterProcess:
             *("--model", str(self._prepared.spec.folder), "--controller", self._controller),
             *("--host", options.host, "--port", str(self._prepared.port)),
             *("--config-json", str(self._config), "--ready-fd", str(ready_fd)),
+            *(("--kv-index", str(self._kv_index)) if self._kv_index is not None else ()),
         ]
 
     def listening(self, timeout_s: float) -> bool:

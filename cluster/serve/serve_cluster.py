@@ -13,7 +13,9 @@ import http.client
 import logging
 import os
 import secrets
+from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from cluster.arena.local_agent import ArenaAgents, LocalArenaAgent, NoArenaAgents, wanted
@@ -27,6 +29,8 @@ from cluster.processes.log_files import last_words
 from cluster.processes.restart_policy import RestartHistory
 from cluster.processes.run_folder import RunFolder
 from cluster.ray_nodes.node_drains import NodeDrains, draining_ray_nodes
+from cluster.serve.kv_index_process import KvIndexProcess
+from cluster.serve.kv_index_process import wanted as kv_index_wanted
 from cluster.serve.preflight import ServePlan, on_device
 from cluster.serve.router_probe import RouterProbe, connection_to
 from cluster.serve.router_process import COMMAND, RouterProcess
@@ -85,6 +89,7 @@ class ServeCluster:
         self._ray: OwnRay | None = None
         self._agents: ArenaAgents = NoArenaAgents()
         self._arena = ""
+        self._kv_index: KvIndexProcess | None = None
         self._small: set[str] = set()
         """Nodes that are too small for a worker, by Ray id."""
         self._secrets = {name: value for name in SECRETS if (value := os.environ.pop(name, None))}
@@ -211,12 +216,39 @@ class ServeCluster:
         environment = os.environ | {k: v for k, v in self._secrets.items() if k == "TWINPOOL_ADMIN_TOKEN"}
         if self._secret:
             environment[SECRET_VARIABLE] = self._secret
+        table = self._start_kv_index(stack, environment)
         router = RouterProcess(
-            self._prepared, self._server.endpoint, self._folder.logs, environment, self._clock, self._router_command
+            self._prepared,
+            self._server.endpoint,
+            self._folder.logs,
+            environment,
+            self._clock,
+            self._router_command,
+            table,
         )
         stack.callback(router.stop, 1.5)
         self._folder.owns(*router.start())
         return router
+
+    def _start_kv_index(self, stack: ExitStack, environment: Mapping[str, str]) -> Path | None:
+        """Start the KV index, where one is wanted; returns where its table is."""
+        config, folder = self._prepared.config, self._folder
+        if not kv_index_wanted(config):
+            return None
+        self._kv_index = KvIndexProcess(
+            config, self._server.endpoint, folder.temporary, folder.logs, environment, self._clock
+        )
+        stack.callback(self._kv_index.stop)
+        folder.owns(*self._kv_index.start())
+        return self._kv_index.table
+
+    def _tend_kv_index(self) -> None:
+        if self._kv_index is not None:
+            lines, started = self._kv_index.poll()
+            for line in lines:
+                self._terminal.line(line)
+            for mark in started:
+                self._folder.owns(*mark)
 
     def _start_agents(self, stack: ExitStack) -> None:
         if not wanted(self._prepared.config):
@@ -337,6 +369,7 @@ class ServeCluster:
         restarts, since, restart_at = RestartHistory(self._prepared.config.cluster), self._clock.now(), None
         while not self._stopping.asked:
             self._tend_agents()
+            self._tend_kv_index()
             self._supervisor.poll(POLL_S)
             self._drain_nodes()
             if self._ray is not None and (lost := self._ray.lost()):

@@ -89,8 +89,8 @@ class Index:
         self.told = ToldPrefixes(path)
         self.publishers: list[Publisher] = []
 
-    def publish(self, name: str, **options: int) -> Publisher:
-        publisher = Publisher(name, **options)
+    def publish(self, name: str, incarnation: int = 1, buffer_batches: int = 10_000) -> Publisher:
+        publisher = Publisher(name, incarnation, buffer_batches)
         self.publishers.append(publisher)
         return publisher
 
