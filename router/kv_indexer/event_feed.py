@@ -16,6 +16,7 @@ from pathlib import Path
 import zmq
 
 from contracts.clock import Clock
+from contracts.ids import WorkerName
 from contracts.messages.worker_status import WorkerView
 from router.kv_indexer.holder_table import HolderTable
 from router.kv_indexer.kv_event_subscriber import KVEventSubscriber
@@ -35,10 +36,11 @@ WORKERS_AT_MOST = 4096
 class FollowedWorker:
     """One incarnation that is followed."""
 
+    name: WorkerName
     index: TableIndex
     reader: KVEventSubscriber
-    lost: int = 0
-    """Losses that are in the log."""
+    faults: tuple[int, int, int] = (0, 0, 0)
+    """Losses, payloads that could not be read, and events of strange pages, as the log has them."""
 
 
 def reachable(endpoint: str, view: WorkerView, node: str) -> str:
@@ -73,11 +75,6 @@ class EventFeed:
         self._context.set(zmq.MAX_SOCKETS, min(SOCKETS_A_WORKER * WORKERS_AT_MOST, self._context.get(zmq.SOCKET_LIMIT)))
         self._every = self._clock.now()
 
-    @property
-    def followed(self) -> list[WorkerKey]:
-        """The incarnations that are followed."""
-        return list(self._workers)
-
     def follow(self, views: Iterable[WorkerView]) -> None:
         """Take in the controller's table."""
         wanted = {}
@@ -105,7 +102,7 @@ class EventFeed:
             context=self._context,
         )
         log("KV events followed", worker=key[0], incarnation=key[1], endpoint=status.kv_events)
-        return FollowedWorker(index, reader)
+        return FollowedWorker(key[0], index, reader)
 
     def round(self, timeout_s: float) -> None:
         """Apply what has come, waiting up to `timeout_s` seconds for something; then beat the pulse."""
@@ -116,9 +113,11 @@ class EventFeed:
         for worker in ready:
             worker.reader.poll()
             worker.index.set_live(worker.reader.complete and not worker.reader.behind)
-            if worker.reader.lost > worker.lost:
-                worker.lost = worker.reader.lost
-                log("KV events lost", times=worker.lost, damaged=worker.reader.damaged)
+            faults = (worker.reader.lost, worker.reader.damaged, worker.index.strange)
+            if faults != worker.faults:
+                worker.faults = faults
+                lost, damaged, strange = faults
+                log("KV events lost", worker=worker.name, lost=lost, damaged=damaged, other_page_size=strange)
         if self.slots.left and (not ready or not self.slots.free):
             self.table.forget(self.slots.left)
             self.slots.swept()

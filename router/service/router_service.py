@@ -33,6 +33,7 @@ from router.core.router_actions import DeliverScores, DeliverTokens, EndRequest,
 from router.core.router_core import RouterCore
 from router.kv_indexer.told_prefixes import ToldPrefixes
 from router.links.worker_links import WorkerLinks
+from router.metrics.index_metrics import index_metrics
 from router.metrics.prometheus_metrics import PrometheusMetrics
 from router.openai.api_errors import ClientGone, QueueFull, SloUnreachable
 from router.openai.choice_output import ChoiceOutput
@@ -114,6 +115,7 @@ class RouterService:
         self.admin_keys = ApiKeys(Path(admins)) if admins else None
         self.tenants = TenantAccounts()
         self.clock = clock if clock is not None else SystemClock()
+        told = ToldPrefixes(kv_index) if kv_index is not None else None
         self.core = RouterCore(
             config.router,
             self.clock,
@@ -121,7 +123,7 @@ class RouterService:
             config.audit,
             short_share=config.prefill.short_share,
             cache=cache,
-            told=ToldPrefixes(kv_index) if kv_index is not None else None,
+            told=told,
             rng=random.Random(),
         )
         self.limits = RequestLimits(spec, config.router, self.core.workers)
@@ -129,6 +131,8 @@ class RouterService:
         self.watch = watch if watch.on else None
         self.metrics = PrometheusMetrics(self.core, config.transfer.plane, self.watch, spec.name)
         self.metrics.sources += [self._of_bodies, self.tenants.metrics]
+        if told is not None:
+            self.metrics.sources.append(lambda: index_metrics(told, self.clock))
         self.worker_links = WorkerLinks(
             directory,
             on_view=self._on_view,
@@ -194,13 +198,14 @@ class RouterService:
         on_gone: Callable[[Callable[[], object]], None] | None = None,
         tenant: str = "",
         slo: str = "",
+        session: str = "",
     ) -> ResponseStream:
         """Read and tokenise a request's body, admit the request, and submit its choices to the router core.
 
         `kind` is one of `REQUESTS`. `on_gone` is called with a function that the caller must call when the client
-        leaves, so that a waiting body isn't read. `slo`: the header that tightens the time to first token. Raises
-        `QueueFull`, `RequestError` where the body is wrong or doesn't fit, `TenantLimited`, `SloUnreachable`,
-        `ReaderFailed`, and `ClientGone`.
+        leaves, so that a waiting body isn't read. `slo`: the header that tightens the time to first token. `session`:
+        the header that names a session. Raises `QueueFull`, `RequestError` where the body is wrong or doesn't fit,
+        `TenantLimited`, `SloUnreachable`, `ReaderFailed`, and `ClientGone`.
         """
         self.check_room()
         began, slo_ms = self.clock.now(), self.limits.first_token_ms(slo, self._allowed(tenant).ttft_slo_ms)
@@ -217,7 +222,7 @@ class RouterService:
                 prepared = prepared_of(frame)
             finally:
                 self._reserved -= 1
-        request = prepared.request
+        request = replace(prepared.request, session=session) if session else prepared.request
         timeout_s = self.limits.timeout_s(request)
         self.check_room(request.choices)
         try:
@@ -273,6 +278,7 @@ class RouterService:
                 salt=request.salt,
                 priority=request.priority,
                 first_token_by=first_token_by,
+                session=request.session,
             )
             choices.append(routed)
         return choices

@@ -179,7 +179,7 @@ def test_an_incarnation_takes_its_blocks_with_it_and_the_next_one_tells_what_it_
     second.say(stored(prompt, HOST, slice(0, 30)))
     adopted = marks_of(prefix_hashes(prompt), 30 * PAGE)
     index.until(lambda: index.held(second, prompt) == (0, adopted))
-    assert index.feed.followed == [second.key]
+    assert list(index.feed._workers) == [second.key]
 
 
 def test_storage_is_told_of_once_whoever_wrote_there(index: Index) -> None:
