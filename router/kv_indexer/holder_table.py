@@ -124,11 +124,17 @@ def _enter_rows(
 ) -> None:
     deepest = np.zeros(len(content), np.int32)
     np.maximum.at(deepest, which, depths)
-    for row in np.flatnonzero(deepest).tolist():
-        device = np.unpackbits(content[row, 0], bitorder="little").view(np.bool_)
-        host = np.unpackbits(content[row, 1], bitorder="little").view(np.bool_)
-        np.maximum(found.device, deepest[row], out=found.device, where=device)
-        np.maximum(found.held, deepest[row], out=found.held, where=device | host)
+    # The deepest row first: a slot counts where it is met for the first time. There may be as many rows as workers.
+    order = np.argsort(-deepest, kind="stable")
+    order = order[deepest[order] > 0]
+    for bits, into in ((content[:, 0], found.device), (content[:, 0] | content[:, 1], found.held)):
+        met = np.bitwise_or.accumulate(bits[order], axis=0)
+        first = met.copy()
+        first[1:] &= ~met[:-1]
+        row, at = np.nonzero(first)
+        met_bits = np.unpackbits(first[row, at, None], axis=1, bitorder="little").astype(np.bool_)
+        slot = (at[:, None] * 8 + np.arange(8))[met_bits]
+        into[slot] = np.maximum(into[slot], np.repeat(deepest[order][row], met_bits.sum(axis=1)))
 
 
 class HolderTable(HolderReader):

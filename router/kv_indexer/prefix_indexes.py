@@ -81,7 +81,7 @@ class PrefixIndexes:
         """Return what workers hold of a prompt."""
         if self._last is not None and self._last[0] is hashes and now - self._last[1] <= KEEP_S:
             return self._last[2]
-        hits = self._find(hashes, now) if len(hashes.pages) else PromptHits()
+        hits = self._find(hashes, now) if hashes.raw else PromptHits()
         self._last = hashes, now, hits
         return hits
 

@@ -40,20 +40,18 @@ def marked(keys: NDArray[np.uint64], page_tokens: int) -> NDArray[np.bool_]:
     return found
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class PrefixHashes:
     """The keys of a prompt's full pages, in order: equal keys mean equal prefixes and equal salts."""
 
-    pages: NDArray[np.uint64]
+    raw: bytes
+    """`HASH_BYTES` a page."""
     page_tokens: int = PAGE_TOKENS
 
-    @classmethod
-    def of_bytes(cls, raw: bytes, page_tokens: int = PAGE_TOKENS) -> PrefixHashes:
-        """Return the hashes whose `bytes` these are."""
-        return cls(np.frombuffer(raw, np.uint64), page_tokens)
-
-    def __bytes__(self) -> bytes:
-        return self.pages.tobytes()
+    @property
+    def pages(self) -> NDArray[np.uint64]:
+        """Keys of all full pages."""
+        return np.frombuffer(self.raw, np.uint64)
 
     @property
     def block_tokens(self) -> int:
@@ -78,11 +76,11 @@ class PrefixHashes:
         return self.pages[at], ((at + 1) * self.page_tokens).astype(np.int32)
 
 
-NO_HASHES = PrefixHashes(np.zeros(0, np.uint64))
+NO_HASHES = PrefixHashes(b"")
 """Of a prompt of which nothing is to be found anywhere."""
 
 
 def prefix_hashes(tokens: Sequence[int], salt: str = "", page_tokens: int = PAGE_TOKENS) -> PrefixHashes:
     """Return the hashes of the full pages of `tokens`."""
     full = len(tokens) // page_tokens * page_tokens
-    return PrefixHashes(keys_of(block_hashes(tokens[:full], page_tokens, salt)), page_tokens)
+    return PrefixHashes(keys_of(block_hashes(tokens[:full], page_tokens, salt)).tobytes(), page_tokens)

@@ -140,7 +140,7 @@ def prepared_frame(prepared: PreparedRequest) -> bytes:
         fields["answer_format"] = dataclasses.asdict(found)
     fields["sampling"] = [getattr(prepared.request.sampling, f.name) for f in dataclasses.fields(SamplingParams)]
     page_tokens = prepared.prompts[0].hashes.page_tokens
-    prompts = [(array("I", p.tokens).tobytes(), p.text, bytes(p.hashes)) for p in prepared.prompts]
+    prompts = [(array("I", p.tokens).tobytes(), p.text, p.hashes.raw) for p in prepared.prompts]
     return _pack((fields, len(prepared.request.prompts), page_tokens, prompts))
 
 
@@ -157,7 +157,7 @@ def prepared_of(frame: bytes) -> PreparedRequest:
     return PreparedRequest(
         GenerateRequest(**fields),
         tuple(
-            PreparedPrompt(_tokens(raw), text, PrefixHashes.of_bytes(keys, page_tokens)) for raw, text, keys in prompts
+            PreparedPrompt(_tokens(raw), text, PrefixHashes(keys, page_tokens)) for raw, text, keys in prompts
         ),
     )
 

@@ -171,6 +171,8 @@ class FakeWorker:
         self.numerics = ""
         """Its numerics class; empty: it registers without a fingerprint."""
         self.protocol, self.layout, self.weights = PROTOCOL, "layout", "weights"
+        self.kv_events = self.kv_replay = ""
+        """Where it says that it publishes KV events."""
         self.pages_free: int | None = None
         """Free pages; None: as many as it has no leg for."""
         self.audited: Callable[[Audit], Audited] | None = None
@@ -194,7 +196,7 @@ class FakeWorker:
         free = PAGES - len(self.legs) if self.pages_free is None else self.pages_free
         return WorkerStatus(
             self.name, self.role, state, 1, self.node, self.incarnation, len(self.legs), 0, PAGES, free,
-            counters=dict(self.counters),
+            counters=dict(self.counters), kv_events=self.kv_events, kv_replay=self.kv_replay,
         )  # fmt: skip
 
     def check(self) -> CheckReport:

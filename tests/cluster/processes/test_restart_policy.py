@@ -93,7 +93,7 @@ def keep_alive(monkeypatch: pytest.MonkeyPatch, router: Router, clock: ManualClo
     self.__dict__ |= {
         "_node_drains": ground(start=lambda: None, due=lambda views: []),
         "_prepared": ground(options=ground(host="x"), port=1, config=Config(cluster=CONFIG)),
-        "_clock": clock, "_tend_agents": lambda: None, "_supervisor": ground(poll=waits),
+        "_clock": clock, "_tend_agents": lambda: None, "_kv_index": None, "_supervisor": ground(poll=waits),
         "_server": ground(call=lambda run: ()), "_terminal": ground(line=lines.append), "_router": router,
         "_ray": None, "_words": lambda process: "", "_folder": ground(owns=lambda pid, started: None),
     }  # fmt: skip

@@ -1,0 +1,125 @@
+"""The KV index as a process: it fills a table from the controller's workers, is restarted, and ends with its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cache.tiers.kv_event_publisher import KVEventLog, KVEventPublisher
+from cluster.processes.process_ids import same_process
+from cluster.serve.kv_index_process import KvIndexProcess, wanted, with_kv_events
+from contracts.block_hash import block_hashes
+from contracts.clock import SystemClock
+from contracts.config.cache_config import EventsConfig
+from contracts.config.load_config import config_from_dict
+from contracts.messages.kv_events import BlockStored, EventMedium
+from router.kv_indexer.told_prefixes import ToldPrefixes
+from router.state.prefix_hashes import prefix_hashes
+from tests.router.fake_worker import FakeCluster
+from tests.router.grpc_fakes import grpc_cluster
+from tests.serving import ROOT
+
+LOOPBACK = "tcp://127.0.0.1:0"
+PROMPT = tuple(range(640))
+
+
+async def until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline, "it never is"
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_a_process_follows_the_controllers_workers_and_is_restarted(tmp_path: Path) -> None:
+    config, log = EventsConfig(endpoint=LOOPBACK, replay_endpoint=LOOPBACK), KVEventLog()
+    told, hashes = ToldPrefixes(tmp_path / "kv-index"), prefix_hashes(PROMPT)
+    publisher, cluster = KVEventPublisher(config, log, time.time), FakeCluster(1, 1)
+    worker = cluster["prefill-0"]
+    worker.node, worker.kv_events, worker.kv_replay = os.uname().nodename, publisher.endpoint, publisher.replay_endpoint
+    log.emit(BlockStored(EventMedium.DEVICE, None, tuple(block_hashes(PROMPT, 16)), PROMPT, 16))
+    said: list[str] = []
+    again: list[tuple[int, int]] = []
+    async with grpc_cluster(cluster) as controller:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        settings = config_from_dict({"router": {"kv_index_bytes": 1 << 20}})
+        run = KvIndexProcess(settings, controller, tmp_path, tmp_path, environment, SystemClock())
+
+        def known() -> bool:
+            publisher.round()
+            found = told.find(hashes, time.monotonic())
+            slot = found.slots.workers.get((worker.name, worker.incarnation)) if found is not None else None
+            return found is not None and slot is not None and bool(found.live[slot]) and found.depths.device[slot] > 300
+
+        def restarted() -> bool:
+            lines, marks = run.poll()
+            said.extend(lines)
+            again.extend(marks)
+            return bool(again)
+
+        try:
+            pid, _ = run.start()
+            await until(known)
+            first = told.memory
+            os.kill(pid, 9)
+            await until(restarted)
+            await until(lambda: known() and told.memory is not first)
+        finally:
+            run.stop()
+            publisher.close()
+    assert len(said) == 1
+    assert "signal 9" in said[0]
+    assert not same_process(*again[0])
+    run.stop()
+    assert not (tmp_path / "kv-index").exists(), "a link to nothing: the memory went with the process"
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from contracts.clock import SystemClock\n"
+        "from contracts.config.load_config import config_from_dict\n"
+        "from cluster.serve.kv_index_process import KvIndexProcess\n"
+        "p = Path(sys.argv[1])\n"
+        "run = KvIndexProcess(config_from_dict({}), '127.0.0.1:1', p, p, os.environ, SystemClock())\n"
+        "print(*run.start(), flush=True); sys.stdin.read(); os._exit(0)"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert parent.stdout is not None
+    assert parent.stdin is not None
+    pid, started = map(int, parent.stdout.readline().split())
+    await until((tmp_path / "kv-index").exists)
+    assert same_process(pid, started)
+    parent.stdin.close()
+    assert parent.wait(60) == 0
+    await until(lambda: not same_process(pid, started))
+    parent.stdout.close()
+
+
+def test_an_index_runs_where_something_goes_by_it_and_workers_publish_for_it() -> None:
+    plain = config_from_dict({})
+    assert wanted(plain)
+    events = with_kv_events(plain).cache.events
+    assert (events.endpoint, events.replay_endpoint) == (LOOPBACK, LOOPBACK)
+    for settings in (
+        {"router": {"kv_index": "none"}},
+        {"router": {"policy": "round_robin"}},
+        {"transfer": {"plane": "local"}},
+    ):
+        config = config_from_dict(settings)
+        assert not wanted(config)
+        assert with_kv_events(config) == config
+    own = config_from_dict({"cache": {"events": {"endpoint": "tcp://127.0.0.1:5557"}}})
+    assert with_kv_events(own) == own, "what the operator says stays"
