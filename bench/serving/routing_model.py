@@ -43,6 +43,8 @@ from router.state.worker_table import WorkerKey
 VIEW_S = 1.0
 """Seconds between two tables of the controller."""
 PULSE_S = 0.5
+OLD_S = 120.0
+"""Seconds before the prompts that are measured, in which caches fill and chats become old."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +138,18 @@ class RoutingModel:
     """One run of one policy."""
 
     def __init__(
-        self, policy: str, workers: int, costs: StepCosts, block_tokens: int, folder: Path, *, index: bool
+        self,
+        policy: str,
+        workers: int,
+        costs: StepCosts,
+        block_tokens: int,
+        folder: Path,
+        *,
+        index: bool,
+        since_s: float,
     ) -> None:
+        """`since_s`: prompts that come earlier aren't measured."""
+        self._since = since_s
         self._costs, self._block_tokens = costs, block_tokens
         self._clock = ManualClock(0.0)
         self._due: list[tuple[float, int, Callable[[], None]]] = []
@@ -166,7 +178,9 @@ class RoutingModel:
             )
             self._workers[key] = ModelWorker(key, cache)
         self._asked: dict[RequestId, tuple[float, PrefixHashes, int]] = {}
+        self.answered = 0
         self.ttft_s: list[float] = []
+        """Of the prompts that are measured."""
         self.tokens = self.hit = self.loaded = 0
 
     def _teller(self, slot: int) -> Callable[[bool, int, list[int]], None]:
@@ -201,7 +215,7 @@ class RoutingModel:
         for ask in asks:
             heapq.heappush(self._due, (ask.at_s, next(self._numbers), lambda ask=ask: self._ask(ask)))  # type: ignore[misc]
         next_view = VIEW_S
-        while len(self.ttft_s) < len(asks):
+        while self.answered < len(asks):
             at, _, do = heapq.heappop(self._due)
             self._clock.advance(max(0.0, at - self._clock.now()))
             if self._clock.now() >= next_view:
@@ -233,7 +247,10 @@ class RoutingModel:
                 self._next(worker)
             elif isinstance(action, EndRequest):
                 assert action.done.error is None, action.done.message
-                self.ttft_s.append(self._clock.now() - self._asked[action.request_id][0])
+                came = self._asked[action.request_id][0]
+                self.answered += 1
+                if came >= self._since:
+                    self.ttft_s.append(self._clock.now() - came)
 
     def _next(self, worker: ModelWorker) -> None:
         if worker.busy or not worker.waiting:
@@ -244,7 +261,8 @@ class RoutingModel:
         device, host = worker.cache.match(keys)
         hit = min((device + host) * self._block_tokens, tokens - 1)
         loaded = host * self._block_tokens
-        self.tokens, self.hit, self.loaded = self.tokens + tokens, self.hit + hit, self.loaded + loaded
+        if self._asked[submit.request_id][0] >= self._since:
+            self.tokens, self.hit, self.loaded = self.tokens + tokens, self.hit + hit, self.loaded + loaded
         costs = self._costs
         seconds = costs.base_s + (tokens - hit) / costs.compute_per_s + loaded / costs.load_per_s
         worker.computed += tokens - hit
@@ -273,25 +291,26 @@ def chained(blocks: Sequence[int]) -> NDArray[np.uint64]:
     return np.array(keys, np.uint64)
 
 
-def conversations(count: int, rate: float, block_tokens: int, seed: int) -> list[PromptAsk]:
-    """Multi-turn chats: one of eight system prompts, two to twelve turns, each with what was said before. `rate`:
-    requests a second, on average, with gaps of users who read and type."""
+def conversations(seconds: float, rate: float, block_tokens: int, seed: int) -> list[PromptAsk]:
+    """Multi-turn chats: one of eight system prompts of 2,048 tokens, two to twelve turns of about 1,200 tokens and
+    answers of about 400, half a minute apart; each turn's prompt is all that was said before. `rate`: prompts a second,
+    once as many chats end as begin. The prompts of `seconds` seconds, after so many that chats have become old."""
     rng = random.Random(seed)
     asks: list[PromptAsk] = []
-    fresh = itertools.count(1000)
-    at = 0.0
-    for number in range(count):
+    fresh, at, number = itertools.count(1000), 0.0, 0
+    while at < seconds + OLD_S:
         system = rng.randrange(8)
         blocks = [system * 100 + n for n in range(max(1, 2048 // block_tokens))]
-        turns, moment = rng.randint(2, 12), at
-        for _ in range(turns):
+        moment = at
+        for _ in range(rng.randint(2, 12)):
             said = max(1, round(rng.expovariate(1 / 1200) / block_tokens))
             blocks += [next(fresh) for _ in range(said)]
             asks.append(PromptAsk(moment, len(blocks) * block_tokens + 5, tuple(blocks), f"chat-{number}"))
             blocks += [next(fresh) for _ in range(max(1, round(rng.expovariate(1 / 400) / block_tokens)))]
-            moment += 4 + rng.expovariate(1 / 20)
+            moment += 4 + rng.expovariate(1 / 26)
         at += rng.expovariate(rate / 7)
-    return sorted(asks, key=lambda ask: ask.at_s)
+        number += 1
+    return sorted((ask for ask in asks if ask.at_s < seconds + OLD_S), key=lambda ask: ask.at_s)
 
 
 def measure(
@@ -302,10 +321,11 @@ def measure(
     block_tokens: int,
     limit_s: float,
     index: bool,
+    since_s: float,
 ) -> PolicyFigures:
     """Run one policy over all asks. `limit_s`: a first token that comes later is of no use."""
     with tempfile.TemporaryDirectory() as folder:
-        model = RoutingModel(policy, workers, costs, block_tokens, Path(folder), index=index)
+        model = RoutingModel(policy, workers, costs, block_tokens, Path(folder), index=index, since_s=since_s)
         model.run(asks)
     ttft = sorted(model.ttft_s)
     good = sum(seconds <= limit_s for seconds in ttft)
@@ -317,6 +337,6 @@ def measure(
         model.loaded / model.tokens,
         cuts[49],
         cuts[98],
-        good / (asks[-1].at_s - asks[0].at_s),
+        good / (asks[-1].at_s - since_s),
         good / len(ttft),
     )

@@ -2,7 +2,7 @@
 
     python -m bench.serving.routing_policies
     python -m bench.serving.routing_policies --part index
-    python -m bench.serving.routing_policies --part policies --chats 400 --rates 6 9 12
+    python -m bench.serving.routing_policies --part policies --seconds 600 --rates 6 12
     python -m bench.serving.routing_policies --part policies --trace bench/traces/conversation_200.jsonl --speed 0.5
 
 `index`: memory for ten million pages, beside dictionaries; time to apply events, with and without their decoding; and
@@ -33,7 +33,7 @@ from rich.table import Table
 
 from bench.common import machine
 from bench.common.workload import TRACE_BLOCK_TOKENS, read_trace
-from bench.serving.routing_model import PolicyFigures, PromptAsk, StepCosts, conversations, measure
+from bench.serving.routing_model import OLD_S, PolicyFigures, PromptAsk, StepCosts, conversations, measure
 from bench.serving.sent_blocks import SentBlocks
 from contracts.block_hash import block_hashes
 from contracts.clock import SystemClock
@@ -225,7 +225,7 @@ def show_index(figures: dict[str, Any], console: Console) -> None:
 def asks_of(args: argparse.Namespace, rate: float) -> tuple[list[PromptAsk], int]:
     """The prompts, and the tokens of their blocks."""
     if args.trace is None:
-        return conversations(args.chats, rate, args.block_tokens, args.seed), args.block_tokens
+        return conversations(args.seconds, rate, args.block_tokens, args.seed), args.block_tokens
     lines = read_trace(args.trace)
     asks = [PromptAsk(one.at_s / args.speed, one.input_length, one.hash_ids, "") for one in lines]
     return asks, TRACE_BLOCK_TOKENS
@@ -236,14 +236,16 @@ def measure_policies(args: argparse.Namespace, console: Console) -> list[dict[st
     found: list[dict[str, Any]] = []
     for rate in args.rates if args.trace is None else [0.0]:
         asks, block_tokens = asks_of(args, rate)
+        since = OLD_S if args.trace is None else 0.0
         rows = [(policy, True) for policy in POLICIES]
         rows.insert(1, ("cache_aware", False))
         figures = [
-            measure(policy, asks, args.workers, costs, block_tokens, args.slo_ms / 1000, index=index)
+            measure(policy, asks, args.workers, costs, block_tokens, args.slo_ms / 1000, index=index, since_s=since)
             for policy, index in rows
         ]
-        asked = (len(asks) - 1) / (asks[-1].at_s - asks[0].at_s)
-        console.print(_policies(figures, asked, len(asks), args.slo_ms))
+        counted = sum(ask.at_s >= since for ask in asks)
+        asked = counted / (asks[-1].at_s - since)
+        console.print(_policies(figures, asked, counted, args.slo_ms))
         found += [{"rate": asked, **asdict(one)} for one in figures]
     return found
 
@@ -273,8 +275,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--index-workers", type=int, default=1000)
     parser.add_argument("--pages", type=int, default=10_000_000)
     parser.add_argument("--workers", type=int, default=8, help="prefill workers of the model")
-    parser.add_argument("--chats", type=int, default=300)
-    parser.add_argument("--rates", type=float, nargs="+", default=[12.0, 18.0, 24.0], help="prompts a second")
+    parser.add_argument("--seconds", type=float, default=300.0, help="of the time that is modelled")
+    parser.add_argument("--rates", type=float, nargs="+", default=[8.0, 16.0, 24.0], help="prompts a second")
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--speed", type=float, default=1.0, help="divides the trace's gaps")
     parser.add_argument("--block-tokens", type=int, default=64)
@@ -287,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(arguments)
-    console, figures = Console(), {"machine": machine.describe()}
+    console, figures = Console(width=110), {"machine": machine.describe()}
     console.print(machine.headline())
     if args.part in ("index", "all"):
         with tempfile.TemporaryDirectory() as folder:

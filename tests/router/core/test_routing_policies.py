@@ -235,7 +235,7 @@ def test_an_unknown_policy_is_refused_with_the_names_of_those_there_are() -> Non
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("what", ["layout", "weights", "protocol"])
-def test_d3_who_can_not_hand_over_is_never_paired(policy: str, what: str) -> None:
+def test_who_can_not_hand_over_is_never_paired(policy: str, what: str) -> None:
     stage = Stage(2, 2, policy=policy)
     for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
         stage.cluster[name].numerics = "invariant:x"
