@@ -166,7 +166,7 @@ def test_who_joins_late_gets_all_of_it_though_the_first_batches_are_gone(index: 
     assert index.held(one, tokens(3, 4)) == (0, 0), "what the worker no longer holds is not believed"
 
 
-def test_an_incarnation_takes_its_blocks_with_it_and_the_next_one_tells_what_it_adopted(index: Index) -> None:
+def test_d8_an_incarnation_takes_its_blocks_with_it_and_the_next_one_tells_what_it_adopted(index: Index) -> None:
     first, prompt = index.publish("prefill-0"), tokens(1)
     index.follow(first)
     first.say(stored(prompt))
