@@ -17,7 +17,6 @@ import yaml
 
 from cluster.assembly.device_cards import CardFacts, apart, cards_of
 from cluster.assembly.node_shares import NodeFacts, NodeShare, measured
-from cluster.serve.kv_index_process import with_kv_events
 from cluster.serve.security_check import check_security, with_absolute_paths
 from contracts import cpu_levels as processor
 from contracts.checkpoint.model_spec import ModelSpec, read_model_spec, served_as
@@ -142,7 +141,6 @@ def prepare(
         if config.transfer.plane == "local":
             cards = cards[:1]  # Its copies reach the pools of one card alone.
         config = with_plane(on_device(config, bool(cards)), one_host=True, apart=apart(cards))
-    config = with_kv_events(config)
     pool_set = pool_set_of(spec, config, options.cache_role)
     check_ranks(config, spec, options.workers)
     config = dataclasses.replace(config, decode=_with_speculation(config, pool_set))

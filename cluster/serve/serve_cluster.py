@@ -29,8 +29,7 @@ from cluster.processes.log_files import last_words
 from cluster.processes.restart_policy import RestartHistory
 from cluster.processes.run_folder import RunFolder
 from cluster.ray_nodes.node_drains import NodeDrains, draining_ray_nodes
-from cluster.serve.kv_index_process import KvIndexProcess
-from cluster.serve.kv_index_process import wanted as kv_index_wanted
+from cluster.serve.kv_index_process import KvIndexProcess, index_wanted, with_kv_events
 from cluster.serve.preflight import ServePlan, on_device
 from cluster.serve.router_probe import RouterProbe, connection_to
 from cluster.serve.router_process import COMMAND, RouterProcess
@@ -232,8 +231,12 @@ class ServeCluster:
 
     def _start_kv_index(self, stack: ExitStack, environment: Mapping[str, str]) -> Path | None:
         """Start the KV index, where one is wanted; returns where its table is."""
-        config, folder = self._prepared.config, self._folder
-        if not kv_index_wanted(config):
+        folder = self._folder
+        if self._prepared.options.ray_address is None:
+            config = with_kv_events(self._prepared.config, folder.temporary)
+            self._prepared = dataclasses.replace(self._prepared, config=config)
+        config = self._prepared.config
+        if not index_wanted(config):
             return None
         self._kv_index = KvIndexProcess(
             config, self._server.endpoint, folder.temporary, folder.logs, environment, self._clock

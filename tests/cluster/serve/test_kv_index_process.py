@@ -14,12 +14,14 @@ import pytest
 
 from cache.tiers.kv_event_publisher import KVEventLog, KVEventPublisher
 from cluster.processes.process_ids import same_process
-from cluster.serve.kv_index_process import KvIndexProcess, wanted, with_kv_events
+from cluster.serve.kv_index_process import KvIndexProcess, index_wanted, with_kv_events
 from contracts.block_hash import block_hashes
 from contracts.clock import SystemClock
 from contracts.config.cache_config import EventsConfig
 from contracts.config.load_config import config_from_dict
+from contracts.credentials.curve_file import read_curve_pair
 from contracts.messages.kv_events import BlockStored, EventMedium
+from router.kv_indexer.kv_event_subscriber import KVEventSubscriber
 from router.kv_indexer.told_prefixes import ToldPrefixes
 from router.state.prefix_hashes import prefix_hashes
 from tests.router.fake_worker import FakeCluster
@@ -108,18 +110,38 @@ async def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     parent.stdout.close()
 
 
-def test_an_index_runs_where_something_goes_by_it_and_workers_publish_for_it() -> None:
+def test_an_index_runs_where_something_goes_by_it_and_workers_publish_for_it(tmp_path: Path) -> None:
     plain = config_from_dict({})
-    assert wanted(plain)
-    events = with_kv_events(plain).cache.events
-    assert (events.endpoint, events.replay_endpoint) == (LOOPBACK, LOOPBACK)
-    for settings in (
-        {"router": {"kv_index": "none"}},
-        {"router": {"policy": "round_robin"}},
-        {"transfer": {"plane": "local"}},
-    ):
+    assert not index_wanted(plain), "nobody publishes"
+    config = with_kv_events(plain, tmp_path)
+    assert index_wanted(config)
+    assert (config.cache.events.endpoint, config.cache.events.replay_endpoint) == (LOOPBACK, LOOPBACK)
+    for settings in ({"router": {"kv_index": "none"}}, {"router": {"policy": "round_robin"}}):
         config = config_from_dict(settings)
-        assert not wanted(config)
-        assert with_kv_events(config) == config
+        assert with_kv_events(config, tmp_path) == config
+        assert not index_wanted(config_from_dict({**settings, "cache": {"events": {"endpoint": LOOPBACK}}}))
     own = config_from_dict({"cache": {"events": {"endpoint": "tcp://127.0.0.1:5557"}}})
-    assert with_kv_events(own) == own, "what the operator says stays"
+    assert with_kv_events(own, tmp_path) == own, "what the operator says stays"
+    assert index_wanted(own)
+
+
+def test_nobody_reads_the_prompts_of_another_user_from_the_events_of_the_index(tmp_path: Path) -> None:
+    config = with_kv_events(config_from_dict({}), tmp_path)
+    key = Path(config.security.curve_key)
+    assert key.parent.stat().st_mode & 0o777 == 0o700
+    log = KVEventLog()
+    publisher = KVEventPublisher(config.cache.events, log, time.time, curve=read_curve_pair(key))
+    clock = SystemClock()
+    stranger = KVEventSubscriber(publisher.endpoint, clock, publisher.replay_endpoint)
+    reader = KVEventSubscriber(publisher.endpoint, clock, publisher.replay_endpoint, key_file=key)
+    deadline = time.monotonic() + 30
+    while not reader.complete:
+        assert time.monotonic() < deadline
+        publisher.round()
+        for one in (reader, stranger):
+            one.poll(0.01)
+    assert not stranger.complete
+    for closed in (reader, stranger, publisher):
+        closed.close()
+    keyed = config_from_dict({"security": {"curve_key": str(key)}})
+    assert with_kv_events(keyed, tmp_path).security == keyed.security, "the operator's key stays"
