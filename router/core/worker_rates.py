@@ -1,13 +1,15 @@
 """Rates of prefill workers, as they measured them: how fast each computes and loads, beside the others.
 
-Measured rates differ from run to run, and a choice by them would send everything to whoever was luckiest. So a worker
-counts as of usual speed unless it is off by more than an eighth, and slower ones in steps of a quarter.
+A worker's rate moves with what its steps happened to hold: two equal ones were seen to tell rates that differ by 1.4. A
+choice by such figures would send everything to whoever was luckiest. So a worker counts as of usual speed unless it is
+off by more than a factor of 1.4, and then in powers of two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import log2
 from statistics import median
 
 from contracts.ids import Role
@@ -15,7 +17,6 @@ from router.state.worker_table import WorkerEntry, WorkerKey
 
 LOAD_SHARE = 0.1
 """What loading a token from host memory costs where it wasn't measured, in tokens that are computed meanwhile."""
-SLOWEST = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class PoolRates:
         usual = median(computed for computed, _ in told.values()) if told else 1.0
         self.known = {
             key: WorkerRates(
-                slowness=min(SLOWEST, max(0.25, round(4 * usual / computed) / 4)),
+                slowness=2.0 ** round(log2(usual / computed)),
                 load_share=min(1.0, usual / loaded) if loaded > 0 else LOAD_SHARE,
                 tokens_per_s=computed,
             )

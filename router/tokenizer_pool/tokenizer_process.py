@@ -156,9 +156,7 @@ def prepared_of(frame: bytes) -> PreparedRequest:
         fields["answer_format"] = AnswerFormat(**found)
     return PreparedRequest(
         GenerateRequest(**fields),
-        tuple(
-            PreparedPrompt(_tokens(raw), text, PrefixHashes(keys, page_tokens)) for raw, text, keys in prompts
-        ),
+        tuple(PreparedPrompt(_tokens(raw), text, PrefixHashes(keys, page_tokens)) for raw, text, keys in prompts),
     )
 
 
