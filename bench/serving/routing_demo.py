@@ -51,8 +51,8 @@ class DemoFigures:
 
 
 def chats(seconds: float, rate: float, seed: int) -> list[tuple[Ask, str]]:
-    """Prompts of chats and the names of these: one of four system prompts of 256 tokens, two to eight turns of about 130
-    tokens some seconds apart. Each turn's prompt is all that was said before, with made-up answers."""
+    """Prompts of chats and the names of these: one of four system prompts of 256 tokens, two to eight turns of about
+    130 tokens some seconds apart. Each turn's prompt is all that was said before, with made-up answers."""
     rng = random.Random(seed)
     systems = [tuple(rng.randrange(LOW, HIGH) for _ in range(256)) for _ in range(4)]
     found: list[tuple[Ask, str]] = []
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rate", type=float, default=12.0, help="prompts a second, about")
     parser.add_argument("--device-tokens", type=int, default=8192)
     parser.add_argument("--host-bytes", type=int, default=24 * 1024**2)
-    parser.add_argument("--slo-ms", type=int, default=200)
+    parser.add_argument("--slo-ms", type=int, default=60)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(arguments)
     console = Console(width=110)
@@ -141,9 +141,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     console.print(table)
     if args.json is not None:
-        args.json.write_text(
-            json.dumps({"machine": machine.describe(), "policies": [asdict(f) for f in figures]}, indent=1)
-        )
+        found = {"machine": machine.describe(), "policies": [asdict(one) for one in figures]}
+        args.json.write_text(json.dumps(found, indent=1) + "
+")
     return int(any(one.failed for one in figures))
 
 
