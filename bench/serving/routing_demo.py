@@ -142,8 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(table)
     if args.json is not None:
         found = {"machine": machine.describe(), "policies": [asdict(one) for one in figures]}
-        args.json.write_text(json.dumps(found, indent=1) + "
-")
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
     return int(any(one.failed for one in figures))
 
 

@@ -33,6 +33,8 @@ class PromptHits:
     """On the device or in host memory."""
     storage: int = 0
     """What storage holds, which workers share."""
+    whole: int = 0
+    """Who holds so many holds all of it, as far as can be known."""
 
 
 class PrefixIndexes:
@@ -49,7 +51,6 @@ class PrefixIndexes:
         self._told_slots: tuple[SlotList, NDArray[np.intp]] | None = None
         """The list of slots that they were looked up in, and the slot of each worker of `_keys`; 0 for none."""
         self._last: tuple[PrefixHashes, float, PromptHits] | None = None
-        self._last_sent: tuple[PrefixHashes, WorkerKey] | None = None
 
     def follow(self, workers: Iterable[WorkerEntry]) -> None:
         """Take in the table of workers."""
@@ -60,22 +61,22 @@ class PrefixIndexes:
         none = self.sent_prefixes.table.memory.size.slots
         self._sent_slots = np.array([one[0] if one else none for one in slots], np.intp)
         self._more_slots = [(at, slot) for at, several in enumerate(slots) for slot in several[1:]]
-        self._told_slots = self._last = self._last_sent = None
+        self._told_slots = self._last = None
 
     def sent(self, worker: WorkerKey, hashes: PrefixHashes, now: float) -> None:
         """Enter the blocks of a prompt that goes to a prefill worker of the table."""
-        if not len(hashes.blocks) or not self.sent_prefixes.slots(worker):
+        sent, hits = hashes.blocks_end, None
+        if not sent or not self.sent_prefixes.slots(worker):
             return
         if self._last is not None and self._last[0] is hashes:
-            hits, sent = self._last[2], int(hashes.block_ends[-1])
-            hits.device[worker] = max(hits.device.get(worker, 0), sent)
-            hits.held[worker] = max(hits.held.get(worker, 0), sent)
+            hits = self._last[2]
         else:
             self._last = None
-        # Another choice of the same prompt: it is the latest there already.
-        if self._last_sent is None or self._last_sent[0] is not hashes or self._last_sent[1] != worker:
+        if hits is None or hits.device.get(worker, 0) < hits.whole:
             self.sent_prefixes.sent(worker, hashes, now)
-            self._last_sent = hashes, worker
+        if hits is not None:
+            hits.device[worker] = max(hits.device.get(worker, 0), sent)
+            hits.held[worker] = max(hits.held.get(worker, 0), sent)
 
     def hits(self, hashes: PrefixHashes, now: float) -> PromptHits:
         """Return what workers hold of a prompt."""
@@ -87,23 +88,28 @@ class PrefixIndexes:
 
     def _find(self, hashes: PrefixHashes, now: float) -> PromptHits:
         told = self.told.find(hashes, now) if self.told is not None else None
-        sent = self._of_workers(self.sent_prefixes.find(hashes))
         if told is None:
-            known = dict(zip(self._keys, sent.tolist(), strict=True))
-            positive = {key: depth for key, depth in known.items() if depth}
-            return PromptHits(positive, dict(positive))
+            sent = self._of_workers(self.sent_prefixes.find(hashes))
+            return self._hits(sent, sent, hashes.blocks_end)
         slots = self._slots_in(told)
         live = told.live[slots] & (slots > 0)
-        recent = self._of_workers(self.sent_prefixes.find_recent(hashes, now)) if live.any() else sent
-        device = np.where(live, np.maximum(told.depths.device[slots], recent), sent)
-        held = np.where(live, np.maximum(told.depths.held[slots], device), sent)
-        at = np.flatnonzero(held).tolist()
-        on_device, anywhere = device.tolist(), held.tolist()
-        return PromptHits(
-            {self._keys[i]: on_device[i] for i in at if on_device[i]},
-            {self._keys[i]: anywhere[i] for i in at},
-            told.storage,
-        )
+        recent = self._of_workers(self.sent_prefixes.find_recent(hashes, now))
+        device = np.maximum(told.depths.device[slots], recent)
+        held = np.maximum(told.depths.held[slots], device)
+        if not live.all():
+            sent = self._of_workers(self.sent_prefixes.find(hashes))
+            device, held = np.where(live, device, sent), np.where(live, held, sent)
+        marks_end = int(hashes.asked_marks[1][-1]) if len(hashes.asked_marks[1]) else hashes.blocks_end
+        return self._hits(device, held, marks_end, told.storage)
+
+    def _hits(self, device: NDArray[np.int32], held: NDArray[np.int32], whole: int, storage: int = 0) -> PromptHits:
+        return PromptHits(self._positive(device), self._positive(held), storage, whole)
+
+    def _positive(self, depths: NDArray[np.int32]) -> dict[WorkerKey, int]:
+        at = np.flatnonzero(depths)
+        if len(at) == len(self._keys):
+            return dict(zip(self._keys, depths.tolist(), strict=True))
+        return {self._keys[i]: depth for i, depth in zip(at.tolist(), depths[at].tolist(), strict=True)}
 
     def _of_workers(self, depths: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return depths by place in `_keys` from depths by slot of what was sent."""

@@ -103,13 +103,16 @@ class SentPrefixes:
 
     def find(self, hashes: PrefixHashes) -> NDArray[np.int32]:
         """Return how many positions of a prompt each slot was sent: int32 (slots,)."""
-        return self._sent.find(hashes.blocks, hashes.block_ends).held
+        return self._sent.find(*hashes.asked_blocks).held
 
     def find_recent(self, hashes: PrefixHashes, now: float) -> NDArray[np.int32]:
         """Return how many each slot was sent lately."""
         self._turn(now)
-        first, second = (half.find(hashes.blocks, hashes.block_ends).held for half in self._halves)
-        return np.maximum(first, second)
+        found = np.zeros(self._sent.memory.size.slots, np.int32)
+        for half in self._halves:
+            if half.entries:
+                np.maximum(found, half.find(*hashes.asked_blocks).held, out=found)
+        return found
 
     def _turn(self, now: float) -> None:
         """Empty the older half when it is time to."""

@@ -73,7 +73,7 @@ class ToldPrefixes:
             return None
         for _ in range(TRIES):
             slots, live = self._slots.read(), self._slots.live
-            depths = self._reader.find(*hashes.marks)
+            depths = self._reader.find(*hashes.asked_marks)
             if slots is not None and self._slots.version == slots.version:
                 return ToldPrefix(depths, live, slots, int(depths.held[STORAGE]))
         return None

@@ -27,6 +27,11 @@ BLOCK_TOKENS = 64
 PAGE_TOKENS = 16
 """Tokens of a page where nothing else is configured (`cache.page_tokens`)."""
 HASH_BYTES = 8
+ASKED = 512
+"""Most keys of a prompt that are looked up, as who holds one holds all before it: of 128k tokens every fourth block, so
+that what is held is known to 256 tokens."""
+
+KeysAndEnds = tuple[NDArray[np.uint64], NDArray[np.int32]]
 
 
 def keys_of(hashes: Sequence[bytes]) -> NDArray[np.uint64]:
@@ -65,15 +70,29 @@ class PrefixHashes:
         return self.pages[step - 1 :: step]
 
     @property
-    def block_ends(self) -> NDArray[np.int32]:
-        """The positions where the blocks end."""
-        return np.arange(1, len(self.blocks) + 1, dtype=np.int32) * np.int32(self.block_tokens)
+    def blocks_end(self) -> int:
+        """The position where the last block ends."""
+        return len(self.blocks) * self.block_tokens
 
     @cached_property
-    def marks(self) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
-        """Keys of the marks, and the positions where they end."""
+    def asked_blocks(self) -> KeysAndEnds:
+        """Blocks to look up, and the positions where they end."""
+        blocks = self.blocks
+        at = _spread(len(blocks))
+        return blocks[at], ((at + 1) * self.block_tokens).astype(np.int32)
+
+    @cached_property
+    def asked_marks(self) -> KeysAndEnds:
+        """Marks to look up, and the positions where they end."""
         at = np.flatnonzero(marked(self.pages, self.page_tokens))
+        at = at[_spread(len(at))]
         return self.pages[at], ((at + 1) * self.page_tokens).astype(np.int32)
+
+
+def _spread(count: int) -> NDArray[np.intp]:
+    """Return at most `ASKED` of so many places, evenly spread, the last among them."""
+    step = -(-count // ASKED) or 1
+    return np.arange(count - 1, -1, -step)[::-1]
 
 
 NO_HASHES = PrefixHashes(b"")

@@ -124,7 +124,7 @@ def test_what_the_next_incarnation_adopts_is_found_before_it_has_computed_anythi
         status = both.prefill.status()
         slot = found.slots.workers[status.name, status.incarnation]
         assert found.live[slot]
-        last = max(found_end for found_end in prefix_hashes(prompt).marks[1].tolist())
+        last = max(found_end for found_end in prefix_hashes(prompt).asked_marks[1].tolist())
         assert (found.depths.device[slot], found.depths.held[slot]) == (0, last)
         (answer,) = both.run(both.submit(prompt, SamplingParams(max_tokens=2, temperature=0.0)))
         assert answer.progress[Role.PREFILL].cached_by_tier["host"] >= last, "and it is there"

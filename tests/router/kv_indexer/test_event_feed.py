@@ -44,7 +44,7 @@ def stored(prompt: tuple[int, ...], tier: EventMedium = DEVICE, pages: slice = s
 
 def marks_of(hashes: PrefixHashes, upto: int | None = None) -> int:
     """Where the last mark of a prompt's first positions ends."""
-    return max((end for end in hashes.marks[1].tolist() if upto is None or end <= upto), default=0)
+    return max((end for end in hashes.asked_marks[1].tolist() if upto is None or end <= upto), default=0)
 
 
 @dataclass
@@ -202,7 +202,7 @@ def test_pages_of_another_size_are_left_out(index: Index) -> None:
     one.say(BlockStored(DEVICE, None, tuple(block_hashes(prompt, 32)), prompt, 32))
     one.say(stored(tokens(2)))
     index.until(lambda: index.held(one, tokens(2)) not in (None, (0, 0)))
-    assert index.feed.table.entries == len(prefix_hashes(tokens(2)).marks[0])
+    assert index.feed.table.entries == len(prefix_hashes(tokens(2)).asked_marks[0])
 
 
 def test_slots_are_used_again_once_their_blocks_are_out_of_the_table(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_slots_are_used_again_once_their_blocks_are_out_of_the_table(tmp_path: P
         index.until(lambda one=one: index.held(one, tokens(1)) == (0, 0))  # type: ignore[misc]
         one.say(stored(tokens(1)))
         index.until(lambda one=one: index.held(one, tokens(1)) not in (None, (0, 0)))  # type: ignore[misc]
-    assert index.feed.table.entries == len(prefix_hashes(tokens(1)).marks[0])
+    assert index.feed.table.entries == len(prefix_hashes(tokens(1)).asked_marks[0])
     for publisher in index.publishers:
         publisher.sockets.close()
     index.feed.close()
