@@ -208,22 +208,11 @@ class RoutingModel:
 
     def run(self, asks: Sequence[PromptAsk]) -> None:
         """Ask everything when it is due, until all of it is answered."""
-        self._beat()
-        self._view()
-        for key in self._workers:
-            self._core.on_linked(key)
-        for ask in asks:
-            heapq.heappush(self._due, (ask.at_s, next(self._numbers), lambda ask=ask: self._ask(ask)))  # type: ignore[misc]
-        next_view = VIEW_S
-        while self.answered < len(asks):
-            at, _, do = heapq.heappop(self._due)
-            self._clock.advance(max(0.0, at - self._clock.now()))
-            if self._clock.now() >= next_view:
-                next_view = self._clock.now() + VIEW_S
-                self._view()
-                self._core.tick()
-            do()
-            self._act()
+        self._beat() self._view() for key in self._workers: self._core.on_linked(key) for ask in asks:
+            heapq.heappush(self._due, (ask.at_s, next(self._numbers), lambda ask=ask: self._ask(ask)))  # type:
+            ignore[misc] next_view = VIEW_S while self.answered < len(asks): at, _, do = heapq.heappop(self._due)
+            self._clock.advance(max(0.0, at - self._clock.now())) if self._clock.now() >= next_view: next_view =
+            self._clock.now() + VIEW_S self._view() self._core.tick() do() self._act()
 
     def _beat(self) -> None:
         self._memory.header["pulse"][0] = self._clock.now()

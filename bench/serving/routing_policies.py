@@ -9,8 +9,9 @@
 time to place a prompt of 128k tokens that all of 1,000 workers hold, beside the memory that the router had before
 (`bench/serving/sent_blocks.py`), in turns. Times are of the processor: who else runs on the machine doesn't count.
 `policies`: a queueing model (`bench/serving/routing_model.py`) of the
-production router over eight prefill workers. Its costs are flags; the defaults are what a prefill worker of the demo
-told of itself on two cores.
+production router over eight prefill workers. Its costs are flags. The defaults are the demo's on two cores: what a
+prefill worker told of its own speed, and what `bench.cache.copy_speed` found for loads from host memory (3.3 GB/s, 1
+KiB a token); the milliseconds of a prompt beside its tokens are assumed.
 """
 
 from __future__ import annotations
@@ -289,17 +290,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--index-workers", type=int, default=1000)
     parser.add_argument("--pages", type=int, default=10_000_000)
     parser.add_argument("--workers", type=int, default=8, help="prefill workers of the model")
-    parser.add_argument("--seconds", type=float, default=300.0, help="of the time that is modelled")
-    parser.add_argument("--rates", type=float, nargs="+", default=[8.0, 16.0, 24.0], help="prompts a second")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of the time that is modelled")
+    parser.add_argument("--rates", type=float, nargs="+", default=[4.0, 8.0, 12.0], help="prompts a second")
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--speed", type=float, default=1.0, help="divides the trace's gaps")
     parser.add_argument("--block-tokens", type=int, default=64)
     parser.add_argument("--base-ms", type=float, default=5.0)
-    parser.add_argument("--compute", type=float, default=19_000, help="prompt tokens a second of one worker")
-    parser.add_argument("--load", type=float, default=1_000_000, help="tokens a second from its host memory")
+    parser.add_argument("--compute", type=float, default=10_000, help="prompt tokens a second of one worker")
+    parser.add_argument("--load", type=float, default=3_000_000, help="tokens a second from its host memory")
     parser.add_argument("--device-tokens", type=int, default=65_536)
     parser.add_argument("--host-tokens", type=int, default=262_144)
-    parser.add_argument("--slo-ms", type=int, default=500)
+    parser.add_argument("--slo-ms", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(arguments)
