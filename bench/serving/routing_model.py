@@ -147,6 +147,7 @@ class RoutingModel:
         *,
         index: bool,
         since_s: float,
+        routers: int,
     ) -> None:
         """`since_s`: prompts that come earlier aren't measured."""
         self._since = since_s
@@ -158,15 +159,21 @@ class RoutingModel:
         memory = TableMemory.create(path, TableSize(1 << 16, 64, 4096), block_tokens)
         self._table, self._slots, self._memory = HolderTable(memory), SlotWriter(memory), memory
         rooms = (f"room-{n}" for n in itertools.count())
-        self._core = RouterCore(
-            RouterConfig(policy=policy, max_queue=10**6, request_timeout_s=10**6),  # type: ignore[arg-type]
-            self._clock,
-            lambda: next(rooms),
-            AuditConfig(fraction=0.0),
-            cache=CacheConfig(page_tokens=block_tokens),
-            told=ToldPrefixes(path) if index else None,
-            rng=random.Random(1),
-        )
+        self._cores = [
+            RouterCore(
+                RouterConfig(policy=policy, max_queue=10**6, request_timeout_s=10**6),  # type: ignore[arg-type]
+                self._clock,
+                lambda: next(rooms),
+                AuditConfig(fraction=0.0),
+                cache=CacheConfig(page_tokens=block_tokens),
+                told=ToldPrefixes(path) if index else None,
+                rng=random.Random(number),
+            )
+            for number in range(routers)
+        ]
+        self._owner: dict[RequestId, RouterCore] = {}
+        self._rng = random.Random(7)
+        """Which router a prompt goes to."""
         self._workers: dict[WorkerKey, ModelWorker] = {}
         for number in range(workers):
             key = (WorkerName(f"prefill-{number}"), Incarnation(1))
@@ -204,15 +211,28 @@ class RoutingModel:
             record = WorkerRecord(key[0], Role.PREFILL, key[1], 1, "", "", "", WorkerLimits(10**7, 10**7))
             status = WorkerStatus(key[0], Role.PREFILL, "ready", 1, "", key[1], 0, 0, 0, 0, counters=counters)
             views.append(WorkerView(record, status))
-        self._core.on_view(views)
+        for core in self._cores:
+            core.on_view(views)
 
     def run(self, asks: Sequence[PromptAsk]) -> None:
         """Ask everything when it is due, until all of it is answered."""
-        self._beat() self._view() for key in self._workers: self._core.on_linked(key) for ask in asks:
-            heapq.heappush(self._due, (ask.at_s, next(self._numbers), lambda ask=ask: self._ask(ask)))  # type:
-            ignore[misc] next_view = VIEW_S while self.answered < len(asks): at, _, do = heapq.heappop(self._due)
-            self._clock.advance(max(0.0, at - self._clock.now())) if self._clock.now() >= next_view: next_view =
-            self._clock.now() + VIEW_S self._view() self._core.tick() do() self._act()
+        self._beat()
+        self._view()
+        for key, core in itertools.product(self._workers, self._cores):
+            core.on_linked(key)
+        for ask in asks:
+            heapq.heappush(self._due, (ask.at_s, next(self._numbers), lambda ask=ask: self._ask(ask)))  # type: ignore[misc]
+        next_view = VIEW_S
+        while self.answered < len(asks):
+            at, _, do = heapq.heappop(self._due)
+            self._clock.advance(max(0.0, at - self._clock.now()))
+            if self._clock.now() >= next_view:
+                next_view = self._clock.now() + VIEW_S
+                self._view()
+                for core in self._cores:
+                    core.tick()
+            do()
+            self._act()
 
     def _beat(self) -> None:
         self._memory.header["pulse"][0] = self._clock.now()
@@ -226,10 +246,11 @@ class RoutingModel:
         request = RoutedRequest(
             rid, prompt, SamplingParams(1), now=now, deadline=now + 10**6, hashes=hashes, session=ask.session
         )
-        self._core.submit(request)
+        self._owner[rid] = self._rng.choice(self._cores)
+        self._owner[rid].submit(request)
 
     def _act(self) -> None:
-        for action in self._core.take_actions():
+        for action in itertools.chain.from_iterable([core.take_actions() for core in self._cores]):
             if isinstance(action, SendCommand) and isinstance(action.command, Submit):
                 worker = self._workers[action.worker]
                 worker.waiting.append((action.command, self._asked[action.command.request_id][1]))
@@ -267,7 +288,7 @@ class RoutingModel:
             Done(rid, attempt, "length"),
         ]
         for event in events:
-            self._core.on_event(worker.key, event)
+            self._owner[rid].on_event(worker.key, event)
         self._next(worker)
 
 
@@ -311,10 +332,13 @@ def measure(
     limit_s: float,
     index: bool,
     since_s: float,
+    routers: int,
 ) -> PolicyFigures:
     """Run one policy over all asks. `limit_s`: a first token that comes later is of no use."""
     with tempfile.TemporaryDirectory() as folder:
-        model = RoutingModel(policy, workers, costs, block_tokens, Path(folder), index=index, since_s=since_s)
+        model = RoutingModel(
+            policy, workers, costs, block_tokens, Path(folder), index=index, since_s=since_s, routers=routers
+        )
         model.run(asks)
     ttft = sorted(model.ttft_s)
     good = sum(seconds <= limit_s for seconds in ttft)

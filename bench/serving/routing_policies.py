@@ -252,10 +252,21 @@ def measure_policies(args: argparse.Namespace, console: Console) -> list[dict[st
     for rate in args.rates if args.trace is None else [0.0]:
         asks, block_tokens = asks_of(args, rate)
         since = OLD_S if args.trace is None else 0.0
-        rows = [(policy, True) for policy in POLICIES]
-        rows.insert(1, ("cache_aware", False))
+        rows = [(policy, True) for policy in args.policies]
+        if "cache_aware" in args.policies:
+            rows.append(("cache_aware", False))
         figures = [
-            measure(policy, asks, args.workers, costs, block_tokens, args.slo_ms / 1000, index=index, since_s=since)
+            measure(
+                policy,
+                asks,
+                args.workers,
+                costs,
+                block_tokens,
+                args.slo_ms / 1000,
+                index=index,
+                since_s=since,
+                routers=args.routers,
+            )
             for policy, index in rows
         ]
         counted = sum(ask.at_s >= since for ask in asks)
@@ -290,6 +301,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--index-workers", type=int, default=1000)
     parser.add_argument("--pages", type=int, default=10_000_000)
     parser.add_argument("--workers", type=int, default=8, help="prefill workers of the model")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--routers", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=120.0, help="of the time that is modelled")
     parser.add_argument("--rates", type=float, nargs="+", default=[4.0, 8.0, 12.0], help="prompts a second")
     parser.add_argument("--trace", type=Path)
