@@ -22,7 +22,7 @@ import uvicorn
 
 from contracts.checkpoint.model_spec import read_model_spec
 from contracts.config.cluster_config import Config
-from contracts.config.load_config import read_config
+from contracts.config.load_config import read_config_json
 from contracts.errors import ConfigError, TwinpoolError
 from contracts.json_logs import log_to_stream
 from router.api.app import App, create_admin_app, create_app
@@ -165,6 +165,7 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
     parser.add_argument("--admin-port", type=int, help="the operators' port, instead of security.admin_port")
     parser.add_argument("--live-socket", type=Path, help="Unix socket at which it is asked whether it lives")
     parser.add_argument("--config-json", type=Path, help="the whole configuration as JSON")
+    parser.add_argument("--kv-index", type=Path, help="the table of this host's KV index")
     parser.add_argument("--ready-fd", type=int, help="inherited descriptor that is told when the router listens")
     return parser.parse_args(arguments)
 
@@ -222,10 +223,11 @@ def serve(
     admin: socket.socket | None,
     live: socket.socket | None,
     ready_fd: int | None,
+    kv_index: Path | None = None,
 ) -> None:
     """Serve requests on `bound`, operators' on `admin`, and whoever asks whether this router lives on `live`, until
-    SIGTERM or SIGINT."""
-    service = RouterService(read_model_spec(spec_folder), config, directory, lessor=directory)
+    SIGTERM or SIGINT. `kv_index`: where the KV index's table is, None where there is none."""
+    service = RouterService(read_model_spec(spec_folder), config, directory, lessor=directory, kv_index=kv_index)
     log("router listens", address="{}:{}".format(*bound.getsockname()[:2]), model=service.spec.name, pid=os.getpid())
     operators = AdminListener(create_admin_app(service), admin) if admin is not None else None
     RouterServer(create_app(service), service, ready_fd, RouterListeners(operators, live)).run([bound])
@@ -237,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     raise_descriptor_limit()
     map_large_buffers()
     try:
-        config = read_config(options.config_json)
+        config = read_config_json(options.config_json)
         if (certificate := config.security.cluster) is not None:
             certificate.check()
         directory = ControllerDirectory(options.controller, config.transfer.link_timeout_s, certificate)
@@ -246,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             listen_for_operators(config, options.admin_port) as admin,
             listen_at(options.live_socket) as live,
         ):
-            serve(options.model, config, directory, bound, admin, live, options.ready_fd)
+            serve(options.model, config, directory, bound, admin, live, options.ready_fd, options.kv_index)
     except TwinpoolError as error:
         log("router failed", reason=str(error))
         return 1

@@ -55,6 +55,8 @@ class WorkerReport:
                 f"{PREFIX}{DamageSite.LOGITS}": self._fitness.rows,
             },
             plane=self._plane,
+            kv_events=self._manager.tiers.events.endpoint,
+            kv_replay=self._manager.tiers.events.replay_endpoint,
         )
 
     def check(self, found: Sequence[str], allocations: int, *, rooms: int, slots: int = 0) -> CheckReport:

@@ -157,6 +157,8 @@ class NoArena:
 class NoEvents:
     """The KV events of a worker that publishes none."""
 
+    endpoint = replay_endpoint = ""
+
     def round(self) -> None:
         pass
 

@@ -136,12 +136,12 @@ class KVCacheManager:
         return len(self._in_flight) > 0 or self.tiers.busy
 
     def stats(self) -> dict[str, float]:
-        """Counters of everything that happened, and how full the tiers are."""
+        """Counters of everything that happened, how fast it went, and how full the tiers are."""
         out: dict[str, float] = {}
         for part in (self.supply, self.sharing, self.planner, self.table):
             out |= part.counters
         out["device_pages_kept"] = self.tree.accounts.sizes[Tier.DEVICE, self.full]
-        return out | self.tiers.stats()
+        return out | self.planner.rates | self.tiers.stats()
 
     def check(self, others: Mapping[str, int] = {}) -> list[str]:
         """Recompute all accounts from scratch; returns a line for each that doesn't add up.

@@ -48,6 +48,16 @@ class KVEventRecorder:
         """The full state of `node` has come to `tier`, or gone from it."""
         self._log.emit(self._stored(node, tier) if there else BlockRemoved(_MEDIA[tier], tuple(node.keys)))
 
+    @property
+    def endpoint(self) -> str:
+        """Where the events are published."""
+        return self.publisher.endpoint
+
+    @property
+    def replay_endpoint(self) -> str:
+        """Where missed ones are asked for; empty: nowhere."""
+        return self.publisher.replay_endpoint
+
     def round(self) -> None:
         self.publisher.round()
 

@@ -22,7 +22,7 @@ from cluster.controller.controller_ledger import SqliteLedger
 from cluster.controller.controller_server import ControllerServer
 from contracts.clock import Clock, SystemClock
 from contracts.cluster_secret import cluster_secret
-from contracts.config.load_config import read_config
+from contracts.config.load_config import read_config_json
 from contracts.errors import TwinpoolError
 from contracts.json_logs import log_to_stream
 
@@ -63,7 +63,7 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
 
 def run(options: argparse.Namespace, ended: threading.Event) -> None:
     """Serve until `ended` is set. Raises `TwinpoolError`, and `OSError` where the port can't be had."""
-    config, clock = read_config(options.config_json), SystemClock()
+    config, clock = read_config_json(options.config_json), SystemClock()
     if (certificate := config.security.cluster) is not None:
         certificate.check()
     ledger = SqliteLedger(options.ledger)

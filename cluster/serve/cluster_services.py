@@ -1,4 +1,4 @@
-"""The services of a cluster on the machine of `serve`: its controller and its routers, started and kept alive.
+"""The services of a cluster on the machine of `serve`: controller, KV index and routers, started and kept alive.
 
 Of a detached cluster they outlive this process, and the next one takes them over as they are.
 """
@@ -14,6 +14,7 @@ from cluster.processes.run_folder import RunFiles
 from cluster.serve.child_service import CONTROLLER, ROUTER, ChildService
 from cluster.serve.detached_state import DetachedState
 from cluster.serve.kept_service import KeptService, PartFailed
+from cluster.serve.kv_index_process import KV_INDEX, index_arguments, index_wanted
 from cluster.serve.preflight import ServePlan, free_port
 from cluster.serve.router_probe import RouterProbe
 from cluster.worker_process.lease_keeper import longest_absence_s
@@ -52,6 +53,7 @@ class ClusterServices:
         port = state.controller_port if state is not None else 0
         self._port = port or free_port(address, prepared.config.cluster.controller_port)
         self._address = address
+        self._table = folder.temporary / "kv-index"
         self.endpoint = f"{address}:{self._port}"
         """Where the controller is reached, ``host:port``."""
         self.routers: list[tuple[KeptService, RouterProbe]] = []
@@ -75,6 +77,7 @@ class ClusterServices:
             stack,
             f"the workers serve on without it for {longest_absence_s(prepared.config.cluster):g} s",
         )
+        self._kv_index = self._index(stack) if index_wanted(prepared.config) else None
         self.routers = [self._router(number, stack) for number in range(prepared.options.routers)]
 
     def probe(self, stack: ExitStack) -> None:
@@ -95,6 +98,9 @@ class ClusterServices:
             raise PartFailed(failed)
         for router, probe in self.routers:
             self._tend_router(router, probe)
+        if self._kv_index is not None and (failed := self._kv_index.tend()):
+            self._say(f"{failed}; from now on the routers go by what they have sent")
+            self._kv_index = None
 
     def _tend_router(self, router: KeptService, probe: RouterProbe) -> None:
         was_down = router.down
@@ -106,6 +112,11 @@ class ClusterServices:
         if was_down and not router.down:
             probe.started_again()
 
+    def _index(self, stack: ExitStack) -> KeptService:
+        arguments = index_arguments(self.endpoint, self._table, self._settings)
+        meanwhile = "the routers go by what they have sent"
+        return self._kept("kv-index", KV_INDEX, arguments, self._environment, stack, meanwhile)
+
     def _router(self, number: int, stack: ExitStack) -> tuple[KeptService, RouterProbe]:
         prepared, options = self._prepared, self._prepared.options
         several, security = options.routers > 1, prepared.config.security
@@ -115,6 +126,7 @@ class ClusterServices:
             *("--model", str(prepared.spec.folder), "--controller", self.endpoint),
             *("--host", options.host, "--port", str(prepared.port)),
             *("--name", name, "--config-json", str(self._settings), "--live-socket", str(live)),
+            *(("--kv-index", str(self._table)) if self._kv_index is not None else ()),
             *(("--reuse-port", "--admin-port", str(security.admin_port + number)) if several else ()),
         ]
         kept = self._kept(name, self._router_command, arguments, {**self._environment, **self._admin}, stack)

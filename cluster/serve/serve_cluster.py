@@ -31,6 +31,7 @@ from cluster.serve.child_service import ROUTER
 from cluster.serve.cluster_services import ClusterServices
 from cluster.serve.detached_state import DetachedState
 from cluster.serve.kept_service import PartFailed
+from cluster.serve.kv_index_process import with_kv_events
 from cluster.serve.preflight import ServePlan, free_port, on_device
 from cluster.serve.security_check import open_ways
 from cluster.serve.shutdown_signal import ShutdownSignal
@@ -249,6 +250,13 @@ class ServeCluster:
 
     def _start_services(self, stack: ExitStack) -> None:
         """Start the controller and the routers, or take them over, and connect to the controller."""
+        state = self._state
+        if self._prepared.options.ray_address is None:
+            config = with_kv_events(self._prepared.config, self._folder.temporary)
+            self._prepared = dataclasses.replace(self._prepared, config=config)
+        if state is not None:
+            state.prepared = self._prepared
+            state.save()
         config = self._prepared.config
         self._services = ClusterServices(
             self._prepared,
@@ -260,7 +268,7 @@ class ServeCluster:
             secret=self._secret,
             admin={k: v for k, v in self._secrets.items() if k == "TWINPOOL_ADMIN_TOKEN"},
             router_command=self._router_command,
-            state=self._state,
+            state=state,
         )
         self._services.start(stack)
         silence_s, certificate = config.transfer.link_timeout_s, config.security.cluster

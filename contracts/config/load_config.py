@@ -53,8 +53,9 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
     return config
 
 
-def read_config(path: Path | None) -> Config:
-    """Read the configuration from a JSON file; without a path it is all defaults.
+def read_config_json(path: Path | None) -> Config:
+    """Read the whole configuration from a JSON file, as processes hand it to each other; without a path it is all
+    defaults.
 
     Raises `ConfigError` for a file that can't be read or a key that is wrong.
     """

@@ -8,6 +8,15 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
+    policy: Literal["cache_aware", "least_loaded", "power_of_two", "round_robin", "session"] = "cache_aware"
+    """Who gets a request: the worker that will be quickest by what it holds and has to do; the least loaded, of all or
+    of two drawn at random; the next in turn; or always the same for a session."""
+    kv_index: Literal["auto", "none"] = "auto"
+    """auto: a process beside the router follows what workers say of their caches (KV events), where they are processes
+    and the policy asks for it; workers publish on loopback then unless `cache.events.endpoint` says where. none: what
+    the router has sent is all that it knows."""
+    kv_index_bytes: int = 64 * 1024**2
+    """Memory of that index for pages: 20 bytes for each 64 tokens, however many workers hold them."""
     max_queue: int = 1024
     """Requests in flight; more get 429."""
     default_max_tokens: int = 512

@@ -66,3 +66,11 @@ def binding_class(fingerprint: Fingerprint | None) -> str:
     its bits are those of one run; empty where any class will do: under ``fast``, or while the worker hasn't
     registered."""
     return "" if fingerprint is None or _fast(fingerprint) else fingerprint.numerics
+
+
+def handover_class(fingerprint: Fingerprint | None) -> str:
+    """The class of all workers that can hand over to a worker with this fingerprint: two are of one class where
+    `mismatch` finds nothing. Empty while the worker hasn't registered."""
+    if fingerprint is None:
+        return ""
+    return f"{fingerprint.protocol} {fingerprint.layout} {fingerprint.weights} {binding_class(fingerprint)}"

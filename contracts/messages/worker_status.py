@@ -80,6 +80,10 @@ class WorkerStatus:
     """Why its last incarnation ended, as far as the controller knows; empty where none has."""
     plane: str = ""
     """The data plane that its pages travel by, as in `transfer.plane`; empty while it hasn't said."""
+    kv_events: str = ""
+    """Where it publishes its KV events, as it bound the socket; empty where it publishes none."""
+    kv_replay: str = ""
+    """Where it is asked for KV events that were missed; empty where it isn't."""
     counters_left_out: bool = False
     """Whether `counters` are empty because they are said more seldom than the rest."""
 

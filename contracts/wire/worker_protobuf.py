@@ -30,6 +30,8 @@ def status_to_proto(s: WorkerStatus) -> pb.WorkerStatus:
         longest_step_s=s.longest_step_s,
         last_end=s.last_end,
         plane=s.plane,
+        kv_events=s.kv_events,
+        kv_replay=s.kv_replay,
         counters_left_out=s.counters_left_out,
     )
 
@@ -53,6 +55,8 @@ def status_from_proto(m: pb.WorkerStatus) -> WorkerStatus:
         m.longest_step_s,
         m.last_end,
         m.plane,
+        m.kv_events,
+        m.kv_replay,
         m.counters_left_out,
     )
 

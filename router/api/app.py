@@ -20,7 +20,7 @@ from router.openai.api_errors import ApiError, BufferFull, ClientGone, QueueFull
 from router.openai.parse_request import check_model
 from router.openai.response_stream import ResponseStream, StreamHeartbeat
 from router.security.tenant_accounts import TenantLimited
-from router.service.request_limits import SLO_HEADER
+from router.service.request_limits import SESSION_HEADER, SLO_HEADER
 from router.service.router_service import RouterService
 from router.state.router_log import log
 from router.tokenizer_pool.tokenizer_process import FrameKind
@@ -193,7 +193,8 @@ async def _generate(service: RouterService, exchange: HttpExchange, kind: FrameK
 
     exchange.on_gone(client_left)
     slo = exchange.header(SLO_HEADER.encode())
-    stream = await service.open(kind, raw, exchange.client_id, exchange.on_gone, exchange.tenant, slo)
+    session = exchange.header(SESSION_HEADER.encode())
+    stream = await service.open(kind, raw, exchange.client_id, exchange.on_gone, exchange.tenant, slo, session)
     del raw
     exchange.forget_body()
     try:

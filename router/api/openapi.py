@@ -16,7 +16,7 @@ from router.api.openapi_answers import (
     answers,
 )
 from router.api.openapi_bodies import BODIES, TEXT
-from router.service.request_limits import SLO_HEADER
+from router.service.request_limits import SESSION_HEADER, SLO_HEADER
 
 _GENERATE = {
     "/v1/completions": ("Complete prompts", "Completion"),
@@ -31,7 +31,14 @@ _GENERATE_HEADERS = [
         "required": False,
         "description": "Milliseconds to the first token beyond which the answer is of no use: then it is a 429.",
         "schema": {"type": "integer", "minimum": 1, "maximum": 10**9 - 1},
-    }
+    },
+    {
+        "name": SESSION_HEADER,
+        "in": "header",
+        "required": False,
+        "description": "Names a session, as the field user does; comes before it.",
+        "schema": {"type": "string"},
+    },
 ]
 _COUNT = {
     "/v1/messages/count_tokens": ("Count the tokens of a body of /v1/messages", "MessageTokens"),

@@ -1,28 +1,25 @@
 """The router's scheduler: which prefill and which decode worker a request goes to, and what each has in flight.
 
 A worker can be chosen when it is ready and linked, has room for the whole sequence, is admitted by its circuit breaker
-and isn't avoided by this request. Both workers of a pair must be of the same numerics class. Among such workers one
-expression a role decides:
+and isn't avoided by this request. Both workers of a pair must be of one hand-over class, and an answer that has begun
+goes on in its numerics class. A decode worker to which the chosen prefill worker has failed to hand this request over
+is left out while there is another. Among the workers that are left, the policy decides
+(`router/core/routing_policies.py`).
 
-- Prefill is routed by KV cache: to the worker with the fewest tokens to compute before the request's first token, which
-  are its prompt tokens in flight and the tokens of this prompt that it doesn't hold, as far as the indexes know.
-- Decode is routed by load: to the worker with the fewest sequences. A worker to which the chosen prefill worker has
-  failed to hand this request over comes last.
+A colocated worker has both roles, and a request goes to one such worker alone, as prefill is chosen; each sequence that
+it runs counts as `SEQUENCE_TOKENS`.
 
-A colocated worker has both roles, and a request goes to one such worker alone: to the one with the fewest tokens to
-compute, where each sequence that it runs counts as `SEQUENCE_TOKENS`.
-
-Ties go to the worker that was chosen longest ago. A pair that was picked is booked by the caller until it is unbooked,
-and `check` recounts the books from the requests.
+A pair that was picked is booked by the caller until it is unbooked, and `check` recounts the books from the requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from contracts.ids import RequestId, Role
-from router.kv_indexer.worker_indexes import WorkerIndexes
+from router.core.routing_policies import RoutingAsk, RoutingPolicy
+from router.kv_indexer.prefix_indexes import PrefixIndexes, PromptHits
 from router.state.prefill_queue import TtftPrediction
 from router.state.routed_request import RoutedRequest
 from router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
@@ -55,8 +52,8 @@ class PredictedTtft:
 class Placement:
     """Picks and books the workers of requests. Times are seconds of the router core's clock."""
 
-    def __init__(self, workers: WorkerTable, indexes: WorkerIndexes) -> None:
-        self._workers, self._indexes = workers, indexes
+    def __init__(self, workers: WorkerTable, indexes: PrefixIndexes, policy: RoutingPolicy) -> None:
+        self._workers, self._indexes, self._policy = workers, indexes, policy
         self._turn = 0
         """The number of the latest choice."""
 
@@ -65,14 +62,13 @@ class Placement:
     def pick(self, r: RoutedRequest, now: float) -> WorkerPair | None:
         """The pair of workers for a request's next attempt; None while there is none."""
         if self._workers.colocated:
-            both = self._pick_by_tokens(Role.COLOCATED, r, now, {r.numerics} if r.told else None)
+            both = self._pick_prefill(Role.COLOCATED, r, now, None)
             return WorkerPair(both, both) if both is not None else None
         to_decode = r.max_len - r.next_position > 1
-        classes = {r.numerics} if r.told else None
+        classes = None
         if to_decode:
-            # The request can only go on where a decode worker is of the same numerics class.
-            there = self._workers.classes(Role.DECODE, r.max_len, r.avoid, now)
-            classes = there if classes is None else classes & there
+            # The request can only go on where a decode worker is of the same hand-over class.
+            classes = self._workers.classes(Role.DECODE, r.max_len, r.avoid, now)
             if not classes:
                 return None  # before the indexes are asked: many requests may wait
         prefill = self.pick_prefill(r, now, classes)
@@ -81,58 +77,62 @@ class Placement:
         if not to_decode:
             return WorkerPair(prefill, None)
         spoiled = {decode for other, decode in r.spoiled if other == prefill.key}
-        decode = self.pick_decode(r.max_len, r.avoid, now, {prefill.numerics}, spoiled)
-        return WorkerPair(prefill, decode) if decode is not None else None
+        hits = self._indexes.hits(r.hashes, now)
+        able = self._able(Role.DECODE, r.max_len, r.avoid, now, {prefill.handover}, spoiled)
+        decode = self._policy.decode(able, self._ask(r, hits, now)) if able else None
+        return WorkerPair(prefill, self._chosen(decode)) if decode is not None else None
 
     def pick_prefill(self, r: RoutedRequest, now: float, classes: Container[str] | None = None) -> WorkerEntry | None:
         """A prefill worker for a request; None while there is none.
 
-        `classes`: the numerics classes to choose from; None: all.
+        `classes`: the hand-over classes to choose from; None: all.
         """
-        return self._pick_by_tokens(Role.PREFILL, r, now, classes)
+        return self._pick_prefill(Role.PREFILL, r, now, classes)
 
-    def _pick_by_tokens(
+    def _pick_prefill(
         self, role: Role, r: RoutedRequest, now: float, classes: Container[str] | None
     ) -> WorkerEntry | None:
-        def cost(e: WorkerEntry) -> tuple[int, int, int]:
-            uncached = self._uncached(r, e)
-            return (e.load + uncached, uncached, e.turn)
-
-        return self._pick(role, r.max_len, r.avoid, now, cost, classes)
+        able = self._able(role, r.max_len, r.avoid, now, classes)
+        if r.told:
+            able = [e for e in able if e.numerics == r.numerics]
+        if not able:
+            return None
+        return self._chosen(self._policy.prefill(able, self._ask(r, self._indexes.hits(r.hashes, now), now)))
 
     def pick_decode(
-        self,
-        max_len: int,
-        avoid: Mapping[WorkerKey, float],
-        now: float,
-        classes: Container[str],
-        spoiled: Container[WorkerKey] = (),
+        self, r: RoutedRequest, avoid: Mapping[WorkerKey, float], now: float, classes: Container[str]
     ) -> WorkerEntry | None:
-        """A decode worker for a sequence of `max_len` positions, of one of these numerics classes; None while there is
-        none. `avoid`: workers not to choose, each with the time until when; `spoiled`: workers to choose last."""
+        """A worker of one of these hand-over classes that a running request can migrate to; None while there is none.
+        `avoid`: workers not to choose, each with the time until when."""
         role = Role.COLOCATED if self._workers.colocated else Role.DECODE
-        return self._pick(role, max_len, avoid, now, lambda e: (e.key in spoiled, e.load, e.turn), classes)
+        able = self._able(role, r.max_len, avoid, now, classes)
+        return self._chosen(self._policy.decode(able, self._ask(r, PromptHits(), now))) if able else None
 
-    def _pick(
+    def _able(
         self,
         role: Role,
         need: int,
         avoid: Mapping[WorkerKey, float],
         now: float,
-        cost: Callable[[WorkerEntry], tuple[int, ...]],
         classes: Container[str] | None,
-    ) -> WorkerEntry | None:
-        able = [e for e in self._workers.able(role, need, avoid, now) if classes is None or e.numerics in classes]
-        if not able:
-            return None
-        entry = min(able, key=cost)
+        spoiled: Container[WorkerKey] = (),
+    ) -> list[WorkerEntry]:
+        able = self._workers.able(role, need, avoid, now)
+        if classes is not None:
+            able = [e for e in able if e.handover in classes]
+        return ([e for e in able if e.key not in spoiled] or able) if spoiled else able
+
+    def _chosen(self, entry: WorkerEntry) -> WorkerEntry:
         self._turn += 1
         entry.turn = self._turn
         return entry
 
-    def _uncached(self, r: RoutedRequest, prefill: WorkerEntry) -> int:
+    def _ask(self, r: RoutedRequest, hits: PromptHits, now: float) -> RoutingAsk:
+        return RoutingAsk(r.next_position, r.max_len, hits, r.session_key, now)
+
+    def _uncached(self, r: RoutedRequest, prefill: WorkerEntry, now: float) -> int:
         """Tokens of the request that this worker would have to compute."""
-        return r.next_position - self._indexes.overlap(prefill.key, r.hashes) * self._indexes.page_tokens
+        return r.next_position - self._indexes.hits(r.hashes, now).held.get(prefill.key, 0)
 
     def predict_ttft(self, requests: Sequence[RoutedRequest], now: float) -> PredictedTtft | None:
         """The time to first token of new requests that come together, were they placed now: that of the longest prompt,
@@ -143,7 +143,7 @@ class Placement:
         able = self._workers.able(role, max(r.max_len for r in requests), {}, now)
         found: list[PredictedTtft] = []
         for entry in able:
-            sizes = [self._uncached(r, entry) for r in prompts]
+            sizes = [self._uncached(r, entry, now) for r in prompts]
             tokens = max(*sizes, sum(sizes) // len(able))
             predicted = entry.prompts.predict(tokens, requests[0].priority, now, requests[0].share)
             if predicted is not None:
@@ -168,16 +168,17 @@ class Placement:
     def book(self, r: RoutedRequest, pair: WorkerPair, now: float) -> None:
         """Book the request on this pair, and note its blocks as sent to the prefill worker."""
         prefill, decode = pair.prefill, pair.decode
-        r.prefill, r.prefill_loaded = prefill.key, self._uncached(r, prefill)
+        r.prefill, r.prefill_loaded = prefill.key, self._uncached(r, prefill, now)
         r.workers = {Role.PREFILL: prefill.record.name}
         prefill.book(r.id, r.prefill_loaded + (decode.sequence_load if decode is not None and pair.one else 0))
         prefill.prompts.add(r.id, r.prefill_loaded, r.priority, now, r.share)
-        self._indexes.sent(prefill.key, r.hashes)
+        self._indexes.sent(prefill.key, r.hashes, now)
         if decode is not None:
             r.decode = decode.key
             r.workers[Role.DECODE] = decode.record.name
             if not pair.one:
-                decode.book(r.id, decode.sequence_load)
+                held = self._indexes.hits(r.hashes, now).device.get(decode.key, 0)
+                decode.book(r.id, decode.sequence_load, r.max_len - held)
 
     def computed(self, r: RoutedRequest, now: float) -> None:
         """Note that prefill has computed the prompt, which may not have left it yet. Idempotent."""

@@ -12,10 +12,12 @@ Every wait is bounded: for workers by `router.worker_wait_s`, for the whole requ
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from contracts.clock import Clock
+from contracts.config.cache_config import CacheConfig
 from contracts.config.router_config import AuditConfig, RouterConfig
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, Role, RoomId
@@ -36,7 +38,10 @@ from router.core.router_actions import (
     RouterCounts,
     SendCommand,
 )
-from router.kv_indexer.worker_indexes import WorkerIndexes
+from router.core.routing_policies import make_policy
+from router.core.worker_rates import PoolRates
+from router.kv_indexer.prefix_indexes import PrefixIndexes
+from router.kv_indexer.told_prefixes import ToldPrefixes
 from router.migration.migrations import Migrations
 from router.state.routed_request import AttemptCost, AttemptLeg, RoutedRequest
 from router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
@@ -61,14 +66,20 @@ class RouterCore:
         audit: AuditConfig = AuditConfig(),  # noqa: B008 (frozen)
         *,
         short_share: float = 0.0,
+        cache: CacheConfig = CacheConfig(),  # noqa: B008 (frozen)
+        told: ToldPrefixes | None = None,
+        rng: random.Random | None = None,
     ) -> None:
-        """`short_share`: `prefill.short_share`, of which predictions know."""
+        """`short_share`: `prefill.short_share`, of which predictions know. `cache`: of prefill workers. `told`: the
+        index of KV events; None: there is none. `rng`: the draws of policies; None: those of a set seed."""
         self._config, self._clock, self._mint_room = config, clock, mint_room
-        self.workers, self.indexes = WorkerTable(config, short_share), WorkerIndexes()
+        self.workers = WorkerTable(config, short_share, cache.page_tokens)
+        self.indexes, self._rates = PrefixIndexes(told), PoolRates()
+        policy = make_policy(config.policy, self._rates, cache.prefetch, rng or random.Random(0))
         self.requests = RoutedRequests()
         self.progress = ProgressWatch(clock, self.requests)
         self.counts, self.damage = RouterCounts(), DamageTotals()
-        self._placement, self._failover = Placement(self.workers, self.indexes), Failover(config)
+        self._placement, self._failover = Placement(self.workers, self.indexes, policy), Failover(config)
         self.audits = Audits(audit, clock, self.workers, self.requests, self.requests.queued)
         self.migrations = Migrations(
             config,
@@ -104,6 +115,7 @@ class RouterCore:
         self.damage.on_statuses(view.status for view in views)
         ended = self.workers.update(views)
         self.indexes.follow(self.workers)
+        self._rates.follow(self.workers)
         for entry in ended:
             self._lose(entry, "the controller no longer sees it")
             self.workers.gone(entry)

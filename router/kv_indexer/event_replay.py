@@ -28,9 +28,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Protocol
 
 from contracts.errors import WireError
-from contracts.messages.kv_events import TRUTH, AllBlocksCleared, decode_batch
+from contracts.messages.kv_events import TRUTH, AllBlocksCleared, KvEvent, decode_batch
 from router.kv_indexer.kv_index import KVIndex
 
 _RECENT = 4096
@@ -41,15 +43,27 @@ _TRIES = 3
 """Questions in a row that bring nothing new before a loss is accepted, until the connection breaks."""
 
 
+class EventIndex(Protocol):
+    """What the events of one publisher are applied to."""
+
+    def apply(self, events: Iterable[KvEvent]) -> None:
+        """Apply events in order; applying some of them again changes nothing."""
+
+    def clear(self) -> None:
+        """Forget everything."""
+
+
 class KVEventReplay:
     """The reader's logic for one publisher: live batches and answers go in, the index and the next question come out.
 
     `can_ask`: whether there is a replay socket. `question`: the frame that is to be asked, or has been and isn't
-    answered yet (8 bytes of a sequence number, or `TRUTH`); None: none.
+    answered yet (8 bytes of a sequence number, or `TRUTH`); None: none. `into`: what the events are applied to in the
+    place of `index`, which stays empty then.
     """
 
-    def __init__(self, can_ask: bool) -> None:
+    def __init__(self, can_ask: bool, into: EventIndex | None = None) -> None:
         self.index = KVIndex()
+        self._into: EventIndex = self.index if into is None else into
         self._whole = False
         self.lost = self.damaged = self.restarts = 0
         self._can_ask = can_ask
@@ -219,7 +233,7 @@ class KVEventReplay:
             self._give_up(seq)
             self._last = (seq, _digest(payload))
             return
-        self.index.apply(batch.events)
+        self._into.apply(batch.events)
         self._whole = self._whole or seq == 0 or AllBlocksCleared() in batch.events
         self._last = (seq, _digest(payload))
         self._recent[seq] = _digest(payload)
@@ -236,14 +250,15 @@ class KVEventReplay:
             digest, answer = _digest(answer[0][1]), answer[1:]
         if not answer or any(seq != answer[0][0] for seq, _ in answer) or bool(answer[0][0]) != (digest is not None):
             return False
-        truth = KVIndex()
         try:
-            for _, payload in answer:
-                truth.apply(decode_batch(payload).events)
+            batches = [decode_batch(payload) for _, payload in answer]
         except WireError:
             self.damaged += 1
             return False
-        self.index, self._whole = truth, True
+        self._into.clear()
+        for batch in batches:
+            self._into.apply(batch.events)
+        self._whole = True
         self._last = (answer[0][0] - 1, digest) if digest is not None else None
         self._recent.clear()
         return True
@@ -260,7 +275,7 @@ class KVEventReplay:
         self._last, self._wants_truth, self._untold = (through, None), self._can_ask, 0
 
     def _forget(self) -> None:
-        self.index.clear()
+        self._into.clear()
         self._recent.clear()
         self._whole = False
 

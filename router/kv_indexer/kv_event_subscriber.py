@@ -12,7 +12,7 @@ from zmq.utils.monitor import recv_monitor_message
 from contracts.clock import Clock
 from contracts.credentials.curve_file import call, read_curve_public
 from contracts.messages.kv_events import END
-from router.kv_indexer.event_replay import KVEventReplay
+from router.kv_indexer.event_replay import EventIndex, KVEventReplay
 from router.kv_indexer.kv_index import BlockEntry, KVIndex
 
 __all__ = ["BlockEntry", "KVEventReplay", "KVEventSubscriber", "KVIndex"]
@@ -28,9 +28,10 @@ class KVEventSubscriber:
 
     `endpoint` and `replay_endpoint` are the publisher's (the second may be empty: then every loss is for good).
     `answer_s`: seconds without a part of the answer after which the question is asked anew. `frame_bytes`: a publisher
-    that sends a longer frame is disconnected, and what was lost by that is asked for like any other loss.
-    `key_file`: the publisher's public CURVE key, where it has one (`security.curve_key`). Raises `ConfigError` where it
-    can't be read.
+    that sends a longer frame is disconnected, and what was lost by that is asked for like any other loss. `key_file`:
+    the publisher's public CURVE key, where it has one (`security.curve_key`). Raises `ConfigError` where it can't be
+    read. `index`: what the events are applied to; None: an index of its own. `context`: for the sockets; None: one of
+    its own.
     """
 
     def __init__(
@@ -42,15 +43,19 @@ class KVEventSubscriber:
         answer_s: float = 5.0,
         frame_bytes: int = FRAME_BYTES,
         key_file: Path | None = None,
+        *,
+        into: EventIndex | None = None,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
         self._server_key = read_curve_public(key_file) if key_file is not None else b""
         self._clock, self._answer_s = clock, answer_s
         self._endpoint, self._replay_endpoint = endpoint, replay_endpoint
         self._frame_bytes = frame_bytes
-        self._follower = KVEventReplay(can_ask=bool(replay_endpoint))
+        self._follower = KVEventReplay(bool(replay_endpoint), into)
         self.malformed = 0
         """Messages that don't have the format's frames."""
-        self._context = zmq.Context()
+        self._own_context = context is None
+        self._context = context if context is not None else zmq.Context()
         self._sub = self._context.socket(zmq.SUB)
         self._sub.set(zmq.MAXMSGSIZE, frame_bytes)
         self._sub.subscribe(topic)
@@ -90,12 +95,21 @@ class KVEventSubscriber:
         """How often a new publisher was found in the place of the last one."""
         return self._follower.restarts
 
+    @property
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """The sockets to wait at before `poll`; they change with time."""
+        return [socket for socket in (self._sub, self._monitor, self._dealer) if socket is not None]
+
+    @property
+    def behind(self) -> bool:
+        """Whether batches have arrived that aren't read yet."""
+        return bool(self._sub.poll(0))
+
     def poll(self, timeout_s: float = 0.0) -> None:
         """Read the messages that have arrived, waiting up to `timeout_s` seconds for the first; never longer."""
         poller = zmq.Poller()
-        for socket in (self._sub, self._monitor, self._dealer):
-            if socket is not None:
-                poller.register(socket, zmq.POLLIN)
+        for socket in self.sockets:
+            poller.register(socket, zmq.POLLIN)
         poller.poll(int(timeout_s * 1000))
         # Batches that arrived before a question is sent must be with the follower by then: answers are read last.
         self._notice_breaks()
@@ -109,7 +123,12 @@ class KVEventSubscriber:
 
     def close(self) -> None:
         """Close the sockets. Idempotent."""
-        self._context.destroy(linger=0)
+        if self._own_context:
+            self._context.destroy(linger=0)
+        elif not self._sub.closed:
+            self._sub.disable_monitor()
+            for socket in self.sockets:
+                socket.close(linger=0)
 
     def __enter__(self) -> KVEventSubscriber:
         return self

@@ -75,7 +75,7 @@ class DecodePlacement(Protocol):
     """The choice of the decode worker that a request migrates to; `router.core.placement` makes it."""
 
     def pick_decode(
-        self, max_len: int, avoid: Mapping[WorkerKey, float], now: float, classes: Container[str]
+        self, r: RoutedRequest, avoid: Mapping[WorkerKey, float], now: float, classes: Container[str]
     ) -> WorkerEntry | None: ...
 
 
@@ -202,13 +202,13 @@ class Migrations:
             return False
         refusals = self._wishes[r.id][1].avoid if r.id in self._wishes else {}
         avoid = {**r.avoid, **refusals, r.decode: float("inf")}
-        target = self._placement.pick_decode(r.max_len, avoid, now, {source.numerics})
+        target = self._placement.pick_decode(r, avoid, now, {source.handover})
         if target is None:
             return False
         rooms = RoomId(self._mint_room()), RoomId(self._mint_room())
         migration = Migration(r.decode, target.key, r.next_attempt(), *rooms, now)
         self._under_way[r.id] = r, migration
-        target.book(r.id, target.sequence_load)
+        target.book(r.id, target.sequence_load, r.max_len)
         self.counts.begun += 1
         self._send(r.decode, PushPrefix(r.id, r.attempt, migration.ahead, target.peer))
         return True

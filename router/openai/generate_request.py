@@ -62,6 +62,8 @@ class GenerateRequest:
     """The field that asks for `sampling.grammar`; empty where none does."""
     eos: frozenset[int]
     salt: str
+    session: str
+    """What the client names the conversation; empty where it doesn't."""
     priority: int
     timeout_s: float | None
     """Seconds from the request's arrival to its deadline; None takes the server's default."""

@@ -134,6 +134,7 @@ def _read_common(
         grammar_field=grammar.field,
         eos=frozenset(spec.eos_token_ids),
         salt=values.get("cache_salt", ""),
+        session=values.get("user", ""),
         priority=values.get("priority", 0),
         timeout_s=values.get("timeout"),
     )

@@ -60,6 +60,9 @@ SAMPLING: dict[str, RequestField] = {
     ),
     "add_special_tokens": RequestField("boolean", doc="The tokenizer adds its special tokens to text prompts."),
     "cache_salt": RequestField("string", doc="Requests with different salts share no cached prefix."),
+    "user": RequestField(
+        "string", doc="Names a session, of which router.policy=session sends all to one worker; else it does nothing."
+    ),
     "truncate_prompt_tokens": RequestField(
         "integer",
         -1,
@@ -126,7 +129,7 @@ CHAT_OTHERS = (
 
 IGNORED: dict[str, str] = {
     **dict.fromkeys(
-        ("user", "safety_identifier", "metadata", "store", "prompt_cache_key", "prompt_cache_retention"),
+        ("safety_identifier", "metadata", "store", "prompt_cache_key", "prompt_cache_retention"),
         "names the client, or what to keep for it: nothing is kept",
     ),
     **dict.fromkeys(("request_id", "rid"), "names the request; the header X-Request-Id does"),

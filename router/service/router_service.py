@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ from contracts.checkpoint.model_spec import ModelSpec, served_as
 from contracts.clock import Clock, SystemClock
 from contracts.config.cluster_config import Config
 from contracts.errors import RequestError
-from contracts.ids import RequestId
+from contracts.ids import RequestId, Role
 from contracts.interfaces.discovery import WorkerDirectory
 from contracts.key_file import TenantLimits
 from contracts.messages.router_commands import Command
@@ -30,7 +31,9 @@ from contracts.messages.worker_events import Event, LegReport
 from router.anthropic.messages_writer import MessagesWriter
 from router.core.router_actions import DeliverScores, DeliverTokens, EndRequest, NoteReplay, SendCommand
 from router.core.router_core import RouterCore
+from router.kv_indexer.told_prefixes import ToldPrefixes
 from router.links.worker_links import WorkerLinks
+from router.metrics.index_metrics import index_metrics
 from router.metrics.prometheus_metrics import PrometheusMetrics
 from router.openai.api_errors import ClientGone, QueueFull, SloUnreachable
 from router.openai.choice_output import ChoiceOutput
@@ -91,7 +94,9 @@ class RouterService:
         clock: Clock | None = None,
         lessor: QuotaLessor | None = None,
         mint: Callable[[], str] = lambda: secrets.token_hex(12),
+        kv_index: Path | None = None,
     ) -> None:
+        """`kv_index`: where the table of this host's KV index is; None: there is none."""
         spec = self.spec = served_as(spec, config.router.served_model_name)
         self.config, self.security = config.router, config.security
         self.started = int(time.time())
@@ -100,10 +105,13 @@ class RouterService:
         self.model_tokenizer = (
             model_tokenizer if model_tokenizer is not None else read_model_tokenizer(spec.folder, max_chars)
         )
-        self.intake = BodyReader(spec, self.model_tokenizer, config.router)
+        cache = config.cache_for(Role.PREFILL)
+        self.intake = BodyReader(spec, self.model_tokenizer, config.router, cache.page_tokens)
         self.buffer = BodyBuffer(max(config.router.body_buffer_bytes, self.body_limit))
         self.readers = TokenizerPool(
-            setup_frame(spec, config.router, max_chars), config.router.reader_processes, config.router.reader_timeout_s
+            setup_frame(spec, config.router, max_chars, cache.page_tokens),
+            config.router.reader_processes,
+            config.router.reader_timeout_s,
         )
         self.keys = ApiKeys(Path(config.security.keys_file)) if config.security.keys_file else None
         """None: nobody needs a key."""
@@ -113,12 +121,24 @@ class RouterService:
         self.tenants = TenantAccounts(leased=lessor is not None)
         self.quotas = QuotaLeases(self.tenants, lessor, mint(), self.clock) if lessor is not None else None
         """None: tenants' limits are this router's alone."""
-        self.core = RouterCore(config.router, self.clock, mint, config.audit, short_share=config.prefill.short_share)
+        told = ToldPrefixes(kv_index) if kv_index is not None else None
+        self.core = RouterCore(
+            config.router,
+            self.clock,
+            mint,
+            config.audit,
+            short_share=config.prefill.short_share,
+            cache=cache,
+            told=told,
+            rng=random.Random(),
+        )
         self.limits = RequestLimits(spec, config.router, self.core.workers)
         watch = StreamWatch(config.watch, spec.vocab_size)
         self.watch = watch if watch.on else None
         self.metrics = PrometheusMetrics(self.core, config.transfer.plane, self.watch, spec.name)
         self.metrics.sources += [self._of_bodies, self.tenants.metrics]
+        if told is not None:
+            self.metrics.sources.append(lambda: index_metrics(told, self.clock))
         self.worker_links = WorkerLinks(
             directory,
             on_view=self._on_view,
@@ -190,13 +210,14 @@ class RouterService:
         on_gone: Callable[[Callable[[], object]], None] | None = None,
         tenant: str = "",
         slo: str = "",
+        session: str = "",
     ) -> ResponseStream:
         """Read and tokenise a request's body, admit the request, and submit its choices to the router core.
 
         `kind` is one of `REQUESTS`. `on_gone` is called with a function that the caller must call when the client
-        leaves, so that a waiting body isn't read. `slo`: the header that tightens the time to first token. Raises
-        `QueueFull`, `RequestError` where the body is wrong or doesn't fit, `TenantLimited`, `SloUnreachable`,
-        `ReaderFailed`, and `ClientGone`.
+        leaves, so that a waiting body isn't read. `slo`: the header that tightens the time to first token. `session`:
+        the header that names a session. Raises `QueueFull`, `RequestError` where the body is wrong or doesn't fit,
+        `TenantLimited`, `SloUnreachable`, `ReaderFailed`, and `ClientGone`.
         """
         self.check_room()
         began, slo_ms = self.clock.now(), self.limits.first_token_ms(slo, self._allowed(tenant).ttft_slo_ms)
@@ -213,7 +234,7 @@ class RouterService:
                 prepared = prepared_of(frame)
             finally:
                 self._reserved -= 1
-        request = prepared.request
+        request = replace(prepared.request, session=session) if session else prepared.request
         timeout_s, allowed = self.limits.timeout_s(request), self._allowed(tenant)
         prompt_tokens = sum(len(prompt.tokens) for prompt in prepared.prompts)
         if self.keys is not None and self.quotas is not None:
@@ -280,6 +301,7 @@ class RouterService:
                 priority=request.priority,
                 first_token_by=first_token_by,
                 share=share,
+                session=request.session,
             )
             choices.append(routed)
         return choices

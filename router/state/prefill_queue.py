@@ -193,6 +193,13 @@ class PrefillQueue:
             refused.before -= refused.after(gone)
         self._judge(now)
 
+    def under_way(self, tokens_per_s: float, now: float) -> float:
+        """Return about how many tokens of the prompt that is computed now are done, at that rate."""
+        if not self._waiting:
+            return 0.0
+        first = next(iter(self._waiting.values()))
+        return min(first.tokens, (self._worked_s + now - self._at) * tokens_per_s)
+
     def _work(self, now: float) -> None:
         if self._waiting:
             self._worked_s += now - self._at

@@ -24,6 +24,7 @@ from contracts.ids import RequestId, Role, RoomId
 from contracts.messages.worker_events import Done, Event, LegReport, Tokens
 from contracts.sampling_params import SamplingParams, TokenLogprob
 from router.state.prefill_queue import TtftPrediction
+from router.state.prefix_hashes import BLOCK_TOKENS, NO_HASHES, PrefixHashes
 from router.state.tenant_share import NOBODYS, TenantShare
 from router.state.worker_table import WorkerKey
 
@@ -108,6 +109,7 @@ class RoutedRequest:
         "salt",
         "sampling",
         "scores_in",
+        "session",
         "share",
         "spoiled",
         "waiting_since",
@@ -122,18 +124,20 @@ class RoutedRequest:
         *,
         now: float,
         deadline: float,
-        hashes: tuple[bytes, ...] = (),
+        hashes: PrefixHashes = NO_HASHES,
         salt: str = "",
         priority: int = 0,
         first_token_by: float | None = None,
         share: TenantShare = NOBODYS,
+        session: str = "",
     ) -> None:
         """`first_token_by`: the time after which its prompt isn't begun any more; None: it may always be. `share`:
-        whose it is."""
+        whose it is. `session`: what its client names the conversation; empty: by how its prompt begins."""
         self.id = request_id
         self.prompt = prompt
         self.sampling = sampling
         self.hashes = hashes
+        self.session = session
         self.salt = salt
         self.priority = priority
         self.share = share
@@ -182,6 +186,14 @@ class RoutedRequest:
         self.done: tuple[Role, Done] | None = None
         self.done_at = 0.0
 
+    @property
+    def session_key(self) -> str:
+        """What requests of one conversation have in common: the client's name for it, or how the prompt begins."""
+        if self.session:
+            return self.session
+        blocks = self.hashes.blocks
+        return str(int(blocks[0])) if len(blocks) else str(self.prompt[:BLOCK_TOKENS])
+
     def step(self, name: str) -> None:
         """Take the transition `name`; "replay" begins the next attempt.
 
@@ -221,7 +233,7 @@ class RoutedRequest:
             # State that is cached for the same tokens, on any tier, may be what was wrong. With a salt of its own the
             # request is computed from its tokens alone.
             self.nonfinite += 1
-            self.salt, self.hashes = f"{self.salt}|recomputed {self.id} {self.nonfinite}", ()
+            self.salt, self.hashes = f"{self.salt}|recomputed {self.id} {self.nonfinite}", NO_HASHES
         if kind is ErrorKind.ROOM and self.prefill and self.decode:
             self.spoiled.add((self.prefill, self.decode))
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from contracts.config.router_config import RouterConfig
 from contracts.ids import PAIR, Incarnation, RequestId, Role, WorkerName
-from contracts.messages.fingerprint import binding_class
+from contracts.messages.fingerprint import binding_class, handover_class, mismatch
 from contracts.messages.router_commands import PeerRef
 from contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
 from router.state.circuit_breaker import CircuitBreaker
@@ -53,15 +53,25 @@ class WorkerEntry:
     """The number of the choice that last picked the worker; ties go to the lowest."""
     requests: set[RequestId] = field(default_factory=set)
     """The requests booked on the worker, which `load` counts."""
+    key: WorkerKey = field(init=False)
+    numerics: str = field(init=False)
+    """The worker's numerics class; empty where any will do (``fast``)."""
+    handover: str = field(init=False)
+    """The worker's hand-over class: only workers of one class are paired."""
+    page_tokens: int = 0
+    promised: int = 0
+    """Positions of sequences that were sent to it since its latest status, once they have grown."""
 
-    @property
-    def key(self) -> WorkerKey:
-        return (self.record.name, self.record.incarnation)
+    def __post_init__(self) -> None:
+        self.see(self.record, self.status)
 
-    @property
-    def numerics(self) -> str:
-        """The worker's numerics class; empty where any will do (``fast``)."""
-        return binding_class(self.record.fingerprint)
+    def see(self, record: WorkerRecord, status: WorkerStatus) -> None:
+        """Take in what the controller tells of the worker."""
+        if status is not self.status:
+            self.promised = 0
+        self.record, self.status = record, status
+        self.key = (record.name, record.incarnation)
+        self.numerics, self.handover = binding_class(record.fingerprint), handover_class(record.fingerprint)
 
     @property
     def sequence_load(self) -> int:
@@ -71,6 +81,14 @@ class WorkerEntry:
     @property
     def peer(self) -> PeerRef:
         return PeerRef(self.record.name, self.record.incarnation, self.record.control)
+
+    @property
+    def headroom(self) -> int | None:
+        """Positions for which the worker has room, less what it was promised since it said so; None while it has said
+        nothing."""
+        if not self.status.pages_total or not self.page_tokens:
+            return None
+        return self.status.pages_free * self.page_tokens - self.promised
 
     def serves(self, now: float) -> bool:
         """Whether the worker can get requests: it is linked and ready and hasn't just refused one as draining."""
@@ -88,9 +106,10 @@ class WorkerEntry:
         """Note that an operator has cancelled the drain, or that it was refused."""
         self.leaves_until, self.drains = 0.0, False
 
-    def book(self, request: RequestId, load: int) -> None:
-        """Book a request that goes to the worker; `load` in the entry's unit."""
+    def book(self, request: RequestId, load: int, positions: int = 0) -> None:
+        """Book a request that goes to the worker; `load` in the entry's unit, `positions` that it may grow by there."""
         self.load += load
+        self.promised += positions
         self.requests.add(request)
         self.breaker.sent(request)
 
@@ -104,9 +123,9 @@ class WorkerEntry:
 class WorkerTable:
     """The worker table: one entry a worker, of its current incarnation only."""
 
-    def __init__(self, config: RouterConfig, short_share: float = 0.0) -> None:
-        """`short_share`: `prefill.short_share`."""
-        self._config, self._short_share = config, short_share
+    def __init__(self, config: RouterConfig, short_share: float = 0.0, page_tokens: int = 0) -> None:
+        """`short_share`: `prefill.short_share`. `page_tokens`: `cache.page_tokens`."""
+        self._config, self._short_share, self._page_tokens = config, short_share, page_tokens
         self._entries: dict[WorkerName, WorkerEntry] = {}
         self.colocated = False
         """Whether the cluster's workers are colocated: then a request needs one of them, and else one of each role of
@@ -139,14 +158,19 @@ class WorkerTable:
                 continue  # an older table than what we know
             if old is not None and old.record.incarnation == incarnation:
                 was_gone = old.status.state in GONE
-                old.record, old.status = view.record, view.status
+                old.see(view.record, view.status)
                 if view.status.state in GONE and not was_gone:
                     lost.append(old)
                 continue
             if old is not None:
                 lost.append(old)
-            prompts = PrefillQueue(self._short_share)
-            self._entries[name] = WorkerEntry(view.record, view.status, CircuitBreaker(self._config), prompts)
+            self._entries[name] = WorkerEntry(
+                view.record,
+                view.status,
+                CircuitBreaker(self._config),
+                PrefillQueue(self._short_share),
+                page_tokens=self._page_tokens,
+            )
         for name in [n for n in self._entries if n not in seen]:
             lost.append(self._entries.pop(name))
         self.colocated = any(e.record.role is Role.COLOCATED for e in self)
@@ -204,27 +228,36 @@ class WorkerTable:
         return max(filter(None, known), default=None)
 
     def classes(self, role: Role, need: int, avoid: Mapping[WorkerKey, float], now: float) -> set[str]:
-        """The numerics classes of the workers that could take a request of `need` positions now, as `able` says."""
-        return {e.numerics for e in self.able(role, need, avoid, now)}
+        """The hand-over classes of the workers that could take a request of `need` positions now, as `able` says."""
+        return {e.handover for e in self.able(role, need, avoid, now)}
 
     def unlike(self, now: float) -> str:
-        """Why no pair of serving workers shares a numerics class; empty where one does, or a role has no worker."""
+        """Why no serving prefill worker can hand over to a serving decode worker; empty where one can, or a role has no
+        worker."""
         prefill, decode = (self.serving(role, now) for role in PAIR)
-        if not prefill or not decode or {e.numerics for e in prefill} & {e.numerics for e in decode}:
+        if not prefill or not decode or {e.handover for e in prefill} & {e.handover for e in decode}:
             return ""
-        return (
-            f"no prefill and decode worker compute alike: {prefill[0].record.name} is of the numerics class "
-            f"{prefill[0].numerics}, {decode[0].record.name} of {decode[0].numerics}; set engine.numerics_class to a "
-            "level that every machine runs, and one build everywhere"
-        )
+        one, other = prefill[0].record, decode[0].record
+        if one.fingerprint is None or other.fingerprint is None:
+            return ""
+        why = mismatch(one.fingerprint, other.fingerprint, one.name, other.name)
+        return f"no prefill worker can hand over to a decode worker: {why}"
 
     def able(self, role: Role, need: int, avoid: Mapping[WorkerKey, float], now: float) -> list[WorkerEntry]:
         """The workers of `role` that could take a request of `need` positions now.
 
         `avoid`: workers to leave out, each with the time until when.
         """
-        fitting = [e for e in self.serving(role, now) if e.record.fits.max_positions >= need]
+        fitting = [
+            e
+            for e in self
+            if e.record.role is role
+            and e.linked
+            and e.status.state == "ready"
+            and now >= e.refuses_until
+            and e.record.fits.max_positions >= need
+        ]
         admitting = [e for e in fitting if e.breaker.admits(now)]
         if not admitting:
             admitting = [e for e in fitting if e.breaker.admits(now, needed=True)]
-        return [e for e in admitting if avoid.get(e.key, 0.0) <= now]
+        return [e for e in admitting if avoid.get(e.key, 0.0) <= now] if avoid else admitting

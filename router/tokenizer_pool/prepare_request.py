@@ -34,7 +34,7 @@ from router.openai.request_fields import DETOKENIZE, TOKENIZE, TOKENIZE_OTHERS, 
 from router.openai.special_marks import with_special_marks
 from router.openai.tools import read_tools
 from router.openai_responses.responses_request import read_responses, renamed
-from router.state.prefix_hashes import prefix_hashes
+from router.state.prefix_hashes import PAGE_TOKENS, PrefixHashes, prefix_hashes
 from router.text.tokenizer import ModelTokenizer
 
 BODY_BYTES_LEAST = 1024**2
@@ -59,8 +59,7 @@ class PreparedPrompt:
     tokens: tuple[int, ...]
     text: str
     """The prompt's text as `echo` shows it; empty without `echo`."""
-    hashes: tuple[bytes, ...]
-    """Block hashes of the prompt's whole blocks (`router.state.prefix_hashes`)."""
+    hashes: PrefixHashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +73,14 @@ class PreparedRequest:
 class BodyReader:
     """Reads bodies for one model. Every method raises `RequestError` naming the field or limit at fault."""
 
-    def __init__(self, spec: ModelSpec, model_tokenizer: ModelTokenizer, config: RouterConfig) -> None:
+    def __init__(
+        self, spec: ModelSpec, model_tokenizer: ModelTokenizer, config: RouterConfig, page_tokens: int = PAGE_TOKENS
+    ) -> None:
+        """`page_tokens`: of the workers' pages."""
         self._spec = spec
         self._model_tokenizer = model_tokenizer
         self._config = config
+        self._page_tokens = page_tokens
         self._chats = ChatFormat(model_tokenizer.template_source, config.tool_parser, config.reasoning_parser)
 
     def completion(self, raw: bytes, tenant: str = "") -> PreparedRequest:
@@ -236,7 +239,9 @@ class BodyReader:
                 text = self._model_tokenizer.decode(tokens, skip_special=request.skip_special_tokens)
         if len(tokens) > self._spec.context:  # Refused here, before it is hashed and sent on.
             raise too_long(len(tokens), self._spec.context, param)
-        return PreparedPrompt(tokens, text if request.echo else "", prefix_hashes(tokens, request.salt))
+        return PreparedPrompt(
+            tokens, text if request.echo else "", prefix_hashes(tokens, request.salt, self._page_tokens)
+        )
 
     def _last(self, request: GenerateRequest, tokens: tuple[int, ...]) -> tuple[int, ...]:
         """Return what `truncate_prompt_tokens` keeps of a prompt's tokens: its end."""

@@ -36,6 +36,7 @@ from contracts.errors import RequestError
 from contracts.sampling_params import SamplingParams
 from router.openai.chat_format import AnswerFormat
 from router.openai.generate_request import GenerateRequest, UnknownModel
+from router.state.prefix_hashes import PAGE_TOKENS, PrefixHashes
 from router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 from router.tokenizer_pool.c_heap import give_back
 from router.tokenizer_pool.prepare_request import BodyReader, PreparedPrompt, PreparedRequest
@@ -47,8 +48,6 @@ NICENESS = 10
 """Added to the router's own niceness: a large body takes the processor time that no stream needs."""
 PR_SET_PDEATHSIG = 1
 """Option of Linux's `prctl`: the signal that a process gets when its parent has died."""
-KEY_BYTES = 8
-"""Length of a block hash of a prompt (`router.state.prefix_hashes`)."""
 
 
 class FrameKind(IntEnum):
@@ -94,8 +93,9 @@ TEXTS: dict[FrameKind, Callable[[BodyReader, bytes], bytes]] = {
 # ---------------------------------------------------------------- both ends
 
 
-def setup_frame(spec: ModelSpec, config: RouterConfig, max_chars: int) -> bytes:
-    """Pack the content of the first frame; `max_chars` bounds a rendered chat prompt."""
+def setup_frame(spec: ModelSpec, config: RouterConfig, max_chars: int, page_tokens: int = PAGE_TOKENS) -> bytes:
+    """Pack the content of the first frame; `max_chars` bounds a rendered chat prompt. `page_tokens`: of the workers'
+    pages."""
     tree = {
         "folder": str(spec.folder),
         "names": spec.names,
@@ -106,6 +106,7 @@ def setup_frame(spec: ModelSpec, config: RouterConfig, max_chars: int) -> bytes:
         "defaults": spec.generation_defaults,
         "config": dataclasses.asdict(config),
         "max_chars": max_chars,
+        "page_tokens": page_tokens,
     }
     return _pack(tree)
 
@@ -138,13 +139,14 @@ def prepared_frame(prepared: PreparedRequest) -> bytes:
     if (found := prepared.request.answer_format) is not None:
         fields["answer_format"] = dataclasses.asdict(found)
     fields["sampling"] = [getattr(prepared.request.sampling, f.name) for f in dataclasses.fields(SamplingParams)]
-    prompts = [(array("I", p.tokens).tobytes(), p.text, b"".join(p.hashes)) for p in prepared.prompts]
-    return _pack((fields, len(prepared.request.prompts), prompts))
+    page_tokens = prepared.prompts[0].hashes.page_tokens
+    prompts = [(array("I", p.tokens).tobytes(), p.text, p.hashes.raw) for p in prepared.prompts]
+    return _pack((fields, len(prepared.request.prompts), page_tokens, prompts))
 
 
 def prepared_of(frame: bytes) -> PreparedRequest:
     """Unpack a `prepared_frame`; `GenerateRequest.prompts` holds as many empty prompts as there were prompts."""
-    fields, count, prompts = _unpack(frame)
+    fields, count, page_tokens, prompts = _unpack(frame)
     fields |= {
         "sampling": SamplingParams(*fields["sampling"]),
         "eos": frozenset(fields["eos"]),
@@ -153,7 +155,8 @@ def prepared_of(frame: bytes) -> PreparedRequest:
     if (found := fields["answer_format"]) is not None:
         fields["answer_format"] = AnswerFormat(**found)
     return PreparedRequest(
-        GenerateRequest(**fields), tuple(PreparedPrompt(_tokens(raw), text, _keys(keys)) for raw, text, keys in prompts)
+        GenerateRequest(**fields),
+        tuple(PreparedPrompt(_tokens(raw), text, PrefixHashes(keys, page_tokens)) for raw, text, keys in prompts),
     )
 
 
@@ -170,10 +173,6 @@ def refusal_of(frame: bytes) -> RequestError:
 
 def _tokens(raw: bytes) -> tuple[int, ...]:
     return tuple(array("I", raw))
-
-
-def _keys(raw: bytes) -> tuple[bytes, ...]:
-    return tuple(raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES))
 
 
 def _pack(tree: object) -> bytes:
@@ -210,7 +209,7 @@ def serve(channel: socket.socket) -> None:
     setup = _unpack(frame[1])
     config = RouterConfig(**setup["config"])
     model_tokenizer: ModelTokenizer = read_model_tokenizer(Path(setup["folder"]), setup["max_chars"])
-    intake = BodyReader(spec_of(setup), model_tokenizer, config)
+    intake = BodyReader(spec_of(setup), model_tokenizer, config, setup["page_tokens"])
     # Bodies are trees without cycles, and collecting cycles among millions of lists takes longer than parsing them.
     gc.freeze()
     gc.disable()

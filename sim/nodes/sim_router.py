@@ -56,8 +56,14 @@ class SimRouter:
         self.world, self.control = world, control
         self.process = control.new_process(f"router-0#{number}", "node-head")
         config = world.config
+        self._cache = config.cache_for(Role.PREFILL)
         self.core = RouterCore(
-            config.router, world.agenda, self._mint, config.audit, short_share=config.prefill.short_share
+            config.router,
+            world.agenda,
+            self._mint,
+            config.audit,
+            short_share=config.prefill.short_share,
+            cache=self._cache,
         )
         self.links: dict[WorkerKey, SimLink] = {}
         self._client = client
@@ -89,7 +95,7 @@ class SimRouter:
             ask.sampling,
             now=now,
             deadline=now + ask.deadline_s,
-            hashes=prefix_hashes(ask.prompt, ask.salt),
+            hashes=prefix_hashes(ask.prompt, ask.salt, self._cache.page_tokens),
             salt=ask.salt,
             priority=ask.priority,
             first_token_by=now + ask.first_token_s if ask.first_token_s is not None else None,

@@ -57,7 +57,7 @@ EQUIVALENT = ROOT / "tests" / "mutants" / "equivalent.tsv"
 """Mutations that no test can tell from the code, each with the reason: not judged, and counted by themselves."""
 TARGETS = (
     "router/core/router_core.py", "router/core/placement.py", "router/core/failover.py",
-    "router/kv_indexer/worker_indexes.py", "router/migration/migrations.py", "router/migration/migration_table.py",
+    "router/kv_indexer/holder_table.py", "router/migration/migrations.py", "router/migration/migration_table.py",
     "router/state/routed_request.py", "router/state/worker_table.py", "router/state/circuit_breaker.py",
     "router/verification/audits.py", "router/verification/audit_cases.py", "router/text/stop_strings.py",
     "router/openai/choice_output.py", "router/api/admin_drain.py", "prefill/worker.py", "prefill/request.py",

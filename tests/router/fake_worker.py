@@ -171,6 +171,11 @@ class FakeWorker:
         self.forgets: list[InvalidatePrefix] = []
         self.numerics = ""
         """Its numerics class; empty: it registers without a fingerprint."""
+        self.protocol, self.layout, self.weights = PROTOCOL, "layout", "weights"
+        self.kv_events = self.kv_replay = ""
+        """Where it says that it publishes KV events."""
+        self.pages_free: int | None = None
+        """Free pages; None: as many as it has no leg for."""
         self.audited: Callable[[Audit], Audited] | None = None
         """What it says to an audit; None: nothing."""
         self.legs: dict[RequestId, Leg] = {}
@@ -181,7 +186,7 @@ class FakeWorker:
     def record(self) -> WorkerRecord:
         control = f"inproc://{self.name}" if self.role is Role.PREFILL else ""
         fits = WorkerLimits(self.positions, 4096)
-        fingerprint = Fingerprint(PROTOCOL, "layout", self.numerics, "weights") if self.numerics else None
+        fingerprint = Fingerprint(self.protocol, self.layout, self.numerics, self.weights) if self.numerics else None
         return WorkerRecord(
             self.name, self.role, self.incarnation, 1, self.node, self.endpoint, control, fits, self.node_id,
             fingerprint, self.stream,
@@ -189,10 +194,10 @@ class FakeWorker:
 
     def status(self) -> WorkerStatus:
         state = self.state if self.alive else "dead"
-        free = PAGES - len(self.legs)
+        free = PAGES - len(self.legs) if self.pages_free is None else self.pages_free
         return WorkerStatus(
             self.name, self.role, state, 1, self.node, self.incarnation, len(self.legs), 0, PAGES, free,
-            counters=dict(self.counters),
+            counters=dict(self.counters), kv_events=self.kv_events, kv_replay=self.kv_replay,
         )  # fmt: skip
 
     def check(self) -> CheckReport:

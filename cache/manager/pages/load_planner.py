@@ -49,6 +49,14 @@ class LoadPlanner:
             rate = tokens / seconds
             self._tokens_per_s = rate if not self._tokens_per_s else 0.8 * self._tokens_per_s + 0.2 * rate
 
+    @property
+    def rates(self) -> dict[str, float]:
+        """Tokens per second that were computed, and that were loaded from the host; those that aren't known are left
+        out."""
+        loaded = self._load_back.bytes_per_s * self._spec.page_tokens / self._page_bytes if self._page_bytes else 0.0
+        rates = {"compute_tokens_per_s": self._tokens_per_s, "load_tokens_per_s": loaded}
+        return {name: rate for name, rate in rates.items() if rate}
+
     def worth_loading(self, match: PrefixMatch) -> bool:
         """Whether to load the pages that the host has below the device's anchor, rather than compute them again."""
         below, loaded_per_s = match.depth - match.device_depth, self._load_back.bytes_per_s

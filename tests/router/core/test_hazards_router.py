@@ -9,33 +9,30 @@ from typing import Any
 import pytest
 
 from contracts.ids import Role
-from router.kv_indexer import worker_indexes
-from router.state.prefix_hashes import PREFIX_BLOCK_TOKENS, prefix_hashes
+from router.kv_indexer.sent_prefixes import SentPrefixes
+from router.state.prefix_hashes import BLOCK_TOKENS, prefix_hashes
 from tests.router.http_server import Server
 from tests.router.stage import Stage
 
 
 def prompt(number: int, blocks: int = 4) -> tuple[int, ...]:
     rng = random.Random(number)
-    return tuple(rng.randrange(1000) for _ in range(blocks * PREFIX_BLOCK_TOKENS))
+    return tuple(rng.randrange(1000) for _ in range(blocks * BLOCK_TOKENS))
 
 
-def test_d8_what_a_worker_is_remembered_to_hold_has_a_bound_and_forgets_the_oldest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(worker_indexes, "BLOCKS_IN_ALL", 160)
+def test_d8_what_was_sent_is_remembered_within_a_bound_and_the_oldest_is_forgotten() -> None:
+    memory = SentPrefixes(sent_bytes=6400, recent_bytes=6400)
     stage = Stage()
-    index = stage.core.indexes.of(stage.key("prefill-0"))
-    assert index.at_most == 40, "four workers share"
+    memory.follow(stage.core.workers)
+    key = stage.key("prefill-0")
+    (slot,) = memory.slots(key)
     for number in range(500):
-        index.sent(prefix_hashes(prompt(number)))
-        assert len(index.blocks) <= 40
-    assert [index.overlap(prefix_hashes(prompt(n))) for n in (0, 489, 490, 499)] == [0, 0, 4, 4]
-    # One prompt alone may be longer than the whole memory: its head is what is kept, as a match begins there.
-    long = prefix_hashes(prompt(1000, blocks=60))
-    index.sent(long)
-    assert len(index.blocks) == 40
-    assert index.overlap(long) == 40
+        memory.sent(key, prefix_hashes(prompt(number)), 0.0)
+        assert memory.table.entries <= memory.table.memory.size.entries == 320
+    known = [n for n in range(500) if memory.find(prefix_hashes(prompt(n)))[slot]]
+    assert min(known) > 300
+    assert set(range(480, 500)) <= set(known)
+    assert memory.table.check() == []
 
 
 def test_d8_what_was_remembered_of_a_worker_dies_with_its_incarnation_and_is_learnt_again() -> None:
@@ -45,37 +42,15 @@ def test_d8_what_was_remembered_of_a_worker_dies_with_its_incarnation_and_is_lea
         stage.submit(prompt=prompt(1), max_tokens=1)
     holders = [w[0] for w, s in stage.submits if len(s.tokens) == len(prompt(1))]
     holder = max(set(holders), key=holders.count)
-    index = stage.core.indexes.of(stage.key(holder))
-    keys = prefix_hashes(prompt(1))
-    assert index.overlap(keys) * PREFIX_BLOCK_TOKENS == len(prompt(1))
+    keys, indexes = prefix_hashes(prompt(1)), stage.core.indexes
+    assert indexes.hits(keys, stage.clock.now()).held[stage.key(holder)] == len(prompt(1))
     stage.kill(holder)
     stage.cluster[holder].restart()
     stage.view()
     stage.link(holder)
-    fresh = stage.core.indexes.of(stage.key(holder))
-    assert fresh is not index
-    assert fresh.overlap(keys) == 0
-    assert not fresh.blocks
-    fresh.sent(keys)
-    assert fresh.overlap(keys) * PREFIX_BLOCK_TOKENS == len(prompt(1))
-
-
-def test_d8_the_guess_found_by_halving_is_that_found_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chains that share heads, a memory that always overflows: never is a tail remembered without its head."""
-    monkeypatch.setattr(worker_indexes, "BLOCKS_IN_ALL", 100)
-    stage = Stage()
-    index = stage.core.indexes.of(stage.key("prefill-0"))
-    rng = random.Random(7)
-    heads = [prompt(n, blocks=6) for n in range(4)]
-    chains = [prefix_hashes(rng.choice(heads)[: 64 * rng.randint(1, 6)] + prompt(100 + n)) for n in range(40)]
-    for _ in range(400):
-        asked = rng.choice(chains)
-        blocks = 0
-        while blocks < len(asked) and asked[blocks] in index.blocks:
-            blocks += 1
-        assert index.overlap(asked) == blocks
-        if rng.random() < 0.6:
-            index.sent(rng.choice(chains))
+    assert stage.key(holder) not in indexes.hits(keys, stage.clock.now()).held
+    indexes.sent(stage.key(holder), keys, stage.clock.now())
+    assert indexes.hits(prefix_hashes(prompt(1)), stage.clock.now()).held[stage.key(holder)] == len(prompt(1))
 
 
 STAGES = {"tokenise", "queue", "prefill", "transfer", "hidden", "exposed", "decode", "first_token", "total"}

@@ -11,7 +11,7 @@ from contracts.errors import ErrorKind, IllegalTransition
 from contracts.ids import PAIR, Role, WorkerName
 from contracts.messages.worker_events import Done, LegReport, Tokens
 from router.core.failover import REFUSAL_LIMIT
-from router.state.prefix_hashes import PREFIX_BLOCK_TOKENS, prefix_hashes
+from router.state.prefix_hashes import BLOCK_TOKENS, prefix_hashes
 from tests.router.stage import Stage
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
@@ -491,24 +491,13 @@ def test_a_known_prefix_draws_a_prompt_to_its_worker_unless_that_is_busy() -> No
     assert busy.leg(busy.submit(prompt), PREFILL) != home
 
 
-def test_prefix_keys_follow_content_and_salt() -> None:
-    tokens = list(range(3 * PREFIX_BLOCK_TOKENS + 5))
-    keys = prefix_hashes(tokens)
-    assert len(keys) == 3
-    assert prefix_hashes(tokens[:130]) == keys[:2]
-    assert prefix_hashes([9, *tokens[1:]])[1] != keys[1]
-    assert prefix_hashes(tokens, "salt")[0] != keys[0]
-
-
-def test_what_a_worker_is_remembered_to_hold_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.kv_indexer.worker_indexes.BLOCKS_REMEMBERED", 4)
-    stage = Stage(1, 1)
-    for i in range(5):
-        stage.submit(tuple(range(i, i + 130)))
-    index = stage.core.indexes.of(stage.key("prefill-0"))
-    assert len(index.blocks) == 4
-    assert index.overlap(prefix_hashes(range(4, 134))) * PREFIX_BLOCK_TOKENS == 128
-    assert index.overlap(prefix_hashes(range(0, 130))) == 0
+def test_prefix_hashes_follow_content_and_salt() -> None:
+    tokens = list(range(3 * BLOCK_TOKENS + 5))
+    keys = prefix_hashes(tokens).blocks.tolist()
+    assert len(set(keys)) == 3
+    assert prefix_hashes(tokens[:130]).blocks.tolist() == keys[:2]
+    assert prefix_hashes([9, *tokens[1:]]).blocks[1] != keys[1]
+    assert prefix_hashes(tokens, "salt").blocks[0] != keys[0]
 
 
 @pytest.mark.parametrize("how", ["draining", "dead", "unlinked", "small"])

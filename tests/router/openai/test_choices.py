@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from contracts.sampling_params import SamplingParams
+from router.kv_indexer.sent_prefixes import SentPrefixes
 from router.openai import response_stream
 from router.openai import response_writer as answers
-from router.state.prefix_hashes import prefix_hashes
-from router.tokenizer_pool import prepare_request as intake
+from router.state.prefix_hashes import PrefixHashes, prefix_hashes
 from tests.router.fake_worker import expected
 from tests.router.http_server import Server
 from tests.router.stage import Stage
@@ -97,34 +97,29 @@ def test_choices_share_one_list_of_tokens_down_to_the_workers(server: Server) ->
     assert len({id(s.tokens) for s in sent}) == 1
 
 
-def test_choices_look_for_their_prefix_once_a_worker(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked = 0
+def test_choices_look_for_their_prefix_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    find = SentPrefixes.find
 
-    class Counted(tuple[bytes, ...]):
-        __slots__ = ()
+    def counted(self: SentPrefixes, hashes: PrefixHashes) -> Any:
+        looked.append(len(hashes.blocks))
+        return find(self, hashes)
 
-        def __getitem__(self, at: Any) -> Any:
-            nonlocal looked
-            looked += 1
-            return super().__getitem__(at)
-
-    monkeypatch.setattr(intake, "prefix_hashes", lambda *given: Counted(prefix_hashes(*given)))
+    monkeypatch.setattr(SentPrefixes, "find", counted)
     server.complete(prompt=list(PROMPT)[:300], max_tokens=2, n=16)
-    assert 16 <= looked <= 40, "one look a choice, and a search of four keys twice for each of two prefill workers"
+    assert looked == [4]
 
 
-def test_a_prefix_that_was_looked_up_is_forgotten_with_what_it_stood_on() -> None:
+def test_what_was_looked_up_for_one_choice_knows_where_the_others_went() -> None:
     stage = Stage()
-    index = stage.core.indexes.of(stage.key("prefill-0"))
-    keys = (b"a", b"b")
-    assert index.overlap(keys) == 0
-    index.sent(keys)
-    assert index.overlap(keys) == 2
-    index.sent(keys)
-    index.sent((b"c",))
-    assert index.overlap(keys) == 2
-    index.blocks.pop(b"b")
-    index.sent((b"d",))
-    assert index.overlap(keys) == 1
-    index.sent(keys)
-    assert list(index.blocks) == [b"c", b"d", b"b", b"a"]
+    hashes, indexes, now = prefix_hashes(PROMPT), stage.core.indexes, stage.clock.now()
+    first, second = stage.key("prefill-0"), stage.key("prefill-1")
+    assert indexes.hits(hashes, now).held == {}
+    indexes.sent(first, hashes, now)
+    whole = len(PROMPT) // 64 * 64
+    assert indexes.hits(hashes, now).held == {first: whole}
+    indexes.sent(second, hashes, now)
+    assert indexes.hits(hashes, now).device == {first: whole, second: whole}
+    assert indexes.hits(prefix_hashes(PROMPT), now).held == {first: whole, second: whole}, (
+        "and the memory says the same"
+    )

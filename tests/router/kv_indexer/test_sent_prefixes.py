@@ -5,12 +5,13 @@ from __future__ import annotations
 from contracts.config.router_config import RouterConfig
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
-from router.kv_indexer.worker_indexes import SentBlocks, WorkerIndexes
+from router.kv_indexer.prefix_indexes import PrefixIndexes
+from router.kv_indexer.sent_prefixes import RECENT_S
 from router.state.prefix_hashes import prefix_hashes
 from router.state.worker_table import WorkerTable
 
 NAME = WorkerName("prefill-0")
-HASHES = prefix_hashes(list(range(256)))
+TOKENS = tuple(range(256))
 
 
 def view(incarnation: int, state: str = "ready", **counters: float) -> WorkerView:
@@ -23,7 +24,7 @@ class Memory:
     """The table of one prefill worker, and the indexes that follow it."""
 
     def __init__(self) -> None:
-        self.workers, self.indexes = WorkerTable(RouterConfig()), WorkerIndexes()
+        self.workers, self.indexes = WorkerTable(RouterConfig()), PrefixIndexes()
 
     def see(self, now: WorkerView) -> None:
         self.workers.update([now])
@@ -31,13 +32,13 @@ class Memory:
 
     def holds(self) -> int:
         (entry,) = self.workers
-        return self.indexes.overlap(entry.key, HASHES) * self.indexes.page_tokens
+        return self.indexes.hits(prefix_hashes(TOKENS), 0.0).held.get(entry.key, 0)
 
 
 def killed() -> Memory:
     memory = Memory()
     memory.see(view(1))
-    memory.indexes.sent((NAME, Incarnation(1)), HASHES)
+    memory.indexes.sent((NAME, Incarnation(1)), prefix_hashes(TOKENS), 0.0)
     assert memory.holds() == 256
     memory.see(view(1, "dead"))
     memory.see(view(2, "starting"))
@@ -62,13 +63,31 @@ def test_what_a_worker_was_sent_is_believed_again_once_its_successor_says_that_i
     assert memory.holds() == 256, "also over one that never came up"
 
 
-def test_a_prompt_that_is_sent_again_is_the_latest_also_where_its_blocks_were_just_looked_up() -> None:
-    blocks = SentBlocks(Incarnation(1), {})
-    blocks.at_most = 8
-    first, second, third = HASHES[:4], [bytes([n]) * 8 for n in range(4)], [bytes([9, n]) * 4 for n in range(4)]
-    blocks.sent(first)
-    blocks.sent(second)
-    assert blocks.overlap(first) == 4, "all of it is there, and yet it was sent before the other one"
-    blocks.sent(first)
-    blocks.sent(third)
-    assert (blocks.overlap(first), blocks.overlap(second)) == (4, 0), "the least recently sent has made room"
+def test_adopted_memory_is_adopted_again_over_and_over() -> None:
+    memory = killed()
+    for incarnation in range(2, 12):
+        memory.see(view(incarnation, arena_pages_adopted=16))
+        assert memory.holds() == (256 if incarnation < 5 else 0), "the last few in a row"
+        memory.indexes.sent((NAME, Incarnation(incarnation)), prefix_hashes([9] * 64), 0.0)
+
+
+def test_slots_of_workers_that_are_gone_are_used_again_and_hold_nothing_of_theirs() -> None:
+    memory = Memory()
+    slots = memory.indexes.sent_prefixes.table.memory.size.slots
+    for incarnation in range(1, slots + 20):
+        memory.see(view(incarnation))
+        assert memory.holds() == 0
+        memory.indexes.sent((NAME, Incarnation(incarnation)), prefix_hashes(TOKENS), 0.0)
+    assert memory.holds() == 256
+    assert memory.indexes.sent_prefixes.table.check() == []
+
+
+def test_what_was_sent_lately_is_forgotten_after_a_while() -> None:
+    memory = Memory()
+    memory.see(view(1))
+    sent, hashes = memory.indexes.sent_prefixes, prefix_hashes(TOKENS)
+    (slot,) = sent.slots((NAME, Incarnation(1)))
+    sent.sent((NAME, Incarnation(1)), hashes, 100.0)
+    for now, there in ((100.0, True), (100 + RECENT_S, True), (100 + 2 * RECENT_S, False), (500.0, False)):
+        assert bool(sent.find_recent(hashes, now)[slot]) is there, now
+    assert sent.find(hashes)[slot] == 256, "and is remembered beside that"

@@ -1,0 +1,54 @@
+"""Rates of prefill workers, as they measured them: how fast each computes and loads, beside the others.
+
+A worker's rate moves with what its steps happened to hold: two equal ones were seen to tell rates that differ by 1.4. A
+choice by such figures would send everything to whoever was luckiest. So a worker counts as of usual speed unless it is
+off by more than a factor of 1.4, and then in powers of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import log2
+from statistics import median
+
+from contracts.ids import Role
+from router.state.worker_table import WorkerEntry, WorkerKey
+
+LOAD_SHARE = 0.1
+"""What loading a token from host memory costs where it wasn't measured, in tokens that are computed meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRates:
+    """The rates of one worker. `slowness`: how long it takes, over the usual time; 1 is usual. `load_share`: what
+    loading a token from its host memory costs, in tokens of usual speed. `tokens_per_s`: prompt tokens that it
+    computes."""
+
+    slowness: float
+    load_share: float
+    tokens_per_s: float
+
+
+class PoolRates:
+    """The rates of all workers of the table that compute prompts and have told theirs."""
+
+    def __init__(self) -> None:
+        self.known: Mapping[WorkerKey, WorkerRates] = {}
+
+    def follow(self, workers: Iterable[WorkerEntry]) -> None:
+        """Take in the table of workers, with their latest counters."""
+        told = {}
+        for entry in workers:
+            computed = entry.status.counters.get("compute_tokens_per_s", 0.0)
+            if entry.record.role is not Role.DECODE and computed > 0:
+                told[entry.key] = computed, entry.status.counters.get("load_tokens_per_s", 0.0)
+        usual = median(computed for computed, _ in told.values()) if told else 1.0
+        self.known = {
+            key: WorkerRates(
+                slowness=2.0 ** round(log2(usual / computed)),
+                load_share=min(1.0, usual / loaded) if loaded > 0 else LOAD_SHARE,
+                tokens_per_s=computed,
+            )
+            for key, (computed, loaded) in told.items()
+        }

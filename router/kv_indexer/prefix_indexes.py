@@ -1,0 +1,125 @@
+"""Prefix indexes: what each prefill worker holds of a prompt, by tier, from what it says and what it was sent.
+
+A worker whose events are followed in full (*live*) holds what they say, and besides what it was sent in the last
+seconds, which no event confirms yet. Of any other worker what it was sent is all that is known. What decode workers
+hold is known from events alone. A wrong answer costs a worse choice and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from router.kv_indexer.sent_prefixes import SentPrefixes
+from router.kv_indexer.table_slots import SlotList
+from router.kv_indexer.told_prefixes import ToldPrefix, ToldPrefixes
+from router.state.prefix_hashes import PrefixHashes
+from router.state.worker_table import WorkerEntry, WorkerKey
+
+KEEP_S = 0.05
+"""Seconds for which the answer about a prompt is good for its other choices."""
+
+
+@dataclass(slots=True)
+class PromptHits:
+    """What workers hold of one prompt, in positions."""
+
+    device: dict[WorkerKey, int] = field(default_factory=dict)
+    """On the device; workers that hold nothing are left out."""
+    held: dict[WorkerKey, int] = field(default_factory=dict)
+    """On the device or in host memory."""
+    storage: int = 0
+    """What storage holds, which workers share."""
+    whole: int = 0
+    """Who holds so many holds all of it, as far as can be known."""
+
+
+class PrefixIndexes:
+    """The indexes of the workers of one router's table. Times are seconds of the router core's clock."""
+
+    def __init__(self, told: ToldPrefixes | None = None) -> None:
+        """`told`: None where there is no index of KV events."""
+        self.told, self.sent_prefixes = told, SentPrefixes()
+        self._keys: list[WorkerKey] = []
+        self._sent_slots = np.zeros(0, np.intp)
+        """The first slot of each worker of `_keys` in the memory of what was sent; the last slot of all for none."""
+        self._more_slots: list[tuple[int, int]] = []
+        """Further slots: the worker's place in `_keys`, and the slot."""
+        self._told_slots: tuple[SlotList, NDArray[np.intp]] | None = None
+        """The list of slots that they were looked up in, and the slot of each worker of `_keys`; 0 for none."""
+        self._last: tuple[PrefixHashes, float, PromptHits] | None = None
+
+    def follow(self, workers: Iterable[WorkerEntry]) -> None:
+        """Take in the table of workers."""
+        entries = list(workers)
+        self.sent_prefixes.follow(entries)
+        self._keys = [entry.key for entry in entries]
+        slots = [self.sent_prefixes.slots(key) for key in self._keys]
+        none = self.sent_prefixes.table.memory.size.slots
+        self._sent_slots = np.array([one[0] if one else none for one in slots], np.intp)
+        self._more_slots = [(at, slot) for at, several in enumerate(slots) for slot in several[1:]]
+        self._told_slots = self._last = None
+
+    def sent(self, worker: WorkerKey, hashes: PrefixHashes, now: float) -> None:
+        """Enter the blocks of a prompt that goes to a prefill worker of the table."""
+        sent, hits = hashes.blocks_end, None
+        if not sent or not self.sent_prefixes.slots(worker):
+            return
+        if self._last is not None and self._last[0] is hashes:
+            hits = self._last[2]
+        else:
+            self._last = None
+        if hits is None or hits.device.get(worker, 0) < hits.whole:
+            self.sent_prefixes.sent(worker, hashes, now)
+        if hits is not None:
+            hits.device[worker] = max(hits.device.get(worker, 0), sent)
+            hits.held[worker] = max(hits.held.get(worker, 0), sent)
+
+    def hits(self, hashes: PrefixHashes, now: float) -> PromptHits:
+        """Return what workers hold of a prompt."""
+        if self._last is not None and self._last[0] is hashes and now - self._last[1] <= KEEP_S:
+            return self._last[2]
+        hits = self._find(hashes, now) if hashes.raw else PromptHits()
+        self._last = hashes, now, hits
+        return hits
+
+    def _find(self, hashes: PrefixHashes, now: float) -> PromptHits:
+        told = self.told.find(hashes, now) if self.told is not None else None
+        if told is None:
+            sent = self._of_workers(self.sent_prefixes.find(hashes))
+            return self._hits(sent, sent, hashes.blocks_end)
+        slots = self._slots_in(told)
+        live = told.live[slots] & (slots > 0)
+        recent = self._of_workers(self.sent_prefixes.find_recent(hashes, now))
+        device = np.maximum(told.depths.device[slots], recent)
+        held = np.maximum(told.depths.held[slots], device)
+        if not live.all():
+            sent = self._of_workers(self.sent_prefixes.find(hashes))
+            device, held = np.where(live, device, sent), np.where(live, held, sent)
+        marks_end = int(hashes.asked_marks[1][-1]) if len(hashes.asked_marks[1]) else hashes.blocks_end
+        return self._hits(device, held, marks_end, told.storage)
+
+    def _hits(self, device: NDArray[np.int32], held: NDArray[np.int32], whole: int, storage: int = 0) -> PromptHits:
+        return PromptHits(self._positive(device), self._positive(held), storage, whole)
+
+    def _positive(self, depths: NDArray[np.int32]) -> dict[WorkerKey, int]:
+        at = np.flatnonzero(depths)
+        if len(at) == len(self._keys):
+            return dict(zip(self._keys, depths.tolist(), strict=True))
+        return {self._keys[i]: depth for i, depth in zip(at.tolist(), depths[at].tolist(), strict=True)}
+
+    def _of_workers(self, depths: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return depths by place in `_keys` from depths by slot of what was sent."""
+        found: NDArray[np.int32] = np.append(depths, np.int32(0))[self._sent_slots]
+        for at, slot in self._more_slots:
+            found[at] = max(found[at], depths[slot])
+        return found
+
+    def _slots_in(self, told: ToldPrefix) -> NDArray[np.intp]:
+        if self._told_slots is None or self._told_slots[0] is not told.slots:
+            slots = np.array([told.slots.workers.get(key, 0) for key in self._keys], np.intp)
+            self._told_slots = told.slots, slots
+        return self._told_slots[1]
