@@ -152,6 +152,8 @@ class SimRouter:
             return False
         entry.request_drain(self.world.agenda.now())
         try:
+            if self.control.away:
+                raise ConfigError("the controller can't be reached")
             self.control.core.pools.change_role(name, role)
         except ConfigError:
             entry.cancel_drain()

@@ -110,6 +110,14 @@ def _router(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     return _nothing
 
 
+def _controller(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
+    """Kill the controller: nobody renews or starts until it is back, and who can't wait so long ends."""
+    if run.control.away:
+        return None
+    run.control.kill()
+    return run.control.start_again  # type: ignore[no-any-return]
+
+
 def _halt(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     host = _host(run, fault.target)
     if host is None or run.plan.shape.plane not in ("shm", "nixl"):
@@ -216,6 +224,7 @@ _BEGIN: dict[str, Callable[[FaultTarget, PlannedFault], UndoFault | None]] = {
     "hang": _hang,
     "halt": _halt,
     "router": _router,
+    "controller": _controller,
     "drain": _drain,
     "role": _role,
     "stall": _stall,

@@ -156,15 +156,16 @@ def rush(rng: random.Random, shape: ClusterShape, first: int, at: float) -> list
 
 PAIRS = ("reset", "stall")
 """Faults between two processes."""
-WHOLE = ("router", "errors", "rot", "forget", "slow", "corrupt", "metadata", "notice")
+WHOLE = ("router", "controller", "errors", "rot", "forget", "slow", "corrupt", "metadata", "notice")
 """Faults of the whole cluster."""
-LASTING = ("stop", "halt", "stall", "partition", "errors", "slow", "drain")
+LASTING = ("controller", "stop", "halt", "stall", "partition", "errors", "slow", "drain")
 KINDS = {
     "crash": "a worker's process dies",
     "stop": "a worker's process stands still for a while",
     "hang": "a worker's loop hangs for ever, while its lease is renewed",
     "halt": "a worker's process stands still in the middle of its next write, for a while",
     "router": "the router's process dies and is started again",
+    "controller": "the controller's process dies and is started again after a while",
     "drain": "an operator drains a worker, and takes it back after a while if it is still there",
     "role": "an operator has a worker change its role",
     "stall": "two processes don't reach each other for a while",

@@ -32,7 +32,8 @@ def draw(seed: int) -> Scenario:
     rng = random.Random(f"plan {seed}")
     shape = _drafted(random.Random(f"drafts {seed}"), _shape(rng, seed % 3 == 0))
     asks = _asks(rng, shape)
-    return Scenario(seed, shape, asks, _faults(rng, shape, asks))
+    faults = _faults(rng, shape, asks) + _absences(random.Random(f"controller {seed}"), asks)
+    return Scenario(seed, shape, asks, tuple(sorted(faults, key=lambda fault: fault.at)))
 
 
 def _shape(rng: random.Random, pressed: bool) -> ClusterShape:
@@ -178,11 +179,24 @@ def _hurried(asks: Sequence[ScenarioRequest]) -> tuple[ScenarioRequest, ...]:
     )
 
 
+def _absences(rng: random.Random, asks: Sequence[ScenarioRequest]) -> tuple[PlannedFault, ...]:
+    """Draw absences of the controller, in some plans: most are shorter than a lease. From numbers of their own, as
+    `_drafted` does."""
+    if rng.random() >= 0.3:
+        return ()
+    found = []
+    for _ in range(rng.randint(1, 3)):
+        at = rng.choice(asks).at + rng.expovariate(2.0) * rng.choice((-1, 1))
+        lasts = rng.choice((rng.uniform(0.05, 0.8), rng.uniform(0.05, 0.8), rng.uniform(1.0, 5.0)))
+        found.append(PlannedFault("controller", max(0.0, at), lasts=lasts))
+    return tuple(found)
+
+
 def _faults(rng: random.Random, shape: ClusterShape, asks: Sequence[ScenarioRequest]) -> tuple[PlannedFault, ...]:
     """Draw faults: none in some plans; in others of a few kinds only, so that these kinds coincide."""
     count = rng.choice((0, 2, 5, 10, 16))
     names = [f"prefill-{n}" for n in range(shape.prefill)] + [f"decode-{n}" for n in range(shape.decode)]
-    kinds = rng.sample(list(KINDS), rng.randint(1, 5))
+    kinds = rng.sample([kind for kind in KINDS if kind != "controller"], rng.randint(1, 5))
     ends = [*names, "router-0"]
     for role, many in (("prefill", shape.prefill), ("decode", shape.decode)):
         ends += [f"{role}-{n}.rank{rank}" for n in range(many) for rank in range(1, shape.config[role]["tp"])]
