@@ -81,6 +81,11 @@ class LocalPrompts:
         }
 
     @property
+    def tokens_left(self) -> int:
+        """Tokens of prompts that are still to be computed here."""
+        return sum(prompt.left for prompt in self._all())
+
+    @property
     def next_deadline(self) -> float | None:
         """When a read from storage ends at the latest that a prompt waits for, or a prompt must be begun, in seconds of
         the clock."""

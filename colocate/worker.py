@@ -106,6 +106,10 @@ class ColocatedWorker(DecodeWorker):
     def _ended(self) -> int:
         return self._ended_steps
 
+    @property
+    def _prompt_tokens(self) -> int:
+        return self._local.tokens_left
+
     def _counters(self) -> dict[str, float]:
         both = Counter(super()._counters())
         both.update(self._chunks.counters)

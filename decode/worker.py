@@ -167,8 +167,17 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
     def status(self) -> WorkerStatus:
         running = sum(self._runs(r) for r in self._request_table)
         return self._report.status(
-            running=running, steps=self._ended, outgoing=self._sender.rooms, counters=self._counters()
+            running=running,
+            steps=self._ended,
+            outgoing=self._sender.rooms,
+            counters=self._counters(),
+            prompt_tokens=self._prompt_tokens,
         )
+
+    @property
+    def _prompt_tokens(self) -> int:
+        """Tokens of prompts that this worker has to compute."""
+        return 0
 
     @property
     def _ended(self) -> int:

@@ -135,7 +135,11 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         }
         running = sum(r.phase is not PrefillPhase.WAITING for r in self._request_table)
         return self._report.status(
-            running=running, steps=self._steps.steps, outgoing=self._sender.rooms, counters=counters
+            running=running,
+            steps=self._steps.steps,
+            outgoing=self._sender.rooms,
+            counters=counters,
+            prompt_tokens=sum(request.left for request in self._request_table),
         )
 
     def check(self) -> CheckReport:

@@ -33,9 +33,11 @@ class WorkerReport:
         self._requests, self._fitness, self._manager = requests, fitness, manager
         self._pages = manager.pools.allocators[manager.full]
 
-    def status(self, *, running: int, steps: int, outgoing: int, counters: Mapping[str, float]) -> WorkerStatus:
+    def status(
+        self, *, running: int, steps: int, outgoing: int, counters: Mapping[str, float], prompt_tokens: int = 0
+    ) -> WorkerStatus:
         """Return the status. `running`: how many requests run, the others wait. `outgoing`: open rooms in which this
-        worker is the sender."""
+        worker is the sender. `prompt_tokens`: of its prompts that are still to be computed."""
         return WorkerStatus(
             name=self._name,
             role=self._role,
@@ -57,6 +59,7 @@ class WorkerReport:
             plane=self._plane,
             kv_events=self._manager.tiers.events.endpoint,
             kv_replay=self._manager.tiers.events.replay_endpoint,
+            prompt_tokens=prompt_tokens,
         )
 
     def check(self, found: Sequence[str], allocations: int, *, rooms: int, slots: int = 0) -> CheckReport:

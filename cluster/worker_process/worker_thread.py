@@ -21,7 +21,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeVar
 
@@ -118,7 +118,7 @@ class WorkerThread:
     def heartbeat(self) -> WorkerStatus:
         """The status that heartbeats carry: the latest snapshot, so that a long step delays no heartbeat, with the
         watchdog's times. Any thread."""
-        return self._watchdog.on(self.snapshot)
+        return replace(self._watchdog.on(self.snapshot), routers=len(self._sessions))
 
     def open_session(self, deliver: DeliverEvents, ended: OnWorkerEnd = lambda reason: None) -> SessionId:
         """Open a router's session; may be called from any thread.

@@ -84,6 +84,10 @@ class WorkerStatus:
     """Where it publishes its KV events, as it bound the socket; empty where it publishes none."""
     kv_replay: str = ""
     """Where it is asked for KV events that were missed; empty where it isn't."""
+    routers: int = 0
+    """Routers that have a stream to it."""
+    prompt_tokens: int = 0
+    """Tokens of the prompts that it has which are still to be computed."""
     counters_left_out: bool = False
     """Whether `counters` are empty because they are said more seldom than the rest."""
 

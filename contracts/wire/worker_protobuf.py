@@ -32,6 +32,8 @@ def status_to_proto(s: WorkerStatus) -> pb.WorkerStatus:
         plane=s.plane,
         kv_events=s.kv_events,
         kv_replay=s.kv_replay,
+        routers=s.routers,
+        prompt_tokens=s.prompt_tokens,
         counters_left_out=s.counters_left_out,
     )
 
@@ -57,6 +59,8 @@ def status_from_proto(m: pb.WorkerStatus) -> WorkerStatus:
         m.plane,
         m.kv_events,
         m.kv_replay,
+        m.routers,
+        m.prompt_tokens,
         m.counters_left_out,
     )
 

@@ -44,7 +44,7 @@ class RoutingPolicy(Protocol):
 
 
 def least_loaded(able: Sequence[WorkerEntry]) -> WorkerEntry:
-    return min(able, key=lambda e: (e.load, e.turn))
+    return min(able, key=lambda e: (e.whole_load, e.turn))
 
 
 class LeastLoaded:
@@ -109,7 +109,7 @@ class CacheAware:
         for e in able:  # No function a worker: there may be a thousand.
             here = held.get(e.key, 0)
             uncached = positions - here
-            tokens: float = e.load + uncached
+            tokens: float = e.load + e.others + uncached
             if (rates := known.get(e.key)) is not None:
                 if e.load:
                     tokens -= e.prompts.under_way(rates.tokens_per_s, now)
@@ -127,7 +127,7 @@ class CacheAware:
         def cost(e: WorkerEntry) -> tuple[int, float, int]:
             here = device.get(e.key, 0)
             short = max(0, ask.max_len - here - e.headroom) if e.headroom is not None else 0
-            return (short, e.load - min(1.0, here / positions), e.turn)
+            return (short, e.load + e.others - min(1.0, here / positions), e.turn)
 
         return min(able, key=cost)
 

@@ -61,6 +61,9 @@ class WorkerEntry:
     page_tokens: int = 0
     promised: int = 0
     """Positions of sequences that were sent to it since its latest status, once they have grown."""
+    others: int = 0
+    """What other routers have in flight there, in the unit of `load`: what its latest status has beyond what this
+    router had booked when that came. 0 where this is its only router."""
 
     def __post_init__(self) -> None:
         self.see(self.record, self.status)
@@ -69,9 +72,27 @@ class WorkerEntry:
         """Take in what the controller tells of the worker."""
         if status is not self.status:
             self.promised = 0
+            self.others = max(0, self._told_load(record.role, status) - self.load) if status.routers > 1 else 0
         self.record, self.status = record, status
         self.key = (record.name, record.incarnation)
         self.numerics, self.handover = binding_class(record.fingerprint), handover_class(record.fingerprint)
+
+    @staticmethod
+    def _told_load(role: Role, status: WorkerStatus) -> int:
+        """What a worker has by its status, in the unit of `load`."""
+        sequences = status.running + status.waiting
+        match role:
+            case Role.PREFILL:
+                return status.prompt_tokens
+            case Role.DECODE:
+                return sequences
+            case Role.COLOCATED:
+                return status.prompt_tokens + SEQUENCE_TOKENS * sequences
+
+    @property
+    def whole_load(self) -> int:
+        """What is in flight there as far as is known, of all routers."""
+        return self.load + self.others
 
     @property
     def sequence_load(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -319,3 +320,38 @@ def test_a_prompt_counts_as_hit_by_whole_blocks_of_it() -> None:
     now, key = stage.clock.now(), stage.key("prefill-0")
     stage.core.indexes.sent(key, prefix_hashes(PROMPT[:200]), now)
     assert stage.core.indexes.hits(prefix_hashes(PROMPT), now).held == {key: 192}
+
+
+def told(entry: WorkerEntry, **numbers: Any) -> None:
+    """A heartbeat of the worker, with these numbers."""
+    entry.see(entry.record, replace(entry.status, **numbers))
+
+
+@pytest.mark.parametrize("policy", ["cache_aware", "least_loaded"])
+def test_what_other_routers_have_sent_is_counted_from_the_next_heartbeat_on(policy: str) -> None:
+    stage = Stage(prefill=2, decode=2)
+    chooses = make_policy(policy, PoolRates(), PrefetchConfig(), random.Random(0))
+    busy, idle = entries(stage)
+    told(busy, routers=2, prompt_tokens=5_000)
+    for _ in range(3):
+        assert chooses.prefill([busy, idle], ask()) is idle
+    told(busy, routers=2, prompt_tokens=0, steps=1)
+    told(idle, routers=2, prompt_tokens=900)
+    assert chooses.prefill([busy, idle], ask()) is busy
+    full, free = entries(stage, DECODE)
+    told(full, routers=2, running=3, waiting=4)
+    told(free, routers=2, running=5)
+    assert chooses.decode([full, free], ask()) is free
+
+
+def test_what_this_router_has_sent_itself_is_not_counted_twice_and_alone_it_goes_by_its_books() -> None:
+    stage = Stage(prefill=1, decode=1)
+    (prefill,), (decode,) = entries(stage), entries(stage, DECODE)
+    prefill.load, decode.load = 700, 2
+    told(prefill, routers=2, prompt_tokens=1_000)
+    told(decode, routers=2, running=2, waiting=1)
+    assert (prefill.others, prefill.whole_load, decode.others) == (300, 1_000, 1)
+    told(prefill, routers=2, prompt_tokens=500)
+    assert prefill.others == 0, "some of what was sent hasn't come"
+    told(prefill, routers=1, prompt_tokens=9_000)
+    assert prefill.others == 0
