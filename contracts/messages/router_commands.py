@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from contracts.ids import Incarnation, RequestId, RoomId, WorkerName
+from contracts.messages.kept_answers import AnswerName, Attach, Detach
 from contracts.sampling_params import SamplingParams
 
 
@@ -54,6 +55,8 @@ class Submit:
     migrating: bool = False
     """The request is paused on another decode worker until this one grants it: without room for it now it is
     refused."""
+    name: AnswerName | None = None
+    """The name under which its decode worker keeps it when its router is gone; None: it is cancelled then."""
 
     def begin_by(self, now: float) -> float:
         """When the prompt of a request that arrives `now` isn't begun any more; infinite: it may always be."""
@@ -80,6 +83,8 @@ class Cancel:
 
     request_id: RequestId
     attempt: int
+    keep: bool = False
+    """Whether decode keeps the tokens of an answer with a name: it is whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,4 +171,4 @@ class InvalidatePrefix:
 
 MigrationCommand = PauseForMigration | ResumeHere | PushPrefix | PullPrefix
 """Commands about state that goes between decode workers."""
-Command = Submit | Cancel | MigrationCommand | Audit | InvalidatePrefix
+Command = Submit | Cancel | Detach | Attach | MigrationCommand | Audit | InvalidatePrefix
