@@ -253,6 +253,7 @@ class Migrations:
             deadline_s=max(r.deadline - now, 0.001),
             priority=r.priority,
             migrating=True,
+            name=r.full_name,
         )
         self._send(migration.target, submit)
 
