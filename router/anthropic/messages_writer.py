@@ -63,9 +63,8 @@ class MessagesWriter:
                 delta = {"type": "thinking_delta", "thinking": text}
             case CallPart(name):
                 self._close(events)
-                self._begin(
-                    "tool_use", {"id": _call_id(self._answer_id, self._block + 1), "name": name, "input": {}}, events
-                )
+                call_id = _call_id(self._answer_id, self._block + 1)
+                self._begin("tool_use", {"id": call_id, "name": name, "input": {}}, events)
                 return
             case ArgumentsPart(text):
                 delta = {"type": "input_json_delta", "partial_json": text}
@@ -90,12 +89,8 @@ class MessagesWriter:
         choice = self._bound
         reason, stop = self._ending()
         parts = choice.parts if choice.parts is not None else _plain("".join(choice.text))
-        message = {
-            **self._head(),
-            "content": _blocks(parts, self._answer_id),
-            "stop_reason": reason,
-            "stop_sequence": stop,
-        }
+        content = _blocks(parts, self._answer_id)
+        message = {**self._head(), "content": content, "stop_reason": reason, "stop_sequence": stop}
         if twinpool is not None:
             message["twinpool"] = twinpool
         return [compact_json(message).encode()]

@@ -1,9 +1,9 @@
 """Questions to the decode workers about answers that a client has come back for. No I/O.
 
-A question goes to every decode or colocated worker of the controller's table, to those that aren't linked yet as soon as
-they are. It ends when all have answered, when all choices were found, or at its deadline; a worker that hasn't answered
-by then counts as having nothing. What is handed over later is given up again (`Detach`), and so are all but the best of
-several finds of one choice (`Cancel`): attempts that a router has lost sight of can leave more than one.
+A question goes to every decode or colocated worker of the controller's table, to those that aren't linked yet as soon
+as they are. It ends when all have answered, when all choices were found, or at its deadline; a worker that hasn't
+answered by then counts as having nothing. What is handed over later is given up again (`Detach`). Attempts that a
+router has lost sight of can leave several finds of one choice: all but the best are cancelled.
 """
 
 from __future__ import annotations

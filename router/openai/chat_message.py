@@ -27,13 +27,8 @@ class ChatMessage:
                     shape["reasoning_content"] = shape.get("reasoning_content", "") + text
                 case CallPart(name):
                     function = {"name": name, "arguments": ""}
-                    call = {
-                        "index": self._calls,
-                        "id": f"call_{self._id}_{self._calls}",
-                        "type": "function",
-                        "function": function,
-                    }
-                    calls.append(call)
+                    head = {"index": self._calls, "id": f"call_{self._id}_{self._calls}"}
+                    calls.append({**head, "type": "function", "function": function})
                     self._calls += 1
                 case ArgumentsPart(text):
                     if not calls:

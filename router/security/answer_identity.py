@@ -1,9 +1,9 @@
 """The identity of an answer that a client may come back for: what every router makes of the same key, tenant and body.
 
-Everything is a keyed hash (HMAC-SHA-256, RFC 2104) with the cluster's secret, or a fixed key without one. So all routers
-of a cluster agree without speaking to each other: on the name under which workers keep the answer, on its id, and on the
-seed where the client gave none. An answer of which nothing is kept any more is drawn again, token for token the same
-(``numerics: invariant``, in one class). Nobody without the secret can make the name of another tenant's answer.
+Everything is a keyed hash (HMAC-SHA-256, RFC 2104) with the cluster's secret, or a fixed key without one. So all
+routers of a cluster agree without speaking to each other: on the name under which workers keep the answer, on its id,
+and on the seed where the client gave none. An answer of which nothing is kept any more is drawn again, token for token
+the same (``numerics: invariant``, in one class). Without the secret nobody can make the name of another's answer.
 """
 
 from __future__ import annotations

@@ -402,8 +402,10 @@ class RouterService:
             self.core.adopt(routed, found)
 
     def abandon(self, stream: ResponseStream, *, slow: bool = False) -> None:
-        """Cancel all choices that have not ended, because the client left or (`slow`) reads too slowly; those with a key
-        are left to their workers for a while, as their client may come back. Idempotent."""
+        """Cancel all choices that have not ended, because the client left or (`slow`) reads too slowly. Idempotent.
+
+        Those with a key are left to their workers for a while, as their client may come back.
+        """
         took = False
         give_up = self.core.detach if stream.answer_key else self.core.cancel
         for choice in stream.choices:
