@@ -4,6 +4,8 @@ A question goes to every decode or colocated worker of the controller's table, t
 as they are. It ends when all have answered, when all choices were found, or at its deadline; a worker that hasn't
 answered by then counts as having nothing. What is handed over later is given up again (`Detach`). Attempts that a
 router has lost sight of can leave several finds of one choice: all but the best are cancelled.
+
+A worker goes on at once with what it hands over. Its events are held until the request goes on here (`release`).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from contracts.clock import Clock
 from contracts.ids import RequestId, Role
 from contracts.messages.kept_answers import Attach, Attached, Detach, KeptAnswer
 from contracts.messages.router_commands import Cancel
+from contracts.messages.worker_events import Event
 from router.state.worker_table import GONE, WorkerKey, WorkerTable
 
 
@@ -61,6 +64,8 @@ class AnswerAsks:
         self._asks: dict[RequestId, _Ask] = {}
         self._commands: list[tuple[WorkerKey, Attach | Cancel | Detach]] = []
         self._ended: list[AskEnded] = []
+        self._held: dict[tuple[WorkerKey, RequestId], list[Event]] = {}
+        """The events since then of what was handed over and goes on nowhere yet."""
         self._known = False
         """Whether the controller's table has come."""
 
@@ -85,12 +90,32 @@ class AnswerAsks:
             self._end(event.request_id, ask, other_body=True)
         else:
             ask.found += [FoundAnswer(worker, answer, answer.attempt) for answer in event.answers]
+            self._held.update({(worker, a.request_id): [] for a in event.answers if a.running})
             self._go_on()
         return True
 
     def give_up(self, worker: WorkerKey, answers: tuple[KeptAnswer, ...]) -> None:
         """Leave what a worker has handed over to itself: nobody waits for it."""
-        self._commands += [(worker, Detach(a.request_id, a.attempt)) for a in answers if a.running]
+        for answer in answers:
+            self.release(worker, answer.request_id)
+            if answer.running:
+                self._commands.append((worker, Detach(answer.request_id, answer.attempt)))
+
+    def hold(self, worker: WorkerKey, event: Event) -> bool:
+        """Hold an event of a request that was handed over and doesn't go on yet; returns whether it is of one."""
+        held = self._held.get((worker, event.request_id))
+        if held is not None:
+            held.append(event)
+        return held is not None
+
+    def release(self, worker: WorkerKey, request_id: RequestId) -> list[Event]:
+        """Hold no more events of a request; returns those that were held, in order. Idempotent."""
+        return self._held.pop((worker, request_id), [])
+
+    @property
+    def held(self) -> int:
+        """Requests whose events are held."""
+        return len(self._held)
 
     def on_view(self) -> None:
         """The table of workers has changed."""
@@ -102,6 +127,8 @@ class AnswerAsks:
 
     def lost(self, worker: WorkerKey) -> None:
         """A worker's link has ended, with all that it has handed over."""
+        for key in [key for key in self._held if key[0] == worker]:
+            del self._held[key]
         for ask in self._asks.values():
             ask.sent.discard(worker)
             ask.found = [found for found in ask.found if found.worker != worker]
@@ -148,6 +175,7 @@ class AnswerAsks:
             if found.answer.running and other_body:
                 self.give_up(found.worker, (found.answer,))
             elif found.answer.running and id(found) not in kept:
+                self.release(found.worker, found.answer.request_id)
                 self._commands.append((found.worker, Cancel(found.answer.request_id, found.answer.attempt)))
         most = {index: max(f.answer.attempt for f in ask.found if f.answer.index == index) for index in best}
         chosen = {index: FoundAnswer(f.worker, f.answer, most[index]) for index, f in best.items()}

@@ -202,6 +202,7 @@ class RouterCore:
     def adopt(self, request: RoutedRequest, found: FoundAnswer) -> None:
         """Go on with a request that a decode worker has kept, and that was restored from it (`RoutedRequest.restore`).
         Where the worker has it no more, the next attempt goes on from its tokens."""
+        since = self.asks.release(found.worker, request.id)
         entry = self.workers.get(found.worker)
         request.numerics = entry.numerics if entry is not None else ""
         if entry is None or not entry.linked or not found.answer.running:
@@ -212,6 +213,8 @@ class RouterCore:
         self.requests.adopt(request)
         request.go_on_with(entry.key, entry.record.name, started=found.answer.started, now=self._clock.now())
         entry.book(request.id, entry.sequence_load)
+        for event in since:
+            self.on_event(entry.key, event)
 
     def detach(self, request_id: RequestId) -> None:
         """Leave a request with a name to its workers, as its client is gone and may come back. Idempotent. No
@@ -291,6 +294,8 @@ class RouterCore:
             self.counts.late_events += not self.asks.on_event(worker, event)
             return
         r = self.requests.get(event.request_id)
+        if r is None and self.asks.hold(worker, event):
+            return
         if self.migrations.on_event(r, worker, event):
             self.progress.advanced()
         elif r is None or event.attempt != r.attempt or worker not in (r.prefill, r.decode):

@@ -141,6 +141,8 @@ class AnswerClaims:
             if claim.stream is not None and claim.stream.over
         ]
         asked = set(map(id, self._asks.values()))
+        if self._core.asks.held and all(claim.stream is not None for claim in self._claims.values()):
+            found.append(f"events of {self._core.asks.held} requests are held for nobody")
         return found + [
             f"the answer {claim.identity.answer_id} is claimed by nobody"
             for claim in self._claims.values()
