@@ -25,7 +25,8 @@ class Events:
 
     @property
     def ended(self) -> bool:
-        return any(b"[DONE]" in e or b"message_stop" in e or b"response.completed" in e for e in self.whole[-1:])
+        marks = (b"[DONE]", b"message_stop", b"event: response.completed", b"event: response.incomplete")
+        return any(mark in event for event in self.whole[-1:] for mark in marks)
 
 
 def ids_of(events: list[bytes]) -> list[str]:
