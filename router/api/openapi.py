@@ -16,6 +16,7 @@ from router.api.openapi_answers import (
     answers,
 )
 from router.api.openapi_bodies import BODIES, TEXT
+from router.openai.resume_headers import KEY_HEADER, MOST_KEY_CHARS, SEEN_HEADER
 from router.service.request_limits import SLO_HEADER
 
 _GENERATE = {
@@ -31,7 +32,21 @@ _GENERATE_HEADERS = [
         "required": False,
         "description": "Milliseconds to the first token beyond which the answer is of no use: then it is a 429.",
         "schema": {"type": "integer", "minimum": 1, "maximum": 10**9 - 1},
-    }
+    },
+    {
+        "name": KEY_HEADER,
+        "in": "header",
+        "required": False,
+        "description": "The name under which the answer is kept for a client that comes back for it.",
+        "schema": {"type": "string", "pattern": f"^[!-~]{{1,{MOST_KEY_CHARS}}}$"},
+    },
+    {
+        "name": SEEN_HEADER,
+        "in": "header",
+        "required": False,
+        "description": "The id of the last event that the client has of the answer with this key; the rest comes.",
+        "schema": {"type": "string"},
+    },
 ]
 _COUNT = {
     "/v1/messages/count_tokens": ("Count the tokens of a body of /v1/messages", "MessageTokens"),
