@@ -386,6 +386,9 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
                     self._finish(request, reason, stop_token)
                 case RequestFailed(request, kind, message, blame):
                     self._fail(request, kind, message, blame)
+                case RequestLeft(request, reason) if request.tells_first and request.waits_for_prefill:
+                    # Prefill has told the end to a router that doesn't have the request any more.
+                    self._fail(request, ErrorKind.ROOM, reason)
                 case RequestLeft(request, reason):
                     self._leave(request, reason)
                 case PromptReceived(request, nbytes):

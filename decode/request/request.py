@@ -178,6 +178,11 @@ class DecodeRequest:
         )
 
     @property
+    def waits_for_prefill(self) -> bool:
+        """Whether its prompt is still to come from another worker."""
+        return self.submit.peer is not None and self.phase in (DecodePhase.WAITING, DecodePhase.ARRIVING)
+
+    @property
     def stepping(self) -> bool:
         """Whether steps of it may be under way."""
         return self.phase in (DecodePhase.RUNNING, DecodePhase.RETRACTING)

@@ -90,7 +90,7 @@ def forget(c: Company) -> None:
 
 @ROLES
 @pytest.mark.parametrize("tokens", [0, 1, 7])
-def test_it_goes_on_for_nobody_and_another_router_has_the_rest(
+def test_d5_it_goes_on_for_nobody_and_another_router_has_the_rest(
     model: Path, calm: dict[str, Any], tokens: int, colocated: int
 ) -> None:
     """Wherever it was: before its prompt was computed, with the first token, or in its middle."""
@@ -121,7 +121,7 @@ def test_one_without_a_name_is_cancelled(scene: Company) -> None:
     forget(scene)
 
 
-def test_it_ends_within_its_bound_and_releases_all(scene: Company) -> None:
+def test_b2_it_ends_within_its_bound_and_releases_all(scene: Company) -> None:
     clock = scene.clock
     assert isinstance(clock, ManualClock)
     rid = scene.submit(PROMPT, replace(GREEDY, max_tokens=2000), name=NAME)
@@ -220,7 +220,7 @@ def test_a_request_begun_anew_ends_what_runs_for_nobody(scene: Company) -> None:
     assert running == []
 
 
-def test_too_many_that_run_for_nobody_are_cancelled(model: Path) -> None:
+def test_b2_too_many_that_run_for_nobody_are_cancelled(model: Path) -> None:
     with company(model, decode={"kept_answers": 3}, clock=ManualClock(100.0), decodes=1) as c:
         rids = [c.submit(PROMPT, replace(GREEDY, max_tokens=400), name=replace(NAME, key=f"k{n}")) for n in range(5)]
         c.until(lambda: all(len(c.told[rid].tokens) > 2 for rid in rids), "all to run")
@@ -279,4 +279,19 @@ def test_what_is_detached_without_a_name_is_cancelled(scene: Company) -> None:
     for worker in scene.workers.values():
         worker.handle(SESSION, Detach(rid, 0))
     assert not any(worker.status().running for worker in scene.workers.values())
+    forget(scene)
+
+
+def test_a_prompt_that_prefill_ended_alone_is_told_to_the_router_that_came_later(
+    scene: Company, calm: dict[str, Any]
+) -> None:
+    """Prefill tells the end to the one before: the other would wait for ever."""
+    rid = scene.submit(PROMPT, replace(GREEDY, stop_token_ids=(calm["tokens"][0],)), name=NAME)
+    answers, said = attach(scene)
+    (found,) = finds(answers)
+    assert not found.started
+    for _ in range(200):
+        said += turn(scene)
+    ends = [event for session, event in said if session == OTHER and isinstance(event, Done)]
+    assert [(end.request_id, end.error) for end in ends] == [(rid, ErrorKind.ROOM)]
     forget(scene)

@@ -130,7 +130,7 @@ def test_another_body_ends_it_and_nothing_stays_held(world: World) -> None:
     assert world.asks.held == 0
 
 
-def test_what_a_worker_says_before_its_answer_goes_on_here_is_held(world: World) -> None:
+def test_d5_what_a_worker_says_before_its_answer_goes_on_here_is_held(world: World) -> None:
     ask = world.asks.begin("k", "b", 2)
     world.answer("decode-0", ask, kept("r", 4))
     token = Tokens(RequestId("r"), 0, 7, (9,))
