@@ -132,8 +132,8 @@ def error_body(failure: ApiError) -> bytes:
 
 _KINDS = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-    405: "invalid_request_error", 409: "invalid_request_error", 413: "request_too_large", 415: "invalid_request_error", 422: "invalid_request_error", 429: "rate_limit_error",
-    503: "overloaded_error", 504: "timeout_error",
+    405: "invalid_request_error", 409: "invalid_request_error", 413: "request_too_large", 415: "invalid_request_error",
+    422: "invalid_request_error", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
 
 
