@@ -171,6 +171,12 @@ class LocalPrompts:
         self._pages.release_prefetch(prompt)
         prompt.step(PrefillEvent.END)
 
+    def hand_to(self, session: SessionId, request: DecodeRequest) -> None:
+        """Make the request's prompt, if it is computed here, another session's; the request follows."""
+        prompt = self._of(request) if request.submit.peer is None else None
+        if prompt is not None:
+            prompt.session = session
+
     def late(self, request: DecodeRequest) -> bool:
         """Whether it is too late to begin a request's prompt."""
         prompt = self._of(request)

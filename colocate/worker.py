@@ -90,6 +90,10 @@ class ColocatedWorker(DecodeWorker):
         self._auditor.drop_session(session)
         super().drop_session(session)
 
+    def _hand_to(self, session: SessionId, request: DecodeRequest, deadline: float) -> None:
+        self._local.hand_to(session, request)
+        super()._hand_to(session, request, deadline)
+
     def drain(self) -> None:
         super().drain()
         self._auditor.preempt("the worker drains")

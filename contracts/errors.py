@@ -37,6 +37,8 @@ class ErrorKind(StrEnum):
     """The worker died or failed inside."""
     RETRACTED = "retracted"
     """Decode had no memory for the request any more. Nobody's fault; the request goes on from its tokens so far."""
+    SUPERSEDED = "superseded"
+    """The request's client has come back on another connection, which has it now."""
     NONFINITE = "nonfinite"
     """A step's logits weren't finite, so no token was drawn: the request goes on elsewhere, once, from its
     tokens."""

@@ -223,7 +223,7 @@ class DecodeStepCommit:
         logprobs = tuple(one.logprob for one in drawn if one.logprob is not None)
         tokens = tuple(one.token for one in drawn)
         event = Tokens(submit.request_id, submit.attempt, len(request.tokens), tokens, logprobs)
-        request.commit(tokens)
+        request.commit(tokens, logprobs)
         if request.allocation is not None:
             self._manager.growth.free_window_pages(request.allocation, request.committed)
         if "first_step" not in request.marks:

@@ -9,7 +9,8 @@ routers and takes requests out of the table (`_leave`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from cache.allocation.allocation import Allocation
@@ -19,9 +20,12 @@ from contracts.clock import Clock
 from contracts.config.cluster_config import Config
 from contracts.errors import ErrorKind
 from contracts.ids import Incarnation, Role, WorkerName
-from contracts.interfaces.worker_interface import SessionId
+from contracts.interfaces.worker_interface import UNOWNED, SessionId
 from contracts.messages import router_commands as commands
+from contracts.messages.kept_answers import Attach, Attached
+from contracts.messages.worker_events import Done
 from contracts.messages.worker_status import CheckReport, EndedWorker, WorkerStatus
+from decode.kept_answers import KeptAnswers
 from decode.migration.drain_advisor import DrainAdvisor
 from decode.migration.migration_cost import MigrationCosts
 from decode.migration.outgoing_migrations import OutgoingMigrations
@@ -96,9 +100,19 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         """`sender`: the sending end of the rooms in which other decode workers receive what this one hands on.
         `drafter`: makes drafts, where the configuration asks for some; None: by prompt lookup."""
         super().__init__(
-            name, incarnation, config.cluster, manager, sender, waiter, context=context, clock=clock, grammars=grammars
+            name,
+            incarnation,
+            config.cluster,
+            manager,
+            sender,
+            waiter,
+            context=context,
+            clock=clock,
+            grammars=grammars,
+            unowned_s=config.decode.kept_answer_s,
         )
         self._engine, self._receiver = engine, receiver
+        self._kept = KeptAnswers(config.decode, clock)
         requests, fitness = self._request_table, self._fitness
         self._lengths = OutputLengths(config.decode.output_length_quantile, config.decode.first_answer_tokens)
         self._request_pages = pages = DecodePages(manager, config.cache_for(self.role))
@@ -118,6 +132,7 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
             commands.ResumeHere: self._migrations.undo,
             commands.PushPrefix: self._push,
             commands.PullPrefix: self._pulls.begin,
+            Attach: self._attach,
         }
 
     def _prompt_source(self, rooms: TransferQueue, config: Config) -> PromptSource:
@@ -141,7 +156,8 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
     @property
     def _deadlines(self) -> tuple[float | None, ...]:
         parts = (
-            self._receiver, self._sender, self._migrations, self._advisor, self._pushes, self._offers, self._grammars
+            self._receiver, self._sender, self._migrations, self._advisor, self._pushes, self._offers, self._grammars,
+            self._kept,
         )  # fmt: skip
         return self._request_table.next_deadline, *(part.next_deadline for part in parts)
 
@@ -201,17 +217,21 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
             "fetched_bytes": self._pulls.bytes,
             "pages_damaged": self._receiver.damaged,
             "late_messages": self._receiver.late,
+            "kept_answers": len(self._kept),
+            "kept_answers_forgotten": self._kept.forgotten,
+            "unowned": self._unowned,
         }
 
     def check(self) -> CheckReport:
         rooms, slots = self._receiver.rooms, self._receiver.slots.total
-        return self._report.check(self._violations(), self._allocations, rooms=rooms, slots=slots)
+        report = self._report.check(self._violations(), self._allocations, rooms=rooms, slots=slots)
+        return replace(report, kept_answers=len(self._kept) + self._unowned)
 
     def _violations(self) -> list[str]:
         """Recount; returns what doesn't agree."""
         held = {pool: self._receiver.holds(pool) for pool in self._manager.spec.by_name}
         found = self._manager.check(held) + self._receiver.check() + self._sender.check()
-        found += self._migrations.check() + self._scheduler.check()
+        found += self._migrations.check() + self._scheduler.check() + self._kept.check(self._unowned)
         return found + [wrong for request in self._request_table for wrong in request.check(len(self._steps))]
 
     @property
@@ -219,8 +239,14 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         """Allocations of the KV cache manager that requests, pushes and pulls hold."""
         return sum(r.allocation is not None for r in self._request_table) + len(self._pushes) + len(self._pulls)
 
+    @property
+    def _unowned(self) -> int:
+        """Requests that run for nobody."""
+        return sum(request.session == UNOWNED for request in self._request_table)
+
     def close(self) -> None:
         self._grammars.close()
+        self._kept.clear()
         self._request_pages.close()
         try:
             for request in self._request_table:
@@ -242,15 +268,23 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         grammar: AnswerGrammar | None,
     ) -> Iterable[Outcome]:  # fmt: skip
         self._offers.heard_from(session)
+        if isinstance(command, commands.Cancel) and command.keep:
+            whole = self._request_table.find(session, command.request_id, command.attempt)
+            if whole is not None:
+                self._keep(whole)
         submit = self._request_table.accept(session, command, self._cancel)
         if submit is None:
             return ()
+        if submit.name is not None:
+            self._supersede(submit)
         opened = self._prompts.open(session, submit, grammar)
         if isinstance(opened, AdmissionRefusal):
             self._request_table.refuse(session, submit, opened)
         else:
             self._request_table.add(opened)
             self._scheduler.add(opened)
+            if session == UNOWNED:  # Its router was lost while its grammar was compiled.
+                self._detach(opened, "its router is gone")
         return ()
 
     def _invalidate(self, session: SessionId, command: commands.InvalidatePrefix) -> Iterable[Outcome]:
@@ -263,6 +297,59 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         if command.tokens:
             self._offers.asked_for()
         return self._pushes.begin(session, command)
+
+    # ------------------------------------------------------------ answers with a name
+
+    def _detach(self, request: DecodeRequest, reason: str) -> None:
+        others = self._unowned - (request.session == UNOWNED)
+        if request.submit.name is not None and not self._kept.room(others):
+            self._cancel(request, f"{reason}, and too many run for nobody")
+        else:
+            super()._detach(request, reason)
+
+    def _supersede(self, submit: commands.Submit) -> None:
+        """Forget what is kept under the name of a request that begins anew, and end what runs under it for nobody."""
+        assert submit.name is not None
+        self._kept.forget(submit.name)
+        for request in self._request_table:
+            name = request.submit.name
+            same = name is not None and (name.key, name.index) == (submit.name.key, submit.name.index)
+            if same and request.session == UNOWNED and request.submit.request_id != submit.request_id:
+                self._cancel(request, "it was begun anew")
+
+    def _keep(self, request: DecodeRequest, reason: str = "", stop_token: int | None = None) -> None:
+        """Keep the tokens of a request that ends here, if it has a name and tokens."""
+        name, told = request.submit.name, request.told(self._clock.now())
+        if name is not None and told is not None and told.tokens:
+            others = self._unowned - (request.session == UNOWNED)
+            self._kept.keep(name, replace(told, running=False, reason=reason, stop_token=stop_token), others)
+
+    def _attach(self, session: SessionId, command: Attach) -> Iterator[Outcome]:
+        """Hand all that has this key to the router that asks; routers that had it are told."""
+        self._offers.heard_from(session)
+        named = [r for r in self._request_table if r.submit.name is not None and r.submit.name.key == command.key]
+        ended = self._kept.of(command.key)
+        bodies = {r.submit.name.body for r in named if r.submit.name is not None} | {name.body for name, _ in ended}
+        ask = command.request_id, command.attempt
+        if bodies - {command.body}:
+            yield RouterEvent(session, Attached(*ask, other_body=True))
+            return
+        answers = [answer for _, answer in ended]
+        for request in named:
+            yield from self._migrations.recall(request)
+            told = request.told(self._clock.now())
+            if told is None or not self._request_table.holds(request):
+                continue
+            answers.append(told)
+            submit = request.submit
+            if request.session not in (UNOWNED, session):
+                message = "the client came back on another connection, which goes on with this answer"
+                done = Done(submit.request_id, submit.attempt, "error", error=ErrorKind.SUPERSEDED, message=message)
+                yield RouterEvent(request.session, done)
+            self._hand_to(session, request, request.arrived + submit.deadline_s)
+            request.tells_first = request.tells_first or not told.started
+            self._advisor.forget(request)
+        yield RouterEvent(session, Attached(*ask, answers=tuple(answers)))
 
     # ------------------------------------------------------------ the round
 
@@ -278,6 +365,10 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
     def _recover(self, invalid: list[Allocation]) -> Iterable[Outcome]:
         """What becomes of requests whose allocations are in `invalid`, as state that was loaded for them is damaged."""
         return self._steps.recover(invalid)
+
+    def _expire(self) -> None:
+        super()._expire()
+        self._kept.expire()
 
     def _admit(self) -> None:
         self._act(self._scheduler.admit())
@@ -304,6 +395,9 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
                     self._finish(request, reason, stop_token)
                 case RequestFailed(request, kind, message, blame):
                     self._fail(request, kind, message, blame)
+                case RequestLeft(request, reason) if request.tells_first and request.waits_for_prefill:
+                    # Prefill has told the end to a router that doesn't have the request any more.
+                    self._fail(request, ErrorKind.ROOM, reason)
                 case RequestLeft(request, reason):
                     self._leave(request, reason)
                 case PromptReceived(request, nbytes):
@@ -318,8 +412,15 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
     def _start(self, request: DecodeRequest, received: int) -> None:
         report = request.report(self._name, held=request.held.cached.total, received=received)
         self._request_table.emit(request.session, report)
+        self._tell_first(request)
         self._scheduler.start(request)
         self._request_pages.cache_prompt(request)
+
+    def _tell_first(self, request: DecodeRequest) -> None:
+        """Tell a router that came later what prefill has told another one: what its cache had, and the first token."""
+        if request.tells_first:
+            for event in request.first_token(self._name):
+                self._request_table.emit(request.session, event)
 
     # ------------------------------------------------------------ ends
 
@@ -328,10 +429,13 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         self._request_table.emit(request.session, request.report(self._name, computed=request.computed))
         self._lengths.ended(request.generated)
         self._request_table.finished(request, reason, stop_token)
+        self._keep(request, reason, stop_token)
         self._leave(request, reason)
 
     def _fail(self, request: DecodeRequest, kind: ErrorKind, message: str, blame: WorkerName | None = None) -> None:
         self._request_table.failed(request, kind, message, blame)
+        if request.session == UNOWNED and kind.retryable and kind is not ErrorKind.NONFINITE:
+            self._keep(request)  # Nobody is there to try it again: it can go on from its tokens later.
         self._leave(request, message)
 
     def _cancel(self, request: DecodeRequest, reason: str) -> None:

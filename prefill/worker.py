@@ -18,6 +18,7 @@ from contracts.config.cluster_config import Config
 from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.interfaces.worker_interface import SessionId
+from contracts.messages.kept_answers import Attach
 from contracts.messages.router_commands import Command, MigrationCommand, Submit
 from contracts.messages.worker_status import CheckReport, WorkerStatus
 from engine.runner.model_runner import ModelRunner
@@ -59,7 +60,16 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         grammars: GrammarEngine | None = None,
     ) -> None:
         super().__init__(
-            name, incarnation, config.cluster, manager, sender, waiter, context=context, clock=clock, grammars=grammars
+            name,
+            incarnation,
+            config.cluster,
+            manager,
+            sender,
+            waiter,
+            context=context,
+            clock=clock,
+            grammars=grammars,
+            unowned_s=config.decode.kept_answer_s,
         )
         self._engine = engine
         requests, fitness = self._request_table, self._fitness
@@ -74,7 +84,7 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
     # ------------------------------------------------------------ the host's side
 
     def _take(self, session: SessionId, command: Command, grammar: AnswerGrammar | None) -> None:
-        if isinstance(command, MigrationCommand):
+        if isinstance(command, MigrationCommand | Attach):
             return  # For decode alone: prefill's requests leave with their hand-over.
         if self._auditor.handle(session, command, grammar, busy=self._busy):
             return

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from contracts.clock import Clock
 from contracts.errors import ErrorKind
-from contracts.interfaces.worker_interface import SessionId
+from contracts.ids import RequestId
+from contracts.interfaces.worker_interface import UNOWNED, SessionId
 from contracts.messages.router_commands import Audit, Cancel, Command, Submit
 from engine.runner.sampling.token_mask import TokenMask
 from engine.structured_output.answer_grammar import AnswerGrammar
@@ -78,8 +79,16 @@ class GrammarGate:
             yield waiting.session, waiting.command, waiting.result()
 
     def drop_session(self, session: SessionId) -> None:
-        """Forget what a router asked for that is gone."""
-        self._drop(lambda w: w.session == session)
+        """Forget what a router asked for that is gone, but for requests with a name, which go on unowned."""
+        self._detach(lambda w: w.session == session)
+
+    def detach(self, session: SessionId, request_id: RequestId) -> None:
+        """Forget a request whose router gives it up, unless it has a name: then it goes on unowned."""
+        self._detach(lambda w: w.session == session and w.command.request_id == request_id)
+
+    def _detach(self, chosen: Callable[[_Waiting], bool]) -> None:
+        self._drop(lambda w: chosen(w) and not _named(w.command))
+        self._waiting = [replace(w, session=UNOWNED) if chosen(w) else w for w in self._waiting]
 
     def close(self) -> None:
         self._drop(lambda w: True)
@@ -100,6 +109,10 @@ class GrammarGate:
         for waiting in [w for w in self._waiting if chosen(w)]:
             waiting.started.cancel()
             self._waiting.remove(waiting)
+
+
+def _named(command: Submit | Audit) -> bool:
+    return isinstance(command, Submit) and command.name is not None
 
 
 def emitted(command: Submit | Audit) -> tuple[int, ...]:

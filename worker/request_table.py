@@ -56,7 +56,7 @@ class RequestTable(Generic[R]):
         request and passes it to `add`, or calls `refuse`.
         """
         if isinstance(command, Cancel):
-            request = self._find(session, command.request_id, command.attempt)
+            request = self.find(session, command.request_id, command.attempt)
             if request is not None:
                 leave(request, "cancelled")
             return None
@@ -98,7 +98,7 @@ class RequestTable(Generic[R]):
     def add(self, request: R) -> None:
         self._requests[request.submit.request_id] = request
 
-    def _find(self, session: SessionId, request_id: RequestId, attempt: int) -> R | None:
+    def find(self, session: SessionId, request_id: RequestId, attempt: int) -> R | None:
         """Return the request; None if it isn't here, is another session's, or is a later attempt."""
         request = self._requests.get(request_id)
         if request is None or request.session != session or request.submit.attempt > attempt:
@@ -107,7 +107,7 @@ class RequestTable(Generic[R]):
 
     def get(self, session: SessionId, request_id: RequestId, attempt: int) -> R | None:
         """Return this very attempt of the session's request; None if it isn't here."""
-        request = self._find(session, request_id, attempt)
+        request = self.find(session, request_id, attempt)
         return request if request is not None and request.submit.attempt == attempt else None
 
     def remove(self, request: R) -> None:

@@ -11,8 +11,9 @@ from contracts.clock import Clock
 from contracts.config.cluster_config import ClusterConfig
 from contracts.errors import ErrorKind
 from contracts.ids import Incarnation, Role, WorkerName
-from contracts.interfaces.worker_interface import SessionId
+from contracts.interfaces.worker_interface import UNOWNED, SessionId
 from contracts.messages.fingerprint import Fingerprint
+from contracts.messages.kept_answers import Detach
 from contracts.messages.router_commands import Audit, Command, Submit
 from contracts.messages.worker_events import Audited, AuditEnd, Event
 from contracts.messages.worker_status import EndedWorker, WorkerLimits
@@ -55,10 +56,12 @@ class WorkerLoop(ABC, Generic[R]):
         context: int,
         clock: Clock,
         grammars: GrammarEngine | None = None,
+        unowned_s: float = 0.0,
     ) -> None:
-        """`grammars`: compiles the grammars that answers follow; None: answers with one are refused."""
+        """`grammars`: compiles the grammars that answers follow; None: answers with one are refused. `unowned_s`:
+        seconds for which a request with a name goes on when its router or client is gone."""
         self._name, self._manager, self._sender = name, manager, sender
-        self._waiter, self._clock = waiter, clock
+        self._waiter, self._clock, self._unowned_s = waiter, clock, unowned_s
         self.fits = WorkerLimits(manager.supply.max_positions, context)
         self._request_table = RequestTable[R](name, self.fits, clock)
         self._fitness = NonfiniteRows(config.nonfinite_rows, config.nonfinite_window_s, clock)
@@ -80,6 +83,12 @@ class WorkerLoop(ABC, Generic[R]):
         return self._fitness.unfit
 
     def handle(self, session: SessionId, command: Command) -> None:
+        if isinstance(command, Detach):
+            self._grammars.detach(session, command.request_id)
+            request = self._request_table.find(session, command.request_id, command.attempt)
+            if request is not None:
+                self._detach(request, "its client is gone")
+            return
         held = self._grammars.holds(session, command)
         if isinstance(held, AdmissionRefusal):
             assert isinstance(command, Submit | Audit)
@@ -109,7 +118,18 @@ class WorkerLoop(ABC, Generic[R]):
         self._grammars.drop_session(session)
         for request in self._request_table:
             if request.session == session:
-                self._cancel(request, "its router is gone")
+                self._detach(request, "its router is gone")
+
+    def _detach(self, request: R, reason: str) -> None:
+        """Let a request with a name go on for nobody, for a while; cancel any other."""
+        if request.submit.name is None:
+            self._cancel(request, reason)
+        else:
+            self._hand_to(UNOWNED, request, min(request.deadline, self._clock.now() + self._unowned_s))
+
+    def _hand_to(self, session: SessionId, request: R, deadline: float) -> None:
+        """Make the request another session's. What is told of it goes there from now on."""
+        request.session, request.deadline = session, deadline
 
     def drain(self) -> None:
         self._request_table.draining = True

@@ -40,6 +40,9 @@ class RouterConfig:
     """Requests that one decode worker hands to others at the same time."""
     worker_wait_s: float = 60.0
     """Seconds that a request waits for a worker of a role to come (back)."""
+    resume_wait_s: float = 2.0
+    """Seconds that decode workers may take to say what they have kept of a request with an Idempotency-Key; those that
+    haven't answered by then count as having nothing."""
     breaker_window_s: float = 30.0
     """A worker's outcomes within so many seconds decide whether the circuit breaker leaves it alone."""
     breaker_failures: int = 5

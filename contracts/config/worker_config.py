@@ -93,6 +93,15 @@ class DecodeConfig:
     output_length_quantile: float = 0.75
     """A request is admitted with room for the answer that this share of recent ones, as far along as it, stayed within;
     1: for the longest of them."""
+    kept_answers: int = 256
+    """Answers of requests with an Idempotency-Key that a worker keeps for clients that may come back: those that have
+    ended, and those that run though their router or client is gone. Beyond it the oldest that has ended is forgotten,
+    and without one a request whose client is gone is cancelled; 0: none are kept."""
+    kept_answer_s: float = 120.0
+    """Seconds for which an answer is kept after its end, and for which a request whose router or client is gone is
+    computed for nobody, at most to its deadline. Prefill goes by it, too."""
+    kept_answer_bytes: int = 64 * 1024 * 1024
+    """Memory of the kept answers that have ended, by an estimate that log-probabilities count in."""
     cache: CacheOverride = field(default_factory=CacheOverride)
 
     @property

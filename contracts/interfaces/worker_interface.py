@@ -12,6 +12,8 @@ from contracts.messages.worker_status import CheckReport, EndedWorker, WorkerLim
 
 SessionId = NewType("SessionId", int)
 """One router's connection to one worker, numbered by the host; a request belongs to the session that submitted it."""
+UNOWNED = SessionId(0)
+"""The session of requests that go on though their router or client is gone; hosts number sessions from 1."""
 
 
 class Worker(Protocol):
@@ -31,7 +33,7 @@ class Worker(Protocol):
         """Make `wait` return; may be called from any thread."""
 
     def drop_session(self, session: SessionId) -> None:
-        """Cancel the requests of `session`: its router is gone."""
+        """Cancel the requests of `session`, whose router is gone; those with a name go on for a while, `UNOWNED`."""
 
     def drain(self) -> None:
         """Stop admission; requests that run are finished. Idempotent."""

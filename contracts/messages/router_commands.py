@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from contracts.ids import Incarnation, RequestId, RoomId, WorkerName
+from contracts.messages.kept_answers import AnswerName, Attach, Detach
 from contracts.sampling_params import SamplingParams
 
 
@@ -59,6 +60,8 @@ class Submit:
     nobody needs a key."""
     weight: int = 1
     """The share that the tenant's requests have beside those of others."""
+    name: AnswerName | None = None
+    """The name under which its decode worker keeps it when its router is gone; None: it is cancelled then."""
 
     def begin_by(self, now: float) -> float:
         """When the prompt of a request that arrives `now` isn't begun any more; infinite: it may always be."""
@@ -85,6 +88,8 @@ class Cancel:
 
     request_id: RequestId
     attempt: int
+    keep: bool = False
+    """Whether decode keeps the tokens of an answer with a name: it is whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,4 +176,4 @@ class InvalidatePrefix:
 
 MigrationCommand = PauseForMigration | ResumeHere | PushPrefix | PullPrefix
 """Commands about state that goes between decode workers."""
-Command = Submit | Cancel | MigrationCommand | Audit | InvalidatePrefix
+Command = Submit | Cancel | Detach | Attach | MigrationCommand | Audit | InvalidatePrefix

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, Role, WorkerName
+from contracts.messages.kept_answers import Attached
 from contracts.sampling_params import TokenDifference, TokenLogprob
 
 # ---------------------------------------------------------------- worker -> router
@@ -187,4 +188,5 @@ Event = (
     | PullDone
     | PrefixOffered
     | Audited
+    | Attached
 )

@@ -102,6 +102,8 @@ class CheckReport:
     leases: int
     rooms: int
     violations: tuple[str, ...] = ()
+    kept_answers: int = 0
+    """Answers that a decode worker keeps for clients that may come back, those that run for nobody among them."""
 
 
 @dataclass(frozen=True, slots=True)

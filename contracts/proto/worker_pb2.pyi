@@ -25,7 +25,7 @@ class RouterFrame(_message.Message):
     def __init__(self, commands: _Optional[_Iterable[_Union[Command, _Mapping]]] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("submit", "cancel", "pause_for_migration", "resume_here", "push_prefix", "pull_prefix", "audit", "invalidate_prefix")
+    __slots__ = ("submit", "cancel", "pause_for_migration", "resume_here", "push_prefix", "pull_prefix", "audit", "invalidate_prefix", "detach", "attach")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     PAUSE_FOR_MIGRATION_FIELD_NUMBER: _ClassVar[int]
@@ -34,15 +34,19 @@ class Command(_message.Message):
     PULL_PREFIX_FIELD_NUMBER: _ClassVar[int]
     AUDIT_FIELD_NUMBER: _ClassVar[int]
     INVALIDATE_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    DETACH_FIELD_NUMBER: _ClassVar[int]
+    ATTACH_FIELD_NUMBER: _ClassVar[int]
     submit: Submit
     cancel: Cancel
     pause_for_migration: PauseForMigration
-    resume_here: Cancel
+    resume_here: Attempt
     push_prefix: PrefixTransfer
     pull_prefix: PrefixTransfer
     audit: Audit
     invalidate_prefix: InvalidatePrefix
-    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., pause_for_migration: _Optional[_Union[PauseForMigration, _Mapping]] = ..., resume_here: _Optional[_Union[Cancel, _Mapping]] = ..., push_prefix: _Optional[_Union[PrefixTransfer, _Mapping]] = ..., pull_prefix: _Optional[_Union[PrefixTransfer, _Mapping]] = ..., audit: _Optional[_Union[Audit, _Mapping]] = ..., invalidate_prefix: _Optional[_Union[InvalidatePrefix, _Mapping]] = ...) -> None: ...
+    detach: Attempt
+    attach: Attach
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., pause_for_migration: _Optional[_Union[PauseForMigration, _Mapping]] = ..., resume_here: _Optional[_Union[Attempt, _Mapping]] = ..., push_prefix: _Optional[_Union[PrefixTransfer, _Mapping]] = ..., pull_prefix: _Optional[_Union[PrefixTransfer, _Mapping]] = ..., audit: _Optional[_Union[Audit, _Mapping]] = ..., invalidate_prefix: _Optional[_Union[InvalidatePrefix, _Mapping]] = ..., detach: _Optional[_Union[Attempt, _Mapping]] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ...) -> None: ...
 
 class Peer(_message.Message):
     __slots__ = ("name", "incarnation", "control")
@@ -55,7 +59,7 @@ class Peer(_message.Message):
     def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., control: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "room", "tokens", "prompt_len", "sampling", "peer", "salt", "deadline_s", "priority", "migrating", "first_token_s", "tenant", "weight")
+    __slots__ = ("request_id", "attempt", "room", "tokens", "prompt_len", "sampling", "peer", "salt", "deadline_s", "priority", "migrating", "first_token_s", "tenant", "weight", "name")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ROOM_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +74,7 @@ class Submit(_message.Message):
     FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     room: str
@@ -84,7 +89,36 @@ class Submit(_message.Message):
     first_token_s: float
     tenant: str
     weight: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., room: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., peer: _Optional[_Union[Peer, _Mapping]] = ..., salt: _Optional[str] = ..., deadline_s: _Optional[float] = ..., priority: _Optional[int] = ..., migrating: _Optional[bool] = ..., first_token_s: _Optional[float] = ..., tenant: _Optional[str] = ..., weight: _Optional[int] = ...) -> None: ...
+    name: AnswerName
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., room: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., peer: _Optional[_Union[Peer, _Mapping]] = ..., salt: _Optional[str] = ..., deadline_s: _Optional[float] = ..., priority: _Optional[int] = ..., migrating: _Optional[bool] = ..., first_token_s: _Optional[float] = ..., tenant: _Optional[str] = ..., weight: _Optional[int] = ..., name: _Optional[_Union[AnswerName, _Mapping]] = ...) -> None: ...
+
+class AnswerName(_message.Message):
+    __slots__ = ("key", "body", "index", "created", "cached_tokens", "logprobs")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    BODY_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    CREATED_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    body: str
+    index: int
+    created: int
+    cached_tokens: int
+    logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
+    def __init__(self, key: _Optional[str] = ..., body: _Optional[str] = ..., index: _Optional[int] = ..., created: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
+
+class Attach(_message.Message):
+    __slots__ = ("request_id", "attempt", "key", "body")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    BODY_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    key: str
+    body: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., key: _Optional[str] = ..., body: _Optional[str] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "choice", "min_tokens", "stop_token_ids", "logprobs", "prompt_logprobs", "allowed_token_ids", "grammar")
@@ -132,6 +166,16 @@ class Sampling(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., choice: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., grammar: _Optional[str] = ...) -> None: ...
 
 class Cancel(_message.Message):
+    __slots__ = ("request_id", "attempt", "keep")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    keep: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., keep: _Optional[bool] = ...) -> None: ...
+
+class Attempt(_message.Message):
     __slots__ = ("request_id", "attempt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -204,7 +248,7 @@ class WorkerFrame(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., ended: _Optional[str] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("request_id", "attempt", "tokens", "prompt_scores", "leg_report", "done", "migration_wanted", "migration_paused", "migration_undone", "migration_done", "push_ready", "pull_done", "prefix_offered", "audited")
+    __slots__ = ("request_id", "attempt", "tokens", "prompt_scores", "leg_report", "done", "migration_wanted", "migration_paused", "migration_undone", "migration_done", "push_ready", "pull_done", "prefix_offered", "audited", "attached")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -219,6 +263,7 @@ class Event(_message.Message):
     PULL_DONE_FIELD_NUMBER: _ClassVar[int]
     PREFIX_OFFERED_FIELD_NUMBER: _ClassVar[int]
     AUDITED_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     tokens: Tokens
@@ -233,7 +278,8 @@ class Event(_message.Message):
     pull_done: BytesSent
     prefix_offered: PrefixOffered
     audited: Audited
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., prompt_scores: _Optional[_Union[PromptScores, _Mapping]] = ..., leg_report: _Optional[_Union[LegReport, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., migration_wanted: _Optional[_Union[MigrationWanted, _Mapping]] = ..., migration_paused: _Optional[_Union[MigrationPaused, _Mapping]] = ..., migration_undone: _Optional[_Union[MigrationUndone, _Mapping]] = ..., migration_done: _Optional[_Union[BytesSent, _Mapping]] = ..., push_ready: _Optional[_Union[PushReady, _Mapping]] = ..., pull_done: _Optional[_Union[BytesSent, _Mapping]] = ..., prefix_offered: _Optional[_Union[PrefixOffered, _Mapping]] = ..., audited: _Optional[_Union[Audited, _Mapping]] = ...) -> None: ...
+    attached: Attached
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., prompt_scores: _Optional[_Union[PromptScores, _Mapping]] = ..., leg_report: _Optional[_Union[LegReport, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., migration_wanted: _Optional[_Union[MigrationWanted, _Mapping]] = ..., migration_paused: _Optional[_Union[MigrationPaused, _Mapping]] = ..., migration_undone: _Optional[_Union[MigrationUndone, _Mapping]] = ..., migration_done: _Optional[_Union[BytesSent, _Mapping]] = ..., push_ready: _Optional[_Union[PushReady, _Mapping]] = ..., pull_done: _Optional[_Union[BytesSent, _Mapping]] = ..., prefix_offered: _Optional[_Union[PrefixOffered, _Mapping]] = ..., audited: _Optional[_Union[Audited, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ...) -> None: ...
 
 class PushReady(_message.Message):
     __slots__ = ("positions",)
@@ -375,6 +421,46 @@ class Audited(_message.Message):
     message: str
     def __init__(self, end: _Optional[str] = ..., checked: _Optional[int] = ..., differing: _Optional[int] = ..., differences: _Optional[_Iterable[_Union[TokenDifference, _Mapping]]] = ..., exact: _Optional[bool] = ..., message: _Optional[str] = ...) -> None: ...
 
+class Attached(_message.Message):
+    __slots__ = ("other_body", "answers")
+    OTHER_BODY_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    other_body: bool
+    answers: _containers.RepeatedCompositeFieldContainer[KeptAnswer]
+    def __init__(self, other_body: _Optional[bool] = ..., answers: _Optional[_Iterable[_Union[KeptAnswer, _Mapping]]] = ...) -> None: ...
+
+class KeptAnswer(_message.Message):
+    __slots__ = ("request_id", "attempt", "index", "created", "prompt_len", "max_tokens", "left_s", "tokens", "logprobs", "cached_tokens", "running", "started", "reason", "stop_token")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    CREATED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    index: int
+    created: int
+    prompt_len: int
+    max_tokens: int
+    left_s: float
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
+    cached_tokens: int
+    running: bool
+    started: bool
+    reason: str
+    stop_token: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., created: _Optional[int] = ..., prompt_len: _Optional[int] = ..., max_tokens: _Optional[int] = ..., left_s: _Optional[float] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., running: _Optional[bool] = ..., started: _Optional[bool] = ..., reason: _Optional[str] = ..., stop_token: _Optional[int] = ...) -> None: ...
+
 class WorkerStatus(_message.Message):
     __slots__ = ("name", "role", "state", "pid", "node", "incarnation", "running", "waiting", "pages_total", "pages_free", "steps", "outgoing", "counters", "stalled_s", "longest_step_s", "last_end", "plane", "kv_events", "kv_replay", "routers", "prompt_tokens", "counters_left_out")
     class CountersEntry(_message.Message):
@@ -431,20 +517,22 @@ class WorkerStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., incarnation: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., steps: _Optional[int] = ..., outgoing: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., stalled_s: _Optional[float] = ..., longest_step_s: _Optional[float] = ..., last_end: _Optional[str] = ..., plane: _Optional[str] = ..., kv_events: _Optional[str] = ..., kv_replay: _Optional[str] = ..., routers: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., counters_left_out: _Optional[bool] = ...) -> None: ...
 
 class CheckReport(_message.Message):
-    __slots__ = ("name", "pages", "slots", "leases", "rooms", "violations")
+    __slots__ = ("name", "pages", "slots", "leases", "rooms", "violations", "kept_answers")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
     ROOMS_FIELD_NUMBER: _ClassVar[int]
     VIOLATIONS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_ANSWERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     pages: int
     slots: int
     leases: int
     rooms: int
     violations: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., pages: _Optional[int] = ..., slots: _Optional[int] = ..., leases: _Optional[int] = ..., rooms: _Optional[int] = ..., violations: _Optional[_Iterable[str]] = ...) -> None: ...
+    kept_answers: int
+    def __init__(self, name: _Optional[str] = ..., pages: _Optional[int] = ..., slots: _Optional[int] = ..., leases: _Optional[int] = ..., rooms: _Optional[int] = ..., violations: _Optional[_Iterable[str]] = ..., kept_answers: _Optional[int] = ...) -> None: ...
 
 class Registration(_message.Message):
     __slots__ = ("name", "role", "pid", "node", "endpoint", "control", "max_positions", "context", "incarnation", "stream", "node_id", "fingerprint")

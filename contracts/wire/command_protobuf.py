@@ -9,6 +9,7 @@ from __future__ import annotations
 from contracts.errors import UnknownKind
 from contracts.ids import Incarnation, RequestId, RoomId, WorkerName
 from contracts.key_file import TENANT_CHARS
+from contracts.messages.kept_answers import Attach, Detach
 from contracts.messages.router_commands import (
     Audit,
     Cancel,
@@ -23,6 +24,7 @@ from contracts.messages.router_commands import (
 )
 from contracts.proto import worker_pb2 as pb
 from contracts.sampling_params import SamplingParams
+from contracts.wire.kept_protobuf import attach_from_proto, attach_to_proto, name_from_proto, name_to_proto
 
 
 def command_to_proto(command: Command) -> pb.Command:
@@ -30,7 +32,12 @@ def command_to_proto(command: Command) -> pb.Command:
         case Submit():
             return pb.Command(submit=_submit_to_proto(command))
         case Cancel():
-            return pb.Command(cancel=pb.Cancel(request_id=command.request_id, attempt=command.attempt))
+            rid, attempt, keep = command.request_id, command.attempt, command.keep
+            return pb.Command(cancel=pb.Cancel(request_id=rid, attempt=attempt, keep=keep))
+        case Detach():
+            return pb.Command(detach=pb.Attempt(request_id=command.request_id, attempt=command.attempt))
+        case Attach():
+            return pb.Command(attach=attach_to_proto(command))
         case PauseForMigration():
             rid, peer = command.request_id, _peer_to_proto(command.peer)
             return pb.Command(
@@ -39,7 +46,7 @@ def command_to_proto(command: Command) -> pb.Command:
                 )
             )
         case ResumeHere():
-            return pb.Command(resume_here=pb.Cancel(request_id=command.request_id, attempt=command.attempt))
+            return pb.Command(resume_here=pb.Attempt(request_id=command.request_id, attempt=command.attempt))
         case PushPrefix():
             return pb.Command(push_prefix=_pages_to_proto(command))
         case PullPrefix():
@@ -69,7 +76,11 @@ def command_from_proto(message: pb.Command) -> Command:
         case "submit":
             return _submit_from_proto(message.submit)
         case "cancel":
-            return Cancel(RequestId(message.cancel.request_id), message.cancel.attempt)
+            return Cancel(RequestId(message.cancel.request_id), message.cancel.attempt, message.cancel.keep)
+        case "detach":
+            return Detach(RequestId(message.detach.request_id), message.detach.attempt)
+        case "attach":
+            return attach_from_proto(message.attach)
         case "pause_for_migration":
             h = message.pause_for_migration
             return PauseForMigration(RequestId(h.request_id), h.attempt, RoomId(h.room), _peer_from_proto(h.peer))
@@ -119,6 +130,7 @@ def _submit_to_proto(s: Submit) -> pb.Submit:
         migrating=s.migrating,
         tenant=s.tenant,
         weight=s.weight,
+        name=name_to_proto(s.name),
     )
 
 
@@ -144,6 +156,7 @@ def _submit_from_proto(m: pb.Submit) -> Submit:
         migrating=m.migrating,
         tenant=m.tenant,
         weight=m.weight if m.HasField("weight") else 1,  # Routers of older builds say nothing of it.
+        name=name_from_proto(m.name) if m.HasField("name") else None,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contracts.errors import ErrorKind, UnknownKind
 from contracts.ids import RequestId, WorkerName
+from contracts.messages.kept_answers import Attached
 from contracts.messages.worker_events import (
     Audited,
     AuditEnd,
@@ -21,7 +22,13 @@ from contracts.messages.worker_events import (
     Tokens,
 )
 from contracts.proto import worker_pb2 as pb
-from contracts.sampling_params import TokenDifference, TokenLogprob
+from contracts.sampling_params import TokenDifference
+from contracts.wire.kept_protobuf import (
+    attached_from_proto,
+    attached_to_proto,
+    logprob_from_proto,
+    logprob_to_proto,
+)
 from contracts.wire.unknown_kinds import role_from_proto
 
 
@@ -44,27 +51,14 @@ def _audited_from_proto(request_id: RequestId, attempt: int, m: pb.Audited) -> A
     return Audited(request_id, attempt, end, m.checked, m.differing, differences, m.exact, m.message)
 
 
-def _logprob_to_proto(t: TokenLogprob) -> pb.TokenLogprob:
-    return pb.TokenLogprob(
-        token=t.token,
-        logprob=t.logprob,
-        top_tokens=[token for token, _ in t.top],
-        top_logprobs=[value for _, value in t.top],
-    )
-
-
-def _logprob_from_proto(m: pb.TokenLogprob) -> TokenLogprob:
-    return TokenLogprob(m.token, m.logprob, tuple(zip(m.top_tokens, m.top_logprobs, strict=True)))
-
-
 def event_to_proto(event: Event) -> pb.Event:
     out = pb.Event(request_id=event.request_id, attempt=event.attempt)
     match event:
         case Tokens():
-            logprobs = [_logprob_to_proto(t) for t in event.logprobs]
+            logprobs = [logprob_to_proto(t) for t in event.logprobs]
             out.tokens.CopyFrom(pb.Tokens(position=event.position, tokens=event.tokens, logprobs=logprobs))
         case PromptScores():
-            out.prompt_scores.CopyFrom(pb.PromptScores(scores=[_logprob_to_proto(t) for t in event.scores]))
+            out.prompt_scores.CopyFrom(pb.PromptScores(scores=[logprob_to_proto(t) for t in event.scores]))
         case LegReport():
             out.leg_report.CopyFrom(
                 pb.LegReport(
@@ -103,6 +97,8 @@ def event_to_proto(event: Event) -> pb.Event:
             out.prefix_offered.CopyFrom(pb.PrefixOffered(tokens=event.tokens, salt=event.salt))
         case Audited():
             out.audited.CopyFrom(_audited_to_proto(event))
+        case Attached():
+            out.attached.CopyFrom(attached_to_proto(event))
     return out
 
 
@@ -112,10 +108,10 @@ def event_from_proto(m: pb.Event) -> Event:
     match m.WhichOneof("kind"):
         case "tokens":
             t = m.tokens
-            logprobs = tuple(_logprob_from_proto(x) for x in t.logprobs)
+            logprobs = tuple(logprob_from_proto(x) for x in t.logprobs)
             return Tokens(request_id, attempt, t.position, tuple(t.tokens), logprobs)
         case "prompt_scores":
-            scores = tuple(_logprob_from_proto(x) for x in m.prompt_scores.scores)
+            scores = tuple(logprob_from_proto(x) for x in m.prompt_scores.scores)
             return PromptScores(request_id, attempt, scores)
         case "leg_report":
             p = m.leg_report
@@ -157,5 +153,7 @@ def event_from_proto(m: pb.Event) -> Event:
             return PrefixOffered(request_id, attempt, tuple(m.prefix_offered.tokens), m.prefix_offered.salt)
         case "audited":
             return _audited_from_proto(request_id, attempt, m.audited)
+        case "attached":
+            return attached_from_proto(request_id, attempt, m.attached)
         case kind:
             raise UnknownKind(f"unknown event {kind!r}")

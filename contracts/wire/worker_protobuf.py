@@ -67,12 +67,18 @@ def status_from_proto(m: pb.WorkerStatus) -> WorkerStatus:
 
 def report_to_proto(r: CheckReport) -> pb.CheckReport:
     return pb.CheckReport(
-        name=r.name, pages=r.pages, slots=r.slots, leases=r.leases, rooms=r.rooms, violations=r.violations
+        name=r.name,
+        pages=r.pages,
+        slots=r.slots,
+        leases=r.leases,
+        rooms=r.rooms,
+        violations=r.violations,
+        kept_answers=r.kept_answers,
     )
 
 
 def report_from_proto(m: pb.CheckReport) -> CheckReport:
-    return CheckReport(WorkerName(m.name), m.pages, m.slots, m.leases, m.rooms, tuple(m.violations))
+    return CheckReport(WorkerName(m.name), m.pages, m.slots, m.leases, m.rooms, tuple(m.violations), m.kept_answers)
 
 
 def fingerprint_to_proto(fingerprint: Fingerprint) -> pb.Fingerprint:

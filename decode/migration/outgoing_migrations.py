@@ -110,6 +110,12 @@ class OutgoingMigrations:
         elif (migration := self._of(request)) is not None:
             yield from self._back(migration, "the router took it back", tell=False)
 
+    def recall(self, request: DecodeRequest) -> Iterator[RouterEvent | RequestFailed]:
+        """Take a request's migration back, as another router has the request now and knows of none. Idempotent."""
+        migration = self._of(request)
+        if migration is not None:
+            yield from self._back(migration, "another router has it", tell=False)
+
     def drop(self, request: DecodeRequest, reason: str) -> None:
         """End the migration of a request that ends here, at any stage. Idempotent."""
         migration = self._of(request)

@@ -25,8 +25,10 @@ from cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from cache.swap.swapped_state import SwappedState
 from contracts.ids import Role, WorkerName
 from contracts.interfaces.worker_interface import SessionId
+from contracts.messages.kept_answers import KeptAnswer
 from contracts.messages.router_commands import Submit
-from contracts.messages.worker_events import LegReport
+from contracts.messages.worker_events import Event, LegReport, Tokens
+from contracts.sampling_params import TokenLogprob
 from contracts.state_table import StateTable
 from engine.runner.batch import TokenFromStep
 from engine.runner.sampling.penalties import needs_history
@@ -142,6 +144,11 @@ class DecodeRequest:
     """The request that is receiving the prompt that both have in common, while this one waits for it."""
     behind_since: float | None = None
     """When it first began to wait for another request's prompt, in seconds of the clock."""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Those of its answer's tokens, where it has a name and its client asked for them."""
+    tells_first: bool = False
+    """Whether its first token is to be told by this worker: its router has it from another one, to which prefill tells
+    it."""
     marks: dict[str, float] = field(default_factory=dict)
     """Seconds from its arrival to events, by the names of `LegReport`."""
 
@@ -171,6 +178,11 @@ class DecodeRequest:
         )
 
     @property
+    def waits_for_prefill(self) -> bool:
+        """Whether its prompt is still to come from another worker."""
+        return self.submit.peer is not None and self.phase in (DecodePhase.WAITING, DecodePhase.ARRIVING)
+
+    @property
     def stepping(self) -> bool:
         """Whether steps of it may be under way."""
         return self.phase in (DecodePhase.RUNNING, DecodePhase.RETRACTING)
@@ -185,13 +197,20 @@ class DecodeRequest:
         self.metadata = metadata
         self.tokens = [*self.submit.tokens, metadata.token]
         sampling = self.submit.sampling
+        if self.submit.name is not None:
+            self.logprobs = list(self.submit.name.logprobs)
+            # Another decode worker hands over a token whose log-probability the router has told with the name.
+            if metadata.logprob is not None:
+                self.logprobs.append(metadata.logprob)
         self.history = TokenHistory(self.tokens) if needs_history(sampling) else None
         self.mask = TokenMask.allowed(sampling.allowed_token_ids)
         self.committed = self.launched = self.planned = len(self.submit.tokens)
 
-    def commit(self, tokens: Sequence[int]) -> None:
+    def commit(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> None:
         """Count a complete step: the state of all tokens up to the last of these is there, `tokens` came new."""
         self.tokens += tokens
+        if self.submit.name is not None:
+            self.logprobs += logprobs
         self.committed += len(tokens)
         self.stepped = True
 
@@ -224,6 +243,48 @@ class DecodeRequest:
         bytes `received`."""
         submit, marks = self.submit, dict(self.marks)
         return LegReport(submit.request_id, submit.attempt, Role.DECODE, worker, marks, held, computed, received)
+
+    def told(self, now: float) -> KeptAnswer | None:
+        """Return what there is of its answer at `now`, in seconds of the clock, for a router that asks. None where it
+        has no name, or lacks log-probabilities that its client asked for."""
+        submit, sampling = self.submit, self.submit.sampling
+        if submit.name is None:
+            return None
+        name, started = submit.name, bool(self.tokens)
+        tokens = tuple(self.answer) if started else submit.emitted
+        logprobs = tuple(self.logprobs) if started else name.logprobs
+        # One that migrates here is told of with the token that is still to be handed over; it has that token's, too.
+        logprobs = logprobs[: len(tokens)]
+        if sampling.logprobs is not None and len(logprobs) != len(tokens):
+            return None
+        cached = name.cached_tokens
+        if cached is None and self.metadata is not None and not submit.migrating:
+            cached = self.metadata.cached_tokens
+        return KeptAnswer(
+            submit.request_id,
+            submit.attempt,
+            name.index,
+            name.created,
+            submit.prompt_len,
+            sampling.max_tokens,
+            max(self.arrived + submit.deadline_s - now, 0.0),
+            tokens,
+            logprobs if sampling.logprobs is not None else (),
+            cached,
+            running=True,
+            started=started,
+        )
+
+    def first_token(self, worker: WorkerName) -> list[Event]:
+        """Return what prefill says of a prompt that has arrived: what its cache had, and the first token."""
+        assert self.metadata is not None, "its prompt has arrived"
+        submit, metadata = self.submit, self.metadata
+        key, cached = (submit.request_id, submit.attempt), metadata.cached_tokens
+        logprobs = (metadata.logprob,) if metadata.logprob is not None else ()
+        return [
+            LegReport(*key, Role.PREFILL, worker, cached_tokens=cached),
+            Tokens(*key, len(submit.tokens), (metadata.token,), logprobs),
+        ]
 
     def check(self, steps: int) -> list[str]:
         """Recount, with `steps` steps under way; returns what its phase, lengths, drafts and allocation contradict."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ class MessagesWriter:
     """The writer of one HTTP answer, with the interface of `router.openai.response_writer.ResponseWriter`."""
 
     def __init__(self, answer_id: str, model: str) -> None:
-        self._id, self._model = f"msg_{answer_id}", model
+        self._answer_id, self._id, self._model = answer_id, f"msg_{answer_id}", model
         self._choice: ChoiceOutput | None = None
         self._block = -1
         """The number of the latest block."""
@@ -64,7 +63,8 @@ class MessagesWriter:
                 delta = {"type": "thinking_delta", "thinking": text}
             case CallPart(name):
                 self._close(events)
-                self._begin("tool_use", {"id": _call_id(), "name": name, "input": {}}, events)
+                call_id = _call_id(self._answer_id, self._block + 1)
+                self._begin("tool_use", {"id": call_id, "name": name, "input": {}}, events)
                 return
             case ArgumentsPart(text):
                 delta = {"type": "input_json_delta", "partial_json": text}
@@ -89,7 +89,8 @@ class MessagesWriter:
         choice = self._bound
         reason, stop = self._ending()
         parts = choice.parts if choice.parts is not None else _plain("".join(choice.text))
-        message = {**self._head(), "content": _blocks(parts), "stop_reason": reason, "stop_sequence": stop}
+        content = _blocks(parts, self._answer_id)
+        message = {**self._head(), "content": content, "stop_reason": reason, "stop_sequence": stop}
         if twinpool is not None:
             message["twinpool"] = twinpool
         return [compact_json(message).encode()]
@@ -131,8 +132,8 @@ def error_body(failure: ApiError) -> bytes:
 
 _KINDS = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-    405: "invalid_request_error", 413: "request_too_large", 415: "invalid_request_error", 429: "rate_limit_error",
-    503: "overloaded_error", 504: "timeout_error",
+    405: "invalid_request_error", 409: "invalid_request_error", 413: "request_too_large", 415: "invalid_request_error",
+    422: "invalid_request_error", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
 
 
@@ -140,7 +141,7 @@ def _plain(text: str) -> list[AnswerPart]:
     return [ContentPart(text)] if text else []
 
 
-def _blocks(parts: Sequence[AnswerPart]) -> list[dict[str, Any]]:
+def _blocks(parts: Sequence[AnswerPart], answer_id: str) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     for part in joined(parts):
         kind = blocks[-1]["type"] if blocks else ""
@@ -154,7 +155,7 @@ def _blocks(parts: Sequence[AnswerPart]) -> list[dict[str, Any]]:
                     blocks.append({"type": "thinking", "thinking": "", "signature": ""})
                 blocks[-1]["thinking"] += text
             case CallPart(name):
-                blocks.append({"type": "tool_use", "id": _call_id(), "name": name, "input": {}})
+                blocks.append({"type": "tool_use", "id": _call_id(answer_id, len(blocks)), "name": name, "input": {}})
             case ArgumentsPart(text):
                 blocks[-1]["input"] = _object(text)
     return blocks
@@ -173,5 +174,6 @@ def _event(kind: str, **content: object) -> bytes:
     return f"event: {kind}\ndata: {compact_json({'type': kind, **content})}\n\n".encode()
 
 
-def _call_id() -> str:
-    return f"toolu_{secrets.token_hex(12)}"
+def _call_id(answer_id: str, block: int) -> str:
+    """The id of the call in a block: no other answer's or block's."""
+    return f"toolu_{answer_id}_{block}"

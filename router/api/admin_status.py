@@ -161,14 +161,20 @@ async def check(service: RouterService, exchange: HttpExchange) -> None:
     workers = [
         {
             "name": r.name,
-            "checked": {"pages": r.pages, "slots": r.slots, "leases": r.leases, "rooms": r.rooms},
+            "checked": {
+                "pages": r.pages,
+                "slots": r.slots,
+                "leases": r.leases,
+                "rooms": r.rooms,
+                "kept_answers": r.kept_answers,
+            },
             "violations": list(r.violations),
         }
         for r in reports
     ]
     own = service.check()
     if own:
-        none = {"pages": 0, "slots": 0, "leases": 0, "rooms": 0}
+        none = {"pages": 0, "slots": 0, "leases": 0, "rooms": 0, "kept_answers": 0}
         workers.append({"name": "router", "checked": none, "violations": own})
     ok = not any(w["violations"] for w in workers)
     await exchange.answer_json(200, {"ok": ok, "workers": workers})

@@ -19,6 +19,7 @@ from router.api.openapi import openapi_document, version
 from router.openai.api_errors import ApiError, BufferFull, ClientGone, QueueFull, failure_of, failure_of_done
 from router.openai.parse_request import check_model
 from router.openai.response_stream import ResponseStream, StreamHeartbeat
+from router.openai.resume_headers import KEY_HEADER, SEEN_HEADER, read_resume_headers
 from router.security.tenant_accounts import TenantLimited
 from router.service.request_limits import SESSION_HEADER, SLO_HEADER
 from router.service.router_service import RouterService
@@ -178,7 +179,11 @@ async def _generate(service: RouterService, exchange: HttpExchange, kind: FrameK
     if not exchange.declares_json:
         return await exchange.refuse_body(NOT_JSON)
     service.check_room()  # Before the body takes memory, and time to read.
-    await service.check_tenant(exchange.tenant)
+    resume = read_resume_headers(
+        exchange.header(KEY_HEADER.lower().encode()), exchange.header(SEEN_HEADER.lower().encode())
+    )
+    if resume is None:  # A client that comes back may be the one that fills its own limit.
+        await service.check_tenant(exchange.tenant)
     raw = await exchange.body(service.body_limit, service.buffer)
     wants_timeline = exchange.header(b"x-twinpool-timeline") == "1"
     gone = False
@@ -194,7 +199,7 @@ async def _generate(service: RouterService, exchange: HttpExchange, kind: FrameK
     exchange.on_gone(client_left)
     slo = exchange.header(SLO_HEADER.encode())
     session = exchange.header(SESSION_HEADER.encode())
-    stream = await service.open(kind, raw, exchange.client_id, exchange.on_gone, exchange.tenant, slo, session)
+    stream = await service.open(kind, raw, exchange.client_id, exchange.on_gone, exchange.tenant, slo, session, resume)
     del raw
     exchange.forget_body()
     try:
@@ -247,7 +252,7 @@ async def _stream(service: RouterService, exchange: HttpExchange, stream: Respon
     if stream.failed is None:
         if not exchange.started:
             await exchange.begin_events()
-        closing = stream.answer.closing(stream.timeline() if wants_timeline else None)
+        closing = stream.closing(stream.timeline() if wants_timeline else None)
         await exchange.write(closing, more=False)
     elif not exchange.started:
         await exchange.fail(failure_of_done(stream.failed))

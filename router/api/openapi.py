@@ -16,6 +16,7 @@ from router.api.openapi_answers import (
     answers,
 )
 from router.api.openapi_bodies import BODIES, TEXT
+from router.openai.resume_headers import KEY_HEADER, MOST_KEY_CHARS, SEEN_HEADER
 from router.service.request_limits import SESSION_HEADER, SLO_HEADER
 
 _GENERATE = {
@@ -37,6 +38,20 @@ _GENERATE_HEADERS = [
         "in": "header",
         "required": False,
         "description": "Names a session, as the field user does; comes before it.",
+        "schema": {"type": "string"},
+    },
+    {
+        "name": KEY_HEADER,
+        "in": "header",
+        "required": False,
+        "description": "The name under which the answer is kept for a client that comes back for it.",
+        "schema": {"type": "string", "pattern": f"^[!-~]{{1,{MOST_KEY_CHARS}}}$"},
+    },
+    {
+        "name": SEEN_HEADER,
+        "in": "header",
+        "required": False,
+        "description": "The id of the last event that the client has of the answer with this key; the rest comes.",
         "schema": {"type": "string"},
     },
 ]

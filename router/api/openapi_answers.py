@@ -192,9 +192,10 @@ _ERRORS = {
     403: "This client may not do that",
     404: "There is no such model, endpoint or worker",
     408: "The request came too slowly",
-    409: "The worker's state doesn't allow it",
+    409: "The worker's state doesn't allow it, or the client came back for this answer on another connection",
     413: "The body is too large",
     415: "The body isn't declared as JSON",
+    422: "The Idempotency-Key was sent with another body before",
     429: "Too many answers are in flight, or a limit of the key is reached",
     431: "The headers are too large",
     500: "The router failed inside",
@@ -205,7 +206,7 @@ _EVERY = (408, 431, 500, 503)
 """Statuses of every endpoint: of its connection, or of a fault."""
 _KEYED = (401, 403)
 _OF_BODY = (400, 404, 413, 415)
-GENERATION = (*_EVERY, *_KEYED, *_OF_BODY, 429, 504)
+GENERATION = (*_EVERY, *_KEYED, *_OF_BODY, 409, 422, 429, 504)
 COUNTING = (*_EVERY, *_KEYED, *_OF_BODY, 429)
 LISTING = (*_EVERY, *_KEYED, 404)
 OPEN = _EVERY

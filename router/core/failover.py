@@ -85,6 +85,8 @@ class Failover:
     def of_error(self, r: RoutedRequest, worker: WorkerKey, done: Done) -> AttemptFailure:
         """The failure that a worker reports with an error `Done` of the current attempt."""
         kind = done.error or ErrorKind.WORKER
+        if kind is ErrorKind.SUPERSEDED:  # Both legs are another router's now, or left to themselves.
+            return AttemptFailure(done.message, kind=kind, ended=(Role.PREFILL, Role.DECODE), fatal=done.message)
         # What one worker took can't be invalid at the next: the latter may still hold an attempt that was lost here.
         if not kind.retryable and not (kind is ErrorKind.INVALID and r.attempt):
             message = done.message or f"{worker[0]} failed the request: {kind}"

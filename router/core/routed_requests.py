@@ -48,6 +48,11 @@ class RoutedRequests:
         self._requests[request.id] = request
         self.queued[request.id] = request
 
+    def adopt(self, request: RoutedRequest) -> None:
+        """Add a request that a worker has already: it waits for none."""
+        assert request.id not in self._requests, "its former owner here has given it up"
+        self._requests[request.id] = request
+
     def remove(self, request: RoutedRequest) -> None:
         """Remove a request that has ended."""
         del self._requests[request.id]

@@ -9,6 +9,7 @@ from contracts.ids import RequestId
 from contracts.messages.router_commands import Command
 from contracts.messages.worker_events import Done
 from contracts.sampling_params import TokenLogprob
+from router.core.answer_asks import AskEnded
 from router.state.routed_request import AttemptCost
 from router.state.worker_table import WorkerKey
 from router.verification.audit_cases import AuditFinding
@@ -56,7 +57,7 @@ class NoteReplay:
     reason: str
 
 
-RouterAction = SendCommand | DeliverTokens | DeliverScores | EndRequest | NoteReplay | AuditFinding
+RouterAction = SendCommand | DeliverTokens | DeliverScores | EndRequest | NoteReplay | AuditFinding | AskEnded
 
 
 @dataclass(slots=True)
@@ -79,6 +80,10 @@ class RouterCounts:
     """Those of `refused_early` whose worker would have had the time for them, by what it did afterwards."""
     shed: int = 0
     """Requests that ended as nothing had begun them when their first token was due."""
+    adopted: int = 0
+    """Requests that a decode worker had kept, and that went on here."""
+    detached: int = 0
+    """Requests that were left to their workers, as their clients may come back."""
     fallbacks: int = 0
     """Legs in which decode had to compute a part of the prompt itself, instead of receiving all of it."""
 

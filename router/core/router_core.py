@@ -15,16 +15,19 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from contracts.clock import Clock
 from contracts.config.cache_config import CacheConfig
 from contracts.config.router_config import AuditConfig, RouterConfig
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, Role, RoomId
+from contracts.messages.kept_answers import Attached, Detach
 from contracts.messages.router_commands import Cancel, Submit
 from contracts.messages.worker_events import Audited, Done, Event, LegReport, PromptScores, Tokens
 from contracts.messages.worker_status import WorkerStatus, WorkerView
 from contracts.sampling_params import TokenLogprob
+from router.core.answer_asks import AnswerAsks, FoundAnswer
 from router.core.failover import AttemptFailure, Fail, Failover, Finish, Retry
 from router.core.placement import Placement, PredictedTtft
 from router.core.progress_watch import ProgressWatch
@@ -48,6 +51,8 @@ from router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
 from router.verification.audits import Audits
 from router.verification.damage_totals import DamageTotals
 
+Leave = Cancel | Detach
+"""What takes a request off a worker."""
 REPORT_GRACE_S = 0.25
 """Seconds from `Done` on for which a request that lacks only prefill's report is held before it ends without it."""
 
@@ -90,6 +95,7 @@ class RouterCore:
             send=lambda worker, command: self._actions.append(SendCommand(worker, command)),
             replay=lambda r, reason: self._retry(r, AttemptFailure(reason, cost=AttemptCost.REFUSAL)),
         )
+        self.asks = AnswerAsks(clock, self.workers, mint_room, config.resume_wait_s)
         self._actions: list[RouterAction] = []
 
     def serving(self, role: Role) -> list[WorkerEntry]:
@@ -99,6 +105,8 @@ class RouterCore:
         actions, self._actions = self._actions, []
         actions += [SendCommand(worker, command) for worker, command in self.audits.take_commands()]
         actions += self.audits.take_findings()
+        actions += [SendCommand(worker, command) for worker, command in self.asks.take_commands()]
+        actions += self.asks.take_ended()
         return actions
 
     def check(self) -> list[str]:
@@ -119,12 +127,14 @@ class RouterCore:
         for entry in ended:
             self._lose(entry, "the controller no longer sees it")
             self.workers.gone(entry)
+        self.asks.on_view()
         self._place(self.requests.queued.values())
 
     def on_linked(self, key: WorkerKey) -> None:
         entry = self.workers.get(key)
         if entry is not None:
             entry.linked = True
+            self.asks.on_linked()
             self._place(self.requests.queued.values())
 
     def on_unlinked(self, key: WorkerKey, reason: str) -> None:
@@ -145,6 +155,7 @@ class RouterCore:
     def _lose(self, entry: WorkerEntry, reason: str) -> None:
         entry.linked = False
         self.audits.lost(entry.key)
+        self.asks.lost(entry.key)
         for r in self.requests.those(entry.requests):
             if self.migrations.lost(r, entry.key, reason):
                 continue
@@ -200,6 +211,31 @@ class RouterCore:
         self.requests.add(request)
         self._place([request])
 
+    def adopt(self, request: RoutedRequest, found: FoundAnswer) -> None:
+        """Go on with a request that a decode worker has kept, and that was restored from it (`RoutedRequest.restore`).
+        Where the worker has it no more, the next attempt goes on from its tokens."""
+        since = self.asks.release(found.worker, request.id)
+        entry = self.workers.get(found.worker)
+        request.numerics = entry.numerics if entry is not None else ""
+        if entry is None or not entry.linked or not found.answer.running:
+            request.attempt = request.next_attempt()
+            self.submit(request)
+            return
+        self.counts.adopted += 1
+        self.requests.adopt(request)
+        request.go_on_with(entry.key, entry.record.name, started=found.answer.started, now=self._clock.now())
+        entry.book(request.id, entry.sequence_load)
+        for event in since:
+            self.on_event(entry.key, event)
+
+    def detach(self, request_id: RequestId) -> None:
+        """Leave a request with a name to its workers, as its client is gone and may come back. Idempotent. No
+        `EndRequest` follows."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self.counts.detached += 1
+            self._end(request, leave=Detach)
+
     def cancel(self, request_id: RequestId, *, finished: bool = False) -> None:
         """Cancel a request on both workers; idempotent. No `EndRequest` follows.
 
@@ -213,7 +249,8 @@ class RouterCore:
             self.audits.consider(request)
         else:
             self.counts.cancelled += 1
-        self._end(request)
+        keep = finished and request.name is not None
+        self._end(request, leave=partial(Cancel, keep=True) if keep else Cancel)
 
     def tick(self) -> None:
         """Act on the time: deadlines, waits for workers, back-offs, held requests, migrations and audits."""
@@ -235,6 +272,7 @@ class RouterCore:
             self._finish_if_complete(r)
         self.migrations.tick()
         self.audits.tick()
+        self.asks.tick()
 
     def _place(self, requests: Iterable[RoutedRequest]) -> None:
         """Send to workers the requests whose back-off is over and for which there is a pair of workers."""
@@ -253,6 +291,8 @@ class RouterCore:
             if pair.decode is not None and not pair.one:
                 self._actions.append(SendCommand(pair.decode.key, replace(submit, peer=pair.prefill.peer)))
                 submit = replace(submit, peer=pair.decode.peer)
+            elif pair.decode is None:
+                submit = replace(submit, name=None)  # Nobody keeps what prefill answers alone.
             self._actions.append(SendCommand(pair.prefill.key, submit))
             r.legs.append(AttemptLeg(r.attempt, r.next_position, dict(r.workers)))
 
@@ -262,7 +302,12 @@ class RouterCore:
         if isinstance(event, Audited):
             self.counts.late_events += not self.audits.on_event(worker, event)
             return
+        if isinstance(event, Attached):
+            self.counts.late_events += not self.asks.on_event(worker, event)
+            return
         r = self.requests.get(event.request_id)
+        if r is None and self.asks.hold(worker, event):
+            return
         if self.migrations.on_event(r, worker, event):
             self.progress.advanced()
         elif r is None or event.attempt != r.attempt or worker not in (r.prefill, r.decode):
@@ -348,8 +393,11 @@ class RouterCore:
                 self.requests.queued[r.id] = r
                 self._place([r])
 
-    def _leave(self, r: RoutedRequest, ended: tuple[Role, ...]) -> None:
-        """Take the request off both workers; send a cancel to a linked worker whose role isn't in `ended`."""
+    def _leave(
+        self, r: RoutedRequest, ended: tuple[Role, ...], leave: Callable[[RequestId, int], Leave] = Cancel
+    ) -> None:
+        """Take the request off both workers; send a cancel, or what `leave` makes, to a linked worker whose role isn't
+        in `ended`."""
         self.migrations.leave(r)
         if r.on_one_worker:
             legs = [] if ended else [r.prefill]
@@ -358,13 +406,19 @@ class RouterCore:
         for key in legs:
             entry = self.workers.get(key) if key else None
             if key and entry is not None and entry.linked:
-                self._actions.append(SendCommand(key, Cancel(r.id, r.attempt)))
+                self._actions.append(SendCommand(key, leave(r.id, r.attempt)))
         self._placement.unbook(r, self._clock.now())
         self.requests.held.pop(r.id, None)
 
-    def _end(self, r: RoutedRequest, done: Done | None = None, ended: tuple[Role, ...] = ()) -> None:
+    def _end(
+        self,
+        r: RoutedRequest,
+        done: Done | None = None,
+        ended: tuple[Role, ...] = (),
+        leave: Callable[[RequestId, int], Leave] = Cancel,
+    ) -> None:
         """End a request; every end goes through here. `done` None: no client waits, so no `EndRequest` follows."""
-        self._leave(r, ended)
+        self._leave(r, ended, leave)
         if done is not None:
             self.counts.shed += done.error is ErrorKind.LATE
             if done.error is None:
@@ -399,6 +453,7 @@ def _submit(r: RoutedRequest, room: RoomId, now: float) -> Submit:
         first_token_s=first_s,
         tenant=r.share.tenant,
         weight=r.share.weight,
+        name=r.full_name,
     )
 
 

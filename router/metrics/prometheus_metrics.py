@@ -125,6 +125,8 @@ class PrometheusMetrics(Collector):
             ("twinpool_requests_ended", "Choices that ended in their full answer", counts.ended),
             ("twinpool_requests_failed", "Choices that ended in an error", counts.failed),
             ("twinpool_requests_cancelled", "Choices taken back", counts.cancelled),
+            ("twinpool_requests_detached", "Choices left to workers, as their clients may come back", counts.detached),
+            ("twinpool_requests_adopted", "Choices that workers had kept and that went on here", counts.adopted),
             ("twinpool_replays", "Attempts after a worker was lost or failed", counts.replays),
             (
                 "twinpool_recomputed",

@@ -255,6 +255,7 @@ class Migrations:
             migrating=True,
             tenant=r.share.tenant,
             weight=r.share.weight,
+            name=r.full_name,
         )
         self._send(migration.target, submit)
 

@@ -29,6 +29,14 @@ class SloUnreachable(TwinpoolError):
         self.retry_after_s = max(1, math.ceil((predicted_ms - slo_ms) / 1000))
 
 
+class KeyReused(TwinpoolError):
+    """Raised where an Idempotency-Key comes with another body than the one that it was first sent with."""
+
+
+class Superseded(TwinpoolError):
+    """Raised where the client has come back for an answer on another connection, before this one had begun."""
+
+
 class BufferFull(TwinpoolError):
     """Raised while reading a body when those being received hold `router.body_buffer_bytes`."""
 
@@ -60,6 +68,7 @@ _OF_KIND: dict[ErrorKind, tuple[int, str, str]] = {
     ErrorKind.LATE: (429, "rate_limit_error", "slo_unreachable"),
     ErrorKind.NONFINITE: (500, "server_error", "nonfinite_logits"),
     ErrorKind.CANCELLED: (503, "server_error", "cancelled"),
+    ErrorKind.SUPERSEDED: (409, "invalid_request_error", "superseded"),
 }
 
 
@@ -81,6 +90,10 @@ def failure_of(error: TwinpoolError) -> ApiError:
             return ApiError(429, str(error), "rate_limit_error", "tenant_limit", retry_after_s=error.retry_after_s)
         case SloUnreachable():
             return ApiError(429, str(error), "rate_limit_error", "slo_unreachable", retry_after_s=error.retry_after_s)
+        case KeyReused():
+            return ApiError(422, str(error), "invalid_request_error", "idempotency_key_reused")
+        case Superseded():
+            return ApiError(409, str(error), "invalid_request_error", "superseded")
         case QueueFull():
             return ApiError(429, str(error), "rate_limit_error", "queue_full", retry_after_s=1)
         case BufferFull():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +9,11 @@ from router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, Con
 
 
 class ChatMessage:
-    """One message, told whole or in deltas. Calls get ids that no other call has."""
+    """One message, told whole or in deltas. The ids of its calls follow from its own."""
 
-    def __init__(self) -> None:
-        self._calls = 0
+    def __init__(self, message_id: str) -> None:
+        """`message_id`: no other message's."""
+        self._id, self._calls = message_id, 0
 
     def add(self, parts: Sequence[AnswerPart]) -> dict[str, Any]:
         """Return the delta that tells `parts`, the next ones."""
@@ -27,8 +27,8 @@ class ChatMessage:
                     shape["reasoning_content"] = shape.get("reasoning_content", "") + text
                 case CallPart(name):
                     function = {"name": name, "arguments": ""}
-                    call = {"index": self._calls, "id": _call_id(), "type": "function", "function": function}
-                    calls.append(call)
+                    head = {"index": self._calls, "id": f"call_{self._id}_{self._calls}"}
+                    calls.append({**head, "type": "function", "function": function})
                     self._calls += 1
                 case ArgumentsPart(text):
                     if not calls:
@@ -50,7 +50,3 @@ class ChatMessage:
         if calls:
             message["tool_calls"] = calls
         return message
-
-
-def _call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"

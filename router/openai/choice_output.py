@@ -7,7 +7,7 @@ ids; its text is shown only with `include_stop_str_in_output`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from contracts.errors import ErrorKind
@@ -140,6 +140,13 @@ class ChoiceOutput:
         logprobs = logprobs[:used]
         self.logprobs.extend(logprobs)
         return self._piece("".join(shown), tokens[:used], logprobs)
+
+    def take_each(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> Iterator[OutputDelta]:
+        """As `take`, token by token: yields what each adds, until one ends the choice."""
+        for number, token in enumerate(tokens):
+            yield self.take((token,), logprobs[number : number + 1])
+            if self.finish is not None:
+                return
 
     def end(self, done: Done) -> OutputDelta | None:
         """Take the request's end; returns the last delta with the text that was held back, None for an error."""

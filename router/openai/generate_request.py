@@ -58,6 +58,8 @@ class GenerateRequest:
     logprobs: int | None
     sampling: SamplingParams
     """The sampling parameters of all choices; `max_tokens` and `choice` are set for each choice at admission."""
+    seeded: bool
+    """Whether the client gave the seed; else it is random."""
     grammar_field: str
     """The field that asks for `sampling.grammar`; empty where none does."""
     eos: frozenset[int]

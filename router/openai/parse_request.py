@@ -131,6 +131,7 @@ def _read_common(
         max_tokens=max_tokens,
         logprobs=logprobs,
         sampling=sampling,
+        seeded=values.get("seed") is not None,
         grammar_field=grammar.field,
         eos=frozenset(spec.eos_token_ids),
         salt=values.get("cache_salt", ""),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from contracts.errors import ErrorKind
@@ -12,6 +12,7 @@ from contracts.messages.worker_events import Done
 from router.openai.api_errors import ApiError
 from router.openai.choice_output import ChoiceOutput, OutputDelta
 from router.openai.generate_request import GenerateRequest
+from router.openai.numbered_events import NumberedEvents
 from router.openai.request_timeline import timeline_of
 
 
@@ -54,10 +55,12 @@ class ResponseStream:
         "_waits",
         "_wake",
         "answer",
+        "answer_key",
         "choices",
         "client_id",
         "failed",
         "id",
+        "numbered",
         "open",
         "outbox",
         "overflowed",
@@ -75,8 +78,14 @@ class ResponseStream:
         client_id: str,
         timeout_s: float,
         tenant: str = "",
+        numbered: NumberedEvents | None = None,
+        answer_key: str = "",
     ) -> None:
+        """`numbered`: numbers the events of a stream whose client may come back for the rest. `answer_key`: under which
+        it is claimed (`router.service.answer_claims`); empty where its client can't come back."""
+        self.answer_key = answer_key
         self.id = stream_id
+        self.numbered = numbered
         self.tenant = tenant
         """Who asks; empty where nobody needs a key."""
         self.timeout_s = timeout_s
@@ -110,7 +119,23 @@ class ResponseStream:
         """Queue the event of a delta. Does nothing for an answer that isn't streamed, which its choices hold."""
         if not self.request.stream:
             return
-        chunk = self.answer.chunk(piece)
+        self._put(self.answer.chunk(piece))
+
+    def push_each(self, pieces: Iterable[OutputDelta]) -> None:
+        """Queue the events of deltas as one entry, numbered, without those that the client has seen. The writer has
+        each delta before the next is made."""
+        if not self.request.stream or self.numbered is None:
+            for _ in pieces:
+                pass
+            return
+        self._put(b"".join([self.numbered.number(p.index, self.answer.chunk(p)) for p in pieces]))
+
+    def closing(self, twinpool: object | None) -> bytes:
+        """Return the end of a stream that has not failed."""
+        events = self.answer.closing(twinpool)
+        return events if self.numbered is None else self.numbered.number(0, events)
+
+    def _put(self, chunk: bytes | tuple[bytes, ...]) -> None:
         if not chunk:
             return
         if self._waits and not self.outbox and isinstance(chunk, bytes) and self._direct_write(chunk):
@@ -177,10 +202,10 @@ class ResponseStream:
             self._wake.clear()
             await self._wake.wait()
 
-    def fail(self, message: str) -> None:
+    def fail(self, message: str, kind: ErrorKind = ErrorKind.CANCELLED) -> None:
         """End the whole answer with an error of the router's own, unless it has failed already."""
         if self.failed is None:
-            self.failed = Done(RequestId(self.id), 0, "error", error=ErrorKind.CANCELLED, message=message)
+            self.failed = Done(RequestId(self.id), 0, "error", error=kind, message=message)
         self._wake.set()
 
     def facts(self) -> dict[str, Any]:

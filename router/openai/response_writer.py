@@ -44,6 +44,7 @@ class ResponseWriter:
         )
         """Whether events between a choice's first and last carry nothing but text."""
         self._starts: list[str] = []
+        self._id = answer_id
         prefix = "chatcmpl" if request.chat else "cmpl"
         self._common = {"id": f"{prefix}-{answer_id}", "created": created, "model": model}
         kind = "chat.completion" if request.chat else "text_completion"
@@ -107,7 +108,7 @@ class ResponseWriter:
             return compact_json({**shape, "content": piece.text})
         if piece.first:
             shape["content"] = ""
-        message = self._messages.setdefault(piece.index, ChatMessage())
+        message = self._messages.setdefault(piece.index, self._chat_message(piece.index))
         return compact_json({**shape, **message.add(piece.parts)})
 
     def _text(self, choice: ChoiceOutput, text: str) -> tuple[bytes, ...]:
@@ -173,11 +174,13 @@ class ResponseWriter:
         shown = (f'"message":{self._message(c, text)}'.encode(),) if request.chat else self._text(c, text)
         return [*shown, b"," + compact_json(shape)[1:-1].encode(), *self._prompt_ids(c)]
 
-    @staticmethod
-    def _message(choice: ChoiceOutput, text: str) -> str:
+    def _message(self, choice: ChoiceOutput, text: str) -> str:
         if choice.parts is None:
             return compact_json({"role": "assistant", "content": text})
-        return compact_json({"role": "assistant", **ChatMessage().whole(choice.parts)})
+        return compact_json({"role": "assistant", **self._chat_message(choice.index).whole(choice.parts)})
+
+    def _chat_message(self, index: int) -> ChatMessage:
+        return ChatMessage(f"{self._id}_{index}")
 
     def usage(self) -> dict[str, Any]:
         """Return the token counts so far. A prompt counts once, however many choices it has."""

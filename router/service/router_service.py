@@ -21,14 +21,16 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from contracts.checkpoint.model_spec import ModelSpec, served_as
 from contracts.clock import Clock, SystemClock
+from contracts.cluster_secret import cluster_secret
 from contracts.config.cluster_config import Config
-from contracts.errors import RequestError
+from contracts.errors import ErrorKind, RequestError
 from contracts.ids import RequestId, Role
 from contracts.interfaces.discovery import WorkerDirectory
 from contracts.key_file import TenantLimits
 from contracts.messages.router_commands import Command
-from contracts.messages.worker_events import Event, LegReport
+from contracts.messages.worker_events import Done, Event, LegReport
 from router.anthropic.messages_writer import MessagesWriter
+from router.core.answer_asks import AskEnded, FoundAnswer
 from router.core.router_actions import DeliverScores, DeliverTokens, EndRequest, NoteReplay, SendCommand
 from router.core.router_core import RouterCore
 from router.kv_indexer.told_prefixes import ToldPrefixes
@@ -38,16 +40,21 @@ from router.metrics.prometheus_metrics import PrometheusMetrics
 from router.openai.api_errors import ClientGone, QueueFull, SloUnreachable
 from router.openai.choice_output import ChoiceOutput
 from router.openai.generate_request import GenerateRequest
+from router.openai.numbered_events import NumberedEvents
 from router.openai.response_stream import AnswerWriter, ResponseStream
 from router.openai.response_writer import ResponseWriter
+from router.openai.resume_headers import ResumeHeaders
 from router.openai.structured_output import may_need_grammar
 from router.openai_responses.responses_request import renamed
 from router.openai_responses.responses_writer import ResponsesWriter
+from router.security.answer_identity import AnswerIdentity, identity_of
 from router.security.api_keys import ApiKeys
 from router.security.tenant_accounts import TenantAccounts
+from router.service.answer_claims import SUPERSEDED, AnswerClaims
 from router.service.body_buffer import BodyBuffer
 from router.service.quota_leases import QuotaLeases, QuotaLessor
 from router.service.request_limits import RequestLimits
+from router.service.restored_choice import HASHED_INLINE_BYTES, KeyedRequest, check_headers, request_ids, usable
 from router.state.routed_request import RoutedRequest
 from router.state.router_log import log
 from router.state.tenant_share import TenantShare
@@ -146,6 +153,7 @@ class RouterService:
             on_unlinked=self._on_unlinked,
             on_events=self._on_events,
         )
+        self.claims = AnswerClaims(self.core)
         self._mint = mint
         self._owners: dict[RequestId, tuple[ResponseStream, ChoiceOutput]] = {}
         self._reserved = 0
@@ -211,15 +219,20 @@ class RouterService:
         tenant: str = "",
         slo: str = "",
         session: str = "",
+        resume: ResumeHeaders | None = None,
     ) -> ResponseStream:
         """Read and tokenise a request's body, admit the request, and submit its choices to the router core.
+
+        `resume`: the key of a request whose client may come back, and what it has already; then what workers have kept
+        of the answer goes on, and the rest is begun.
 
         `kind` is one of `REQUESTS`. `on_gone` is called with a function that the caller must call when the client
         leaves, so that a waiting body isn't read. `slo`: the header that tightens the time to first token. `session`:
         the header that names a session. Raises `QueueFull`, `RequestError` where the body is wrong or doesn't fit,
-        `TenantLimited`, `SloUnreachable`, `ReaderFailed`, and `ClientGone`.
+        `TenantLimited`, `SloUnreachable`, `ReaderFailed`, `ClientGone`, `KeyReused` and `Superseded`.
         """
         self.check_room()
+        identity = await self._identity(kind, raw, tenant, resume) if resume is not None else None
         began, slo_ms = self.clock.now(), self.limits.first_token_ms(slo, self._allowed(tenant).ttft_slo_ms)
         # Compiling a grammar may take a second, and as much memory as a reader may have.
         if len(raw) <= INLINE_BYTES and not may_need_grammar(raw):
@@ -248,21 +261,71 @@ class RouterService:
             request = replace(request, priority=min(request.priority, allowed.priority))
             self.tenants.check(tenant, allowed, request.choices, prompt_tokens, self.clock.now())
         first_token_by = began + slo_ms / 1000 if slo_ms else None
-        stream_id = self._mint()
-        routed = self._route(
-            stream_id,
-            request,
-            prepared.prompts,
-            limits,
-            began + timeout_s,
-            first_token_by,
-            TenantShare(tenant, allowed.weight),
-        )
-        if (late := self.core.late_if_taken(routed)) is not None:
-            raise SloUnreachable((self.clock.now() - began + late.prediction.seconds) * 1000, slo_ms)
-        if self.keys is not None:
-            self.tenants.admit(tenant, allowed, request.choices, prompt_tokens, self.clock.now())
-        return self._admit(stream_id, request, prepared.prompts, routed, client_id, began, timeout_s, tenant)
+        keyed: KeyedRequest | None = None
+        if identity is not None and resume is not None:
+            if not request.seeded:
+                request = replace(request, sampling=replace(request.sampling, seed=identity.seed))
+            keyed = await self._claim(identity, resume, request, prepared.prompts, on_gone)
+        try:
+            stream_id = identity.answer_id if identity is not None else self._mint()
+            routed = self._route(
+                stream_id,
+                request,
+                prepared.prompts,
+                limits,
+                began + timeout_s,
+                first_token_by,
+                TenantShare(tenant, allowed.weight),
+                keyed,
+            )
+            new = routed if keyed is None else keyed.new(routed)
+            if new and (late := self.core.late_if_taken(new)) is not None:
+                raise SloUnreachable((self.clock.now() - began + late.prediction.seconds) * 1000, slo_ms)
+            if self.keys is not None:
+                asked = prompt_tokens if len(new) == len(routed) else 0
+                self.tenants.admit(tenant, allowed, request.choices, asked, self.clock.now())
+            return self._admit(stream_id, request, prepared.prompts, routed, client_id, began, timeout_s, tenant, keyed)
+        except BaseException:
+            if keyed is not None:
+                self.claims.give_up(keyed.claim)
+                self._act()
+            raise
+
+    async def _identity(self, kind: FrameKind, raw: bytes, tenant: str, resume: ResumeHeaders) -> AnswerIdentity:
+        """Return the identity of a request with a key, and take its answer from the connection that has it here. Raises
+        `KeyReused`."""
+        given = cluster_secret(), tenant, resume.key, kind.name, raw
+        inline = len(raw) <= HASHED_INLINE_BYTES
+        identity = identity_of(*given) if inline else await asyncio.to_thread(identity_of, *given)
+        held = self.claims.held(identity)
+        if held is not None and not held.over:
+            self.abandon(held)
+            held.fail(SUPERSEDED, ErrorKind.SUPERSEDED)
+        return identity
+
+    async def _claim(
+        self,
+        identity: AnswerIdentity,
+        headers: ResumeHeaders,
+        request: GenerateRequest,
+        prompts: Sequence[PreparedPrompt],
+        on_gone: Callable[[Callable[[], object]], None] | None,
+    ) -> KeyedRequest:
+        """Find out what workers have kept of an answer. Raises as `AnswerClaims.claim` does, and `RequestError`."""
+        check_headers(request, headers)
+        self.check_room(self.claims.asking + 1)
+        self._reserved += 1
+        try:
+            claim = await self.claims.claim(identity, request.choices, self._act, on_gone)
+        finally:
+            self._reserved -= 1
+        fit = usable(claim, request, prompts)
+        for index, found in claim.found.items():
+            if index not in fit:
+                self.core.asks.give_up(found.worker, (found.answer,))
+        claim.found = fit
+        said = [found.answer.created for found in fit.values()] + ([headers.seen.created] if headers.seen else [])
+        return KeyedRequest(identity, headers, claim, said[0] if said else int(time.time()))
 
     async def text(self, kind: FrameKind, raw: bytes) -> bytes:
         """Return the JSON answer of an endpoint that counts or makes tokens. Raises `RequestError`, `ReaderFailed`."""
@@ -279,9 +342,10 @@ class RouterService:
         deadline: float,
         first_token_by: float | None,
         share: TenantShare,
+        keyed: KeyedRequest | None = None,
     ) -> list[RoutedRequest]:
-        """Make the request's choices, of which nothing is booked yet."""
-        now = self.clock.now()
+        """Make the request's choices, of which nothing is booked yet; `keyed` ones as far as workers have kept them."""
+        now, nonce = self.clock.now(), self._mint() if keyed is not None else ""
         choices = []
         for index in range(request.choices):
             prompt, limit = prompts[index // request.n], limits[index // request.n]
@@ -291,7 +355,7 @@ class RouterService:
             if len(prompt.tokens) < 2 and sampling.prompt_logprobs is not None:
                 sampling = replace(sampling, prompt_logprobs=None)  # A prompt's first token has no log-probability.
             routed = RoutedRequest(
-                RequestId(f"{stream_id}-{index}"),
+                RequestId(f"{stream_id}-{index}") if keyed is None else request_ids(stream_id, nonce, index),
                 prompt.tokens,
                 sampling,
                 now=now,
@@ -303,7 +367,7 @@ class RouterService:
                 share=share,
                 session=request.session,
             )
-            choices.append(routed)
+            choices.append(routed if keyed is None else keyed.named(index, routed))
         return choices
 
     def _admit(
@@ -316,16 +380,30 @@ class RouterService:
         began: float,
         timeout_s: float,
         tenant: str,
+        keyed: KeyedRequest | None = None,
     ) -> ResponseStream:
         answer: AnswerWriter
+        created = int(time.time()) if keyed is None else keyed.created
         if request.shape == "anthropic":
             answer = MessagesWriter(stream_id, self.spec.name)
         elif request.shape == "responses":
-            answer = ResponsesWriter(request, stream_id, int(time.time()), self.spec.name)
+            answer = ResponsesWriter(request, stream_id, created, self.spec.name)
         else:
-            answer = ResponseWriter(request, stream_id, int(time.time()), self.spec.name, self.model_tokenizer)
-        buffered = self.config.client_buffer_events
-        stream = ResponseStream(stream_id, request, answer, buffered, client_id, timeout_s, tenant)
+            answer = ResponseWriter(request, stream_id, created, self.spec.name, self.model_tokenizer)
+        numbered, answer_key = None, ""
+        if keyed is not None:
+            numbered, answer_key = NumberedEvents(created, request.choices, keyed.headers.seen), keyed.identity.key
+        stream = ResponseStream(
+            stream_id,
+            request,
+            answer,
+            self.config.client_buffer_events,
+            client_id,
+            timeout_s,
+            tenant,
+            numbered,
+            answer_key,
+        )
         choices = []
         for index, one in enumerate(routed):
             choice = ChoiceOutput(index, one, request, self.model_tokenizer, prompts[index // request.n].text)
@@ -338,19 +416,50 @@ class RouterService:
         self._reserved += len(choices)
         for choice in choices:
             self._owners[choice.request.id] = (stream, choice)
+        found = keyed.claim.found if keyed is not None else {}
+        if keyed is not None:
+            self.claims.begun(keyed.claim, stream)
         for choice in choices:
-            self.core.submit(choice.request)
+            if choice.index in found:
+                self._catch_up(stream, choice, found[choice.index])
+            else:
+                self.core.submit(choice.request)
         self._act()
         return stream
 
+    def _catch_up(self, stream: ResponseStream, choice: ChoiceOutput, found: FoundAnswer) -> None:
+        """Tell the client what a worker has kept of a choice, and go on from there."""
+        kept, routed = found.answer, choice.request
+        log("answer resumed", id=stream.id, worker=found.worker[0], tokens=len(kept.tokens), running=kept.running)
+        if kept.tokens:
+            choice.first_at = choice.last_at = self.clock.now()
+        stream.push_each(choice.take_each(kept.tokens, kept.logprobs))
+        done = Done(routed.id, routed.attempt, kept.reason, kept.stop_token) if kept.reason else routed.ending
+        if choice.finish is not None:
+            if kept.running:
+                self.core.adopt(routed, found)
+                self.core.cancel(routed.id, finished=True)
+            self._close_choice(stream, choice)
+        elif done is not None and not kept.running:
+            if (piece := choice.end(done)) is not None:
+                stream.push_each((piece,))
+            self._close_choice(stream, choice)
+        else:
+            self.core.adopt(routed, found)
+
     def abandon(self, stream: ResponseStream, *, slow: bool = False) -> None:
-        """Cancel all choices that have not ended, because the client left or (`slow`) reads too slowly. Idempotent."""
+        """Cancel all choices that have not ended, because the client left or (`slow`) reads too slowly. Idempotent.
+
+        Those with a key are left to their workers for a while, as their client may come back.
+        """
         took = False
+        give_up = self.core.detach if stream.answer_key else self.core.cancel
         for choice in stream.choices:
             if choice.request.id in self._owners:
                 took = True
-                self.core.cancel(choice.request.id)
+                give_up(choice.request.id)
                 self._release(choice)
+        self.claims.ended(stream)
         if took:
             if slow:
                 self.metrics.slow_clients += 1
@@ -405,6 +514,8 @@ class RouterService:
                     log("request replayed", id=action.request_id, attempt=action.attempt, reason=action.reason)
                 elif type(action) is AuditFinding:
                     log_finding(action)
+                elif type(action) is AskEnded:
+                    self.claims.on_ended(action)
         for key, commands in sends.items():
             self.worker_links.send(key, commands)
 
@@ -422,8 +533,10 @@ class RouterService:
                 self.core.audits.flag(action.request_id)
                 log_flag(flag, choice.request)
         try:
-            piece = choice.take(action.tokens, action.logprobs)
-            stream.push(piece)
+            if stream.answer_key:
+                stream.push_each(choice.take_each(action.tokens, action.logprobs))
+            else:
+                stream.push(choice.take(action.tokens, action.logprobs))
         except Exception:  # A fault in one answer's text must not end the others.
             log("answer failed", trace=True, id=stream.id)
             choice.fail("the router failed to turn tokens into text")
@@ -444,7 +557,9 @@ class RouterService:
         stream, choice = owner
         try:
             piece = choice.end(action.done)
-            if piece is not None:
+            if piece is not None and stream.answer_key:
+                stream.push_each((piece,))
+            elif piece is not None:
                 stream.push(piece)
         except Exception:
             log("answer failed", trace=True, id=stream.id)
@@ -459,9 +574,12 @@ class RouterService:
             log("request failed", error=choice.error.error, reason=choice.error.message, **stream.facts())
             for other in stream.choices:  # The client gets one error, so the other choices are of no use.
                 if other.request.id in self._owners:
-                    self.core.cancel(other.request.id)
+                    gone = choice.error.error is ErrorKind.SUPERSEDED
+                    (self.core.detach if gone else self.core.cancel)(other.request.id)
                     self._release(other)
         stream.close_one(choice)
+        if stream.over:
+            self.claims.ended(stream)
         if stream.open == 0 and stream.failed is None:
             log("request ended", seconds=round(choice.ended_at - choice.request.arrived, 6), **stream.facts())
 
@@ -485,7 +603,7 @@ class RouterService:
 
     def check(self) -> list[str]:
         """Recount the router's books; returns a sentence for each disagreement."""
-        found = self.core.check()
+        found = self.core.check() + self.claims.check()
         owned, held = set(self._owners), set(self.core.requests.ids())
         found += [f"request {rid} runs and belongs to no client" for rid in sorted(held - owned)]
         found += [f"request {rid} has a client and runs nowhere" for rid in sorted(owned - held)]

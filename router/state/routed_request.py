@@ -16,11 +16,12 @@ continue from it. The phases and their transitions are the table `TRANSITIONS`, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from contracts.errors import ErrorKind, IllegalTransition
-from contracts.ids import RequestId, Role, RoomId
+from contracts.ids import RequestId, Role, RoomId, WorkerName
+from contracts.messages.kept_answers import AnswerName, KeptAnswer
 from contracts.messages.worker_events import Done, Event, LegReport, Tokens
 from contracts.sampling_params import SamplingParams, TokenLogprob
 from router.state.prefill_queue import TtftPrediction
@@ -91,7 +92,9 @@ class RoutedRequest:
         "id",
         "last_attempt",
         "legs",
+        "logprobs",
         "migrations",
+        "name",
         "nonfinite",
         "not_before",
         "numerics",
@@ -130,9 +133,11 @@ class RoutedRequest:
         first_token_by: float | None = None,
         share: TenantShare = NOBODYS,
         session: str = "",
+        name: AnswerName | None = None,
     ) -> None:
         """`first_token_by`: the time after which its prompt isn't begun any more; None: it may always be. `share`:
-        whose it is. `session`: what its client names the conversation; empty: by how its prompt begins."""
+        whose it is. `session`: what its client names the conversation; empty: by how its prompt begins. `name`: under
+        which decode keeps it when this router is gone."""
         self.id = request_id
         self.prompt = prompt
         self.sampling = sampling
@@ -141,6 +146,9 @@ class RoutedRequest:
         self.salt = salt
         self.priority = priority
         self.share = share
+        self.name = name
+        self.logprobs: list[TokenLogprob] = []
+        """Those of the emitted tokens, where it has a name and its client asked for them."""
         self.arrived = self.waiting_since = now
         self.deadline = deadline
         self.first_token_by = first_token_by
@@ -212,6 +220,33 @@ class RoutedRequest:
         also of a migration that failed, can't be taken for those of the new one."""
         self.last_attempt += 1
         return self.last_attempt
+
+    def restore(self, kept: KeptAnswer, last_attempt: int) -> None:
+        """Set a new request to what a worker has kept of it. `last_attempt`: the highest that any worker has seen."""
+        self.emitted, self.logprobs = list(kept.tokens), list(kept.logprobs)
+        self.attempt, self.last_attempt = kept.attempt, max(kept.attempt, last_attempt)
+        self.base = self.next_position
+        if kept.cached_tokens is not None:
+            cached = kept.cached_tokens
+            self.progress.append(LegReport(self.id, kept.attempt, Role.PREFILL, WorkerName(""), cached_tokens=cached))
+
+    def go_on_with(self, worker: WorkerKey, name: str, *, started: bool, now: float) -> None:
+        """Enter the decode worker that has the restored request; whatever is still to come, decode sends. `started`:
+        whether its prompt has arrived there."""
+        self.step("place")
+        self.first_placed, self.decode, self.workers = now, worker, {Role.DECODE: name}
+        self.prefill_lost, self.decode_spoke = True, started
+        # All of its tokens came of this attempt, as far as is known: the end needs no other.
+        self.base = len(self.prompt)
+        self.legs.append(AttemptLeg(self.attempt, self.base, dict(self.workers), Role.DECODE))
+
+    @property
+    def full_name(self) -> AnswerName | None:
+        """Its name, with what a worker needs besides the tokens to keep all of the answer."""
+        if self.name is None:
+            return None
+        cached = next((p.cached_tokens for p in self.progress if p.role is Role.PREFILL), None)
+        return replace(self.name, cached_tokens=cached, logprobs=tuple(self.logprobs))
 
     def late(self, now: float) -> bool:
         """Whether it is too late to begin it. What was begun is finished, also after a failure."""
@@ -306,7 +341,7 @@ class RoutedRequest:
             self.decode_spoke = True
         at = event.position
         if at == self.next_position and not self.early and self.scores_in and at + len(event.tokens) <= self.max_len:
-            self.emitted.extend(event.tokens)
+            self._emit(event.tokens, event.logprobs)
             return event.tokens, event.logprobs
         logprobs: Sequence[TokenLogprob | None] = event.logprobs or (None,) * len(event.tokens)
         for offset, (token, logprob) in enumerate(zip(event.tokens, logprobs, strict=True)):
@@ -328,8 +363,13 @@ class RoutedRequest:
             if logprob is not None:
                 logprobs.append(logprob)
             position += 1
-        self.emitted.extend(tokens)
+        self._emit(tokens, logprobs)
         return tokens, logprobs
+
+    def _emit(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
+        self.emitted.extend(tokens)
+        if self.name is not None:
+            self.logprobs.extend(logprobs)
 
     @property
     def outlives_prefill(self) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from contracts.errors import ErrorKind, RequestError
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
 from contracts.messages.fingerprint import PROTOCOL, Fingerprint
+from contracts.messages.kept_answers import Attach, Attached, Detach
 from contracts.messages.pool_changes import PoolChange
 from contracts.messages.router_commands import Audit, Cancel, Command, InvalidatePrefix, Submit
 from contracts.messages.worker_events import Audited, Done, Event, LegReport, PromptScores, Tokens
@@ -169,6 +170,10 @@ class FakeWorker:
         self.cancels: list[Cancel] = []
         self.audits: list[Audit] = []
         self.forgets: list[InvalidatePrefix] = []
+        self.asked: list[Attach] = []
+        self.detached: list[Detach] = []
+        self.attached: Callable[[Attach], Attached | None] | None = None
+        """What it says to a router that asks for an answer; None: that it has nothing."""
         self.numerics = ""
         """Its numerics class; empty: it registers without a fingerprint."""
         self.protocol, self.layout, self.weights = PROTOCOL, "layout", "weights"
@@ -209,6 +214,16 @@ class FakeWorker:
             leg = self.legs.get(command.request_id)
             if leg and leg.session is session and leg.submit.attempt <= command.attempt:
                 del self.legs[command.request_id]
+            return
+        if isinstance(command, Detach):  # It keeps nothing: what is left to it ends.
+            self.detached.append(command)
+            self.legs.pop(command.request_id, None)
+            return
+        if isinstance(command, Attach):
+            self.asked.append(command)
+            told = self.attached(command) if self.attached is not None else Attached(command.request_id, 0)
+            if told is not None:
+                asyncio.get_running_loop().call_soon(session.on_events, [told])
             return
         if isinstance(command, Audit):
             self.audits.append(command)
@@ -424,6 +439,9 @@ class FakeCluster:
             worker.cached, worker.refusals, worker.violations = 0, [], ()
             worker.submits.clear()
             worker.cancels.clear()
+            worker.asked.clear()
+            worker.detached.clear()
+            worker.attached = None
             if not worker.alive:
                 worker.restart()
             worker.state = "ready"

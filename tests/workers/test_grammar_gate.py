@@ -11,7 +11,8 @@ import pytest
 from contracts.clock import ManualClock
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, RoomId
-from contracts.interfaces.worker_interface import SessionId
+from contracts.interfaces.worker_interface import UNOWNED, SessionId
+from contracts.messages.kept_answers import AnswerName
 from contracts.messages.router_commands import Audit, Cancel, Submit
 from contracts.sampling_params import SamplingParams
 from engine.structured_output.answer_grammar import AnswerGrammar
@@ -176,3 +177,21 @@ def test_a_model_without_text_refuses_grammars_and_nothing_else() -> None:
     assert isinstance(said, AdmissionRefusal)
     assert said.kind is ErrorKind.INVALID
     gate.close()
+
+
+@pytest.mark.parametrize("way", ["drop_session", "detach"])
+def test_a_request_with_a_name_waits_on_for_nobody(scene: Scene, way: str) -> None:
+    for request, name in (("kept", AnswerName("k", "b", 0, 7)), ("plain", None)):
+        tokens, sampling = (1, 2), SamplingParams(4, grammar="g")
+        command = Submit(RequestId(request), 0, RoomId("room"), tokens, 2, sampling, None, name=name)
+        assert scene.gate.holds(ONE, command) is True
+    if way == "drop_session":
+        scene.gate.drop_session(ONE)
+    else:
+        scene.gate.detach(OTHER, RequestId("kept"))
+        for request in ("kept", "plain"):
+            scene.gate.detach(ONE, RequestId(request))
+    assert len(scene.gate) == 1
+    for future in scene.compilers.futures[:1]:
+        future.set_result(STARTED)
+    assert [(session, request) for session, request, _ in scene.passed()] == [(UNOWNED, "kept")]

@@ -152,7 +152,7 @@ def test_check_passes_at_rest_and_names_what_is_planted(server: Server) -> None:
     assert (status, report["ok"]) == (200, True)
     assert report["workers"][0] == {
         "name": "prefill-0",
-        "checked": {"pages": 100, "slots": 0, "leases": 0, "rooms": 0},
+        "checked": {"pages": 100, "slots": 0, "leases": 0, "rooms": 0, "kept_answers": 0},
         "violations": [],
     }
     server.cluster["prefill-1"].violations = ("page 7 is free and leased",)

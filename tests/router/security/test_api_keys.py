@@ -308,3 +308,35 @@ def test_a_body_is_not_read_where_another_router_has_let_through_all_that_there_
         assert other.post(COMPLETIONS, ASK, **bearer(secret)).status_code == 200
         assert one.client.post(COMPLETIONS, content=b"{", headers=bearer(secret)).status_code == 429
         other.at_rest()
+
+
+def test_one_key_of_two_tenants_is_two_answers(server: Server, keys: Path, secret: str) -> None:
+    """And each has its own, also where the body is another."""
+    other = new_key(keys, "globex")
+    server.wait_until(lambda: server.service.keys is not None and server.service.keys.tenant_of(other) is not None)
+    body = {"prompt": [5, 6, 7], "max_tokens": 8}
+    told = [
+        server.post("/v1/completions", {**body, **more}, **bearer(key), **{"Idempotency-Key": "same"})
+        for key, more in ((secret, {}), (other, {}), (other, {"max_tokens": 3}), (secret, {}))
+    ]
+    assert [answer.status_code for answer in told] == [200] * 4, "nothing is kept by these workers"
+    ids = [answer.json()["id"] for answer in told]
+    assert ids[0] == ids[3]
+    assert len(set(ids)) == 3
+    asked = {ask.key for worker in server.cluster.workers.values() for ask in worker.asked}
+    assert len(asked) == 2
+
+
+def test_a_client_at_its_limit_may_take_its_own_answer_over(server: Server, keys: Path, secret: str) -> None:
+    limit(keys, concurrent=1)
+    server.wait_until(lambda: server.service.keys is not None and server.service.keys.limits("acme").concurrent == 1)
+    server.pause("decode")
+    body, headers = {"prompt": [5, 6, 7], "max_tokens": 8}, {**bearer(secret), "Idempotency-Key": "mine"}
+    with server.client.stream("POST", "/v1/completions", json={**body, "stream": True}, headers=headers) as first:
+        assert first.status_code == 200
+        other = server.post("/v1/completions", body, **bearer(secret))
+        assert other.status_code == 429
+        server.resume()
+        again = httpx.post(f"{server.url}/v1/completions", json={**body, "stream": True}, headers=headers, timeout=10)
+    assert again.status_code == 200
+    assert "[DONE]" in again.text

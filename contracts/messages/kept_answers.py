@@ -1,0 +1,94 @@
+"""Kept answers: what decode workers keep for clients that may come back to another router, and how it is asked for.
+
+A request with an `AnswerName` isn't cancelled when its router's stream ends: its worker finishes it for nobody, within
+`decode.kept_answer_s`, and keeps the tokens of answers that have ended. A router to which the client comes back sends
+`Attach` to all decode workers. The requests that have the name are that router's from then on, and `Attached` says what
+there is of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from contracts.ids import RequestId
+from contracts.sampling_params import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerName:
+    """The name under which one choice of an answer is kept."""
+
+    key: str
+    """Made from the client's key and its tenant (`router.security.answer_identity`)."""
+    body: str
+    """The hash of the endpoint and the body."""
+    index: int
+    """The number of the choice among those of its HTTP request."""
+    created: int
+    """When the answer was created, as its client was told: seconds since 1970."""
+    cached_tokens: int | None = None
+    """Prompt tokens that prefill found in its cache in an earlier attempt; None: no attempt has said so yet."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the tokens that earlier attempts have emitted, where the client asked for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptAnswer:
+    """What a decode worker has of one choice."""
+
+    request_id: RequestId
+    attempt: int
+    index: int
+    created: int
+    prompt_len: int
+    max_tokens: int
+    left_s: float
+    """Seconds until the request's deadline."""
+    tokens: tuple[int, ...] = ()
+    """The answer so far."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each token where the client asked for them, else empty."""
+    cached_tokens: int | None = None
+    running: bool = False
+    """Whether the worker goes on with it; all further tokens are sent to the router that asked."""
+    started: bool = False
+    """Whether its prompt's state is here. One that runs and hasn't started sends its first token itself."""
+    reason: str = ""
+    """Why the answer ended: ``stop`` or ``length``. Empty while it runs, and for one that was cut before its end, which
+    can go on from its tokens."""
+    stop_token: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Detach:
+    """The router gives up an attempt whose client is gone and may come back: its worker goes on with it for nobody. One
+    without a name is cancelled."""
+
+    request_id: RequestId
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """Hand over what is kept under this key to the router that asks. The worker answers `Attached`.
+
+    Routers that had one of the requests are told so by a `Done` with the error `ErrorKind.SUPERSEDED`.
+    """
+
+    request_id: RequestId
+    """Names the question."""
+    attempt: int
+    key: str
+    body: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """The answer to `Attach`."""
+
+    request_id: RequestId
+    """The name of the question."""
+    attempt: int
+    other_body: bool = False
+    """Whether the key belongs to another body; then nothing is handed over."""
+    answers: tuple[KeptAnswer, ...] = ()

@@ -1,0 +1,207 @@
+"""Requests with a key at one router: what its headers may say, whose an answer is, and who has it; nothing is left."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from contracts.ids import RequestId, Role
+from contracts.messages.kept_answers import Attach, Attached, KeptAnswer
+from contracts.sampling_params import SamplingParams
+from router.openai.resume_headers import MOST_KEY_CHARS, MOST_RESUMED_CHOICES
+from router.security.answer_identity import identity_of
+from tests.resuming import ids_of, never, read
+from tests.router.fake_worker import expected
+from tests.router.http_server import Server
+
+BODY: dict[str, Any] = {"prompt": [5, 6, 7], "seed": 1, "max_tokens": 20, "return_token_ids": True}
+STREAM = {**BODY, "stream": True}
+PATH = "/v1/completions"
+
+
+def keyed(key: str, last_id: str = "") -> dict[str, str]:
+    return {"Idempotency-Key": key, **({"Last-Event-ID": last_id} if last_id else {})}
+
+
+@pytest.mark.parametrize(
+    ("headers", "says"),
+    [
+        (keyed("a b"), "visible ASCII"),
+        (keyed("k" * (MOST_KEY_CHARS + 1)), "1 to 255"),
+        ({"Last-Event-ID": "1-1"}, "needs the Idempotency-Key"),
+        (keyed("k", "seven"), "must be the id of an event"),
+        (keyed("k", "1-" + "9" * 10), "must be the id of an event"),
+        (keyed("k", "1-2.3"), "must be the id of an event"),
+    ],
+)
+def test_bad_headers_are_refused_by_name(server: Server, headers: dict[str, str], says: str) -> None:
+    refused = server.post(PATH, STREAM, **headers)
+    assert refused.status_code == 400
+    assert says in refused.json()["error"]["message"]
+
+
+def test_last_event_id_is_for_streams_and_a_stream_has_so_many_choices(server: Server) -> None:
+    assert server.post(PATH, BODY, **keyed("k", "1-1")).status_code == 400
+    many = server.post(PATH, {**STREAM, "prompt": ["a", "b"], "n": MOST_RESUMED_CHOICES // 2 + 1}, **keyed("k"))
+    assert many.status_code == 400
+    assert "choices" in many.json()["error"]["message"]
+
+
+def test_an_answer_of_which_nothing_is_kept_is_the_same_again(server: Server) -> None:
+    """Also without a seed, and the rest of it begins behind what the client has."""
+    body = {"prompt": [5, 6, 7], "max_tokens": 20, "stream": True, "return_token_ids": True}
+    whole = read(server.url, PATH, body, keyed("again"), never).whole
+    cut = ids_of(whole)[7]
+    rest = read(server.url, PATH, body, keyed("again", cut), never).whole
+    assert b"".join(whole[:8] + rest) == b"".join(whole)
+    other = read(server.url, PATH, body, keyed("other"), never).whole
+    assert [e.split(b'"choices"')[1] for e in whole[:5]] != [e.split(b'"choices"')[1] for e in other[:5]]
+
+
+def test_every_event_has_one_token_and_its_own_id(server: Server) -> None:
+    """However workers group tokens: here everything comes at once, when the workers go on."""
+    server.pause("decode")
+    threading.Timer(0.05, server.resume).start()
+    whole = read(server.url, PATH, STREAM, keyed("ids"), never).whole
+    numbers = [int(one.split("-")[1]) for one in ids_of(whole)]
+    assert numbers == list(range(1, len(whole) + 1))
+    told = [json.loads(e.split(b"data: ")[1]) for e in whole if b"token_ids" in e]
+    assert [len(e["choices"][0]["token_ids"]) for e in told][:20] == [1] * 20
+
+
+def kept(server: Server, count: int, **changes: Any) -> tuple[KeptAnswer, list[int]]:
+    """An answer of which `count` tokens are kept, and the whole answer."""
+    answer = expected(BODY["prompt"], SamplingParams(20, seed=1))
+    fields: dict[str, Any] = {
+        "request_id": RequestId("kept-0"), "attempt": 0, "index": 0, "created": 7, "prompt_len": 3, "max_tokens": 20,
+        "left_s": 60.0, "tokens": tuple(answer[:count]), "cached_tokens": 2, **changes,
+    }  # fmt: skip
+    return KeptAnswer(**fields), answer
+
+
+def test_an_answer_that_has_ended_comes_from_where_it_is_kept(server: Server) -> None:
+    one, answer = kept(server, 20, reason="length")
+    server.cluster["decode-1"].attached = lambda ask: Attached(ask.request_id, 0, answers=(one,))
+    told = server.post(PATH, BODY, **keyed("ended")).json()
+    assert told["choices"][0]["token_ids"] == answer
+    assert told["created"] == 7
+    assert told["usage"]["prompt_tokens_details"]["cached_tokens"] == 2
+    assert not [s for w in server.cluster.workers.values() for s in w.submits], "nobody computes it"
+
+
+def test_an_answer_that_was_cut_goes_on_from_its_tokens(server: Server) -> None:
+    one, answer = kept(server, 9, attempt=4)
+    server.cluster["decode-0"].attached = lambda ask: Attached(ask.request_id, 0, answers=(one,))
+    told = server.post(PATH, BODY, **keyed("cut")).json()
+    assert told["choices"][0]["token_ids"] == answer
+    submits = [s for w in server.cluster.workers.values() for s in w.submits]
+    assert {(s.attempt, s.tokens[3:]) for s in submits} == {(5, tuple(answer[:9]))}
+    assert all(s.name is not None and s.name.created == 7 and s.name.cached_tokens == 2 for s in submits)
+
+
+def test_a_running_answer_that_nobody_waits_for_any_more_is_left_to_its_worker(server: Server) -> None:
+    """The client leaves while its answer is looked for."""
+    asked = threading.Event()
+    asks: list[Attach] = []
+
+    def silent(ask: Attach) -> None:
+        asks.append(ask)
+        asked.set()
+
+    one, _ = kept(server, 9, running=True, started=True)
+    server.cluster["decode-0"].attached = lambda ask: Attached(ask.request_id, 0, answers=())
+    server.cluster["decode-1"].attached = silent
+    body = json.dumps(BODY).encode()
+    import socket
+
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nIdempotency-Key: left\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        assert asked.wait(10)
+    worker = server.cluster["decode-1"]
+    server.wait_until(lambda: server.service._reserved == 0)
+    answered = Attached(asks[0].request_id, 0, answers=(one,))
+    server.call(lambda: worker.sessions[0].on_events([answered]))
+    server.wait_until(lambda: [d.request_id for d in worker.detached] == ["kept-0"])
+
+
+def test_a_worker_that_says_nothing_counts_as_having_nothing(server: Server) -> None:
+    for name in ("decode-0", "decode-1"):
+        server.cluster[name].attached = lambda ask: None
+    wait_s = server.service.config.resume_wait_s
+    began = time.monotonic()
+    told = server.post(PATH, BODY, **keyed("silent")).json()
+    assert told["choices"][0]["token_ids"] == expected(BODY["prompt"], SamplingParams(20, seed=1))
+    assert time.monotonic() - began >= wait_s, "they had their time"
+
+
+def test_another_body_is_refused_here_and_by_what_workers_say(server: Server) -> None:
+    server.pause("decode")
+    thread = threading.Thread(target=read, args=(server.url, PATH, STREAM, keyed("mine"), never))
+    thread.start()
+    prefills = server.cluster["prefill-0"], server.cluster["prefill-1"]
+    server.wait_until(lambda: any(submit.name for worker in prefills for submit in worker.submits))
+    here = server.post(PATH, {**STREAM, "max_tokens": 3}, **keyed("mine"))
+    assert (here.status_code, here.json()["error"]["code"]) == (422, "idempotency_key_reused")
+    server.call(lambda: setattr(server.cluster["decode-0"], "attached", lambda a: Attached(a.request_id, 0, True)))
+    there = server.post(PATH, BODY, **keyed("theirs"))
+    assert there.status_code == 422
+    server.resume()
+    thread.join(10)
+
+
+def test_the_last_connection_has_a_waiting_answer_too_and_the_one_before_is_told(server: Server) -> None:
+    """It is whole, of the same router, and neither is an error of the other."""
+    server.pause("prefill")
+    answers: list[Any] = []
+    threads = [threading.Thread(target=lambda: answers.append(server.post(PATH, BODY, **keyed("both")))) for _ in "12"]
+    threads[0].start()
+    server.wait_until(lambda: server.service.core.requests.in_flight == 1)
+    threads[1].start()
+    threads[0].join(10)
+    server.wait_until(lambda: server.service.core.requests.in_flight == 1)
+    server.resume()
+    threads[1].join(10)
+    assert [a.status_code for a in answers] == [409, 200]
+    assert answers[0].json()["error"]["code"] == "superseded"
+    assert answers[1].json()["choices"][0]["token_ids"] == expected(BODY["prompt"], SamplingParams(20, seed=1))
+
+
+def test_a_client_that_leaves_leaves_its_answer_to_the_workers(server: Server) -> None:
+    server.pause("decode")
+    read(server.url, PATH, STREAM, keyed("leaves"), lambda events, _: True)
+    workers = server.cluster.workers.values()
+    server.wait_until(lambda: any(w.detached for w in workers if w.role is Role.DECODE))
+    assert not any(w.cancels for w in workers)
+
+
+def test_b2_hundreds_of_keys_leave_nothing(server: Server) -> None:
+    for number in range(200):
+        body = {**STREAM, "max_tokens": 3 + number % 5}
+        key = secrets.token_hex(1 + number % 4)
+        with server.client.stream("POST", PATH, json=body, headers=keyed(key)) as response:
+            assert response.status_code in (200, 422)
+            if number % 3:
+                response.read()
+    server.wait_until(lambda: not len(server.service.claims) and not server.service.core.asks.held)
+
+
+def test_an_identity_is_of_all_that_is_asked_and_of_the_secret() -> None:
+    one = identity_of("", "tenant", "key", "CHAT", b"{}")
+    assert one == identity_of("", "tenant", "key", "CHAT", b"{}")
+    others = [
+        identity_of("00ff", "tenant", "key", "CHAT", b"{}"),
+        identity_of("", "tenan", "tkey", "CHAT", b"{}"),
+        identity_of("", "other", "key", "CHAT", b"{}"),
+    ]
+    assert len({one.key, *(o.key for o in others)}) == 4, "another tenant's same key is another answer's"
+    body = identity_of("", "tenant", "key", "CHAT", b"{ }")
+    assert body.key == one.key
+    assert body.body != one.body
+    assert len({one.seed, body.seed, *(o.seed for o in others)}) == 5
+    assert identity_of("", "tenant", "key", "COMPLETION", b"{}").body != one.body

@@ -1,0 +1,210 @@
+"""Clients that come back: routers that share a port are killed in the middle of streams, and so are decode workers.
+
+What a client has before, and is given after, is together what an undisturbed stream has, byte for byte.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.resuming import Events, ids_of, never, read, routers_of, server_of
+from tests.serving import Serving, serving, until
+
+COMPLETION = {
+    "prompt": "It was a fine morning, and", "max_tokens": 48, "stream": True, "ignore_eos": True,
+    "stream_options": {"include_usage": True},
+}  # fmt: skip
+CHAT = {
+    "messages": [{"role": "user", "content": "The old house stood"}], "max_tokens": 48, "stream": True,
+    "ignore_eos": True, "logprobs": True, "top_logprobs": 2,
+}  # fmt: skip
+MESSAGES = {"messages": [{"role": "user", "content": "The sea was"}], "max_tokens": 48, "stream": True}
+RESPONSES = {"input": "A letter came", "max_output_tokens": 48, "stream": True, "ignore_eos": True}
+ENDPOINTS = {
+    "/v1/completions": COMPLETION,
+    "/v1/chat/completions": CHAT,
+    "/v1/messages": MESSAGES,
+    "/v1/responses": RESPONSES,
+}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    sections = {"faults": {"step_delay_s": 0.01}, "cluster": {"lease_s": 3}, "engine": {"threads": 1}}
+    folder = tmp_path_factory.mktemp("resumed")
+    flags = ("--routers", "2", "--prefill", "1", "--decode", "2")
+    with serving("demo", folder / "run", *flags, sections=sections) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def settled(cluster: Serving) -> Iterator[None]:
+    yield
+    cluster.settle()
+
+
+def keyed(key: str, last_id: str = "") -> dict[str, str]:
+    return {"Idempotency-Key": key, **({"Last-Event-ID": last_id} if last_id else {})}
+
+
+def its_router(cluster: Serving, response: httpx.Response) -> psutil.Process:
+    with routers_of(psutil.Process(cluster.process.pid)) as routers:
+        return server_of(response, routers)
+
+
+def kills_router(cluster: Serving, at: int) -> Callable[[int, httpx.Response], bool]:
+    """Kills the router of a stream behind its event `at`."""
+
+    def meanwhile(events: int, response: httpx.Response) -> bool:
+        if events == at:
+            its_router(cluster, response).kill()
+        return False
+
+    return meanwhile
+
+
+def undisturbed(cluster: Serving, path: str, body: dict[str, Any], key: str) -> list[bytes]:
+    return read(cluster.url, path, body, keyed(key), never).whole
+
+
+def shape(events: list[bytes]) -> bytes:
+    """The events without what tells one request of the same body from another, or the time."""
+    whole = b"".join(events)
+    whole = re.sub(rb"id: \d+-", b"id: ", whole)
+    whole = re.sub(rb'"(created|created_at|completed_at)":\d+', b'"time":0', whole)
+    whole = re.sub(rb"[0-9a-f]{24}", b"ID", whole)
+    return re.sub(rb'"(cached_tokens|input_tokens|cache_read_input_tokens)":\d+', b'"cached":0', whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_a_killed_routers_client_is_given_the_rest_by_another_byte_for_byte(cluster: Serving, path: str) -> None:
+    body = {"model": cluster.model, "temperature": 0.8, "seed": 5, **ENDPOINTS[path]}
+    calm = undisturbed(cluster, path, body, f"calm {path}".replace(" ", "-"))
+    first = read(cluster.url, path, body, keyed(f"k-{path}"), kills_router(cluster, 12))
+    assert first.broke, "the stream was to break off"
+    rest = read(cluster.url, path, body, keyed(f"k-{path}", first.last_id), never)
+    assert rest.ended, "the rest has the end"
+    joined = first.whole + rest.whole
+    assert shape(joined) == shape(calm)
+    again = read(cluster.url, path, body, keyed(f"k-{path}"), never)
+    without_times = [re.sub(rb'"completed_at":\d+', b"", b"".join(events)) for events in (joined, again.whole)]
+    assert without_times[0] == without_times[1], "without Last-Event-ID all of it comes again"
+
+
+@pytest.mark.slow
+def test_an_answer_without_a_seed_or_a_stream_is_the_same_again(cluster: Serving) -> None:
+    body = {"model": cluster.model, **COMPLETION, "stream": False, "temperature": 1.0, "stream_options": None}
+    with httpx.Client(base_url=cluster.url, timeout=60) as client:
+        answers = [client.post("/v1/completions", json=body, headers=keyed("whole")).json() for _ in range(2)]
+        other = client.post("/v1/completions", json=body, headers=keyed("another")).json()
+    assert answers[0] == answers[1]
+    assert answers[0]["choices"][0]["text"] != other["choices"][0]["text"], "each key has a seed of its own"
+    assert answers[0]["id"] != other["id"]
+
+
+@pytest.mark.slow
+def test_a_key_with_another_body_is_refused(cluster: Serving) -> None:
+    body = {"model": cluster.model, **COMPLETION}
+    read(cluster.url, "/v1/completions", body, keyed("taken"), lambda events, _: events == 5)
+    with httpx.Client(base_url=cluster.url, timeout=60) as client:
+        refused = client.post("/v1/completions", json={**body, "max_tokens": 5}, headers=keyed("taken"))
+    assert refused.status_code == 422
+    assert "another body" in refused.json()["error"]["message"]
+    rest = read(cluster.url, "/v1/completions", body, keyed("taken"), never)
+    assert rest.ended, "the answer itself is not harmed"
+
+
+@pytest.mark.slow
+def test_the_last_connection_wins_and_the_one_before_is_told(cluster: Serving) -> None:
+    body = {"model": cluster.model, **COMPLETION, "max_tokens": 400}
+    second: list[Events] = []
+    began = threading.Event()
+
+    def reads_again() -> None:
+        second.append(read(cluster.url, "/v1/completions", body, keyed("both"), never))
+
+    def meanwhile(events: int, response: httpx.Response) -> bool:
+        if not began.is_set() and events == 10:
+            began.set()
+            other.start()
+        return False
+
+    other = threading.Thread(target=reads_again)
+    first = read(cluster.url, "/v1/completions", body, keyed("both"), meanwhile)
+    other.join(60)
+    assert b"came back on another connection" in first.whole[-1]
+    assert ids_of(first.whole[-1:]) == [], "an error is no event of the answer"
+    assert second[0].ended
+    assert b"".join(second[0].whole).startswith(b"".join(first.whole[:-1]))
+
+
+@pytest.mark.slow
+def test_several_choices_with_a_stop_string_come_again_each_from_where_it_was(cluster: Serving) -> None:
+    body = {"model": cluster.model, **COMPLETION, "n": 3, "temperature": 1.2, "seed": 3, "stop": [" the"]}
+    calm = undisturbed(cluster, "/v1/completions", body, "three-calm")
+    first = read(cluster.url, "/v1/completions", body, keyed("three"), kills_router(cluster, 9))
+    rest = read(cluster.url, "/v1/completions", body, keyed("three", first.last_id), never)
+    for index in range(3):
+        mark = f'"index":{index},'.encode()
+        both = first.whole + rest.whole, calm
+        parts = [[re.sub(rb"id: \S+\n", b"", event) for event in events if mark in event] for events in both]
+        assert shape(parts[0]) == shape(parts[1])
+    assert rest.ended
+
+
+@pytest.mark.slow
+def test_an_answer_whose_decode_worker_died_with_its_router_is_drawn_again(cluster: Serving) -> None:
+    body = {"model": cluster.model, **COMPLETION, "max_tokens": 60}
+    at_work: list[int] = []
+
+    def meanwhile(events: int, response: httpx.Response) -> bool:
+        if events == 12:
+            workers = cluster.status()
+            at_work.extend(w["pid"] for name, w in workers.items() if name.startswith("decode") and w["running"])
+            its_router(cluster, response).kill()
+        return False
+
+    first = read(cluster.url, "/v1/completions", body, keyed("gone"), meanwhile)
+    assert first.broke
+    assert len(at_work) == 1
+    os.kill(at_work[0], signal.SIGKILL)
+    rest = read(cluster.url, "/v1/completions", body, keyed("gone", first.last_id), never)
+    assert rest.ended
+    again = read(cluster.url, "/v1/completions", body, keyed("gone"), never)
+    assert shape(first.whole + rest.whole) == shape(again.whole)
+    without_usage = [[e for e in events if b'"usage":{' not in e] for events in (first.whole + rest.whole, again.whole)]
+    assert b"".join(without_usage[0]) == b"".join(without_usage[1]), "the time of its creation came with the id"
+    until(lambda: all(w["state"] == "ready" for w in cluster.status().values()), "the worker to be back")
+
+
+@pytest.mark.slow
+def test_a_migrated_answer_is_found_where_it_went(cluster: Serving) -> None:
+    body = {"model": cluster.model, **CHAT, "max_tokens": 500, "temperature": 0}
+    drained: list[str] = []
+
+    def meanwhile(events: int, response: httpx.Response) -> bool:
+        if events == 12:
+            drained.extend(n for n, w in cluster.status().items() if n.startswith("decode") and w["running"])
+            assert cluster.twinpool("drain", drained[0]).returncode == 0
+            until(lambda: not cluster.status().get(drained[0], {}).get("running"), "the request to leave")
+            its_router(cluster, response).kill()
+        return False
+
+    calm = undisturbed(cluster, "/v1/chat/completions", body, "moved-calm")
+    first = read(cluster.url, "/v1/chat/completions", body, keyed("moved"), meanwhile)
+    rest = read(cluster.url, "/v1/chat/completions", body, keyed("moved", first.last_id), never)
+    assert cluster.twinpool("undrain", drained[0]).returncode == 0
+    assert first.broke
+    assert rest.ended
+    assert shape(first.whole + rest.whole) == shape(calm)
+    until(lambda: all(w["state"] == "ready" for w in cluster.status().values()), "the worker to be back")

@@ -1,0 +1,297 @@
+"""Requests with a name at real workers: their router is gone, they go on, and another router has the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contracts.clock import ManualClock
+from contracts.errors import ErrorKind
+from contracts.ids import RequestId
+from contracts.interfaces.worker_interface import UNOWNED, SessionId
+from contracts.messages.kept_answers import AnswerName, Attach, Attached, Detach, KeptAnswer
+from contracts.messages.router_commands import Cancel
+from contracts.messages.worker_events import Done, Event, Tokens
+from contracts.sampling_params import SamplingParams
+from tests.company import Company, company, generated
+from tests.pair import SESSION
+
+OTHER = SessionId(SESSION + 1)
+PROMPT = list(range(1, 40))
+NAME = AnswerName("key", "body", 0, 7)
+GREEDY = SamplingParams(24, temperature=0.0)
+ROLES = pytest.mark.parametrize("colocated", [0, 1], ids=["pools", "colocated"])
+
+
+@pytest.fixture(scope="module")
+def calm(model: Path) -> dict[str, Any]:
+    """The undisturbed answer, with log-probabilities."""
+    with company(model) as c:
+        rid = c.submit(PROMPT, replace(GREEDY, logprobs=2))
+        return {"tokens": c.run(rid)[0]}
+
+
+@pytest.fixture
+def scene(model: Path) -> Iterator[Company]:
+    with company(model, clock=ManualClock(100.0)) as c:
+        yield c
+
+
+def drop(c: Company) -> None:
+    """The router is gone."""
+    for worker in c.workers.values():
+        worker.drop_session(SESSION)
+
+
+def turn(c: Company, rounds: int = 1) -> list[tuple[SessionId, Event]]:
+    """What the workers say in some rounds, with the session that it is for."""
+    return [told for _ in range(rounds) for worker in c.workers.values() for told in worker.step()]
+
+
+def attach(c: Company, key: str = "key", body: str = "body") -> tuple[list[Attached], list[tuple[SessionId, Event]]]:
+    """Ask every worker as another router; returns what each answers, and all else that is said."""
+    for worker in c.workers.values():
+        worker.handle(OTHER, Attach(RequestId("ask"), 0, key, body))
+    said = turn(c)
+    answers = [event for session, event in said if isinstance(event, Attached) and session == OTHER]
+    return answers, [(s, e) for s, e in said if not isinstance(e, Attached)]
+
+
+def finds(answers: list[Attached]) -> list[KeptAnswer]:
+    return [answer for told in answers for answer in told.answers]
+
+
+def rest_of(c: Company, said: list[tuple[SessionId, Event]], start: int) -> list[int]:
+    """Step until the end that the other router is told; returns the tokens from position `start` on."""
+    for _ in range(2000):
+        if any(isinstance(event, Done) for _, event in said):
+            break
+        said += turn(c)
+    told: dict[int, int] = {}
+    for session, event in said:
+        if isinstance(event, Tokens):
+            assert session == OTHER
+            told.update(enumerate(event.tokens, event.position))
+    assert sorted(told) == list(range(start, start + len(told)))
+    return [told[position] for position in sorted(told)]
+
+
+def forget(c: Company) -> None:
+    """The test's own router has no request any more."""
+    for rid, told in c.told.items():
+        if told.done is None:
+            c.core.cancel(rid)
+    c.core.take_actions()
+
+
+@ROLES
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_d5_it_goes_on_for_nobody_and_another_router_has_the_rest(
+    model: Path, calm: dict[str, Any], tokens: int, colocated: int
+) -> None:
+    """Wherever it was: before its prompt was computed, with the first token, or in its middle."""
+    with company(model, clock=ManualClock(100.0), colocated=colocated) as c:
+        rid = c.submit(PROMPT, replace(GREEDY, logprobs=2), name=NAME)
+        c.until(generated(c, rid, tokens), "its middle")
+        forget_later = c.told[rid]
+        drop(c)
+        assert all(session == UNOWNED for session, _ in turn(c, 2))
+        answers, said = attach(c)
+        (found,) = finds(answers)
+        assert found.running
+        assert (found.index, found.created, found.max_tokens, found.prompt_len) == (0, 7, 24, len(PROMPT))
+        assert list(found.tokens) == calm["tokens"][: len(found.tokens)]
+        assert len(found.tokens) >= tokens
+        assert [one.token for one in found.logprobs] == list(found.tokens)
+        rest = rest_of(c, said, len(PROMPT) + len(found.tokens))
+        assert list(found.tokens) + rest == calm["tokens"]
+        assert forget_later.done is None
+        forget(c)
+
+
+def test_one_without_a_name_is_cancelled(scene: Company) -> None:
+    rid = scene.submit(PROMPT, GREEDY)
+    scene.until(generated(scene, rid, 3), "its middle")
+    drop(scene)
+    assert not any(worker.status().running + worker.status().waiting for worker in scene.workers.values())
+    forget(scene)
+
+
+def test_b2_it_ends_within_its_bound_and_releases_all(scene: Company) -> None:
+    clock = scene.clock
+    assert isinstance(clock, ManualClock)
+    rid = scene.submit(PROMPT, replace(GREEDY, max_tokens=2000), name=NAME)
+    scene.until(generated(scene, rid, 3), "its middle")
+    drop(scene)
+    turn(scene, 3)
+    assert [w.check().kept_answers for n, w in scene.workers.items() if n.startswith("decode")] in ([0, 1], [1, 0])
+    clock.advance(scene.config.decode.kept_answer_s + 0.1)
+    turn(scene, 3)
+    assert finds(attach(scene)[0]) == []
+    assert not any(w.check().kept_answers for w in scene.workers.values())
+    forget(scene)
+
+
+def test_an_answer_that_has_ended_is_kept_for_a_while(scene: Company, calm: dict[str, Any]) -> None:
+    clock = scene.clock
+    assert isinstance(clock, ManualClock)
+    rid = scene.submit(PROMPT, GREEDY, name=NAME)
+    scene.run(rid)
+    for _ in range(2):
+        (found,) = finds(attach(scene)[0])
+        assert (list(found.tokens), found.running, found.reason) == (calm["tokens"], False, "length")
+    clock.advance(scene.config.decode.kept_answer_s + 0.1)
+    turn(scene)
+    assert finds(attach(scene)[0]) == []
+
+
+def test_an_answer_that_a_stop_string_ended_keeps_its_tokens(scene: Company, calm: dict[str, Any]) -> None:
+    rid = scene.submit(PROMPT, GREEDY, name=NAME)
+    scene.until(generated(scene, rid, 6), "its middle")
+    scene.core.cancel(rid, finished=True)
+    scene.act()
+    (found,) = finds(attach(scene)[0])
+    assert (found.running, found.reason) == (False, "")
+    assert list(found.tokens) == calm["tokens"][: len(found.tokens)]
+    assert len(found.tokens) >= 6
+
+
+def test_a_client_that_is_gone_leaves_its_request_running(scene: Company, calm: dict[str, Any]) -> None:
+    rid = scene.submit(PROMPT, GREEDY, name=NAME)
+    scene.until(generated(scene, rid, 6), "its middle")
+    scene.core.detach(rid)
+    scene.act()
+    assert scene.core.requests.in_flight == 0
+    turn(scene, 100)
+    (found,) = finds(attach(scene)[0])
+    assert (list(found.tokens), found.reason) == (calm["tokens"], "length"), "it was finished for nobody"
+
+
+def test_another_body_gets_nothing_and_takes_nothing_away(scene: Company) -> None:
+    rid = scene.submit(PROMPT, GREEDY, name=NAME)
+    scene.until(generated(scene, rid, 3), "its middle")
+    answers, said = attach(scene, body="another")
+    assert sorted(told.other_body for told in answers) == [False, True]
+    assert finds(answers) == []
+    assert {session for session, _ in said} == {SESSION}
+    for _, event in said:
+        scene.core.on_event(scene.key(scene.worker_of(rid)), event)
+    scene.act()
+    assert len(scene.run(rid)[0]) == 24, "its own router goes on"
+
+
+def test_the_router_that_had_it_is_told(scene: Company) -> None:
+    rid = scene.submit(PROMPT, GREEDY, name=NAME)
+    scene.until(generated(scene, rid, 3), "its middle")
+    answers, said = attach(scene)
+    (found,) = finds(answers)
+    told = [e for session, e in said if session == SESSION and isinstance(e, Done)]
+    assert [(e.request_id, e.error) for e in told] == [(rid, ErrorKind.SUPERSEDED)]
+    decode = scene.worker_of(rid)
+    scene.core.on_event(scene.key(decode), told[0])
+    scene.act()
+    ended = scene.told[rid].done
+    assert ended is not None
+    assert ended.error is ErrorKind.SUPERSEDED
+    assert not [c for _, c in scene.sent if isinstance(c, Cancel)], "it takes nothing away from the other"
+    rest = (
+        rest_of(scene, said[len(said) :], 0)
+        if not found.running
+        else rest_of(scene, [(s, e) for s, e in said if s == OTHER], len(PROMPT) + len(found.tokens))
+    )
+    assert len(found.tokens) + len(rest) == 24
+
+
+def test_a_request_begun_anew_ends_what_runs_for_nobody(scene: Company) -> None:
+    rid = scene.submit(PROMPT, replace(GREEDY, max_tokens=400), name=NAME)
+    scene.until(generated(scene, rid, 3), "its middle")
+    scene.core.detach(rid)
+    scene.act()
+    busy = {n: w.status().running for n, w in scene.workers.items() if n.startswith("decode")}
+    assert sum(busy.values()) == 1
+    turn(scene, 2)
+    others = [scene.submit(PROMPT, GREEDY, name=NAME) for _ in "12"]  # One on each of the two.
+    scene.run(*others)
+    running = [r for n in busy for r in scene.decode(n)._request_table]
+    assert running == []
+
+
+def test_b2_too_many_that_run_for_nobody_are_cancelled(model: Path) -> None:
+    with company(model, decode={"kept_answers": 3}, clock=ManualClock(100.0), decodes=1) as c:
+        rids = [c.submit(PROMPT, replace(GREEDY, max_tokens=400), name=replace(NAME, key=f"k{n}")) for n in range(5)]
+        c.until(lambda: all(len(c.told[rid].tokens) > 2 for rid in rids), "all to run")
+        drop(c)
+        assert c.decode("decode-0").check().kept_answers == 3
+        assert c.decode("decode-0").status().running == 3
+        turn(c, 3)
+        for n in range(5):
+            c.workers["decode-0"].handle(OTHER, Attach(RequestId(f"a{n}"), 0, f"k{n}", "body"))  # type: ignore[index]
+        told = [e for _, e in turn(c) if isinstance(e, Attached)]
+        assert len(finds(told)) == 3
+        for found in finds(told):
+            c.workers["decode-0"].handle(OTHER, Cancel(found.request_id, found.attempt))  # type: ignore[index]
+        forget(c)
+
+
+@pytest.mark.parametrize("stage", ["offered", "given"])
+def test_a_migration_that_lost_its_router_ends_with_one_worker_that_has_it(
+    model: Path, calm: dict[str, Any], stage: str
+) -> None:
+    with company(model, clock=ManualClock(100.0)) as c:
+        rid = c.submit(PROMPT, replace(GREEDY, logprobs=2, max_tokens=24), name=NAME)
+        c.until(generated(c, rid, 5), "its middle")
+        source = c.worker_of(rid)
+        assert c.core.migrations.begin(c.told[rid].request)
+        c.act()
+        c.until(lambda: (m := c.core.migrations.of(c.told[rid].request)) is None or str(m.state) == stage, stage)
+        drop(c)
+        if stage == "given":
+            turn(c, 20)
+        there, said = dict[str, list[KeptAnswer]](), list[tuple[SessionId, Event]]()
+        for name, worker in c.workers.items():
+            worker.handle(OTHER, Attach(RequestId("ask"), 0, "key", "body"))
+            said += worker.step()
+            there[name] = finds([e for _, e in said if isinstance(e, Attached)]) if name.startswith("decode") else []
+            said = [(s, e) for s, e in said if not isinstance(e, Attached)]
+        best = max(
+            (a for answers in there.values() for a in answers), key=lambda a: (bool(a.reason), a.started, len(a.tokens))
+        )
+        assert best.started or best.reason
+        for name, worker in c.workers.items():
+            for found in there[name]:
+                if found is not best and found.running:
+                    worker.handle(OTHER, Cancel(found.request_id, found.attempt))
+        assert [one.token for one in best.logprobs] == list(best.tokens)
+        mine = [(s, e) for s, e in said if not (isinstance(e, Done) and e.error) and e.attempt == best.attempt]
+        rest = [] if best.reason else rest_of(c, mine, len(PROMPT) + len(best.tokens))
+        assert list(best.tokens) + rest == calm["tokens"]
+        assert source
+        forget(c)
+
+
+def test_what_is_detached_without_a_name_is_cancelled(scene: Company) -> None:
+    rid = scene.submit(PROMPT, GREEDY)
+    scene.until(generated(scene, rid, 3), "its middle")
+    for worker in scene.workers.values():
+        worker.handle(SESSION, Detach(rid, 0))
+    assert not any(worker.status().running for worker in scene.workers.values())
+    forget(scene)
+
+
+def test_a_prompt_that_prefill_ended_alone_is_told_to_the_router_that_came_later(
+    scene: Company, calm: dict[str, Any]
+) -> None:
+    """Prefill tells the end to the one before: the other would wait for ever."""
+    rid = scene.submit(PROMPT, replace(GREEDY, stop_token_ids=(calm["tokens"][0],)), name=NAME)
+    answers, said = attach(scene)
+    (found,) = finds(answers)
+    assert not found.started
+    for _ in range(200):
+        said += turn(scene)
+    ends = [event for session, event in said if session == OTHER and isinstance(event, Done)]
+    assert [(end.request_id, end.error) for end in ends] == [(rid, ErrorKind.ROOM)]
+    forget(scene)
