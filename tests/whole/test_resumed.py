@@ -49,7 +49,22 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 @pytest.fixture(autouse=True)
 def settled(cluster: Serving) -> Iterator[None]:
     yield
+    routers_know_the_workers(cluster)
     cluster.settle()
+
+
+def routers_know_the_workers(cluster: Serving) -> None:
+    """Wait for the router that was killed to be back, whichever of the two a connection meets."""
+
+    def known() -> bool:
+        try:
+            told = [httpx.get(f"{cluster.url}/cluster/status", timeout=10) for _ in range(12)]
+        except httpx.HTTPError:
+            return False
+        with routers_of(psutil.Process(cluster.process.pid)) as routers:
+            return len(routers) == 2 and all(answer.status_code == 200 for answer in told)
+
+    until(known, "both routers to know the workers")
 
 
 def keyed(key: str, last_id: str = "") -> dict[str, str]:
@@ -184,27 +199,36 @@ def test_an_answer_whose_decode_worker_died_with_its_router_is_drawn_again(clust
     assert shape(first.whole + rest.whole) == shape(again.whole)
     without_usage = [[e for e in events if b'"usage":{' not in e] for events in (first.whole + rest.whole, again.whole)]
     assert b"".join(without_usage[0]) == b"".join(without_usage[1]), "the time of its creation came with the id"
+    routers_know_the_workers(cluster)
     until(lambda: all(w["state"] == "ready" for w in cluster.status().values()), "the worker to be back")
+
+
+def running(cluster: Serving) -> dict[str, int]:
+    """Requests that each decode worker runs, without the time that a command takes."""
+    workers = httpx.get(f"{cluster.url}/cluster/status", timeout=10).json()["workers"]
+    return {w["name"]: w["running"] for w in workers if w["name"].startswith("decode")}
 
 
 @pytest.mark.slow
 def test_a_migrated_answer_is_found_where_it_went(cluster: Serving) -> None:
-    body = {"model": cluster.model, **CHAT, "max_tokens": 500, "temperature": 0}
+    body = {"model": cluster.model, **CHAT, "max_tokens": 900, "temperature": 0}
     drained: list[str] = []
 
     def meanwhile(events: int, response: httpx.Response) -> bool:
         if events == 12:
-            drained.extend(n for n, w in cluster.status().items() if n.startswith("decode") and w["running"])
-            assert cluster.twinpool("drain", drained[0]).returncode == 0
-            until(lambda: not cluster.status().get(drained[0], {}).get("running"), "the request to leave")
+            drained.extend(n for n, count in running(cluster).items() if count)
+            assert httpx.post(f"{cluster.url}/cluster/drain/{drained[0]}", timeout=30).status_code == 200
+            until(lambda: not running(cluster).get(drained[0]), "the request to leave")
             its_router(cluster, response).kill()
         return False
 
     calm = undisturbed(cluster, "/v1/chat/completions", body, "moved-calm")
     first = read(cluster.url, "/v1/chat/completions", body, keyed("moved"), meanwhile)
     rest = read(cluster.url, "/v1/chat/completions", body, keyed("moved", first.last_id), never)
+    routers_know_the_workers(cluster)
     assert cluster.twinpool("undrain", drained[0]).returncode == 0
     assert first.broke
     assert rest.ended
     assert shape(first.whole + rest.whole) == shape(calm)
+    routers_know_the_workers(cluster)
     until(lambda: all(w["state"] == "ready" for w in cluster.status().values()), "the worker to be back")
