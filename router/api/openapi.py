@@ -84,6 +84,9 @@ _OPERATIONS = {
     "/cluster/role/{worker}": ("Start a worker in the other pool (operators only)", "Operation", ("role", "force")),
 }
 
+_CHECKED = frozenset({"/cluster/add", "/cluster/scale"})
+"""Operations that refuse a query which means nothing."""
+
 
 @cache
 def openapi_document() -> dict[str, Any]:
@@ -112,7 +115,8 @@ def openapi_document() -> dict[str, Any]:
         "get": _operation("/cluster/status", "The workers (operators only)", answers("Workers", OPERATION))
     }
     for path, (summary, name, flags) in _OPERATIONS.items():
-        paths[path] = {"post": _operation(path, summary, answers(name, OPERATION), flags)}
+        failures = (400, *OPERATION) if path in _CHECKED else OPERATION
+        paths[path] = {"post": _operation(path, summary, answers(name, failures), flags)}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Twinpool", "version": version()},
