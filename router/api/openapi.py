@@ -115,8 +115,8 @@ def openapi_document() -> dict[str, Any]:
         "get": _operation("/cluster/status", "The workers (operators only)", answers("Workers", OPERATION))
     }
     for path, (summary, name, flags) in _OPERATIONS.items():
-        failures = (400, *OPERATION) if path in _CHECKED else OPERATION
-        paths[path] = {"post": _operation(path, summary, answers(name, failures), flags)}
+        statuses = (400, *OPERATION) if path in _CHECKED else OPERATION
+        paths[path] = {"post": _operation(path, summary, answers(name, statuses), flags)}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Twinpool", "version": version()},
