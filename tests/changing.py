@@ -28,6 +28,8 @@ from tests.serving import COMMAND, READY, Answer, Serving, complete, environment
 STREAMS = 6
 TOKENS = 48
 WAIT_S = 120.0
+COME_BACK = 5
+"""How often a client whose connection broke comes back for its answer."""
 
 
 @dataclass
@@ -38,6 +40,8 @@ class Load:
     model: str
     prompts: list[list[int]]
     answers: list[tuple[int, Answer]] = field(default_factory=list)
+    resumed: int = 0
+    """How often a client's connection broke and it came back with its key."""
     failures: list[str] = field(default_factory=list)
 
     @contextlib.contextmanager
@@ -65,9 +69,19 @@ class Load:
                 "return_token_ids": True, "max_tokens": TOKENS, "stream": number % 3 > 0,
             }  # fmt: skip
             try:
-                self.answers.append((which, await complete(client, body)))
+                self.answers.append((which, await self._again_and_again(client, body, f"{number}-{rng.random()}")))
             except (AssertionError, httpx.HTTPError) as error:
                 self.failures.append(f"{type(error).__name__}: {error}")
+
+    async def _again_and_again(self, client: httpx.AsyncClient, body: dict[str, Any], key: str) -> Answer:
+        """An answer, for which its client comes back with its key while its router is gone."""
+        for _ in range(COME_BACK):
+            try:
+                return await complete(client, body, key)
+            except httpx.TransportError:
+                self.resumed += 1
+                await asyncio.sleep(0.2)
+        return await complete(client, body, key)
 
     def more(self, count: int = 4) -> None:
         """Wait for so many answers more."""
@@ -220,6 +234,13 @@ def kill_supervisor(cluster: Detached) -> None:
     assert cluster.status()["decode-1"]["incarnation"] == victim["incarnation"] + 1
 
 
+def kill_router(cluster: Detached) -> None:
+    """One of two routers is killed: its clients come back with their keys, to whichever is there."""
+    router = cluster.one("router.main", "router-1")
+    kill(router)
+    until(lambda: cluster.one("router.main", "router-1").pid != router.pid, "the next router", WAIT_S)
+
+
 def grow_and_shrink(cluster: Serving) -> None:
     command(cluster, "add", "decode")
     ready(cluster, prefill=2, decode=3)
@@ -259,6 +280,7 @@ def once_around(cluster: Serving) -> None:
 
 
 Change = Callable[[Any], None]
+DETACHED: tuple[Change, ...] = (kill_supervisor, kill_router)
 CHANGES: tuple[Change, ...] = (
     kill_controller, grow_and_shrink, restart_one, change_roles, cordon_and_kill, once_around
 )  # fmt: skip

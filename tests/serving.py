@@ -165,9 +165,9 @@ class Serving:
         }  # fmt: skip
 
 
-async def complete(client: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
-    """One completion; raises on any answer but a whole one."""
-    headers = {"X-Twinpool-Timeline": "1"}
+async def complete(client: httpx.AsyncClient, body: dict[str, Any], key: str = "") -> Answer:
+    """One completion; raises on any answer but a whole one. `key`: by which its client may come back for it."""
+    headers = {"X-Twinpool-Timeline": "1"} | ({"Idempotency-Key": key} if key else {})
     if not body.get("stream"):
         response = await client.post("/v1/completions", json=body, headers=headers)
         assert response.status_code == 200, response.text

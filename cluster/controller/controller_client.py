@@ -37,6 +37,8 @@ RETRY_S = 0.2
 """Seconds between two attempts to reach a controller that is away."""
 CALL_S = 5.0
 """Seconds that one call waits for the controller, which may be starting."""
+SHUT_DOWN_S = 1.0
+"""Seconds that the news of the cluster's end waits for the controller: who ends must not wait for it longer."""
 ENDS_KEPT = 1024
 """The latest ends of processes that are told again with each new stream: a stream may break with some under way."""
 
@@ -177,13 +179,13 @@ class ControllerClient:
 
     def shut_down(self) -> None:
         """Have no worker started any more, and routers told that the cluster ends. Raises `ControllerAway`."""
-        self._call(lambda stub: stub.ShutDown(pb.Empty(), **self._options()))
+        self._call(lambda stub: stub.ShutDown(pb.Empty(), **self._options(SHUT_DOWN_S)))
 
     def _names(self, call: Callable[[Any], Any]) -> tuple[WorkerName, ...]:
         return tuple(WorkerName(name) for name in self._call(call).workers)
 
-    def _options(self) -> dict[str, Any]:
-        return {"metadata": self._metadata, "wait_for_ready": True, "timeout": CALL_S}
+    def _options(self, timeout_s: float = CALL_S) -> dict[str, Any]:
+        return {"metadata": self._metadata, "wait_for_ready": True, "timeout": timeout_s}
 
     def _call(self, call: Callable[[Any], Any]) -> Any:
         async def on_loop() -> Any:

@@ -29,7 +29,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Detached, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [*changing.CHANGES, changing.kill_supervisor], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", [*changing.CHANGES, *changing.DETACHED], ids=lambda change: change.__name__)
 def test_no_answer_is_lost_or_wrong_while(scene: tuple[Detached, Oracle], change: changing.Change) -> None:
     cluster, oracle = scene
     load = Load(cluster.url, cluster.model, some_prompts(7))
