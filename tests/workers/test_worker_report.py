@@ -6,6 +6,7 @@ from typing import get_args
 
 from contracts.damage import PREFIX, DamageSite
 from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages.kept_answers import Detach
 from contracts.messages.router_commands import Audit, Cancel, Command, Submit
 from tests.decode_parts import DecodeParts
 from tests.workers.test_any_state import hash_pair
@@ -45,4 +46,4 @@ def test_a_check_compares_allocations_with_those_that_the_manager_knows() -> Non
 
 def test_a_decode_worker_has_a_part_for_every_command() -> None:
     with hash_pair("full", dict.fromkeys(Role, 8)) as both:
-        assert set(both.decode._commands) | {Submit, Cancel, Audit} == set(get_args(Command))
+        assert set(both.decode._commands) | {Submit, Cancel, Detach, Audit} == set(get_args(Command))
