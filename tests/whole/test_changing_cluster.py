@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import changing
-from tests.changing import Detached, Load, detached, ready, some_prompts
+from tests.changing import Load, detached, ready, some_prompts
 from tests.checkpoints import Oracle, make_checkpoint
 
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -19,24 +19,28 @@ SECTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Detached, Oracle]]:
-    base = tmp_path_factory.mktemp("changing")
-    folder = make_checkpoint(base / "model", "qwen3", seed=33)
-    flags = ("--prefill", "2", "--decode", "2", "--routers", "2")
-    with detached(folder, base / "run", *flags, sections=SECTIONS) as cluster:
-        yield cluster, Oracle(folder)
+CHANGES = (
+    changing.kill_controller,
+    changing.grow_and_shrink,
+    changing.restart_one,
+    changing.kill_router,
+    changing.kill_supervisor,
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [*changing.CHANGES, *changing.DETACHED], ids=lambda change: change.__name__)
-def test_no_answer_is_lost_or_wrong_while(scene: tuple[Detached, Oracle], change: changing.Change) -> None:
-    cluster, oracle = scene
-    load = Load(cluster.url, cluster.model, some_prompts(7))
-    with load.running():
-        load.more()
-        change(cluster)
-        load.more()
-        ready(cluster, prefill=2, decode=2)
-    load.verify(oracle)
-    cluster.settle()
+@pytest.mark.timeout(600)
+def test_no_answer_is_lost_or_wrong_while_a_cluster_changes(tmp_path: Path) -> None:
+    """Changes of roles, cordons and drains of every worker are in the soak test, with all of these."""
+    folder = make_checkpoint(tmp_path / "model", "qwen3", seed=33)
+    flags = ("--prefill", "2", "--decode", "2", "--routers", "2")
+    with detached(folder, tmp_path / "run", *flags, sections=SECTIONS) as cluster:
+        load = Load(cluster.url, cluster.model, some_prompts(7))
+        with load.running():
+            for change in CHANGES:
+                load.more()
+                change(cluster)
+                ready(cluster, prefill=2, decode=2)
+            load.more()
+        load.verify(Oracle(folder))
+        cluster.settle()
