@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if found is None and not args.rehearse:
         print("bench.gpu: torch sees no GPU; --rehearse shows on a CPU that this script works", file=sys.stderr)
         return 2
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     if args.rehearse:
         # One thread each: side by side more of them would wait for each other's cores.
         env |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
