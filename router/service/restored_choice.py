@@ -54,6 +54,8 @@ class KeyedRequest:
             salt=choice.salt,
             priority=choice.priority,
             first_token_by=choice.first_token_by if found is None else None,
+            share=choice.share,
+            session=choice.session,
             name=name,
         )
         if found is not None:

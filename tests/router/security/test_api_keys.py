@@ -258,13 +258,16 @@ def test_the_command_makes_lists_and_revokes(keys: Path, capsys: pytest.CaptureF
     assert keys_command("new", "a b")[0] == 2
 
 
+@pytest.mark.parametrize("headers", [{}, {"Idempotency-Key": "mine"}], ids=["plain", "with a key"])
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions"])
-def test_workers_are_told_whose_a_request_is_and_its_weight(server: Server, keys: Path, secret: str, path: str) -> None:
+def test_workers_are_told_whose_a_request_is_and_its_weight(
+    server: Server, keys: Path, secret: str, path: str, headers: dict[str, str]
+) -> None:
     limit(keys, weight=7)
     assert server.service.keys is not None
     server.call(server.service.keys.refresh)
     body = ASK if path == COMPLETIONS else {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
-    assert server.post(path, body, **bearer(secret)).status_code == 200
+    assert server.post(path, body, **bearer(secret), **headers).status_code == 200
     for role in ("prefill", "decode"):
         (submit,) = server.cluster[f"{role}-0"].submits
         assert (submit.tenant, submit.weight) == ("acme", 7)

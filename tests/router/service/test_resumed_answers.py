@@ -11,10 +11,15 @@ from typing import Any
 import pytest
 
 from contracts.ids import RequestId, Role
-from contracts.messages.kept_answers import Attach, Attached, KeptAnswer
+from contracts.messages.kept_answers import AnswerName, Attach, Attached, KeptAnswer
 from contracts.sampling_params import SamplingParams
-from router.openai.resume_headers import MOST_KEY_CHARS, MOST_RESUMED_CHOICES
+from router.openai.resume_headers import MOST_KEY_CHARS, MOST_RESUMED_CHOICES, ResumeHeaders
 from router.security.answer_identity import identity_of
+from router.service.answer_claims import AnswerClaim
+from router.service.restored_choice import KeyedRequest
+from router.state.prefix_hashes import prefix_hashes
+from router.state.routed_request import RoutedRequest
+from router.state.tenant_share import TenantShare
 from tests.resuming import ids_of, never, read
 from tests.router.fake_worker import expected
 from tests.router.http_server import Server
@@ -205,3 +210,25 @@ def test_an_identity_is_of_all_that_is_asked_and_of_the_secret() -> None:
     assert body.body != one.body
     assert len({one.seed, body.seed, *(o.seed for o in others)}) == 5
     assert identity_of("", "tenant", "key", "COMPLETION", b"{}").body != one.body
+
+
+def test_a_choice_of_a_request_with_a_key_is_the_same_but_for_its_name() -> None:
+    """Every field of it, none of which is as it would be by default."""
+    plain = RoutedRequest(
+        RequestId("mine-0"),
+        (5, 6, 7),
+        SamplingParams(20, seed=1),
+        now=3.0,
+        deadline=9.0,
+        hashes=prefix_hashes(tuple(range(640))),
+        salt="salt",
+        priority=2,
+        first_token_by=4.0,
+        share=TenantShare("acme", 7),
+        session="talk",
+    )
+    identity = identity_of("", "acme", "key", "completions", b"{}")
+    named = KeyedRequest(identity, ResumeHeaders("key", None), AnswerClaim(identity, None), 7).named(0, plain)
+    assert named.name == AnswerName(identity.key, identity.body, 0, 7)
+    others = [field for field in RoutedRequest.__slots__ if field != "name"]
+    assert {field: getattr(named, field) for field in others} == {field: getattr(plain, field) for field in others}
