@@ -33,8 +33,6 @@ LOOPBACK = "127.0.0.1"
 REACH_TIMEOUT_S = 3.0
 KEPT_START_S = 60.0
 """How long a Ray that outlives this process may take to start."""
-NAMESPACE = "twinpool"
-"""The namespace of Ray in which a detached cluster's actors have their names."""
 MEASURE_TIMEOUT_S = 60.0
 """How long a node may take to start a process that measures it."""
 
@@ -138,14 +136,15 @@ def start_kept_ray(folder: Path, port: int, dashboard: bool) -> tuple[str, OwnRa
 
 
 def join_kept_ray(folder: Path, address: str) -> OwnRay | None:
-    """Join the Ray that `start_kept_ray` has started; None where it is gone."""
+    """Join the Ray that `start_kept_ray` has started, in the namespace that is `folder`'s name; None where it is
+    gone."""
     processes = _processes_below(folder)
     if set(processes) != {"raylet", "gcs_server"}:
         return None
     _own_environment(folder)
     import ray
 
-    context = ray.init(address=address, namespace=NAMESPACE, _node_ip_address=LOOPBACK, **_driver())
+    context = ray.init(address=address, namespace=folder.name, _node_ip_address=LOOPBACK, **_driver())
     url = context.dashboard_url
     return OwnRay(processes, f"http://{url}" if url else "")
 
@@ -205,8 +204,11 @@ def _agent_on_free_port() -> Iterator[None]:
         RayParams.__init__ = plain
 
 
-def join_ray(address: str) -> str:
+def join_ray(address: str, namespace: str) -> str:
     """Join the Ray at `address`; returns this node's address. Raises `ConfigError` when it can't be joined.
+
+    `namespace`: where this cluster's actors have their names, which are other clusters' too; the next supervisor of a
+    detached cluster finds them there.
 
     The cluster's owner decides on authentication: Ray looks for a token (`RAY_AUTH_TOKEN`, `RAY_AUTH_TOKEN_PATH`,
     ~/.ray/auth_token), and `RAY_AUTH_MODE` is left as it is.
@@ -216,7 +218,7 @@ def join_ray(address: str) -> str:
     import ray
 
     try:
-        ray.init(address=address, **_driver())
+        ray.init(address=address, namespace=namespace, **_driver())
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         hint = "" if "auth" not in str(error).lower() and "token" not in str(error).lower() else _AUTH_HINT

@@ -37,8 +37,8 @@ log = logging.getLogger("twinpool.actors")
 NODE_LABEL = "ray.io/node-id"
 LOOK_S = 2.0
 """Seconds between two looks for nodes that have joined or gone."""
-CALLS_AT_ONCE = 32
-"""Calls that an actor serves at once: `run`, and `outlast` for each process that has taken it over since."""
+CALLS_AT_ONCE = 4
+"""Calls that an actor serves at once: `run`, `outlast` of the latest two launchers, and a short one."""
 _NAMED = re.compile(r"[a-z]+-\d+\.\d+(\.rank\d+)?")
 """Names of workers' actors: worker, incarnation, and the rank of all but the leader."""
 GET_TIMEOUT_S = 10.0
@@ -68,6 +68,7 @@ class WorkerActor:
     def __init__(self, plan: WorkerPlan, build: BuildWorker) -> None:
         self._plan = plan
         self._build = build
+        self._outlasted, self._lock = threading.Event(), threading.Lock()
         TERMINATED.listen()
 
     def where(self) -> ActorPlacement:
@@ -79,9 +80,12 @@ class WorkerActor:
         return self._plan
 
     def outlast(self) -> None:
-        """Never return: a caller that came after the one of `run` learns by this call's end that the process is
-        gone."""
-        threading.Event().wait()
+        """Return when it is called again: a launcher that came after the one of `run` learns by this call's end that
+        the process is gone, or that the next launcher has come. So however many come, one such call runs."""
+        with self._lock:
+            self._outlasted.set()
+            self._outlasted = mine = threading.Event()
+        mine.wait()
 
     def run(self) -> None:
         """Be the rank until the worker ends. Never returns: the process exits then."""

@@ -14,8 +14,9 @@ import dataclasses
 import logging
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from cluster.arena.local_agent import ArenaAgents, LocalArenaAgent, NoArenaAgents, wanted
@@ -184,7 +185,7 @@ class ServeCluster:
         config = self._prepared.config
         places = {role: count * config.tp_for(role) for role, count in options.workers.items()}
         stack.callback(leave_ray)
-        address = join_ray(options.ray_address or "auto")
+        address = join_ray(options.ray_address or "auto", self._folder.temporary.name)
         self._stopping.install()  # importing Ray takes SIGTERM over
         self._terminal.step("ray", f"joined from {address}")
         if not authenticated():
@@ -411,7 +412,8 @@ class ServeCluster:
             self._supervisor.poll(POLL_S)
             self._drain_nodes()
             if self._ray is not None and (lost := self._ray.lost()):
-                raise PartFailed(f"Ray has died ({lost} is gone) and took the workers with it; start again")
+                again = "" if self._state is not None else "; start again"
+                raise PartFailed(f"Ray has died ({lost} is gone) and took the workers with it{again}")
             self._services.tend()
 
     def _drain_nodes(self) -> None:
@@ -439,6 +441,20 @@ def _words(lines: list[str]) -> str:
     return "".join(f"\n    {line}" for line in lines)
 
 
+def exit_code(run: Callable[[], int], out: TextIO, logs: Path) -> int:
+    """The exit code of `run`, a cluster's life. Errors are shown on `out`, not raised."""
+    try:
+        return run()
+    except TwinpoolError as error:
+        out.write(f"error: {error}\n")
+    except Exception as error:
+        log.exception("serve failed")
+        out.write(f"error: {type(error).__name__}: {error}; see {logs / 'serve.log'}\n")
+    finally:
+        out.flush()
+    return 1
+
+
 def serve(prepared: ServePlan, began: float | None = None) -> int:
     """Serve with this process's terminal; returns the exit code. Errors are shown, not raised.
 
@@ -447,19 +463,15 @@ def serve(prepared: ServePlan, began: float | None = None) -> int:
     folder = RunFolder()
     out = take_over_output(folder.logs / "serve.log")
     log_to_stream("serve")
-    try:
+
+    def run() -> int:
         if prepared.config.transfer.plane == "local":
             from cluster.serve.serve_one_process import ServeOneProcess
 
             return ServeOneProcess(prepared, folder, out, began).run()
         return ServeCluster(prepared, folder, out, began=began).run()
-    except TwinpoolError as error:
-        out.write(f"error: {error}\n")
-        return 1
-    except Exception as error:
-        log.exception("serve failed")
-        out.write(f"error: {type(error).__name__}: {error}; see {folder.logs / 'serve.log'}\n")
-        return 1
+
+    try:
+        return exit_code(run, out, folder.logs)
     finally:
-        out.flush()
         folder.close()

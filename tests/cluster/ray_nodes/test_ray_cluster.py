@@ -27,9 +27,12 @@ def ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> types.SimpleNamespac
         monkeypatch.delenv(name)
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.setenv("HOME", str(tmp_path))
-    fake = types.SimpleNamespace(modes=[], refusal=None, exceptions=types.SimpleNamespace(RayError=RayError))
+    fake = types.SimpleNamespace(
+        modes=[], namespaces=[], refusal=None, exceptions=types.SimpleNamespace(RayError=RayError)
+    )
 
-    def init(**options: Any) -> types.SimpleNamespace:
+    def init(*, namespace: str, **options: Any) -> types.SimpleNamespace:
+        fake.namespaces.append(namespace)
         fake.modes.append(os.environ.get("RAY_AUTH_MODE"))
         if fake.refusal is not None:
             raise fake.refusal
@@ -47,8 +50,9 @@ def test_the_authentication_of_a_cluster_that_is_joined_is_left_as_it_is(
 ) -> None:
     if mode is not None:
         os.environ["RAY_AUTH_MODE"] = mode
-    assert ray_cluster.join_ray("auto") == "10.0.0.1"
+    assert ray_cluster.join_ray("auto", "twinpool-x") == "10.0.0.1"
     assert ray.modes == [mode]
+    assert ray.namespaces == ["twinpool-x"]
     assert os.environ.get("RAY_AUTH_MODE") == mode
     assert ray_cluster.authenticated() == (mode == "token")
 
@@ -56,10 +60,10 @@ def test_the_authentication_of_a_cluster_that_is_joined_is_left_as_it_is(
 def test_who_lacks_the_token_is_told_where_it_goes(ray: types.SimpleNamespace) -> None:
     ray.refusal = RayError("Token authentication is enabled but no token was found\nsee there")
     with pytest.raises(ConfigError, match=r"no token was found; give this process .*RAY_AUTH_TOKEN_PATH"):
-        ray_cluster.join_ray("auto")
+        ray_cluster.join_ray("auto", "twinpool-x")
     ray.refusal = ConnectionError("")
     with pytest.raises(ConfigError, match=r"can't join Ray at auto: ConnectionError$"):
-        ray_cluster.join_ray("auto")
+        ray_cluster.join_ray("auto", "twinpool-x")
 
 
 def test_the_token_of_a_ray_of_our_own_is_for_its_owner_alone(tmp_path: Path) -> None:
