@@ -59,13 +59,14 @@ class ControllerClient:
         self._metadata = access_metadata(secret)
         self._loop = AsyncioThread("controller-client")
         self._orders: queue.SimpleQueue[ControllerAction] = queue.SimpleQueue()
+        """About as many as there are workers, for the controller orders a start or an end once in a stream."""
         self._running: Callable[[], Sequence[WorkerKey]] = list
         self._ends: deque[EndedProcess] = deque(maxlen=ENDS_KEPT)
         self._nodes: tuple[NodePlace, ...] = ()
         self._reports: asyncio.Queue[pb.SupervisorReport] | None = None
-        """The reports of the open stream; None while there is none. On the loop."""
-        self.connected = False
-        """Whether the controller has taken this supervisor up."""
+        """The reports of the open stream; None while there is none. On the loop. Each is of a process that has started
+        or ended, and they wait for `silence_s` at most: then the stream counts as cut, and is begun again with all
+        there is."""
 
     def supervise(self, running: Callable[[], Sequence[WorkerKey]]) -> None:
         """Be the supervisor from now on. `running` returns all processes that there are; it is called on another
@@ -126,7 +127,6 @@ class ControllerClient:
                 self._reports = asyncio.Queue()
                 self._reports.put_nowait(self._first())
                 async for orders in stub.Supervise(self._sent(self._reports), metadata=self._metadata):
-                    self.connected = True
                     for order in orders.orders:
                         self._take(order)
             return "the controller closed the stream"
@@ -135,7 +135,7 @@ class ControllerClient:
         except ConfigError as error:
             return str(error)
         finally:
-            self._reports, self.connected = None, False
+            self._reports = None
 
     def _first(self) -> pb.SupervisorReport:
         running = [pb.Incarnation(name=name, incarnation=incarnation) for name, incarnation in self._running()]

@@ -77,13 +77,14 @@ class Keeper:
         return code
 
     def _reap(self, supervisor: int) -> None:
-        """Take the exit codes of services that have no other parent any more."""
-        for name in os.listdir("/proc") if sys.platform.startswith("linux") else ():
-            if name.isdigit() and int(name) != supervisor:
-                with contextlib.suppress(OSError):
-                    fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
-                    if fields[0] == "Z" and int(fields[1]) == os.getpid():
-                        os.waitpid(int(name), os.WNOHANG)
+        """Take the exit codes of services that have no other parent any more. The supervisor's is left: it hides those
+        of others until it is taken."""
+        if not sys.platform.startswith("linux"):
+            return
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            if ended.si_pid == supervisor:
+                return
+            os.waitpid(ended.si_pid, os.WNOHANG)
 
     def _too_many(self) -> bool:
         now = time.monotonic()

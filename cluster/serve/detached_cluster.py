@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TextIO
 
 from cluster.processes import keeper, reaper
-from cluster.processes.process_ids import same_process, start_time
+from cluster.processes.process_ids import same_process
 from cluster.processes.run_file import RunFile
 from cluster.processes.run_folder import KeptFolder, new_folder, new_log_folder
 from cluster.serve.detached_state import DetachedState
 from cluster.serve.preflight import ServePlan
-from cluster.serve.serve_cluster import SECRETS, ServeCluster
+from cluster.serve.serve_cluster import SECRETS, ServeCluster, exit_code
 from cluster.serve.terminal import take_over_output
 from contracts.errors import ConfigError, TwinpoolError
 from contracts.json_logs import log_to_stream
@@ -91,15 +91,8 @@ def supervise(folder: Path) -> int:
     os.close(own)
     out = take_over_output(state.logs / "serve.log")
     log_to_stream("serve")
-    kept = os.getppid()
-    assert start_time(kept) is not None
-    try:
-        return ServeCluster(state.prepared, KeptFolder(folder, state.logs, kept), out, state=state).run()
-    except TwinpoolError as error:
-        out.write(f"error: {error}\n")
-        return 1
-    finally:
-        out.flush()
+    kept = KeptFolder(folder, state.logs, os.getppid())
+    return exit_code(lambda: ServeCluster(state.prepared, kept, out, state=state).run(), out, state.logs)
 
 
 if __name__ == "__main__":

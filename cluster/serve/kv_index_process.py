@@ -6,6 +6,7 @@ Without it routers go by what they have sent, so a cluster goes on when it can't
 from __future__ import annotations
 
 import dataclasses
+import platform
 import sys
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from contracts.config.cluster_config import Config
 
 KV_INDEX = (sys.executable, "-m", "router.index_main")
 LOOPBACK = "tcp://127.0.0.1:0"
+ORDERED_STORES = ("x86_64", "AMD64")
+"""Machines on which one process sees another's stores in their order, by which routers read the table while it is
+written (`router.kv_indexer.holder_table`)."""
 
 
 def index_wanted(config: Config) -> bool:
@@ -21,7 +25,8 @@ def index_wanted(config: Config) -> bool:
 
 
 def _asked_for(config: Config) -> bool:
-    return config.router.kv_index == "auto" and config.router.policy == "cache_aware"
+    ordered = platform.machine() in ORDERED_STORES
+    return config.router.kv_index == "auto" and config.router.policy == "cache_aware" and ordered
 
 
 def with_kv_events(config: Config, folder: Path) -> Config:

@@ -66,6 +66,7 @@ class WorkerEntry:
     router had booked when that came. 0 where this is its only router."""
 
     def __post_init__(self) -> None:
+        self._identify(self.record)
         self.see(self.record, self.status)
 
     def see(self, record: WorkerRecord, status: WorkerStatus) -> None:
@@ -73,8 +74,12 @@ class WorkerEntry:
         if status is not self.status:
             self.promised = 0
             self.others = max(0, self._told_load(record.role, status) - self.load) if status.routers > 1 else 0
-        self.record, self.status = record, status
-        self.key = (record.name, record.incarnation)
+        self.status = status
+        if record is not self.record:
+            self._identify(record)
+
+    def _identify(self, record: WorkerRecord) -> None:
+        self.record, self.key = record, (record.name, record.incarnation)
         self.numerics, self.handover = binding_class(record.fingerprint), handover_class(record.fingerprint)
 
     @staticmethod

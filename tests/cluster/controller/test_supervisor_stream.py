@@ -159,7 +159,6 @@ def test_a_caller_without_the_token_supervises_nothing(site: Site) -> None:
     mine = site.client()
     mine.add(Role.DECODE, 1)
     site.orders(mine, StartWorker)
-    assert not stranger.connected
     assert stranger.orders() == []
 
 

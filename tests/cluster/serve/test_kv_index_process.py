@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -120,7 +121,9 @@ async def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     parent.stdout.close()
 
 
-def test_an_index_runs_where_something_goes_by_it_and_workers_publish_for_it(tmp_path: Path) -> None:
+def test_an_index_runs_where_something_goes_by_it_and_workers_publish_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = config_from_dict({})
     assert not index_wanted(plain), "nobody publishes"
     config = with_kv_events(plain, tmp_path)
@@ -130,6 +133,9 @@ def test_an_index_runs_where_something_goes_by_it_and_workers_publish_for_it(tmp
         config = config_from_dict(settings)
         assert with_kv_events(config, tmp_path) == config
         assert not index_wanted(config_from_dict({**settings, "cache": {"events": {"endpoint": LOOPBACK}}}))
+    with monkeypatch.context() as arm:
+        arm.setattr(platform, "machine", lambda: "aarch64")
+        assert with_kv_events(plain, tmp_path) == plain, "its processes see stores in another order"
     own = config_from_dict({"cache": {"events": {"endpoint": "tcp://127.0.0.1:5557"}}})
     assert with_kv_events(own, tmp_path) == own, "what the operator says stays"
     assert index_wanted(own)
