@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -34,6 +36,19 @@ class _CudaRun:
         self._graph.replay()
 
 
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """A time without garbage collection. A graph that nobody has any more may wait for one in a cycle of references,
+    and CUDA lets no graph be destroyed while another is captured: the capture fails."""
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collected:
+            gc.enable()
+
+
 class CudaCapture:
     """Captures runs on one GPU. All of them share one pool of memory for what they compute on the way: only one of them
     may run at a time, and its output must be used before the next one runs."""
@@ -45,6 +60,7 @@ class CudaCapture:
     def __call__(self, run: Run) -> CapturedRun:
         graph = torch.cuda.CUDAGraph()
         # Other threads of the process may go on with calls of CUDA meanwhile.
-        with torch.cuda.device(self._device), torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):
+        captured = torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local")
+        with _nothing_collected(), torch.cuda.device(self._device), captured:
             output = run()
         return _CudaRun(graph, output)
