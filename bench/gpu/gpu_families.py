@@ -50,7 +50,7 @@ def _retract(family: Family) -> None:
 
 
 _NEEDS = {"falcon_h1": "5.23"}
-"""The transformers that a family's oracle needs: earlier ones fail in its own forward pass, on prompts of 200 tokens."""
+"""The transformers that a family's oracle needs: the own forward pass of earlier ones fails on 200 tokens."""
 _ORACLE_READS = ("answers", "answers through bounce buffers", "tiers")
 
 SCENES: dict[str, Callable[[Family], object]] = {

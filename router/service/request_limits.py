@@ -13,8 +13,9 @@ from router.state.worker_table import WorkerTable
 from router.tokenizer_pool.prepare_request import too_long
 
 SLO_HEADER = "x-slo-ttft-ms"
-SESSION_HEADER = "x-session-id"
 """The header by which a request names the milliseconds to its first token beyond which its answer is of no use."""
+SESSION_HEADER = "x-session-id"
+"""The header by which a request names its session."""
 _MILLISECONDS = re.compile(r"0*[1-9][0-9]{0,8}", re.ASCII)
 
 

@@ -29,7 +29,6 @@ from contracts.interfaces.discovery import WorkerDirectory
 from contracts.key_file import TenantLimits
 from contracts.messages.router_commands import Command
 from contracts.messages.worker_events import Done, Event, LegReport
-from router.anthropic.messages_writer import MessagesWriter
 from router.core.answer_asks import AskEnded, FoundAnswer
 from router.core.router_actions import DeliverScores, DeliverTokens, EndRequest, NoteReplay, SendCommand
 from router.core.router_core import RouterCore
@@ -40,13 +39,10 @@ from router.metrics.prometheus_metrics import PrometheusMetrics
 from router.openai.api_errors import ClientGone, QueueFull, SloUnreachable
 from router.openai.choice_output import ChoiceOutput
 from router.openai.generate_request import GenerateRequest
-from router.openai.numbered_events import NumberedEvents
-from router.openai.response_stream import AnswerWriter, ResponseStream
-from router.openai.response_writer import ResponseWriter
+from router.openai.response_stream import ResponseStream
 from router.openai.resume_headers import ResumeHeaders
 from router.openai.structured_output import may_need_grammar
 from router.openai_responses.responses_request import renamed
-from router.openai_responses.responses_writer import ResponsesWriter
 from router.security.answer_identity import AnswerIdentity, identity_of
 from router.security.api_keys import ApiKeys
 from router.security.tenant_accounts import TenantAccounts
@@ -54,7 +50,8 @@ from router.service.answer_claims import SUPERSEDED, AnswerClaims
 from router.service.body_buffer import BodyBuffer
 from router.service.quota_leases import QuotaLeases, QuotaLessor
 from router.service.request_limits import RequestLimits
-from router.service.restored_choice import HASHED_INLINE_BYTES, KeyedRequest, check_headers, request_ids, usable
+from router.service.restored_choice import HASHED_INLINE_BYTES, KeyedRequest, check_headers, usable
+from router.service.routed_choices import OpenedRequest, RequestTimes
 from router.state.routed_request import RoutedRequest
 from router.state.router_log import log
 from router.state.tenant_share import TenantShare
@@ -267,24 +264,24 @@ class RouterService:
                 request = replace(request, sampling=replace(request.sampling, seed=identity.seed))
             keyed = await self._claim(identity, resume, request, prepared.prompts, on_gone)
         try:
-            stream_id = identity.answer_id if identity is not None else self._mint()
-            routed = self._route(
-                stream_id,
+            opened = OpenedRequest(
+                identity.answer_id if identity is not None else self._mint(),
                 request,
                 prepared.prompts,
                 limits,
-                began + timeout_s,
-                first_token_by,
+                RequestTimes(began, timeout_s, first_token_by),
                 TenantShare(tenant, allowed.weight),
+                client_id,
                 keyed,
             )
+            routed = opened.routed(self.clock.now(), self._mint() if keyed is not None else "")
             new = routed if keyed is None else keyed.new(routed)
             if new and (late := self.core.late_if_taken(new)) is not None:
                 raise SloUnreachable((self.clock.now() - began + late.prediction.seconds) * 1000, slo_ms)
             if self.keys is not None:
                 asked = prompt_tokens if len(new) == len(routed) else 0
                 self.tenants.admit(tenant, allowed, request.choices, asked, self.clock.now())
-            return self._admit(stream_id, request, prepared.prompts, routed, client_id, began, timeout_s, tenant, keyed)
+            return self._admit(opened, routed)
         except BaseException:
             if keyed is not None:
                 self.claims.give_up(keyed.claim)
@@ -333,86 +330,14 @@ class RouterService:
             return TEXTS[kind](self.intake, raw)
         return (await self.readers.submit(kind, raw))[1]
 
-    def _route(
-        self,
-        stream_id: str,
-        request: GenerateRequest,
-        prompts: Sequence[PreparedPrompt],
-        limits: list[int],
-        deadline: float,
-        first_token_by: float | None,
-        share: TenantShare,
-        keyed: KeyedRequest | None = None,
-    ) -> list[RoutedRequest]:
-        """Make the request's choices, of which nothing is booked yet; `keyed` ones as far as workers have kept them."""
-        now, nonce = self.clock.now(), self._mint() if keyed is not None else ""
-        choices = []
-        for index in range(request.choices):
-            prompt, limit = prompts[index // request.n], limits[index // request.n]
-            sampling, number = request.sampling, index % request.n
-            if (sampling.max_tokens, sampling.choice) != (limit, number):
-                sampling = replace(sampling, max_tokens=limit, choice=number)
-            if len(prompt.tokens) < 2 and sampling.prompt_logprobs is not None:
-                sampling = replace(sampling, prompt_logprobs=None)  # A prompt's first token has no log-probability.
-            routed = RoutedRequest(
-                RequestId(f"{stream_id}-{index}") if keyed is None else request_ids(stream_id, nonce, index),
-                prompt.tokens,
-                sampling,
-                now=now,
-                deadline=deadline,
-                hashes=prompt.hashes,
-                salt=request.salt,
-                priority=request.priority,
-                first_token_by=first_token_by,
-                share=share,
-                session=request.session,
-            )
-            choices.append(routed if keyed is None else keyed.named(index, routed))
-        return choices
-
-    def _admit(
-        self,
-        stream_id: str,
-        request: GenerateRequest,
-        prompts: Sequence[PreparedPrompt],
-        routed: Sequence[RoutedRequest],
-        client_id: str,
-        began: float,
-        timeout_s: float,
-        tenant: str,
-        keyed: KeyedRequest | None = None,
-    ) -> ResponseStream:
-        answer: AnswerWriter
-        created = int(time.time()) if keyed is None else keyed.created
-        if request.shape == "anthropic":
-            answer = MessagesWriter(stream_id, self.spec.name)
-        elif request.shape == "responses":
-            answer = ResponsesWriter(request, stream_id, created, self.spec.name)
-        else:
-            answer = ResponseWriter(request, stream_id, created, self.spec.name, self.model_tokenizer)
-        numbered, answer_key = None, ""
-        if keyed is not None:
-            numbered, answer_key = NumberedEvents(created, request.choices, keyed.headers.seen), keyed.identity.key
-        stream = ResponseStream(
-            stream_id,
-            request,
-            answer,
-            self.config.client_buffer_events,
-            client_id,
-            timeout_s,
-            tenant,
-            numbered,
-            answer_key,
-        )
-        choices = []
-        for index, one in enumerate(routed):
-            choice = ChoiceOutput(index, one, request, self.model_tokenizer, prompts[index // request.n].text)
-            choice.tokenise_s = one.arrived - began
-            choices.append(choice)
-        stream.bind(choices)
+    def _admit(self, opened: OpenedRequest, routed: Sequence[RoutedRequest]) -> ResponseStream:
+        keyed = opened.keyed
+        stream = opened.stream(routed, self.spec.name, self.model_tokenizer, self.config.client_buffer_events)
+        choices = stream.choices
         if self.security.log_prompts:
-            for choice in choices[:: request.n]:
-                log("prompt", id=stream_id, client_id=client_id, tenant=tenant, tokens=list(choice.request.prompt))
+            client_id, tenant = opened.client_id, opened.share.tenant
+            for choice in choices[:: opened.request.n]:
+                log("prompt", id=stream.id, client_id=client_id, tenant=tenant, tokens=list(choice.request.prompt))
         self._reserved += len(choices)
         for choice in choices:
             self._owners[choice.request.id] = (stream, choice)
