@@ -237,7 +237,9 @@ def _rates(
 ) -> bool:
     """All rates on one side; returns whether the time sufficed. `until`: of the run's time, what must be left for those
     behind."""
+    began = time.monotonic()
     warmed(cluster, setting, vocab)
+    print(f"goodput, {name}: warm after {time.monotonic() - began:.1f} s", flush=True)
     found: list[dict[str, Any]] = []
     for rate in setting.rates:
         if run.left() < until + setting.load_s:
@@ -327,10 +329,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     setting = REHEARSAL if args.rehearse else CARD
     changes = {"model": args.model, "rates": args.rates and tuple(args.rates)}
     setting = replace(setting, **{name: value for name, value in changes.items() if value})
-    run = SectionRun(args.seconds, args.json, args.resume)
+    run, began = SectionRun(args.seconds, args.json, args.resume), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="twinpool-gpu-") as made:
         kind = torch.device(setting.device).type
         folder = random_model.make(Path(made) / setting.model, setting.model, device=kind)
+        print(f"{setting.model} was made in {time.monotonic() - began:.1f} s", flush=True)
         run_parts(run, folder, setting, args.parts, Slo(args.ttft_s, args.itl_s))
     for one in run.wrong:
         print(f"WRONG {one}")

@@ -65,6 +65,7 @@ class ProcessCluster:
 
     def __init__(self, folder: Path, roles: Sequence[Role], tokens: int, sections: dict[str, dict[str, Any]]) -> None:
         """`tokens`: positions that each worker's pools hold. `sections` are of the configuration."""
+        began = time.monotonic()
         cache = {"device_tokens": tokens, "prefix_reuse": False, **sections.get("cache", {})}
         config = config_from_dict({"transfer": {"plane": "local"}, **sections, "cache": cache})
         spec = read_model_spec(folder)
@@ -84,6 +85,7 @@ class ProcessCluster:
         for thread in self._threads.values():
             thread.start()
             self._stack.callback(thread.stop, _STOP_S)
+        print(f"{self.name}: built in {time.monotonic() - began:.1f} s", flush=True)
 
     def ask(self, prompt: Sequence[int], count: int, due: float | None = None) -> Served:
         """Ask for exactly `count` greedy tokens. `due`: when it was due, if that was earlier than now."""
