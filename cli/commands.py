@@ -168,6 +168,12 @@ FLAGS = (
     CommandFlag(("--jobs",), ("sim",), "processes that run seeds", {"type": int, "default": 1, "metavar": "N"}),
     CommandFlag(("--first",), ("sim",), "of many, stop at the first that violates something", {"action": "store_true"}),
     CommandFlag(("--colocate",), ("sim",), "colocated workers instead of two pools", {"action": "store_true"}),
+    CommandFlag(
+        ("--conditional",),
+        ("sim",),
+        "two pools, of which decode workers compute prompts, too",
+        {"action": "store_true"},
+    ),
     CommandFlag(("--shrink",), ("sim",), "make a failing seed smaller before it is shown", {"action": "store_true"}),
     CommandFlag(("--url",), ("down",), "the router of the cluster (default: the newest cluster here)", {"default": ""}),
     CommandFlag(("--url",), _OTHERS, "the router (default: TWINPOOL_URL, else the newest cluster on this machine)", {}),
@@ -408,12 +414,18 @@ def _line(text: str) -> None:
 
 
 def _sim(args: argparse.Namespace) -> int:
+    from sim.run.run_seeds import ClusterKind
     from sim.run.sim_command import sim
 
     def say(line: str) -> None:
         print(line, flush=True)
 
-    good = sim(args.seed, args.seeds, args.jobs, args.shrink, args.first, say, colocated=args.colocate)
+    if args.colocate and args.conditional:
+        raise ConfigError("--colocate and --conditional are two kinds of cluster: give one of them")
+    kind = (
+        ClusterKind.COLOCATED if args.colocate else ClusterKind.CONDITIONAL if args.conditional else ClusterKind.POOLS
+    )
+    good = sim(args.seed, args.seeds, args.jobs, args.shrink, args.first, say, kind)
     return FINE if good else REFUSED
 
 

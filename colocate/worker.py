@@ -57,7 +57,7 @@ class ColocatedWorker(DecodeWorker):
         **options: Any,
     ) -> None:
         """As `DecodeWorker`."""
-        config = config.as_colocated()
+        config = config.with_local_prompts(self.role)
         self._config, self._pause = config, pause
         super().__init__(name, incarnation, config, engine, manager, receiver, waiter, pause=pause, **options)
         most = min(self.fits.context, self.fits.max_positions)
@@ -171,9 +171,8 @@ class ColocatedWorker(DecodeWorker):
         """Launch the next step, with rows of both kinds, then commit the one before it."""
         began = self._clock.now()
         batch = self._scheduler.next_batch()
-        tokens, least = self._config.prefill.chunk_tokens, self._config.colocate.prompt_tokens
         taken = sum(1 + len(request.drafts) for request in batch)
-        chunks = self._local.next_chunks(prompt_tokens(tokens, taken, least, self._request_pages.page_tokens))
+        chunks = self._local.next_chunks(self._prompt_tokens_of_step(taken))
         go_on = bool(batch or chunks)
         if go_on:
             self._launch(batch, chunks)
@@ -184,6 +183,11 @@ class ColocatedWorker(DecodeWorker):
         self._act(self._local.landed(self._chunks.landed(began, go_on=go_on)))
         self._ended_steps += max(self._steps.steps - before[0], self._chunks.steps - before[1])
         self._act(self._migrations.settle())
+
+    def _prompt_tokens_of_step(self, taken: int) -> int:
+        """Return the tokens that prompts may have in a step in which rows of decode have `taken` some."""
+        least = self._config.colocate.prompt_tokens
+        return prompt_tokens(self._config.prefill.chunk_tokens, taken, least, self._request_pages.page_tokens)
 
     def _launch(self, batch: list[DecodeRequest], chunks: list[ScheduledChunk]) -> None:
         if batch and chunks and self._config.colocate.mixed_steps:

@@ -26,6 +26,7 @@ from contracts.messages.worker_events import Done, Event, Tokens
 from contracts.messages.worker_status import WorkerRecord, WorkerView
 from contracts.sampling_params import SamplingParams
 from decode.worker import DecodeWorker
+from router.core.local_prefill import local_prefill
 from router.core.router_actions import DeliverTokens, EndRequest, NoteReplay, SendCommand
 from router.core.router_core import RouterCore
 from router.state.prefix_hashes import prefix_hashes
@@ -59,7 +60,7 @@ class Company:
         self.workers: dict[WorkerName, Worker] = {}
         self._numbers = itertools.count(1)
         self._incarnations: dict[WorkerName, int] = {}
-        self.core = RouterCore(config.router, clock, lambda: f"room-{next(self._numbers)}")
+        self.core = RouterCore(config.router, clock, lambda: f"room-{next(self._numbers)}", local=local_prefill(config))
         self.told: dict[RequestId, Told] = {}
         self.between: list[Callable[[WorkerKey, Event], bool]] = []
         """Each sees every event on its way to the router; True: it is lost."""

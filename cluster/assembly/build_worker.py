@@ -11,7 +11,7 @@ from cluster.arena.arena_client import ArenaProvider
 from cluster.assembly.build_parts import WorkerParts, build_parts, numerics_class_of
 from cluster.assembly.captured_steps import capture_steps
 from cluster.ranks.rendezvous import RankGroup
-from colocate.worker import ColocatedWorker
+from colocate import decode_class
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.clock import Clock, SystemClock
 from contracts.config.cluster_config import Config
@@ -125,7 +125,7 @@ def _decode_worker(
     for socket in p.plane.waitable:
         p.waiter.add(socket)
     capture_steps(p.engine, p.config, p.spec.context)
-    made = ColocatedWorker if role is Role.COLOCATED else DecodeWorker
+    made = decode_class(role, p.config)
     return made(
         name,
         incarnation,

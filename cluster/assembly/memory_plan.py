@@ -91,9 +91,11 @@ def state_options(spec: ModelSpec, config: Config, role: Role) -> StateOptions:
 
 def stride(config: Config, role: Role) -> int:
     """The most positions that launched steps of one request write beyond its committed length."""
-    if role is Role.DECODE:
-        return max(LAUNCHED, 1 + config.decode.drafts)  # A step with drafts is the only one that is launched.
-    return LAUNCHED * config.prefill.chunk_tokens
+    # A step with drafts is the only one that is launched.
+    drafts = max(LAUNCHED, 1 + config.decode.drafts)
+    if not config.computes_prompts(role):
+        return drafts
+    return max(drafts if role is Role.DECODE else 0, LAUNCHED * config.prefill.chunk_tokens)
 
 
 def most_requests(config: Config, role: Role) -> int:

@@ -66,13 +66,15 @@ def step_rows(config: Config, role: Role) -> int:
     """The most requests that one step of a worker of `role` has a row for."""
     if role is Role.PREFILL:
         return config.prefill.max_running
-    return config.decode.max_batch_tokens + (config.prefill.max_running if role is Role.COLOCATED else 0)
+    return config.decode.max_batch_tokens + (config.prefill.max_running if config.computes_prompts(role) else 0)
 
 
 def step_tokens(config: Config, role: Role) -> int:
     """The most tokens that one step of a worker of `role` computes."""
     rows, chunk = config.decode.max_batch_tokens, config.prefill.chunk_tokens
-    return {Role.PREFILL: chunk, Role.DECODE: rows, Role.COLOCATED: rows + chunk}[role]
+    if role is Role.PREFILL:
+        return chunk
+    return rows + (chunk if config.computes_prompts(role) else 0)
 
 
 def kept_bytes(rows: int, entries: int, tensors: int) -> int:

@@ -9,7 +9,14 @@ from typing import Any
 from contracts.config.cache_config import CacheConfig, CacheOverride
 from contracts.config.router_config import AuditConfig, RouterConfig, WatchConfig
 from contracts.config.security_config import SecurityConfig
-from contracts.config.worker_config import ColocateConfig, DecodeConfig, EngineConfig, PrefillConfig, TransferConfig
+from contracts.config.worker_config import (
+    ColocateConfig,
+    DecodeConfig,
+    DisaggregationConfig,
+    EngineConfig,
+    PrefillConfig,
+    TransferConfig,
+)
 from contracts.ids import Role
 
 
@@ -85,6 +92,7 @@ class Config:
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     colocate: ColocateConfig = field(default_factory=ColocateConfig)
+    disaggregation: DisaggregationConfig = field(default_factory=DisaggregationConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
@@ -127,9 +135,19 @@ class Config:
             case ColocateConfig():
                 return dataclasses.replace(self, colocate=section)
 
-    def as_colocated(self) -> Config:
-        """Return the configuration as both halves of a colocated worker go by it: ranks and cache are the worker's."""
-        tp, cache = self.colocate.tp, self.colocate.cache
+    @property
+    def conditional(self) -> bool:
+        """Whether decode workers may compute prompts themselves."""
+        return self.disaggregation.mode == "conditional"
+
+    def computes_prompts(self, role: Role) -> bool:
+        """Whether a worker of `role` computes prompts, all or some."""
+        return role is not Role.DECODE or self.conditional
+
+    def with_local_prompts(self, role: Role) -> Config:
+        """Return the configuration as both halves of a worker of `role` go by it that computes its own prompts: ranks
+        and cache are the worker's."""
+        tp, cache = self.tp_for(role), self.override_for(role)
         return dataclasses.replace(
             self,
             prefill=dataclasses.replace(self.prefill, tp=tp, cache=cache),

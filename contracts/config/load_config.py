@@ -95,6 +95,7 @@ def _check_together(config: Config) -> None:
         if storage.backend == backend and not value:
             raise ConfigError(f"config key cache.storage.backend={backend} needs cache.storage.{key}")
     _check_security(config.security)
+    _check_disaggregation(config)
     router = config.router
     if router.max_timeout_s < router.request_timeout_s:
         raise ConfigError(
@@ -130,6 +131,15 @@ def _check_together(config: Config) -> None:
         raise ConfigError(f"config key watch.window_tokens must be at most 1024; got {config.watch.window_tokens}")
     if config.cache.strip_reasoning and not config.cache.reasoning_tokens:
         raise ConfigError("config key cache.strip_reasoning needs cache.reasoning_tokens")
+
+
+def _check_disaggregation(config: Config) -> None:
+    parts, page = config.disaggregation, config.cache_for(Role.DECODE).page_tokens
+    if config.conditional and parts.step_tokens < page:
+        raise ConfigError(
+            f"config key disaggregation.step_tokens={parts.step_tokens} is below decode's cache.page_tokens={page}: "
+            "chunks of prompts end with pages, so a step must have room for one"
+        )
 
 
 def _check_security(security: SecurityConfig) -> None:

@@ -126,6 +126,23 @@ class ColocateConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DisaggregationConfig:
+    """Of a cluster of two pools: whether decode workers may compute prompts themselves."""
+
+    mode: Literal["always", "conditional"] = "always"
+    """always: each prompt is computed by a prefill worker and handed over. conditional: decode workers compute a prompt
+    themselves where its first token would come earlier so, and where no prefill worker can take it; they then need
+    memory for steps of `prefill.chunk_tokens`, too."""
+    step_tokens: int = 128
+    """Tokens of a decode worker's step that has both running requests and prompts: a running request waits no longer
+    for its next token than such a step takes. Rows take one each, first; prompts get the rest, and at least a page. A
+    step without running requests has up to `prefill.chunk_tokens`."""
+    local_tokens: int = 1024
+    """Tokens of prompts that a decode worker may have yet to compute, while a prefill worker could take them; a prompt
+    that would exceed it is handed over. Without a prefill worker there is no such bound."""
+
+
+@dataclass(frozen=True, slots=True)
 class TransferConfig:
     plane: Literal["auto", "local", "shm", "zmq", "nixl", "cuda_ipc", "staged"] = "auto"
     """auto: shm on one host and zmq else, for pools on GPUs cuda_ipc and staged; `serve` says which. local: all in one

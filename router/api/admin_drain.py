@@ -88,7 +88,7 @@ def undrainable(service: RouterService, target: DrainTarget, *, force: bool) -> 
     ready = target.in_state("ready")
     if not ready and not target.is_node and not target.in_state("draining"):
         return conflict(f"{target.name} is {target.entries[0].status.state}: only a ready worker can be drained")
-    for role in {e.record.role for e in ready}:
+    for role in {e.record.role for e in ready} & set(service.core.workers.needed):
         left = [e for e in service.core.workers.staying(role, service.clock.now()) if e not in ready]
         if not left and not force:
             those = ready[0].record.name if len(ready) == 1 else target.name

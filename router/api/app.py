@@ -326,10 +326,11 @@ def _model(service: RouterService, name: str) -> dict[str, Any]:
 
 
 async def _health(service: RouterService, exchange: HttpExchange) -> None:
-    """Answer 200 while both roles have a worker that serves and waiting work advances, else 503 with the problems."""
+    """Answer 200 while each role that is needed has a worker that serves and waiting work advances, else 503 with the
+    problems."""
     core = service.core
     serving = {str(role): len(core.serving(role)) for role in core.workers.roles}
-    problems = [f"no {role} worker can serve" for role, count in serving.items() if not count]
+    problems = [f"no {role} worker can serve" for role in core.workers.needed if not serving[role]]
     if core.progress.stalled_s > service.config.stall_s:
         problems.append(f"work waits and nothing has advanced for {core.progress.stalled_s:.1f} s")
     answer = {

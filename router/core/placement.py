@@ -7,17 +7,20 @@ is left out while there is another. Among the workers that are left, the policy 
 (`router/core/routing_policies.py`).
 
 A colocated worker has both roles, and a request goes to one such worker alone, as prefill is chosen; each sequence that
-it runs counts as `SEQUENCE_TOKENS`.
+it runs counts as `SEQUENCE_TOKENS`. Where decode workers can compute prompts (`disaggregation.mode`), a request goes to
+one of them alone if there is no pair for it, or if it is expected to begin earlier so (`router.core.local_prefill`).
 
 A pair that was picked is booked by the caller until it is unbooked, and `check` recounts the books from the requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from contracts.ids import RequestId, Role
+from router.core.local_prefill import LocalPrefill, LocalReason
 from router.core.routing_policies import RoutingAsk, RoutingPolicy
 from router.kv_indexer.prefix_indexes import PrefixIndexes, PromptHits
 from router.state.prefill_queue import TtftPrediction
@@ -27,15 +30,18 @@ from router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
 
 @dataclass(frozen=True, slots=True)
 class WorkerPair:
-    """The prefill and the decode worker of one attempt; the same one where that is colocated."""
+    """The prefill and the decode worker of one attempt; the same one where that is colocated, or computes the prompt of
+    a request that it decodes."""
 
     prefill: WorkerEntry
     decode: WorkerEntry | None
     """None where only one token is left to draw: prefill draws it."""
+    local: LocalReason | None = None
+    """Why a decode worker computes the prompt; None where it doesn't."""
 
     @property
     def one(self) -> bool:
-        """Whether one worker has both roles."""
+        """Whether one worker does both."""
         return self.decode is self.prefill
 
 
@@ -52,7 +58,15 @@ class PredictedTtft:
 class Placement:
     """Picks and books the workers of requests. Times are seconds of the router core's clock."""
 
-    def __init__(self, workers: WorkerTable, indexes: PrefixIndexes, policy: RoutingPolicy) -> None:
+    def __init__(
+        self,
+        workers: WorkerTable,
+        indexes: PrefixIndexes,
+        policy: RoutingPolicy,
+        local: LocalPrefill | None = None,
+    ) -> None:
+        """`local`: None where decode workers compute no prompts."""
+        self._local = local
         self._workers, self._indexes, self._policy = workers, indexes, policy
         self._turn = 0
         """The number of the latest choice."""
@@ -63,7 +77,18 @@ class Placement:
         """The pair of workers for a request's next attempt; None while there is none."""
         if self._workers.colocated:
             both = self._pick_prefill(Role.COLOCATED, r, now, None)
-            return WorkerPair(both, both) if both is not None else None
+            pair = WorkerPair(both, both) if both is not None else None
+        else:
+            pair = self._pick_pair(r, now)
+            if self._local is not None:
+                pair = self._pick_local(r, pair, self._local, now) or pair
+        for entry in (pair.prefill, pair.decode) if pair is not None else ():
+            if entry is not None:
+                self._chosen(entry)
+        return pair
+
+    def _pick_pair(self, r: RoutedRequest, now: float) -> WorkerPair | None:
+        """A prefill worker, and the decode worker to which it hands the request over."""
         to_decode = r.max_len - r.next_position > 1
         classes = None
         if to_decode:
@@ -71,7 +96,7 @@ class Placement:
             classes = self._workers.classes(Role.DECODE, r.max_len, r.avoid, now)
             if not classes:
                 return None  # before the indexes are asked: many requests may wait
-        prefill = self.pick_prefill(r, now, classes)
+        prefill = self._pick_prefill(Role.PREFILL, r, now, classes)
         if prefill is None:
             return None
         if not to_decode:
@@ -79,25 +104,45 @@ class Placement:
         spoiled = {decode for other, decode in r.spoiled if other == prefill.key}
         hits = self._indexes.hits(r.hashes, now)
         able = self._able(Role.DECODE, r.max_len, r.avoid, now, {prefill.handover}, spoiled)
-        decode = self._policy.decode(able, self._ask(r, hits, now)) if able else None
-        return WorkerPair(prefill, self._chosen(decode)) if decode is not None else None
+        return WorkerPair(prefill, self._policy.decode(able, self._ask(r, hits, now))) if able else None
 
-    def pick_prefill(self, r: RoutedRequest, now: float, classes: Container[str] | None = None) -> WorkerEntry | None:
-        """A prefill worker for a request; None while there is none.
-
-        `classes`: the hand-over classes to choose from; None: all.
-        """
-        return self._pick_prefill(Role.PREFILL, r, now, classes)
+    def _pick_local(
+        self, r: RoutedRequest, pair: WorkerPair | None, local: LocalPrefill, now: float
+    ) -> WorkerPair | None:
+        """A decode worker that computes the prompt itself, where that is better than `pair`, or there is no pair; else
+        None."""
+        able = self._in_class(r, self._able(Role.DECODE, r.max_len, r.avoid, now, None))
+        if not able:
+            return None
+        reason = LocalReason.EARLIER
+        if pair is None:
+            reason = LocalReason.NO_PREFILL
+        elif pair.decode is not None and (pair.prefill.key, pair.decode.key) in r.spoiled:
+            reason = LocalReason.HANDOVER_FAILED
+        hits = self._indexes.hits(r.hashes, now)
+        if reason is LocalReason.EARLIER:
+            able = [e for e in able if local.has_room(e, r.next_position - hits.held.get(e.key, 0))]
+            if not able:
+                return None
+        decode = self._policy.local(able, self._ask(r, hits, now))
+        if reason is LocalReason.EARLIER and pair is not None:
+            here = local.local_s(r, decode, self._uncached(r, decode, now), pair.prefill, now)
+            lacking = r.next_position - (hits.device.get(pair.decode.key, 0) if pair.decode is not None else 0)
+            there = local.handover_s(r, pair.prefill, self._uncached(r, pair.prefill, now), pair.decode, lacking, now)
+            if here is None or there is None or here >= there:
+                return None
+        return WorkerPair(decode, decode, reason)
 
     def _pick_prefill(
         self, role: Role, r: RoutedRequest, now: float, classes: Container[str] | None
     ) -> WorkerEntry | None:
-        able = self._able(role, r.max_len, r.avoid, now, classes)
-        if r.told:
-            able = [e for e in able if e.numerics == r.numerics]
-        if not able:
-            return None
-        return self._chosen(self._policy.prefill(able, self._ask(r, self._indexes.hits(r.hashes, now), now)))
+        able = self._in_class(r, self._able(role, r.max_len, r.avoid, now, classes))
+        return self._policy.prefill(able, self._ask(r, self._indexes.hits(r.hashes, now), now)) if able else None
+
+    @staticmethod
+    def _in_class(r: RoutedRequest, able: list[WorkerEntry]) -> list[WorkerEntry]:
+        """Those in whose numerics class the answer can go on."""
+        return [e for e in able if e.numerics == r.numerics] if r.told else able
 
     def pick_decode(
         self, r: RoutedRequest, avoid: Mapping[WorkerKey, float], now: float, classes: Container[str]
@@ -140,22 +185,42 @@ class Placement:
         them, or too little was seen of those that can."""
         prompts = {r.prompt: r for r in requests}.values()
         role = Role.COLOCATED if self._workers.colocated else Role.PREFILL
-        able = self._workers.able(role, max(r.max_len for r in requests), {}, now)
+        need = max(r.max_len for r in requests)
+        able = self._workers.able(role, need, {}, now)
+        found = self._predicted(requests[0], prompts, able, now)
+        if len(found) < len(able):
+            return None
+        if self._local is not None and not self._workers.colocated:
+            local, there = self._local, bool(able)
+            able = self._workers.able(Role.DECODE, need, {}, now)
+            here = self._predicted(requests[0], prompts, able, now)
+            if there:  # Then they are given only what is measured, and has room.
+                here = [p for p in here if p.worker.prompts.measured(p.tokens, now)]
+                here = [p for p in here if local.has_room(p.worker, p.tokens)]
+            elif len(here) < len(able):
+                return None
+            found += here
+        return min(found, key=lambda one: one.prediction.seconds, default=None)
+
+    def _predicted(
+        self, first: RoutedRequest, prompts: Collection[RoutedRequest], able: Sequence[WorkerEntry], now: float
+    ) -> list[PredictedTtft]:
+        """The predictions of those workers of which enough was seen."""
         found: list[PredictedTtft] = []
         for entry in able:
             sizes = [self._uncached(r, entry, now) for r in prompts]
             tokens = max(*sizes, sum(sizes) // len(able))
-            predicted = entry.prompts.predict(tokens, requests[0].priority, now, requests[0].share)
+            predicted = entry.prompts.predict(tokens, first.priority, now, first.share)
             if predicted is not None:
                 found.append(PredictedTtft(predicted, tokens, entry))
-        return min(found, key=lambda one: one.prediction.seconds) if len(found) == len(able) and found else None
+        return found
 
     def missing(self, r: RoutedRequest, now: float) -> str:
         """Why a queued request has no workers, in words for its error message."""
-        roles = [role for role in self._workers.roles if not self._workers.serving(role, now)]
+        roles = [role for role in self._workers.needed if not self._workers.serving(role, now)]
         if not roles and (unlike := self._workers.unlike(now)):
             return unlike
-        free = "free worker" if self._workers.colocated else "free pair of workers"
+        free = "free pair of workers" if len(self._workers.needed) > 1 else "free worker"
         what = " and no ".join(f"{role} worker" for role in roles) or free
         if left_alone := self._workers.left_alone(now):
             what += f" (left alone after failures: {', '.join(left_alone)})"
@@ -166,19 +231,34 @@ class Placement:
     # ------------------------------------------------------------ book, unbook
 
     def book(self, r: RoutedRequest, pair: WorkerPair, now: float) -> None:
-        """Book the request on this pair, and note its blocks as sent to the prefill worker."""
+        """Book the request on this pair, and note its blocks as sent to both."""
         prefill, decode = pair.prefill, pair.decode
         r.prefill, r.prefill_loaded = prefill.key, self._uncached(r, prefill, now)
+        r.local = str(pair.local or "")
         r.workers = {Role.PREFILL: prefill.record.name}
-        prefill.book(r.id, r.prefill_loaded + (decode.sequence_load if decode is not None and pair.one else 0))
-        prefill.prompts.add(r.id, r.prefill_loaded, r.priority, now, r.share)
-        self._indexes.sent(prefill.key, r.hashes, now)
+        growth = 0
         if decode is not None:
             r.decode = decode.key
             r.workers[Role.DECODE] = decode.record.name
-            if not pair.one:
-                held = self._indexes.hits(r.hashes, now).device.get(decode.key, 0)
-                decode.book(r.id, decode.sequence_load, r.max_len - held)
+            growth = r.max_len - self._indexes.hits(r.hashes, now).device.get(decode.key, 0)
+        if decode is not None and pair.one:
+            growth = growth if pair.local else 0
+            decode.book(r.id, decode.sequence_load, growth, r.prefill_loaded)
+        else:
+            prefill.book(r.id, 0, prompt=r.prefill_loaded)
+            if decode is not None:
+                decode.book(r.id, decode.sequence_load, growth)
+        prefill.prompts.add(r.id, r.prefill_loaded, r.priority, now, r.share)
+        for entry in (prefill, decode):
+            if entry is not None:
+                self._indexes.sent(entry.key, r.hashes, now)
+
+    def transferred(self, r: RoutedRequest, held: int, exposed_s: float) -> None:
+        """Note that a prompt has arrived at the decode worker, which held a part of it, and how many seconds of that
+        came after its computation."""
+        entry = self._workers.get(r.decode) if r.decode else None
+        if entry is not None and not r.on_one_worker:
+            entry.transfers.saw(max(0, r.base - held), exposed_s)
 
     def computed(self, r: RoutedRequest, now: float) -> None:
         """Note that prefill has computed the prompt, which may not have left it yet. Idempotent."""
@@ -194,14 +274,14 @@ class Placement:
         self.computed(r, now)
         entry = self._workers.get(r.prefill) if r.prefill else None
         if entry is not None:
-            entry.load -= r.prefill_loaded
+            entry.prompt_done(r.prefill_loaded)
         r.prefill_loaded = 0
 
     def unbook_prefill(self, r: RoutedRequest, now: float) -> None:
-        """Unbook the request from its prefill worker, which isn't its decode worker. Idempotent."""
+        """Unbook the request from its prefill worker, unless that is its decode worker, too. Idempotent."""
         entry = self._workers.get(r.prefill) if r.prefill else None
         if entry is not None:
-            entry.unbook(r.id, r.prefill_loaded)
+            entry.unbook(r.id, 0, r.prefill_loaded)
             entry.prompts.remove(r.id, now)
         r.prefill, r.prefill_loaded = None, 0
 
@@ -217,18 +297,24 @@ class Placement:
         """Recount the books from all requests, each with the worker that it migrates to, if any; returns a line for
         each disagreement."""
         found = []
-        load: dict[WorkerKey, int] = {}
+        load: Counter[WorkerKey] = Counter()
+        local: Counter[WorkerKey] = Counter()
         members: dict[WorkerKey, set[RequestId]] = {}
         for r, target in requests:
             for key, prompt in ((r.prefill, r.prefill_loaded), (r.decode, None), (target, None)):
                 if key is not None:
-                    sequence = known.sequence_load if (known := self._workers.get(key)) is not None else 1
-                    load[key] = load.get(key, 0) + (sequence if prompt is None else prompt)
+                    known = self._workers.get(key)
+                    sequence = known.sequence_load if known is not None else 1
+                    computes = known is not None and known.record.role is Role.DECODE and prompt is not None
+                    (local if computes else load)[key] += sequence if prompt is None else prompt
                     members.setdefault(key, set()).add(r.id)
         for entry in self._workers:
             if entry.breaker.probe is not None and entry.breaker.probe not in entry.requests:
                 found.append(f"{entry.record.name}: its breaker waits for a request that it doesn't have")
-            want = load.get(entry.key, 0)
+            want = load[entry.key]
+            if entry.local_tokens != local[entry.key]:
+                wanted = local[entry.key]
+                found.append(f"{entry.record.name}: {entry.local_tokens} local tokens booked, requests have {wanted}")
             if not set(entry.prompts) <= entry.requests:
                 found.append(f"{entry.record.name}: prompts wait there whose requests aren't booked")
             if entry.load != want:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from contracts.ids import RequestId
 from contracts.messages.router_commands import Command
@@ -86,6 +87,8 @@ class RouterCounts:
     """Requests that were left to their workers, as their clients may come back."""
     fallbacks: int = 0
     """Legs in which decode had to compute a part of the prompt itself, instead of receiving all of it."""
+    local_prompts: Counter[str] = field(default_factory=Counter)
+    """Attempts whose prompt a decode worker was given to compute, by why."""
 
     def charge(self, cost: AttemptCost) -> None:
         """Count a failed attempt by its cost."""

@@ -29,6 +29,7 @@ from contracts.messages.worker_status import WorkerStatus, WorkerView
 from contracts.sampling_params import TokenLogprob
 from router.core.answer_asks import AnswerAsks, FoundAnswer
 from router.core.failover import AttemptFailure, Fail, Failover, Finish, Retry
+from router.core.local_prefill import LocalPrefill
 from router.core.placement import Placement, PredictedTtft
 from router.core.progress_watch import ProgressWatch
 from router.core.routed_requests import RoutedRequests
@@ -72,19 +73,21 @@ class RouterCore:
         *,
         short_share: float = 0.0,
         cache: CacheConfig = CacheConfig(),  # noqa: B008 (frozen)
+        local: LocalPrefill | None = None,
         told: ToldPrefixes | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        """`short_share`: `prefill.short_share`, of which predictions know. `cache`: of prefill workers. `told`: the
-        index of KV events; None: there is none. `rng`: the draws of policies; None: those of a set seed."""
+        """`short_share`: `prefill.short_share`, of which predictions know. `cache`: of prefill workers. `local`: says
+        when decode workers compute prompts; None: they can't. `told`: the index of KV events; None: there is none.
+        `rng`: the draws of policies; None: those of a set seed."""
         self._config, self._clock, self._mint_room = config, clock, mint_room
-        self.workers = WorkerTable(config, short_share, cache.page_tokens)
-        self.indexes, self._rates = PrefixIndexes(told), PoolRates()
+        self.workers = WorkerTable(config, short_share, cache.page_tokens, conditional=local is not None)
+        self.indexes, self._rates = PrefixIndexes(told, of_decode=local is not None), PoolRates()
         policy = make_policy(config.policy, self._rates, cache.prefetch, rng or random.Random(0))
         self.requests = RoutedRequests()
         self.progress = ProgressWatch(clock, self.requests)
         self.counts, self.damage = RouterCounts(), DamageTotals()
-        self._placement, self._failover = Placement(self.workers, self.indexes, policy), Failover(config)
+        self._placement, self._failover = Placement(self.workers, self.indexes, policy, local), Failover(config)
         self.audits = Audits(audit, clock, self.workers, self.requests, self.requests.queued)
         self.migrations = Migrations(
             config,
@@ -167,7 +170,7 @@ class RouterCore:
             self._retry(r, AttemptFailure(f"lost {entry.record.name}: {reason}", entry.key))
         # An entry that a newer incarnation has replaced can't be found by its key any more: clear its books here.
         entry.requests.clear()
-        entry.load = 0
+        entry.load = entry.local_tokens = 0
 
     def fail_over(self, key: WorkerKey) -> int:
         """Start this worker's requests over on other workers, at the cost of a refusal each; returns how many.
@@ -287,6 +290,7 @@ class RouterCore:
             r.computed_by(pair.prefill.numerics)
             r.room = RoomId(self._mint_room())
             self._placement.book(r, pair, now)
+            self.counts.local_prompts.update([r.local] if r.local else ())
             submit = _submit(r, r.room, now)
             if pair.decode is not None and not pair.one:
                 self._actions.append(SendCommand(pair.decode.key, replace(submit, peer=pair.prefill.peer)))
@@ -333,8 +337,10 @@ class RouterCore:
                 if role is Role.PREFILL:
                     r.reported = True
                     self._placement.prefilled(r, now)
-                elif event.computed_tokens:
-                    self.counts.fallbacks += 1
+                else:
+                    self.counts.fallbacks += bool(event.computed_tokens)
+                    if "exposed" in event.marks and not r.decode_spoke:  # Later reports have the mark again.
+                        self._placement.transferred(r, event.cached_tokens, event.marks["exposed"])
             case PromptScores():
                 if not r.scores_in:
                     r.scores_in = True

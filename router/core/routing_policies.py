@@ -16,7 +16,7 @@ from typing import Protocol
 from contracts.config.cache_config import PrefetchConfig
 from router.core.worker_rates import PoolRates
 from router.kv_indexer.prefix_indexes import PromptHits
-from router.state.worker_table import WorkerEntry
+from router.state.worker_table import SEQUENCE_TOKENS, WorkerEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,9 @@ class RoutingPolicy(Protocol):
     def decode(self, able: Sequence[WorkerEntry], ask: RoutingAsk) -> WorkerEntry:
         """Choose the worker that computes what follows."""
 
+    def local(self, able: Sequence[WorkerEntry], ask: RoutingAsk) -> WorkerEntry:
+        """Choose the decode worker that computes the prompt, too, were no prefill worker to compute it."""
+
 
 def least_loaded(able: Sequence[WorkerEntry]) -> WorkerEntry:
     return min(able, key=lambda e: (e.whole_load, e.turn))
@@ -53,7 +56,7 @@ class LeastLoaded:
     def prefill(self, able: Sequence[WorkerEntry], ask: RoutingAsk) -> WorkerEntry:
         return least_loaded(able)
 
-    decode = prefill
+    decode = local = prefill
 
 
 class RoundRobin:
@@ -62,7 +65,7 @@ class RoundRobin:
     def prefill(self, able: Sequence[WorkerEntry], ask: RoutingAsk) -> WorkerEntry:
         return min(able, key=lambda e: e.turn)
 
-    decode = prefill
+    decode = local = prefill
 
 
 class PowerOfTwo:
@@ -75,7 +78,7 @@ class PowerOfTwo:
     def prefill(self, able: Sequence[WorkerEntry], ask: RoutingAsk) -> WorkerEntry:
         return least_loaded(self._rng.sample(able, min(2, len(able))))
 
-    decode = prefill
+    decode = local = prefill
 
 
 class Session:
@@ -86,7 +89,7 @@ class Session:
         key = hashlib.blake2b(ask.session.encode(), digest_size=16).digest()
         return max(able, key=lambda e: hashlib.blake2b(e.record.name.encode(), digest_size=8, key=key).digest())
 
-    decode = prefill
+    decode = local = prefill
 
 
 class CacheAware:
@@ -96,7 +99,8 @@ class CacheAware:
     measured. Prefill: the tokens in flight there, and those of this prompt that have to be computed, times how slow the
     worker is; what is loaded from its host memory, or from storage, counts as many tokens as would be computed
     meanwhile. Sending pages to decode costs the same whoever computed them, so it counts where decode is chosen: a
-    worker that holds the prompt already is preferred to one with a sequence less.
+    worker that holds the prompt already is preferred to one with a sequence less. A local prompt: room first, then the
+    tokens of prompts that wait there and of this one, and `SEQUENCE_TOKENS` for each sequence.
     """
 
     def __init__(self, rates: PoolRates, prefetch: PrefetchConfig) -> None:
@@ -128,6 +132,17 @@ class CacheAware:
             here = device.get(e.key, 0)
             short = max(0, ask.max_len - here - e.headroom) if e.headroom is not None else 0
             return (short, e.load + e.others - min(1.0, here / positions), e.turn)
+
+        return min(able, key=cost)
+
+    def local(self, able: Sequence[WorkerEntry], ask: RoutingAsk) -> WorkerEntry:
+        held = ask.hits.held
+
+        def cost(e: WorkerEntry) -> tuple[int, int, int]:
+            here = held.get(e.key, 0)
+            short = max(0, ask.max_len - here - e.headroom) if e.headroom is not None else 0
+            waiting = e.local_tokens + e.other_local + ask.positions - here
+            return (short, waiting + SEQUENCE_TOKENS * e.whole_load, e.turn)
 
         return min(able, key=cost)
 

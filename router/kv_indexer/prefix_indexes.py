@@ -2,7 +2,8 @@
 
 A worker whose events are followed in full (*live*) holds what they say, and besides what it was sent in the last
 seconds, which no event confirms yet. Of any other worker what it was sent is all that is known. What decode workers
-hold is known from events alone. A wrong answer costs a worse choice and nothing else.
+hold is known from events alone, unless they compute prompts as well. A wrong answer costs a worse choice and nothing
+else.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ class PromptHits:
 class PrefixIndexes:
     """The indexes of the workers of one router's table. Times are seconds of the router core's clock."""
 
-    def __init__(self, told: ToldPrefixes | None = None) -> None:
-        """`told`: None where there is no index of KV events."""
-        self.told, self.sent_prefixes = told, SentPrefixes()
+    def __init__(self, told: ToldPrefixes | None = None, *, of_decode: bool = False) -> None:
+        """`told`: None where there is no index of KV events. `of_decode`: what decode workers were sent counts, too."""
+        self.told, self.sent_prefixes = told, SentPrefixes(of_decode=of_decode)
         self._keys: list[WorkerKey] = []
         self._sent_slots = np.zeros(0, np.intp)
         """The first slot of each worker of `_keys` in the memory of what was sent; the last slot of all for none."""
@@ -64,7 +65,7 @@ class PrefixIndexes:
         self._told_slots = self._last = None
 
     def sent(self, worker: WorkerKey, hashes: PrefixHashes, now: float) -> None:
-        """Enter the blocks of a prompt that goes to a prefill worker of the table."""
+        """Enter the blocks of a prompt that goes to a worker of the table, if what it is sent is remembered."""
         sent, hits = hashes.blocks_end, None
         if not sent or not self.sent_prefixes.slots(worker):
             return

@@ -52,7 +52,11 @@ class SentWorker:
 class SentPrefixes:
     """What was sent to the workers of the table. Times are seconds of the router core's clock."""
 
-    def __init__(self, sent_bytes: int = SENT_BYTES, recent_bytes: int = RECENT_BYTES) -> None:
+    def __init__(
+        self, sent_bytes: int = SENT_BYTES, recent_bytes: int = RECENT_BYTES, *, of_decode: bool = False
+    ) -> None:
+        """`of_decode`: whether what decode workers are sent is remembered, too."""
+        self._of_decode = of_decode
         self._sent = HolderTable(TableMemory.private(TableSize.of_bytes(sent_bytes)))
         self._halves = [HolderTable(TableMemory.private(TableSize.of_bytes(recent_bytes))) for _ in range(2)]
         self._turned = 0.0
@@ -68,13 +72,14 @@ class SentPrefixes:
         return self._sent
 
     def follow(self, workers: Iterable[WorkerEntry]) -> None:
-        """Take in the table of workers: a slot for each new prefill incarnation, none for workers that are gone."""
+        """Take in the table of workers: a slot for each new incarnation that is remembered, none for workers that are
+        gone."""
         known, self._workers = self._workers, {}
         for entry in workers:
             name, incarnation = entry.record.name, entry.record.incarnation
             worker = known.pop(name, None)
             # While a worker decodes, what it had as a prefill worker is kept.
-            if entry.record.role is not Role.DECODE:
+            if entry.record.role is not Role.DECODE or self._of_decode:
                 if worker is None:
                     worker = SentWorker(incarnation, self._take())
                 elif worker.incarnation != incarnation:

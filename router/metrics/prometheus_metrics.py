@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from contracts.ids import Role
 from contracts.messages.worker_events import LegReport
+from router.core.local_prefill import LocalReason
 from router.core.router_core import RouterCore
 from router.metrics.cache_metrics import tier_metrics
 from router.metrics.draft_metrics import draft_metrics
@@ -231,6 +232,12 @@ class PrometheusMetrics(Collector):
         for role in core.workers.roles:
             serving.add_metric([role], len(core.serving(role)))
         yield serving
+        local = CounterMetricFamily(
+            "twinpool_local_prompts", "Attempts whose prompt a decode worker was given to compute", labels=["reason"]
+        )
+        for reason in LocalReason:
+            local.add_metric([reason], core.counts.local_prompts[reason])
+        yield local
         load = GaugeMetricFamily(
             "twinpool_worker_load",
             "Prompt tokens (prefill), sequences (decode), or both in flight",

@@ -38,6 +38,7 @@ def timeline_of(choice: ChoiceOutput) -> dict[str, Any]:
         },
         "prefill_worker": request.workers.get(Role.PREFILL),
         "decode_worker": request.workers.get(Role.DECODE),
+        "local_prompt": request.local or None,
         "transfer_bytes": received,
         "cached_tokens": choice.cached_tokens,
         "cached_by_tier": dict(prefill.cached_by_tier) if prefill else {},

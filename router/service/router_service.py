@@ -30,6 +30,7 @@ from contracts.key_file import TenantLimits
 from contracts.messages.router_commands import Command
 from contracts.messages.worker_events import Done, Event, LegReport
 from router.core.answer_asks import AskEnded, FoundAnswer
+from router.core.local_prefill import local_prefill
 from router.core.router_actions import DeliverScores, DeliverTokens, EndRequest, NoteReplay, SendCommand
 from router.core.router_core import RouterCore
 from router.kv_indexer.told_prefixes import ToldPrefixes
@@ -133,6 +134,7 @@ class RouterService:
             config.audit,
             short_share=config.prefill.short_share,
             cache=cache,
+            local=local_prefill(config),
             told=told,
             rng=random.Random(),
         )

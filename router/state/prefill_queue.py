@@ -13,7 +13,7 @@ Times are seconds of the router core's clock.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from contracts.ids import RequestId
@@ -30,6 +30,10 @@ ON_TIME = 0.9
 CAUTION = (0.5, 3.0)
 """The least and the most that a prediction is multiplied with."""
 CAUTION_STEP = 0.1
+MEASURED_S = 30.0
+"""Seconds for which what was measured of a worker's prompts tells what its next one would take."""
+MOST_TIMES = 2.0
+"""What was measured of prompts that are all of one size tells of those up to so many times as long."""
 JUDGED_AT_ONCE = 256
 """Refusals whose truth is looked into at a time; the oldest are left out of the count beyond it."""
 
@@ -56,13 +60,31 @@ class PromptCost:
         if self._n < LEAST_PROMPTS:
             return None
         mean_x, mean_y = self._x / self._n, self._y / self._n
-        spread = self._xx / self._n - mean_x * mean_x
+        spread = self._spread
         if spread <= LEAST_SPREAD * mean_x * mean_x:
             return mean_y, 0.0
         slope = max(0.0, (self._xy / self._n - mean_x * mean_y) / spread)
         if slope * mean_x > mean_y:
             return 0.0, mean_y / mean_x  # A prompt can't take less than no time.
         return mean_y - slope * mean_x, slope
+
+    def seconds(self, tokens: int) -> float | None:
+        """Return the seconds of a prompt of `tokens`; None before `LEAST_PROMPTS` were seen."""
+        fit = self.fit()
+        return fit[0] + fit[1] * tokens if fit is not None else None
+
+    def covers(self, tokens: int) -> bool:
+        """Whether prompts were seen that tell of one of `tokens`."""
+        if self._n < LEAST_PROMPTS:
+            return False
+        mean = self._x / self._n
+        return tokens <= MOST_TIMES * mean or self._spread > LEAST_SPREAD * mean * mean
+
+    @property
+    def _spread(self) -> float:
+        """The variance of sizes."""
+        mean = self._x / self._n
+        return self._xx / self._n - mean * mean
 
 
 @dataclass(slots=True)
@@ -157,6 +179,8 @@ class PrefillQueue:
         self._worked_s = 0.0
         """Seconds of work since a prompt was done last."""
         self._at = 0.0
+        self._measured_at = float("-inf")
+        """When a prompt was done last."""
         self._caution = {share: 1.0 for share in (False, True)}
         """What predictions are multiplied with, by `TtftPrediction.share`."""
         self._refused: deque[RefusedPrompt] = deque(maxlen=JUDGED_AT_ONCE)
@@ -178,7 +202,7 @@ class PrefillQueue:
         if (prompt := self._waiting.get(request)) is not None:
             self._work(now)
             self._cost.saw(prompt.tokens, self._worked_s)
-            self._worked_s = 0.0
+            self._worked_s, self._measured_at = 0.0, now
             self.remove(request, now)
 
     def remove(self, request: RequestId, now: float) -> None:
@@ -209,6 +233,21 @@ class PrefillQueue:
 
     # ------------------------------------------------------------ prediction
 
+    @property
+    def cost(self) -> tuple[float, float] | None:
+        """The measured seconds of a prompt and of a token of it; None where too little was seen."""
+        return self._cost.fit()
+
+    def measured(self, tokens: int, now: float) -> bool:
+        """Whether prompts were measured lately that tell of one of `tokens`."""
+        return now - self._measured_at <= MEASURED_S and self._cost.covers(tokens)
+
+    def expect(self, tokens: int, priority: int, now: float, whose: TenantShare = NOBODYS) -> float | None:
+        """Return the seconds to a prompt's first token as `predict` does, but without its caution: what is as often
+        less as more, to be compared with other workers'."""
+        predicted = self._predict(tokens, priority, now, whose, {False: 1.0, True: 1.0})
+        return predicted.seconds if predicted is not None else None
+
     def predict(self, tokens: int, priority: int, now: float, whose: TenantShare = NOBODYS) -> TtftPrediction | None:
         """Return when a prompt's first token would come, were it sent now; None where too little was seen.
 
@@ -216,19 +255,24 @@ class PrefillQueue:
         have their shares meanwhile. A shorter one than the first of them has a share of each step with other short
         ones, if that is quicker.
         """
+        return self._predict(tokens, priority, now, whose, self._caution)
+
+    def _predict(
+        self, tokens: int, priority: int, now: float, whose: TenantShare, caution: Mapping[bool, float]
+    ) -> TtftPrediction | None:
         fit = self._cost.fit()
         if fit is None:
             return None
         own = fit[0] + fit[1] * tokens
         ahead = self._ahead(fit, priority, whose, now)
         if not ahead.in_order:
-            return TtftPrediction(self._caution[False] * ahead.beside(own), False)
+            return TtftPrediction(caution[False] * ahead.beside(own), False)
         urgent = sum(cost for one, cost in ahead.in_order if one.priority > priority)
         mine = sum(cost for one, cost in ahead.in_order if one.priority == priority)
-        in_turn = self._caution[False] * (urgent + ahead.beside(mine + own))
+        in_turn = caution[False] * (urgent + ahead.beside(mine + own))
         if self._short_share and tokens < ahead.in_order[0][0].tokens:
             short = sum(fit[0] + fit[1] * one.tokens for one, _ in ahead.in_order if one.tokens <= tokens)
-            shared = self._caution[True] * ahead.beside((short + own) / self._short_share)
+            shared = caution[True] * ahead.beside((short + own) / self._short_share)
             if shared < in_turn:
                 return TtftPrediction(shared, True)
         return TtftPrediction(in_turn, False)

@@ -92,6 +92,7 @@ class RoutedRequest:
         "id",
         "last_attempt",
         "legs",
+        "local",
         "logprobs",
         "migrations",
         "name",
@@ -183,6 +184,9 @@ class RoutedRequest:
 
     def _clear_attempt(self) -> None:
         self.room: RoomId | None = None
+        self.local = ""
+        """Why a decode worker computes the prompt of this attempt itself (`router.core.local_prefill`); empty where it
+        doesn't."""
         self.prefill: WorkerKey | None = None
         self.decode: WorkerKey | None = None
         self.prefill_loaded = 0
@@ -284,12 +288,12 @@ class RoutedRequest:
 
     @property
     def on_one_worker(self) -> bool:
-        """Whether one colocated worker has both legs."""
+        """Whether one worker has both legs: a colocated one, or a decode worker that computes the prompt."""
         return self.prefill is not None and self.prefill == self.decode
 
     def role_of(self, worker: WorkerKey, event: Event) -> Role:
-        """The role in which one of the request's workers says `event`. A colocated one has both: what it says of the
-        prompt, and whatever it says last, it says as prefill, after which nothing of another worker is to come."""
+        """The role in which one of the request's workers says `event`. A worker of both legs has both: what it says of
+        the prompt, and whatever it says last, it says as prefill, after which nothing of another worker is to come."""
         if worker != self.prefill:
             return Role.DECODE
         if not self.on_one_worker:

@@ -14,7 +14,7 @@ from contracts.messages.fingerprint import binding_class, handover_class, mismat
 from contracts.messages.router_commands import PeerRef
 from contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
 from router.state.circuit_breaker import CircuitBreaker
-from router.state.prefill_queue import PrefillQueue
+from router.state.prefill_queue import PrefillQueue, PromptCost
 
 WorkerKey = tuple[WorkerName, Incarnation]
 """One incarnation of one worker."""
@@ -49,6 +49,13 @@ class WorkerEntry:
     load: int = 0
     """Prefill: prompt tokens in flight. Decode: sequences in flight. Colocated: prompt tokens, and `SEQUENCE_TOKENS`
     for each sequence."""
+    local_tokens: int = 0
+    """Decode: tokens in flight of prompts that it computes itself."""
+    other_local: int = 0
+    """Those that other routers have in flight there, as `others`."""
+    transfers: PromptCost = field(default_factory=PromptCost)
+    """Decode: the seconds that a hand-over takes beyond the computation of its prompt, by the positions that it
+    brings."""
     turn: int = 0
     """The number of the choice that last picked the worker; ties go to the lowest."""
     requests: set[RequestId] = field(default_factory=set)
@@ -73,7 +80,10 @@ class WorkerEntry:
         """Take in what the controller tells of the worker."""
         if status is not self.status:
             self.promised = 0
-            self.others = max(0, self._told_load(record.role, status) - self.load) if status.routers > 1 else 0
+            shared = status.routers > 1
+            self.others = max(0, self._told_load(record.role, status) - self.load) if shared else 0
+            computes = shared and record.role is Role.DECODE
+            self.other_local = max(0, status.prompt_tokens - self.local_tokens) if computes else 0
         self.status = status
         if record is not self.record:
             self._identify(record)
@@ -132,26 +142,43 @@ class WorkerEntry:
         """Note that an operator has cancelled the drain, or that it was refused."""
         self.leaves_until, self.drains = 0.0, False
 
-    def book(self, request: RequestId, load: int, positions: int = 0) -> None:
-        """Book a request that goes to the worker; `load` in the entry's unit, `positions` that it may grow by there."""
+    def book(self, request: RequestId, load: int, positions: int = 0, prompt: int = 0) -> None:
+        """Book a request that goes to the worker; `load` in the entry's unit, `positions` that it may grow by there,
+        `prompt`: tokens that it computes of the prompt."""
         self.load += load
         self.promised += positions
+        self._add_prompt(prompt)
         self.requests.add(request)
         self.breaker.sent(request)
 
-    def unbook(self, request: RequestId, load: int) -> None:
-        """Unbook a request that is gone from the worker; `load`: the part of its load that is still booked."""
+    def unbook(self, request: RequestId, load: int, prompt: int = 0) -> None:
+        """Unbook a request that is gone from the worker; `load` and `prompt`: what is still booked of them."""
         self.load -= load
+        self.prompt_done(prompt)
         self.requests.discard(request)
         self.breaker.left(request)
+
+    def prompt_done(self, tokens: int) -> None:
+        """Unbook tokens of a prompt that the worker has computed, or won't."""
+        self._add_prompt(-tokens)
+
+    def _add_prompt(self, tokens: int) -> None:
+        if self.record.role is Role.DECODE:
+            self.local_tokens += tokens
+        else:
+            self.load += tokens
 
 
 class WorkerTable:
     """The worker table: one entry a worker, of its current incarnation only."""
 
-    def __init__(self, config: RouterConfig, short_share: float = 0.0, page_tokens: int = 0) -> None:
-        """`short_share`: `prefill.short_share`. `page_tokens`: `cache.page_tokens`."""
+    def __init__(
+        self, config: RouterConfig, short_share: float = 0.0, page_tokens: int = 0, *, conditional: bool = False
+    ) -> None:
+        """`short_share`: `prefill.short_share`. `page_tokens`: `cache.page_tokens`. `conditional`: whether decode
+        workers can compute prompts."""
         self._config, self._short_share, self._page_tokens = config, short_share, page_tokens
+        self._conditional = conditional
         self._entries: dict[WorkerName, WorkerEntry] = {}
         self.colocated = False
         """Whether the cluster's workers are colocated: then a request needs one of them, and else one of each role of
@@ -166,8 +193,13 @@ class WorkerTable:
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """The roles of which a request needs a worker each."""
+        """The roles of which a request has a worker each."""
         return (Role.COLOCATED,) if self.colocated else PAIR
+
+    @property
+    def needed(self) -> tuple[Role, ...]:
+        """The roles without which no request can be answered: where decode workers compute prompts, decode alone."""
+        return (Role.DECODE,) if self._conditional and not self.colocated else self.roles
 
     def named(self, name: str) -> WorkerEntry | None:
         return self._entries.get(WorkerName(name))

@@ -23,13 +23,12 @@ from cluster.assembly.host_tier_memory import take_over
 from cluster.assembly.memory_plan import plan_memory, stride
 from cluster.controller.controller_actions import LeaseGrant
 from cluster.ranks.leader_channel import LeaderChannel
-from colocate.worker import ColocatedWorker
+from colocate import decode_class
 from contracts.config.cluster_config import Config
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.interfaces.worker_interface import Worker
 from contracts.messages.fingerprint import numerics_class
 from contracts.messages.worker_status import WorkerRecord, WorkerStatus
-from decode.worker import DecodeWorker
 from engine.runner.model_runner import ModelRunner
 from prefill.worker import PrefillWorker
 from sim.fabric.hash_engine import HashEngine
@@ -194,7 +193,7 @@ def build(
         transport=transport,
         clock=agenda,
     )
-    made = ColocatedWorker if role is Role.COLOCATED else DecodeWorker
+    made = decode_class(role, config)
     drafter = SimDrafter(spec, world.rng.randrange(1 << 30) if config.decode.drafts else 0)
     decode = made(name, incarnation, config, engine, manager, receiver, sleep, sender=sender, drafter=drafter, **common)
     return BuiltWorker(decode, manager, own, followers, receiver)

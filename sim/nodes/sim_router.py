@@ -11,6 +11,7 @@ from contracts.messages.router_commands import Command
 from contracts.messages.worker_events import Event, LegReport
 from contracts.messages.worker_status import WorkerStatus, WorkerView
 from contracts.sampling_params import TokenLogprob
+from router.core.local_prefill import local_prefill
 from router.core.router_actions import DeliverScores, DeliverTokens, EndRequest, NoteReplay, SendCommand
 from router.core.router_core import RouterCore
 from router.links.worker_links import REACHABLE
@@ -64,6 +65,7 @@ class SimRouter:
             config.audit,
             short_share=config.prefill.short_share,
             cache=self._cache,
+            local=local_prefill(config),
         )
         self.links: dict[WorkerKey, SimLink] = {}
         self._client = client

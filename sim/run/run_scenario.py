@@ -398,6 +398,7 @@ class ScenarioRun:
         migrations = self.router.core.migrations.counts
         self.counts["migrated"], self.counts["stayed"] = migrations.migrated, migrations.stayed
         self.counts["replays"] = self.router.core.counts.replays
+        self.counts.update({f"local_{why}": met for why, met in self.router.core.counts.local_prompts.items()})
         return ScenarioResult(
             self.plan.seed, tuple(self.violations), self.agenda.now(), events, self.counts, tuple(self.log or ())
         )

@@ -5,46 +5,64 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from enum import StrEnum
 from itertools import islice
 
 import torch
 
 from sim.run.run_scenario import ScenarioResult, run_plan
 from sim.scenario.colocated import as_colocated
+from sim.scenario.conditional import as_conditional
 from sim.scenario.scenario import Scenario
 from sim.scenario.scenario_draw import draw
 
 _PORTION = 10
 
 
-def plan_of(seed: int, *, colocated: bool = False) -> Scenario:
-    """Draw the plan of a seed; `colocated`: of a cluster of colocated workers."""
+class ClusterKind(StrEnum):
+    """What the workers of a plan's cluster are."""
+
+    POOLS = "pools"
+    COLOCATED = "colocated"
+    """Colocated workers, in place of both pools."""
+    CONDITIONAL = "conditional"
+    """Two pools, of which the decode workers compute prompts, too."""
+
+
+def plan_of(seed: int, kind: ClusterKind = ClusterKind.POOLS) -> Scenario:
+    """Draw the plan of a seed."""
     plan = draw(seed)
-    return as_colocated(plan) if colocated else plan
+    match kind:
+        case ClusterKind.POOLS:
+            return plan
+        case ClusterKind.COLOCATED:
+            return as_colocated(plan)
+        case ClusterKind.CONDITIONAL:
+            return as_conditional(plan)
 
 
-def run_seed(seed: int, *, colocated: bool = False, keep_log: bool = False) -> ScenarioResult:
+def run_seed(seed: int, kind: ClusterKind = ClusterKind.POOLS, *, keep_log: bool = False) -> ScenarioResult:
     """Draw the plan of a seed and run it."""
-    return run_plan(plan_of(seed, colocated=colocated), keep_log=keep_log)
+    return run_plan(plan_of(seed, kind), keep_log=keep_log)
 
 
-def run_seeds(seeds: Sequence[int], jobs: int, *, colocated: bool = False) -> Iterator[ScenarioResult]:
+def run_seeds(seeds: Sequence[int], jobs: int, kind: ClusterKind = ClusterKind.POOLS) -> Iterator[ScenarioResult]:
     """Run seeds in `jobs` processes; yields the results in the order of the seeds."""
     if jobs == 1 or len(seeds) <= _PORTION:
-        yield from (run_seed(seed, colocated=colocated) for seed in seeds)
+        yield from (run_seed(seed, kind) for seed in seeds)
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=_one_thread) as pool:
         waiting = iter(range(0, len(seeds), _PORTION))
         # Only a few portions ahead, so that a caller that stops early has not ordered all of them.
-        ordered = [pool.submit(_portion, seeds[at : at + _PORTION], colocated) for at in islice(waiting, 3 * jobs)]
+        ordered = [pool.submit(_portion, seeds[at : at + _PORTION], kind) for at in islice(waiting, 3 * jobs)]
         while ordered:
             yield from ordered.pop(0).result()
-            ordered += [pool.submit(_portion, seeds[at : at + _PORTION], colocated) for at in islice(waiting, 1)]
+            ordered += [pool.submit(_portion, seeds[at : at + _PORTION], kind) for at in islice(waiting, 1)]
 
 
-def _portion(seeds: Sequence[int], colocated: bool) -> list[ScenarioResult]:
-    return [run_seed(seed, colocated=colocated) for seed in seeds]
+def _portion(seeds: Sequence[int], kind: ClusterKind) -> list[ScenarioResult]:
+    return [run_seed(seed, kind) for seed in seeds]
 
 
 def _one_thread() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from contracts.errors import ConfigError
 from sim.run.run_scenario import run_plan
-from sim.run.run_seeds import plan_of, run_seeds
+from sim.run.run_seeds import ClusterKind, plan_of, run_seeds
 from sim.scenario.scenario import KINDS, Scenario
 from sim.scenario.shrink import shrink
 
@@ -25,8 +25,7 @@ def sim(
     shrinks: bool,
     first: bool,
     say: PrintLine,
-    *,
-    colocated: bool = False,
+    kind: ClusterKind = ClusterKind.POOLS,
 ) -> bool:
     """Run one seed or a range; True if nothing was violated. Raises `ConfigError` for arguments that don't fit."""
     if (seed is None) == (seeds is None):
@@ -35,10 +34,10 @@ def sim(
         raise ConfigError(f"--jobs must be 1 or more, got {jobs}")
     torch.set_num_threads(1)
     if seed is not None:
-        return _one(seed, shrinks, colocated, say)
+        return _one(seed, shrinks, kind, say)
     if shrinks:
         raise ConfigError("--shrink makes one seed smaller: name it with --seed N")
-    return _many(_range(seeds or ""), jobs, first, colocated, say)
+    return _many(_range(seeds or ""), jobs, first, kind, say)
 
 
 def _range(text: str) -> range:
@@ -48,8 +47,8 @@ def _range(text: str) -> range:
     return range(int(first), int(last) + 1)
 
 
-def _one(seed: int, shrinks: bool, colocated: bool, say: PrintLine) -> bool:
-    plan = plan_of(seed, colocated=colocated)
+def _one(seed: int, shrinks: bool, kind: ClusterKind, say: PrintLine) -> bool:
+    plan = plan_of(seed, kind)
     if shrinks:
         if not run_plan(plan).violations:
             say(f"seed {seed} violates nothing: there is nothing to shrink")
@@ -83,10 +82,10 @@ def describe(plan: Scenario) -> list[str]:
     return lines
 
 
-def _many(seeds: range, jobs: int, first: bool, colocated: bool, say: PrintLine) -> bool:
+def _many(seeds: range, jobs: int, first: bool, kind: ClusterKind, say: PrintLine) -> bool:
     began, counts, failed = time.monotonic(), Counter[str](), 0
     virtual, ran = 0.0, 0
-    for result in run_seeds(seeds, jobs, colocated=colocated):
+    for result in run_seeds(seeds, jobs, kind):
         ran += 1
         counts.update(result.counts)
         virtual += result.seconds

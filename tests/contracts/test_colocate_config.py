@@ -17,7 +17,7 @@ def test_both_halves_of_a_colocated_worker_have_its_ranks_and_its_cache() -> Non
     )
     assert [config.cache_for(role).device_tokens for role in Role] == [1024, 512, 4096]
     assert [config.tp_for(role) for role in Role] == [4, 1, 2]
-    mine = config.as_colocated()
+    mine = config.with_local_prompts(Role.COLOCATED)
     assert [mine.cache_for(role).device_tokens for role in Role] == [4096] * 3
     assert [mine.tp_for(role) for role in Role] == [2] * 3
     assert mine.prefill.chunk_tokens == 96

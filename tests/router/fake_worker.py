@@ -106,6 +106,12 @@ def decode_frames(submit: Submit, worker: WorkerName) -> Iterator[list[Event]]:
         yield frame
 
 
+def local_frames(submit: Submit, worker: WorkerName) -> Iterator[list[Event]]:
+    """What a decode worker says to `submit` that computes the prompt itself, frame by frame."""
+    yield from prefill_frames(submit, worker)
+    yield from decode_frames(submit, worker)
+
+
 @dataclass
 class Leg:
     """One submitted attempt on one worker."""

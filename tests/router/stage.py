@@ -24,13 +24,14 @@ from contracts.messages.router_commands import (
 )
 from contracts.messages.worker_events import Done, Event
 from contracts.sampling_params import SamplingParams, TokenLogprob
+from router.core.local_prefill import LocalPrefill
 from router.core.router_actions import DeliverScores, DeliverTokens, EndRequest, NoteReplay, SendCommand
 from router.core.router_core import RouterCore
 from router.state.prefix_hashes import prefix_hashes
 from router.state.routed_request import RoutedRequest
 from router.state.worker_table import WorkerKey
 from router.verification.audit_cases import AuditFinding
-from tests.router.fake_worker import FakeCluster, decode_frames, expected, prefill_frames
+from tests.router.fake_worker import FakeCluster, decode_frames, expected, local_frames, prefill_frames
 
 
 @dataclass
@@ -44,11 +45,20 @@ class StageLeg:
 class Stage:
     """Workers without any I/O, and a router core that believes in them."""
 
-    def __init__(self, prefill: int = 2, decode: int = 2, audit: Mapping[str, Any] = {}, **config: Any) -> None:
+    def __init__(
+        self,
+        prefill: int = 2,
+        decode: int = 2,
+        audit: Mapping[str, Any] = {},
+        local: LocalPrefill | None = None,
+        **config: Any,
+    ) -> None:
         self.clock = ManualClock(100.0)
         self.cluster = FakeCluster(prefill, decode)
         rooms = (f"room-{i}" for i in itertools.count())
-        self.core = RouterCore(RouterConfig(**config), self.clock, lambda: next(rooms), AuditConfig(**audit))
+        self.core = RouterCore(
+            RouterConfig(**config), self.clock, lambda: next(rooms), AuditConfig(**audit), local=local
+        )
         self.legs: dict[tuple[str, RequestId], StageLeg] = {}
         self.said: list[tuple[WorkerKey, Event]] = []
         self.submits: list[tuple[WorkerKey, Submit]] = []
@@ -159,6 +169,9 @@ class Stage:
                 case SendCommand(worker, Submit() as submit):
                     self.submits.append((worker, submit))
                     frames = prefill_frames if worker[0].startswith("prefill") else decode_frames
+                    if submit.peer is None and frames is decode_frames:
+                        frames = local_frames
+                        self.rooms_in.add(submit.room)
                     events = [e for frame in frames(submit, worker[0]) for e in frame]
                     assert (worker[0], submit.request_id) not in self.legs, "an attempt is cancelled before the next"
                     self.legs[worker[0], submit.request_id] = StageLeg(submit, deque(events))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from contracts.ids import Role
-from sim.run.run_seeds import plan_of, run_seed
+from sim.run.run_seeds import ClusterKind, plan_of, run_seed
 
 BLOCK = 10
 
@@ -13,13 +13,13 @@ BLOCK = 10
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 60, BLOCK))
 def test_no_seed_violates_anything(first: int) -> None:
-    results = [run_seed(seed, colocated=True) for seed in range(first, first + BLOCK)]
+    results = [run_seed(seed, ClusterKind.COLOCATED) for seed in range(first, first + BLOCK)]
     assert {r.seed: r.violations for r in results if r.violations} == {}
 
 
 def test_a_plan_for_colocated_workers_strikes_nobody_that_is_not_there() -> None:
     for seed in range(200):
-        plan, split = plan_of(seed, colocated=True), plan_of(seed)
+        plan, split = plan_of(seed, ClusterKind.COLOCATED), plan_of(seed)
         assert plan.shape.workers == {Role.COLOCATED: split.shape.decode}
         assert plan.asks == split.asks
         names = {f"colocated-{n}" for n in range(plan.shape.colocated)}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sim.run.run_seeds import run_seeds
+from sim.run.run_seeds import ClusterKind, run_seeds
 from sim.scenario.scenario import KINDS
 from tests.sim.bugs.run import planted, seeds_to_find
 
@@ -34,7 +34,7 @@ def test_ten_thousand_seeds_violate_nothing(first: int) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("first", range(60, 3060, PORTION))
 def test_three_thousand_seeds_of_colocated_workers_violate_nothing(first: int) -> None:
-    results = list(run_seeds(range(first, first + PORTION), JOBS, colocated=True))
+    results = list(run_seeds(range(first, first + PORTION), JOBS, ClusterKind.COLOCATED))
     assert {r.seed: r.violations for r in results if r.violations} == {}
     met = sum((r.counts for r in results), Counter[str]())
     assert min(met[what] for what in ("preemptions", "retractions", "migrated")) > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from contracts.errors import ErrorKind
@@ -14,7 +16,7 @@ PREFILL, DECODE = Role.PREFILL, Role.DECODE
 OLD, NEW = "invariant:x86-64-v3", "invariant:x86-64-v4"
 
 
-def stage(*classes: str, audit: float = 0.0, **config: float) -> Stage:
+def stage(*classes: str, audit: float = 0.0, **config: Any) -> Stage:
     """Two prefill and two decode workers of these classes, in this order."""
     on = Stage(2, 2, audit={"fraction": audit}, **config)
     for worker, numerics in zip(on.cluster.workers.values(), classes, strict=True):

@@ -1,0 +1,16 @@
+"""Which class a worker is of that generates answers: by its role, and whether it computes prompts as well."""
+
+from __future__ import annotations
+
+from colocate.conditional_decode import ConditionalDecodeWorker
+from colocate.worker import ColocatedWorker
+from contracts.config.cluster_config import Config
+from contracts.ids import Role
+from decode.worker import DecodeWorker
+
+
+def decode_class(role: Role, config: Config) -> type[DecodeWorker]:
+    """Return the class of a decode or colocated worker."""
+    if role is Role.COLOCATED:
+        return ColocatedWorker
+    return ConditionalDecodeWorker if config.conditional else DecodeWorker
