@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from contracts.config.autoscaling_config import AutoscalingConfig
 from contracts.config.cache_config import CacheConfig, CacheOverride
 from contracts.config.router_config import AuditConfig, RouterConfig, WatchConfig
 from contracts.config.security_config import SecurityConfig
@@ -91,6 +92,7 @@ class Config:
     audit: AuditConfig = field(default_factory=AuditConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    autoscaling: AutoscalingConfig = field(default_factory=AutoscalingConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
 
     def cache_for(self, role: Role) -> CacheConfig:
