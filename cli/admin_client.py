@@ -198,7 +198,7 @@ def autoscaler_view(autoscaler: Mapping[str, Any]) -> Any:
     table = plain_table("pool", "needs because", "ready", "wanted", "least", "most", "need")
     for pool in autoscaler["pools"]:
         cells = [pool["ready"], pool["wanted"], pool["least"], pool["most"], _or_dash(pool["need"])]
-        table.add_row(pool["role"], pool["why"], *(str(cell) for cell in cells))
+        table.add_row(pool["role"], Text(pool["why"]), *(str(cell) for cell in cells))
     lines = [f"{one['ago_s']:,.0f} s ago: {one['text']}" for one in autoscaler["decisions"][:SHOWN_DECISIONS]]
     if autoscaler["held_s"]:
         lines.insert(0, f"held for {autoscaler['held_s']:,.0f} s more: an operator has changed a pool")

@@ -9,7 +9,7 @@ virtual clock. The requests of the trace come again and again, at `--calm` times
 in the middle; what of a prompt an earlier one of the same round has is not computed.
 
 `burst`: sizes follow within the bounds; beside it every fixed pair of sizes. `shift`: there may be `--together` workers
-in all; in the second half prompts have an eighth of their tokens and answers eight times as many; beside it every fixed
+in all; in the second half prompts have a fifth of their tokens and answers five times as many; beside it every fixed
 ratio of as many workers. Figures are of all requests: one that was not answered by the end counts as late.
 """
 
@@ -36,6 +36,8 @@ from contracts.ids import PAIR, Role
 
 TRACE = Path("bench/traces/conversation_200.jsonl")
 TTFT_S, ITL_S = 5.0, 0.1
+SHIFT = 5.0
+"""What the shift makes of answers, times their tokens, and of prompts, divided by it."""
 COSTS = ModelCosts(compute_per_s=20_000.0, step_s=0.02, step_each_s=0.0005, pages=40_000, page_tokens=16, start_s=30.0)
 """About a model of 8 billion parameters on a card of today: assumed, not measured."""
 
@@ -165,7 +167,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--calm", type=float, default=0.5, help="times the trace's rate")
     parser.add_argument("--burst", type=float, default=1.5, help="times the trace's rate")
-    parser.add_argument("--together", type=int, default=6, help="workers in all of the shift")
+    parser.add_argument("--together", type=int, default=4, help="workers in all of the shift")
+    parser.add_argument("--steady", type=float, default=0.7, help="times the trace's rate in the shift")
     parser.add_argument("--quick", action="store_true", help="a short run with few fixed sizes, to see that it runs")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args(arguments)
@@ -185,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         out["burst"] = [asdict(one) for one in (found, *others)]
     if args.part in ("shift", "all"):
         total = args.together
-        asks = replayed(lines, [(2 * seconds, args.calm, 1.0), (2 * seconds, args.calm, 8.0)])
+        asks = replayed(lines, [(2 * seconds, args.steady, 1.0), (2 * seconds, args.steady, SHIFT)])
         fixed = [(total // 2, total - total // 2)] if args.quick else [(n, total - n) for n in range(1, total)]
         config = configured(dict.fromkeys(PAIR, total - 1), total)
         begin = {Role.PREFILL: total // 2, Role.DECODE: total - total // 2}
