@@ -115,7 +115,8 @@ class SizingRules:
         self, now: float, pools: Mapping[Role, PoolState], needs: Mapping[Role, PoolNeed]
     ) -> SizingChange | None:
         full = self._room(pools) <= 0
-        no_more = {role: full or bool(pools[role].unplaced) for role in PAIR}
+        # A change needs a start, so where starts fail there is none either.
+        no_more = {role: (full or bool(pools[role].unplaced)) and not self.pools[role].backs_off(now) for role in PAIR}
         short = self._balance.short_pool(now, pools, needs, no_more=no_more)
         if short is None:
             return None

@@ -296,7 +296,6 @@ class Controller:
             node=NOWHERE,
             deadline=now + self._config.start_timeout_s,
             started_at=now,
-            waits=row.waits,
             avoids=tuple(sorted(self.table.nodes.names)),
         )
         self.table.save(fresh)  # Before it is handed out, and before anything here says so.

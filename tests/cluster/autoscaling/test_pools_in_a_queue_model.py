@@ -118,10 +118,13 @@ def test_a_start_that_fails_ends_nothing_and_is_waited_off_longer_each_time() ->
 def test_a_start_without_a_place_is_shown_and_blocks_nothing() -> None:
     """There is room for four workers: starts wait; the other pool still shrinks, and answers go on."""
     run = model(scaling(start_wait_s=600), poisson(8, (8.0, 200.0)), decode=2, places=4)
-    run.run(150.0)
-    waiting = [row for row in run.core.table.rows.values() if row.unplaced]
-    assert waiting
-    assert all(row.waits for row in waiting)
+    waited: set[str] = set()
+    while run.now < 180.0:
+        run.step()
+        waiting = [row for row in run.core.table.rows.values() if row.unplaced]
+        assert all(row.waits for row in waiting if row.name in waited), "shown until it is over, begun anew or not"
+        waited |= {row.name for row in waiting if row.waits}
+    assert waited
     shown = {view.record.name: view.status.waits for view in run.core.views()}
     assert all("a node with a place" in shown[row.name] for row in waiting)
     before = len(run.figures.ttft_s)
@@ -254,13 +257,8 @@ def test_a_ratio_that_fits_is_left_as_it_is() -> None:
 def test_a_worker_whose_new_role_does_not_start_comes_back_in_its_old_one() -> None:
     run = shifting()
     run.breaks = lambda start: start.role is Role.PREFILL
-    run.run(200.0)
-    texts = told(run)
-    assert any("comes back for decode" in text for text in texts), texts
-    run.run(230.0)
-    assert (
-        run.size(Role.PREFILL)
-        + run.size(Role.DECODE)
-        + len([row for row in run.core.table.rows.values() if row.becomes is not None or row.state == "starting"])
-        == 6
-    )
+    while run.now < 200.0 and not any("comes back for decode" in text for text in told(run)):
+        run.step()
+    assert run.size(Role.DECODE) == 2
+    run.run(run.now + COSTS.start_s + 5.0)
+    assert (run.size(Role.PREFILL), run.size(Role.DECODE)) == (3, 3)
