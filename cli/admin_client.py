@@ -25,11 +25,13 @@ WATCH_S = 1.0
 """Seconds between two looks of `status --watch`."""
 POLL_S = 0.2
 """How long a command waits between two looks at the workers."""
+SHOWN_DECISIONS = 5
+"""The autoscaler's latest decisions that `status` shows."""
 SAY_EVERY_S = 5.0
 """How often a drain repeats a line that hasn't changed."""
 STATUS_KEYS = (
     "name", "role", "state", "pid", "node", "incarnation", "running", "waiting", "pages_total", "pages_free",
-    "counters", "stalled_s", "last_end", "breaker", "node_id", "cordoned", "plane",
+    "counters", "stalled_s", "last_end", "waits", "breaker", "node_id", "cordoned", "plane",
 )  # fmt: skip
 
 
@@ -89,9 +91,12 @@ class AdminClient:
             raise ClusterNotFound("no cluster is running on this machine; start one with twinpool serve, or give --url")
         return cls(run.url, ca=ca or run.ca)
 
-    def status(self) -> list[dict[str, Any]]:
-        """Return a row for each worker, with the keys of `STATUS_KEYS` only; a key that the router lacks is None."""
-        return [{key: row.get(key) for key in STATUS_KEYS} for row in self.rows()]
+    def status(self) -> dict[str, Any]:
+        """Return ``workers``, a row for each with the keys of `STATUS_KEYS` only (a key that the router lacks is None),
+        and ``autoscaler`` where there is one."""
+        answer = self.call("GET", "/cluster/status")
+        rows = [{key: row.get(key) for key in STATUS_KEYS} for row in answer["workers"]]
+        return {"workers": rows} | {key: answer[key] for key in ("autoscaler",) if key in answer}
 
     def check(self) -> dict[str, Any]:
         """Have all books recounted; returns ``{"ok", "workers": [{"name", "checked", "violations"}]}``."""
@@ -172,6 +177,8 @@ def status_table(workers: Sequence[Mapping[str, Any]]) -> Any:
 def _troubles(row: Mapping[str, Any]) -> list[str]:
     """Return what an operator should know of a worker besides its state, each part led by a comma."""
     found = []
+    if row.get("waits"):
+        found.append(f", waits for {row['waits']}")
     if row.get("stalled_s"):
         found.append(f", no progress for {row['stalled_s']:.0f} s")
     if row.get("last_end"):
@@ -181,6 +188,33 @@ def _troubles(row: Mapping[str, Any]) -> list[str]:
     if retracted := (row.get("counters") or {}).get("retracted"):
         found.append(f", {retracted:.0f} retracted")
     return found
+
+
+def autoscaler_view(autoscaler: Mapping[str, Any]) -> Any:
+    """Return a rich table of each pool's size, bounds and need, with the autoscaler's latest decisions below it."""
+    from rich.console import Group
+    from rich.text import Text
+
+    table = plain_table("pool", "needs because", "ready", "wanted", "least", "most", "need")
+    for pool in autoscaler["pools"]:
+        cells = [pool["ready"], pool["wanted"], pool["least"], pool["most"], _or_dash(pool["need"])]
+        table.add_row(pool["role"], Text(pool["why"]), *(str(cell) for cell in cells))
+    lines = [f"{one['ago_s']:,.0f} s ago: {one['text']}" for one in autoscaler["decisions"][:SHOWN_DECISIONS]]
+    if autoscaler["held_s"]:
+        lines.insert(0, f"held for {autoscaler['held_s']:,.0f} s more: an operator has changed a pool")
+    return Group(table, *map(Text, lines))
+
+
+def _or_dash(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def status_view(status: Mapping[str, Any]) -> Any:
+    """Return what `twinpool status` shows: the workers, and the autoscaler where there is one."""
+    from rich.console import Group
+
+    workers = status_table(status["workers"])
+    return Group(workers, autoscaler_view(status["autoscaler"])) if "autoscaler" in status else workers
 
 
 def check_table(report: Mapping[str, Any]) -> Any:

@@ -37,7 +37,7 @@ class CommandFlag:
 COMMANDS = {
     "serve": "start a cluster and serve a model",
     "down": "end a cluster of this machine: the newest, or the one of --url",
-    "status": "show the workers",
+    "status": "show the workers, and what the autoscaler does",
     "drain": "stop a worker's admission, or a node's; hand its work on or finish it, and wait until it has left",
     "undrain": "have a draining worker or node admit again, and start again what has left",
     "role": "drain a worker and start it in the other pool",
@@ -273,16 +273,16 @@ def _down(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from cli.admin_client import AdminClient, status_table
+    from cli.admin_client import AdminClient, status_view
 
     operator = AdminClient.find(args.url, args.ca)
     if args.watch:
         return _watch(operator, as_json=args.json)
-    workers = operator.status()
+    status = operator.status()
     if args.json:
-        print(json.dumps({"workers": workers}))
+        print(json.dumps(status))
     else:
-        _show(status_table(workers))
+        _show(status_view(status))
     return FINE
 
 
@@ -291,17 +291,17 @@ def _watch(operator: AdminClient, *, as_json: bool) -> int:
     from rich.console import Console
     from rich.live import Live
 
-    from cli.admin_client import WATCH_S, RouterAway, status_table
+    from cli.admin_client import WATCH_S, RouterAway, status_view
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     with Live(console=console, auto_refresh=False) as live:
         while True:
             try:
-                workers = operator.status()
+                status = operator.status()
             except RouterAway as error:
                 shown: Any = str(error)
             else:
-                shown = json.dumps({"workers": workers}) if as_json else status_table(workers)
+                shown = json.dumps(status) if as_json else status_view(status)
             if as_json or not sys.stdout.isatty():
                 console.print(shown, soft_wrap=as_json)
             else:

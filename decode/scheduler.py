@@ -60,7 +60,7 @@ class DecodeScheduler:
 
     @property
     def counters(self) -> dict[str, float]:
-        return {**self.retraction.counters, "retracted": len(self.retraction)}
+        return {**self.retraction.counters, "retracted": len(self.retraction), "ungranted": len(self.waiting)}
 
     # ------------------------------------------------------------ admission
 

@@ -227,7 +227,8 @@ def serve(
 ) -> None:
     """Serve requests on `bound`, operators' on `admin`, and whoever asks whether this router lives on `live`, until
     SIGTERM or SIGINT. `kv_index`: where the KV index's table is, None where there is none."""
-    service = RouterService(read_model_spec(spec_folder), config, directory, lessor=directory, kv_index=kv_index)
+    spec = read_model_spec(spec_folder)
+    service = RouterService(spec, config, directory, lessor=directory, reporter=directory, kv_index=kv_index)
     log("router listens", address="{}:{}".format(*bound.getsockname()[:2]), model=service.spec.name, pid=os.getpid())
     operators = AdminListener(create_admin_app(service), admin) if admin is not None else None
     RouterServer(create_app(service), service, ready_fd, RouterListeners(operators, live)).run([bound])

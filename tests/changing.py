@@ -39,6 +39,9 @@ class Load:
     url: str
     model: str
     prompts: list[list[int]]
+    streams: int = STREAMS
+    seed: int = 0
+    """Of which prompts are asked for, and of the requests' keys."""
     answers: list[tuple[int, Answer]] = field(default_factory=list)
     resumed: int = 0
     """How often a client's connection broke and it came back with its key."""
@@ -58,10 +61,10 @@ class Load:
 
     async def _all(self, ended: threading.Event) -> None:
         async with httpx.AsyncClient(base_url=self.url, timeout=WAIT_S) as client:
-            await asyncio.gather(*[self._one(client, number, ended) for number in range(STREAMS)])
+            await asyncio.gather(*[self._one(client, number, ended) for number in range(self.streams)])
 
     async def _one(self, client: httpx.AsyncClient, number: int, ended: threading.Event) -> None:
-        rng = random.Random(number)
+        rng = random.Random(self.seed * STREAMS + number)
         while not ended.is_set():
             which = rng.randrange(len(self.prompts))
             body = {

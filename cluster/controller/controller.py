@@ -57,6 +57,9 @@ from contracts.config.cluster_config import ClusterConfig
 from contracts.ids import Incarnation, WorkerName
 from contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
 
+PLACE_S = 10.0
+"""Seconds from its start after which a worker without a node counts as waiting for one."""
+
 
 class Controller:
     """Grants incarnations as leases and decides restarts. Not thread-safe: one loop owns it.
@@ -78,6 +81,11 @@ class Controller:
         self.late_messages = 0
         """Messages of incarnations that had already ended; dropped."""
         self.shutting_down = False
+
+    @property
+    def can_start(self) -> bool:
+        """Whether somebody carries out starts, and the cluster doesn't end."""
+        return self._supervised and not self.shutting_down
 
     @property
     def version(self) -> int:
@@ -132,7 +140,8 @@ class Controller:
         """Note the node that a start's process was placed on; on a cordoned node, the start begins anew elsewhere."""
         row = self._current(name, incarnation)
         if row is not None and row.state is WorkerState.STARTING:
-            row.node = node
+            row.node, row.waits = node, ""
+            row.deadline = self._clock.now() + self._config.start_timeout_s
             row.status = row.own_status()
             if not self.cordoned(node):
                 self.table.saved(row)
@@ -171,7 +180,7 @@ class Controller:
             return self._fenced(record.incarnation)
         now = self._clock.now()
         row.state = advance(row.state, WorkerEvent.REGISTERED)
-        row.record, row.ready_since, row.ever_ready = record, now, True
+        row.record, row.ready_since, row.ever_ready, row.waits = record, now, True, ""
         row.status = row.own_status()
         row.deadline = now + self._config.lease_s
         if row.incarnation > 1:
@@ -250,10 +259,12 @@ class Controller:
         for row in self.table.rows.values():
             if row.serves and now >= row.deadline:
                 self._kill(row, f"no heartbeat for {self._config.lease_s:g} s")
+            elif row.unplaced and self.table.nodes.places and now >= row.started_at + PLACE_S:
+                self._wait_for_place(row, now)
             elif row.state is WorkerState.STARTING and now >= row.deadline:
                 self._kill(row, f"not ready after {self._config.start_timeout_s:g} s")
             due = row.state is WorkerState.DEAD and row.wanted and now >= row.restart_at
-            if due and self._supervised and not self.shutting_down and self._has_place(row):
+            if due and self.can_start and self._has_place(row):
                 self._start(row, now)
         actions, self.table.actions = self.table.actions, []
         return actions
@@ -284,12 +295,27 @@ class Controller:
             ready_since=None,
             node=NOWHERE,
             deadline=now + self._config.start_timeout_s,
+            started_at=now,
             avoids=tuple(sorted(self.table.nodes.names)),
         )
         self.table.save(fresh)  # Before it is handed out, and before anything here says so.
         self.table.rows[row.name] = fresh
         self.table.act(StartWorker(fresh.name, fresh.role, number, fresh.avoids, fresh.only))
         self.table.changed(fresh)
+
+    def _wait_for_place(self, row: WantedWorker, now: float) -> None:
+        """Show that a start waits for a node with a place, and begin it anew from time to time.
+
+        It has served nothing and nothing of it runs, so this counts as no death. Its process is asked for all the
+        while, which is what a Ray autoscaler adds nodes for.
+        """
+        if now >= row.deadline:
+            self.table.end_start(row, f"no node had a place for it within {self._config.start_timeout_s:g} s")
+        elif not row.waits:
+            row.waits = f"a node with a place for a {row.role} worker"
+            row.status = row.own_status()
+            self.table.note(f"{row.name} waits for {row.waits}")
+            self.table.changed(row)
 
     def _kill(self, row: WantedWorker, reason: str) -> None:
         self.table.act(killing(row))
@@ -311,7 +337,7 @@ class Controller:
         now = self._clock.now()
         was_draining = row.state is WorkerState.DRAINING
         row.state = advance(row.state, WorkerEvent.DIED)
-        row.last_reason = reason
+        row.last_reason, row.waits = reason, ""
         row.status = row.own_status()
         self.table.note_end(row)
         delay = row.restarts.died(now, row.ready_since)

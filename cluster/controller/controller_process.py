@@ -17,6 +17,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from cluster.controller.autoscaler import Autoscaler
 from cluster.controller.controller import Controller
 from cluster.controller.controller_ledger import SqliteLedger
 from cluster.controller.controller_server import ControllerServer
@@ -68,7 +69,8 @@ def run(options: argparse.Namespace, ended: threading.Event) -> None:
         certificate.check()
     ledger = SqliteLedger(options.ledger)
     core = Controller(clock, config.cluster, ledger, supervised=False)
-    server = ControllerServer(core, options.address, cluster_secret(), certificate, options.port)
+    autoscaler = Autoscaler(core, clock, config) if config.autoscaling.enabled else None
+    server = ControllerServer(core, options.address, cluster_secret(), certificate, options.port, autoscaler)
     try:
         log.info("controller listens", extra={"endpoint": server.endpoint, "workers": len(core.table.rows)})
         if options.ready_fd is not None:

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import uvloop
 
+from cluster.controller.autoscaler import Autoscaler
 from cluster.controller.controller import Controller
 from cluster.controller.controller_service import ControllerService
 from cluster.controller.lease_streams import LeaseStreams
@@ -29,12 +30,13 @@ class ControllerServer:
         secret: str = "",
         certificate: CertificateFiles | None = None,
         port: int = 0,
+        autoscaler: Autoscaler | None = None,
     ) -> None:
         """Serve on `port` of `address`, 0 for a free one; with a `secret`, calls must carry its token, and with this
         node's `certificate` come from nodes of the cluster. Raises `OSError`."""
         self._core = core
         self._loop = AsyncioThread("controller", uvloop.new_event_loop)
-        self._service = ControllerService(core)
+        self._service = ControllerService(core, autoscaler)
         self._server = ServiceServer(self._loop, f"{address}:{port}", secret, certificate=certificate)
         self._streams = LeaseStreams(self._service.renewal, secret, certificate)
         try:

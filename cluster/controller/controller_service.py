@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from typing import Any
 
 import grpc.aio
 
+from cluster.controller.autoscaler import Autoscaler
 from cluster.controller.controller import Controller
 from cluster.controller.controller_actions import LeaseGrant
 from cluster.controller.controller_ledger import LedgerLost
@@ -29,8 +31,11 @@ from contracts.messages.quota import MOST_CLAIMS
 from contracts.messages.worker_status import EndedWorker, WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
+from contracts.wire.autoscaler_protobuf import autoscaler_to_proto, counts_from_proto
 from contracts.wire.quota_protobuf import claim_from_proto, slice_to_proto
 from contracts.wire.worker_protobuf import record_from_proto, record_to_proto, status_from_proto, status_to_proto
+
+log = logging.getLogger("twinpool.controller")
 
 Context = grpc.aio.ServicerContext[Any, Any]
 FOLD_S = 0.02
@@ -88,8 +93,8 @@ class WatcherLine:
 class ControllerService(pb_grpc.ControllerServicer):
     """The `Controller` service over one controller; every method runs on its loop."""
 
-    def __init__(self, core: Controller) -> None:
-        self._core = core
+    def __init__(self, core: Controller, autoscaler: Autoscaler | None = None) -> None:
+        self._core, self._autoscaler = core, autoscaler
         self._quotas = QuotaLedger(SystemClock())
         self._watchers: set[WatcherLine] = set()
         self._publishing: asyncio.TimerHandle | None = None
@@ -128,6 +133,7 @@ class ControllerService(pb_grpc.ControllerServicer):
     async def ChangeRole(self, request: pb.RoleChange, context: Context) -> pb.Empty:
         name = await _name(request.name, context)
         await self._operate(lambda: self._core.pools.change_role(WorkerName(name), Role(request.role)), context)
+        self._hold(f"an operator has {name} become a {request.role} worker")
         return pb.Empty()
 
     async def Drain(self, request: pb.DrainTarget, context: Context) -> pb.WorkerNames:
@@ -136,18 +142,27 @@ class ControllerService(pb_grpc.ControllerServicer):
 
     async def Undrain(self, request: pb.DrainTarget, context: Context) -> pb.WorkerNames:
         name = await _name(request.name, context)
-        return await self._operate(lambda: self._core.pools.undrain(name), context)
+        names = await self._operate(lambda: self._core.pools.undrain(name), context)
+        self._hold(f"an operator has undrained {name}")
+        return names
 
     async def Add(self, request: pb.PoolSize, context: Context) -> pb.WorkerNames:
         node = await _name(request.node, context)
-        return await self._operate(lambda: self._core.pools.add_some(Role(request.role), request.count, node), context)
+        add = self._core.pools.add_some
+        names = await self._operate(lambda: add(Role(request.role), request.count, node), context)
+        if request.operator:
+            self._hold(f"an operator has added {', '.join(names.workers)}")
+        return names
 
     async def Scale(self, request: pb.PoolSizes, context: Context) -> pb.WorkerNames:
         def scale() -> tuple[WorkerName, ...]:
             sizes = {Role(pool.role): pool.count for pool in request.pools}
             return self._core.pools.scale(sizes, empty=request.empty)
 
-        return await self._operate(scale, context)
+        names = await self._operate(scale, context)
+        sizes = ", ".join(f"{pool.role} to {pool.count}" for pool in request.pools)
+        self._hold(f"an operator has scaled {sizes}")
+        return names
 
     async def Restart(self, request: pb.DrainTarget, context: Context) -> pb.WorkerNames:
         name = await _name(request.name, context)
@@ -165,6 +180,11 @@ class ControllerService(pb_grpc.ControllerServicer):
         self._core.shut_down()
         return pb.Empty()
 
+    def _hold(self, what: str) -> None:
+        """Have the autoscaler leave the pools alone after an operator's change of them."""
+        if self._autoscaler is not None:
+            self._autoscaler.hold(what)
+
     async def _operate(self, change: Callable[[], tuple[WorkerName, ...] | None], context: Context) -> pb.WorkerNames:
         """Make one operator's change; what the controller refuses is refused with its words."""
         try:
@@ -180,9 +200,20 @@ class ControllerService(pb_grpc.ControllerServicer):
         """Let the controller take the time, and send what it decides to its supervisor. A ledger that can't be written
         is told by `ControllerTable.failed`."""
         with contextlib.suppress(OSError, LedgerLost):
+            if self._autoscaler is not None:
+                self._tick_autoscaler(self._autoscaler)
             actions = self._core.tick()
             if self._supervisor is not None:
                 self._supervisor.send([action_to_proto(action) for action in actions])
+
+    @staticmethod
+    def _tick_autoscaler(autoscaler: Autoscaler) -> None:
+        try:
+            autoscaler.tick()
+        except (OSError, LedgerLost):
+            raise
+        except Exception:  # Our own bug; leases and restarts go on without it.
+            log.exception("the autoscaler failed")
 
     async def Supervise(
         self, request_iterator: AsyncIterator[pb.SupervisorReport], context: Context
@@ -240,6 +271,14 @@ class ControllerService(pb_grpc.ControllerServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         slices = [self._quotas.lease(request.router, claim) for claim in claims]
         return pb.QuotaSlices(slices=map(slice_to_proto, slices))
+
+    async def ReportLatency(self, request: pb.LatencyReport, context: Context) -> pb.AutoscalerView:
+        if not 0 < len(request.router) <= NAME_CHARS:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a report names its router")
+        if self._autoscaler is None:
+            return pb.AutoscalerView()
+        self._autoscaler.report(request.router, counts_from_proto(request))
+        return autoscaler_to_proto(self._autoscaler.view())
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.ClusterView]:
         if len(self._watchers) >= MOST_WATCHERS:

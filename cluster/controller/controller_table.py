@@ -24,7 +24,7 @@ from contracts.messages.worker_status import EndedWorker, WorkerView
 
 log = logging.getLogger("twinpool.controller")
 
-WORKER_KEY, CORDONS_KEY = "worker/", "cordoned"
+WORKER_KEY, CORDONS_KEY, AUTOSCALER_KEY = "worker/", "cordoned", "autoscaler"
 
 
 class RowChange(NamedTuple):
@@ -55,6 +55,9 @@ class ControllerTable:
         its table may be ahead of what its successor will read."""
         self._listeners: list[Callable[[], None]] = []
         kept = ledger.begin()
+        self.autoscaler = kept.get(AUTOSCALER_KEY, "")
+        """What an earlier controller's autoscaler has kept (`cluster.controller.autoscaler`); empty where it kept
+        nothing."""
         try:
             self.nodes = NodeTable(json.loads(kept.get(CORDONS_KEY, "[]")))
             for key, text in kept.items():
@@ -67,7 +70,7 @@ class ControllerTable:
         """Enter a row of an earlier controller. Whoever had a lease has one now, as long as any that was granted."""
         now = self.clock.now()
         allowed = self.config.start_timeout_s if row.state is WorkerState.STARTING else self.config.lease_s
-        row.deadline, row.restart_at = now + allowed, now
+        row.deadline, row.restart_at, row.started_at = now + allowed, now, now
         row.ready_since = now if row.serves else None
         self.rows[row.name] = row
         lives = row.serves or row.state is WorkerState.STARTING
@@ -88,6 +91,12 @@ class ControllerTable:
     def save_cordons(self) -> None:
         self._put(CORDONS_KEY, json.dumps(sorted(self.nodes.names)))
         self.changed()
+
+    def save_autoscaler(self, kept: str) -> None:
+        """Store what the autoscaler of the next controller is to know. Raises as `save` does."""
+        if kept != self.autoscaler:
+            self._put(AUTOSCALER_KEY, kept)
+            self.autoscaler = kept
 
     def _put(self, key: str, value: str) -> None:
         try:

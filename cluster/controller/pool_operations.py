@@ -73,7 +73,7 @@ class PoolOperations:
                 raise ConfigError(f"{role} can't be scaled to {count}: {MOST_WORKERS} workers are the most")
         changed: list[WorkerName] = []
         for role, count in counts.items():
-            staying = [row for row in self._table.rows.values() if _stays(row) and (row.becomes or row.role) is role]
+            staying = [row for row in self._table.rows.values() if row.stays and (row.becomes or row.role) is role]
             if len(staying) < count:
                 changed += self.add_some(role, count - len(staying))
             order = sorted(staying, key=lambda row: (row.state is WorkerState.READY, -_number(row.name)))
@@ -81,6 +81,13 @@ class PoolOperations:
                 self._send_away(row)
                 changed.append(row.name)
         return tuple(changed)
+
+    def give_up(self, name: WorkerName) -> None:
+        """Take back the start of a worker that doesn't serve: it is not started again. Refused for one that serves."""
+        row = self._row(name)
+        if row.serves:
+            raise ConfigError(f"{name} is {row.state}: it leaves by drain")
+        self._send_away(row)
 
     def restart(self, name: WorkerName) -> None:
         """Have a worker drain, leave and start again as its next incarnation; one that has left or is dead starts."""
@@ -191,7 +198,7 @@ class PoolOperations:
             row.becomes, row.drains = None, True
             self._table.saved(row)
             return
-        row.wanted = False
+        row.wanted, row.waits = False, ""
         if not self._table.end_start(row, "its pool has enough workers"):
             self._table.saved(row)
 
@@ -226,12 +233,6 @@ class PoolOperations:
         row.restarts.forgive()
         row.status = row.own_status()
         self._table.saved(row)
-
-
-def _stays(row: WantedWorker) -> bool:
-    """Whether a worker is to go on, or to come back."""
-    leaves = row.drains or row.state is WorkerState.DRAINING
-    return row.wanted and (not leaves or row.becomes is not None)
 
 
 def _number(name: str) -> int:

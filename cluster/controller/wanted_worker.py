@@ -47,6 +47,10 @@ class WantedWorker:
     becomes: Role | None = None
     """The role of its next start, which follows when it has left; None: it isn't started again then."""
     last_reason: str = ""
+    waits: str = ""
+    """What its start has waited for; empty where it doesn't wait, or hasn't for long."""
+    started_at: float = 0.0
+    """When its start began, in seconds of the clock."""
     held: bool = False
     """Whether its start is due and waits, because every node is cordoned."""
     changed_at: int = 0
@@ -60,6 +64,17 @@ class WantedWorker:
     def serves(self) -> bool:
         """Whether an incarnation has a lease."""
         return self.state in (WorkerState.READY, WorkerState.DRAINING)
+
+    @property
+    def stays(self) -> bool:
+        """Whether the worker is to go on, or to come back."""
+        leaves = self.drains or self.state is WorkerState.DRAINING
+        return self.wanted and (not leaves or self.becomes is not None)
+
+    @property
+    def unplaced(self) -> bool:
+        """Whether it is starting and has no node yet."""
+        return self.state is WorkerState.STARTING and not self.node.host
 
     def own_status(self) -> WorkerStatus:
         """A status made by the controller itself, for a worker that has sent none yet or whose last one is outdated."""
@@ -76,6 +91,7 @@ class WantedWorker:
             0,
             0,
             last_end=self.last_reason,
+            waits=self.waits,
         )
 
     def view(self, cordoned: bool) -> WorkerView:

@@ -20,6 +20,7 @@ from cluster.assembly.node_shares import MemoryShort, NodeFacts, NodeShare, meas
 from cluster.serve.security_check import check_security, with_absolute_paths
 from contracts import cpu_levels as processor
 from contracts.checkpoint.model_spec import ModelSpec, read_model_spec, served_as
+from contracts.config.autoscaling_config import AutoscalingConfig
 from contracts.config.cluster_config import Config, section_of
 from contracts.config.load_config import load_config
 from contracts.config.plane_choice import with_plane
@@ -298,6 +299,29 @@ def _check_flags(options: ServeOptions) -> None:
         raise ConfigError(f"--port must be between 0 and 65535, got {options.port}")
 
 
+def _check_pools(autoscaling: AutoscalingConfig, plane: str, options: ServeOptions) -> None:
+    """Check that the autoscaler, if there is one, has two pools of processes, within its bounds. Raises
+    `ConfigError`."""
+    if not autoscaling.enabled:
+        return
+    if plane == "local":
+        raise ConfigError("autoscaling.enabled needs workers that are processes: leave out transfer.plane=local")
+    if options.colocate:
+        raise ConfigError("autoscaling.enabled is for pools of prefill and decode workers: leave out --colocate")
+    for role, count in options.workers.items():
+        bounds = autoscaling.bounds(role)
+        if not bounds.min_workers <= count <= bounds.max_workers:
+            raise ConfigError(
+                f"--{role} {count} is outside autoscaling.{role}.min_workers={bounds.min_workers} and "
+                f"max_workers={bounds.max_workers}"
+            )
+    if sum(options.workers.values()) > autoscaling.most_together:
+        raise ConfigError(
+            f"--prefill {options.prefill} and --decode {options.decode} are more than "
+            f"autoscaling.max_workers={autoscaling.max_workers} together"
+        )
+
+
 def _check_config(config: Config, options: ServeOptions) -> None:
     check_security(config.security, options.host, options.port)
     if config.transfer.plane == "local" and options.routers > 1:
@@ -306,6 +330,7 @@ def _check_config(config: Config, options: ServeOptions) -> None:
         raise ConfigError("transfer.plane=local runs everything in one process: leave out --ray-address or the plane")
     if ":" in config.engine.device and options.ray_address is not None:
         raise ConfigError(f"engine.device={config.engine.device}: with --ray-address Ray deals GPUs out; use cuda")
+    _check_pools(config.autoscaling, config.transfer.plane, options)
     pages = {role: config.cache_for(role).page_tokens for role in options.workers}
     if len(set(pages.values())) > 1:
         raise ConfigError(

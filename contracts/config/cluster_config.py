@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from contracts.config.autoscaling_config import AutoscalingConfig
 from contracts.config.cache_config import CacheConfig, CacheOverride
 from contracts.config.router_config import AuditConfig, RouterConfig, WatchConfig
 from contracts.config.security_config import SecurityConfig
@@ -29,7 +30,8 @@ class ClusterConfig:
     lease_s: float = 10.0
     """A worker that could not renew its lease for this long stops sending, and the next incarnation is started."""
     start_timeout_s: float = 120.0
-    """How long a worker may take from its start to its first heartbeat."""
+    """How long a worker may take from its start on a node to its first heartbeat. While no node has a place for it, its
+    start is begun anew as often."""
     stop_timeout_s: float = 4.0
     """Seconds that `serve` has to end in order after Ctrl-C or SIGTERM, before it kills the processes that are left; a
     cluster that is still starting has at most 1.5 s."""
@@ -99,6 +101,7 @@ class Config:
     audit: AuditConfig = field(default_factory=AuditConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    autoscaling: AutoscalingConfig = field(default_factory=AutoscalingConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
 
     def cache_for(self, role: Role) -> CacheConfig:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import yaml
 
+from contracts.config.autoscaling_config import check_autoscaling
 from contracts.config.cluster_config import Config
 from contracts.config.security_config import SecurityConfig
 from contracts.errors import ConfigError
@@ -96,6 +97,7 @@ def _check_together(config: Config) -> None:
             raise ConfigError(f"config key cache.storage.backend={backend} needs cache.storage.{key}")
     _check_security(config.security)
     _check_disaggregation(config)
+    check_autoscaling(config.autoscaling)
     router = config.router
     if router.max_timeout_s < router.request_timeout_s:
         raise ConfigError(
@@ -228,6 +230,7 @@ _MAY_BE_ZERO = {
     "router.max_prompt_logprobs", "router.ttft_slo_ms", "decode.prefix_offer_bytes",
     "cluster.controller_port", "faults.retract_every", "security.admin_port", "audit.fraction", "audit.margin",
     "watch.repetition_tokens", "watch.rare_factor", "cluster.host_memory_share", "cluster.host_memory_bytes",
+    "autoscaling.max_workers", "autoscaling.tolerance", "autoscaling.hold_s",
 }  # fmt: skip
 
 

@@ -90,6 +90,8 @@ class WorkerStatus:
     """Tokens of the prompts that it has which are still to be computed."""
     counters_left_out: bool = False
     """Whether `counters` are empty because they are said more seldom than the rest."""
+    waits: str = ""
+    """What the start of its next incarnation waits for, as far as the controller knows; empty where it doesn't wait."""
 
 
 @dataclass(frozen=True, slots=True)

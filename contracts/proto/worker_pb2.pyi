@@ -462,7 +462,7 @@ class KeptAnswer(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., created: _Optional[int] = ..., prompt_len: _Optional[int] = ..., max_tokens: _Optional[int] = ..., left_s: _Optional[float] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., running: _Optional[bool] = ..., started: _Optional[bool] = ..., reason: _Optional[str] = ..., stop_token: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("name", "role", "state", "pid", "node", "incarnation", "running", "waiting", "pages_total", "pages_free", "steps", "outgoing", "counters", "stalled_s", "longest_step_s", "last_end", "plane", "kv_events", "kv_replay", "routers", "prompt_tokens", "counters_left_out")
+    __slots__ = ("name", "role", "state", "pid", "node", "incarnation", "running", "waiting", "pages_total", "pages_free", "steps", "outgoing", "counters", "stalled_s", "longest_step_s", "last_end", "plane", "kv_events", "kv_replay", "routers", "prompt_tokens", "waits", "counters_left_out")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -491,6 +491,7 @@ class WorkerStatus(_message.Message):
     KV_REPLAY_FIELD_NUMBER: _ClassVar[int]
     ROUTERS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
@@ -513,8 +514,9 @@ class WorkerStatus(_message.Message):
     kv_replay: str
     routers: int
     prompt_tokens: int
+    waits: str
     counters_left_out: bool
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., incarnation: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., steps: _Optional[int] = ..., outgoing: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., stalled_s: _Optional[float] = ..., longest_step_s: _Optional[float] = ..., last_end: _Optional[str] = ..., plane: _Optional[str] = ..., kv_events: _Optional[str] = ..., kv_replay: _Optional[str] = ..., routers: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., counters_left_out: _Optional[bool] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., incarnation: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., steps: _Optional[int] = ..., outgoing: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., stalled_s: _Optional[float] = ..., longest_step_s: _Optional[float] = ..., last_end: _Optional[str] = ..., plane: _Optional[str] = ..., kv_events: _Optional[str] = ..., kv_replay: _Optional[str] = ..., routers: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., waits: _Optional[str] = ..., counters_left_out: _Optional[bool] = ...) -> None: ...
 
 class CheckReport(_message.Message):
     __slots__ = ("name", "pages", "slots", "leases", "rooms", "violations", "kept_answers")
@@ -623,14 +625,16 @@ class WorkerNames(_message.Message):
     def __init__(self, workers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PoolSize(_message.Message):
-    __slots__ = ("role", "count", "node")
+    __slots__ = ("role", "count", "node", "operator")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
+    OPERATOR_FIELD_NUMBER: _ClassVar[int]
     role: str
     count: int
     node: str
-    def __init__(self, role: _Optional[str] = ..., count: _Optional[int] = ..., node: _Optional[str] = ...) -> None: ...
+    operator: bool
+    def __init__(self, role: _Optional[str] = ..., count: _Optional[int] = ..., node: _Optional[str] = ..., operator: _Optional[bool] = ...) -> None: ...
 
 class PoolSizes(_message.Message):
     __slots__ = ("pools", "empty")
@@ -829,3 +833,64 @@ class QuotaSlices(_message.Message):
     SLICES_FIELD_NUMBER: _ClassVar[int]
     slices: _containers.RepeatedCompositeFieldContainer[QuotaSlice]
     def __init__(self, slices: _Optional[_Iterable[_Union[QuotaSlice, _Mapping]]] = ...) -> None: ...
+
+class LatencyReport(_message.Message):
+    __slots__ = ("router", "requests", "first_tokens", "first_late", "gaps", "gaps_late")
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LATE_FIELD_NUMBER: _ClassVar[int]
+    GAPS_FIELD_NUMBER: _ClassVar[int]
+    GAPS_LATE_FIELD_NUMBER: _ClassVar[int]
+    router: str
+    requests: int
+    first_tokens: int
+    first_late: int
+    gaps: int
+    gaps_late: int
+    def __init__(self, router: _Optional[str] = ..., requests: _Optional[int] = ..., first_tokens: _Optional[int] = ..., first_late: _Optional[int] = ..., gaps: _Optional[int] = ..., gaps_late: _Optional[int] = ...) -> None: ...
+
+class PoolSizing(_message.Message):
+    __slots__ = ("role", "ready", "wanted", "least", "most", "need", "why")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    LEAST_FIELD_NUMBER: _ClassVar[int]
+    MOST_FIELD_NUMBER: _ClassVar[int]
+    NEED_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    ready: int
+    wanted: int
+    least: int
+    most: int
+    need: float
+    why: str
+    def __init__(self, role: _Optional[str] = ..., ready: _Optional[int] = ..., wanted: _Optional[int] = ..., least: _Optional[int] = ..., most: _Optional[int] = ..., need: _Optional[float] = ..., why: _Optional[str] = ...) -> None: ...
+
+class SizingDecision(_message.Message):
+    __slots__ = ("ago_s", "text")
+    AGO_S_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    ago_s: float
+    text: str
+    def __init__(self, ago_s: _Optional[float] = ..., text: _Optional[str] = ...) -> None: ...
+
+class AutoscalerView(_message.Message):
+    __slots__ = ("pools", "decisions", "held_s", "counters")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    HELD_S_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    pools: _containers.RepeatedCompositeFieldContainer[PoolSizing]
+    decisions: _containers.RepeatedCompositeFieldContainer[SizingDecision]
+    held_s: float
+    counters: _containers.ScalarMap[str, int]
+    def __init__(self, pools: _Optional[_Iterable[_Union[PoolSizing, _Mapping]]] = ..., decisions: _Optional[_Iterable[_Union[SizingDecision, _Mapping]]] = ..., held_s: _Optional[float] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...

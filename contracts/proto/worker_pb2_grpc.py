@@ -276,6 +276,11 @@ class ControllerStub:
                 request_serializer=contracts_dot_proto_dot_worker__pb2.QuotaClaims.SerializeToString,
                 response_deserializer=contracts_dot_proto_dot_worker__pb2.QuotaSlices.FromString,
                 _registered_method=True)
+        self.ReportLatency = channel.unary_unary(
+                '/twinpool.Controller/ReportLatency',
+                request_serializer=contracts_dot_proto_dot_worker__pb2.LatencyReport.SerializeToString,
+                response_deserializer=contracts_dot_proto_dot_worker__pb2.AutoscalerView.FromString,
+                _registered_method=True)
         self.Add = channel.unary_unary(
                 '/twinpool.Controller/Add',
                 request_serializer=contracts_dot_proto_dot_worker__pb2.PoolSize.SerializeToString,
@@ -364,6 +369,13 @@ class ControllerServicer:
 
     def LeaseQuota(self, request, context):
         """Lease a router slices of tenants' limits, in place of those that it has.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportLatency(self, request, context):
+        """Tell the autoscaler what a router has counted since its start; answers what the autoscaler does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -460,6 +472,11 @@ def add_ControllerServicer_to_server(servicer, server):
                     servicer.LeaseQuota,
                     request_deserializer=contracts_dot_proto_dot_worker__pb2.QuotaClaims.FromString,
                     response_serializer=contracts_dot_proto_dot_worker__pb2.QuotaSlices.SerializeToString,
+            ),
+            'ReportLatency': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportLatency,
+                    request_deserializer=contracts_dot_proto_dot_worker__pb2.LatencyReport.FromString,
+                    response_serializer=contracts_dot_proto_dot_worker__pb2.AutoscalerView.SerializeToString,
             ),
             'Add': grpc.unary_unary_rpc_method_handler(
                     servicer.Add,
@@ -713,6 +730,33 @@ class Controller:
             '/twinpool.Controller/LeaseQuota',
             contracts_dot_proto_dot_worker__pb2.QuotaClaims.SerializeToString,
             contracts_dot_proto_dot_worker__pb2.QuotaSlices.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportLatency(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.Controller/ReportLatency',
+            contracts_dot_proto_dot_worker__pb2.LatencyReport.SerializeToString,
+            contracts_dot_proto_dot_worker__pb2.AutoscalerView.FromString,
             options,
             channel_credentials,
             insecure,

@@ -19,7 +19,8 @@ def call_for(stub: Any, change: PoolChange, **options: Any) -> Any:
     """Begin the call of `stub` (a client of the service `Controller`) that makes a change; `options` are gRPC's."""
     match change:
         case AddWorkers():
-            return stub.Add(pb.PoolSize(role=change.role, count=change.count, node=change.node), **options)
+            size = pb.PoolSize(role=change.role, count=change.count, node=change.node, operator=True)
+            return stub.Add(size, **options)
         case ScalePools():
             pools = [pb.PoolSize(role=role, count=count) for role, count in change.counts.items()]
             return stub.Scale(pb.PoolSizes(pools=pools, empty=change.empty), **options)

@@ -35,6 +35,7 @@ def status_to_proto(s: WorkerStatus) -> pb.WorkerStatus:
         routers=s.routers,
         prompt_tokens=s.prompt_tokens,
         counters_left_out=s.counters_left_out,
+        waits=s.waits,
     )
 
 
@@ -62,6 +63,7 @@ def status_from_proto(m: pb.WorkerStatus) -> WorkerStatus:
         m.routers,
         m.prompt_tokens,
         m.counters_left_out,
+        m.waits,
     )
 
 

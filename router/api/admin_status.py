@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from contracts.ids import Role
+from contracts.messages.autoscaler_messages import AutoscalerView
 from contracts.messages.worker_status import CheckReport, WorkerStatus, WorkerView
 from router.api.asgi_exchange import HttpExchange
 from router.openai.api_errors import ApiError
@@ -92,7 +93,8 @@ async def status(service: RouterService, exchange: HttpExchange) -> None:
     lines = await asyncio.gather(*(_status_of(service, view) for view in views))
     pairs = sorted(zip(lines, views, strict=True), key=lambda pair: _order(pair[0]))
     shown = [status_line(line) | _breaker_of(service, line) | node_of(view) for line, view in pairs]
-    await exchange.answer_json(200, {"workers": shown})
+    scaler = {"autoscaler": _autoscaler_of(service.latency.view)} if service.latency is not None else {}
+    await exchange.answer_json(200, {"workers": shown, **scaler})
 
 
 async def _status_of(service: RouterService, view: WorkerView) -> WorkerStatus:
@@ -106,6 +108,27 @@ async def _status_of(service: RouterService, view: WorkerView) -> WorkerStatus:
             return replace(await port.status(), last_end=view.status.last_end)
     except (OSError, TimeoutError):
         return replace(view.status, state="unreachable")
+
+
+def _autoscaler_of(view: AutoscalerView) -> dict[str, Any]:
+    """Return what the autoscaler told last: its pools, its latest decisions, and for how long it is held."""
+    return {
+        "pools": [
+            {
+                "role": str(pool.role),
+                "ready": pool.ready,
+                "wanted": pool.wanted,
+                "least": pool.least,
+                "most": pool.most,
+                "need": round(pool.need, 2) if pool.need >= 0 else None,
+                "why": pool.why,
+            }
+            for pool in view.pools
+        ],
+        "decisions": [{"ago_s": round(one.ago_s, 1), "text": one.text} for one in view.decisions],
+        "held_s": round(view.held_s, 1),
+        "counters": view.counters,
+    }
 
 
 def node_of(view: WorkerView) -> dict[str, Any]:
@@ -129,6 +152,7 @@ def status_line(s: WorkerStatus) -> dict[str, Any]:
         "outgoing": s.outgoing,
         "stalled_s": round(s.stalled_s, 1),
         "last_end": s.last_end,
+        "waits": s.waits,
         "plane": s.plane,
         "counters": s.counters,
     }

@@ -15,11 +15,13 @@ from contracts.credentials.certificate_files import CertificateFiles
 from contracts.errors import ConfigError, RequestError, WireError
 from contracts.ids import Role, WorkerName
 from contracts.interfaces.discovery import WorkerClient
+from contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts
 from contracts.messages.pool_changes import PoolChange
 from contracts.messages.quota import QuotaClaim, QuotaSlice
 from contracts.messages.worker_status import WorkerRecord, WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
+from contracts.wire.autoscaler_protobuf import autoscaler_from_proto, counts_to_proto
 from contracts.wire.grpc_channels import channel_options
 from contracts.wire.pool_change_protobuf import call_for
 from contracts.wire.quota_protobuf import claim_to_proto, slice_from_proto
@@ -110,6 +112,24 @@ class ControllerDirectory:
         except grpc.aio.AioRpcError as error:
             raise ConnectionError(f"{error.code().name}: {error.details()}") from None
         except WireError as error:
+            raise ConnectionError(f"an answer that can't be read: {error}") from None
+
+    async def report_latency(self, router: str, counts: LatencyCounts) -> AutoscalerView:
+        """Tell the autoscaler what `router` has counted since its start; returns what the autoscaler does.
+
+        Raises `ConnectionError` where the controller doesn't answer, at once where its table isn't being watched.
+        """
+        if self._stub is None:
+            raise ConnectionError("the controller is away")
+        metadata = access_metadata(cluster_secret())
+        try:
+            report = counts_to_proto(router, counts)
+            return autoscaler_from_proto(
+                await self._stub.ReportLatency(report, timeout=LEASE_TIMEOUT_S, metadata=metadata)
+            )
+        except grpc.aio.AioRpcError as error:
+            raise ConnectionError(f"{error.code().name}: {error.details()}") from None
+        except ValueError as error:
             raise ConnectionError(f"an answer that can't be read: {error}") from None
 
     async def _ask(self, call: Callable[..., Any]) -> Any:

@@ -6,6 +6,7 @@ work of the router on it.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -55,6 +56,24 @@ class LatencyTally:
         return HistogramMetricFamily(name, text, buckets=buckets, sum_value=self.sum_s)
 
 
+class TargetTally:
+    """Counts of first tokens and later deliveries, and of those that missed the autoscaler's targets."""
+
+    __slots__ = ("_first_s", "_gap_s", "first_late", "first_tokens", "gaps", "gaps_late")
+
+    def __init__(self, first_s: float = math.inf, gap_s: float = math.inf) -> None:
+        self._first_s, self._gap_s = first_s, gap_s
+        self.first_tokens = self.first_late = self.gaps = self.gaps_late = 0
+
+    def first_token(self, seconds: float) -> None:
+        self.first_tokens += 1
+        self.first_late += seconds > self._first_s
+
+    def gap(self, seconds: float) -> None:
+        self.gaps += 1
+        self.gaps_late += seconds > self._gap_s
+
+
 class PrometheusMetrics(Collector):
     """The metrics of one router; used from its event loop."""
 
@@ -71,6 +90,7 @@ class PrometheusMetrics(Collector):
         self.transfer_bytes = 0
         self.cached_tokens = 0
         self.generated_tokens = 0
+        self.target = TargetTally()
         self.refused_full = 0
         self.disconnects = 0
         self.slow_clients = 0
@@ -94,10 +114,14 @@ class PrometheusMetrics(Collector):
         """
         self.generated_tokens += count
         if choice.first_at:
-            self._itl.observe(now - choice.last_at)
+            gap_s = now - choice.last_at
+            self._itl.observe(gap_s)
+            self.target.gap(gap_s)
         else:
             choice.first_at = now
-            self._ttft.observe(now - choice.request.arrived + choice.tokenise_s)
+            first_s = now - choice.request.arrived + choice.tokenise_s
+            self._ttft.observe(first_s)
+            self.target.first_token(first_s)
         choice.last_at = now
 
     def ended(self, choice: ChoiceOutput) -> None:

@@ -49,6 +49,7 @@ from router.security.api_keys import ApiKeys
 from router.security.tenant_accounts import TenantAccounts
 from router.service.answer_claims import SUPERSEDED, AnswerClaims
 from router.service.body_buffer import BodyBuffer
+from router.service.latency_reports import LatencyListener, LatencyReports
 from router.service.quota_leases import QuotaLeases, QuotaLessor
 from router.service.request_limits import RequestLimits
 from router.service.restored_choice import HASHED_INLINE_BYTES, KeyedRequest, check_headers, usable
@@ -98,6 +99,7 @@ class RouterService:
         model_tokenizer: ModelTokenizer | None = None,
         clock: Clock | None = None,
         lessor: QuotaLessor | None = None,
+        reporter: LatencyListener | None = None,
         mint: Callable[[], str] = lambda: secrets.token_hex(12),
         kv_index: Path | None = None,
     ) -> None:
@@ -143,6 +145,13 @@ class RouterService:
         self.watch = watch if watch.on else None
         self.metrics = PrometheusMetrics(self.core, config.transfer.plane, self.watch, spec.name)
         self.metrics.sources += [self._of_bodies, self.tenants.metrics]
+        self.latency: LatencyReports | None = None
+        """None: no autoscaler is told what requests meet."""
+        if reporter is not None and config.autoscaling.enabled:
+            self.latency = LatencyReports(
+                self.metrics, self.core.counts, reporter, mint(), self.clock, config.autoscaling
+            )
+            self.metrics.sources.append(self.latency.families)
         if told is not None:
             self.metrics.sources.append(lambda: index_metrics(told, self.clock))
         self.worker_links = WorkerLinks(
@@ -173,6 +182,8 @@ class RouterService:
             self._ticker = None
         if self.quotas is not None:
             self.quotas.close()
+        if self.latency is not None:
+            self.latency.close()
         await self.readers.close()
         await self.worker_links.close()
 
@@ -185,6 +196,8 @@ class RouterService:
                         keys.refresh()
                 if self.quotas is not None:
                     self.quotas.tick()
+                if self.latency is not None:
+                    self.latency.tick()
                 self.core.tick()
                 self._act()
             except Exception:  # Our own bug; without further ticks no deadline would be kept.

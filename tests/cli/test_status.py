@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
+
 from rich.console import Console
 
-from cli.admin_client import status_table
+from cli.admin_client import status_table, status_view
 
 
 def test_status_shows_how_many_requests_are_retracted() -> None:
@@ -30,3 +32,24 @@ def test_status_shows_the_plane_by_which_pages_travel() -> None:
         console.print(status_table([row, row | {"name": "decode-1", "plane": None}]))
     first, second = (line.split() for line in shown.get().splitlines() if "decode-" in line)
     assert (first[-1], second[-1]) == ("staged", "-")
+
+
+def test_status_shows_what_the_autoscaler_does_and_what_a_start_waits_for() -> None:
+    pool = {"role": "decode", "ready": 1, "wanted": 2, "least": 1, "most": 4, "need": 1.62, "why": "[pages]"}
+    autoscaler = {
+        "pools": [pool, {**pool, "role": "prefill", "need": None, "why": "nothing was measured yet"}],
+        "decisions": [{"ago_s": 12.3, "text": "decode 1 -> 2 (decode-1 starts): [pages]"}],
+        "held_s": 30.0,
+        "counters": {},
+    }
+    row = {
+        "name": "decode-1", "state": "starting", "node": "", "pid": 0, "incarnation": 1, "running": 0, "waiting": 0,
+        "pages_free": 0, "pages_total": 0, "waits": "a node with a place for a decode worker",
+    }  # fmt: skip
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(status_view({"workers": [row], "autoscaler": autoscaler}))
+    text = console.export_text()
+    assert "starting, waits for a node with a place for a decode worker" in text
+    assert "12 s ago: decode 1 -> 2 (decode-1 starts): [pages]" in text
+    assert "held for 30 s more: an operator has changed a pool" in text
+    assert "1.6" in text

@@ -1,0 +1,100 @@
+"""How many workers each pool needs for the load that was measured.
+
+*Prefill.* The offered load is what prompts ask of a worker's time: tokens a second that had to be computed, over the
+tokens a second that a worker computes. The pool needs the most of: so many that they are busy for `prefill_use` of
+their time; so many that `attainment` of the prompts wait less than `queue_target_s` (`queue_formula`); with a queue
+that is longer than that, so many that it is gone by the next growth; and one more where first tokens are late though
+prefill has work and decode had pages for all prompts.
+
+*Decode.* Requests hold pages; the pool needs so many workers that these are `decode_use` of their pages. Pages that
+are held for prompts which prefill has yet to compute are prefill's lack, not decode's, and are left out; requests
+whose prompts are computed and that wait for pages count as much as those that run. One worker more is needed where
+requests were put off for want of pages, where prefill stands still because decode has no pages for its prompts, and
+where tokens come late and workers run several requests.
+
+A need that asks for one more is counted from the workers that serve: it asks for nothing further while one is starting.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cluster.autoscaling.load_window import MeasuredLoad
+from cluster.autoscaling.queue_formula import workers_needed
+from contracts.config.autoscaling_config import AutoscalingConfig
+
+SEVERAL = 2.0
+"""Requests that a decode worker runs, from which fewer would be quicker."""
+
+
+class PoolNeed(NamedTuple):
+    """What one pool needs."""
+
+    workers: float
+    """Below 0 while that isn't known."""
+    why: str
+    load: float = 0.0
+    """The pool's load whatever its size: tokens a second that are to be computed, or that are generated."""
+    urgent: bool = False
+    """Whether requests wait or come late: nobody leaves then, and the pool grows soon."""
+
+    @property
+    def known(self) -> bool:
+        return self.workers >= 0
+
+
+UNKNOWN = -1.0
+
+
+def prefill_need(config: AutoscalingConfig, load: MeasuredLoad) -> PoolNeed:
+    """What the prefill pool needs."""
+    if not load.prefill:
+        return PoolNeed(UNKNOWN, "no worker serves")
+    if not load.rate:
+        return PoolNeed(UNKNOWN, "no worker has told yet how fast it computes")
+    offered = load.offered / load.rate
+    found = [(offered / config.prefill_use, f"{load.offered:,.0f} tokens/s to compute, {load.rate:,.0f} a worker")]
+    if load.requests > 0 and offered > 0:
+        share, limit_s = 1 - config.attainment, config.queue_target_s
+        need = workers_needed(offered, offered / load.requests, limit_s, share)
+        found.append((need, f"{load.requests:.1f} prompts/s that shall wait less than {limit_s:g} s"))
+    queued = load.queue_s > config.queue_target_s and not _stands_still(config, load)
+    if queued:
+        clearing = offered + load.backlog / (load.rate * config.grow_cooldown_s)
+        found.append((clearing, f"{load.queue_s:.1f} s of prompts wait"))
+    late = load.first.missed(config.attainment)
+    works = load.busy >= config.prefill_use / 2 or queued
+    if late and works and not load.lacked:
+        found.append((load.prefill + 1.0, f"{load.first.late_share:.0%} of first tokens are late"))
+    workers, why = max(found)
+    return PoolNeed(workers, why, load.offered, late or (queued and workers > load.prefill))
+
+
+def decode_need(config: AutoscalingConfig, load: MeasuredLoad, page_tokens: int) -> PoolNeed:
+    """What the decode pool needs. `page_tokens`: tokens of a page."""
+    if not load.decode or not load.pages:
+        return PoolNeed(UNKNOWN, "no worker serves")
+    stuck = _stands_still(config, load)
+    promised = 0 if stuck else min(load.used_pages, load.backlog // page_tokens)
+    held = load.used_pages - promised
+    if load.lacking and load.running:
+        held = round(held * (load.running + load.lacking) / load.running)
+    each = load.pages / load.decode
+    found = [(held / (each * config.decode_use), f"requests ask for {held / load.pages:.0%} of its pages")]
+    one_more, running = load.decode + 1.0, load.running / load.decode
+    if load.put_off:
+        found.append((one_more, f"{load.put_off} requests were put off for want of pages"))
+    if load.lacking >= 1 or stuck:
+        found.append((max(one_more, found[0][0]), f"{load.lacking:.0f} requests wait for its pages"))
+    late = load.gaps.missed(config.attainment)
+    several = running >= SEVERAL
+    if late and several:
+        text = f"{load.gaps.late_share:.0%} of tokens are late, with {running:.1f} requests a worker"
+        found.append((one_more, text))
+    workers, why = max(found)
+    return PoolNeed(workers, why, load.generated, late or stuck or load.lacking >= 1 or load.put_off > 0)
+
+
+def _stands_still(config: AutoscalingConfig, load: MeasuredLoad) -> bool:
+    """Whether prefill has a queue and computes little, because decode has no pages for its prompts."""
+    return load.ungranted > 0 and load.backlog > 0 and load.busy < config.prefill_use / 2

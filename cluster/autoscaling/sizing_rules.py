@@ -1,0 +1,130 @@
+"""The autoscaler's decisions: what both pools need, damped, within all bounds. The same inputs give the same decisions.
+
+At most one of the pools' changes is of roles. A pool that is short grows before any other gives a worker away; where
+both are short and there is no room for both, the one whose pressure is higher comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cluster.autoscaling.load_window import MeasuredLoad
+from cluster.autoscaling.pool_damping import PoolDamping
+from cluster.autoscaling.pool_need import PoolNeed, decode_need, prefill_need
+from cluster.autoscaling.pool_state import PoolState
+from cluster.autoscaling.role_balance import RoleBalance
+from contracts.config.autoscaling_config import AutoscalingConfig
+from contracts.ids import PAIR, Role
+
+
+@dataclass(frozen=True, slots=True)
+class GrowPool:
+    """Start `count` workers."""
+
+    role: Role
+    count: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShrinkPool:
+    """Have `count` workers drain and leave."""
+
+    role: Role
+    count: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class CancelStarts:
+    """Take back `count` starts that wait for a node."""
+
+    role: Role
+    count: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeRole:
+    """Have a worker of the other pool drain and come back in `role`."""
+
+    role: Role
+    why: str
+
+
+SizingChange = GrowPool | ShrinkPool | CancelStarts | ChangeRole
+
+
+class SizingRules:
+    """The rules of both pools, and what they remember."""
+
+    def __init__(self, config: AutoscalingConfig, page_tokens: int) -> None:
+        """`page_tokens`: tokens of a page of a decode worker."""
+        self._config, self._page_tokens = config, page_tokens
+        bounds = {role: config.bounds(role) for role in PAIR}
+        self.pools = {role: PoolDamping(config, bounds[role].min_workers, bounds[role].max_workers) for role in PAIR}
+        self._balance = RoleBalance(config)
+        self.needs: dict[Role, PoolNeed] = {}
+        """What was needed at the last decision."""
+
+    def decide(
+        self, now: float, pools: Mapping[Role, PoolState], load: MeasuredLoad, *, held: bool = False
+    ) -> list[SizingChange]:
+        """What is to be changed now. `held`: observe only. What is returned counts as done."""
+        needs = {
+            Role.PREFILL: prefill_need(self._config, load),
+            Role.DECODE: decode_need(self._config, load, self._page_tokens),
+        }
+        self.needs = needs
+        for role in PAIR:
+            self.pools[role].observe(now, needs[role], pools[role])
+        if held:
+            return []
+        changes: list[SizingChange] = self._grow(now, pools, needs)
+        grown = {change.role for change in changes}
+        for role in PAIR:
+            if role not in grown and (change := self._fewer(now, role, pools[role])) is not None:
+                changes.append(change)
+        if not changes and (change := self._other_role(now, pools, needs)) is not None:
+            changes.append(change)
+        return changes
+
+    def _grow(self, now: float, pools: Mapping[Role, PoolState], needs: Mapping[Role, PoolNeed]) -> list[SizingChange]:
+        changes: list[SizingChange] = []
+        for role in sorted(PAIR, key=lambda role: -needs[role].workers / max(1, pools[role].wanted)):
+            asked = self.pools[role].growth(now, needs[role], pools[role])
+            started = sum(change.count for change in changes if isinstance(change, GrowPool))
+            count = min(asked, self._room(pools) - started)
+            if count > 0:
+                short = pools[role].wanted < self.pools[role].least
+                changes.append(GrowPool(role, count, "it has fewer than its least" if short else needs[role].why))
+                self.pools[role].grown(now, needs[role], pools[role])
+        return changes
+
+    def _fewer(self, now: float, role: Role, pool: PoolState) -> SizingChange | None:
+        damping = self.pools[role]
+        if (count := damping.not_wanted(now, pool)) > 0:
+            return CancelStarts(role, count, "the load has fallen before a node had a place")
+        if (count := damping.shrinkage(now, pool)) > 0:
+            damping.shrunk(now)
+            return ShrinkPool(role, count, f"for {damping.window_s:g} s fewer were enough ({self.needs[role].why})")
+        return None
+
+    def _other_role(
+        self, now: float, pools: Mapping[Role, PoolState], needs: Mapping[Role, PoolNeed]
+    ) -> SizingChange | None:
+        full = self._room(pools) <= 0
+        # A change needs a start, so where starts fail there is none either.
+        no_more = {role: (full or bool(pools[role].unplaced)) and not self.pools[role].backs_off(now) for role in PAIR}
+        short = self._balance.short_pool(now, pools, needs, no_more=no_more)
+        if short is None:
+            return None
+        self._balance.changed(now)
+        for role in PAIR:
+            self.pools[role].changed(now)
+        return ChangeRole(short, needs[short].why)
+
+    def _room(self, pools: Mapping[Role, PoolState]) -> int:
+        """How many workers more both pools may have together."""
+        return self._config.most_together - sum(pools[role].wanted for role in PAIR)

@@ -1,0 +1,333 @@
+"""The autoscaler: brings the pools to what the load needs, through the operations that operators have too.
+
+What is decided is in `cluster.autoscaling`; here the table becomes their inputs, and their decisions become operations.
+It starts workers, has them leave by drain (which migrates what runs), and has them change their role; it ends none.
+
+- *Operators come first.* After one has added, scaled, drained, undrained a worker or changed its role, both pools are
+  left alone for `autoscaling.hold_s`; then the autoscaler goes on from the sizes that there are. Cordons and drains of
+  nodes don't hold it: what leaves a node may be started elsewhere, and nothing on the node.
+- *A start that fails ends nothing.* It is taken back, and the pool doesn't grow for a while, longer each time. A worker
+  that was to change its role comes back in its old one. A start without a place is given up after
+  `autoscaling.start_wait_s`, or as soon as it isn't needed any more.
+- *It survives its controller.* Which starts and drains are its own, and that an operator holds it, is in the ledger;
+  the load is measured anew, so that nobody leaves before a whole `shrink_window_s` was observed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.autoscaling.load_window import LatencyTotals, LoadWindow
+from cluster.autoscaling.pool_state import PoolState, WorkerLoad
+from cluster.autoscaling.sizing_rules import (
+    CancelStarts,
+    ChangeRole,
+    GrowPool,
+    ShrinkPool,
+    SizingChange,
+    SizingRules,
+)
+from cluster.controller.controller import Controller
+from cluster.controller.wanted_worker import WantedWorker
+from cluster.controller.worker_states import WorkerState
+from contracts.clock import Clock
+from contracts.config.cluster_config import Config
+from contracts.errors import ConfigError
+from contracts.ids import PAIR, Role, WorkerName
+from contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts, PoolSizing, SizingDecision
+
+DECISIONS_KEPT = 16
+COUNTERS = ("grown", "shrunk", "role_changes", "starts_failed", "starts_given_up", "holds")
+
+
+@dataclass(slots=True)
+class OwnStart:
+    """A start that the autoscaler has ordered and that hasn't succeeded yet."""
+
+    was: Role | None
+    """The role that the worker had before; None for one more worker."""
+    since: float
+    deaths: int
+
+
+class Autoscaler:
+    """The autoscaler of one controller; on the controller's loop."""
+
+    def __init__(self, core: Controller, clock: Clock, config: Config) -> None:
+        self._core, self._table, self._clock = core, core.table, clock
+        self._config = config.autoscaling
+        self._window = LoadWindow(self._config.window_s)
+        self._totals = LatencyTotals()
+        self._rules = SizingRules(self._config, config.cache_for(Role.DECODE).page_tokens)
+        self._next = clock.now()
+        self._starts: dict[WorkerName, OwnStart] = {}
+        self._sent: set[WorkerName] = set()
+        """Workers that it has told to leave and that haven't left yet."""
+        self._held_until = -1.0
+        self._decisions: deque[tuple[float, str]] = deque(maxlen=DECISIONS_KEPT)
+        self._counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        self._pause = ""
+        """Why nothing is decided; empty while something may be."""
+        self._take_up()
+        self._gone = {row.name for row in self._table.rows.values() if self._leaves(row)}
+        """Workers that leave or have left, by which those that begin to are seen."""
+
+    def _take_up(self) -> None:
+        """Go on from what an earlier controller's autoscaler has kept. Raises `ConfigError` where it can't be read."""
+        if not self._table.autoscaler:
+            return
+        now = self._clock.now()
+        try:
+            kept = json.loads(self._table.autoscaler)
+            for name, was in kept["starts"].items():
+                self._starts[WorkerName(name)] = OwnStart(Role(was) if was else None, now, 0)
+            self._sent = {WorkerName(name) for name in kept["sent"]}
+            if kept["held"]:
+                self._held_until = now + self._config.hold_s
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"the ledger holds an autoscaler that this version can't read: {error!r}") from None
+
+    def _keep(self) -> None:
+        kept: dict[str, Any] = {
+            "starts": {name: start.was for name, start in self._starts.items()},
+            "sent": sorted(self._sent),
+            "held": self._clock.now() < self._held_until,
+        }
+        self._table.save_autoscaler(json.dumps(kept))
+
+    # ------------------------------------------------------------ what it hears
+
+    def report(self, router: str, counts: LatencyCounts) -> None:
+        """Take in what a router has counted since its start."""
+        self._totals.report(router, counts)
+
+    def hold(self, what: str) -> None:
+        """Leave both pools alone for `hold_s`: an operator has changed one. `what`: how, in words."""
+        now = self._clock.now()
+        self._held_until = now + self._config.hold_s
+        self._counts["holds"] += 1
+        for role in PAIR:
+            self._rules.pools[role].changed(now)
+        # The operator takes over: what was begun goes on, and is no longer the autoscaler's to take back.
+        self._starts.clear()
+        self._gone = {row.name for row in self._table.rows.values() if self._leaves(row)}
+        self._decide(f"leaves the pools alone for {self._config.hold_s:g} s: {what}")
+        self._keep()
+
+    # ------------------------------------------------------------ the passing of time
+
+    def tick(self) -> None:
+        """Do what is due; to be called about every 100 ms. Raises as the ledger does."""
+        now = self._clock.now()
+        self._note_drains()
+        if now < self._next:
+            return
+        self._next = now + self._config.period_s
+        self._pause = self._unfit()
+        if self._pause:
+            return
+        self._settle_starts(now)
+        pools = {role: self._pool(role) for role in PAIR}
+        load = self._window.take(now, [self._load(row) for row in self._ready()], self._totals.total)
+        for change in self._rules.decide(now, pools, load, held=now < self._held_until):
+            self._apply(change, now)
+        self._keep()
+
+    def _unfit(self) -> str:
+        """Why nothing can be decided now; empty where something can."""
+        if not self._core.can_start:
+            return "the cluster ends" if self._core.shutting_down else "nobody is there who starts workers"
+        silent = [row.name for row in self._ready() if row.status is None or not row.status.pages_total]
+        return f"{', '.join(silent[:4])} hasn't told its load yet" if silent else ""
+
+    def _ready(self) -> list[WantedWorker]:
+        """Workers that serve and are to go on."""
+        ready = WorkerState.READY
+        return [r for r in self._table.rows.values() if r.state is ready and not r.drains and r.role in PAIR]
+
+    def _load(self, row: WantedWorker) -> WorkerLoad:
+        status = row.status
+        assert status is not None, "those that haven't told their load are waited for"
+        counters = status.counters
+        return WorkerLoad(
+            row.name,
+            row.incarnation,
+            row.role,
+            row.counters_at,
+            status.running,
+            status.pages_total,
+            status.pages_free,
+            status.prompt_tokens,
+            computed=counters.get("prompt_tokens_computed", 0.0),
+            generated=counters.get("tokens_generated", 0.0),
+            compute_rate=counters.get("compute_tokens_per_s", 0.0),
+            retractions=counters.get("retractions", 0.0),
+            retracted=counters.get("retracted", 0.0),
+            ungranted=counters.get("ungranted", 0.0),
+        )
+
+    def _pool(self, role: Role) -> PoolState:
+        rows = self._table.rows.values()
+        own = [row for row in rows if row.role is role and row.becomes in (None, role) and row.wanted]
+        coming = [row for row in rows if row.becomes is role and row.role is not role]
+        restarting = [row for row in own if row.serves and row.becomes is role]
+        starting = [row for row in own if row.state is WorkerState.STARTING]
+        return PoolState(
+            role,
+            ready=sum(row.state is WorkerState.READY and not row.drains for row in own),
+            starting=sum(not row.waits for row in starting) + len(coming) + len(restarting),
+            unplaced=sum(bool(row.waits) for row in starting),
+            dead=sum(row.state is WorkerState.DEAD for row in own),
+            leaving=sum(row.role is role and row.serves and (row.drains or self._leaves(row)) for row in rows),
+        )
+
+    @staticmethod
+    def _leaves(row: WantedWorker) -> bool:
+        return row.state in (WorkerState.DRAINING, WorkerState.LEFT) or (row.drains and row.serves)
+
+    def _note_drains(self) -> None:
+        """See workers begin to leave that the autoscaler hasn't told to: an operator, or who ends their processes, has.
+
+        One that leaves because its node is drained holds nothing up, and neither does one that only starts again.
+        """
+        rows = self._table.rows
+        gone = {row.name for row in rows.values() if self._leaves(row)}
+        new, self._gone = gone - self._gone, gone
+        for name in sorted(new):
+            row = rows[name]
+            if row.becomes is None and name not in self._sent and not self._core.cordoned(row.node):
+                self.hold(f"{name} was drained")
+        if left := {name for name in self._sent if name not in rows or not rows[name].serves}:
+            self._sent -= left
+            self._keep()
+
+    def _settle_starts(self, now: float) -> None:
+        """See which of its own starts have succeeded, failed, or waited for too long."""
+        for name, start in list(self._starts.items()):
+            row = self._table.rows.get(name)
+            if row is None or not row.wanted:
+                self._starts.pop(name)
+                if row is not None and row.state is WorkerState.DEAD:
+                    self._failed(row, start, now, f"failed ({row.last_reason})")
+            elif row.becomes is not None:
+                start.since = now  # It drains yet.
+            elif row.state is WorkerState.READY:
+                self._starts.pop(name)
+                self._rules.pools[row.role].started()
+            elif row.restarts.deaths > start.deaths:
+                self._starts.pop(name)
+                self._failed(row, start, now, f"failed ({row.last_reason})")
+            elif row.unplaced and now >= start.since + self._config.start_wait_s:
+                self._starts.pop(name)
+                self._counts["starts_given_up"] += 1
+                self._failed(row, start, now, f"found no place within {self._config.start_wait_s:g} s")
+
+    def _failed(self, row: WantedWorker, start: OwnStart, now: float, why: str) -> None:
+        """Take a start back, and let the pool rest."""
+        role, back = row.role, ""
+        pause = self._rules.pools[role].failed(now)
+        self._counts["starts_failed"] += 1
+        if row.wanted:
+            self._core.pools.give_up(row.name)
+        if start.was is not None and start.was is not role:
+            self._core.pools.add(row.name, start.was)
+            back = f"; it comes back for {start.was}"
+        self._decide(f"{role}: the start of {row.name} {why}{back}; it does not grow for {pause:g} s")
+
+    # ------------------------------------------------------------ what it does
+
+    def _apply(self, change: SizingChange, now: float) -> None:
+        """Carry out one decision; where the controller refuses it, that is shown."""
+        try:
+            match change:
+                case GrowPool():
+                    self._grow(change, now)
+                case ShrinkPool():
+                    self._shrink(change)
+                case CancelStarts():
+                    self._cancel(change)
+                case ChangeRole():
+                    self._change_role(change, now)
+        except ConfigError as error:
+            self._decide(f"{change.role}: not changed: {error}")
+
+    def _grow(self, change: GrowPool, now: float) -> None:
+        before = self._size(change.role)
+        names = self._core.pools.add_some(change.role, change.count)
+        for name in names:
+            self._starts[name] = OwnStart(None, now, self._table.rows[name].restarts.deaths)
+        self._counts["grown"] += len(names)
+        self._decide(f"{change.role} {before} -> {before + len(names)} ({', '.join(names)} starts): {change.why}")
+
+    def _shrink(self, change: ShrinkPool) -> None:
+        before = self._size(change.role)
+        names = self._core.pools.scale({change.role: before - change.count})
+        for name in names:
+            self._starts.pop(name, None)
+        self._sent |= {name for name in names if self._table.rows[name].serves}
+        self._gone |= self._sent
+        self._counts["shrunk"] += len(names)
+        self._decide(f"{change.role} {before} -> {before - len(names)} ({', '.join(names)} drains): {change.why}")
+
+    def _cancel(self, change: CancelStarts) -> None:
+        waiting = [row for row in self._table.rows.values() if row.unplaced and row.role is change.role]
+        own = sorted((row.name for row in waiting if row.name in self._starts), reverse=True)[: change.count]
+        for name in own:
+            start = self._starts.pop(name)
+            self._core.pools.give_up(name)
+            if start.was is not None and start.was is not change.role:
+                self._core.pools.add(name, start.was)
+            self._counts["starts_given_up"] += 1
+            self._decide(f"{change.role}: the start of {name} is given up: {change.why}")
+
+    def _change_role(self, change: ChangeRole, now: float) -> None:
+        """Have the least busy worker of the other pool change."""
+        others = [row for row in self._ready() if row.role is not change.role and row.becomes is None]
+        if not others:
+            return
+        waiting = sorted(name for name in self._starts if (one := self._table.rows.get(name)) and one.unplaced)
+        for name in [name for name in waiting if self._table.rows[name].role is change.role][-1:]:
+            self._starts.pop(name)  # It would take the place that becomes free.
+            self._core.pools.give_up(name)
+        row = min(others, key=_work)
+        was = row.role
+        self._core.pools.change_role(row.name, change.role)
+        self._starts[row.name] = OwnStart(was, now, row.restarts.deaths)
+        self._counts["role_changes"] += 1
+        self._decide(f"{row.name} changes from {was} to {change.role}: {change.why}")
+
+    def _size(self, role: Role) -> int:
+        return sum(row.stays and (row.becomes or row.role) is role for row in self._table.rows.values())
+
+    def _decide(self, text: str) -> None:
+        """Have a decision seen: in the log, by the operator, and in the status."""
+        self._decisions.appendleft((self._clock.now(), text))
+        self._table.note(f"autoscaler: {text}")
+
+    # ------------------------------------------------------------ what it shows
+
+    def view(self) -> AutoscalerView:
+        now = self._clock.now()
+        return AutoscalerView(
+            pools=tuple(self._sizing(role, now) for role in PAIR),
+            decisions=tuple(SizingDecision(now - at, text) for at, text in self._decisions),
+            held_s=max(0.0, self._held_until - now),
+            counters=dict(self._counts),
+        )
+
+    def _sizing(self, role: Role, now: float) -> PoolSizing:
+        pool, need, damping = self._pool(role), self._rules.needs.get(role), self._rules.pools[role]
+        why = self._pause or (need.why if need is not None else "nothing was measured yet")
+        if damping.backs_off(now):
+            why += "; a start has failed, it does not grow yet"
+        workers = need.workers if need is not None and not self._pause else -1.0
+        return PoolSizing(role, pool.ready, pool.wanted, damping.least, damping.most, workers, why)
+
+
+def _work(row: WantedWorker) -> tuple[int, int, str]:
+    """What a worker has to do, by which the least busy one is found."""
+    status = row.status
+    return (status.prompt_tokens, status.running + status.waiting, row.name) if status else (0, 0, row.name)

@@ -1,0 +1,150 @@
+"""The steps, cooldowns and windows of one pool, and of changes of roles, decision by decision."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cluster.autoscaling.load_window import MeasuredLoad, Outcomes
+from cluster.autoscaling.pool_damping import PoolDamping
+from cluster.autoscaling.pool_need import PoolNeed
+from cluster.autoscaling.pool_state import PoolState
+from cluster.autoscaling.role_balance import RoleBalance
+from cluster.autoscaling.sizing_rules import ChangeRole, SizingRules
+from contracts.config.autoscaling_config import AutoscalingConfig, PoolBounds
+from contracts.ids import PAIR, Role
+
+CONFIG = AutoscalingConfig(
+    enabled=True, prefill=PoolBounds(1, 20), decode=PoolBounds(1, 20), period_s=5.0, window_s=20.0,
+    shrink_window_s=100.0, shrink_cooldown_s=40.0, grow_cooldown_s=15.0, grow_step=3, shrink_step=1,
+    role_window_s=20.0, role_cooldown_s=60.0,
+)  # fmt: skip
+URGENT = PoolNeed(9.0, "a queue", load=1000.0, urgent=True)
+
+
+class Pool:
+    """One pool whose workers start and leave at once."""
+
+    def __init__(self, ready: int, config: AutoscalingConfig = CONFIG) -> None:
+        self.damping, self.ready, self.now = PoolDamping(config, 1, 20), ready, 0.0
+        self.changes: list[tuple[float, int]] = []
+
+    def run(self, need: PoolNeed, until_s: float) -> None:
+        """Decide every 5 s until then, always with this need."""
+        while self.now < until_s:
+            pool = PoolState(Role.DECODE, ready=self.ready)
+            self.damping.observe(self.now, need, pool)
+            if count := self.damping.growth(self.now, need, pool):
+                self.damping.grown(self.now, need, pool)
+            elif count := -self.damping.shrinkage(self.now, pool):
+                self.damping.shrunk(self.now)
+            if count:
+                self.changes.append((self.now, count))
+                self.ready += count
+            self.now += 5.0
+
+
+def test_it_grows_by_steps_with_pauses_between_once_two_decisions_would_have_it() -> None:
+    pool = Pool(2)
+    pool.run(URGENT, 60.0)
+    assert pool.changes == [(5.0, 3), (20.0, 3), (35.0, 1)]
+
+
+def test_what_is_not_urgent_is_needed_for_a_whole_window() -> None:
+    pool = Pool(2)
+    pool.run(URGENT._replace(workers=4.0, urgent=False), 60.0)
+    assert pool.changes == [(20.0, 2)]
+    wavering = Pool(2)
+    for _ in range(10):
+        wavering.run(URGENT._replace(workers=4.0, urgent=False), wavering.now + 15.0)
+        wavering.run(URGENT._replace(workers=2.0, urgent=False), wavering.now + 5.0)
+    assert wavering.changes == []
+
+
+def test_it_shrinks_by_one_with_pauses_between_once_a_window_has_passed() -> None:
+    pool = Pool(5)
+    pool.run(PoolNeed(1.5, "little"), 250.0)
+    assert pool.changes == [(100.0, -1), (140.0, -1), (180.0, -1)]
+    assert pool.ready == 2
+
+
+@pytest.mark.parametrize("flux", [{"starting": 1}, {"leaving": 1}, {"dead": 1}])
+def test_nobody_leaves_while_somebody_comes_or_goes(flux: dict[str, int]) -> None:
+    pool = Pool(5)
+    pool.run(PoolNeed(1.5, "little"), 100.0)
+    assert pool.damping.shrinkage(pool.now, PoolState(Role.DECODE, ready=5)) == 1
+    assert pool.damping.shrinkage(pool.now, PoolState(Role.DECODE, ready=5, **flux)) == 0
+
+
+def test_a_gap_in_what_was_observed_begins_the_window_anew() -> None:
+    pool = Pool(5)
+    pool.run(PoolNeed(1.5, "little"), 95.0)
+    pool.now = 130.0
+    pool.run(PoolNeed(1.5, "little"), 250.0)
+    assert pool.changes[0] == (230.0, -1)
+
+
+def test_a_shrinking_that_is_regretted_doubles_the_window_and_is_not_repeated_at_its_load() -> None:
+    pool = Pool(3)
+    little = PoolNeed(1.5, "little", load=1000.0)
+    pool.run(little, 105.0)
+    assert pool.ready == 2
+    pool.run(URGENT._replace(workers=3.0), 120.0)
+    assert pool.ready == 3
+    assert pool.damping.window_s == 200.0
+    pool.run(little, 1000.0)
+    assert pool.ready == 3, "at 1,000 tokens a second two were too few"
+    pool.run(little._replace(load=500.0), 1195.0)
+    assert pool.ready == 3, "200 s of less, now"
+    pool.run(little._replace(load=500.0), 1300.0)
+    assert pool.ready == 2
+
+
+def test_a_pause_after_a_failure_counts_once_for_what_was_begun_before_it() -> None:
+    damping = PoolDamping(CONFIG, 1, 20)
+    assert [damping.failed(0.0), damping.failed(10.0), damping.failed(30.0)] == [30.0, 20.0, 60.0]
+    damping.started()
+    assert not damping.backs_off(31.0)
+
+
+# ---------------------------------------------------------------- roles
+
+
+def favoured(balance: RoleBalance, now: float, prefill: float, decode: float) -> Role | None:
+    pools = {role: PoolState(role, ready=3) for role in PAIR}
+    needs = {Role.PREFILL: PoolNeed(prefill, ""), Role.DECODE: PoolNeed(decode, "")}
+    return balance.short_pool(now, pools, needs, no_more=dict.fromkeys(PAIR, True))
+
+
+def test_a_role_is_changed_when_a_whole_window_would_have_had_it_and_not_again_soon() -> None:
+    balance = RoleBalance(CONFIG)
+    found = [favoured(balance, at, 5.0, 1.0) for at in (0.0, 10.0)]
+    assert found == [None, None]
+    assert favoured(balance, 15.0, 1.0, 1.0) is None, "it was not needed here: the window begins anew"
+    assert [favoured(balance, at, 5.0, 1.0) for at in (20.0, 35.0, 40.0)] == [None, None, Role.PREFILL]
+    balance.changed(40.0)
+    assert [favoured(balance, at, 5.0, 1.0) for at in (45.0, 70.0, 95.0)] == [None, None, None]
+    assert favoured(balance, 100.0, 5.0, 1.0) is Role.PREFILL
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(3.2, 1.0), (5.0, 4.8), (2.9, 0.5)])
+def test_no_role_is_changed_for_little_or_for_nothing(prefill: float, decode: float) -> None:
+    """Short by less than the tolerance; the other would be as short; not short."""
+    balance = RoleBalance(CONFIG)
+    assert [favoured(balance, at, prefill, decode) for at in (0.0, 30.0, 60.0)] == [None, None, None]
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_no_worker_changes_to_a_role_whose_starts_fail(failed: bool) -> None:
+    rules = SizingRules(replace(CONFIG, max_workers=6, backoff_s=100.0), 16)
+    load = MeasuredLoad(
+        prefill=3, decode=3, offered=6000.0, computed=3000.0, rate=1000.0, requests=0.0, backlog=90_000, pages=3000,
+        used_pages=300, running=3, generated=50.0, lacking=0.0, ungranted=0.0, lacked=False, put_off=0,
+        first=Outcomes(), gaps=Outcomes(),
+    )  # fmt: skip
+    if failed:
+        rules.pools[Role.PREFILL].failed(0.0)
+    pools = {role: PoolState(role, ready=3) for role in PAIR}
+    found = [change for at in range(0, 60, 5) for change in rules.decide(float(at), pools, load)]
+    assert [type(change) for change in found[:1]] == ([] if failed else [ChangeRole])
