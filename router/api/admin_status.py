@@ -109,8 +109,14 @@ async def _status_of(service: RouterService, view: WorkerView) -> WorkerStatus:
 
 
 def node_of(view: WorkerView) -> dict[str, Any]:
-    """Return a row's keys about the worker's node, which the controller knows and the worker doesn't."""
-    return {"node": view.record.node, "node_id": view.record.node_id, "cordoned": view.cordoned}
+    """Return a row's keys about the worker's node and settings, which the controller knows and the worker doesn't."""
+    record = view.record
+    return {
+        "node": record.node,
+        "node_id": record.node_id,
+        "cordoned": view.cordoned,
+        "settings": record.settings,
+    }
 
 
 def status_line(s: WorkerStatus) -> dict[str, Any]:

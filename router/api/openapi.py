@@ -78,13 +78,14 @@ _OPERATIONS = {
     "/cluster/undrain/{worker}": ("Admit again, until it has left (operators only)", "Operation", ()),
     "/cluster/add": ("Start workers more (operators only)", "Operation", ("role", "count", "node")),
     "/cluster/scale": ("Bring pools to so many workers (operators only)", "Operation", ("prefill", "decode", "force")),
+    "/cluster/apply": ("Change settings, named in JSON (operators only)", "Operation", ("dry_run",)),
     "/cluster/restart/{worker}": ("Drain a worker and start it again (operators only)", "Operation", ("force",)),
     "/cluster/cordon/{node}": ("Place no worker on a node any more (operators only)", "Operation", ()),
     "/cluster/uncordon/{node}": ("Let workers be placed on a node again (operators only)", "Operation", ()),
     "/cluster/role/{worker}": ("Start a worker in the other pool (operators only)", "Operation", ("role", "force")),
 }
 
-_CHECKED = frozenset({"/cluster/add", "/cluster/scale"})
+_CHECKED = frozenset({"/cluster/add", "/cluster/scale", "/cluster/apply"})
 """Operations that refuse a query which means nothing."""
 
 
