@@ -86,7 +86,9 @@ _OPERATIONS = {
 }
 
 _CHECKED = frozenset({"/cluster/add", "/cluster/scale", "/cluster/apply"})
-"""Operations that refuse a query which means nothing."""
+"""Operations that refuse a query or a body which means nothing."""
+_WITH_BODY = frozenset({"/cluster/apply"})
+_SECTIONS = {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}
 
 
 @cache
@@ -117,7 +119,9 @@ def openapi_document() -> dict[str, Any]:
     }
     for path, (summary, name, flags) in _OPERATIONS.items():
         statuses = (400, *OPERATION) if path in _CHECKED else OPERATION
-        paths[path] = {"post": _operation(path, summary, answers(name, statuses), flags)}
+        statuses = (*statuses, 413) if path in _WITH_BODY else statuses
+        operation = _operation(path, summary, answers(name, statuses), flags)
+        paths[path] = {"post": operation | ({"requestBody": _SECTIONS} if path in _WITH_BODY else {})}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Twinpool", "version": version()},
