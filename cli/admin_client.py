@@ -31,7 +31,7 @@ SAY_EVERY_S = 5.0
 """How often a drain repeats a line that hasn't changed."""
 STATUS_KEYS = (
     "name", "role", "state", "pid", "node", "incarnation", "running", "waiting", "pages_total", "pages_free",
-    "counters", "stalled_s", "last_end", "waits", "breaker", "node_id", "cordoned", "plane",
+    "counters", "stalled_s", "last_end", "waits", "breaker", "node_id", "cordoned", "plane", "settings",
 )  # fmt: skip
 
 
@@ -113,12 +113,15 @@ class AdminClient:
         rows: list[dict[str, Any]] = self.call("GET", "/cluster/status")["workers"]
         return rows
 
-    def call(self, method: str, path: str) -> dict[str, Any]:
-        """Call an admin path and return the JSON answer. Raises `CommandRefused` or `ClusterNotFound`."""
+    def call(self, method: str, path: str, body: bytes | None = None) -> dict[str, Any]:
+        """Call an admin path, with a `body` of JSON if any, and return the JSON answer. Raises `CommandRefused` or
+        `ClusterNotFound`."""
         headers = {"Accept": "application/json"}
         if token := os.environ.get("TWINPOOL_ADMIN_TOKEN"):
             headers["Authorization"] = f"Bearer {token}"
-        request = urllib.request.Request(self._url + path, method=method, headers=headers)
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        request = urllib.request.Request(self._url + path, body, method=method, headers=headers)
         # A proxy of the environment can't reach a router on this machine or in this cluster.
         handlers = [urllib.request.HTTPSHandler(context=self._tls)] if self._tls is not None else []
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), *handlers)
@@ -156,7 +159,9 @@ _COLOURS = {"ready": "green", "starting": "cyan", "draining": "yellow", "left": 
 
 def status_table(workers: Sequence[Mapping[str, Any]]) -> Any:
     """Return a rich table of the workers."""
-    table = plain_table("worker", "state", "node", "pid", "start", "running", "waiting", "pages free", "pages", "plane")
+    table = plain_table(
+        "worker", "state", "node", "pid", "start", "running", "waiting", "pages free", "pages", "plane", "settings"
+    )
     for w in workers:
         colour = _COLOURS.get(w["state"], "default")
         state = "".join([w["state"], *_troubles(w)])
@@ -169,6 +174,7 @@ def status_table(workers: Sequence[Mapping[str, Any]]) -> Any:
             w["pages_free"],
             w["pages_total"],
             w.get("plane") or "-",
+            w.get("settings") or "-",
         ]
         table.add_row(w["name"], f"[{colour}]{state}[/]", *(str(cell) for cell in cells))
     return table

@@ -44,6 +44,7 @@ COMMANDS = {
     "add": "start workers more, on any node or on one",
     "scale": "bring pools to so many workers, by starts and by drains",
     "restart": "drain a worker and start it again",
+    "apply": "change settings and pool sizes of a running cluster, by restarts one by one where workers must",
     "cordon": "place no worker on a node any more; those that serve there go on",
     "uncordon": "let workers be placed on a node again",
     "check": "recount every page, slot, lease and room, and name what is wrong",
@@ -52,16 +53,26 @@ COMMANDS = {
     "sim": "run simulated clusters under a virtual clock, with faults, and check every answer",
 }
 _POOLS = ("add", "scale", "restart", "cordon", "uncordon")
-_OTHERS = ("status", "drain", "undrain", "role", "check", *_POOLS)
+_OTHERS = ("status", "drain", "undrain", "role", "check", "apply", *_POOLS)
 FLAGS = (
     CommandFlag(("--model",), ("serve",), "checkpoint folder, or demo", {"default": "demo", "metavar": "DIR"}),
-    CommandFlag(("--prefill",), ("serve",), "number of prefill workers", {"type": int, "default": 1, "metavar": "N"}),
-    CommandFlag(("--decode",), ("serve",), "number of decode workers", {"type": int, "default": 1, "metavar": "N"}),
+    CommandFlag(
+        ("--prefill",),
+        ("serve",),
+        "number of prefill workers (default: pools.prefill, or 1)",
+        {"type": int, "metavar": "N"},
+    ),
+    CommandFlag(
+        ("--decode",),
+        ("serve",),
+        "number of decode workers (default: pools.decode, or 1)",
+        {"type": int, "metavar": "N"},
+    ),
     CommandFlag(
         ("--colocate",),
         ("serve",),
         "number of colocated workers, which have both roles, instead of two pools; 1 without a number",
-        {"type": int, "nargs": "?", "const": 1, "default": 0, "metavar": "N"},
+        {"type": int, "nargs": "?", "const": 1, "metavar": "N"},
     ),
     CommandFlag(
         ("--routers",),
@@ -160,6 +171,20 @@ FLAGS = (
         "seconds to wait for it",
         {"type": float, "default": 600.0},
     ),
+    CommandFlag(
+        ("file",),
+        ("apply",),
+        "YAML file, as serve --config takes: its keys replace the cluster's",
+        {"type": Path, "metavar": "FILE"},
+    ),
+    CommandFlag(("--dry-run",), ("apply",), "say what it would do, and change nothing", {"action": "store_true"}),
+    CommandFlag(("--force",), ("apply",), "restart even the last worker of a role", {"action": "store_true"}),
+    CommandFlag(
+        ("--timeout",),
+        ("apply",),
+        "seconds to wait for each worker that restarts, and for pools that change their size",
+        {"type": float, "default": 600.0},
+    ),
     CommandFlag(("--watch",), ("drain",), "show what it waits for, live", {"action": "store_true"}),
     CommandFlag(("--watch",), ("status",), "show them live, until Ctrl-C", {"action": "store_true"}),
     CommandFlag(("--json",), ("status", "check", "drain"), "print JSON", {"action": "store_true"}),
@@ -233,13 +258,15 @@ def _served_names(names: Sequence[str]) -> list[str]:
 def _serve(args: argparse.Namespace) -> int:
     from cluster.serve.preflight import ServeOptions, prepare
     from contracts.clock import SystemClock
+    from contracts.ids import Role
 
     began = SystemClock().now()
+    sizes = {Role.PREFILL: args.prefill, Role.DECODE: args.decode, Role.COLOCATED: args.colocate}
     options = ServeOptions(
         model=args.model,
-        prefill=args.prefill,
-        decode=args.decode,
-        colocate=args.colocate,
+        prefill=1 if args.prefill is None else args.prefill,
+        decode=1 if args.decode is None else args.decode,
+        colocate=0 if args.colocate is None else args.colocate,
         routers=args.routers,
         host=args.host,
         port=args.port,
@@ -247,6 +274,7 @@ def _serve(args: argparse.Namespace) -> int:
         assignments=(*args.set, *_served_names(args.served_model_name), *(["security.open=true"] if args.open else [])),
         ray_address=args.ray_address,
         dashboard=args.dashboard,
+        unsized=frozenset(role for role, count in sizes.items() if count is None),
     )
     prepared = prepare(options)
     if args.detach:
@@ -404,6 +432,28 @@ def _change_pools(args: argparse.Namespace) -> int:
     return FINE
 
 
+def _apply(args: argparse.Namespace) -> int:
+    from cli.admin_client import AdminClient
+    from cli.apply_command import ApplyCommand, read_settings
+
+    _check_timeout(args.timeout)
+    settings = read_settings(args.file)
+    operator = AdminClient.find(args.url, args.ca)
+    command = ApplyCommand(operator, settings, _line, timeout_s=args.timeout, force=args.force)
+    plan = command.plan()
+    for line in plan.lines():
+        _line(line)
+    if plan.nothing:
+        _line("nothing to do: the cluster has these settings, and all workers were started with them")
+    elif not args.dry_run:
+        try:
+            _line(f"done after {command.run(plan):.1f} s")
+        except KeyboardInterrupt:
+            _line(f"stopped; {command.left()}")
+            raise
+    return FINE
+
+
 def _check_timeout(timeout_s: float) -> None:
     if timeout_s <= 0:
         raise ConfigError(f"--timeout must be above 0 seconds, got {timeout_s:g}")
@@ -476,6 +526,7 @@ _RUN = {
     "add": _change_pools,
     "scale": _change_pools,
     "restart": _change_pools,
+    "apply": _apply,
     "cordon": _change_pools,
     "uncordon": _change_pools,
     "check": _check,

@@ -234,7 +234,8 @@ def kill_supervisor(cluster: Detached) -> None:
     os.kill(victim["pid"], signal.SIGKILL)
     until(lambda: cluster.one("cluster.serve.detached_cluster").pid != supervisor.pid, "the next supervisor", WAIT_S)
     ready(cluster, prefill=2, decode=2)
-    assert cluster.status()["decode-1"]["incarnation"] == victim["incarnation"] + 1
+    back = cluster.status()["decode-1"]
+    assert (back["incarnation"], back["settings"]) == (victim["incarnation"] + 1, victim["settings"])
 
 
 def kill_router(cluster: Detached) -> None:
@@ -248,6 +249,26 @@ def grow_and_shrink(cluster: Serving) -> None:
     command(cluster, "add", "decode")
     ready(cluster, prefill=2, decode=3)
     command(cluster, "scale", "prefill=2", "decode=2")
+
+
+def apply_settings(cluster: Serving) -> None:
+    """A setting of each role and the size of a pool change; every worker restarts once, and has the new settings."""
+    before = cluster.status()
+    chunk = 64 + 16 * (before["prefill-0"]["incarnation"] % 8)
+    file = cluster.runtime / "apply.yaml"
+    sections = {
+        "pools": {"decode": 3}, "prefill": {"chunk_tokens": chunk}, "decode": {"max_batch_tokens": chunk // 2}
+    }  # fmt: skip
+    file.write_text(json.dumps(sections))
+    command(cluster, "apply", str(file))
+    after = cluster.status()
+    for name, row in before.items():
+        if row["state"] == "ready":
+            assert after[name]["settings"] != row["settings"]
+            assert after[name]["incarnation"] == row["incarnation"] + 1, "restarted once"
+    assert len({row["settings"] for row in after.values() if row["state"] == "ready"}) == 2, "one of each role"
+    file.write_text(json.dumps({**sections, "pools": {"decode": 2}}))
+    command(cluster, "apply", str(file))
 
 
 def restart_one(cluster: Serving) -> None:
@@ -285,5 +306,5 @@ def once_around(cluster: Serving) -> None:
 Change = Callable[[Any], None]
 DETACHED: tuple[Change, ...] = (kill_supervisor, kill_router)
 CHANGES: tuple[Change, ...] = (
-    kill_controller, grow_and_shrink, restart_one, change_roles, cordon_and_kill, once_around
+    kill_controller, grow_and_shrink, apply_settings, restart_one, change_roles, cordon_and_kill, once_around
 )  # fmt: skip

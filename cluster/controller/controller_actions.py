@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from cluster.controller.node_table import NodePlace
 from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages.settings_change import SettingsChange
 from contracts.messages.worker_status import EndedWorker
 
 WorkerKey = tuple[WorkerName, Incarnation]
@@ -99,4 +100,4 @@ class StartFailed:
     reason: str
 
 
-ControllerAction = StartWorker | KillWorker | ForgetArenas | OperatorNote | StartFailed
+ControllerAction = StartWorker | KillWorker | ForgetArenas | OperatorNote | StartFailed | SettingsChange

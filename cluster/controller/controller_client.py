@@ -24,11 +24,13 @@ from contracts.cluster_secret import access_metadata
 from contracts.credentials.certificate_files import CertificateFiles
 from contracts.errors import ConfigError, TwinpoolError, WireError
 from contracts.ids import Role, WorkerName
+from contracts.messages.settings_change import SettingsAnswer
 from contracts.messages.worker_status import WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
 from contracts.wire.grpc_channels import channel_options
 from contracts.wire.secure_grpc import open_channel
+from contracts.wire.settings_protobuf import answer_to_proto
 from contracts.wire.worker_protobuf import view_from_proto
 
 log = logging.getLogger("twinpool.supervisor")
@@ -91,13 +93,19 @@ class ControllerClient:
         ended: Sequence[EndedProcess] = (),
         placed: Sequence[PlacedProcess] = (),
         nodes: Sequence[NodePlace] | None = None,
+        settings: Sequence[SettingsAnswer] = (),
     ) -> None:
-        """Tell the controller what has happened to processes, and which nodes there are where that has changed."""
-        if ended or placed or nodes is not None:
-            self._loop.loop.call_soon_threadsafe(self._report, tuple(ended), tuple(placed), nodes)
+        """Tell the controller what has happened to processes, which nodes there are where that has changed, and what
+        has become of changes of settings: nobody waits for such an answer any more where its stream has broken."""
+        if ended or placed or nodes is not None or settings:
+            self._loop.loop.call_soon_threadsafe(self._report, tuple(ended), tuple(placed), nodes, tuple(settings))
 
     def _report(
-        self, ended: tuple[EndedProcess, ...], placed: tuple[PlacedProcess, ...], nodes: Sequence[NodePlace] | None
+        self,
+        ended: tuple[EndedProcess, ...],
+        placed: tuple[PlacedProcess, ...],
+        nodes: Sequence[NodePlace] | None,
+        settings: tuple[SettingsAnswer, ...],
     ) -> None:
         self._ends.extend(ended)
         self._nodes = self._nodes if nodes is None else tuple(nodes)
@@ -107,6 +115,7 @@ class ControllerClient:
                     ended=ended_to_proto(ended),
                     placed=placed_to_proto(placed),
                     nodes=[node_to_proto(node) for node in nodes or ()],
+                    settings=[answer_to_proto(answer) for answer in settings],
                 )
             )
 

@@ -23,16 +23,19 @@ from cluster.controller.controller import Controller
 from cluster.controller.controller_actions import LeaseGrant
 from cluster.controller.controller_ledger import LedgerLost
 from cluster.controller.quota_ledger import QuotaLedger
+from cluster.controller.settings_orders import SettingsOrders
 from cluster.controller.supervisor_wire import action_to_proto, ended_from_proto, node_from_proto, placed_from_proto
 from contracts.clock import SystemClock
 from contracts.errors import ConfigError, WireError
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.quota import MOST_CLAIMS
+from contracts.messages.settings_change import SettingsChange
 from contracts.messages.worker_status import EndedWorker, WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
 from contracts.wire.autoscaler_protobuf import autoscaler_to_proto, counts_from_proto
 from contracts.wire.quota_protobuf import claim_from_proto, slice_to_proto
+from contracts.wire.settings_protobuf import answer_from_proto, answer_to_proto, change_from_proto
 from contracts.wire.worker_protobuf import record_from_proto, record_to_proto, status_from_proto, status_to_proto
 
 log = logging.getLogger("twinpool.controller")
@@ -108,6 +111,7 @@ class ControllerService(pb_grpc.ControllerServicer):
         self.stream = ""
         """Where workers may renew by frames, ``host:port``; empty: nowhere."""
         self._supervisor: SupervisorLine | None = None
+        self._settings = SettingsOrders()
         core.on_change(self._wake)
 
     async def Register(self, request: pb.Registration, context: Context) -> pb.LeaseGrant:
@@ -176,6 +180,19 @@ class ControllerService(pb_grpc.ControllerServicer):
         name = await _name(request.name, context)
         return await self._operate(lambda: self._core.pools.uncordon(name), context)
 
+    async def ChangeSettings(self, request: pb.SettingsChange, context: Context) -> pb.SettingsAnswer:
+        line = self._supervisor
+
+        def send(change: SettingsChange) -> None:
+            assert line is not None
+            line.send([action_to_proto(change)])
+
+        try:
+            answer = await self._settings.change(change_from_proto(request), send if line is not None else None)
+        except ConfigError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return answer_to_proto(answer)
+
     async def ShutDown(self, request: pb.Empty, context: Context) -> pb.Empty:
         self._core.shut_down()
         return pb.Empty()
@@ -227,6 +244,7 @@ class ControllerService(pb_grpc.ControllerServicer):
             reading.cancel()
             if self._supervisor is line:
                 self._supervisor = None
+                self._settings.lost()
                 self._core.detach()
         if not reading.cancelled() and line.ended:
             await context.abort(grpc.StatusCode.ABORTED, line.ended)
@@ -245,6 +263,7 @@ class ControllerService(pb_grpc.ControllerServicer):
                     self._core.died(ended.name, ended.incarnation, ended.reason)
                 for placed in placed_from_proto(report.placed):
                     self._core.placed(placed.name, placed.incarnation, placed.node)
+                self._settings.take(answer_from_proto(answer) for answer in report.settings)
                 self.tick()
         except (OSError, LedgerLost) as error:
             reason = str(error)
@@ -255,6 +274,7 @@ class ControllerService(pb_grpc.ControllerServicer):
     def _take(self, report: pb.SupervisorReport, line: SupervisorLine) -> None:
         if self._supervisor is not None:
             self._supervisor.end("another supervisor has come")
+            self._settings.lost()
         self._supervisor = line
         running = [(WorkerName(one.name), Incarnation(one.incarnation)) for one in report.running]
         self._core.attach(running, ended_from_proto(report.ended))

@@ -26,6 +26,7 @@ from cluster.controller.worker_launcher import WorkerLauncher
 from cluster.worker_process.worker_plan import WorkerPlan
 from contracts.errors import TwinpoolError
 from contracts.ids import WorkerName
+from contracts.messages.settings_change import SettingsAnswer, SettingsChange
 
 log = logging.getLogger("twinpool.supervisor")
 
@@ -40,6 +41,7 @@ class ControllerLine(Protocol):
         ended: Sequence[EndedProcess] = (),
         placed: Sequence[PlacedProcess] = (),
         nodes: Sequence[NodePlace] | None = None,
+        settings: Sequence[SettingsAnswer] = (),
     ) -> None: ...
 
 
@@ -52,13 +54,15 @@ class Supervisor:
         launcher: WorkerLauncher,
         plan: Callable[[StartWorker], WorkerPlan],
         say: Callable[[str], None],
+        change: Callable[[SettingsChange], SettingsAnswer],
     ) -> None:
         """`plan` turns a granted start into the plan that its process gets, and raises `TwinpoolError` where there can
-        be none; `say` shows a line to the operator."""
+        be none; `say` shows a line to the operator; `change` changes the settings that plans are made by."""
         self._controller = controller
         self._launcher = launcher
         self._plan = plan
         self._say = say
+        self._change = change
         self._nodes: tuple[NodePlace, ...] = ()
         self.failed: dict[WorkerName, str] = {}
         """Workers that have died and were never ready, each with the reason of its last death."""
@@ -81,6 +85,8 @@ class Supervisor:
                 case OperatorNote():
                     log.warning(order.text)
                     self._say(order.text)
+                case SettingsChange():
+                    self._controller.report(settings=[self._change(order)])
         ended = self._launcher.ended(timeout_s)
         for one in ended:
             log.info("process ended", extra={"worker": one.name, "incarnation": one.incarnation, "reason": one.reason})

@@ -17,7 +17,9 @@ from cluster.controller.controller_actions import (
 from cluster.controller.node_table import NodePlace
 from contracts.errors import WireError
 from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages.settings_change import SettingsChange
 from contracts.proto import worker_pb2 as pb
+from contracts.wire.settings_protobuf import change_from_proto, change_to_proto
 
 
 def action_to_proto(action: ControllerAction) -> pb.SupervisorOrder:
@@ -40,6 +42,8 @@ def action_to_proto(action: ControllerAction) -> pb.SupervisorOrder:
             return pb.SupervisorOrder(note=action.text)
         case StartFailed():
             return pb.SupervisorOrder(failed=pb.EndedProcess(name=action.name, reason=action.reason))
+        case SettingsChange():
+            return pb.SupervisorOrder(settings=change_to_proto(action))
 
 
 def action_from_proto(m: pb.SupervisorOrder) -> ControllerAction:
@@ -59,6 +63,8 @@ def action_from_proto(m: pb.SupervisorOrder) -> ControllerAction:
                 return OperatorNote(m.note)
             case "failed":
                 return StartFailed(WorkerName(m.failed.name), m.failed.reason)
+            case "settings":
+                return change_from_proto(m.settings)
             case _:
                 raise WireError("an order of the controller that this supervisor doesn't know")
     except ValueError as error:

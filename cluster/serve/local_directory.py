@@ -19,6 +19,7 @@ from contracts.ids import Role, WorkerName
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.pool_changes import PoolChange
 from contracts.messages.router_commands import Command
+from contracts.messages.settings_change import SettingsAnswer, SettingsChange
 from contracts.messages.worker_events import Event
 from contracts.messages.worker_status import CheckReport, WorkerRecord, WorkerStatus, WorkerView
 
@@ -148,6 +149,11 @@ class LocalDirectory:
     async def change_pools(self, change: PoolChange) -> tuple[WorkerName, ...]:
         raise RequestError(
             "in one process no worker is started or stopped by itself: serve with a transfer.plane other than local"
+        )
+
+    async def change_settings(self, change: SettingsChange) -> SettingsAnswer:
+        raise RequestError(
+            "in one process no worker is started again, so settings stay: serve with a transfer.plane other than local"
         )
 
     def _find(self, target: str) -> list[tuple[WorkerRecord, WorkerThread]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import socket
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from cluster.serve.security_check import check_security, with_absolute_paths
 from contracts import cpu_levels as processor
 from contracts.checkpoint.model_spec import ModelSpec, read_model_spec, served_as
 from contracts.config.autoscaling_config import AutoscalingConfig
-from contracts.config.cluster_config import Config, section_of
+from contracts.config.cluster_config import Config, PoolsConfig, section_of
 from contracts.config.load_config import load_config
 from contracts.config.plane_choice import with_plane
 from contracts.config.worker_config import DecodeConfig
@@ -53,6 +53,8 @@ class ServeOptions:
     assignments: tuple[str, ...] = ()
     ray_address: str | None = None
     dashboard: bool = False
+    unsized: frozenset[Role] = frozenset()
+    """Roles whose number of workers no flag gave: the configuration's `pools` goes before the number here."""
 
     @property
     def workers(self) -> dict[Role, int]:
@@ -81,6 +83,8 @@ class ServePlan:
     With `--ray-address` it is empty at first: nodes are added as they are measured."""
     weights: int = 0
     """Bytes of a worker's weights."""
+    given: Config = field(default_factory=Config)
+    """The configuration as it was given, with ``auto`` where it says so; `config` has what that came to."""
 
     @property
     def here(self) -> NodeShare:
@@ -142,11 +146,12 @@ def prepare(
     `ConfigError`, `CheckpointError` or `MemoryShort`, each in one line that says what to change. With `--ray-address`,
     memory is checked later, by node.
     """
-    _check_flags(options)
     try:
-        config = with_absolute_paths(load_config(options.config, options.assignments))
+        config = given = with_absolute_paths(load_config(options.config, options.assignments))
     except yaml.YAMLError as error:
         raise ConfigError(f"--set takes section.key=value with a YAML value: {' '.join(str(error).split())}") from None
+    options = _sized(options, config.pools)
+    _check_flags(options)
     _check_config(config, options)
     if config.transfer.plane == "local":
         # Everything is in this process, and the next lines compute.
@@ -161,16 +166,16 @@ def prepare(
         config = with_plane(on_device(config, bool(cards)), one_host=True, apart=apart(cards))
     pool_set = pool_set_of(spec, config, options.cache_role)
     check_ranks(config, spec, options.workers)
-    config = dataclasses.replace(config, decode=_with_speculation(config, pool_set))
+    config = dataclasses.replace(config, decode=with_speculation(config, pool_set))
     weights = weight_bytes(spec, config)
-    prepared = ServePlan(options, config, spec, pool_set, free_port(options.host, options.port), {}, weights)
+    prepared = ServePlan(options, config, spec, pool_set, free_port(options.host, options.port), {}, weights, given)
     if options.ray_address is None:
         places = {role: count * config.tp_for(role) for role, count in prepared.wanted.items()}
         facts = dataclasses.replace(measured(places), cards=cards)
         if free_bytes is not None:
             facts = dataclasses.replace(facts, free=free_bytes)
         prepared = dataclasses.replace(prepared, shares={"": prepared.divide(facts)})
-        _check_tiers(config, prepared.here)
+        check_tiers(config, prepared.here)
     return prepared
 
 
@@ -184,7 +189,7 @@ def on_device(config: Config, cards: bool) -> Config:
     return dataclasses.replace(config, engine=dataclasses.replace(config.engine, device=chosen))
 
 
-def _check_tiers(config: Config, share: NodeShare) -> None:
+def check_tiers(config: Config, share: NodeShare) -> None:
     """Check that some worker has the host memory that pages go through to storage. Raises `ConfigError`."""
     if config.cache.storage.backend != "none" and not any(share.host_bytes.values()):
         raise ConfigError(
@@ -211,7 +216,7 @@ def pool_set_of(spec: ModelSpec, config: Config, role: Role = Role.PREFILL) -> P
     return model_for(spec).pool_set(state_options(spec, config, role))
 
 
-def _with_speculation(config: Config, pool_set: PoolSetSpec) -> DecodeConfig:
+def with_speculation(config: Config, pool_set: PoolSetSpec) -> DecodeConfig:
     from decode.speculation.drafting import with_speculation
 
     return with_speculation(config.decode, pool_set)
@@ -280,6 +285,17 @@ def free_port(host: str, port: int) -> int:
                 f"can't listen on {host}:{port} ({error.strerror}); choose another --port, or 0 for any"
             ) from None
         raise ConfigError(f"can't listen on --host {host} ({error.strerror})") from None
+
+
+def _sized(options: ServeOptions, pools: PoolsConfig) -> ServeOptions:
+    """The options with the sizes of `pools` where no flag gave one."""
+    unsized = options.unsized
+    return dataclasses.replace(
+        options,
+        prefill=(Role.PREFILL in unsized and pools.prefill) or options.prefill,
+        decode=(Role.DECODE in unsized and pools.decode) or options.decode,
+        colocate=(Role.COLOCATED in unsized and pools.colocated) or options.colocate,
+    )
 
 
 def _check_flags(options: ServeOptions) -> None:

@@ -28,6 +28,7 @@ from cluster.processes.log_files import last_words
 from cluster.processes.process_ids import start_time
 from cluster.processes.run_folder import RunFiles, RunFolder
 from cluster.ray_nodes.node_drains import NodeDrains, draining_ray_nodes
+from cluster.serve.changed_settings import SettingsChanger, digest_of
 from cluster.serve.child_service import ROUTER
 from cluster.serve.cluster_services import ClusterServices
 from cluster.serve.detached_state import DetachedState
@@ -43,6 +44,7 @@ from contracts.clock import Clock, SystemClock
 from contracts.cluster_secret import SECRET_VARIABLE
 from contracts.config.plane_choice import why, with_plane
 from contracts.errors import ConfigError, TwinpoolError
+from contracts.ids import Role, WorkerName
 from contracts.json_logs import log_to_stream
 from contracts.messages.worker_status import WorkerView
 
@@ -309,7 +311,10 @@ class ServeCluster:
         stack.callback(self._announce_end)
         self._node_drains = NodeDrains(draining_ray_nodes)
         stack.callback(self._node_drains.close)
-        self._supervisor = Supervisor(self._controller, launcher, self._plan, self._terminal.line)
+        settings = SettingsChanger(
+            lambda: self._prepared, self._keep_plan, self._running, free_bytes, arenas=bool(self._arena)
+        )
+        self._supervisor = Supervisor(self._controller, launcher, self._plan, self._terminal.line, settings.change)
         if self._state is not None and self._state.begun:
             launcher.adopt()
             self._controller.report(ended=list(gone_from_here(self._controller.views())))
@@ -323,6 +328,19 @@ class ServeCluster:
             self._controller.shut_down()
         except (ControllerAway, ConfigError) as error:
             log.warning(str(error))
+
+    def _keep_plan(self, plan: ServePlan) -> None:
+        """Go by another plan from now on, and keep it before any worker is started by it."""
+        if self._state is not None:
+            self._state.prepared = plan
+            self._state.save()
+        self._prepared = plan
+        self._terminal.line("the settings were changed: workers that start from now on have the new ones")
+
+    def _running(self) -> list[tuple[WorkerName, Role]]:
+        """The workers that have a process, or should have one. Raises `ControllerAway`."""
+        views = self._controller.views()
+        return [(view.record.name, view.record.role) for view in views if view.status.state != "left"]
 
     def _plan(self, start: StartWorker) -> WorkerPlan:
         """The plan of a start. Raises `MemoryShort` where this machine has no room for it."""
@@ -352,6 +370,7 @@ class ServeCluster:
             secret=self._secret,
             by_node=by_node,
             cards=prepared.cards_of(start.name, start.role),
+            settings=digest_of(prepared, start.role),
         )
 
     def _cluster_secret(self) -> str:

@@ -56,6 +56,8 @@ class WorkerPlan:
     """The worker's share on each node, by Ray node id; empty where `counts` and `config` have the share already."""
     cards: tuple[int, ...] = ()
     """The GPU of each rank, as torch counts; empty where they run on the CPU, or have one of Ray's alone."""
+    settings: str = ""
+    """Digest of the settings that it is started with, which the worker registers with."""
 
     @property
     def gpus_of_ray(self) -> int:

@@ -87,6 +87,7 @@ class WorkerProcess:
             node_id=plan.node_id,
             fingerprint=worker.fingerprint,
             stream=via_proxy(server.stream, "serve", plan.name, proxy),
+            settings=plan.settings,
         )
         try:
             heartbeat_s = plan.config.cluster.heartbeat_s

@@ -22,6 +22,16 @@ from contracts.ids import Role
 
 
 @dataclass(frozen=True, slots=True)
+class PoolsConfig:
+    prefill: int = 0
+    """Number of prefill workers, as `serve --prefill`, which goes before it; 0: 1."""
+    decode: int = 0
+    """Number of decode workers, as `serve --decode`, which goes before it; 0: 1."""
+    colocated: int = 0
+    """Number of colocated workers instead of two pools, as `serve --colocate`, which goes before it; 0: two pools."""
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterConfig:
     controller_port: int = 0
     """Port of the controller, on the address that workers reach; 0: a free one, kept for the cluster's life."""
@@ -102,6 +112,7 @@ class Config:
     watch: WatchConfig = field(default_factory=WatchConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     autoscaling: AutoscalingConfig = field(default_factory=AutoscalingConfig)
+    pools: PoolsConfig = field(default_factory=PoolsConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
 
     def cache_for(self, role: Role) -> CacheConfig:

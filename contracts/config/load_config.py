@@ -30,20 +30,23 @@ def load_config(path: Path | None = None, assignments: Iterable[str] = ()) -> Co
 
     Raises `ConfigError` for an unreadable file, an unknown key, or a value of the wrong type or range.
     """
-    tree: dict[str, Any] = {}
-    if path is not None:
-        try:
-            loaded = yaml.safe_load(path.read_text())
-        except OSError as error:
-            raise ConfigError(f"cannot read config file {path}: {error.strerror}") from None
-        except yaml.YAMLError as error:
-            raise ConfigError(f"config file {path} is not YAML: {' '.join(str(error).split())}") from None
-        if loaded is not None and not isinstance(loaded, dict):
-            raise ConfigError(f"config file {path} must hold sections, not a {type(loaded).__name__}")
-        tree = loaded or {}
+    tree = {} if path is None else read_config_file(path)
     for assignment in assignments:
         _assign(tree, assignment)
     return config_from_dict(tree)
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Read the sections of a YAML file, unchecked. Raises `ConfigError` where it holds none."""
+    try:
+        loaded = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read config file {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} is not YAML: {' '.join(str(error).split())}") from None
+    if loaded is not None and not isinstance(loaded, dict):
+        raise ConfigError(f"config file {path} must hold sections, not a {type(loaded).__name__}")
+    return loaded or {}
 
 
 def config_from_dict(tree: Mapping[str, Any]) -> Config:
@@ -121,6 +124,10 @@ def _check_together(config: Config) -> None:
         raise ConfigError(
             "config key decode.retract=copy needs host memory to copy into: set cache.host_bytes or "
             "cluster.host_memory_share, or leave it at auto"
+        )
+    if config.pools.colocated and (config.pools.prefill or config.pools.decode):
+        raise ConfigError(
+            "config key pools.colocated goes without pools.prefill and pools.decode: a cluster has either"
         )
     if config.cluster.host_memory_share >= 1:
         share = config.cluster.host_memory_share
@@ -231,6 +238,7 @@ _MAY_BE_ZERO = {
     "cluster.controller_port", "faults.retract_every", "security.admin_port", "audit.fraction", "audit.margin",
     "watch.repetition_tokens", "watch.rare_factor", "cluster.host_memory_share", "cluster.host_memory_bytes",
     "autoscaling.max_workers", "autoscaling.tolerance", "autoscaling.hold_s",
+    "pools.prefill", "pools.decode", "pools.colocated",
 }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from typing import Protocol
 from contracts.ids import Role, WorkerName
 from contracts.messages.pool_changes import PoolChange
 from contracts.messages.router_commands import Command
+from contracts.messages.settings_change import SettingsAnswer, SettingsChange
 from contracts.messages.worker_events import Event
 from contracts.messages.worker_status import CheckReport, WorkerRecord, WorkerStatus, WorkerView
 
@@ -74,3 +75,7 @@ class WorkerDirectory(Protocol):
     async def change_pools(self, change: PoolChange) -> tuple[WorkerName, ...]:
         """Have the controller add, scale or restart workers, or cordon a node; returns the workers that are started or
         told to leave. Raises as `change_role` does."""
+
+    async def change_settings(self, change: SettingsChange) -> SettingsAnswer:
+        """Have the supervisor change the cluster's settings, or say what that would do. Raises as `change_role`
+        does."""

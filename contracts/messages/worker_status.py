@@ -28,6 +28,8 @@ class WorkerRecord:
     """What peers must have in common with the worker; None while no process of it has registered."""
     stream: str = ""
     """Where routers open their streams, ``host:port``; empty in one process."""
+    settings: str = ""
+    """Digest of the settings that it was started with; empty in one process."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -537,7 +537,7 @@ class CheckReport(_message.Message):
     def __init__(self, name: _Optional[str] = ..., pages: _Optional[int] = ..., slots: _Optional[int] = ..., leases: _Optional[int] = ..., rooms: _Optional[int] = ..., violations: _Optional[_Iterable[str]] = ..., kept_answers: _Optional[int] = ...) -> None: ...
 
 class Registration(_message.Message):
-    __slots__ = ("name", "role", "pid", "node", "endpoint", "control", "max_positions", "context", "incarnation", "stream", "node_id", "fingerprint")
+    __slots__ = ("name", "role", "pid", "node", "endpoint", "control", "max_positions", "context", "incarnation", "stream", "node_id", "fingerprint", "settings")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -550,6 +550,7 @@ class Registration(_message.Message):
     STREAM_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     pid: int
@@ -562,7 +563,8 @@ class Registration(_message.Message):
     stream: str
     node_id: str
     fingerprint: Fingerprint
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., endpoint: _Optional[str] = ..., control: _Optional[str] = ..., max_positions: _Optional[int] = ..., context: _Optional[int] = ..., incarnation: _Optional[int] = ..., stream: _Optional[str] = ..., node_id: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ...) -> None: ...
+    settings: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., endpoint: _Optional[str] = ..., control: _Optional[str] = ..., max_positions: _Optional[int] = ..., context: _Optional[int] = ..., incarnation: _Optional[int] = ..., stream: _Optional[str] = ..., node_id: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., settings: _Optional[str] = ...) -> None: ...
 
 class Fingerprint(_message.Message):
     __slots__ = ("protocol", "layout", "numerics", "weights")
@@ -681,16 +683,18 @@ class Incarnation(_message.Message):
     def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class SupervisorReport(_message.Message):
-    __slots__ = ("running", "ended", "placed", "nodes")
+    __slots__ = ("running", "ended", "placed", "nodes", "settings")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     PLACED_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
     running: _containers.RepeatedCompositeFieldContainer[Incarnation]
     ended: _containers.RepeatedCompositeFieldContainer[EndedProcess]
     placed: _containers.RepeatedCompositeFieldContainer[PlacedProcess]
     nodes: _containers.RepeatedCompositeFieldContainer[NodePlace]
-    def __init__(self, running: _Optional[_Iterable[_Union[Incarnation, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[EndedProcess, _Mapping]]] = ..., placed: _Optional[_Iterable[_Union[PlacedProcess, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[NodePlace, _Mapping]]] = ...) -> None: ...
+    settings: _containers.RepeatedCompositeFieldContainer[SettingsAnswer]
+    def __init__(self, running: _Optional[_Iterable[_Union[Incarnation, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[EndedProcess, _Mapping]]] = ..., placed: _Optional[_Iterable[_Union[PlacedProcess, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[NodePlace, _Mapping]]] = ..., settings: _Optional[_Iterable[_Union[SettingsAnswer, _Mapping]]] = ...) -> None: ...
 
 class SupervisorOrders(_message.Message):
     __slots__ = ("orders",)
@@ -699,18 +703,61 @@ class SupervisorOrders(_message.Message):
     def __init__(self, orders: _Optional[_Iterable[_Union[SupervisorOrder, _Mapping]]] = ...) -> None: ...
 
 class SupervisorOrder(_message.Message):
-    __slots__ = ("start", "kill", "forget", "note", "failed")
+    __slots__ = ("start", "kill", "forget", "note", "failed", "settings")
     START_FIELD_NUMBER: _ClassVar[int]
     KILL_FIELD_NUMBER: _ClassVar[int]
     FORGET_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
     start: StartWorker
     kill: KillWorker
     forget: ForgetArenas
     note: str
     failed: EndedProcess
-    def __init__(self, start: _Optional[_Union[StartWorker, _Mapping]] = ..., kill: _Optional[_Union[KillWorker, _Mapping]] = ..., forget: _Optional[_Union[ForgetArenas, _Mapping]] = ..., note: _Optional[str] = ..., failed: _Optional[_Union[EndedProcess, _Mapping]] = ...) -> None: ...
+    settings: SettingsChange
+    def __init__(self, start: _Optional[_Union[StartWorker, _Mapping]] = ..., kill: _Optional[_Union[KillWorker, _Mapping]] = ..., forget: _Optional[_Union[ForgetArenas, _Mapping]] = ..., note: _Optional[str] = ..., failed: _Optional[_Union[EndedProcess, _Mapping]] = ..., settings: _Optional[_Union[SettingsChange, _Mapping]] = ...) -> None: ...
+
+class SettingsChange(_message.Message):
+    __slots__ = ("number", "settings", "dry_run")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    settings: str
+    dry_run: bool
+    def __init__(self, number: _Optional[int] = ..., settings: _Optional[str] = ..., dry_run: _Optional[bool] = ...) -> None: ...
+
+class ChangedSetting(_message.Message):
+    __slots__ = ("key", "before", "after", "roles")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    before: str
+    after: str
+    roles: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, key: _Optional[str] = ..., before: _Optional[str] = ..., after: _Optional[str] = ..., roles: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class SettingsAnswer(_message.Message):
+    __slots__ = ("number", "refusal", "changed", "digests")
+    class DigestsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    CHANGED_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    refusal: str
+    changed: _containers.RepeatedCompositeFieldContainer[ChangedSetting]
+    digests: _containers.ScalarMap[str, str]
+    def __init__(self, number: _Optional[int] = ..., refusal: _Optional[str] = ..., changed: _Optional[_Iterable[_Union[ChangedSetting, _Mapping]]] = ..., digests: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class StartWorker(_message.Message):
     __slots__ = ("name", "role", "incarnation", "avoid", "only")

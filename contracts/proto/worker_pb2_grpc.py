@@ -306,6 +306,11 @@ class ControllerStub:
                 request_serializer=contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
                 response_deserializer=contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
                 _registered_method=True)
+        self.ChangeSettings = channel.unary_unary(
+                '/twinpool.Controller/ChangeSettings',
+                request_serializer=contracts_dot_proto_dot_worker__pb2.SettingsChange.SerializeToString,
+                response_deserializer=contracts_dot_proto_dot_worker__pb2.SettingsAnswer.FromString,
+                _registered_method=True)
         self.ShutDown = channel.unary_unary(
                 '/twinpool.Controller/ShutDown',
                 request_serializer=contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
@@ -415,6 +420,13 @@ class ControllerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ChangeSettings(self, request, context):
+        """Change the cluster's settings, or say what that would do; the supervisor has them and answers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ShutDown(self, request, context):
         """Start no worker any more: the cluster ends.
         """
@@ -502,6 +514,11 @@ def add_ControllerServicer_to_server(servicer, server):
                     servicer.Uncordon,
                     request_deserializer=contracts_dot_proto_dot_worker__pb2.DrainTarget.FromString,
                     response_serializer=contracts_dot_proto_dot_worker__pb2.WorkerNames.SerializeToString,
+            ),
+            'ChangeSettings': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeSettings,
+                    request_deserializer=contracts_dot_proto_dot_worker__pb2.SettingsChange.FromString,
+                    response_serializer=contracts_dot_proto_dot_worker__pb2.SettingsAnswer.SerializeToString,
             ),
             'ShutDown': grpc.unary_unary_rpc_method_handler(
                     servicer.ShutDown,
@@ -892,6 +909,33 @@ class Controller:
             '/twinpool.Controller/Uncordon',
             contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
             contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeSettings(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.Controller/ChangeSettings',
+            contracts_dot_proto_dot_worker__pb2.SettingsChange.SerializeToString,
+            contracts_dot_proto_dot_worker__pb2.SettingsAnswer.FromString,
             options,
             channel_credentials,
             insecure,

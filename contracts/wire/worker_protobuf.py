@@ -122,6 +122,7 @@ def record_from_proto(m: pb.Registration) -> WorkerRecord:
         node_id=m.node_id,
         fingerprint=fingerprint_from_proto(m.fingerprint) if m.HasField("fingerprint") else None,
         stream=m.stream,
+        settings=m.settings,
     )
 
 
@@ -140,4 +141,5 @@ def record_to_proto(record: WorkerRecord) -> pb.Registration:
         node_id=record.node_id,
         fingerprint=fingerprint_to_proto(record.fingerprint) if record.fingerprint is not None else None,
         stream=record.stream,
+        settings=record.settings,
     )

@@ -132,8 +132,14 @@ def _autoscaler_of(view: AutoscalerView) -> dict[str, Any]:
 
 
 def node_of(view: WorkerView) -> dict[str, Any]:
-    """Return a row's keys about the worker's node, which the controller knows and the worker doesn't."""
-    return {"node": view.record.node, "node_id": view.record.node_id, "cordoned": view.cordoned}
+    """Return a row's keys about the worker's node and settings, which the controller knows and the worker doesn't."""
+    record = view.record
+    return {
+        "node": record.node,
+        "node_id": record.node_id,
+        "cordoned": view.cordoned,
+        "settings": record.settings,
+    }
 
 
 def status_line(s: WorkerStatus) -> dict[str, Any]:

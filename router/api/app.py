@@ -11,6 +11,7 @@ from typing import Any
 from contracts.errors import TwinpoolError
 from router.api import admin_drain as drains
 from router.api import admin_pools as pools
+from router.api import admin_settings as settings
 from router.api import admin_status as admin
 from router.api.absent_endpoints import why_absent
 from router.api.asgi_exchange import AsgiReceive, AsgiScope, AsgiSend, BodyTooLarge, HttpExchange
@@ -387,6 +388,7 @@ ROUTES: Routes = {
     "/cluster/check": {"POST": admin.check},
     "/cluster/add": {"POST": pools.add},
     "/cluster/scale": {"POST": pools.scale},
+    "/cluster/apply": {"POST": settings.apply},
 }
 PREFIX_ROUTES: Routes = {
     "/v1/models/": {"GET": _one_model},

@@ -78,14 +78,17 @@ _OPERATIONS = {
     "/cluster/undrain/{worker}": ("Admit again, until it has left (operators only)", "Operation", ()),
     "/cluster/add": ("Start workers more (operators only)", "Operation", ("role", "count", "node")),
     "/cluster/scale": ("Bring pools to so many workers (operators only)", "Operation", ("prefill", "decode", "force")),
+    "/cluster/apply": ("Change settings, named in JSON (operators only)", "Operation", ("dry_run",)),
     "/cluster/restart/{worker}": ("Drain a worker and start it again (operators only)", "Operation", ("force",)),
     "/cluster/cordon/{node}": ("Place no worker on a node any more (operators only)", "Operation", ()),
     "/cluster/uncordon/{node}": ("Let workers be placed on a node again (operators only)", "Operation", ()),
     "/cluster/role/{worker}": ("Start a worker in the other pool (operators only)", "Operation", ("role", "force")),
 }
 
-_CHECKED = frozenset({"/cluster/add", "/cluster/scale"})
-"""Operations that refuse a query which means nothing."""
+_CHECKED = frozenset({"/cluster/add", "/cluster/scale", "/cluster/apply"})
+"""Operations that refuse a query or a body which means nothing."""
+_WITH_BODY = frozenset({"/cluster/apply"})
+_SECTIONS = {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}
 
 
 @cache
@@ -116,7 +119,9 @@ def openapi_document() -> dict[str, Any]:
     }
     for path, (summary, name, flags) in _OPERATIONS.items():
         statuses = (400, *OPERATION) if path in _CHECKED else OPERATION
-        paths[path] = {"post": _operation(path, summary, answers(name, statuses), flags)}
+        statuses = (*statuses, 413) if path in _WITH_BODY else statuses
+        operation = _operation(path, summary, answers(name, statuses), flags)
+        paths[path] = {"post": operation | ({"requestBody": _SECTIONS} if path in _WITH_BODY else {})}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Twinpool", "version": version()},

@@ -18,6 +18,7 @@ from contracts.interfaces.discovery import WorkerClient
 from contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts
 from contracts.messages.pool_changes import PoolChange
 from contracts.messages.quota import QuotaClaim, QuotaSlice
+from contracts.messages.settings_change import SettingsAnswer, SettingsChange
 from contracts.messages.worker_status import WorkerRecord, WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
@@ -26,11 +27,14 @@ from contracts.wire.grpc_channels import channel_options
 from contracts.wire.pool_change_protobuf import call_for
 from contracts.wire.quota_protobuf import claim_to_proto, slice_from_proto
 from contracts.wire.secure_grpc import open_channel
+from contracts.wire.settings_protobuf import answer_from_proto, change_to_proto
 from contracts.wire.unknown_kinds import known
 from contracts.wire.worker_protobuf import status_from_proto, view_from_proto
 from router.links.grpc_worker import CONNECT_TIMEOUT_S, LINK_TIMEOUT_S, GrpcWorkerClient
 from router.state.router_log import log
 
+SETTINGS_TIMEOUT_S = 18.0
+"""Seconds for a change of settings: the supervisor's answer, which the controller waits for, and the way."""
 LEASE_TIMEOUT_S = 1.0
 """Seconds for which a request waits for its tenant's slice at most; then the controller counts as away."""
 
@@ -97,6 +101,15 @@ class ControllerDirectory:
         answer = await self._ask(lambda stub, **options: call_for(stub, change, **options))
         return tuple(WorkerName(name) for name in answer.workers)
 
+    async def change_settings(self, change: SettingsChange) -> SettingsAnswer:
+        answer = await self._ask(
+            lambda stub, **options: stub.ChangeSettings(change_to_proto(change), **options), SETTINGS_TIMEOUT_S
+        )
+        try:
+            return answer_from_proto(answer)
+        except ValueError as error:
+            raise ConnectionError(f"an answer that can't be read: {error}") from None
+
     async def lease_quota(self, router: str, claims: Sequence[QuotaClaim]) -> list[QuotaSlice]:
         """Claim slices of tenants' limits for `router`; returns a slice for each claim, in order.
 
@@ -132,14 +145,14 @@ class ControllerDirectory:
         except ValueError as error:
             raise ConnectionError(f"an answer that can't be read: {error}") from None
 
-    async def _ask(self, call: Callable[..., Any]) -> Any:
+    async def _ask(self, call: Callable[..., Any], timeout_s: float = CONNECT_TIMEOUT_S) -> Any:
         """Make one call of the controller, on a connection of its own. Raises as `change_role` does."""
         metadata = access_metadata(cluster_secret())
         options = channel_options(self._link_timeout_s)
         async with open_channel(self._target, options, self._certificate) as channel:
             stub: Any = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
             try:
-                return await call(stub, timeout=CONNECT_TIMEOUT_S, metadata=metadata)
+                return await call(stub, timeout=timeout_s, metadata=metadata)
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                     raise RequestError(error.details() or "the controller refuses") from None

@@ -31,7 +31,7 @@ def test_status_shows_the_plane_by_which_pages_travel() -> None:
     with console.capture() as shown:
         console.print(status_table([row, row | {"name": "decode-1", "plane": None}]))
     first, second = (line.split() for line in shown.get().splitlines() if "decode-" in line)
-    assert (first[-1], second[-1]) == ("staged", "-")
+    assert (first[-2], second[-2]) == ("staged", "-")
 
 
 def test_status_shows_what_the_autoscaler_does_and_what_a_start_waits_for() -> None:
@@ -53,3 +53,15 @@ def test_status_shows_what_the_autoscaler_does_and_what_a_start_waits_for() -> N
     assert "12 s ago: decode 1 -> 2 (decode-1 starts): [pages]" in text
     assert "held for 30 s more: an operator has changed a pool" in text
     assert "1.6" in text
+
+
+def test_status_shows_the_settings_that_a_worker_was_started_with() -> None:
+    row = {
+        "name": "decode-0", "role": "decode", "state": "ready", "pid": 1, "node": "here", "incarnation": 1,
+        "running": 2, "waiting": 3, "pages_total": 64, "pages_free": 0, "plane": "shm", "settings": "0a1b2c3d",
+    }  # fmt: skip
+    console = Console(width=160)
+    with console.capture() as shown:
+        console.print(status_table([row, row | {"name": "decode-1", "settings": None}]))
+    first, second = (line.split() for line in shown.get().splitlines() if "decode-" in line)
+    assert (first[-1], second[-1]) == ("0a1b2c3d", "-")

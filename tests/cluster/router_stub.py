@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, TypeVar, overload
 
 
 def row(name: str, state: str = "ready", **changes: Any) -> dict[str, Any]:
@@ -29,6 +29,8 @@ class RouterStub:
         self.ordered: list[dict[str, Any]] = []
         """The workers of the answer to an order that changes pools."""
         self.calls: list[tuple[str, str]] = []
+        self.bodies: list[Any] = []
+        """What came with calls, where anything did."""
         self.url = ""
 
     def answer(self, method: str, path: str) -> tuple[int, dict[str, Any]]:
@@ -42,12 +44,29 @@ class RouterStub:
         return 200, {"workers": self.ordered} if self.ordered else {}
 
 
+Stub = TypeVar("Stub", bound=RouterStub)
+
+
+@overload
+def router_stub() -> AbstractContextManager[RouterStub]: ...
+
+
+@overload
+def router_stub(stub: Stub) -> AbstractContextManager[Stub]: ...
+
+
+def router_stub(stub: RouterStub | None = None) -> AbstractContextManager[Any]:
+    """A server that answers as `stub` says."""
+    return _serving(stub if stub is not None else RouterStub())
+
+
 @contextmanager
-def router_stub() -> Iterator[RouterStub]:
-    stub = RouterStub()
+def _serving(stub: RouterStub) -> Iterator[RouterStub]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if length := int(self.headers.get("Content-Length") or 0):
+                stub.bodies.append(json.loads(self.rfile.read(length)))
             status, body = stub.answer(self.command, self.path)
             data = json.dumps(body).encode()
             self.send_response(status)

@@ -19,6 +19,7 @@ from contracts.messages.fingerprint import PROTOCOL, Fingerprint
 from contracts.messages.kept_answers import Attach, Attached, Detach
 from contracts.messages.pool_changes import PoolChange
 from contracts.messages.router_commands import Audit, Cancel, Command, InvalidatePrefix, Submit
+from contracts.messages.settings_change import ChangedSetting, SettingsAnswer, SettingsChange
 from contracts.messages.worker_events import Audited, Done, Event, LegReport, PromptScores, Tokens
 from contracts.messages.worker_status import CheckReport, WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 from contracts.sampling_params import SamplingParams, TokenLogprob
@@ -376,6 +377,7 @@ class FakeCluster:
         """The controller can't be reached."""
         self.told: list[tuple[str, str]] = []
         self.changes: list[PoolChange] = []
+        self.settings: list[SettingsChange] = []
         self.answer: tuple[WorkerName, ...] | str = ()
         """Whom the controller names when pools are changed, or why it refuses."""
         """What the controller was asked for: drain, undrain or another role, and of whom."""
@@ -437,6 +439,14 @@ class FakeCluster:
             raise RequestError(self.answer)
         return self.answer
 
+    async def change_settings(self, change: SettingsChange) -> SettingsAnswer:
+        if self.away:
+            raise ConnectionError("the controller is away")
+        self.settings.append(change)
+        if isinstance(self.answer, str):
+            raise RequestError(self.answer)
+        return SettingsAnswer(1, changed=(ChangedSetting("a.b", "1", "2", (Role.DECODE,)),), digests={Role.DECODE: "d"})
+
     def heal(self) -> None:
         """Every worker serves again, nothing planted; for the next test."""
         for worker in self.workers.values():
@@ -456,6 +466,7 @@ class FakeCluster:
         self.away = False
         self.told.clear()
         self.changes.clear()
+        self.settings.clear()
         self.answer = ()
         self.changed()
 

@@ -29,6 +29,7 @@ from contracts.interfaces.discovery import WorkerClient
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.pool_changes import PoolChange
 from contracts.messages.router_commands import Cancel, Command
+from contracts.messages.settings_change import SettingsAnswer, SettingsChange
 from contracts.messages.worker_events import Done, Event, Tokens
 from contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
 from contracts.wire.shared_frames import FRAME_COMMANDS
@@ -208,6 +209,9 @@ class _Table:
 
     async def change_pools(self, change: PoolChange) -> tuple[WorkerName, ...]:
         return ()
+
+    async def change_settings(self, change: SettingsChange) -> SettingsAnswer:
+        return SettingsAnswer(0)
 
 
 def _record(key: WorkerKey, endpoint: str, stream: str) -> WorkerRecord:

@@ -22,7 +22,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
 CHANGES = (
     changing.kill_controller,
     changing.grow_and_shrink,
-    changing.restart_one,
+    changing.apply_settings,
     changing.kill_router,
     changing.kill_supervisor,
 )
@@ -31,7 +31,7 @@ CHANGES = (
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_no_answer_is_lost_or_wrong_while_a_cluster_changes(tmp_path: Path) -> None:
-    """Changes of roles, cordons and drains of every worker are in the soak test, with all of these."""
+    """Changes of roles, cordons, restarts and drains by command are in the soak test, with all of these."""
     folder = make_checkpoint(tmp_path / "model", "qwen3", seed=33)
     flags = ("--prefill", "2", "--decode", "2", "--routers", "2")
     with detached(folder, tmp_path / "run", *flags, sections=SECTIONS) as cluster:

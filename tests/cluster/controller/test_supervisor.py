@@ -14,6 +14,7 @@ from cluster.controller.supervisor import Supervisor
 from contracts.clock import ManualClock
 from contracts.config.cluster_config import ClusterConfig
 from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages.settings_change import SettingsAnswer, SettingsChange
 from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
 
 NAME = WorkerName("decode-0")
@@ -60,6 +61,7 @@ class Line:
     def __init__(self, core: Controller) -> None:
         self._core = core
         self.nodes_told = 0
+        self.answers: list[SettingsAnswer] = []
 
     def orders(self) -> list[ControllerAction]:
         return self._core.tick()
@@ -69,7 +71,9 @@ class Line:
         ended: Sequence[EndedProcess] = (),
         placed: Sequence[PlacedProcess] = (),
         nodes: Sequence[NodePlace] | None = None,
+        settings: Sequence[SettingsAnswer] = (),
     ) -> None:
+        self.answers += settings
         if nodes is not None:
             self.nodes_told += 1
             self._core.set_nodes(nodes)
@@ -86,8 +90,11 @@ class Scene:
         self.hands = Hands()
         plan: Any = lambda start: start  # noqa: E731
         self.line, self.said = Line(self.core), list[str]()
-        self.supervisor = Supervisor(self.line, self.hands, plan, self.said.append)
+        self.supervisor = Supervisor(self.line, self.hands, plan, self.said.append, self.changer)
         self.core.pools.add(NAME, Role.DECODE)
+
+    def changer(self, order: SettingsChange) -> SettingsAnswer:
+        return SettingsAnswer(order.number, refusal="no")
 
     def poll(self, after_s: float = 0.1) -> None:
         self.clock.advance(after_s)
@@ -146,7 +153,7 @@ def test_a_start_for_which_there_can_be_no_plan_is_told_as_its_end() -> None:
     def no_room(start: object) -> Any:
         raise MemoryShort("no room")
 
-    scene.supervisor = Supervisor(scene.line, scene.hands, no_room, scene.said.append)
+    scene.supervisor = Supervisor(scene.line, scene.hands, no_room, scene.said.append, scene.changer)
     scene.poll()
     scene.poll(0.6)
     assert scene.hands.started == []

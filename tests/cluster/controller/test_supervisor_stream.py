@@ -30,6 +30,7 @@ from contracts.clock import ManualClock
 from contracts.config.cluster_config import ClusterConfig
 from contracts.errors import ConfigError, WireError
 from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages.settings_change import SettingsChange
 from contracts.proto import worker_pb2 as pb
 
 T = TypeVar("T")
@@ -102,6 +103,7 @@ def site() -> Iterator[Site]:
         ForgetArenas(NAME),
         OperatorNote("text"),
         StartFailed(NAME, "reason"),
+        SettingsChange('{"decode": {"tp": 2}}', True, 9),
     ],
 )
 def test_orders_are_the_same_on_the_other_side(action: ControllerAction) -> None:

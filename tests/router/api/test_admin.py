@@ -12,6 +12,7 @@ from contracts.config.load_config import config_from_dict
 from contracts.errors import ErrorKind
 from contracts.ids import Role, WorkerName
 from contracts.messages.pool_changes import AddWorkers, CordonNode, RestartWorker, ScalePools, UncordonNode
+from contracts.messages.settings_change import SettingsChange
 from router.openai.request_fields import CHAT, CHAT_OTHERS, COMPLETION, GENERATE_OTHERS
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, router_config, serving
@@ -517,3 +518,42 @@ def test_a_change_of_pools_that_means_nothing_is_refused_here(server: Server, pa
     assert status == 400
     assert words in message
     assert server.cluster.changes == []
+
+
+def test_settings_are_passed_on_and_the_answer_is_the_supervisors(server: Server) -> None:
+    answer = server.client.post("/cluster/apply?dry_run=true", json={"decode": {"retract_limit": 4}})
+    assert (answer.status_code, answer.json()) == (
+        200,
+        {
+            "changed": [{"key": "a.b", "before": "1", "after": "2", "roles": ["decode"]}],
+            "digests": {"decode": "d"},
+        },
+    )
+    server.client.post("/cluster/apply", json={})
+    assert server.cluster.settings == [
+        SettingsChange('{"decode": {"retract_limit": 4}}', dry_run=True),
+        SettingsChange("{}"),
+    ]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b"\xff"])
+def test_settings_that_are_no_object_are_refused(server: Server, body: bytes) -> None:
+    answer = server.client.post("/cluster/apply", content=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid")
+    assert server.cluster.settings == []
+
+
+def test_settings_that_are_refused_or_reach_nobody_say_why(server: Server) -> None:
+    server.cluster.answer = "decode.tp can't be changed"
+    answer = server.client.post("/cluster/apply", json={"decode": {"tp": 2}})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (409, "decode.tp can't be changed")
+    server.cluster.away = True
+    answer = server.client.post("/cluster/apply", json={})
+    assert answer.status_code == 503
+    assert "controller" in answer.json()["error"]["message"]
+    assert server.client.post("/cluster/apply", content=b"x" * 300_000).status_code == 413
+
+
+def test_status_says_what_settings_each_worker_was_started_with(server: Server) -> None:
+    rows = server.client.get("/cluster/status").json()["workers"]
+    assert {row["settings"] for row in rows} == {""}

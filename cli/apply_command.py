@@ -1,0 +1,208 @@
+"""The command `twinpool apply`: change a running cluster's settings and pool sizes, and follow that to its end.
+
+The supervisor keeps the settings; this command restarts the workers that were started with others, one by one, as
+`twinpool restart` does. Nothing but the workers' own rows says how far that is, so the same command goes on with what
+an earlier one has left, and does nothing once all workers have the settings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cli.admin_client import POLL_S, AdminClient, CommandRefused, RouterAway
+from cli.pool_commands import ROLES, follow, order, restart_path
+from contracts.config.load_config import read_config_file
+from contracts.config.security_config import FILES
+from contracts.errors import ConfigError
+
+REFUSED_S = 10.0
+"""Seconds for which a restart that is refused is ordered again: a router may not know yet that another serves."""
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read a configuration file's sections, with the files of `security` as absolute paths, as `serve` takes them.
+
+    Raises `ConfigError` where the file can't be read; the supervisor checks the keys.
+    """
+    tree = read_config_file(path)
+    security = tree.get("security")
+    if isinstance(security, dict):
+        paths = {key: str(Path(security[key]).expanduser().absolute()) for key in FILES if security.get(key)}
+        tree = {**tree, "security": {**security, **paths}}
+    try:
+        json.dumps(tree)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"config file {path} holds a value that no key takes: {error}") from None
+    return tree
+
+
+@dataclass(frozen=True)
+class ApplyPlan:
+    """What is to be done, by the supervisor's answer and the workers' rows."""
+
+    changed: list[dict[str, Any]]
+    digests: dict[str, str]
+    """Digest of the settings that a worker of each role is to have."""
+    old: dict[str, str]
+    """Workers that serve and have other settings, with their roles, in the order in which they restart."""
+    sizes: dict[str, tuple[int, int]]
+    """Workers that each pool has and is to have, where these differ."""
+    serving: dict[str, int]
+    """Workers of each role that serve."""
+    starting: list[str]
+    """Workers that are starting: what settings they have is known once they serve."""
+
+    @property
+    def nothing(self) -> bool:
+        return not (self.changed or self.old or self.sizes)
+
+    def lines(self) -> list[str]:
+        """What will be done, in words."""
+        found = [f"{one['key']}: {one['before']} -> {one['after']}{_taken_up(one['roles'])}" for one in self.changed]
+        found += [f"{role} workers: {now} -> {then}" for role, (now, then) in self.sizes.items()]
+        if self.old:
+            found.append(f"restarts one by one: {', '.join(self.old)}")
+        return found
+
+
+def _taken_up(roles: list[str]) -> str:
+    return f" (by {' and '.join(role for role in roles)} workers as they start)" if roles else ""
+
+
+class ApplyCommand:
+    """One run of the command."""
+
+    def __init__(
+        self,
+        operator: AdminClient,
+        settings: Mapping[str, Any],
+        say: Callable[[str], None],
+        *,
+        timeout_s: float = 600.0,
+        force: bool = False,
+    ) -> None:
+        """`timeout_s`: for each step, a worker's restart or the pools' change of size. `force`: restart even the last
+        worker of a role."""
+        self._operator, self._settings, self._say = operator, settings, say
+        self._timeout_s, self._force = timeout_s, force
+        self._restarted: dict[str, int] = {}
+        """The incarnation of each worker before its restart."""
+
+    def plan(self) -> ApplyPlan:
+        """What is to be done, having changed nothing. Raises `CommandRefused` where the settings are refused."""
+        return self._plan(self._order(dry_run=True))
+
+    def run(self, plan: ApplyPlan) -> float:
+        """Do it, saying a line as each worker has; returns the seconds. Raises `CommandRefused` with what isn't done,
+        and `ConfigError`."""
+        began = self._operator.clock()
+        self._check_pairs(plan)
+        if plan.changed:
+            self._order(dry_run=False)
+            self._say("the settings are changed")
+        self._scale({role: then for role, (now, then) in plan.sizes.items() if then > now})
+        self._roll()
+        self._scale({role: then for role, (now, then) in plan.sizes.items() if then < now})
+        return self._operator.clock() - began
+
+    def left(self) -> str:
+        """What an interrupted run has left to be done, in words."""
+        try:
+            plan = self.plan()
+        except (RouterAway, CommandRefused) as error:
+            return f"what is left can't be said: {error}"
+        rest = "; ".join(plan.lines()) or "nothing"
+        return f"left to do: {rest}. The same command goes on with it"
+
+    # ------------------------------------------------------------ inside
+
+    def _order(self, *, dry_run: bool) -> dict[str, Any]:
+        path = f"/cluster/apply{'?dry_run=true' * dry_run}"
+        return self._operator.call("POST", path, json.dumps(self._settings).encode())
+
+    def _plan(self, answer: Mapping[str, Any]) -> ApplyPlan:
+        rows = self._operator.rows()
+        digests: dict[str, str] = answer["digests"]
+        serving = {role: sum(row["role"] == role and row["state"] == "ready" for row in rows) for role in digests}
+        there = {role: sum(row["role"] == role and _counts(row) for row in rows) for role in digests}
+        asked = self._settings.get("pools") or {}
+        for role in ROLES:
+            if asked.get(role) and role not in digests:
+                raise CommandRefused(f"pools.{role}: this cluster has {' and '.join(digests)} workers; leave it out")
+        sizes = {role: (there[role], asked[role]) for role in digests if asked.get(role, 0) not in (0, there[role])}
+        return ApplyPlan(
+            changed=answer["changed"],
+            digests=digests,
+            old={row["name"]: row["role"] for row in rows if self._is_old(row, digests)},
+            sizes=sizes,
+            serving=serving,
+            starting=[row["name"] for row in rows if row["state"] == "starting"],
+        )
+
+    def _is_old(self, row: Mapping[str, Any], digests: Mapping[str, str]) -> bool:
+        other = row["role"] in digests and row.get("settings") != digests[row["role"]]
+        known = row["incarnation"] > self._restarted.get(row["name"], 0)
+        return other and known and row["state"] in ("ready", "unreachable")
+
+    def _check_pairs(self, plan: ApplyPlan) -> None:
+        """Refuse to restart a role's only worker, before anything is changed."""
+        for role, serving in plan.serving.items():
+            names = [name for name, its in plan.old.items() if its == role]
+            most = max(serving, plan.sizes.get(role, (0, 0))[1])
+            if names and most < 2 and not self._force:
+                raise CommandRefused(
+                    f"{names[0]} is the only {role} worker, and nobody could take its requests while it restarts: have "
+                    f"two (pools: {role}: 2, or twinpool add {role}), or say --force"
+                )
+
+    def _scale(self, counts: Mapping[str, int]) -> None:
+        if counts:
+            workers = order(self._operator, "scale", **{role: str(count) for role, count in counts.items()})
+            for worker in workers:
+                self._say(f"{worker.name} {worker.outcome}")
+            follow(self._operator, workers, self._timeout_s, self._say)
+
+    def _roll(self) -> None:
+        """Restart each worker that has other settings, the next one once the one before serves."""
+        waited_from = self._operator.clock()
+        while True:
+            plan = self._plan(self._order(dry_run=True))
+            if others := [name for name in plan.old if name in self._restarted]:
+                raise CommandRefused(
+                    f"{', '.join(others)} came back with other settings than those of the file: "
+                    "see whether another operator has changed them, and apply again"
+                )
+            if plan.changed:
+                raise CommandRefused("somebody else has changed the settings meanwhile: " + "; ".join(plan.lines()))
+            if plan.old:
+                self._restart(next(iter(plan.old)))
+                waited_from = self._operator.clock()
+            elif not plan.starting:
+                return
+            elif self._operator.clock() - waited_from >= self._timeout_s:
+                raise CommandRefused(f"{', '.join(plan.starting)} should serve, after {self._timeout_s:g} s")
+            else:
+                self._operator.sleep(POLL_S)
+
+    def _restart(self, name: str) -> None:
+        began = self._operator.clock()
+        while True:
+            try:
+                workers = order(self._operator, restart_path(name), force="true" if self._force else "")
+                break
+            except CommandRefused:
+                if self._operator.clock() - began >= REFUSED_S:
+                    raise
+                self._operator.sleep(POLL_S)
+        self._restarted[name] = workers[0].incarnation
+        self._say(f"{name} {workers[0].outcome}")
+        follow(self._operator, workers, self._timeout_s, self._say)
+
+
+def _counts(row: Mapping[str, Any]) -> bool:
+    """Whether a worker is one of its pool's: it serves, or is on its way back."""
+    return row["state"] in ("ready", "starting", "unreachable", "dead")

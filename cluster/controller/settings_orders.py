@@ -1,0 +1,66 @@
+"""Changes of settings on their way to the supervisor, which has the settings, and its answers on their way back.
+
+The controller keeps no settings: it passes a change on as an order, and waits. Making a change again is safe, so one
+whose answer is lost, with the supervisor or with its stream, is made again by whoever asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from contracts.errors import ConfigError
+from contracts.messages.settings_change import MOST_SETTINGS_BYTES, SettingsAnswer, SettingsChange
+
+ANSWER_S = 15.0
+"""Seconds that a supervisor has to answer: it may be measuring a node, or starting processes."""
+
+
+class SettingsOrders:
+    """The one change that is under way at a time. Use it on one event loop."""
+
+    def __init__(self, answer_s: float = ANSWER_S) -> None:
+        self._answer_s = answer_s
+        self._numbers = itertools.count(1)
+        self._waiting: tuple[int, asyncio.Future[SettingsAnswer]] | None = None
+
+    async def change(self, change: SettingsChange, send: Callable[[SettingsChange], None] | None) -> SettingsAnswer:
+        """Have the supervisor make a change. `send` sends it an order; None: there is no supervisor.
+
+        Raises `ConfigError` where it refuses, doesn't answer in time or goes away.
+        """
+        if len(change.settings) > MOST_SETTINGS_BYTES:
+            raise ConfigError(f"settings have at most {MOST_SETTINGS_BYTES} bytes, got {len(change.settings)}")
+        if self._waiting is not None:
+            raise ConfigError("another change of settings is being made; try again")
+        if send is None:
+            raise ConfigError("no supervisor is there to change the settings (it may be starting again); try again")
+        number = next(self._numbers)
+        future: asyncio.Future[SettingsAnswer] = asyncio.get_running_loop().create_future()
+        self._waiting = number, future
+        try:
+            send(replace(change, number=number))
+            async with asyncio.timeout(self._answer_s):
+                answer = await future
+        except TimeoutError:
+            text = f"the supervisor has not answered in {self._answer_s:g} s, and may yet make the change; try again"
+            raise ConfigError(text) from None
+        finally:
+            self._waiting = None
+        if answer.refusal:
+            raise ConfigError(answer.refusal)
+        return answer
+
+    def take(self, answers: Iterable[SettingsAnswer]) -> None:
+        """Take in what a supervisor answers; nobody waits for the answer to an earlier change any more."""
+        for answer in answers:
+            if self._waiting is not None and self._waiting[0] == answer.number and not self._waiting[1].done():
+                self._waiting[1].set_result(answer)
+
+    def lost(self) -> None:
+        """Note that the supervisor is gone, or another one has come."""
+        if self._waiting is not None and not self._waiting[1].done():
+            text = "the supervisor went away before it had answered, and may have made the change; try again"
+            self._waiting[1].set_exception(ConfigError(text))

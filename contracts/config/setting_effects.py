@@ -1,0 +1,161 @@
+"""What a change of each setting of a running cluster takes: the one table of it.
+
+A setting is named by its key, or with all keys below a section that have no line of their own. Three effects:
+
+- *live*: it takes effect without any worker starting again;
+- *rolls*: workers of some roles read it when they start, so these are restarted one by one;
+- *new cluster*: it can't be changed while the cluster runs. Routers, the controller or the supervisor read it when they
+  start, or workers with the old and the new value could never hand over to each other (layout and numerics of
+  `contracts.messages.fingerprint`), so that a pool could not be restarted one by one without losing requests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from contracts.config.cluster_config import Config
+from contracts.errors import ConfigError
+from contracts.ids import Role
+
+
+class Effect(StrEnum):
+    """What it takes until a change of a setting is in effect."""
+
+    LIVE = "live"
+    ROLLS = "rolls"
+    NEW_CLUSTER = "new cluster"
+
+
+@dataclass(frozen=True, slots=True)
+class SettingEffect:
+    effect: Effect
+    roles: tuple[Role, ...] = ()
+    """Whose workers start again; only for `ROLLS`."""
+    reason: str = ""
+    """Why it needs a new cluster, in words; only for `NEW_CLUSTER`."""
+
+
+_LIVE = SettingEffect(Effect.LIVE)
+_ALL = SettingEffect(Effect.ROLLS, tuple(Role))
+_PREFILL = SettingEffect(Effect.ROLLS, (Role.PREFILL, Role.COLOCATED))
+_DECODE = SettingEffect(Effect.ROLLS, (Role.DECODE, Role.COLOCATED))
+_COLOCATED = SettingEffect(Effect.ROLLS, (Role.COLOCATED,))
+
+
+def _new(reason: str) -> SettingEffect:
+    return SettingEffect(Effect.NEW_CLUSTER, reason=reason)
+
+
+_PAIRS = _new("workers with the old and the new value can't hand over to each other")
+_ROUTERS = _new("the routers read it when they start, and the streams of a router end with it")
+_SERVICES = _new("the controller and the supervisor read it when they start")
+_SOCKETS = _new("both ends of a connection must have it, and open connections have the old value")
+_EVENTS = _new("who follows KV events was told where when the cluster started")
+_RANKS = _new("cards and places of a node are dealt by it when the cluster starts")
+
+EFFECTS: Mapping[str, SettingEffect] = {
+    "pools": _LIVE,
+    "prefill": _PREFILL,
+    "prefill.tp": _RANKS,
+    "prefill.cache": SettingEffect(Effect.ROLLS, (Role.PREFILL,)),
+    "prefill.cache.page_tokens": _PAIRS,
+    "decode": _DECODE,
+    "decode.tp": _RANKS,
+    "decode.kept_answer_s": _ALL,
+    "decode.cache": SettingEffect(Effect.ROLLS, (Role.DECODE,)),
+    "decode.cache.page_tokens": _PAIRS,
+    "colocate": _COLOCATED,
+    "colocate.tp": _RANKS,
+    "colocate.cache.page_tokens": _PAIRS,
+    "cache": _ALL,
+    "cache.page_tokens": _PAIRS,
+    "cache.index_dtype": _PAIRS,
+    "cache.events": _EVENTS,
+    "engine": _ALL,
+    "engine.dtype": _PAIRS,
+    "engine.attention": _PAIRS,
+    "engine.numerics": _PAIRS,
+    "engine.numerics_class": _PAIRS,
+    "engine.device": _PAIRS,
+    "transfer": _ALL,
+    "transfer.plane": _PAIRS,
+    "transfer.link_timeout_s": _SOCKETS,
+    "transfer.control_frame_bytes": _SOCKETS,
+    "router": _ROUTERS,
+    "security": _SOCKETS,
+    "audit": _ROUTERS,
+    "watch": _ROUTERS,
+    "cluster": _SERVICES,
+    "cluster.nonfinite_rows": _ALL,
+    "cluster.nonfinite_window_s": _ALL,
+    "cluster.rank_timeout_s": _ALL,
+    "cluster.host_memory_share": _ALL,
+    "cluster.host_memory_bytes": _ALL,
+    "cluster.host_pools": _ALL,
+    "faults": _ALL,
+    "faults.proxy": _SOCKETS,
+}
+
+
+def entry_of(key: str) -> str:
+    """The entry of `EFFECTS` that a key goes by: its own, or that of the nearest section above. Raises `KeyError` where
+    the table has none."""
+    name = key
+    while name not in EFFECTS:
+        name, dot, _ = name.rpartition(".")
+        if not dot:
+            raise KeyError(key)
+    return name
+
+
+def effect_of(key: str) -> SettingEffect:
+    """What a change of the setting `key` takes."""
+    return EFFECTS[entry_of(key)]
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """Every setting with its value, by key such as ``prefill.cache.host_bytes``."""
+    return dict(_leaves(config.to_dict(), ""))
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def merged(config: Config, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The sections of `config` with the keys of `settings` in place of its own, unchecked. Raises `ConfigError` where a
+    section is given a single value."""
+    return _merge(config.to_dict(), settings, "")
+
+
+def _merge(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    tree = dict(old)
+    for key, value in new.items():
+        there = tree.get(key)
+        if isinstance(there, dict):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"config section {prefix}{key} must hold keys, got {value!r:.40}")
+            tree[key] = _merge(there, value, f"{prefix}{key}.")
+        else:
+            tree[key] = value
+    return tree
+
+
+def settings_digest(config: Config, role: Role, share: object = None) -> str:
+    """Digest of all that a worker of `role` is started with: the settings that roll its role, and its `share` of its
+    node (a dataclass) where that is the same wherever it starts."""
+    read = {key: value for key, value in settings_of(config).items() if role in effect_of(key).roles}
+    share_tree = dataclasses.asdict(share) if dataclasses.is_dataclass(share) and not isinstance(share, type) else None
+    text = json.dumps([read, share_tree], sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()

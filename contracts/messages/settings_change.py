@@ -1,0 +1,47 @@
+"""A change of a running cluster's settings, and what its supervisor answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from contracts.ids import Role
+
+MOST_SETTINGS_BYTES = 256 * 1024
+"""The longest change, as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsChange:
+    """Replace the keys that `settings` names; the others stay."""
+
+    settings: str
+    """JSON: sections of keys, as in a configuration file."""
+    dry_run: bool = False
+    """Whether to say what it would do, and change nothing."""
+    number: int = 0
+    """By which the answer names it; 0 until the controller has given it one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedSetting:
+    """A key whose value changes."""
+
+    key: str
+    before: str
+    after: str
+    roles: tuple[Role, ...] = ()
+    """Whose workers take it up when they start; none: it needs no start."""
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsAnswer:
+    """What has become of a change, or would."""
+
+    number: int
+    refusal: str = ""
+    """Why nothing was changed, in words; empty where it was."""
+    changed: tuple[ChangedSetting, ...] = ()
+    digests: Mapping[Role, str] = field(default_factory=dict)
+    """Digest of the settings that a worker of each role is started with from now on: one that registered with another
+    has old ones."""

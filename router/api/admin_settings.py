@@ -1,0 +1,59 @@
+"""The operators' endpoint that changes the cluster's settings.
+
+    POST /cluster/apply?dry_run=true      with JSON: sections of keys, as in a configuration file
+
+The supervisor has the settings and decides; this router passes the change on by the controller. It answers with the
+settings that were changed, or would be, each with the roles whose workers take it up when they start, and the digest of
+the settings that a worker of each role is started with from now on: `/cluster/status` says which each was started with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from contracts.errors import RequestError
+from contracts.messages.settings_change import MOST_SETTINGS_BYTES, SettingsAnswer, SettingsChange
+from router.api.admin_drain import asked, conflict
+from router.api.admin_status import forbidden
+from router.api.asgi_exchange import HttpExchange
+from router.openai.api_errors import ApiError
+from router.service.router_service import RouterService
+
+ANSWER_DEADLINE_S = 20.0
+"""Seconds for the controller's answer, which has longer than the supervisor's to it."""
+
+
+async def apply(service: RouterService, exchange: HttpExchange) -> None:
+    """Change the settings that the body names, or with ``dry_run`` say what that would do. Answers 409 with the reason
+    where nothing was changed."""
+    if failure := forbidden(service, exchange):
+        return await exchange.fail(failure)
+    raw = await exchange.body(MOST_SETTINGS_BYTES, service.buffer)
+    try:
+        tree = json.loads(raw)
+    except ValueError as error:
+        tree = error
+    exchange.forget_body()
+    if not isinstance(tree, dict):
+        return await exchange.fail(
+            ApiError(400, "the body must be JSON: an object of sections", "invalid_request_error", "invalid")
+        )
+    change = SettingsChange(json.dumps(tree), asked(exchange, "dry_run"))
+    try:
+        async with asyncio.timeout(ANSWER_DEADLINE_S):
+            answer = await service.worker_links.directory.change_settings(change)
+    except RequestError as error:
+        return await exchange.fail(conflict(str(error)))
+    except (OSError, TimeoutError) as error:
+        reason = str(error) or "no answer in time"
+        return await exchange.fail(ApiError(503, f"the controller can't be reached: {reason}", "server_error", "down"))
+    await exchange.answer_json(200, _shown(answer))
+
+
+def _shown(answer: SettingsAnswer) -> dict[str, Any]:
+    changed = [
+        {"key": one.key, "before": one.before, "after": one.after, "roles": list(one.roles)} for one in answer.changed
+    ]
+    return {"changed": changed, "digests": {str(role): digest for role, digest in answer.digests.items()}}

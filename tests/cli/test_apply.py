@@ -1,0 +1,235 @@
+"""`twinpool apply`: what it says, what it orders and in which order, and where it stops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli import commands as cli
+from cli.admin_client import AdminClient, CommandRefused
+from cli.apply_command import ApplyCommand, read_settings
+from contracts.clock import ManualClock
+from contracts.errors import ConfigError
+from tests.cluster.router_stub import RouterStub, router_stub, row
+
+NEW = {"prefill": "p2", "decode": "d2"}
+CHANGED = [{"key": "decode.retract_limit", "before": "3", "after": "4", "roles": ["decode"]}]
+
+
+class Cluster(RouterStub):
+    """A router of two pools whose workers restart, start and leave at once when they are told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.workers = {f"{role}-{n}": row(f"{role}-{n}", settings=f"{role[0]}1") for role in NEW for n in range(2)}
+        self.changed = list(CHANGED)
+        self.orders: list[str] = []
+        self.refusals = 0
+        self.starts_with: dict[str, str] = NEW
+
+    def answer(self, method: str, path: str) -> tuple[int, dict[str, Any]]:
+        what, _, query = path.removeprefix("/cluster/").partition("?")
+        if what == "status":
+            return 200, {"workers": [dict(worker) for worker in self.workers.values()]}
+        if what == "apply":
+            answer = {"changed": list(self.changed), "digests": NEW}
+            if not query:
+                self.orders.append("apply")
+                self.changed = []
+            return 200, answer
+        if self.refusals:
+            self.refusals -= 1
+            return 409, {"error": {"message": "nobody else serves"}}
+        self.orders.append(path.removeprefix("/cluster/"))
+        if what.startswith("restart/"):
+            worker = self.workers[what.removeprefix("restart/")]
+            rows = [
+                {"name": worker["name"], "incarnation": worker["incarnation"], "outcome": "leaves and starts again"}
+            ]
+            worker["incarnation"] += 1
+            worker["settings"] = self.starts_with[worker["role"]]
+            return 200, {"workers": rows}
+        return 200, {"workers": self.scale(dict(pair.split("=") for pair in query.split("&")))}
+
+    def scale(self, sizes: dict[str, str]) -> list[dict[str, Any]]:
+        rows = []
+        for role, count in sizes.items():
+            there = [w for w in self.workers.values() if w["role"] == role and w["state"] == "ready"]
+            for number in range(len(there), int(count)):
+                name = f"{role}-{number}"
+                self.workers[name] = row(name, settings=self.starts_with[role])
+                rows.append({"name": name, "incarnation": 0, "outcome": "starts"})
+            for worker in there[int(count) :]:
+                worker["state"] = "left"
+                rows.append({"name": worker["name"], "incarnation": worker["incarnation"], "outcome": "leaves"})
+        return rows
+
+
+class Scene:
+    def __init__(self, url: str, settings: dict[str, Any], *, force: bool = False) -> None:
+        clock = ManualClock()
+        self.said: list[str] = []
+        client = AdminClient(url, clock.now, clock.advance)
+        self.command = ApplyCommand(client, settings, self.said.append, timeout_s=30.0, force=force)
+
+    def run(self) -> None:
+        self.command.run(self.command.plan())
+
+
+def test_pools_grow_then_old_workers_restart_one_by_one_then_pools_shrink() -> None:
+    with router_stub(Cluster()) as cluster:
+        settings = {"pools": {"prefill": 1, "decode": 3}, "decode": {"retract_limit": 4}}
+        scene = Scene(cluster.url, settings)
+        assert scene.command.plan().lines() == [
+            "decode.retract_limit: 3 -> 4 (by decode workers as they start)",
+            "prefill workers: 2 -> 1",
+            "decode workers: 2 -> 3",
+            "restarts one by one: prefill-0, prefill-1, decode-0, decode-1",
+        ]
+        assert cluster.orders == [], "a plan changes nothing"
+        scene.run()
+        assert cluster.orders == [
+            "apply", "scale?decode=3", "restart/prefill-0", "restart/prefill-1", "restart/decode-0", "restart/decode-1",
+            "scale?prefill=1",
+        ]  # fmt: skip
+        assert cluster.bodies == [settings] * len(cluster.bodies)
+        assert scene.command.plan().nothing
+        assert scene.said[0] == "the settings are changed"
+
+
+def test_what_an_earlier_command_has_left_is_gone_on_with() -> None:
+    with router_stub(Cluster()) as cluster:
+        cluster.changed = []
+        for name in ("prefill-0", "prefill-1", "decode-0"):
+            cluster.workers[name]["settings"] = NEW[cluster.workers[name]["role"]]
+        Scene(cluster.url, {}).run()
+        assert cluster.orders == ["restart/decode-1"]
+
+
+def test_a_role_with_one_worker_is_refused_before_anything_is_changed() -> None:
+    with router_stub(Cluster()) as cluster:
+        del cluster.workers["decode-1"]
+        with pytest.raises(CommandRefused, match="decode-0 is the only decode worker"):
+            Scene(cluster.url, {}).run()
+        assert cluster.orders == []
+        Scene(cluster.url, {"pools": {"decode": 2}}).run()
+        assert cluster.orders[:2] == ["apply", "scale?decode=2"]
+
+
+def test_force_restarts_the_only_worker_too() -> None:
+    with router_stub(Cluster()) as cluster:
+        del cluster.workers["decode-1"]
+        Scene(cluster.url, {}, force=True).run()
+        assert cluster.orders[-1] == "restart/decode-0?force=true"
+
+
+def test_a_restart_that_is_refused_is_ordered_again_for_a_while() -> None:
+    with router_stub(Cluster()) as cluster:
+        cluster.refusals = 5
+        Scene(cluster.url, {}).run()
+        assert len(cluster.orders) == 5
+    with router_stub(Cluster()) as cluster:
+        cluster.refusals = 10**6
+        with pytest.raises(CommandRefused, match="nobody else serves"):
+            Scene(cluster.url, {}).run()
+
+
+def test_a_worker_that_does_not_come_back_stops_it() -> None:
+    with router_stub(Cluster()) as cluster:
+        worker = cluster.workers["prefill-0"]
+        scene = Scene(cluster.url, {})
+        plan = scene.command.plan()
+        worker["state"] = "dead"  # It dies as it is told; its next incarnation never serves.
+        worker["settings"] = ""
+        cluster.workers["prefill-1"]["settings"] = "p2"
+
+        def restarted(method: str, path: str) -> tuple[int, dict[str, Any]]:
+            status, body = Cluster.answer(cluster, method, path)
+            if path.endswith("restart/decode-0"):
+                cluster.workers["decode-0"]["state"] = "starting"
+            return status, body
+
+        cluster.answer = restarted  # type: ignore[method-assign]
+        with pytest.raises(CommandRefused, match="decode-0 is starting and should serve"):
+            scene.command.run(plan)
+        assert "restart/decode-1" not in cluster.orders, "the next one doesn't drain"
+        assert "decode-1" in scene.command.left()
+
+
+def test_a_worker_that_comes_back_with_other_settings_is_not_restarted_for_ever() -> None:
+    with router_stub(Cluster()) as cluster:
+        cluster.starts_with = {"prefill": "p3", "decode": "d3"}
+        with pytest.raises(CommandRefused, match="other settings"):
+            Scene(cluster.url, {}).run()
+        assert cluster.orders == ["apply", "restart/prefill-0"]
+
+
+def test_pools_that_the_cluster_has_not_are_refused() -> None:
+    with router_stub(Cluster()) as cluster, pytest.raises(CommandRefused, match=r"pools\.colocated"):
+        Scene(cluster.url, {"pools": {"colocated": 2}}).command.plan()
+
+
+# ---------------------------------------------------------------- the command
+
+
+def twinpool(*arguments: str) -> int:
+    return cli.run(cli.parser().parse_args(["apply", *arguments]))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("decode: {retract_limit: 4}\n")
+    return path
+
+
+def test_a_dry_run_says_it_and_does_nothing(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with router_stub(Cluster()) as cluster:
+        assert twinpool(str(file), "--dry-run", "--url", cluster.url) == 0
+        assert "decode.retract_limit: 3 -> 4" in capsys.readouterr().out
+        assert cluster.orders == []
+
+
+def test_a_file_that_changes_nothing_says_so(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with router_stub(Cluster()) as cluster:
+        assert twinpool(str(file), "--url", cluster.url) == 0
+        assert "done after" in capsys.readouterr().out
+        assert twinpool(str(file), "--url", cluster.url) == 0
+        assert capsys.readouterr().out.startswith("nothing to do")
+
+
+def test_ctrl_c_says_what_is_left(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with router_stub(Cluster()) as cluster:
+
+        def interrupt(self: ApplyCommand, name: str) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(ApplyCommand, "_restart", interrupt)
+        assert twinpool(str(file), "--url", cluster.url) == 130
+        assert "stopped; left to do: restarts one by one: prefill-0" in capsys.readouterr().out
+
+
+def test_what_is_refused_is_exit_code_1_with_the_reason(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with router_stub(RouterStub()) as stub:
+        stub.refusal = (409, "decode.tp can't be changed")
+        assert twinpool(str(file), "--url", stub.url) == 1
+        assert "decode.tp can't be changed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["- a\n", "{", "a: 2020-01-01\n"])
+def test_a_file_that_is_no_configuration_is_wrong_usage(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"bad\.yaml"):
+        read_settings(path)
+    assert twinpool(str(path), "--url", "http://127.0.0.1:9") == 2
+
+
+def test_files_of_security_are_absolute_as_serve_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text("security: {keys_file: keys.json, tls_cert: ''}\n")
+    assert read_settings(Path("c.yaml")) == {"security": {"keys_file": str(tmp_path / "keys.json"), "tls_cert": ""}}

@@ -1,0 +1,147 @@
+"""A change of settings from a router through the controller to the supervisor and back, over real connections."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from cluster.controller.controller import Controller
+from cluster.controller.controller_client import ControllerClient
+from cluster.controller.controller_ledger import MemoryLedger
+from cluster.controller.controller_server import ControllerServer
+from cluster.controller.settings_orders import SettingsOrders
+from contracts.clock import ManualClock
+from contracts.config.cluster_config import ClusterConfig
+from contracts.errors import ConfigError, RequestError
+from contracts.ids import Role
+from contracts.messages.settings_change import ChangedSetting, SettingsAnswer, SettingsChange
+from router.links.controller_directory import ControllerDirectory
+
+CHANGE = SettingsChange('{"decode": {"retract_limit": 4}}', dry_run=True)
+CHANGED = (
+    ChangedSetting("decode.retract_limit", "3", "4", (Role.DECODE, Role.COLOCATED)),
+    ChangedSetting("x", '""', "null"),
+)
+ANSWER = SettingsAnswer(0, "", CHANGED, {Role.PREFILL: "0a", Role.DECODE: "1b"})
+WAIT_S = 20.0
+
+
+class Site:
+    """A controller and a supervisor, each of which can go away."""
+
+    def __init__(self) -> None:
+        self.server = ControllerServer(Controller(ManualClock(), ClusterConfig(), MemoryLedger(), supervised=False))
+        self.clients: list[ControllerClient] = []
+        self.pause = threading.Event()
+
+    def supervisor(self) -> ControllerClient:
+        client = ControllerClient(self.server.endpoint, 5.0)
+        self.clients.append(client)
+        client.supervise(list)
+        return client
+
+    def order(self, client: ControllerClient) -> SettingsChange:
+        for _ in range(int(WAIT_S / 0.02)):
+            self.server.tick()
+            for order in client.orders():
+                if isinstance(order, SettingsChange):
+                    return order
+            self.pause.wait(0.02)
+        raise AssertionError("no order came")
+
+    def change(self, answers: Callable[[SettingsChange], None], client: ControllerClient) -> SettingsAnswer:
+        """Ask as a router does, while `answers` is the supervisor's part."""
+
+        async def both() -> SettingsAnswer:
+            task = asyncio.create_task(self.ask())
+            order = await asyncio.to_thread(self.order, client)
+            await asyncio.to_thread(answers, order)
+            return await task
+
+        return asyncio.run(both())
+
+    async def ask(self) -> SettingsAnswer:
+        """Ask until a supervisor is there."""
+        directory = ControllerDirectory(self.server.endpoint)
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                try:
+                    return await directory.change_settings(CHANGE)
+                except RequestError as error:
+                    if "no supervisor" not in str(error):
+                        raise
+                await asyncio.sleep(0.02)
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        self.server.close()
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    site = Site()
+    yield site
+    site.close()
+
+
+def test_every_field_goes_to_the_supervisor_and_comes_back(site: Site) -> None:
+    client, orders = site.supervisor(), list[SettingsChange]()
+
+    def answer(order: SettingsChange) -> None:
+        orders.append(order)
+        client.report(settings=[replace(ANSWER, number=order.number)])
+
+    assert replace(site.change(answer, client), number=0) == ANSWER
+    assert [replace(order, number=0) for order in orders] == [CHANGE]
+    assert orders[0].number > 0
+
+
+def test_the_supervisors_refusal_comes_back_in_its_words(site: Site) -> None:
+    client = site.supervisor()
+    with pytest.raises(RequestError, match="too little memory for it"):
+        site.change(
+            lambda order: client.report(settings=[SettingsAnswer(order.number, "too little memory for it")]), client
+        )
+
+
+def test_a_supervisor_that_dies_before_its_answer_is_told_and_the_next_one_is_asked(site: Site) -> None:
+    first = site.supervisor()
+    with pytest.raises(RequestError, match="went away"):
+        site.change(lambda order: first.close(), first)
+    site.clients.remove(first)
+    second = site.supervisor()
+    answer = site.change(lambda order: second.report(settings=[replace(ANSWER, number=order.number)]), second)
+    assert answer.changed == CHANGED
+
+
+def test_a_caller_is_told_when_no_supervisor_is_there(site: Site) -> None:
+    with pytest.raises(RequestError, match="no supervisor is there"):
+        asyncio.run(ControllerDirectory(site.server.endpoint).change_settings(CHANGE))
+
+
+def test_one_change_at_a_time_and_no_longer_than_its_deadline() -> None:
+    async def run() -> None:
+        orders, sent = SettingsOrders(answer_s=0.05), list[SettingsChange]()
+        first = asyncio.create_task(orders.change(CHANGE, sent.append))
+        await asyncio.sleep(0)
+        with pytest.raises(ConfigError, match="another change"):
+            await orders.change(CHANGE, sent.append)
+        with pytest.raises(ConfigError, match="has not answered"):
+            await first
+        orders.take([SettingsAnswer(sent[0].number)])  # Too late: nobody waits for it.
+        second = asyncio.create_task(orders.change(CHANGE, sent.append))
+        await asyncio.sleep(0)
+        orders.take([SettingsAnswer(sent[0].number, "of the first"), SettingsAnswer(sent[1].number)])
+        assert (await second).refusal == ""
+
+    asyncio.run(run())
+
+
+def test_settings_have_a_bound() -> None:
+    with pytest.raises(ConfigError, match="at most"):
+        asyncio.run(SettingsOrders().change(SettingsChange("x" * 300_000), lambda order: None))
