@@ -147,8 +147,9 @@ def _layer_checks(
     yield check("norms are float64's", normed, total.double() * mean.rsqrt() * norm.double(), 2 * TOLERANCE[dtype])
     alone = kernels.add_rms_norm(x[:1], added[:1], norm, 1e-6)[1]
     yield check("a norm is bitwise the same alone", alone, normed[:1])
-    squares = kernels.square_sum(x)
-    yield check("sums of squares are float64's", squares, x.double().square().sum(-1), 2 * TOLERANCE[torch.float32])
+    squares, want = kernels.square_sum(x), x.double().square().sum(-1)
+    # A sum of thousands of squares is exact to a share of itself, not to a fixed distance.
+    yield check("sums of squares are float64's", squares / want, torch.ones_like(want), 2 * TOLERANCE[torch.float32])
     yield check("a sum of squares is bitwise the same alone", kernels.square_sum(x[:1]), squares[:1])
     gate, up = x.double().chunk(2, dim=-1)
     want = torch.nn.functional.silu(gate) * up
