@@ -121,6 +121,16 @@ def effect_of(key: str) -> SettingEffect:
     return EFFECTS[entry_of(key)]
 
 
+def roles_of(key: str, config: Config) -> tuple[Role, ...]:
+    """The roles whose workers start again with a change of `key`: those that read it when they start. A decode worker
+    that computes prompts reads what a prefill and a colocated worker do, but for their ranks and caches."""
+    roles, (section, *rest) = effect_of(key).roles, key.split(".")
+    own = section in ("prefill", "colocate") and "cache" not in rest
+    if roles and own and config.conditional and Role.DECODE not in roles:
+        return (*roles, Role.DECODE)
+    return roles
+
+
 def settings_of(config: Config) -> dict[str, Any]:
     """Every setting with its value, by key such as ``prefill.cache.host_bytes``."""
     return dict(_leaves(config.to_dict(), ""))
@@ -157,7 +167,7 @@ def _merge(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str) -> dict[
 def settings_digest(config: Config, role: Role, share: object = None) -> str:
     """Digest of all that a worker of `role` is started with: the settings that roll its role, and its `share` of its
     node (a dataclass) where that is the same wherever it starts."""
-    read = {key: value for key, value in settings_of(config).items() if role in effect_of(key).roles}
+    read = {key: value for key, value in settings_of(config).items() if role in roles_of(key, config)}
     share_tree = dataclasses.asdict(share) if dataclasses.is_dataclass(share) and not isinstance(share, type) else None
     text = json.dumps([read, share_tree], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()

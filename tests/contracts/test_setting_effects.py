@@ -17,6 +17,7 @@ from contracts.config.setting_effects import (
     effect_of,
     entry_of,
     merged,
+    roles_of,
     settings_digest,
     settings_of,
 )
@@ -61,6 +62,20 @@ def test_only_what_rolls_names_roles_and_only_what_is_refused_says_why() -> None
 )  # fmt: skip
 def test_what_workers_must_have_in_common_or_services_read_needs_a_new_cluster(key: str) -> None:
     assert effect_of(key).effect is Effect.NEW_CLUSTER
+
+
+@pytest.mark.parametrize("key", ["prefill.chunk_tokens", "prefill.short_share", "colocate.mixed_steps"])
+def test_what_prefill_reads_rolls_decode_workers_too_that_compute_prompts(key: str) -> None:
+    section, name = key.split(".")
+    always = config_from_dict({})
+    conditional = config_from_dict({"disaggregation": {"mode": "conditional"}})
+    assert Role.DECODE not in roles_of(key, always)
+    assert Role.DECODE in roles_of(key, conditional)
+    changed = {section: {name: {"chunk_tokens": 64, "short_share": 0.5, "mixed_steps": False}[name]}}
+    for config, differs in ((always, False), (conditional, True)):
+        after = config_from_dict(merged(config, changed))
+        assert (settings_digest(after, Role.DECODE) != settings_digest(config, Role.DECODE)) == differs
+    assert Role.DECODE not in roles_of("prefill.cache.host_bytes", conditional), "the cache is prefill's own"
 
 
 def test_keys_that_are_given_replace_and_others_stay() -> None:
