@@ -120,6 +120,14 @@ def claim_ties_at_a_cut_are_kept() -> None:
     drawn(draw(len(PARAMS), 60, seed=1).round(), [0.1, 0.95, 0.9, 0.99, 0.5, 0.6, 0.999])
 
 
+def claim_rows_of_many_parts_are_drawn_from_alike() -> None:
+    """Parts of 32 logits, the last of them short; a part that keeps nothing lies before those that do."""
+    logits, uniforms = 3 * draw(2, 90), [0.4, 0.97]
+    logits[:, :40] -= 50
+    ours = triton_draw.sample(logits, PARAMS[2:4], uniforms, block=16)
+    assert ours.tolist() == sampling._sample(logits, PARAMS[2:4], uniforms).tolist()
+
+
 def claim_suppressed_tokens_are_never_drawn() -> None:
     logits = 3 * draw(len(PARAMS), 60)
     logits[:, ::2] = float("-inf")
