@@ -4,6 +4,7 @@
     python -m bench.kernels --compiled [--chip 90 ...]  # the table of compiled code, on any machine
     python -m bench.kernels --compiled --only "Gemma 3" # of some kernels or models
     python -m bench.kernels --tune                      # on a GPU: fill the table of warps and stages (tune_launches)
+    python -m bench.kernels.draw_bench                  # on a GPU: the draw of tokens alone, more of it
 
 `--compiled` launches every kernel as production does, on tensors without contents, and compiles it for GPUs that need
 not be there: registers, spills, shared memory, how many blocks a multiprocessor runs at once, and which loops copy

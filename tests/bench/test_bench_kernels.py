@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench.kernels import __main__ as bench
-from bench.kernels import production_launches, tune_launches
+from bench.kernels import draw_bench, production_launches, tune_launches
 from bench.kernels.chip_limits import CHIPS, blocks_at_once
 from bench.kernels.compiled_kernels import addition_orders, product_loops
 from bench.kernels.recorded_launches import RecordedLaunch, intercepted, recording
@@ -84,9 +84,11 @@ def test_what_needs_a_gpu_says_so(capsys: pytest.CaptureFixture[str], monkeypatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench.main(["--tune"]) == 2
     assert bench.main([]) == 2
+    assert draw_bench.main() == 2
     said = capsys.readouterr().err
     assert "--tune measures on a GPU" in said
     assert "--compiled needs none" in said
+    assert "draw_bench: torch sees no GPU" in said
 
 
 @pytest.mark.slow

@@ -120,6 +120,18 @@ def claim_ties_at_a_cut_are_kept() -> None:
     drawn(draw(len(PARAMS), 60, seed=1).round(), [0.1, 0.95, 0.9, 0.99, 0.5, 0.6, 0.999])
 
 
+def claim_rows_of_many_parts_are_drawn_from_alike() -> None:
+    """Parts of 32 logits, the last of them short; a part that keeps nothing lies before those that do."""
+    logits = draw(1, 90)
+    logits[:, :40] -= 50
+    uniforms, plain = [0.05, 0.3, 0.5, 0.7, 0.9, 0.99], PARAMS[:1]
+    for rows, params, chosen in ((6, plain * 6, uniforms), (2, PARAMS[2:4], [0.3, 0.9])):
+        many = logits.expand(rows, -1).contiguous()
+        ours = triton_draw.sample(many, params, chosen, block=16).tolist()
+        assert ours == sampling._sample(many, params, chosen).tolist()
+        assert min(ours) < 64 <= max(ours), "the second part and the third"
+
+
 def claim_suppressed_tokens_are_never_drawn() -> None:
     logits = 3 * draw(len(PARAMS), 60)
     logits[:, ::2] = float("-inf")
