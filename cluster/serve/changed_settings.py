@@ -16,7 +16,7 @@ from cluster.assembly.node_shares import MemoryShort
 from cluster.serve.preflight import ServePlan, check_tiers, on_device, with_speculation
 from contracts.config.cluster_config import Config
 from contracts.config.load_config import config_from_dict
-from contracts.config.setting_effects import Effect, effect_of, merged, settings_digest, settings_of
+from contracts.config.setting_effects import Effect, effect_of, merged, roles_of, settings_digest, settings_of
 from contracts.errors import ConfigError, TwinpoolError
 from contracts.ids import Role, WorkerName
 from contracts.messages.settings_change import ChangedSetting, SettingsAnswer, SettingsChange
@@ -123,7 +123,7 @@ def differences(before: Config, after: Config) -> tuple[ChangedSetting, ...]:
     """The settings whose values differ."""
     old, new = settings_of(before), settings_of(after)
     return tuple(
-        ChangedSetting(key, json.dumps(old[key]), json.dumps(new[key]), effect_of(key).roles)
+        ChangedSetting(key, json.dumps(old[key]), json.dumps(new[key]), roles_of(key, after))
         for key in old
         if old[key] != new[key]
     )

@@ -57,6 +57,7 @@ _ROUTERS = _new("the routers read it when they start, and the streams of a route
 _SERVICES = _new("the controller and the supervisor read it when they start")
 _SOCKETS = _new("both ends of a connection must have it, and open connections have the old value")
 _EVENTS = _new("who follows KV events was told where when the cluster started")
+_STORAGE = _new("it says where pages of prompts are kept and who may read them, which only the starter may")
 _RANKS = _new("cards and places of a node are dealt by it when the cluster starts")
 
 EFFECTS: Mapping[str, SettingEffect] = {
@@ -77,6 +78,10 @@ EFFECTS: Mapping[str, SettingEffect] = {
     "cache.page_tokens": _PAIRS,
     "cache.index_dtype": _PAIRS,
     "cache.events": _EVENTS,
+    "cache.storage.backend": _STORAGE,
+    "cache.storage.path": _STORAGE,
+    "cache.storage.url": _STORAGE,
+    "cache.storage.group_access": _STORAGE,
     "engine": _ALL,
     "engine.dtype": _PAIRS,
     "engine.attention": _PAIRS,
@@ -121,6 +126,14 @@ def effect_of(key: str) -> SettingEffect:
     return EFFECTS[entry_of(key)]
 
 
+def roles_of(key: str, config: Config) -> tuple[Role, ...]:
+    """The roles whose workers start again for a change of the setting `key` in a cluster of this configuration. Decode
+    workers that may compute prompts themselves (`disaggregation.mode`) read what colocated ones do."""
+    roles = effect_of(key).roles
+    more = config.conditional and Role.COLOCATED in roles and Role.DECODE not in roles
+    return (*roles, Role.DECODE) if more else roles
+
+
 def settings_of(config: Config) -> dict[str, Any]:
     """Every setting with its value, by key such as ``prefill.cache.host_bytes``."""
     return dict(_leaves(config.to_dict(), ""))
@@ -157,7 +170,7 @@ def _merge(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str) -> dict[
 def settings_digest(config: Config, role: Role, share: object = None) -> str:
     """Digest of all that a worker of `role` is started with: the settings that roll its role, and its `share` of its
     node (a dataclass) where that is the same wherever it starts."""
-    read = {key: value for key, value in settings_of(config).items() if role in effect_of(key).roles}
+    read = {key: value for key, value in settings_of(config).items() if role in roles_of(key, config)}
     share_tree = dataclasses.asdict(share) if dataclasses.is_dataclass(share) and not isinstance(share, type) else None
     text = json.dumps([read, share_tree], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
