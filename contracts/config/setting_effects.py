@@ -57,6 +57,7 @@ _ROUTERS = _new("the routers read it when they start, and the streams of a route
 _SERVICES = _new("the controller and the supervisor read it when they start")
 _SOCKETS = _new("both ends of a connection must have it, and open connections have the old value")
 _EVENTS = _new("who follows KV events was told where when the cluster started")
+_STORAGE = _new("it says where pages of prompts are kept and who may read them, which only the starter may")
 _RANKS = _new("cards and places of a node are dealt by it when the cluster starts")
 
 EFFECTS: Mapping[str, SettingEffect] = {
@@ -77,6 +78,10 @@ EFFECTS: Mapping[str, SettingEffect] = {
     "cache.page_tokens": _PAIRS,
     "cache.index_dtype": _PAIRS,
     "cache.events": _EVENTS,
+    "cache.storage.backend": _STORAGE,
+    "cache.storage.path": _STORAGE,
+    "cache.storage.url": _STORAGE,
+    "cache.storage.group_access": _STORAGE,
     "engine": _ALL,
     "engine.dtype": _PAIRS,
     "engine.attention": _PAIRS,

@@ -57,7 +57,9 @@ def test_only_what_rolls_names_roles_and_only_what_is_refused_says_why() -> None
     [
         "cache.page_tokens", "prefill.cache.page_tokens", "cache.index_dtype", "engine.dtype", "engine.attention",
         "engine.numerics", "engine.numerics_class", "engine.device", "transfer.plane", "decode.tp", "router.stall_s",
-        "security.cluster_ca", "cluster.controller_port", "cache.events.endpoint",
+        "security.cluster_ca", "cluster.controller_port", "cache.events.endpoint", "autoscaling.max_workers",
+        "disaggregation.mode", "disaggregation.local_tokens",
+        "cache.storage.backend", "cache.storage.path", "cache.storage.url", "cache.storage.group_access",
     ],
 )  # fmt: skip
 def test_what_workers_must_have_in_common_or_services_read_needs_a_new_cluster(key: str) -> None:
@@ -118,6 +120,13 @@ def test_a_digest_changes_with_what_its_role_reads_alone() -> None:
     one = digests(prefill={"chunk_tokens": 9})
     assert one[0] != prefill
     assert one[1] == decode
+    conditional = {"mode": "conditional"}
+    alike, changed = (
+        digests(disaggregation=conditional),
+        digests(disaggregation=conditional, prefill={"chunk_tokens": 99}),
+    )
+    assert changed[0] != alike[0]
+    assert changed[1] != alike[1], "its decode workers compute prompts, too"
     both = digests(decode={"kept_answer_s": 9})
     assert both[0] != prefill
     assert both[1] != decode
