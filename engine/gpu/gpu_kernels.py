@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from engine.gpu import product_kernels, row_kernels
+from engine.gpu.gpu_capability import device_capability
 
 FEW_ROWS, MANY_ROWS = 64, 128
 """Rows of a tile. With at most `FEW_ROWS` rows, a narrow weight's parts have programs of their own."""
@@ -19,8 +20,8 @@ PART = 1024
 _FEW_TILES = 256
 """With fewer tiles than this, parts have programs of their own. Bounds their results: so many tiles of float32 a
 part."""
-STAGES = 3
-"""Tiles of the inner axis that are on their way at a time."""
+_SHARED_BYTES = {8: 160 * 1024, 9: 224 * 1024, 10: 224 * 1024}
+"""Major compute capability -> shared memory of a block; 96 KiB for any other."""
 _GROUP = 8
 _SUM_BLOCK = 1024
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -79,8 +80,9 @@ class GpuKernels:
             x_hmk, weight_hnk, bias, into, rows, width, inner, x_hmk.stride(0), x_hmk.stride(1), *weight_hnk.stride(),
             0 if whole else into.stride(0), into.stride(-3), into.stride(-2),
             ROWS=tile_rows, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, PART=self._part, GROUP=_GROUP, WHOLE=whole,
-            BIAS=bias_n is not None, UPCAST=self._interpreted and x_hmk.dtype != torch.float32,
-            num_warps=warps, num_stages=STAGES,
+            EVEN=inner % BLOCK_K == 0, BIAS=bias_n is not None,
+            UPCAST=self._interpreted and x_hmk.dtype != torch.float32,
+            num_warps=warps, num_stages=stages(tile_rows, x_hmk.dtype, device_capability()),
         )  # fmt: skip
         if not whole:
             product_kernels.sum_parts_kernel[(triton.cdiv(out.numel(), _SUM_BLOCK),)](
@@ -146,6 +148,14 @@ def tiling(rows: int, dtype: torch.dtype) -> tuple[int, int]:
     if dtype == torch.float32:
         return FEW_ROWS, 8
     return (FEW_ROWS, 4) if rows <= FEW_ROWS else (MANY_ROWS, 8)
+
+
+def stages(tile_rows: int, dtype: torch.dtype, capability: int) -> int:
+    """Return the tiles of the inner axis that are on their way at a time: 4 for many rows, where they fit into shared
+    memory, else 3. They change no bit."""
+    there = _SHARED_BYTES.get(capability // 10, 96 * 1024) if capability not in (86, 89) else 96 * 1024
+    needed = 4 * (tile_rows + BLOCK_N) * BLOCK_K * dtype.itemsize
+    return 4 if tile_rows > FEW_ROWS and needed <= there else 3
 
 
 def _by_row(x: Tensor) -> Tensor:

@@ -27,12 +27,13 @@ def product_kernel(
     rows, width, inner, x_stride_h, x_stride_m, weight_stride_h, weight_stride_n, weight_stride_k,
     out_stride_p, out_stride_h, out_stride_m,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr,
-    WHOLE: tl.constexpr, BIAS: tl.constexpr, UPCAST: tl.constexpr,
+    WHOLE: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """out[h, m, n] = sum over k of x[h, m, k] * weight[h, n, k], and bias[n]. Grid (tiles, heads, parts or 1).
 
     x [heads, rows, inner], weight [heads, width, inner]. `WHOLE`: all parts, rounded to the dtype of out [heads, rows,
-    width]; else one part, float32 and without bias, into out [parts, heads, rows, width]. Tiles of `GROUP` blocks of
+    width]; else one part, float32 and without bias, into out [parts, heads, rows, width]. `EVEN`: inner is a multiple
+    of BLOCK_K, which PART is always. Tiles of `GROUP` blocks of
     rows follow each other for every block of columns, so that weights are read again while the cache has them.
     """
     tile, head, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -49,21 +50,23 @@ def product_kernel(
     total = tl.zeros([ROWS, BLOCK_N], tl.float32)
     first = 0 if WHOLE else part * PART
     last = inner if WHOLE else min(inner, (part + 1) * PART)
-    for begin in range(first, last, PART):
-        acc = tl.zeros([ROWS, BLOCK_N], tl.float32)
-        for at in range(begin, min(begin + PART, inner), BLOCK_K):
+    acc = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    # One loop over all parts: the loads of a part are on their way while the one before it is still added up.
+    for at in range(first, last, BLOCK_K):
+        x_mask, w_mask = (m < rows)[:, None], (n < width)[None, :]
+        if not EVEN:
             inside = at + k < inner
-            x = tl.load(x_row + (at + k)[None, :], mask=(m < rows)[:, None] & inside[None, :], other=0.0)
-            w = tl.load(
-                weight_row + (at + k).to(tl.int64)[:, None] * weight_stride_k,
-                mask=inside[:, None] & (n < width)[None, :],
-                other=0.0,
-            )
-            if UPCAST:
-                x = x.to(tl.float32)
-                w = w.to(tl.float32)
-            acc = tl.dot(x, w, acc, input_precision="ieee")
-        total += acc
+            x_mask, w_mask = x_mask & inside[None, :], w_mask & inside[:, None]
+        x = tl.load(x_row + (at + k)[None, :], mask=x_mask, other=0.0)
+        w = tl.load(weight_row + (at + k).to(tl.int64)[:, None] * weight_stride_k, mask=w_mask, other=0.0)
+        if UPCAST:
+            x = x.to(tl.float32)
+            w = w.to(tl.float32)
+        acc = tl.dot(x, w, acc, input_precision="ieee")
+        if (at + BLOCK_K) % PART == 0:
+            total += acc
+            acc = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    total += acc  # What there is of a part that isn't whole.
     if BIAS and WHOLE:
         total += tl.load(bias_ptr + n, mask=n < width, other=0.0).to(tl.float32)[None, :]
     out = out_ptr + part.to(tl.int64) * out_stride_p + head * out_stride_h

@@ -15,6 +15,7 @@ from contracts.errors import ConfigError
 from engine.attention.attention_backend import AttentionBackend
 from engine.attention.torch_backend.native_attention import NativeAttention
 from engine.attention.torch_backend.torch_attention import TorchAttention
+from engine.gpu.gpu_capability import device_capability
 from engine.native import compile_kernels, current_kernels, native_kernels
 from engine.native.layer_kernels import LayerKernels
 from engine.runner.numerics_class import numerics_class
@@ -84,7 +85,7 @@ def _triton_class() -> str:
 
     from engine.attention.triton_backend import tile_shapes
 
-    return f"triton-{triton.__version__}/tiles-{tile_shapes.order_key(tile_shapes.device_capability())}"
+    return f"triton-{triton.__version__}/tiles-{tile_shapes.order_key(device_capability())}"
 
 
 def hold_to_class(config: EngineConfig) -> None:

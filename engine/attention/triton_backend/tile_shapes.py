@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
@@ -56,15 +55,6 @@ _BY_HEAD_DIM = {
     },
 }  # fmt: skip
 """Major compute capability (0: any other) -> largest width of a head -> tile, in half precision."""
-
-
-@cache
-def device_capability() -> int:
-    """The compute capability of the current GPU, times 10; 90 where there is none, as in Triton's interpreter."""
-    if not torch.cuda.is_available():
-        return 90
-    major, minor = torch.cuda.get_device_capability()
-    return 10 * major + minor
 
 
 def head_tile(head_dim: int, dtype: torch.dtype, capability: int) -> TileShape:

@@ -20,9 +20,10 @@ from engine.attention.triton_backend import attention_kernels as kernels
 from engine.attention.triton_backend import merge_kernels, page_kernels
 from engine.attention.triton_backend.attend_call import AttendCall
 from engine.attention.triton_backend.softmax_parts import SCRATCH_BYTES, Parts, waves
-from engine.attention.triton_backend.tile_shapes import SEGMENT_TOKENS, SPLIT_TOKENS, device_capability, head_tile
+from engine.attention.triton_backend.tile_shapes import SEGMENT_TOKENS, SPLIT_TOKENS, head_tile
 from engine.attention.triton_backend.triton_latent import TritonLatent
 from engine.attention.triton_backend.triton_recurrence import TritonRecurrence
+from engine.gpu.gpu_capability import device_capability
 from engine.tensors.tuned_options import launch_options
 
 if TYPE_CHECKING:
