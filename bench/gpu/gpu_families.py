@@ -51,7 +51,7 @@ def _retract(family: Family) -> None:
 
 _NEEDS = {"falcon_h1": "5.23"}
 """The transformers that a family's oracle needs: the own forward pass of earlier ones fails on 200 tokens."""
-_ORACLE_READS = ("answers", "answers through bounce buffers", "tiers")
+_ORACLE_READS = ("answers", "answers through bounce buffers", "tiers", "damage")
 
 SCENES: dict[str, Callable[[Family], object]] = {
     "answers": lambda family: expect_answers(family, "local", LENGTHS, 10),
