@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ from contracts.config.setting_effects import Effect, effect_of, merged, roles_of
 from contracts.errors import ConfigError, TwinpoolError
 from contracts.ids import Role, WorkerName
 from contracts.messages.settings_change import ChangedSetting, SettingsAnswer, SettingsChange
+
+log = logging.getLogger("twinpool.serve")
 
 
 class SettingsChanger:
@@ -53,6 +56,9 @@ class SettingsChanger:
                 self._keep(plan)
         except (TwinpoolError, OSError) as error:
             return SettingsAnswer(order.number, refusal=str(error) or type(error).__name__)
+        except Exception as error:  # Our own bug, which must not end a cluster that serves.
+            log.exception("a change of settings failed")
+            return SettingsAnswer(order.number, refusal=f"it can't be made: {type(error).__name__}: {error!s:.200}")
         return SettingsAnswer(order.number, changed=changed, digests=digests(plan))
 
     def _check_room(self, before: ServePlan, plan: ServePlan) -> None:

@@ -220,7 +220,7 @@ def _coerce(kind: Any, value: Any, name: str) -> Any:
         (inner,) = (k for k in typing.get_args(kind) if k is not type(None))
         return _coerce(inner, value, name)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        return float(max(-_MOST_OF_ALL, min(value, _MOST_OF_ALL + 1)))  # What lies beyond is refused by its range.
     if type(value) is not kind:
         raise ConfigError(f"config key {name} must be {_NAMES[kind]}; got {value!r}")
     return value
@@ -242,17 +242,24 @@ _MAY_BE_ZERO = {
 }  # fmt: skip
 
 
+_MOST = {"decode.max_batch_tokens": 65_536, "prefill.max_running": 65_536}
+"""Rows of a step, beyond which planning its memory takes longer than anybody waits."""
+_MOST_OF_ALL = 2**63 - 1
+
+
 def _check_ranges(node: Any, prefix: str = "") -> None:
-    """Check that every number is positive, or zero or more for keys in `_MAY_BE_ZERO`, and page sizes are powers of
-    two."""
+    """Check that every number is finite and positive, or zero or more for keys in `_MAY_BE_ZERO`, at most what `_MOST`
+    says, and page sizes are powers of two."""
     for f in dataclasses.fields(node):
         name, value = f"{prefix}{f.name}", getattr(node, f.name)
         if dataclasses.is_dataclass(value):
             _check_ranges(value, name + ".")
         elif isinstance(value, int | float) and not isinstance(value, bool):
+            if not value <= (most := _MOST.get(name, _MOST_OF_ALL)):  # Nor is that so of what is no number.
+                raise ConfigError(f"config key {name} must be a number of at most {most:,}; got {value!s:.40}")
             if value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
                 raise ConfigError(
-                    f"config key {name} must be {'0 or more' if name in _MAY_BE_ZERO else 'above 0'}; got {value}"
+                    f"config key {name} must be {'0 or more' if name in _MAY_BE_ZERO else 'above 0'}; got {value!s:.40}"
                 )
             if f.name == "page_tokens" and isinstance(value, int) and value & (value - 1):
                 raise ConfigError(f"config key {name} must be a power of two; got {value}")

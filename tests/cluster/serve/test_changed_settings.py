@@ -166,3 +166,14 @@ def test_pools_of_the_file_are_sizes_where_no_flag_gave_them(tmp_path: Path) -> 
     assert config_from_dict({"pools": {"colocated": 2}}) == replace(
         config_from_dict({}), pools=replace(config_from_dict({}).pools, colocated=2)
     )
+
+
+def test_a_change_that_fails_in_a_way_that_nobody_foresaw_is_refused_and_ends_nothing() -> None:
+    def broken() -> list[tuple[WorkerName, Role]]:
+        raise ZeroDivisionError("division by zero")
+
+    keeper = Keeper(plan())
+    keeper.changer = SettingsChanger(lambda: keeper.plan, keeper._keep, broken, lambda: GIB, arenas=True)
+    answer = keeper.change(prefill={"chunk_tokens": 64})
+    assert answer.refusal == "it can't be made: ZeroDivisionError: division by zero"
+    assert (answer.number, keeper.kept) == (7, 0)
