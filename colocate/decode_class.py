@@ -9,7 +9,7 @@ from contracts.ids import Role
 from decode.worker import DecodeWorker
 
 
-def decode_class(role: Role, config: Config) -> type[DecodeWorker]:
+def decode_class_for(role: Role, config: Config) -> type[DecodeWorker]:
     """Return the class of a decode or colocated worker."""
     if role is Role.COLOCATED:
         return ColocatedWorker

@@ -12,7 +12,7 @@ from cache.pool.pool_set import PoolSet, host_layout
 from cache.storage.backends.backend_factory import make_backend
 from cache.storage.io_queue import ThreadedIoQueue
 from cluster.assembly.memory_plan import stride
-from colocate import decode_class
+from colocate import decode_class_for
 from contracts.clock import Clock
 from contracts.config.cluster_config import Config
 from contracts.ids import Incarnation, Role, WorkerName
@@ -65,5 +65,5 @@ def hash_worker(
         name, first, common_to_all, plane, pools, device, 16, config.transfer,
         verify=cache.verify, transport=transport, clock=clock,
     )  # fmt: skip
-    made = decode_class(role, config)
+    made = decode_class_for(role, config)
     return made(name, first, config, engine, manager, receiver, waiter, sender=sender, **common)

@@ -11,7 +11,7 @@ from cluster.arena.arena_client import ArenaProvider
 from cluster.assembly.build_parts import WorkerParts, build_parts, numerics_class_of
 from cluster.assembly.captured_steps import capture_steps
 from cluster.ranks.rendezvous import RankGroup
-from colocate import decode_class
+from colocate import decode_class_for
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.clock import Clock, SystemClock
 from contracts.config.cluster_config import Config
@@ -125,7 +125,7 @@ def _decode_worker(
     for socket in p.plane.waitable:
         p.waiter.add(socket)
     capture_steps(p.engine, p.config, p.spec.context)
-    made = decode_class(role, p.config)
+    made = decode_class_for(role, p.config)
     return made(
         name,
         incarnation,

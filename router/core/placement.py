@@ -249,9 +249,9 @@ class Placement:
             if decode is not None:
                 decode.book(r.id, decode.sequence_load, growth)
         prefill.prompts.add(r.id, r.prefill_loaded, r.priority, now, r.share)
-        for entry in (prefill, decode):
-            if entry is not None:
-                self._indexes.sent(entry.key, r.hashes, now)
+        self._indexes.sent(prefill.key, r.hashes, now)
+        if decode is not None and not pair.one:
+            self._indexes.sent(decode.key, r.hashes, now)
 
     def transferred(self, r: RoutedRequest, held: int, exposed_s: float) -> None:
         """Note that a prompt has arrived at the decode worker, which held a part of it, and how many seconds of that

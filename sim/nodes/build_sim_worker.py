@@ -23,7 +23,7 @@ from cluster.assembly.host_tier_memory import take_over
 from cluster.assembly.memory_plan import plan_memory, stride
 from cluster.controller.controller_actions import LeaseGrant
 from cluster.ranks.leader_channel import LeaderChannel
-from colocate import decode_class
+from colocate import decode_class_for
 from contracts.config.cluster_config import Config
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.interfaces.worker_interface import Worker
@@ -193,7 +193,7 @@ def build(
         transport=transport,
         clock=agenda,
     )
-    made = decode_class(role, config)
+    made = decode_class_for(role, config)
     drafter = SimDrafter(spec, world.rng.randrange(1 << 30) if config.decode.drafts else 0)
     decode = made(name, incarnation, config, engine, manager, receiver, sleep, sender=sender, drafter=drafter, **common)
     return BuiltWorker(decode, manager, own, followers, receiver)

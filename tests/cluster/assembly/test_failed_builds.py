@@ -79,7 +79,7 @@ def config_of(plane: str, tmp_path: Path) -> Config:
         (Role.PREFILL, WORKER + "KVSender"),
         (Role.DECODE, WORKER + "KVReceiver"),
         (Role.PREFILL, WORKER + "PrefillWorker"),
-        (Role.DECODE, WORKER + "decode_class"),
+        (Role.DECODE, "colocate.decode_class.DecodeWorker"),
     ],
 )
 def test_a_worker_that_cannot_be_built_leaves_nothing_behind(
