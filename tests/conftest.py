@@ -8,6 +8,7 @@ say.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -35,6 +36,14 @@ class ByFile(LoadScopeScheduling):  # type: ignore[misc]
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
     return ByFile(config, log)
+
+
+@pytest.fixture(autouse=True)
+def the_log_is_as_it_was() -> Iterator[None]:
+    """A test that leaves logging quieter than it was would have tests after it see nothing of what they look for."""
+    before = logging.getLogger("twinpool").level, logging.root.manager.disable
+    yield
+    assert (logging.getLogger("twinpool").level, logging.root.manager.disable) == before
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -172,7 +172,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a short run with few fixed sizes, to see that it runs")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args(arguments)
-    logging.getLogger("twinpool").setLevel(logging.ERROR)
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(machine.headline())
     lines = read_trace(args.trace)
@@ -202,4 +201,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    logging.getLogger("twinpool").setLevel(logging.ERROR)  # Of the program, not of who calls `main`.
     sys.exit(main())
