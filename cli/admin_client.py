@@ -32,6 +32,7 @@ SAY_EVERY_S = 5.0
 STATUS_KEYS = (
     "name", "role", "state", "pid", "node", "incarnation", "running", "waiting", "pages_total", "pages_free",
     "counters", "stalled_s", "last_end", "waits", "breaker", "node_id", "cordoned", "plane", "settings",
+    "build",
 )  # fmt: skip
 
 
@@ -219,8 +220,21 @@ def status_view(status: Mapping[str, Any]) -> Any:
     """Return what `twinpool status` shows: the workers, and the autoscaler where there is one."""
     from rich.console import Group
 
-    workers = status_table(status["workers"])
-    return Group(workers, autoscaler_view(status["autoscaler"])) if "autoscaler" in status else workers
+    parts = [status_table(status["workers"]), *builds_view(status["workers"])]
+    if "autoscaler" in status:
+        parts.append(autoscaler_view(status["autoscaler"]))
+    return Group(*parts)
+
+
+def builds_view(workers: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return a line for each build where workers of several serve: an upgrade is under way, or was left."""
+    from rich.text import Text
+
+    builds: dict[str, list[str]] = {}
+    for row in workers:
+        if row.get("build") and row["state"] not in ("left", "dead"):
+            builds.setdefault(row["build"], []).append(row["name"])
+    return [Text(f"build {build}: {', '.join(names)}") for build, names in builds.items()] if len(builds) > 1 else []
 
 
 def check_table(report: Mapping[str, Any]) -> Any:

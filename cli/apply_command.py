@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cli.admin_client import POLL_S, AdminClient, CommandRefused, RouterAway
-from cli.pool_commands import ROLES, follow, order, restart_path
+from cli.admin_client import AdminClient, CommandRefused, RouterAway
+from cli.pool_commands import ROLES, follow, order
+from cli.rolling_restart import RollingRestart, check_others_serve
 from contracts.config.load_config import read_config_file
 from contracts.config.security_config import FILES
 from contracts.errors import ConfigError
-
-REFUSED_S = 10.0
-"""Seconds for which a restart that is refused is ordered again: a router may not know yet that another serves."""
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -38,6 +36,9 @@ def read_settings(path: Path) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"config file {path} holds a value that no key takes: {error}") from None
     return tree
+
+
+OTHERS = "the file's settings: see whether another operator has changed them, and apply again"
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,7 @@ class ApplyCommand:
         worker of a role."""
         self._operator, self._settings, self._say = operator, settings, say
         self._timeout_s, self._force = timeout_s, force
-        self._restarted: dict[str, int] = {}
-        """The incarnation of each worker before its restart."""
+        self._rolling = RollingRestart(operator, say, timeout_s=timeout_s, force=force)
 
     def plan(self) -> ApplyPlan:
         """What is to be done, having changed nothing. Raises `CommandRefused` where the settings are refused."""
@@ -105,7 +105,7 @@ class ApplyCommand:
             self._order(dry_run=False)
             self._say("the settings are changed")
         self._scale({role: then for role, (now, then) in plan.sizes.items() if then > now})
-        self._roll()
+        self._rolling.run(self._unfinished, OTHERS)
         self._scale({role: then for role, (now, then) in plan.sizes.items() if then < now})
         return self._operator.clock() - began
 
@@ -145,19 +145,13 @@ class ApplyCommand:
 
     def _is_old(self, row: Mapping[str, Any], digests: Mapping[str, str]) -> bool:
         other = row["role"] in digests and row.get("settings") != digests[row["role"]]
-        known = row["incarnation"] > self._restarted.get(row["name"], 0)
-        return other and known and row["state"] in ("ready", "unreachable")
+        return other and not self._rolling.stale(row) and row["state"] in ("ready", "unreachable")
 
     def _check_pairs(self, plan: ApplyPlan) -> None:
         """Refuse to restart a role's only worker, before anything is changed."""
-        for role, serving in plan.serving.items():
-            names = [name for name, its in plan.old.items() if its == role]
-            most = max(serving, plan.sizes.get(role, (0, 0))[1])
-            if names and most < 2 and not self._force:
-                raise CommandRefused(
-                    f"{names[0]} is the only {role} worker, and nobody could take its requests while it restarts: have "
-                    f"two (pools: {role}: 2, or twinpool add {role}), or say --force"
-                )
+        if not self._force:
+            asked = {role: plan.sizes.get(role, (0, 0))[1] for role in plan.serving}
+            check_others_serve(plan.old, {role: max(now, asked[role]) for role, now in plan.serving.items()})
 
     def _scale(self, counts: Mapping[str, int]) -> None:
         if counts:
@@ -166,41 +160,11 @@ class ApplyCommand:
                 self._say(f"{worker.name} {worker.outcome}")
             follow(self._operator, workers, self._timeout_s, self._say)
 
-    def _roll(self) -> None:
-        """Restart each worker that has other settings, the next one once the one before serves."""
-        waited_from = self._operator.clock()
-        while True:
-            plan = self._plan(self._order(dry_run=True))
-            if others := [name for name in plan.old if name in self._restarted]:
-                raise CommandRefused(
-                    f"{', '.join(others)} came back with other settings than those of the file: "
-                    "see whether another operator has changed them, and apply again"
-                )
-            if plan.changed:
-                raise CommandRefused("somebody else has changed the settings meanwhile: " + "; ".join(plan.lines()))
-            if plan.old:
-                self._restart(next(iter(plan.old)))
-                waited_from = self._operator.clock()
-            elif not plan.starting:
-                return
-            elif self._operator.clock() - waited_from >= self._timeout_s:
-                raise CommandRefused(f"{', '.join(plan.starting)} should serve, after {self._timeout_s:g} s")
-            else:
-                self._operator.sleep(POLL_S)
-
-    def _restart(self, name: str) -> None:
-        began = self._operator.clock()
-        while True:
-            try:
-                workers = order(self._operator, restart_path(name), force="true" if self._force else "")
-                break
-            except CommandRefused:
-                if self._operator.clock() - began >= REFUSED_S:
-                    raise
-                self._operator.sleep(POLL_S)
-        self._restarted[name] = workers[0].incarnation
-        self._say(f"{name} {workers[0].outcome}")
-        follow(self._operator, workers, self._timeout_s, self._say)
+    def _unfinished(self) -> ApplyPlan:
+        plan = self._plan(self._order(dry_run=True))
+        if plan.changed:
+            raise CommandRefused("somebody else has changed the settings meanwhile: " + "; ".join(plan.lines()))
+        return plan
 
 
 def _counts(row: Mapping[str, Any]) -> bool:

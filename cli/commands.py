@@ -45,6 +45,7 @@ COMMANDS = {
     "scale": "bring pools to so many workers, by starts and by drains",
     "restart": "drain a worker and start it again",
     "apply": "change settings and pool sizes of a running cluster, by restarts one by one where workers must",
+    "upgrade": "have a detached cluster of this machine go on in another build, while it serves",
     "cordon": "place no worker on a node any more; those that serve there go on",
     "uncordon": "let workers be placed on a node again",
     "check": "recount every page, slot, lease and room, and name what is wrong",
@@ -53,7 +54,7 @@ COMMANDS = {
     "sim": "run simulated clusters under a virtual clock, with faults, and check every answer",
 }
 _POOLS = ("add", "scale", "restart", "cordon", "uncordon")
-_OTHERS = ("status", "drain", "undrain", "role", "check", "apply", *_POOLS)
+_OTHERS = ("status", "drain", "undrain", "role", "check", "apply", "upgrade", *_POOLS)
 FLAGS = (
     CommandFlag(("--model",), ("serve",), "checkpoint folder, or demo", {"default": "demo", "metavar": "DIR"}),
     CommandFlag(
@@ -177,8 +178,22 @@ FLAGS = (
         "YAML file, as serve --config takes: its keys replace the cluster's",
         {"type": Path, "metavar": "FILE"},
     ),
-    CommandFlag(("--dry-run",), ("apply",), "say what it would do, and change nothing", {"action": "store_true"}),
-    CommandFlag(("--force",), ("apply",), "restart even the last worker of a role", {"action": "store_true"}),
+    CommandFlag(
+        ("--python",),
+        ("upgrade",),
+        "virtual environment, or interpreter, that the build is installed in, at the same place on every node",
+        {"type": Path, "required": True, "metavar": "VENV"},
+    ),
+    CommandFlag(
+        ("--dry-run",), ("apply", "upgrade"), "say what it would do, and change nothing", {"action": "store_true"}
+    ),
+    CommandFlag(("--force",), ("apply", "upgrade"), "restart even the last worker of a role", {"action": "store_true"}),
+    CommandFlag(
+        ("--timeout",),
+        ("upgrade",),
+        "seconds to wait for each worker that restarts: for answers, too, that none of the new build can go on with",
+        {"type": float, "default": 600.0},
+    ),
     CommandFlag(
         ("--timeout",),
         ("apply",),
@@ -454,6 +469,33 @@ def _apply(args: argparse.Namespace) -> int:
     return FINE
 
 
+def _upgrade(args: argparse.Namespace) -> int:
+    from cli.admin_client import AdminClient, ClusterNotFound
+    from cli.upgrade_command import UpgradeCommand
+    from cluster.processes.run_file import newest_live_run
+    from cluster.serve.supervisor_upgrade import check_build, interpreter_of
+
+    _check_timeout(args.timeout)
+    python = interpreter_of(args.python)
+    run = newest_live_run(args.url or "")
+    if run is None:
+        raise ClusterNotFound("no cluster is running on this machine: upgrade it where it was started")
+    operator = AdminClient.find(run.url, args.ca)
+    command = UpgradeCommand(operator, run, check_build(python, run), _line, timeout_s=args.timeout, force=args.force)
+    plan = command.plan()
+    for line in plan.lines():
+        _line(line)
+    if plan.nothing:
+        _line(f"nothing to do: all of the cluster is of build {plan.build}")
+    elif not args.dry_run:
+        try:
+            _line(f"done after {command.run(plan):.1f} s")
+        except KeyboardInterrupt:
+            _line(f"stopped; {command.left()}")
+            raise
+    return FINE
+
+
 def _check_timeout(timeout_s: float) -> None:
     if timeout_s <= 0:
         raise ConfigError(f"--timeout must be above 0 seconds, got {timeout_s:g}")
@@ -527,6 +569,7 @@ _RUN = {
     "scale": _change_pools,
     "restart": _change_pools,
     "apply": _apply,
+    "upgrade": _upgrade,
     "cordon": _change_pools,
     "uncordon": _change_pools,
     "check": _check,

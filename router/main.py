@@ -9,149 +9,31 @@ Exit codes: 0 after SIGINT, the signal's own after SIGTERM, 1 when something fai
 from __future__ import annotations
 
 import argparse
-import asyncio
+import math
 import os
+import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, cast
 
-import uvicorn
-
+from contracts.build_id import build_id
 from contracts.checkpoint.model_spec import read_model_spec
 from contracts.config.cluster_config import Config
 from contracts.config.load_config import read_config_json
 from contracts.errors import ConfigError, TwinpoolError
 from contracts.json_logs import log_to_stream
-from router.api.app import App, create_admin_app, create_app
-from router.api.connection_limits import BoundedHttpProtocol, ClientConnections, raise_descriptor_limit
-from router.api.tls_listener import TlsListener
+from router.api.app import create_admin_app, create_app
+from router.api.connection_limits import raise_descriptor_limit
+from router.api.port_handover import Predecessor
+from router.api.router_server import LIVE_CONNECTIONS, AdminListener, RouterListeners, RouterServer
 from router.links.controller_directory import ControllerDirectory
-from router.security.https_certificate import HttpsCertificate
 from router.service.router_service import RouterService
 from router.state.router_log import log
 from router.tokenizer_pool.c_heap import map_large_buffers
 
 BACKLOG = 2048
-GRACE_S = 2.0
-"""How long connections may take to end after a signal."""
-KEEP_ALIVE_S = 65
-"""How long an idle connection is kept."""
-ADMIN_CONNECTIONS = 64
-"""Connections to the operators' port; clients of the endpoint can't take their place."""
-LIVE_CONNECTIONS = 8
-"""Connections to the socket at which this router is asked whether it lives."""
-TICKS = 10
-"""Ticks of the server between two looks at the certificate's files, a tenth of a second each."""
-
-
-class AdminListener(NamedTuple):
-    """The operators' port: its application and its listening socket."""
-
-    app: App
-    bound: socket.socket
-
-
-class RouterListeners(NamedTuple):
-    """What one router listens on besides its endpoint."""
-
-    admin: AdminListener | None = None
-    """The operators' port, where they have one."""
-    live: socket.socket | None = None
-    """The Unix socket at which whoever keeps this router asks whether it lives: several routers share a port."""
-
-
-class RouterServer(uvicorn.Server):
-    """Uvicorn's server, which at shutdown ends all answers first and waits for connections then.
-
-    `ready_fd`: a descriptor that gets one line once the server listens, and is closed then. Raises `ConfigError` where
-    the certificate of HTTPS can't be used.
-    """
-
-    def __init__(
-        self,
-        app: App,
-        service: RouterService,
-        ready_fd: int | None = None,
-        listeners: RouterListeners = RouterListeners(),  # noqa: B008
-    ) -> None:
-        self.connections = ClientConnections(service.config)
-        self._admin_connections = ClientConnections(service.config, ADMIN_CONNECTIONS)
-        self._live_connections = ClientConnections(service.config, LIVE_CONNECTIONS)
-        service.metrics.sources.append(self.connections.metrics)
-        self._admin, self._live = listeners
-        files = service.security.https
-        self.certificate = HttpsCertificate(files) if files is not None else None
-        super().__init__(
-            uvicorn.Config(
-                app,
-                loop="uvloop",
-                http=cast(type[asyncio.Protocol], self._protocol),
-                backlog=self.connections.backlog,
-                ws="none",
-                lifespan="on",
-                log_config=None,
-                access_log=False,
-                proxy_headers=False,
-                server_header=False,
-                date_header=False,
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=int(GRACE_S),
-            )
-        )
-        self._service = service
-        self._ready_fd = ready_fd
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        plain = sockets if self.certificate is None else []
-        await super().startup(plain)
-        if not self.started:
-            return
-        loop, servers = asyncio.get_running_loop(), cast(list[Any], self.servers)  # Closed by uvicorn at the end.
-        if self.certificate is not None:
-            servers += [self._tls_listener(bound, self._protocol) for bound in sockets or []]
-        if self._admin is not None and self.certificate is not None:
-            servers.append(self._tls_listener(self._admin.bound, self._admin_protocol))
-        elif self._admin is not None:
-            backlog = self._admin_connections.backlog
-            servers.append(await loop.create_server(self._admin_protocol, sock=self._admin.bound, backlog=backlog))
-        if self._live is not None:
-            servers.append(await loop.create_unix_server(self._live_protocol, sock=self._live))
-        if self._ready_fd is not None:
-            os.write(self._ready_fd, b"ready\n")
-            os.close(self._ready_fd)
-            self._ready_fd = None
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self._service.close()
-        await super().shutdown(sockets)
-
-    async def on_tick(self, counter: int) -> bool:
-        if self.certificate is not None and counter % TICKS == 0:
-            self.certificate.refresh()
-        return await super().on_tick(counter)
-
-    def _protocol(self, **options: Any) -> BoundedHttpProtocol:
-        """Make the protocol of a client's connection; `options` are uvicorn's."""
-        return BoundedHttpProtocol(registry=self.connections, **(self._options() | options))
-
-    def _admin_protocol(self) -> BoundedHttpProtocol:
-        assert self._admin is not None
-        http = BoundedHttpProtocol(registry=self._admin_connections, **self._options())
-        http.app = self._admin.app
-        return http
-
-    def _live_protocol(self) -> BoundedHttpProtocol:
-        return BoundedHttpProtocol(registry=self._live_connections, **self._options())
-
-    def _options(self) -> dict[str, Any]:
-        return {"config": self.config, "server_state": self.server_state, "app_state": self.lifespan.state}
-
-    def _tls_listener(self, bound: socket.socket, make: Callable[[], BoundedHttpProtocol]) -> TlsListener:
-        assert self.certificate is not None
-        return TlsListener(bound, make, self.certificate, self._service.config.header_timeout_s)
 
 
 def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -164,6 +46,8 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
     parser.add_argument("--reuse-port", action="store_true", help="share the port with other routers of this machine")
     parser.add_argument("--admin-port", type=int, help="the operators' port, instead of security.admin_port")
     parser.add_argument("--live-socket", type=Path, help="Unix socket at which it is asked whether it lives")
+    parser.add_argument("--handover-socket", type=Path, help="Unix socket at which another router replaces it")
+    parser.add_argument("--take-over", type=Path, help="the --handover-socket of a router that this one replaces")
     parser.add_argument("--config-json", type=Path, help="the whole configuration as JSON")
     parser.add_argument("--kv-index", type=Path, help="the table of this host's KV index")
     parser.add_argument("--ready-fd", type=int, help="inherited descriptor that is told when the router listens")
@@ -215,23 +99,41 @@ def listen_at(path: Path | None) -> Iterator[socket.socket | None]:
         yield bound
 
 
-def serve(
-    spec_folder: Path,
-    config: Config,
-    directory: ControllerDirectory,
-    bound: socket.socket,
-    admin: socket.socket | None,
-    live: socket.socket | None,
-    ready_fd: int | None,
-    kv_index: Path | None = None,
-) -> None:
-    """Serve requests on `bound`, operators' on `admin`, and whoever asks whether this router lives on `live`, until
-    SIGTERM or SIGINT. `kv_index`: where the KV index's table is, None where there is none."""
-    spec = read_model_spec(spec_folder)
-    service = RouterService(spec, config, directory, lessor=directory, reporter=directory, kv_index=kv_index)
-    log("router listens", address="{}:{}".format(*bound.getsockname()[:2]), model=service.spec.name, pid=os.getpid())
-    operators = AdminListener(create_admin_app(service), admin) if admin is not None else None
-    RouterServer(create_app(service), service, ready_fd, RouterListeners(operators, live)).run([bound])
+def end_within(seconds: float) -> None:
+    """Have the kernel end this process after `seconds`, whatever it does then."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(math.ceil(seconds))
+
+
+def serve(options: argparse.Namespace, config: Config, directory: ControllerDirectory) -> None:
+    """Serve requests until SIGTERM or SIGINT, or until another process has taken the port over. Raises
+    `ConfigError`."""
+    predecessor = Predecessor.reach(options.take_over) if options.take_over is not None else None
+    with ExitStack() as stack:
+        taken = [stack.enter_context(one) for one in predecessor.sockets] if predecessor is not None else []
+        admin: socket.socket | None
+        if taken:
+            bound, admin = taken[0], taken[1] if len(taken) > 1 else None
+        else:
+            bound = stack.enter_context(listen(options.host, options.port, shared=options.reuse_port))
+            admin = stack.enter_context(listen_for_operators(config, options.admin_port))
+        live = stack.enter_context(listen_at(options.live_socket))
+        handover = stack.enter_context(listen_at(options.handover_socket))
+        spec = read_model_spec(options.model)
+        service = RouterService(
+            spec, config, directory, lessor=directory, reporter=directory, kv_index=options.kv_index
+        )
+        log(
+            "router listens",
+            address="{}:{}".format(*bound.getsockname()[:2]),
+            model=service.spec.name,
+            pid=os.getpid(),
+            build=build_id(),
+            taken_over=predecessor is not None,
+        )
+        operators = AdminListener(create_admin_app(service), admin) if admin is not None else None
+        listeners = RouterListeners(operators, live, handover)
+        RouterServer(create_app(service), service, options.ready_fd, listeners, predecessor, end_within).run([bound])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -243,13 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = read_config_json(options.config_json)
         if (certificate := config.security.cluster) is not None:
             certificate.check()
-        directory = ControllerDirectory(options.controller, config.transfer.link_timeout_s, certificate)
-        with (
-            listen(options.host, options.port, shared=options.reuse_port) as bound,
-            listen_for_operators(config, options.admin_port) as admin,
-            listen_at(options.live_socket) as live,
-        ):
-            serve(options.model, config, directory, bound, admin, live, options.ready_fd, options.kv_index)
+        serve(options, config, ControllerDirectory(options.controller, config.transfer.link_timeout_s, certificate))
     except TwinpoolError as error:
         log("router failed", reason=str(error))
         return 1

@@ -11,12 +11,18 @@ It ends, and everything of the cluster with it, when
 - the supervisor has died more than `MOST_DEATHS` times within `WINDOW_S`.
 
 The supervisor writes what else belongs to the cluster into FOLDER/owned, in the reaper's lines.
+
+An upgrade replaces the supervisor: who wants that writes its command into FOLDER/next-supervisor (`NextSupervisor`),
+and the keeper kills the one that runs and starts that. Where it ends before it has taken the cluster over, by its pid
+in FOLDER/taken-over, the command of before goes on being the supervisor's, and FOLDER/upgrade-failed says how it ended.
+The keeper itself stays what it is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -24,6 +30,7 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
+from typing import NamedTuple
 
 if __name__ == "__main__":  # A script, which finds nothing but the standard library.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -32,16 +39,61 @@ from cluster.processes.reaper import ReapedRun
 
 POLL_S = 0.1
 END_S = 15.0
+TRIAL_S = 300.0
+"""How long the supervisor of an upgrade may take to take the cluster over."""
+NOT_STARTED = 127
 MOST_DEATHS, WINDOW_S = 20, 600.0
 BACKOFF_S, BACKOFF_MAX_S = 0.2, 10.0
 _PR_SET_CHILD_SUBREAPER = 36
+
+
+NEXT, TAKEN_OVER, FAILED = "next-supervisor", "taken-over", "upgrade-failed"
+
+
+class NextSupervisor(NamedTuple):
+    """The command of a supervisor, and what its environment has beside the keeper's; None leaves a variable out."""
+
+    command: list[str]
+    environment: dict[str, str | None]
+    cwd: str | None = None
+    """The folder that it starts in; None: the keeper's, which may be a source tree that Python would import from."""
+
+    def write(self, folder: Path) -> None:
+        """Have the keeper of the cluster of `folder` replace its supervisor by this one."""
+        for name in (TAKEN_OVER, FAILED):
+            (folder / name).unlink(missing_ok=True)
+        fresh = folder / f"{NEXT}.new"
+        fresh.write_text(json.dumps(self))
+        fresh.replace(folder / NEXT)
+
+    @classmethod
+    def take(cls, folder: Path) -> NextSupervisor | None:
+        """The next supervisor of the cluster of `folder`, which is asked for once; None where none is asked for."""
+        path = folder / NEXT
+        if not path.exists():
+            return None
+        text = path.read_text()
+        path.unlink()
+        with contextlib.suppress(ValueError, TypeError):
+            return cls(*json.loads(text))
+        return None
+
+    def start(self) -> subprocess.Popen[bytes]:
+        wanted = {**os.environ, **self.environment}
+        environment = {name: value for name, value in wanted.items() if value is not None}
+        return subprocess.Popen(
+            self.command, stdin=subprocess.DEVNULL, start_new_session=True, env=environment, cwd=self.cwd
+        )
 
 
 class Keeper:
     """The keeper of one cluster."""
 
     def __init__(self, folder: Path, mark: str, command: list[str]) -> None:
-        self._folder, self._mark, self._command = folder, mark, command
+        self._folder, self._mark = folder, mark
+        self._supervisor = NextSupervisor(command, {})
+        self._trial: NextSupervisor | None = None
+        """The supervisor of an upgrade, until it has taken the cluster over."""
         self._told = False
         """Whether the cluster is to end."""
         self._deaths: deque[float] = deque()
@@ -57,16 +109,31 @@ class Keeper:
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         while not self._told:
             code = self._supervise()
+            if code is None:
+                continue
             if code == 0 or self._told or not (self._folder / "ready").exists() or self._too_many():
                 break
             self._wait(min(BACKOFF_MAX_S, BACKOFF_S * 2 ** (len(self._deaths) - 1)))
         self._end()
 
-    def _supervise(self) -> int:
-        """Run one supervisor to its end; returns its exit code."""
-        process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, start_new_session=True)
+    def _supervise(self) -> int | None:
+        """Run one supervisor to its end; returns its exit code, None where another one is to follow at once."""
+        self._trial = NextSupervisor.take(self._folder) or self._trial
+        try:
+            process = (self._trial or self._supervisor).start()
+        except OSError as error:
+            if self._trial is None:
+                return NOT_STARTED
+            self._failed(str(error))
+            return None
+        replaced, begun = False, time.monotonic()
         deadline = None
         while (code := process.poll()) is None:
+            self._look_for_takeover(process.pid)
+            late = self._trial is not None and time.monotonic() > begun + TRIAL_S
+            if not self._told and not replaced and (late or (self._folder / NEXT).exists()):
+                process.kill()
+                replaced = True
             if self._told and deadline is None:
                 deadline = time.monotonic() + END_S
                 process.send_signal(signal.SIGTERM)
@@ -74,7 +141,23 @@ class Keeper:
                 process.kill()
             self._reap(process.pid)
             time.sleep(POLL_S)
-        return code
+        self._look_for_takeover(process.pid)
+        if self._trial is not None and code != 0 and not self._told:
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            self._failed(how if not replaced else "it had not taken the cluster over in time")
+            return None
+        return None if replaced else code
+
+    def _failed(self, how: str) -> None:
+        """Go back to the supervisor of before an upgrade."""
+        self._trial = None
+        (self._folder / FAILED).write_text(how)
+
+    def _look_for_takeover(self, pid: int) -> None:
+        """Keep the supervisor of an upgrade from now on, if it has taken the cluster over; `pid` is its process's."""
+        with contextlib.suppress(OSError):
+            if self._trial is not None and (self._folder / TAKEN_OVER).read_text() == str(pid):
+                self._supervisor, self._trial = self._trial, None
 
     def _reap(self, supervisor: int) -> None:
         """Take the exit codes of services that have no other parent any more. The supervisor's is left: it hides those

@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from cluster.processes.process_ids import same_process, start_time
@@ -29,6 +29,8 @@ class RunFile:
     model: str
     ca: str = ""
     """The file of certificates by which the URL's is checked; empty: the system's."""
+    folder: str = ""
+    """The folder of a detached cluster; empty where the cluster ends with its terminal."""
 
 
 def runs_folder() -> Path:
@@ -45,11 +47,11 @@ def runs_folder() -> Path:
     raise OSError("no folder for run files: set XDG_RUNTIME_DIR to a folder that can be written")
 
 
-def write_run_file(url: str, logs: Path, model: str, ca: str = "", keeper: int | None = None) -> Path:
-    """Write a run's file, atomically; returns its path. `keeper`: the pid of a detached run's keeper; None: this
-    process's, with which the run ends."""
+def write_run_file(url: str, logs: Path, model: str, ca: str = "", keeper: int | None = None, folder: str = "") -> Path:
+    """Write a run's file, atomically; returns its path. `keeper` and `folder`: the pid of a detached run's keeper, and
+    the run's folder; None: this process's, with which the run ends."""
     pid = os.getpid() if keeper is None else keeper
-    run = RunFile(url, pid, start_time(pid) or 0, str(logs), model, ca)
+    run = RunFile(url, pid, start_time(pid) or 0, str(logs), model, ca, folder)
     path = run_file_path(pid)
     fresh = path.with_suffix(".new")
     fresh.write_text(json.dumps(asdict(run)))
@@ -67,7 +69,9 @@ def newest_live_run(url: str = "") -> RunFile | None:
     found: list[tuple[float, RunFile]] = []
     for path in runs_folder().glob("run-*.json"):
         try:
-            run = RunFile(**json.loads(path.read_text()))
+            tree = json.loads(path.read_text())
+            # Other builds may write more.
+            run = RunFile(**{one.name: tree[one.name] for one in fields(RunFile) if one.name in tree})
             if same_process(run.pid, run.started):
                 if not url or run.url == url.rstrip("/"):
                     found.append((path.stat().st_mtime, run))

@@ -118,7 +118,7 @@ class KeptFolder:
         """Nothing to do: whatever this process starts is known by the run's mark, or by the folder."""
 
     def publish(self, url: str, model: str, ca: str = "") -> None:
-        write_run_file(url, self.logs, model, ca, self._keeper)
+        write_run_file(url, self.logs, model, ca, self._keeper, str(self.temporary))
 
     def _tell(self, line: str) -> None:
         with (self.temporary / "owned").open("a") as owned:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
+import time
 from typing import Any
 
 import ray
@@ -14,6 +16,7 @@ from cluster.arena.arena_agent import ArenaAgent
 from cluster.arena.arena_client import forget
 from cluster.processes.process_ids import die_with_parent
 from cluster.ray_nodes.worker_resources import has_places
+from contracts.build_id import build_id
 from contracts.clock import Clock
 from contracts.ids import Incarnation, WorkerName
 
@@ -21,6 +24,16 @@ log = logging.getLogger("twinpool.arena")
 
 LOOK_S = 2.0
 """Seconds between two looks for nodes that have joined or gone."""
+REPLACE_S = 15.0
+"""Seconds that an agent of another build may take to end once it was killed."""
+
+
+PREFIX = "arena-agent."
+
+
+def _named(node: str) -> str:
+    """The name of a detached agent on a node."""
+    return f"{PREFIX}{build_id()}.{node}"
 
 
 class ArenaActor:
@@ -29,11 +42,23 @@ class ArenaActor:
     def __init__(self, token: str) -> None:
         die_with_parent()
         self._token = token
-        agent = ArenaAgent(token)
+        agent = _agent(token)
         threading.Thread(target=agent.serve, args=(os.eventfd(0),), name="arena-agent", daemon=True).start()
 
     def forget(self, name: str, before: int | None) -> None:
         forget(self._token, name, before)
+
+
+def _agent(token: str) -> ArenaAgent:
+    """The agent of this process, once the one that it replaces has ended. Raises `OSError` where that goes on."""
+    deadline = time.monotonic() + REPLACE_S
+    while True:
+        try:
+            return ArenaAgent(token)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
 
 
 class RayArenaAgents:
@@ -44,11 +69,21 @@ class RayArenaAgents:
     """
 
     def __init__(self, token: str, clock: Clock, *, detached: bool = False) -> None:
-        """`detached`: whether the agents outlive this process, and are those of the one before it."""
+        """`detached`: whether the agents outlive this process, and are those of the one before it, unless they are of
+        another build: those it replaces."""
         self._token, self._clock = token, clock
         self._named = detached
         self._actors: dict[str, Any] = {}
         self._next = clock.now()
+        if detached:
+            self._end_other_builds()
+
+    def _end_other_builds(self) -> None:
+        for name in ray.util.list_named_actors():
+            if name.startswith(PREFIX) and not name.startswith(_named("")):
+                log.info("arena agent is replaced", extra={"agent": name})
+                with contextlib.suppress(ValueError):  # It has gone meanwhile.
+                    ray.kill(ray.get_actor(name), no_restart=True)
 
     def poll(self) -> list[str]:
         if self._clock.now() < self._next:
@@ -65,7 +100,7 @@ class RayArenaAgents:
     def _start(self, node: str) -> Any:
         kept: dict[str, Any] = {}
         if self._named:
-            kept = {"name": f"arena-agent.{node}", "lifetime": "detached", "get_if_exists": True}
+            kept = {"name": _named(node), "lifetime": "detached", "get_if_exists": True}
         actor = ray.remote(ArenaActor).options(
             **kept,
             num_cpus=0,

@@ -12,6 +12,7 @@ import functools
 import json
 import logging
 import os
+import platform
 import secrets
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from typing import Any
 from cluster.assembly.node_shares import NodeFacts, by_machine, measured
 from cluster.processes.process_ids import kill_process, same_process, start_time
 from cluster.ray_nodes.worker_resources import RESOURCES, has_places
+from contracts.build_id import source_root
 from contracts.errors import ConfigError
 from contracts.ids import Role
 
@@ -135,16 +137,16 @@ def start_kept_ray(folder: Path, port: int, dashboard: bool) -> tuple[str, OwnRa
     return address, ray
 
 
-def join_kept_ray(folder: Path, address: str) -> OwnRay | None:
+def join_kept_ray(folder: Path, address: str, python: str = "") -> OwnRay | None:
     """Join the Ray that `start_kept_ray` has started, in the namespace that is `folder`'s name; None where it is
-    gone."""
+    gone. `python` as of `join_ray`."""
     processes = _processes_below(folder)
     if set(processes) != {"raylet", "gcs_server"}:
         return None
     _own_environment(folder)
     import ray
 
-    context = ray.init(address=address, namespace=folder.name, _node_ip_address=LOOPBACK, **_driver())
+    context = ray.init(address=address, namespace=folder.name, _node_ip_address=LOOPBACK, **_driver(python))
     url = context.dashboard_url
     return OwnRay(processes, f"http://{url}" if url else "")
 
@@ -204,11 +206,12 @@ def _agent_on_free_port() -> Iterator[None]:
         RayParams.__init__ = plain
 
 
-def join_ray(address: str, namespace: str) -> str:
+def join_ray(address: str, namespace: str, python: str = "") -> str:
     """Join the Ray at `address`; returns this node's address. Raises `ConfigError` when it can't be joined.
 
     `namespace`: where this cluster's actors have their names, which are other clusters' too; the next supervisor of a
-    detached cluster finds them there.
+    detached cluster finds them there. `python`: the interpreter that workers and agents are started with on every node,
+    which imports these packages from where this process does; empty: Ray's own, by which the node was started.
 
     The cluster's owner decides on authentication: Ray looks for a token (`RAY_AUTH_TOKEN`, `RAY_AUTH_TOKEN_PATH`,
     ~/.ray/auth_token), and `RAY_AUTH_MODE` is left as it is.
@@ -218,7 +221,7 @@ def join_ray(address: str, namespace: str) -> str:
     import ray
 
     try:
-        ray.init(address=address, namespace=namespace, **_driver())
+        ray.init(address=address, namespace=namespace, **_driver(python))
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         hint = "" if "auth" not in str(error).lower() and "token" not in str(error).lower() else _AUTH_HINT
@@ -290,8 +293,20 @@ def leave_ray() -> None:
         ray.shutdown()
 
 
-def _driver() -> dict[str, Any]:
-    return {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
+def _driver(python: str = "") -> dict[str, Any]:
+    """The options of `ray.init`; `python` as of `join_ray`."""
+    quiet = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
+    if not python:
+        return quiet
+    # The raylet's workers have its environment, with the packages of the build that it was started by.
+    return {**quiet, "runtime_env": {"py_executable": python, "env_vars": {"PYTHONPATH": str(source_root())}}}
+
+
+def ray_build() -> str:
+    """The Ray and the Python of this process, both of which must be those of the Ray that it joins."""
+    import ray
+
+    return f"Ray {ray.__version__}, Python {platform.python_version()}"
 
 
 def authenticated() -> bool:
@@ -301,7 +316,7 @@ def authenticated() -> bool:
 
 def _importable_by_workers() -> None:
     """Put the folder of these packages on `PYTHONPATH`, so that Ray's workers import them from there too."""
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(source_root())
     paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     if root not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join([root, *paths])

@@ -62,6 +62,33 @@ class ActorPlacement(NamedTuple):
     """The Ray node id."""
 
 
+class StartedRank(NamedTuple):
+    """What a launcher knows of a rank that was started. It is told to launchers of other builds, too, so it goes as
+    values that any build reads (`to_tree`)."""
+
+    name: WorkerName
+    incarnation: Incarnation
+    rank: int
+    logs: Path
+    resources: dict[str, float]
+    """What it has of Ray on its node."""
+
+    @classmethod
+    def of(cls, plan: WorkerPlan) -> StartedRank:
+        return cls(plan.name, plan.incarnation, plan.rank, plan.logs, rank_resources(plan))
+
+    def to_tree(self) -> dict[str, Any]:
+        return {**self._asdict(), "logs": str(self.logs)}
+
+    @classmethod
+    def from_tree(cls, tree: dict[str, Any]) -> StartedRank:
+        return cls(**{name: tree[name] for name in cls._fields} | {"logs": Path(tree["logs"])})
+
+    @property
+    def key(self) -> WorkerKey:
+        return self.name, self.incarnation
+
+
 class WorkerActor:
     """The Ray actor of one rank of one incarnation of a worker, of either role."""
 
@@ -75,9 +102,9 @@ class WorkerActor:
         """The actor's process and node."""
         return ActorPlacement(*process_mark(), node_name(), ray.get_runtime_context().get_node_id())
 
-    def plan(self) -> WorkerPlan:
-        """What the actor was told at its start."""
-        return self._plan
+    def started(self) -> dict[str, Any]:
+        """What a launcher that takes the actor over must know (`StartedRank`)."""
+        return StartedRank.of(self._plan).to_tree()
 
     def outlast(self) -> None:
         """Return when it is called again: a launcher that came after the one of `run` learns by this call's end that
@@ -109,7 +136,7 @@ class _FollowerActor:
 
 @dataclass(slots=True)
 class _RunningWorker:
-    plan: WorkerPlan
+    started: StartedRank
     handle: Any
     run: Any
     where: Any
@@ -159,7 +186,7 @@ class RayLauncher:
         return placed
 
     def running(self) -> list[WorkerKey]:
-        return [(one.plan.name, one.plan.incarnation) for one in list(self._running.values())]
+        return [one.started.key for one in list(self._running.values())]
 
     def adopt(self) -> None:
         """Take over the workers that an earlier process of this kind has started and that still run."""
@@ -167,17 +194,17 @@ class RayLauncher:
         for name in sorted(names, key=lambda name: "rank" in name):
             try:
                 handle = ray.get_actor(name)
-                plan: WorkerPlan = ray.get(handle.plan.remote(), timeout=GET_TIMEOUT_S)
-            except (ValueError, ray.exceptions.RayError) as error:
+                started = StartedRank.from_tree(ray.get(handle.started.remote(), timeout=GET_TIMEOUT_S))
+            except (ValueError, KeyError, AttributeError, ray.exceptions.RayError) as error:
                 log.warning("%s is not taken over: %s", name, error)
                 continue
-            if not plan.rank:
-                running = _RunningWorker(plan, handle, handle.outlast.remote(), handle.where.remote(), followers={})
+            if not started.rank:
+                running = _RunningWorker(started, handle, handle.outlast.remote(), handle.where.remote())
                 self._running[running.run] = running
                 continue
             for running in self._running.values():
-                if (running.plan.name, running.plan.incarnation) == (plan.name, plan.incarnation):
-                    follower = _FollowerActor(plan.rank, handle, handle.where.remote())
+                if running.started.key == started.key:
+                    follower = _FollowerActor(started.rank, handle, handle.where.remote())
                     running.followers[handle.outlast.remote()] = follower
 
     def start(self, plan: WorkerPlan, avoid: tuple[str, ...] = (), only: str = "") -> None:
@@ -197,8 +224,8 @@ class RayLauncher:
             handle.run.remote(): _FollowerActor(rank, handle, handle.where.remote())
             for rank, handle in enumerate(followers, 1)
         }
-        running = _RunningWorker(plan, leader, leader.run.remote(), leader.where.remote(), followers=runs, group=group)
-        self._running[running.run] = running
+        started, run, where = StartedRank.of(plan), leader.run.remote(), leader.where.remote()
+        self._running[run] = _RunningWorker(started, leader, run, where, followers=runs, group=group)
 
     def _elsewhere(self, plan: WorkerPlan, avoid: tuple[str, ...], only: str) -> dict[str, str]:
         """A Ray label selector that excludes the nodes of `avoid`, all but the one of `only`, and those that the plan
@@ -233,7 +260,7 @@ class RayLauncher:
 
     def kill(self, name: WorkerName, incarnation: Incarnation, pid: int, node: str) -> None:
         for running in list(self._running.values()):
-            if (running.plan.name, running.plan.incarnation) == (name, incarnation):
+            if running.started.key == (name, incarnation):
                 self._kill(running)
 
     def forget(self, name: WorkerName, before: Incarnation | None = None) -> None:
@@ -255,7 +282,7 @@ class RayLauncher:
             if ref in self._running:
                 running = self._running.pop(ref)
                 _dismiss(running)
-                out.append(EndedProcess(running.plan.name, running.plan.incarnation, _reason(running, ref)))
+                out.append(EndedProcess(*running.started.key, _reason(running, ref)))
             elif not self._lost_rank(ref):
                 self._note_pid(ref)
         return out
@@ -265,8 +292,8 @@ class RayLauncher:
         still waits for the follower to join."""
         for running in self._running.values():
             if ref in running.followers:
-                rank, name = running.followers[ref].rank, running.plan.name
-                running.why = f"rank {rank} has ended, see {running.plan.logs / name}.rank{rank}.log"
+                rank, name = running.followers[ref].rank, running.started.name
+                running.why = f"rank {rank} has ended, see {running.started.logs / name}.rank{rank}.log"
                 self._kill(running)
                 return True
         return False
@@ -280,12 +307,12 @@ class RayLauncher:
                         process.at = at = ActorPlacement(*ray.get(ref, timeout=GET_TIMEOUT_S))
                     except ray.exceptions.RayError as error:
                         # Its `run` ends with the same cause and is what gets reported.
-                        log.info("%s has not told its pid: %s", running.plan.name, error)
+                        log.info("%s has not told its pid: %s", running.started.name, error)
                         process.at = ActorPlacement()
                         continue
                     if process is running:
-                        plan, node = running.plan, NodePlace(at.node_id, at.node)
-                        self._placed.append(PlacedProcess(plan.name, plan.incarnation, node))
+                        node = NodePlace(at.node_id, at.node)
+                        self._placed.append(PlacedProcess(*running.started.key, node))
 
     def _kill(self, running: _RunningWorker) -> None:
         _end(running)
@@ -316,8 +343,9 @@ def _dismiss(running: _RunningWorker) -> None:
 
 def _reason(running: _RunningWorker, ref: Any) -> str:
     """Why a worker's process ended, in words: from its exit file, else from `why`, Ray or the log, else "killed"."""
-    plan = running.plan
-    words = exit_file(plan.logs, plan.name, plan.incarnation)
+    started = running.started
+    log_file = started.logs / f"{started.name}.log"
+    words = exit_file(started.logs, *started.key)
     if running.why and not words.exists():
         return running.why
     if words.exists():
@@ -329,12 +357,12 @@ def _reason(running: _RunningWorker, ref: Any) -> str:
     except ray.exceptions.RayTaskError as error:
         return str(error.cause)
     except ray.exceptions.ActorUnschedulableError:
-        return f"no node has {' and '.join(rank_resources(plan))} free"
+        return f"no node has {' and '.join(started.resources)} free"
     except ray.exceptions.RayError:
         node = running.at.node if running.at is not None else ""
         if node not in ("", node_name()):
-            return f"its process on {node} has ended, see {plan.logs / plan.name}.log there"
-        crash = _crash_line(plan.logs / f"{plan.name}.log")
+            return f"its process on {node} has ended, see {log_file} there"
+        crash = _crash_line(log_file)
         return crash or "killed, signal 9"
     return "the process has ended"
 

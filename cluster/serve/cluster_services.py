@@ -1,6 +1,8 @@
 """The services of a cluster on the machine of `serve`: controller, KV index and routers, started and kept alive.
 
-Of a detached cluster they outlive this process, and the next one takes them over as they are.
+Of a detached cluster they outlive this process, and the next one takes them over as they are. Those of another build
+than its own it replaces: the controller and the index by an end and a start, which workers and routers don't notice, a
+router by one that takes its port over (`router.api.port_handover`).
 """
 
 from __future__ import annotations
@@ -9,20 +11,25 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 from cluster.processes.run_folder import RunFiles
-from cluster.serve.child_service import CONTROLLER, ROUTER, ChildService
-from cluster.serve.detached_state import DetachedState
+from cluster.serve.child_service import CONTROLLER, ROUTER, ChildService, ServiceFailed
+from cluster.serve.detached_state import DetachedState, ServiceProcess
 from cluster.serve.kept_service import KeptService, PartFailed
 from cluster.serve.kv_index_process import KV_INDEX, index_arguments, index_wanted
 from cluster.serve.preflight import ServePlan, free_port
 from cluster.serve.router_probe import RouterProbe
 from cluster.worker_process.lease_keeper import longest_absence_s
+from contracts.build_id import build_id
 from contracts.clock import Clock
 from contracts.cluster_secret import SECRET_VARIABLE
 
+POLL_S = 0.1
 STOP_S = 1.5
 """Seconds that a service has to end in order."""
+REPLACE_S = 90.0
+"""Seconds in which a router that takes over the port of another one must serve."""
 
 
 class ClusterServices:
@@ -53,7 +60,9 @@ class ClusterServices:
         port = state.controller_port if state is not None else 0
         self._port = port or free_port(address, prepared.config.cluster.controller_port)
         self._address = address
-        self._table = folder.temporary / "kv-index"
+        self._build = build_id()
+        # The table's layout is a build's.
+        self._table = folder.temporary / f"kv-index.{self._build}"
         self.endpoint = f"{address}:{self._port}"
         """Where the controller is reached, ``host:port``."""
         self.routers: list[tuple[KeptService, RouterProbe]] = []
@@ -121,16 +130,42 @@ class ClusterServices:
         prepared, options = self._prepared, self._prepared.options
         several, security = options.routers > 1, prepared.config.security
         name = f"router-{number}" if several else "router"
-        live = self._folder.temporary / f"{name}.live"
+        live = self._folder.temporary / f"{name}.{self._build}.live"
+        old = self._state.running(name) if self._state is not None else None
+        replaces = old is not None and old.build != self._build
         arguments = [
             *("--model", str(prepared.spec.folder), "--controller", self.endpoint),
             *("--host", options.host, "--port", str(prepared.port)),
             *("--name", name, "--config-json", str(self._settings), "--live-socket", str(live)),
+            *("--handover-socket", str(self._handover(name, self._build))),
+            *(("--take-over", str(self._handover(name, old.build))) if old is not None and replaces else ()),
             *(("--kv-index", str(self._table)) if self._kv_index is not None else ()),
             *(("--reuse-port", "--admin-port", str(security.admin_port + number)) if several else ()),
         ]
-        kept = self._kept(name, self._router_command, arguments, {**self._environment, **self._admin}, stack)
+        environment = {**self._environment, **self._admin}
+        kept = self._kept(name, self._router_command, arguments, environment, stack, hands_over=True)
+        if old is not None and replaces:
+            self._await_router(kept, old)
         return kept, RouterProbe(live, self._clock)
+
+    def _handover(self, name: str, build: str) -> Path:
+        """Where a router hands its port over."""
+        return self._folder.temporary / f"{name}.{build}.handover"
+
+    def _await_router(self, kept: KeptService, old: ServiceProcess) -> None:
+        """Wait until a router has taken the port of the `old` one over. Raises `PartFailed`; the old one goes on
+        then."""
+        name, deadline = kept.service.name, self._clock.now() + REPLACE_S
+        try:
+            while not kept.service.listening(POLL_S):
+                if self._clock.now() > deadline:
+                    raise PartFailed(f"the {name} of this build doesn't serve within {REPLACE_S:g} s")
+        except (ServiceFailed, PartFailed) as error:
+            kept.service.stop(0.0)
+            assert self._state is not None
+            self._state.started(name, old)
+            raise PartFailed(f"{error}{self._words(name)}") from None
+        self._say(f"{name} is replaced; the one before finishes its answers")
 
     def _kept(
         self,
@@ -140,7 +175,11 @@ class ClusterServices:
         environment: dict[str, str],
         stack: ExitStack,
         meanwhile: str = "",
+        *,
+        hands_over: bool = False,
     ) -> KeptService:
+        """Start a service, or take its process over. One of another build is ended first, unless it `hands_over`: then
+        it ends by itself once the new one serves."""
         state = self._state
         service = ChildService(name, command, arguments, self._folder.logs, environment, tied=state is None)
         stack.callback(service.stop, STOP_S)
@@ -148,13 +187,17 @@ class ClusterServices:
         def started(pid: int, began: int) -> None:
             self._folder.owns(pid, began)
             if state is not None:
-                state.started(name, pid, began)
+                state.started(name, ServiceProcess(pid, began, self._build))
 
         config = self._prepared.config.cluster
         kept = KeptService(service, config, self._clock, self._say, started, self._words, meanwhile)
-        mark = state.running(name) if state is not None else None
-        if mark is not None:
-            service.adopt(*mark)
-        else:
-            kept.start()
+        old = state.running(name) if state is not None else None
+        if old is not None and old.build == self._build:
+            service.adopt(old.pid, old.started)
+            return kept
+        if old is not None and not hands_over:
+            service.adopt(old.pid, old.started)
+            service.stop(STOP_S)
+            self._say(f"{name} is replaced")
+        kept.start()
         return kept

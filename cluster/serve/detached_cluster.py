@@ -31,6 +31,11 @@ DOWN_S = 30.0
 """How long a cluster may take to end, its keeper's patience included."""
 
 
+def supervisor_command(python: str, folder: Path) -> list[str]:
+    """The command of a supervisor that runs in the interpreter `python`."""
+    return [python, "-m", "cluster.serve.detached_cluster", str(folder)]
+
+
 def launch(prepared: ServePlan, out: TextIO, wait: Callable[[float], object]) -> int:
     """Start a detached cluster, show how it starts on `out`, and return the exit code once it serves, or has failed.
 
@@ -45,7 +50,7 @@ def launch(prepared: ServePlan, out: TextIO, wait: Callable[[float], object]) ->
     process = subprocess.Popen(
         [
             *(sys.executable, "-S", "-P", "-E", str(keeper.__file__), str(folder), mark),
-            *(sys.executable, "-m", "cluster.serve.detached_cluster", str(folder)),
+            *supervisor_command(sys.executable, folder),
         ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -82,9 +87,9 @@ def take_down(run: RunFile, wait: Callable[[float], object]) -> None:
         waited += 0.1
 
 
-def supervise(folder: Path) -> int:
+def supervise(folder: Path, python: str = "") -> int:
     """Be the supervisor of the detached cluster whose files are in `folder`; returns the exit code: 0 where it has
-    ended in order."""
+    ended in order. `python` as of `ServeCluster`."""
     state = DetachedState.load(folder)
     own = os.open(state.logs / OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(own, 1)
@@ -92,8 +97,9 @@ def supervise(folder: Path) -> int:
     out = take_over_output(state.logs / "serve.log")
     log_to_stream("serve")
     kept = KeptFolder(folder, state.logs, os.getppid())
-    return exit_code(lambda: ServeCluster(state.prepared, kept, out, state=state).run(), out, state.logs)
+    cluster = ServeCluster(state.prepared, kept, out, state=state, python=python)
+    return exit_code(cluster.run, out, state.logs)
 
 
 if __name__ == "__main__":
-    sys.exit(supervise(Path(sys.argv[1])))
+    sys.exit(supervise(Path(sys.argv[1]), *sys.argv[2:]))

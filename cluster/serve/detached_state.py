@@ -1,21 +1,40 @@
 """What a detached cluster is to the process that supervises it: kept in a file, so that the next such process goes on.
 
-The file is its owner's alone: it has the cluster's secret and token, and is read by unpickling it.
+The file is JSON that only its owner can read: it has the cluster's secret and token. A supervisor of another build
+reads it too: keys that a build doesn't know are left alone, and those that it lacks have the values below.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from cluster.processes.keeper import TAKEN_OVER
 from cluster.processes.process_ids import same_process
+from cluster.serve.kept_plan import plan_from_tree, plan_to_tree
 from cluster.serve.preflight import ServePlan
+from contracts.errors import ConfigError
 
+FORMAT = 1
+"""Number of the file's format; a build that reads another one takes nothing over."""
 STATE_FILE = "cluster.state"
 READY_FILE = "ready"
 """Made once the cluster serves: until then a supervisor that ends ends the cluster."""
+KEPT = ("secrets", "secret", "arena", "controller_port", "ray", "ray_build")
+"""Fields that are kept as they are."""
+
+
+class ServiceProcess(NamedTuple):
+    """The process of a service."""
+
+    pid: int
+    started: int
+    """Its start time (`process_ids.start_time`)."""
+    build: str
+    """The build that it runs."""
 
 
 @dataclass
@@ -35,21 +54,54 @@ class DetachedState:
     controller_port: int = 0
     ray: str = ""
     """Where a Ray of our own is reached, ``host:port``; empty while there is none."""
-    services: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Pid and start time (`process_ids.start_time`) of the latest process of each service."""
+    ray_build: str = ""
+    """The Ray and the Python of the Ray that this cluster is on (`ray_cluster.ray_build`)."""
+    services: dict[str, ServiceProcess] = field(default_factory=dict)
+    """The latest process of each service."""
+    rest: dict[str, Any] = field(default_factory=dict, repr=False)
+    """What other builds have in the file, as it is."""
 
     @classmethod
     def load(cls, folder: Path) -> DetachedState:
-        """Read a cluster's state. Raises `OSError`."""
-        state = pickle.loads((folder / STATE_FILE).read_bytes())
-        assert isinstance(state, cls)
-        return state
+        """Read a cluster's state, and work its plan out again. Raises `OSError`, `ConfigError` where this build can't
+        go on with it, and as `plan_from_tree` does."""
+        try:
+            tree = json.loads((folder / STATE_FILE).read_text())
+            if tree["format"] != FORMAT:
+                raise ConfigError(
+                    f"the cluster's state has format {tree['format']} and this build reads {FORMAT}: end the cluster "
+                    "(twinpool down) and start it with this build, or go on with the other one"
+                )
+            return cls._read(folder, tree)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"the cluster's state in {folder} can't be read: {error!r}") from None
+
+    @classmethod
+    def _read(cls, folder: Path, tree: dict[str, Any]) -> DetachedState:
+        services = {name: ServiceProcess(*mark) for name, mark in tree["services"].items()}
+        known = {"format", "logs", "plan", "services", *KEPT}
+        return cls(
+            folder,
+            Path(tree["logs"]),
+            plan_from_tree(tree["plan"]),
+            services=services,
+            rest={key: value for key, value in tree.items() if key not in known},
+            **{key: tree[key] for key in KEPT if key in tree},
+        )
 
     def save(self) -> None:
         """Write the state, atomically: this process may be killed while it writes."""
+        tree = {
+            **self.rest,
+            "format": FORMAT,
+            "logs": str(self.logs),
+            "plan": plan_to_tree(self.prepared),
+            "services": self.services,
+            **{key: getattr(self, key) for key in KEPT},
+        }
         fresh = self.folder / f"{STATE_FILE}.new"
-        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            pickle.dump(self, file)
+        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            json.dump(tree, file)
         fresh.replace(self.folder / STATE_FILE)
 
     @property
@@ -57,15 +109,19 @@ class DetachedState:
         """Whether the cluster has served: this process takes over what runs of it."""
         return (self.folder / READY_FILE).exists()
 
+    def taken_over(self) -> None:
+        """Tell the keeper that this process has taken the cluster over."""
+        (self.folder / TAKEN_OVER).write_text(str(os.getpid()))
+
     def mark_ready(self) -> None:
         (self.folder / READY_FILE).touch()
 
-    def running(self, service: str) -> tuple[int, int] | None:
-        """Pid and start time of a service's process, None where none runs."""
-        mark = self.services.get(service)
-        return mark if mark is not None and same_process(*mark) else None
+    def running(self, service: str) -> ServiceProcess | None:
+        """The process of a service, None where none runs."""
+        process = self.services.get(service)
+        return process if process is not None and same_process(process.pid, process.started) else None
 
-    def started(self, service: str, pid: int, started: int) -> None:
+    def started(self, service: str, process: ServiceProcess) -> None:
         """Note the process of a service that was started."""
-        self.services[service] = (pid, started)
+        self.services[service] = process
         self.save()

@@ -44,8 +44,10 @@ def with_kv_events(config: Config, folder: Path) -> Config:
         import zmq.auth  # Where there are keys alone.
 
         own = folder / "kv-events"
-        own.mkdir(0o700)
-        _, secret = zmq.auth.create_certificates(own, "curve")
+        secret = own / "curve.key_secret"
+        if not secret.exists():
+            own.mkdir(0o700, exist_ok=True)
+            zmq.auth.create_certificates(own, "curve")
         security = dataclasses.replace(security, curve_key=str(secret))
     return dataclasses.replace(config, cache=dataclasses.replace(config.cache, events=events), security=security)
 

@@ -29,10 +29,18 @@ def is_loopback(host: str) -> bool:
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """Return the configuration with the files of `security` as absolute paths: other processes start elsewhere."""
+    """Return the configuration with the files of `security` and the folder of storage as absolute paths: other
+    processes start elsewhere."""
     given = {key: getattr(config.security, key) for key in FILES}
     paths: dict[str, Any] = {key: str(Path(path).expanduser().absolute()) for key, path in given.items() if path}
-    return dataclasses.replace(config, security=dataclasses.replace(config.security, **paths))
+    storage = config.cache.storage
+    if storage.backend == "file" and storage.path:
+        storage = dataclasses.replace(storage, path=str(Path(storage.path).expanduser().absolute()))
+    return dataclasses.replace(
+        config,
+        security=dataclasses.replace(config.security, **paths),
+        cache=dataclasses.replace(config.cache, storage=storage),
+    )
 
 
 def check_security(security: SecurityConfig, host: str, port: int) -> None:

@@ -40,6 +40,7 @@ from cluster.serve.shutdown_signal import ShutdownSignal
 from cluster.serve.terminal import Terminal, curl_line, take_over_output, urls_of
 from cluster.worker_process.worker_plan import BuildWorker, WorkerPlan, node_name
 from cluster.worker_process.worker_process import build_from_plan
+from contracts.build_id import build_id
 from contracts.clock import Clock, SystemClock
 from contracts.cluster_secret import SECRET_VARIABLE
 from contracts.config.plane_choice import why, with_plane
@@ -78,10 +79,11 @@ class ServeCluster:
         clock: Clock | None = None,
         began: float | None = None,
         state: DetachedState | None = None,
+        python: str = "",
     ) -> None:
         """`state`: of a detached cluster, which goes on when this process is killed; one that has begun is taken
-        over."""
-        self._state = state
+        over. `python`: the interpreter that its workers are started with (`ray_cluster.join_ray`)."""
+        self._state, self._python = state, python
         self._prepared = prepared
         self._folder = folder
         self._build = build
@@ -142,7 +144,9 @@ class ServeCluster:
         if begun:
             folder.publish(operators, options.model, security.tls_ca)
             self._stopping.ready()
-            self._terminal.line("the supervisor has died and was started again; the cluster went on")
+            assert self._state is not None
+            self._state.taken_over()
+            self._terminal.line(f"a supervisor of build {build_id()} has taken the cluster over, which went on")
             return
         self._await_ready()
         folder.publish(operators, options.model, security.tls_ca)
@@ -180,14 +184,16 @@ class ServeCluster:
             )
 
     def _join(self, stack: ExitStack) -> str:
-        from cluster.ray_nodes.ray_cluster import authenticated, join_ray, leave_ray, missing_places
+        from cluster.ray_nodes.ray_cluster import authenticated, join_ray, leave_ray, missing_places, ray_build
         from cluster.ray_nodes.worker_resources import resource_example
 
         options = self._prepared.options
         config = self._prepared.config
         places = {role: count * config.tp_for(role) for role, count in options.workers.items()}
         stack.callback(leave_ray)
-        address = join_ray(options.ray_address or "auto", self._folder.temporary.name)
+        address = join_ray(options.ray_address or "auto", self._folder.temporary.name, self._python)
+        if self._state is not None:
+            self._state.ray_build = ray_build()
         self._stopping.install()  # importing Ray takes SIGTERM over
         self._terminal.step("ray", f"joined from {address}")
         if not authenticated():
@@ -234,16 +240,24 @@ class ServeCluster:
         return refused
 
     def _own_ray(self, stack: ExitStack) -> None:
-        from cluster.ray_nodes.ray_cluster import join_kept_ray, leave_ray, start_kept_ray, start_own_ray
+        from cluster.ray_nodes.ray_cluster import (
+            join_kept_ray,
+            leave_ray,
+            ray_build,
+            start_kept_ray,
+            start_own_ray,
+        )
 
         stack.callback(leave_ray)
         if self._state is not None:
             dashboard = self._prepared.options.dashboard
-            self._ray = join_kept_ray(self._folder.temporary, self._state.ray) if self._state.ray else None
+            if self._state.ray:
+                self._ray = join_kept_ray(self._folder.temporary, self._state.ray, self._python)
             if self._ray is None:
                 self._state.ray, self._ray = start_kept_ray(
                     self._folder.temporary, free_port(self._address, 0), dashboard
                 )
+                self._state.ray_build = ray_build()
                 self._state.save()
             self._terminal.step("ray", "runs on loopback")
             return

@@ -29,7 +29,8 @@ from contracts.errors import TwinpoolError
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.worker_status import WorkerRecord
 from router.api.app import create_admin_app, create_app
-from router.main import AdminListener, RouterListeners, RouterServer, listen, listen_for_operators
+from router.api.router_server import AdminListener, RouterListeners, RouterServer
+from router.main import listen, listen_for_operators
 from router.service.router_service import RouterService
 
 HOST = "127.0.0.1"

@@ -29,6 +29,7 @@ from cluster.worker_process.worker_plan import (
 from cluster.worker_process.worker_server import serve_worker
 from cluster.worker_process.worker_thread import WorkerEnd, WorkerThread
 from contracts import cpu_levels as processor
+from contracts.build_id import build_id
 from contracts.checkpoint.model_spec import read_model_spec
 from contracts.clock import SystemClock
 from contracts.cluster_secret import SECRET_VARIABLE
@@ -88,6 +89,7 @@ class WorkerProcess:
             fingerprint=worker.fingerprint,
             stream=via_proxy(server.stream, "serve", plan.name, proxy),
             settings=plan.settings,
+            build=build_id(),
         )
         try:
             heartbeat_s = plan.config.cluster.heartbeat_s

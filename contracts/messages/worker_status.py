@@ -30,6 +30,8 @@ class WorkerRecord:
     """Where routers open their streams, ``host:port``; empty in one process."""
     settings: str = ""
     """Digest of the settings that it was started with; empty in one process."""
+    build: str = ""
+    """The build that it runs (`contracts.build_id`); empty in one process, and of builds that don't say."""
 
 
 @dataclass(frozen=True, slots=True)

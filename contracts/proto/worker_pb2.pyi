@@ -537,7 +537,7 @@ class CheckReport(_message.Message):
     def __init__(self, name: _Optional[str] = ..., pages: _Optional[int] = ..., slots: _Optional[int] = ..., leases: _Optional[int] = ..., rooms: _Optional[int] = ..., violations: _Optional[_Iterable[str]] = ..., kept_answers: _Optional[int] = ...) -> None: ...
 
 class Registration(_message.Message):
-    __slots__ = ("name", "role", "pid", "node", "endpoint", "control", "max_positions", "context", "incarnation", "stream", "node_id", "fingerprint", "settings")
+    __slots__ = ("name", "role", "pid", "node", "endpoint", "control", "max_positions", "context", "incarnation", "stream", "node_id", "fingerprint", "settings", "build")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -551,6 +551,7 @@ class Registration(_message.Message):
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    BUILD_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     pid: int
@@ -564,7 +565,8 @@ class Registration(_message.Message):
     node_id: str
     fingerprint: Fingerprint
     settings: str
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., endpoint: _Optional[str] = ..., control: _Optional[str] = ..., max_positions: _Optional[int] = ..., context: _Optional[int] = ..., incarnation: _Optional[int] = ..., stream: _Optional[str] = ..., node_id: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., settings: _Optional[str] = ...) -> None: ...
+    build: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., endpoint: _Optional[str] = ..., control: _Optional[str] = ..., max_positions: _Optional[int] = ..., context: _Optional[int] = ..., incarnation: _Optional[int] = ..., stream: _Optional[str] = ..., node_id: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., settings: _Optional[str] = ..., build: _Optional[str] = ...) -> None: ...
 
 class Fingerprint(_message.Message):
     __slots__ = ("protocol", "layout", "numerics", "weights")

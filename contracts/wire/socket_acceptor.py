@@ -69,12 +69,16 @@ class SocketAcceptor:
         task.add_done_callback(over)
         return task
 
-    def close(self) -> None:
-        """Accept nothing any more, and end what is opening; connections that are open go on. Idempotent."""
+    def stop_accepting(self) -> None:
+        """Accept nothing any more; what is opening goes on. Idempotent."""
         if self._bound.fileno() >= 0:
             self._loop.remove_reader(self._bound)
         if self._pause is not None:
             self._pause.cancel()
+
+    def close(self) -> None:
+        """Accept nothing any more, and end what is opening; connections that are open go on. Idempotent."""
+        self.stop_accepting()
         for task in self._tasks:
             task.cancel()
 

@@ -123,6 +123,7 @@ def record_from_proto(m: pb.Registration) -> WorkerRecord:
         fingerprint=fingerprint_from_proto(m.fingerprint) if m.HasField("fingerprint") else None,
         stream=m.stream,
         settings=m.settings,
+        build=m.build,
     )
 
 
@@ -142,4 +143,5 @@ def record_to_proto(record: WorkerRecord) -> pb.Registration:
         fingerprint=fingerprint_to_proto(record.fingerprint) if record.fingerprint is not None else None,
         stream=record.stream,
         settings=record.settings,
+        build=record.build,
     )

@@ -16,6 +16,7 @@ import socket
 from dataclasses import replace
 from typing import Any
 
+from contracts.build_id import build_id
 from contracts.ids import Role
 from contracts.messages.autoscaler_messages import AutoscalerView
 from contracts.messages.worker_status import CheckReport, WorkerStatus, WorkerView
@@ -85,7 +86,8 @@ def unknown_as_yet(service: RouterService) -> ApiError | None:
 
 
 async def status(service: RouterService, exchange: HttpExchange) -> None:
-    """Answer with a row for each worker that the controller knows, asked now; prefill first, then by name."""
+    """Answer with a row for each worker that the controller knows, asked now, prefill first, then by name; and with the
+    build of this router."""
     if failure := forbidden(service, exchange) or unknown_as_yet(service):
         await exchange.fail(failure)
         return
@@ -94,7 +96,7 @@ async def status(service: RouterService, exchange: HttpExchange) -> None:
     pairs = sorted(zip(lines, views, strict=True), key=lambda pair: _order(pair[0]))
     shown = [status_line(line) | _breaker_of(service, line) | node_of(view) for line, view in pairs]
     scaler = {"autoscaler": _autoscaler_of(service.latency.view)} if service.latency is not None else {}
-    await exchange.answer_json(200, {"workers": shown, **scaler})
+    await exchange.answer_json(200, {"workers": shown, "router_build": build_id(), **scaler})
 
 
 async def _status_of(service: RouterService, view: WorkerView) -> WorkerStatus:
@@ -132,13 +134,14 @@ def _autoscaler_of(view: AutoscalerView) -> dict[str, Any]:
 
 
 def node_of(view: WorkerView) -> dict[str, Any]:
-    """Return a row's keys about the worker's node and settings, which the controller knows and the worker doesn't."""
+    """Return a row's keys about the worker's node, settings and build, which the controller knows."""
     record = view.record
     return {
         "node": record.node,
         "node_id": record.node_id,
         "cordoned": view.cordoned,
         "settings": record.settings,
+        "build": record.build,
     }
 
 

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
+from contracts.build_id import package_version
 from contracts.errors import TwinpoolError
 from router.api import admin_drain as drains
 from router.api import admin_pools as pools
@@ -16,7 +17,7 @@ from router.api import admin_status as admin
 from router.api.absent_endpoints import why_absent
 from router.api.asgi_exchange import AsgiReceive, AsgiScope, AsgiSend, BodyTooLarge, HttpExchange
 from router.api.connection_limits import OPEN_PATHS
-from router.api.openapi import openapi_document, version
+from router.api.openapi import openapi_document
 from router.openai.api_errors import ApiError, BufferFull, ClientGone, QueueFull, failure_of, failure_of_done
 from router.openai.parse_request import check_model
 from router.openai.response_stream import ResponseStream, StreamHeartbeat
@@ -326,14 +327,20 @@ def _model(service: RouterService, name: str) -> dict[str, Any]:
     }
 
 
+def health_problems(service: RouterService) -> list[str]:
+    """Return why a router can't serve now, each reason in words; nothing where it can."""
+    core = service.core
+    problems = [f"no {role} worker can serve" for role in core.workers.needed if not core.serving(role)]
+    if core.progress.stalled_s > service.config.stall_s:
+        problems.append(f"work waits and nothing has advanced for {core.progress.stalled_s:.1f} s")
+    return problems
+
+
 async def _health(service: RouterService, exchange: HttpExchange) -> None:
     """Answer 200 while each role that is needed has a worker that serves and waiting work advances, else 503 with the
     problems."""
-    core = service.core
+    core, problems = service.core, health_problems(service)
     serving = {str(role): len(core.serving(role)) for role in core.workers.roles}
-    problems = [f"no {role} worker can serve" for role in core.workers.needed if not serving[role]]
-    if core.progress.stalled_s > service.config.stall_s:
-        problems.append(f"work waits and nothing has advanced for {core.progress.stalled_s:.1f} s")
     answer = {
         "status": "unhealthy" if problems else "ok",
         "problems": problems,
@@ -349,7 +356,7 @@ async def _live(service: RouterService, exchange: HttpExchange) -> None:
 
 
 async def _version(service: RouterService, exchange: HttpExchange) -> None:
-    await exchange.answer_json(200, {"version": version()})
+    await exchange.answer_json(200, {"version": package_version()})
 
 
 async def _load(service: RouterService, exchange: HttpExchange) -> None:

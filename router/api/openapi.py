@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib import metadata
 from typing import Any
 
+from contracts.build_id import package_version
 from router.api.openapi_answers import (
     COUNTING,
     GENERATION,
@@ -124,7 +124,7 @@ def openapi_document() -> dict[str, Any]:
         paths[path] = {"post": operation | ({"requestBody": _SECTIONS} if path in _WITH_BODY else {})}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Twinpool", "version": version()},
+        "info": {"title": "Twinpool", "version": package_version()},
         "paths": paths,
         "security": [{}, {"bearer": []}, {"x-api-key": []}],
         "components": {
@@ -135,14 +135,6 @@ def openapi_document() -> dict[str, Any]:
             },
         },
     }
-
-
-def version() -> str:
-    """Return the version of the installed package, ``0`` when run from a source tree."""
-    try:
-        return metadata.version("twinpool")
-    except metadata.PackageNotFoundError:
-        return "0"
 
 
 def _error(path: str) -> str:

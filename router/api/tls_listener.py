@@ -56,6 +56,10 @@ class TlsListener:
         self._make, self._certificate, self._handshake_s = make, certificate, handshake_s
         self._acceptor = SocketAcceptor(bound, self._begin)
 
+    def stop_accepting(self) -> None:
+        """Accept nothing any more; handshakes that are under way go on, and so do connections. Idempotent."""
+        self._acceptor.stop_accepting()
+
     def close(self) -> None:
         """Accept nothing any more, and end handshakes that are under way; connections go on. Idempotent."""
         self._acceptor.close()

@@ -10,6 +10,7 @@ import pytest
 from cli import commands as cli
 from cli.admin_client import AdminClient, CommandRefused
 from cli.apply_command import ApplyCommand, read_settings
+from cli.rolling_restart import RollingRestart
 from contracts.clock import ManualClock
 from contracts.errors import ConfigError
 from tests.cluster.router_stub import RouterStub, router_stub, row
@@ -91,7 +92,7 @@ def test_pools_grow_then_old_workers_restart_one_by_one_then_pools_shrink() -> N
         assert cluster.orders == [], "a plan changes nothing"
         scene.run()
         assert cluster.orders == [
-            "apply", "scale?decode=3", "restart/prefill-0", "restart/prefill-1", "restart/decode-0", "restart/decode-1",
+            "apply", "scale?decode=3", "restart/prefill-0", "restart/decode-0", "restart/prefill-1", "restart/decode-1",
             "scale?prefill=1",
         ]  # fmt: skip
         assert cluster.bodies == [settings] * len(cluster.bodies)
@@ -122,7 +123,7 @@ def test_force_restarts_the_only_worker_too() -> None:
     with router_stub(Cluster()) as cluster:
         del cluster.workers["decode-1"]
         Scene(cluster.url, {}, force=True).run()
-        assert cluster.orders[-1] == "restart/decode-0?force=true"
+        assert "restart/decode-0?force=true" in cluster.orders
 
 
 def test_a_restart_that_is_refused_is_ordered_again_for_a_while() -> None:
@@ -161,7 +162,7 @@ def test_a_worker_that_does_not_come_back_stops_it() -> None:
 def test_a_worker_that_comes_back_with_other_settings_is_not_restarted_for_ever() -> None:
     with router_stub(Cluster()) as cluster:
         cluster.starts_with = {"prefill": "p3", "decode": "d3"}
-        with pytest.raises(CommandRefused, match="other settings"):
+        with pytest.raises(CommandRefused, match="came back without the file's settings"):
             Scene(cluster.url, {}).run()
         assert cluster.orders == ["apply", "restart/prefill-0"]
 
@@ -205,10 +206,10 @@ def test_ctrl_c_says_what_is_left(
 ) -> None:
     with router_stub(Cluster()) as cluster:
 
-        def interrupt(self: ApplyCommand, name: str) -> None:
+        def interrupt(self: RollingRestart, name: str) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(ApplyCommand, "_restart", interrupt)
+        monkeypatch.setattr(RollingRestart, "_restart", interrupt)
         assert twinpool(str(file), "--url", cluster.url) == 130
         assert "stopped; left to do: restarts one by one: prefill-0" in capsys.readouterr().out
 

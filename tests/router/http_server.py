@@ -7,8 +7,9 @@ import json
 import os
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +23,9 @@ from contracts.config.load_config import config_from_dict
 from contracts.ids import PAIR
 from contracts.interfaces.discovery import WorkerDirectory
 from router.api.app import create_admin_app, create_app
-from router.main import AdminListener, RouterListeners, RouterServer, listen
+from router.api.port_handover import Predecessor
+from router.api.router_server import AdminListener, RouterListeners, RouterServer
+from router.main import listen, listen_at
 from router.service.quota_leases import QuotaLessor
 from router.service.router_service import RouterService
 from tests.router.fake_worker import FakeCluster
@@ -97,6 +100,13 @@ class Server:
 
         asyncio.run_coroutine_threadsafe(run(), self.loop).result(WAIT_S + 1)
 
+    def wait_ended(self) -> None:
+        """Wait until the router has ended by itself; fails after some seconds."""
+        pause, deadline = threading.Event(), time.monotonic() + WAIT_S
+        while self.loop.is_running():
+            assert time.monotonic() < deadline, "the router goes on"
+            pause.wait(0.01)
+
     def serves(self) -> bool:
         core = self.service.core
         up = sum(w.alive and w.state == "ready" for w in self.cluster.workers.values())
@@ -145,15 +155,22 @@ def serving(
     directory: WorkerDirectory | None = None,
     trust: ssl.SSLContext | None = None,
     lessor: QuotaLessor | None = None,
+    handover: Path | None = None,
+    take_over: Path | None = None,
 ) -> Iterator[Server]:
     """A router on a free port that serves until the end of the block. Where `config` has an operators' port, that is a
-    free one too."""
+    free one too. `handover` and `take_over`: where it hands its ports over, and where it gets another router's."""
     config = config or Config()
     service = RouterService(spec or demo_spec(), config, directory or cluster, lessor=lessor)
     reading, writing = os.pipe()
-    with listen("127.0.0.1", 0) as bound, listen("127.0.0.1", 0) as admin:
+    predecessor = Predecessor.reach(take_over) if take_over is not None else None
+    with ExitStack() as stack:
+        taken = predecessor.sockets if predecessor is not None else [listen("127.0.0.1", 0), listen("127.0.0.1", 0)]
+        bound, *rest = [stack.enter_context(one) for one in taken]
+        admin = rest[0] if rest else bound
         operators = AdminListener(create_admin_app(service), admin) if config.security.admin_port else None
-        uvicorn_server = RouterServer(create_app(service), service, writing, RouterListeners(operators))
+        listeners = RouterListeners(operators, handover=stack.enter_context(listen_at(handover)))
+        uvicorn_server = RouterServer(create_app(service), service, writing, listeners, predecessor)
         ports = bound.getsockname()[1], admin.getsockname()[1]
         server = Server(cluster, service, uvicorn_server, ports[0], trust, ports[1])
         thread = threading.Thread(target=server.loop.run_until_complete, args=(uvicorn_server.serve([bound]),))

@@ -30,7 +30,8 @@ from decode.worker import DecodeWorker
 from prefill.audit_state import AuditRun, AuditRunState
 from prefill.worker import PrefillWorker
 from router.api.app import create_app
-from router.main import RouterServer, listen
+from router.api.router_server import RouterServer
+from router.main import listen
 from router.service.router_service import RouterService
 from tests.pair import SESSION, Pair, pair
 from tests.serving import ROOT, until

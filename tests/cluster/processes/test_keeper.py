@@ -11,7 +11,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from cluster.processes import keeper
+from cluster.processes.keeper import NextSupervisor
 from cluster.processes.process_ids import same_process, start_time
 
 WAIT_S = 30.0
@@ -145,4 +148,63 @@ def test_what_the_supervisor_says_it_owns_goes_too(tmp_path: Path) -> None:
         assert not run_file.exists()
     finally:
         other.kill()
+        kept.close()
+
+
+def replacement(folder: Path, *, takes_over: bool) -> NextSupervisor:
+    """A supervisor of another build, which notes a variable of its environment and ends unless it takes over."""
+    taken = f'open({str(folder / keeper.TAKEN_OVER)!r}, "w").write(str(os.getpid()))\n'
+    noted = f'open({str(folder / "build")!r}, "w").write(os.environ["BUILD"])\n'
+    script = SUPERVISOR.replace("while True:", (taken if takes_over else "sys.exit(3)\n") + noted + "while True:")
+    return NextSupervisor([sys.executable, "-c", script, str(folder)], {"BUILD": "next", "TWINPOOL_TEST_OLD": None})
+
+
+def test_a_supervisor_is_replaced_and_the_new_one_is_kept_from_then_on(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    try:
+        first, service = kept.after(1)
+        began = start_time(service)
+        (kept.folder / "ready").touch()
+        replacement(kept.folder, takes_over=True).write(kept.folder)
+        second, _ = kept.after(2)
+        until((kept.folder / "build").exists)
+        assert (kept.folder / keeper.TAKEN_OVER).read_text() == str(second)
+        assert start_time(first) is None
+        assert began is not None
+        assert same_process(service, began), "what the one before has started lives on"
+        (kept.folder / "build").unlink()
+        for number in (3, 4):
+            # Its own later deaths don't bring the one before back.
+            os.kill(kept.starts()[-1][0], signal.SIGKILL)
+            kept.after(number)
+            until((kept.folder / "build").exists)
+            assert (kept.folder / "build").read_text() == "next"
+            (kept.folder / "build").unlink()
+        assert not (kept.folder / keeper.FAILED).exists()
+        kept.process.send_signal(signal.SIGTERM)
+        assert kept.process.wait(WAIT_S) == 0
+    finally:
+        kept.close()
+
+
+@pytest.mark.parametrize("why", ["it ends", "it can't be started"])
+def test_a_replacement_that_does_not_take_over_is_given_up(tmp_path: Path, why: str) -> None:
+    kept = Kept(tmp_path)
+    try:
+        kept.after(1)
+        (kept.folder / "ready").touch()
+        if why == "it ends":
+            replacement(kept.folder, takes_over=False).write(kept.folder)
+            kept.after(3)  # The replacement, and the one of before again.
+            assert (kept.folder / keeper.FAILED).read_text() == "exit code 3"
+        else:
+            NextSupervisor([str(tmp_path / "no-python")], {}).write(kept.folder)
+            kept.after(2)
+            assert "no-python" in (kept.folder / keeper.FAILED).read_text()
+        (kept.folder / "build").unlink(missing_ok=True)
+        os.kill(kept.starts()[-1][0], signal.SIGKILL)
+        kept.after(len(kept.starts()) + 1)
+        assert not (kept.folder / "build").exists(), "the one of before goes on being it"
+        assert kept.process.poll() is None
+    finally:
         kept.close()

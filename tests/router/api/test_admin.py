@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from contracts.build_id import build_id
 from contracts.config.load_config import config_from_dict
 from contracts.errors import ErrorKind
 from contracts.ids import Role, WorkerName
@@ -302,7 +303,7 @@ def test_a_router_that_has_seen_no_table_yet_does_not_say_that_nobody_is_there()
             answer = ask(f"/cluster/{path}")
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "starting")
         server.call(server.cluster.changed)
-        assert server.client.get("/cluster/status").json() == {"workers": []}
+        assert server.client.get("/cluster/status").json() == {"workers": [], "router_build": build_id()}
 
 
 def test_a_node_is_drained_through_the_controller_with_an_outcome_for_each_of_its_workers(

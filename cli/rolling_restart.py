@@ -1,0 +1,99 @@
+"""Rolling restarts: workers of several pools drain and come back one by one, the next one once the one before serves.
+
+The pools take turns, so that the same part of each is done at any time: where the workers that come back can't hand
+over to those before them, either side has workers of each role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from cli.admin_client import POLL_S, AdminClient, CommandRefused
+from cli.pool_commands import follow, order, restart_path
+
+REFUSED_S = 10.0
+"""Seconds for which a restart that is refused is ordered again: a router may not know yet that another serves."""
+
+
+class Unfinished(Protocol):
+    """What a rolling restart has left to do, by the workers' rows."""
+
+    @property
+    def old(self) -> Mapping[str, str]:
+        """Workers that are to restart, with their roles."""
+
+    @property
+    def starting(self) -> list[str]:
+        """Workers that are starting: whether they are to restart is known once they serve."""
+
+
+def next_in_turn(old: Mapping[str, str], pools: Mapping[str, int]) -> str:
+    """The worker that restarts next: of the pool of which the largest part is left, of equal ones the first.
+
+    `pools`: workers of each role when the restarts began.
+    """
+    left = {role: sum(its == role for its in old.values()) / max(1, pools.get(role, 1)) for role in old.values()}
+    role = max(left, key=lambda role: left[role])
+    return next(name for name, its in old.items() if its == role)
+
+
+def check_others_serve(old: Mapping[str, str], serving: Mapping[str, int]) -> None:
+    """Refuse to restart a role's only worker. `serving`: workers of each role that serve, or will before the restarts.
+    Raises `CommandRefused`."""
+    for role in dict.fromkeys(old.values()):
+        if serving.get(role, 0) < 2:
+            name = next(name for name, its in old.items() if its == role)
+            raise CommandRefused(
+                f"{name} is the only {role} worker, and nobody could take its requests while it restarts: have "
+                f"two (pools: {role}: 2, or twinpool add {role}), or say --force"
+            )
+
+
+class RollingRestart:
+    """One rolling restart; a run that was interrupted is gone on with by another."""
+
+    def __init__(self, operator: AdminClient, say: Callable[[str], None], *, timeout_s: float, force: bool) -> None:
+        """`timeout_s`: for each worker. `force`: restart even the last worker of a role."""
+        self._operator, self._say, self._timeout_s, self._force = operator, say, timeout_s, force
+        self._restarted: dict[str, int] = {}
+        """The incarnation of each worker before its restart."""
+
+    def stale(self, row: Mapping[str, Any]) -> bool:
+        """Whether a worker's row is of before its restart: the router doesn't know the next incarnation yet."""
+        return int(row["incarnation"]) <= self._restarted.get(row["name"], 0)
+
+    def run(self, look: Callable[[], Unfinished], lacks: str) -> None:
+        """Restart until nothing is left to do, saying a line as each worker has. `lacks`: what a worker that comes back
+        as it was doesn't have, for the reason. Raises `CommandRefused`."""
+        waited_from = self._operator.clock()
+        pools: dict[str, int] = {}
+        while True:
+            left = look()
+            for role in left.old.values():
+                pools[role] = max(pools.get(role, 0), sum(its == role for its in left.old.values()))
+            if others := [name for name in left.old if name in self._restarted]:
+                raise CommandRefused(f"{', '.join(others)} came back without {lacks}")
+            if left.old:
+                self._restart(next_in_turn(left.old, pools))
+                waited_from = self._operator.clock()
+            elif not left.starting:
+                return
+            elif self._operator.clock() - waited_from >= self._timeout_s:
+                raise CommandRefused(f"{', '.join(left.starting)} should serve, after {self._timeout_s:g} s")
+            else:
+                self._operator.sleep(POLL_S)
+
+    def _restart(self, name: str) -> None:
+        began = self._operator.clock()
+        while True:
+            try:
+                workers = order(self._operator, restart_path(name), force="true" if self._force else "")
+                break
+            except CommandRefused:
+                if self._operator.clock() - began >= REFUSED_S:
+                    raise
+                self._operator.sleep(POLL_S)
+        self._restarted[name] = workers[0].incarnation
+        self._say(f"{name} {workers[0].outcome}")
+        follow(self._operator, workers, self._timeout_s, self._say)

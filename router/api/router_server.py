@@ -1,0 +1,207 @@
+"""The HTTP server of one router: its listeners, its end, and its leaving for a process that replaces it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import uvicorn
+
+from router.api.app import App, health_problems
+from router.api.connection_limits import BoundedHttpProtocol, ClientConnections
+from router.api.port_handover import PortHandover, Predecessor
+from router.api.tls_listener import TlsListener
+from router.security.https_certificate import HttpsCertificate
+from router.service.router_service import RouterService
+from router.state.router_log import log
+
+GRACE_S = 2.0
+"""How long connections may take to end after a signal."""
+KEEP_ALIVE_S = 65
+"""How long an idle connection is kept."""
+ADMIN_CONNECTIONS = 64
+"""Connections to the operators' port; clients of the endpoint can't take their place."""
+LIVE_CONNECTIONS = 8
+"""Connections to the socket at which this router is asked whether it lives."""
+TICKS = 10
+"""Ticks of the server between two looks at the certificate's files, a tenth of a second each."""
+HEALTHY_S = 60.0
+"""How long a router that replaces another one waits until it could serve, before it accepts connections all the same:
+its predecessor may be no healthier."""
+LOOK_S = 0.05
+CLOSE = (b"connection", b"close")
+
+
+class AdminListener(NamedTuple):
+    """The operators' port: its application and its listening socket."""
+
+    app: App
+    bound: socket.socket
+
+
+class RouterListeners(NamedTuple):
+    """What one router listens on besides its endpoint."""
+
+    admin: AdminListener | None = None
+    """The operators' port, where they have one."""
+    live: socket.socket | None = None
+    """The Unix socket at which whoever keeps this router asks whether it lives: several routers share a port."""
+    handover: socket.socket | None = None
+    """The Unix socket at which a process that replaces this one takes the listening sockets over."""
+
+
+class RouterServer(uvicorn.Server):
+    """Uvicorn's server, which at shutdown ends all answers first and waits for connections then.
+
+    `ready_fd`: a descriptor that gets one line once the server listens, and is closed then. `predecessor`: the router
+    whose sockets it has, which serves until this one can. `must_end` is told when this router leaves: after so many
+    seconds its process must be gone. Raises `ConfigError` where the certificate of HTTPS can't be used.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        service: RouterService,
+        ready_fd: int | None = None,
+        listeners: RouterListeners = RouterListeners(),  # noqa: B008
+        predecessor: Predecessor | None = None,
+        must_end: Callable[[float], object] = lambda seconds: None,
+    ) -> None:
+        self.connections = ClientConnections(service.config)
+        self._admin_connections = ClientConnections(service.config, ADMIN_CONNECTIONS)
+        self._live_connections = ClientConnections(service.config, LIVE_CONNECTIONS)
+        service.metrics.sources.append(self.connections.metrics)
+        self._listeners, self._predecessor, self._must_end = listeners, predecessor, must_end
+        files = service.security.https
+        self.certificate = HttpsCertificate(files) if files is not None else None
+        super().__init__(
+            uvicorn.Config(
+                app,
+                loop="uvloop",
+                http=cast(type[asyncio.Protocol], self._protocol),
+                backlog=self.connections.backlog,
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                date_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=int(GRACE_S),
+            )
+        )
+        self._service = service
+        self._ready_fd = ready_fd
+        self._handover: PortHandover | None = None
+        self._leaving = False
+        self._bound: list[socket.socket] = []
+        """The listening sockets of the endpoint and of the operators' port."""
+        self._probes: list[Any] = []
+        """Servers that go on while this router leaves."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup([])
+        if not self.started:
+            return
+        admin, live, handover = self._listeners
+        bound = list(sockets or [])
+        if live is not None:
+            self._probes.append(await asyncio.get_running_loop().create_unix_server(self._live_protocol, sock=live))
+        if self._predecessor is not None:
+            await self._until_healthy()
+        # Closed by uvicorn at the end.
+        servers = cast(list[Any], self.servers)
+        servers += [await self._listen(one, self._protocol, self.connections) for one in bound]
+        if admin is not None:
+            servers.append(await self._listen(admin.bound, self._admin_protocol, self._admin_connections))
+            bound.append(admin.bound)
+        self._bound = bound
+        if self._predecessor is not None:
+            self._predecessor.serving()
+        if handover is not None:
+            self._handover = PortHandover(handover, bound, self.leave)
+            self._handover.start()
+        if self._ready_fd is not None:
+            os.write(self._ready_fd, b"ready\n")
+            os.close(self._ready_fd)
+            self._ready_fd = None
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._handover is not None:
+            self._handover.close()
+        await self._service.close()
+        for probe in self._probes:
+            probe.close()
+        await super().shutdown(sockets)
+
+    def leave(self) -> None:
+        """Accept nothing any more, finish the answers that there are, and end: another process has the sockets.
+
+        Connections are closed after their next answer, or once they have been idle for `KEEP_ALIVE_S`: closing an idle
+        one now would cross the request that its client may just be sending.
+        """
+        within_s = self._service.config.max_timeout_s + 2 * KEEP_ALIVE_S
+        log("leaving: another process has the port", connections=len(self.server_state.connections), within_s=within_s)
+        self._leaving = True
+        for server in cast(list[Any], self.servers):
+            server.stop_accepting() if isinstance(server, TlsListener) else server.close()
+        for one in self._bound:
+            one.close()  # Else it would listen on, with nobody who accepts, once the successor has ended.
+        self._say_close()
+        self._must_end(within_s)
+
+    async def on_tick(self, counter: int) -> bool:
+        if self.certificate is not None and counter % TICKS == 0:
+            self.certificate.refresh()
+        ending = await super().on_tick(counter)
+        if not self._leaving:
+            return ending
+        self._say_close()
+        clients = self.connections.all | self._admin_connections.all
+        return ending or not clients
+
+    def _say_close(self) -> None:
+        """Have all answers from now on close their connection; uvicorn makes these headers anew now and then."""
+        headers = self.server_state.default_headers
+        if CLOSE not in headers:
+            headers.append(CLOSE)
+
+    async def _until_healthy(self) -> None:
+        """Wait until this router could serve, `HEALTHY_S` at most."""
+        waited = 0.0
+        while not self._service.worker_links.known or health_problems(self._service):
+            if waited >= HEALTHY_S or self.should_exit:
+                log(
+                    "the port is taken over, though this router can't serve yet",
+                    problems=health_problems(self._service),
+                )
+                return
+            await asyncio.sleep(LOOK_S)
+            waited += LOOK_S
+
+    async def _listen(
+        self, bound: socket.socket, make: Callable[..., BoundedHttpProtocol], connections: ClientConnections
+    ) -> Any:
+        """Accept connections on `bound`, over TLS where there is a certificate; returns the server."""
+        if self.certificate is not None:
+            return TlsListener(bound, make, self.certificate, self._service.config.header_timeout_s)
+        return await asyncio.get_running_loop().create_server(make, sock=bound, backlog=connections.backlog)
+
+    def _protocol(self) -> BoundedHttpProtocol:
+        return BoundedHttpProtocol(registry=self.connections, **self._options())
+
+    def _admin_protocol(self) -> BoundedHttpProtocol:
+        assert self._listeners.admin is not None
+        http = BoundedHttpProtocol(registry=self._admin_connections, **self._options())
+        http.app = self._listeners.admin.app
+        return http
+
+    def _live_protocol(self) -> BoundedHttpProtocol:
+        return BoundedHttpProtocol(registry=self._live_connections, **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        return {"config": self.config, "server_state": self.server_state, "app_state": self.lifespan.state}

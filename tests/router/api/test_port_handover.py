@@ -1,0 +1,168 @@
+"""A router is replaced under its clients: no connection is refused or reset, and every answer comes whole."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from contracts.config.load_config import config_from_dict
+from router.api.port_handover import Predecessor
+from router.main import listen, listen_at
+from tests.router.fake_worker import FakeCluster
+from tests.router.http_server import WAIT_S, Server, serving
+
+BODY = {"prompt": [5, 6, 7], "seed": 1, "max_tokens": 12}
+
+
+class Visitors:
+    """Clients that each open a connection, ask once and close it, without a pause."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.answered = url, 0
+        self.failures: list[str] = []
+
+    @contextmanager
+    def coming(self) -> Iterator[None]:
+        over = threading.Event()
+        threads = [threading.Thread(target=self._come, args=(over,)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join(WAIT_S)
+
+    def _come(self, over: threading.Event) -> None:
+        while not over.is_set():
+            try:
+                with httpx.Client(trust_env=False, timeout=WAIT_S) as client:
+                    assert client.get(f"{self.url}/live").status_code == 200
+                self.answered += 1
+            except (AssertionError, httpx.HTTPError) as error:
+                self.failures.append(repr(error))
+
+
+def asked(server: Server) -> int:
+    """Connections that this router has accepted."""
+    return server.uvicorn.connections.accepted
+
+
+def test_a_successor_takes_the_port_and_nobody_notices(tmp_path: Path) -> None:
+    path, wholes = tmp_path / "handover", []
+    old_cluster, new_cluster = FakeCluster(), FakeCluster()
+    with serving(old_cluster, handover=path) as old:
+        whole = old.complete(**BODY)
+        old.pause("decode")
+
+        def ask() -> None:
+            wholes.append(old.complete(**BODY))
+
+        asking, visitors = threading.Thread(target=ask), Visitors(old.url)
+        asking.start()
+        old.wait_until(lambda: old.service.core.requests.in_flight == 1)
+        with visitors.coming(), serving(new_cluster, take_over=path) as new:
+            assert new.port == old.port
+            new.wait_until(lambda: asked(new) >= 5)
+            known = asked(old)
+            new.wait_until(lambda: asked(new) >= 25)
+            assert asked(old) == known, "a router that leaves accepts nothing"
+            assert not old.uvicorn.should_exit
+            assert old.service.core.requests.in_flight == 1
+            old.resume()
+            asking.join(WAIT_S)
+            assert wholes[0]["choices"] == whole["choices"]
+            assert new.complete(**BODY)["choices"] == whole["choices"]
+            new.at_rest()
+            assert not visitors.failures
+        assert visitors.answered >= 25
+        old.client.close()
+        old.wait_ended()
+        assert not old_cluster.leftovers()
+        assert not old.service.core.requests.in_flight
+
+
+def test_a_router_that_leaves_ends_once_its_connections_have(tmp_path: Path) -> None:
+    """A connection that is kept open is closed after its next answer, and says so."""
+    path = tmp_path / "handover"
+    with serving(FakeCluster(), handover=path) as old:
+        assert old.client.get("/live").headers.get("connection") != "close"
+        with serving(FakeCluster(), take_over=path):
+            old.wait_until(lambda: old.uvicorn._leaving)
+            assert asked(old) == 1
+            assert old.client.get("/live").headers["connection"] == "close"
+            assert asked(old) == 1, "the same connection"
+            old.wait_ended()
+
+
+def test_the_operators_port_goes_over_too(tmp_path: Path) -> None:
+    path, config = tmp_path / "handover", config_from_dict({"security": {"admin_port": 1}})
+    with (
+        serving(FakeCluster(), config=config, handover=path) as old,
+        serving(FakeCluster(), config=config, take_over=path) as new,
+    ):
+        assert new.admin_url == old.admin_url
+        old.wait_until(lambda: old.uvicorn._leaving)
+        assert httpx.get(f"{new.admin_url}/cluster/status", trust_env=False).status_code == 200
+        assert new.uvicorn._admin_connections.accepted == 1
+        assert old.uvicorn._admin_connections.accepted == 0
+
+
+def test_a_successor_that_never_serves_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "handover"
+    with serving(FakeCluster(), handover=path) as old:
+        first = Predecessor.reach(path)
+        assert first is not None
+        assert [one.getsockname()[1] for one in first.sockets] == [old.port]
+        for one in first.sockets:
+            one.close()
+        first._connection.close()
+        assert old.complete(**BODY)
+        with serving(FakeCluster(), take_over=path) as new:
+            assert new.port == old.port
+            new.wait_until(lambda: old.uvicorn._leaving)
+            assert new.complete(**BODY)
+
+
+def test_a_port_is_free_again_once_both_have_ended(tmp_path: Path) -> None:
+    path = tmp_path / "handover"
+    with serving(FakeCluster(), handover=path) as old:
+        old.pause("decode")
+        with httpx.Client(base_url=old.url, trust_env=False, timeout=WAIT_S) as client:
+            asking = threading.Thread(target=lambda: client.post("/v1/completions", json=BODY))
+            asking.start()
+            old.wait_until(lambda: old.service.core.requests.in_flight == 1)
+            with serving(FakeCluster(), take_over=path):
+                old.wait_until(lambda: old.uvicorn._leaving)
+            with listen("127.0.0.1", old.port):
+                pass  # While the one that leaves still answers.
+            old.resume()
+            asking.join(WAIT_S)
+
+
+@pytest.mark.parametrize("there", ["nothing", "a dead socket"])
+def test_without_a_predecessor_there_is_nothing_to_take_over(tmp_path: Path, there: str) -> None:
+    path = tmp_path / "handover"
+    if there == "a dead socket":
+        with listen_at(path):
+            pass
+    assert Predecessor.reach(path) is None
+
+
+def test_a_predecessor_that_ends_while_it_is_asked_is_none(tmp_path: Path) -> None:
+    path, found = tmp_path / "handover", []
+    with listen_at(path) as bound:
+        assert bound is not None
+        thread = threading.Thread(target=lambda: found.append(Predecessor.reach(path)))
+        thread.start()
+        accepted: socket.socket = bound.accept()[0]
+        accepted.close()
+        thread.join(WAIT_S)
+    assert found == [None]
