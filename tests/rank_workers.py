@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import secrets
 from collections.abc import Iterator, Mapping
@@ -20,6 +19,7 @@ from cluster.worker_process.worker_plan import WorkerPlan
 from contracts.clock import SystemClock
 from contracts.config.cluster_config import Config
 from contracts.ids import Incarnation, Role, WorkerName
+from tests.forked import forked_processes
 
 START_S = 120.0
 
@@ -60,7 +60,7 @@ class RankProcesses:
     idle: list[Warm] = field(default_factory=list)
 
     def take(self, count: int) -> list[Warm]:
-        context = multiprocessing.get_context("spawn")
+        context = forked_processes()
         while len(self.idle) < count:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)

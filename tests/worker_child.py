@@ -20,6 +20,7 @@ from contracts.ids import Incarnation, Role, WorkerName
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import Command, PeerRef
 from contracts.messages.worker_events import Event
+from tests.forked import forked_processes
 from tests.rank_workers import START_S, Warm
 
 SESSION = SessionId(1)
@@ -83,13 +84,14 @@ class Child:
 @contextmanager
 def worker_child(
     folder: Path, role: Role, name: str, sections: dict[str, Any], tokens: int, followers: Sequence[Warm] = (),
-    theirs: dict[str, Any] | None = None,
+    theirs: dict[str, Any] | None = None, *, fresh: bool = False,
 ) -> Iterator[Child]:  # fmt: skip
-    """`followers`: processes that become its other ranks, with the sections `theirs`; their end is the caller's."""
+    """`followers`: processes that become its other ranks, with the sections `theirs`; their end is the caller's.
+    `fresh`: an interpreter of its own, which reads the environment as it is now."""
     from contracts.config.load_config import config_from_dict
     from tests.pair import counts_for
 
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("spawn") if fresh else forked_processes()
     config = config_from_dict(sections)
     logs = tempfile.TemporaryDirectory()
     plan = WorkerPlan(

@@ -41,10 +41,10 @@ def pair(model: Path, levels: tuple[str, str]) -> Iterator[tuple[Child, Child]]:
     """A prefill and a decode worker; the machine of the first has weaker instructions than that of the second."""
     sections = [{"transfer": {"plane": "zmq"}, "engine": {"threads": 1, "numerics_class": level}} for level in levels]
     with environment(ATEN_CPU_CAPABILITY="default", ONEDNN_MAX_CPU_ISA="SSE41"):
-        prefill = worker_child(model, Role.PREFILL, "prefill-0", sections[0], 512)
+        prefill = worker_child(model, Role.PREFILL, "prefill-0", sections[0], 512, fresh=True)
         first = prefill.__enter__()
     try:
-        with worker_child(model, Role.DECODE, "decode-0", sections[1], 512) as second:
+        with worker_child(model, Role.DECODE, "decode-0", sections[1], 512, fresh=True) as second:
             yield first, second
     finally:
         prefill.__exit__(None, None, None)
