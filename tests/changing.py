@@ -11,8 +11,11 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
+import sys
+import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,12 +25,15 @@ from typing import Any
 import httpx
 import psutil
 
+from contracts.build_id import PACKAGES, build_of
 from tests.checkpoints import Oracle, compare
-from tests.serving import COMMAND, READY, Answer, Serving, complete, environment, until
+from tests.serving import COMMAND, READY, ROOT, Answer, Serving, complete, environment, until
 
 STREAMS = 6
 TOKENS = 48
 WAIT_S = 120.0
+UPGRADE_S = 400.0
+"""Every process of a cluster starts anew in it, from source that is compiled first."""
 COME_BACK = 5
 """How often a client whose connection broke comes back for its answer."""
 
@@ -198,8 +204,8 @@ def kill(process: psutil.Process) -> None:
     process.wait(WAIT_S)
 
 
-def command(cluster: Serving, *words: str) -> None:
-    done = cluster.twinpool(*words, timeout=WAIT_S)
+def command(cluster: Serving, *words: str, within_s: float = WAIT_S) -> None:
+    done = cluster.twinpool(*words, timeout=within_s)
     assert done.returncode == 0, f"{' '.join(words)}: {done.stdout}{done.stderr}"
 
 
@@ -271,6 +277,46 @@ def apply_settings(cluster: Serving) -> None:
     command(cluster, "apply", str(file))
 
 
+def upgrade(cluster: Detached) -> None:
+    """All of the cluster goes on in another build, and the next time back; no process of the one before serves on."""
+    before = _builds(cluster)
+    assert len(before) == 1
+    here = build_of(ROOT)
+    python = another_build(cluster.runtime / "another") if before == {here} else Path(sys.executable)
+    command(cluster, "upgrade", "--python", str(python), within_s=UPGRADE_S)
+    after = _builds(cluster)
+    assert len(after) == 1
+    assert after.isdisjoint(before)
+    assert {here} in (before, after)
+    for words in (("cluster.controller.controller_process",), ("router.main", "router-0"), ("router.main", "router-1")):
+        assert cluster.one(*words).cmdline()[0] == str(python)
+
+
+def _builds(cluster: Serving) -> set[str]:
+    """The builds of all workers, and of the router that answers."""
+    done = cluster.twinpool("status", "--json")
+    assert done.returncode == 0, done.stderr
+    return {row["build"] for row in json.loads(done.stdout)["workers"] if row["state"] != "left"}
+
+
+def another_build(folder: Path) -> Path:
+    """An environment in `folder` with a copy of this source that differs; returns its interpreter."""
+    python = folder / "venv" / "bin" / "python"
+    if not python.exists():
+        for package in PACKAGES:
+            leave = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / package, folder / "source" / package, ignore=leave)
+        with (folder / "source" / "contracts" / "build_id.py").open("a") as file:
+            file.write("\n# Another build.\n")
+        subprocess.run(
+            [sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True, timeout=WAIT_S
+        )
+        (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
+        # The libraries of this environment, but not this source.
+        (packages / "twinpool.pth").write_text(f"{folder / 'source'}\n{sysconfig.get_path('purelib')}\n")
+    return python
+
+
 def restart_one(cluster: Serving) -> None:
     command(cluster, "restart", "decode-0")
     command(cluster, "restart", "prefill-1")
@@ -304,7 +350,7 @@ def once_around(cluster: Serving) -> None:
 
 
 Change = Callable[[Any], None]
-DETACHED: tuple[Change, ...] = (kill_supervisor, kill_router)
+DETACHED: tuple[Change, ...] = (kill_supervisor, kill_router, upgrade)
 CHANGES: tuple[Change, ...] = (
     kill_controller, grow_and_shrink, apply_settings, restart_one, change_roles, cordon_and_kill, once_around
 )  # fmt: skip

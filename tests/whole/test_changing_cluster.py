@@ -25,11 +25,12 @@ CHANGES = (
     changing.apply_settings,
     changing.kill_router,
     changing.kill_supervisor,
+    changing.upgrade,
 )
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_no_answer_is_lost_or_wrong_while_a_cluster_changes(tmp_path: Path) -> None:
     """Changes of roles, cordons, restarts and drains by command are in the soak test, with all of these."""
     folder = make_checkpoint(tmp_path / "model", "qwen3", seed=33)
