@@ -128,6 +128,7 @@ class SimRouter:
             entry.cancel_drain()
         else:
             entry.request_drain(self.world.agenda.now())
+            self.control.returning.discard(name)
         host, pipe = link.host, self.world.exchange.network.pipe(self.process, link.host.process)
         back = self.world.exchange.network.pipe(link.host.process, self.process)
 
@@ -154,12 +155,27 @@ class SimRouter:
             return False
         entry.request_drain(self.world.agenda.now())
         try:
-            if self.control.away:
+            if not self.control.reaches(self.process):
                 raise ConfigError("the controller can't be reached")
             self.control.core.pools.change_role(name, role)
         except ConfigError:
             entry.cancel_drain()
             return False
+        self.control.returning.discard(name)
+        return True
+
+    def restart(self, name: WorkerName) -> bool:
+        """Have a worker drain and start again, as the operators' endpoint does; False where it would refuse."""
+        entry = self.core.workers.named(name)
+        if entry is None or not self.control.reaches(self.process):
+            return False
+        ready = entry.status.state == "ready"
+        if ready and not self.may_leave(entry):
+            return False
+        if ready:
+            entry.request_drain(self.world.agenda.now())
+        self.control.core.pools.restart(name)
+        self.control.wants([name])
         return True
 
     def _status(self, status: WorkerStatus) -> None:

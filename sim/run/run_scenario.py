@@ -374,9 +374,11 @@ class ScenarioRun:
         found = [line for host in self.control.all_hosts if host.ended is None for line in host.unrest()]
         for view in self.control.core.views():
             host = self.control.hosts.get(WorkerName(view.record.name))
-            given_up = view.record.name in self.control.given_up
+            given_up = view.record.name in self.control.given_up | self.control.sent_away
             if view.status.state in ("starting", "dead") and not given_up and (host is None or host.ended is not None):
                 found.append(f"{view.record.name} is {view.status.state}")
+            if view.status.state == "left" and view.record.name in self.control.returning - self.control.given_up:
+                found.append(f"{view.record.name} has left, and was to start again")
         return found
 
     def _result(self, events: int) -> ScenarioResult:

@@ -156,9 +156,17 @@ def rush(rng: random.Random, shape: ClusterShape, first: int, at: float) -> list
 
 PAIRS = ("reset", "stall")
 """Faults between two processes."""
-WHOLE = ("router", "controller", "errors", "rot", "forget", "slow", "corrupt", "metadata", "notice")
+WHOLE = (
+    "router", "controller", "cutoff", "supervisor", "apply", "errors", "rot", "forget", "slow", "corrupt", "metadata",
+    "notice",
+)  # fmt: skip
 """Faults of the whole cluster."""
-LASTING = ("controller", "stop", "halt", "stall", "partition", "errors", "slow", "drain")
+LASTING = (
+    "controller", "cutoff", "supervisor", "add", "cordon", "stop", "halt", "stall", "partition", "errors", "slow",
+    "drain",
+)  # fmt: skip
+OPERATIONS = ("cutoff", "supervisor", "restart", "add", "cordon", "apply")
+"""What happens to the pools as a whole. Drawn apart from the others, as the controller's absences are."""
 KINDS = {
     "crash": "a worker's process dies",
     "stop": "a worker's process stands still for a while",
@@ -166,6 +174,12 @@ KINDS = {
     "halt": "a worker's process stands still in the middle of its next write, for a while",
     "router": "the router's process dies and is started again",
     "controller": "the controller's process dies and is started again after a while",
+    "cutoff": "the controller reaches nobody for a while, often for longer than a lease",
+    "supervisor": "the supervisor dies and is started again after a while",
+    "restart": "an operator restarts a worker, by drain",
+    "add": "an operator adds a worker, and scales the pool back after a while",
+    "cordon": "an operator cordons a node for a while",
+    "apply": "an operator changes settings, for which all workers restart one by one",
     "drain": "an operator drains a worker, and takes it back after a while if it is still there",
     "role": "an operator has a worker change its role",
     "stall": "two processes don't reach each other for a while",
