@@ -16,11 +16,14 @@ _LOOK_S = 0.25
 
 
 def _router(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
-    """Restart the router: its clients lose their connections, and ask again."""
-    if not run.router.process.alive:
+    """Restart a router: its clients lose their connections, and ask another one, or it when it is back."""
+    index = int(fault.target.rpartition("-")[2] or 0)
+    router = run.routers[index] if index < len(run.routers) else run.router
+    if not router.process.alive:
         return None
-    run.router.process.die()
-    run.agenda.after(RESTART_S, run.restart_router)
+    router.process.die()
+    run.agenda.after(RESTART_S, lambda: run.restart_router(router.index))
+    run.lost_router(router)
     return nothing
 
 

@@ -16,13 +16,18 @@ class FaultTarget(Protocol):
     counts: Counter[str]
     network: Any
     control: Any
-    router: Any
+    routers: Any
     store: Any
     world: Any
     plan: Any
 
+    @property
+    def router(self) -> Any:
+        """One that lives, where there is one."""
+
     def say(self, who: str, what: str) -> None: ...
-    def restart_router(self) -> None: ...
+    def restart_router(self, index: int) -> None: ...
+    def lost_router(self, router: Any) -> None: ...
 
 
 def nothing() -> None:

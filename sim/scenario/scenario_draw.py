@@ -35,7 +35,8 @@ def draw(seed: int) -> Scenario:
     asks = _asks(rng, shape)
     faults = _faults(rng, shape, asks) + _absences(random.Random(f"controller {seed}"), asks)
     faults += _operations(random.Random(f"operations {seed}"), shape, asks)
-    return Scenario(seed, shape, asks, tuple(sorted(faults, key=lambda fault: fault.at)))
+    plan = Scenario(seed, shape, asks, tuple(sorted(faults, key=lambda fault: fault.at)))
+    return _of_several_routers(random.Random(f"routers {seed}"), plan)
 
 
 def _shape(rng: random.Random, pressed: bool) -> ClusterShape:
@@ -212,6 +213,27 @@ def _operations(rng: random.Random, shape: ClusterShape, asks: Sequence[Scenario
                 PlannedFault("drain", at + rng.expovariate(2.0), rng.choice(names), lasts=rng.choice((0.1, 2.0)))
             )
     return tuple(found)
+
+
+def _of_several_routers(rng: random.Random, plan: Scenario) -> Scenario:
+    """Have several routers in some plans, most of whose clients come back for the rest of an answer, and kill one of
+    them now and then while answers run."""
+    if rng.random() >= 0.35:
+        return plan
+    asks = tuple(replace(ask, keyed=_resumable(ask) and rng.random() < 0.8) for ask in plan.asks)
+    routers = rng.choice((2, 2, 3))
+    faults = list(plan.faults)
+    for _ in range(rng.randint(1, 4)):
+        at = rng.choice(asks).at + plan.shape.step_s * rng.randrange(30)
+        faults.append(PlannedFault("router", at, f"router-{rng.randrange(routers)}"))
+    faults.sort(key=lambda fault: fault.at)
+    return replace(plan, shape=replace(plan.shape, routers=routers), asks=asks, faults=tuple(faults))
+
+
+def _resumable(ask: ScenarioRequest) -> bool:
+    """Whether an answer can be kept and its client is one that waits."""
+    patient = ask.first_token_s is None and ask.deadline_s == 600.0 and ask.enough is None
+    return patient and ask.sampling.prompt_logprobs is None
 
 
 def _faults(rng: random.Random, shape: ClusterShape, asks: Sequence[ScenarioRequest]) -> tuple[PlannedFault, ...]:
