@@ -203,8 +203,9 @@ class SimControl:
 
     def _given_up(self, report: str) -> None:
         """Note a worker that the controller doesn't start again, by the text of its report to operators."""
-        if "not restarted" in report or "left dead" in report:
-            self.given_up.add(WorkerName(report.partition(" ")[0]))
+        name = WorkerName(report.partition(" ")[0])
+        if "left dead" in report or ("not restarted" in report and name not in self.returning):
+            self.given_up.add(name)
 
     def _start(self, start: StartWorker, supervisor: int) -> None:
         if supervisor != self._supervisors:

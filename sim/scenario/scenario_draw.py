@@ -207,6 +207,8 @@ def _operations(rng: random.Random, shape: ClusterShape, asks: Sequence[Scenario
             "" if kind in WHOLE else f"node-{rng.randrange(shape.nodes)}" if kind == "cordon" else rng.choice(names)
         )
         lasts = rng.choice((rng.uniform(0.05, 0.8), rng.uniform(1.0, 6.0))) if kind in LASTING else 0.0
+        if kind == "cutoff" and rng.random() < 0.5:
+            lasts = rng.uniform(2.5, 9.0)
         found.append(PlannedFault(kind, at, target, lasts=lasts))
         if rng.random() < 0.4:
             found.append(
