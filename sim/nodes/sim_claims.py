@@ -7,10 +7,10 @@ of a scenario. A client comes with the number of tokens that it has, as `Last-Ev
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from contracts.ids import RequestId
-from contracts.messages.kept_answers import AnswerName
+from contracts.messages.kept_answers import AnswerName, KeptAnswer
 from contracts.messages.worker_events import Done
 from contracts.sampling_params import TokenLogprob
 from router.core.answer_asks import AskEnded, FoundAnswer
@@ -18,7 +18,7 @@ from router.core.router_core import RouterCore
 from router.state.routed_request import RoutedRequest
 from sim.scenario.scenario import ScenarioRequest
 
-Made = Callable[[ScenarioRequest, RequestId, AnswerName | None], RoutedRequest]
+Made = Callable[[ScenarioRequest, RequestId, AnswerName | None, KeptAnswer | None], RoutedRequest]
 
 
 @dataclass(slots=True)
@@ -48,7 +48,8 @@ def name_of(ask: ScenarioRequest) -> AnswerName:
 
 
 class SimClaims:
-    """The claims of one router. `make` makes a router's request of a scenario's."""
+    """The claims of one router. `make` makes a router's request of a scenario's, or of what a worker has
+    kept of it."""
 
     def __init__(self, core: RouterCore, make: Made) -> None:
         self._core, self._make = core, make
@@ -82,9 +83,7 @@ class SimClaims:
 
     def _restored(self, claim: SimClaim, found: FoundAnswer) -> RestoredAnswer:
         kept = found.answer
-        request = self._make(claim.ask, kept.request_id, name_of(claim.ask))
-        request.sampling = replace(request.sampling, max_tokens=kept.max_tokens)
-        request.deadline, request.first_token_by = request.arrived + kept.left_s, None
+        request = self._make(claim.ask, kept.request_id, name_of(claim.ask), kept)
         request.restore(kept, found.last_attempt)
         self._seen[request.id] = claim.seen
         done = Done(request.id, request.attempt, kept.reason, kept.stop_token) if kept.reason else request.ending

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from contracts.errors import ConfigError
 from contracts.ids import RequestId, Role, WorkerName
-from contracts.messages.kept_answers import AnswerName
+from contracts.messages.kept_answers import AnswerName, KeptAnswer
 from contracts.messages.router_commands import Command
 from contracts.messages.worker_events import Event, LegReport
 from contracts.messages.worker_status import WorkerStatus, WorkerView
@@ -105,18 +106,20 @@ class SimRouter:
             self._submit(ask, request_id)
         self._act()
 
-    def _routed(self, ask: ScenarioRequest, request_id: RequestId, name: AnswerName | None) -> RoutedRequest:
-        now = self.world.agenda.now()
+    def _routed(
+        self, ask: ScenarioRequest, request_id: RequestId, name: AnswerName | None, kept: KeptAnswer | None = None
+    ) -> RoutedRequest:
+        now, new = self.world.agenda.now(), kept is None
         return RoutedRequest(
             request_id,
             ask.prompt,
-            ask.sampling,
+            ask.sampling if kept is None else replace(ask.sampling, max_tokens=kept.max_tokens),
             now=now,
-            deadline=now + ask.deadline_s,
+            deadline=now + (ask.deadline_s if kept is None else kept.left_s),
             hashes=prefix_hashes(ask.prompt, ask.salt, self._cache.page_tokens),
             salt=ask.salt,
             priority=ask.priority,
-            first_token_by=now + ask.first_token_s if ask.first_token_s is not None else None,
+            first_token_by=now + ask.first_token_s if new and ask.first_token_s is not None else None,
             share=TenantShare(ask.tenant, ask.weight),
             name=name,
         )
