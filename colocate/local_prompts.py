@@ -35,6 +35,7 @@ from prefill.first_token_events import first_token_events
 from prefill.request import PrefillEvent, PrefillPhase, PrefillRequest
 from prefill.scheduler import PrefillScheduler, ScheduledChunk
 from prefill.step_commit import ChunkDone, ChunkFailed
+from prefill.step_cost import StepCost
 from transfer.rooms.metadata_slots import HandoverMetadata
 from transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
 from worker.admission_check import AdmissionRefusal
@@ -55,6 +56,7 @@ class LocalPrompts:
         pages: LocalPromptPages,
         config: PrefillConfig,
         clock: Clock,
+        cost: StepCost,
     ) -> None:
         """`rooms`: where prompts of requests come from that other workers computed. `admitted`: the prompts that have
         pages, which the step commit reads, too."""
@@ -63,7 +65,7 @@ class LocalPrompts:
         self._waiting: dict[RequestId, LocalPrompt] = {}
         """Prompts without pages."""
         self._admitted = admitted
-        self._scheduler = PrefillScheduler(admitted, pages, lambda prompt: True, config, clock)
+        self._scheduler = PrefillScheduler(admitted, pages, lambda prompt: True, config, clock, cost)
         self._handed_over = self._preempted = 0
 
     def __len__(self) -> int:

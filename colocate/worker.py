@@ -32,6 +32,7 @@ from prefill.audit_runner import AuditRunner
 from prefill.request import PrefillRequest
 from prefill.scheduler import ScheduledChunk
 from prefill.step_commit import PrefillStepCommit
+from prefill.step_cost import StepCost
 from transfer.rooms.receiver.kv_receiver import KVReceiver
 from worker.request_table import RequestTable
 from worker.step_parts import split
@@ -69,8 +70,11 @@ class ColocatedWorker(DecodeWorker):
         """Return where prompts come from: this worker's own steps and, for requests that migrate, `rooms`."""
         admitted = RequestTable[PrefillRequest](self._name, self.fits, self._clock)
         pages = LocalPromptPages(self._manager, reuse=self._request_pages.reuse)
-        self._chunks = PrefillStepCommit(admitted, pages, self._engine, self._fitness, config, self._clock, self._pause)
-        self._local = LocalPrompts(self._name, rooms, admitted, pages, config.prefill, self._clock)
+        cost = StepCost(config.prefill.chunk_tokens)
+        self._chunks = PrefillStepCommit(
+            admitted, pages, self._engine, self._fitness, config, self._clock, self._pause, cost
+        )
+        self._local = LocalPrompts(self._name, rooms, admitted, pages, config.prefill, self._clock, cost)
         return self._local
 
     # ------------------------------------------------------------ the host's side

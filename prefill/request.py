@@ -183,6 +183,8 @@ class StepMember:
     start: int
     count: int
     step: StepHandle
+    begin: int
+    """The first of them."""
 
     @property
     def current(self) -> bool:

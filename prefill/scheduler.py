@@ -6,7 +6,12 @@ are computed for them (`worker.fair_shares`); and each tenant's come in order of
 requests that have no grant yet, so a request that holds decode's memory always gets on.
 
 The division of a step is the other: by priority, then in fair shares, and within a tenant's part mostly in order of
-arrival. So where there are no tenants, or one alone has work, nothing is as if there were others.
+arrival.
+
+A step that is under way can't be cut, so its length is what a prompt that comes finds ahead of it whatever the order.
+While a tenant is expected that isn't the only one with prompts (`worker.tenant_returns`), steps are kept short, and
+have no more of other tenants' tokens in them than that where one computes what it had saved up. So where there are no
+tenants, or one alone has had work for a while, nothing is as if there were others.
 """
 
 from __future__ import annotations
@@ -23,8 +28,14 @@ from engine.runner.batch import BatchRow, TokenDraw
 from engine.runner.sampling.token_mask import TokenMask
 from prefill.request import PrefillEvent, PrefillPhase, PrefillRequest
 from prefill.request_pages import PrefillPages
+from prefill.step_cost import StepCost
 from worker.fair_shares import FairShares
 from worker.request_table import RequestTable
+from worker.tenant_returns import TenantReturns
+
+_LEAST_SHARED = 8
+"""Short steps have at least this part of a step's budget, so that what each step costs doesn't become all that they
+do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +57,14 @@ class PrefillScheduler:
         granted: Callable[[PrefillRequest], bool],
         config: PrefillConfig,
         clock: Clock,
+        cost: StepCost,
     ) -> None:
         self._requests, self._pages, self._granted = requests, pages, granted
         self._manager, self._page_tokens = pages.manager, pages.page_tokens
-        self._config, self._clock = config, clock
-        self._shares = FairShares()
-        self.counters = {"preemptions": 0.0, "prefetches_given_up": 0.0}
+        self._config, self._clock, self._cost = config, clock, cost
+        self._shares = FairShares(config.tenant_credit_tokens)
+        self._returns = TenantReturns(config.tenant_return_s)
+        self.counters = {"preemptions": 0.0, "prefetches_given_up": 0.0, "steps_kept_short": 0.0}
 
     # ------------------------------------------------------------ admission
 
@@ -81,7 +94,9 @@ class PrefillScheduler:
     def _follow(self) -> None:
         """Tell the shares which tenants have prompts to compute."""
         todo = PrefillPhase.WAITING, PrefillPhase.RUNNING
-        self._shares.follow({r.submit.tenant: r.submit.weight for r in self._requests if r.phase in todo})
+        active = {r.submit.tenant: r.submit.weight for r in self._requests if r.phase in todo}
+        self._shares.follow(active)
+        self._returns.follow(active.keys(), self._clock.now())
 
     def _in_turn(self, waiting: Sequence[PrefillRequest], ahead: Counter[str]) -> Iterator[PrefillRequest]:
         """Yield waiting requests in the order of admission. `ahead`: tokens that admitted requests have left, by
@@ -199,20 +214,38 @@ class PrefillScheduler:
         `budget`: tokens; None: `prefill.chunk_tokens`, as for every step that has nothing but chunks.
         Who has a higher priority comes first. Tenants of one priority have fair shares of what is left, a page at a
         time; `_plan_in_turn` says how a tenant's part is shared. Chunks end at page boundaries, except at the end of
-        the prompt and where the whole budget is less than a page. What is planned is launched, and charged.
+        the prompt and where the whole budget is less than a page. What is planned is launched, and charged. While
+        another tenant is expected the step has less (`_kept_short`).
         """
         able = [
             r for r in self._requests if r.phase is PrefillPhase.RUNNING and r.allocation and r.launched < len(r.tokens)
         ]
         able.sort(key=lambda r: -r.submit.priority)
-        whole = budget = self._config.chunk_tokens if budget is None else budget
         self._follow()
+        whole = budget = self._kept_short(able, self._config.chunk_tokens if budget is None else budget)
         for priority, equals in groupby(able, key=lambda r: r.submit.priority):
             budget -= self._plan_fairly(list(equals), budget, whole, short=priority == able[0].submit.priority)
         planned = [(request, request.planned - request.launched) for request in able]
         for request, count in planned:
             self._shares.charge(request.submit.tenant, request.submit.weight, count)
         return [ScheduledChunk(request, self._row(request, count)) for request, count in planned if count]
+
+    def _kept_short(self, able: Sequence[PrefillRequest], budget: int) -> int:
+        """Return what of a step's budget it may use: all of it, or while a tenant is expected as many tokens of the
+        oldest prompt as add `prefill.shared_step_s` to the step, or those that tenants had saved up, if they are
+        more."""
+        if not able or not self._returns.expected(self._clock.now()):
+            return budget
+        tokens = self._cost.tokens_within(self._config.shared_step_s, able[0].launched)
+        if tokens is None or tokens >= budget:
+            return budget
+        wanted = Counter[str]()
+        for request in able:
+            wanted[request.submit.tenant] += len(request.tokens) - request.launched
+        saved = sum(min(count, self._shares.credit(tenant)) for tenant, count in wanted.items())
+        short = min(budget, max(int(tokens), budget // _LEAST_SHARED, self._page_tokens, saved))
+        self.counters["steps_kept_short"] += short < budget
+        return short
 
     def _plan_fairly(self, equals: Sequence[PrefillRequest], budget: int, whole: int, *, short: bool) -> int:
         """Plan up to `budget` tokens of requests of one priority; returns how many. `whole`: the step's budget;

@@ -22,6 +22,7 @@ from prefill.layered_sends import LayeredSends
 from prefill.request import PrefillPhase, PrefillRequest, StepMember
 from prefill.request_pages import PrefillPages
 from prefill.scheduler import ScheduledChunk
+from prefill.step_cost import StepCost
 from worker.nonfinite_rows import NonfiniteRows
 from worker.request_table import RequestTable
 from worker.step_overlap import StepOverlap
@@ -60,10 +61,11 @@ class PrefillStepCommit:
         config: Config,
         clock: Clock,
         pause: Callable[[float], None],
+        cost: StepCost,
     ) -> None:
         self._requests, self._pages, self._engine, self._fitness = requests, pages, engine, fitness
         self._manager, self._config, self._clock, self._pause = pages.manager, config, clock, pause
-        self._overlap = StepOverlap[StepMember]()
+        self._overlap, self._cost = StepOverlap[StepMember](), cost
         self.committed = False
         """Whether the last round committed a step: then the next round may have pages for a waiting request."""
         self.steps = 0
@@ -89,7 +91,7 @@ class PrefillStepCommit:
 
     def launched(self, step: StepHandle, batch: list[ScheduledChunk]) -> None:
         """Count the chunks of `batch` as launched; they are the rows of `step`, in order."""
-        members = [StepMember(c.request, c.request.starts, len(c.row.tokens), step) for c in batch]
+        members = [StepMember(c.request, c.request.starts, len(c.row.tokens), step, c.row.start) for c in batch]
         self._overlap.launched(step, members)
         for request in (chunk.request for chunk in batch):
             request.launched = request.planned
@@ -108,12 +110,18 @@ class PrefillStepCommit:
         for results in self._overlap.landed(go_on=go_on):
             self.committed = True
             self.steps += 1
-            self._manager.planner.computed(sum(member.count for member, _ in results), self._clock.now() - began)
+            self._measure([member for member, _ in results], self._clock.now() - began)
             self._prove([member for member, _ in results])
             # A request that ended or started over while this step was under way has no use for its result.
             yield from self._take(
                 [(m, out) for m, out in results if m.request.phase is PrefillPhase.RUNNING and m.current]
             )
+
+    def _measure(self, members: list[StepMember], seconds: float) -> None:
+        """Take in how long a step took."""
+        tokens = sum(member.count for member in members)
+        self._manager.planner.computed(tokens, seconds)
+        self._cost.saw(tokens, sum(m.count * (2 * m.begin + m.count) // 2 for m in members), seconds)
 
     def recover(self, invalid: list[Allocation]) -> None:
         """Restart the requests whose allocations are in `invalid`: state that was loaded for them is damaged, and isn't

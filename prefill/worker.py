@@ -32,6 +32,7 @@ from prefill.request import PrefillEvent, PrefillPhase, PrefillRequest
 from prefill.request_pages import PrefillPages
 from prefill.scheduler import PrefillScheduler
 from prefill.step_commit import ChunkFailed, PrefillStepCommit
+from prefill.step_cost import StepCost
 from transfer.rooms.sender.kv_sender import KVSender
 from worker.admission_check import AdmissionRefusal
 from worker.worker_loop import Sleeper, WorkerLoop, seconds_until
@@ -78,8 +79,9 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         self._request_pages = PrefillPages(manager, reuse=config.cache_for(self.role).prefix_reuse)
         self._handover = PrefillHandover(sender, requests)
         self._layered = LayeredSends(sender, manager.spec, engine.device, config.transfer)
-        self._scheduler = PrefillScheduler(requests, self._request_pages, self._handover.granted, config.prefill, clock)
-        self._steps = PrefillStepCommit(requests, self._request_pages, engine, fitness, config, clock, pause)
+        pages, cost = self._request_pages, StepCost(config.prefill.chunk_tokens)
+        self._scheduler = PrefillScheduler(requests, pages, self._handover.granted, config.prefill, clock, cost)
+        self._steps = PrefillStepCommit(requests, pages, engine, fitness, config, clock, pause, cost)
 
     # ------------------------------------------------------------ the host's side
 

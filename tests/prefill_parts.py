@@ -22,6 +22,7 @@ from contracts.sampling_params import SamplingParams
 from prefill.request import PrefillRequest
 from prefill.request_pages import PrefillPages
 from prefill.scheduler import PrefillScheduler
+from prefill.step_cost import StepCost
 from tests.poolsets import pool_sets
 from worker.request_table import RequestTable
 
@@ -31,19 +32,23 @@ PEER = PeerRef(WorkerName("decode-0"), Incarnation(1), "inproc://decode-0")
 
 
 class PrefillParts:
-    """See the module's prose. `pages` of four tokens each are in the pool."""
+    """See the module's prose. `pages` of `page_tokens` tokens each are in the pool."""
 
-    def __init__(self, pages: int = 64, **prefill: Any) -> None:
-        config = config_from_dict({"cache": {"page_tokens": PAGE}, "prefill": prefill})
-        spec, self.clock = pool_sets(PAGE)["full"], ManualClock()
+    def __init__(self, pages: int = 64, page_tokens: int = PAGE, **prefill: Any) -> None:
+        self._page_tokens = page_tokens
+        config = config_from_dict({"cache": {"page_tokens": page_tokens}, "prefill": prefill})
+        spec, self.clock = pool_sets(page_tokens)["full"], ManualClock()
         cache = config.cache_for(Role.PREFILL)
         self.manager = KVCacheManager(PoolSet(spec, {"full": pages}), CpuDevice(), cache, self.clock.now)
-        self.requests = RequestTable[PrefillRequest](WorkerName("prefill-0"), WorkerLimits(4 * pages, 400), self.clock)
+        self.requests = RequestTable[PrefillRequest](
+            WorkerName("prefill-0"), WorkerLimits(page_tokens * pages, 400), self.clock
+        )
         self.pages = PrefillPages(self.manager, reuse=cache.prefix_reuse)
         self.granted: set[PrefillRequest] = set()
         self._asked = 0
+        self.cost = StepCost(config.prefill.chunk_tokens)
         self.scheduler = PrefillScheduler(
-            self.requests, self.pages, self.granted.__contains__, config.prefill, self.clock
+            self.requests, self.pages, self.granted.__contains__, config.prefill, self.clock, self.cost
         )
 
     def ask(
@@ -57,9 +62,9 @@ class PrefillParts:
             RequestId(name), 0, RoomId(name), tokens, prompt, params, PEER,
             priority=priority, tenant=tenant, weight=weight,
         )  # fmt: skip
-        keys = block_hashes(tokens, PAGE, "")
+        keys = block_hashes(tokens, self._page_tokens, "")
         now = self.clock.now()
-        prefix = TokenPrefix.of(tokens, PAGE, "", keys)
+        prefix = TokenPrefix.of(tokens, self._page_tokens, "", keys)
         request = PrefillRequest(SESSION, submit, now, now + submit.deadline_s, prefix, keys)
         self.requests.add(request)
         return request

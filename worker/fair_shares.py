@@ -2,10 +2,11 @@
 
 A tenant's counter grows by what the worker does for it, in tokens over its weight; whoever has the lowest is served
 next. So tenants that always have something waiting get tokens in proportion to their weights, whatever each sends, and
-what one doesn't use goes to the others. Who comes back from having nothing to do has saved nothing up: its counter is
-lifted to the lowest of those who have been waiting meanwhile. (Sheng et al., "Fairness in Serving Large Language
-Models", OSDI 2024; the forgetting is start-time fair queueing's, Goyal et al. 1996: when nobody has anything to do, all
-are even.)
+what one doesn't use goes to the others. Who comes back from having nothing to do has saved up no more than a credit:
+its counter is lifted to the lowest of those who have been waiting meanwhile, less that. So its next tokens, up to the
+credit, come before all others', as if it had been waiting for a while, and what it gets in the long run is its share
+all the same. (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, whose counters are lifted all the
+way; the forgetting is start-time fair queueing's, Goyal et al. 1996: when nobody has anything to do, all are even.)
 
 Only tenants that have something to do, and those that left with more than their share, are kept, these up to a bound.
 """
@@ -13,6 +14,7 @@ Only tenants that have something to do, and those that left with more than their
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import TypeVar
 
@@ -25,7 +27,9 @@ class FairShares:
     """The virtual token counters of one queue. Tenants are named; where there are none, all requests are of ``""``, and
     nothing here decides anything."""
 
-    def __init__(self) -> None:
+    def __init__(self, credit: int = 0) -> None:
+        """`credit`: tokens that a tenant may have saved up when it comes back, whatever its weight."""
+        self._credit = credit
         self._counters: dict[str, float] = {}
         self._weights: dict[str, int] = {}
         """Of the tenants that have something to do."""
@@ -50,7 +54,8 @@ class FairShares:
         elif counters:  # Nobody who was here waits any more, so nobody is owed anything.
             self._floor = max(counters.values())
         for tenant in active.keys() - self._weights.keys():
-            counters[tenant] = max(counters.get(tenant, 0.0), self._floor)
+            saved = self._credit / max(active[tenant], 1) if self._weights else 0.0
+            counters[tenant] = max(counters.get(tenant, -math.inf), self._floor - saved)
         self._weights = {tenant: max(weight, 1) for tenant, weight in active.items()}
         if len(counters) > len(active):
             self._forget()
@@ -58,12 +63,19 @@ class FairShares:
     def _forget(self) -> None:
         ahead = [tenant for tenant, count in self._counters.items() if tenant not in self._weights]
         ahead.sort(key=self._counters.__getitem__)
-        for tenant in [t for t in ahead if self._counters[t] <= self._floor] + ahead[:-MOST_AHEAD]:
+        least = self._floor - self._credit  # Lower than where any comes back, whatever its weight.
+        for tenant in [t for t in ahead if self._counters[t] <= least] + ahead[:-MOST_AHEAD]:
             self._counters.pop(tenant, None)
 
     def charge(self, tenant: str, weight: int, tokens: int) -> None:
         """Count tokens that are computed for a tenant."""
-        self._counters[tenant] = max(self._counters.get(tenant, 0.0), self._floor) + tokens / max(weight, 1)
+        weight = max(weight, 1)
+        counter = max(self._counters.get(tenant, self._floor), self._floor - self._credit / weight)
+        self._counters[tenant] = counter + tokens / weight
+
+    def credit(self, tenant: str) -> int:
+        """Tokens that are left of what a tenant had saved up. It must have something to do."""
+        return max(0, math.ceil((self._floor - self._counters[tenant]) * self._weights[tenant]))
 
     def counter(self, tenant: str, ahead: int = 0) -> float:
         """A tenant's counter, were `ahead` more tokens computed for it. It must have something to do."""

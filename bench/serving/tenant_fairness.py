@@ -7,6 +7,8 @@ The flood keeps so many long prompts in flight, half at each router. The quiet t
 (Poisson), the same in each way, by turns at both routers:
 
 - `alone`: without the flood.
+- `busy`: without it, beside a process that computes all the time as the worker does under a flood, at nobody's request:
+  what a machine without a core to spare costs, which no order of prompts changes.
 - `weight N`: the quiet tenant has a key of its own tenant, of that weight; the flood's is 1.
 - `fcfs`: its key is of the flood's own tenant, whose requests are served first come, first served.
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import signal
 import socket
 import statistics
@@ -26,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -49,6 +52,8 @@ STOP_S = 20.0
 TOKENS = (300, 900)
 """Ids of ordinary tokens, of the demo's vocabulary and of most."""
 FLOOD = "flood"
+UNFLOODED = ("alone", "busy")
+COMPUTES = "import numpy; a = numpy.ones((256, 256), 'f4')\nwhile True: a @ a"
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,17 @@ def second_router(url: str) -> Iterator[str]:
                 process.wait()
 
 
+@contextmanager
+def computing() -> Iterator[None]:
+    """A process that multiplies matrices on one core, until the end."""
+    process = subprocess.Popen([sys.executable, "-c", COMPUTES], env=os.environ | {"OPENBLAS_NUM_THREADS": "1"})
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
 def _ready(url: str) -> bool:
     try:
         return httpx.get(f"{url}/health").status_code == 200
@@ -138,10 +154,10 @@ class Clients:
             self.flooded += len(ask.tokens)
 
     async def quiet(self, way: str, asks: Sequence[Ask]) -> list[Outcome]:
-        """Ask all of them when they are due, with the flood beside them but where it is `alone`."""
-        alone = way == "alone"
-        floods = [asyncio.create_task(self._flood(n)) for n in range(0 if alone else self._args.flood)]
-        await asyncio.sleep(0 if alone else self._args.lead_s)
+        """Ask all of them when they are due, with the flood beside them but in ways without it."""
+        flooded = way not in UNFLOODED
+        floods = [asyncio.create_task(self._flood(n)) for n in range(self._args.flood if flooded else 0)]
+        await asyncio.sleep(self._args.lead_s if flooded else 0)
         self.flooded, start = 0, time.perf_counter() + 0.05
 
         async def one(number: int, ask: Ask) -> Outcome:
@@ -177,7 +193,8 @@ async def measure(clients: Clients, ways: Sequence[str], args: argparse.Namespac
             )
             asks = [Ask(ask.at_s, tuple(token + shift for token in ask.tokens), ask.output_tokens) for ask in asks]
             began = time.perf_counter()
-            found[way] += await clients.quiet(way, asks)
+            with computing() if way == "busy" else nullcontext():
+                found[way] += await clients.quiet(way, asks)
             flooded[way] += clients.flooded / (time.perf_counter() - began) / args.rounds
     return [waits(way, outcomes, flooded[way]) for way, outcomes in found.items()]
 
@@ -203,7 +220,9 @@ def table(results: Sequence[Wait]) -> Table:
 
 def write_keys(path: Path, weights: Sequence[int]) -> dict[str, str]:
     """Write the key file; returns the secrets by way, and the flood's."""
-    tenants = {FLOOD: FLOOD, "alone": "quiet-1", "fcfs": FLOOD} | {f"weight {n}": f"quiet-{n}" for n in weights}
+    tenants = {FLOOD: FLOOD, "alone": "quiet-1", "busy": "quiet-1", "fcfs": FLOOD} | {
+        f"weight {n}": f"quiet-{n}" for n in weights
+    }
     made = {who: mint_key(tenant, "") for who, tenant in tenants.items()}
     limits = {f"quiet-{n}": TenantLimits(weight=n) for n in weights}
     write_key_file(path, KeyFile(tuple(key for _, key in made.values()), limits))
@@ -214,6 +233,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--weights", type=int, nargs="+", default=[1, 8], help="of the quiet tenant")
+    parser.add_argument("--ways", nargs="+", metavar="WAY", help="only these; by default all")
     parser.add_argument("--flood", type=int, default=32, help="long prompts in flight")
     parser.add_argument("--flood-tokens", default="1200:1800", help="of the flood's prompts: N or LOW:HIGH")
     parser.add_argument("--lead-s", type=float, default=3.0, help="seconds of flood before the quiet tenant comes")
@@ -226,7 +246,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     print(machine.headline())
-    ways = ["alone", *(f"weight {n}" for n in args.weights), "fcfs"]
+    ways = args.ways or [*UNFLOODED, *(f"weight {n}" for n in args.weights), "fcfs"]
+    if unknown := [way for way in ways if way not in (*UNFLOODED, *(f"weight {n}" for n in args.weights), "fcfs")]:
+        parser.error(f"there is no way {unknown[0]}: alone, busy, fcfs, or 'weight N' of --weights")
+    if "alone" not in ways:
+        parser.error("the others are compared with alone: name it, too")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         path = Path(folder) / "keys.json"
         keys = write_keys(path, args.weights)

@@ -233,6 +233,7 @@ _MAY_BE_ZERO = {
     "cache.host_bytes", "prefill.cache.host_bytes", "decode.cache.host_bytes", "cache.prefetch.base_s",
     "colocate.cache.device_tokens", "colocate.cache.device_requests", "colocate.cache.host_bytes",
     "cache.prefetch.per_token_s", "cache.storage.ttl_s", "faults.stop_in_write", "faults.corrupt_page",
+    "prefill.tenant_credit_tokens",
     "faults.step_delay_s", "faults.link_bytes_per_s", "router.replay_limit", "router.max_body_bytes",
     "router.max_prompt_logprobs", "router.ttft_slo_ms", "decode.prefix_offer_bytes",
     "cluster.controller_port", "faults.retract_every", "security.admin_port", "audit.fraction", "audit.margin",

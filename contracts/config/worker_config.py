@@ -48,6 +48,16 @@ class PrefillConfig:
     share_tokens: int = 4096
     """A prompt that is being computed inserts its finished pages into the prefix cache every so many tokens, before it
     is whole: no more tokens than these are computed again when its worker dies."""
+    tenant_credit_tokens: int = 1024
+    """When a tenant comes back that had nothing to compute, so many of its tokens at most come before all others', as
+    if it had saved them up. In the long run each gets its share, whatever this is; 0: nothing is saved up."""
+    shared_step_s: float = 0.01
+    """While a tenant is expected, steps of others' prompts have as many tokens as take about so long, beyond what a
+    step costs however small it is, by the steps measured so far, and no less than an eighth of `chunk_tokens`. So long
+    does its next prompt wait for the step under way."""
+    tenant_return_s: float = 60.0
+    """A tenant that came within so many seconds, after it had nothing to compute, is expected to come again; where one
+    tenant alone does, none is."""
     tp: int = 1
     """Tensor-parallel ranks of a worker, each a process with its share of the heads; 1, 2, 4, as the heads divide."""
     cache: CacheOverride = field(default_factory=CacheOverride)

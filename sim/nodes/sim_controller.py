@@ -1,18 +1,22 @@
 """The controller's process and the supervisor beside it: the production `Controller`, its messages and its actions.
 
-The controller may be killed and started again: it goes on from its ledger, and the supervisor, which lives, tells it
-what there is and what has ended meanwhile. A cluster whose head is gone is gone with it.
+The controller may be killed and started again: it goes on from its ledger, and the supervisor tells it what there is
+and what has ended meanwhile. So may the supervisor: nothing is started while there is none, starts that it had not
+carried out yet are lost with it, and the next one takes over what runs. The network may cut the controller off. A
+cluster whose head is gone is gone with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from itertools import count
 
 from cluster.controller.controller import Controller
 from cluster.controller.controller_actions import EndedProcess, KillWorker, LeaseGrant, OperatorNote, StartWorker
 from cluster.controller.controller_ledger import MemoryLedger
+from cluster.controller.node_table import NodePlace
 from contracts.ids import Incarnation, WorkerName
 from contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
 from sim.fabric.sim_network import SimPipe
@@ -35,12 +39,22 @@ class SimControl:
         self.world = world
         self.process = SimProcess(world.agenda, "controller-0#1", "node-head", 1)
         self._ledger = MemoryLedger()
+        self._world_of_starts = world
+        """With the settings that the next workers start with."""
         self.core = Controller(world.agenda, world.config.cluster, self._ledger)
         self.core.on_change(self._changed)
         self.away = False
         """Whether the controller's process is dead, and the next one not started."""
+        self.supervised = True
+        """Whether the supervisor's process lives."""
+        self._supervisors = 0
+        """Supervisors that have ended."""
         self._ended: list[EndedProcess] = []
         """The ends of processes that the supervisor has to tell."""
+        self.returning: set[WorkerName] = set()
+        """Workers that an operator added, or told to start again, and nobody told to leave since."""
+        self.sent_away: set[WorkerName] = set()
+        """Workers that an operator had no more use for."""
         self.hosts: dict[WorkerName, SimHost] = {}
         """The newest process of each worker."""
         self.all_hosts: list[SimHost] = []
@@ -49,6 +63,8 @@ class SimControl:
         self._pids = count(100)
         self._folding = False
         self._pipes: dict[int, tuple[SimPipe, SimPipe]] = {}
+        self._nodes = [f"node-{number}" for number in range(world.shape.nodes)]
+        self.core.set_nodes(NodePlace("", node) for node in self._nodes)
         for role, many in world.shape.workers.items():
             for number in range(many):
                 self.core.pools.add(WorkerName(f"{role}-{number}"), role)
@@ -65,18 +81,64 @@ class SimControl:
         """Start the controller's process again, over its ledger."""
         self.away = False
         self.core = Controller(self.world.agenda, self.world.config.cluster, self._ledger, supervised=False)
+        self.core.set_nodes(NodePlace("", node) for node in self._nodes)
         self.core.on_change(self._changed)
+        if self.supervised:
+            self._attach()
+        self.publish()
+
+    def kill_supervisor(self) -> None:
+        """Kill the supervisor: workers live, and nobody starts any or tells of ends until there is another one."""
+        self.supervised = False
+        self._supervisors += 1
+        if not self.away:
+            self.core.detach()
+
+    def start_supervisor(self) -> None:
+        """Start a supervisor, which takes over the processes that there are."""
+        self.supervised = True
+        if not self.away:
+            self._attach()
+
+    def _attach(self) -> None:
         running = [(host.name, host.incarnation) for host in self.all_hosts if host.process.alive]
         self.core.attach(running, self._ended)
         self._ended.clear()
-        self._publish()
+
+    def wants(self, names: Iterable[WorkerName]) -> None:
+        """Note that an operator wants these workers to serve from now on."""
+        self.returning.update(names)
+        self.sent_away.difference_update(names)
+
+    def wants_no_more(self, names: Iterable[WorkerName]) -> None:
+        """Note that an operator has no more use for these workers."""
+        self.returning.difference_update(names)
+        self.sent_away.update(names)
+
+    def change_settings(self) -> None:
+        """Have workers that start from now on compute steps of other sizes."""
+        config = self._world_of_starts.config
+        prefill = replace(config.prefill, chunk_tokens=config.prefill.chunk_tokens + 5)
+        decode = replace(config.decode, max_batch_tokens=config.decode.max_batch_tokens + 1)
+        self._world_of_starts = replace(self._world_of_starts, config=replace(config, prefill=prefill, decode=decode))
+
+    def reaches(self, process: SimProcess) -> bool:
+        """Whether a process can call the controller now."""
+        return not self.away and self.world.exchange.network.reaches(process, self.process)
 
     # ------------------------------------------------------------ what workers say
 
     def register(self, record: WorkerRecord, answer: Callable[[LeaseGrant], None]) -> None:
         worker = self.world.exchange.processes[record.pid]
         record = record_there(record)
-        self._ask(worker, lambda: self.core.register(record), answer, again_s=RETRY_S)
+
+        def register() -> LeaseGrant:
+            grant = self.core.register(record)
+            if not grant.fenced and self.core.cordoned(NodePlace(record.node_id, record.node)):
+                self.world.violated(f"{worker} may serve on {record.node}, which is cordoned")
+            return grant
+
+        self._ask(worker, register, answer, again_s=RETRY_S)
 
     def renew(
         self,
@@ -130,7 +192,7 @@ class SimControl:
             match action:
                 case StartWorker():
                     delay = self.world.rng.uniform(0.05, 1.0)
-                    self.world.agenda.after(delay, partial(self._start, action))
+                    self.world.agenda.after(delay, partial(self._start, action, self._supervisors))
                 case KillWorker():
                     self.world.say("controller", f"kills {action.name}#{action.incarnation}")
                     self._kill(action)
@@ -141,13 +203,17 @@ class SimControl:
 
     def _given_up(self, report: str) -> None:
         """Note a worker that the controller doesn't start again, by the text of its report to operators."""
-        if "not restarted" in report or "left dead" in report:
-            self.given_up.add(WorkerName(report.partition(" ")[0]))
+        name = WorkerName(report.partition(" ")[0])
+        if "left dead" in report or ("not restarted" in report and name not in self.returning):
+            self.given_up.add(name)
 
-    def _start(self, start: StartWorker) -> None:
+    def _start(self, start: StartWorker, supervisor: int) -> None:
+        if supervisor != self._supervisors:
+            return  # The one that was to carry it out is dead.
         label = f"{start.name}#{start.incarnation}"
         number = int(start.name.rpartition("-")[2])
-        process = self.new_process(label, f"node-{number % self.world.shape.nodes}")
+        free = [node for node in self._nodes if node not in start.avoid] or self._nodes
+        process = self.new_process(label, free[number % len(free)])
         self.world.say("controller", f"starts {label} on {process.node}")
         self.world.exchange.processes[process.pid] = process
         # The node's agent sees the process end, and reports it once the controller can be reached.
@@ -155,12 +221,14 @@ class SimControl:
         pipe = self.world.exchange.network.pipe(agent, self.process)
         ended = EndedProcess(start.name, start.incarnation, "its process is gone")
         process.on_death(lambda: pipe.send(lambda: self._hear_end(ended)))
-        host = SimHost(self.world, process, start.role, start.name, start.incarnation, self)
+        host = SimHost(self._world_of_starts, process, start.role, start.name, start.incarnation, self)
         self.hosts[start.name] = host
         self.all_hosts.append(host)
+        if not self.away:
+            self.core.placed(start.name, start.incarnation, NodePlace("", process.node))
 
     def _hear_end(self, ended: EndedProcess) -> None:
-        if self.away:
+        if self.away or not self.supervised:
             self._ended.append(ended)
         else:
             self.core.died(ended.name, ended.incarnation, ended.reason)
@@ -180,9 +248,10 @@ class SimControl:
     def _changed(self) -> None:
         if not self._folding:
             self._folding = True
-            self.world.agenda.after(FOLD_S, self._publish)
+            self.world.agenda.after(FOLD_S, self.publish)
 
-    def _publish(self) -> None:
+    def publish(self) -> None:
+        """Send the whole table to everybody who watches it."""
         self._folding = False
         views = self.core.views()
         for watcher in self.watchers:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from contracts.errors import ConfigError
 from contracts.ids import RequestId, Role, WorkerName
+from contracts.messages.kept_answers import AnswerName, KeptAnswer
 from contracts.messages.router_commands import Command
 from contracts.messages.worker_events import Event, LegReport
 from contracts.messages.worker_status import WorkerStatus, WorkerView
 from contracts.sampling_params import TokenLogprob
+from router.core.answer_asks import AskEnded
 from router.core.local_prefill import local_prefill
 from router.core.router_actions import DeliverScores, DeliverTokens, EndRequest, NoteReplay, SendCommand
 from router.core.router_core import RouterCore
@@ -23,6 +26,7 @@ from router.state.worker_table import WorkerEntry, WorkerKey
 from router.verification.audit_cases import AuditFinding, AuditResult
 from sim.fabric.sim_wire import pack_views, status_there, unpack_views
 from sim.nodes.build_sim_worker import SimWorld
+from sim.nodes.sim_claims import SimClaim, SimClaims, name_of
 from sim.nodes.sim_controller import SimControl
 from sim.nodes.sim_link import SimLink
 from sim.scenario.scenario import ScenarioRequest
@@ -40,6 +44,9 @@ class RouterClients(Protocol):
     def on_refusal(self, ask: ScenarioRequest) -> None:
         """The request is not taken, as its first token would be late."""
 
+    def on_resumed(self, ask: ScenarioRequest, request_id: RequestId) -> None:
+        """A worker had kept the answer: it goes on as this request."""
+
     def on_progress(self, ask: ScenarioRequest, progress: LegReport) -> None:
         """A worker reports on its leg of a request; clients see the counts in their usage."""
 
@@ -53,9 +60,11 @@ class SimRouter:
         control: SimControl,
         number: int,
         client: RouterClients,
+        index: int = 0,
     ) -> None:
-        self.world, self.control = world, control
-        self.process = control.new_process(f"router-0#{number}", "node-head")
+        """`number`: of this start among those of all routers; `index`: which of the routers it is."""
+        self.world, self.control, self.index = world, control, index
+        self.process = control.new_process(f"router-{index}#{number}", "node-head")
         config = world.config
         self._cache = config.cache_for(Role.PREFILL)
         self.core = RouterCore(
@@ -70,6 +79,7 @@ class SimRouter:
         self.links: dict[WorkerKey, SimLink] = {}
         self._client = client
         self._asks: dict[RequestId, ScenarioRequest] = {}
+        self._claims = SimClaims(self.core, self._routed)
         self._number, self._rooms = number, 0
         watched = world.exchange.network.pipe(control.process, self.process)
 
@@ -88,33 +98,75 @@ class SimRouter:
 
     # ------------------------------------------------------------ clients
 
-    def submit(self, ask: ScenarioRequest, request_id: RequestId) -> None:
-        now = self.world.agenda.now()
-        self._asks[request_id] = ask
-        request = RoutedRequest(
+    def submit(self, ask: ScenarioRequest, request_id: RequestId, seen: int = 0) -> None:
+        """Take a request. One with a key is looked for at the workers first, and of it the client has `seen` tokens."""
+        if ask.keyed:
+            self._claims.claim(ask, request_id, seen)
+        else:
+            self._submit(ask, request_id)
+        self._act()
+
+    def _routed(
+        self, ask: ScenarioRequest, request_id: RequestId, name: AnswerName | None, kept: KeptAnswer | None = None
+    ) -> RoutedRequest:
+        now, new = self.world.agenda.now(), kept is None
+        return RoutedRequest(
             request_id,
             ask.prompt,
-            ask.sampling,
+            ask.sampling if kept is None else replace(ask.sampling, max_tokens=kept.max_tokens),
             now=now,
-            deadline=now + ask.deadline_s,
+            deadline=now + (ask.deadline_s if kept is None else kept.left_s),
             hashes=prefix_hashes(ask.prompt, ask.salt, self._cache.page_tokens),
             salt=ask.salt,
             priority=ask.priority,
-            first_token_by=now + ask.first_token_s if ask.first_token_s is not None else None,
+            first_token_by=now + ask.first_token_s if new and ask.first_token_s is not None else None,
             share=TenantShare(ask.tenant, ask.weight),
+            name=name,
         )
+
+    def _submit(self, ask: ScenarioRequest, request_id: RequestId) -> None:
+        self._asks[request_id] = ask
+        request = self._routed(ask, request_id, name_of(ask) if ask.keyed else None)
         if self.core.late_if_taken([request]) is not None:
             del self._asks[request_id]
             self._client.on_refusal(ask)
             return
         self.core.submit(request)
-        self._act()
 
     def cancel(self, request_id: RequestId, *, finished: bool = False) -> None:
-        """Cancel a request: the client has left or, with `finished`, has all that it wanted."""
-        self._asks.pop(request_id, None)
-        self.core.cancel(request_id, finished=finished)
+        """Cancel a request: the client has left or, with `finished`, has all that it wanted. One with a key is left to
+        its workers."""
+        if self._claims.leave(request_id):
+            return
+        ask = self._asks.pop(request_id, None)
+        if ask is not None and ask.keyed:
+            self.core.detach(request_id)
+        else:
+            self.core.cancel(request_id, finished=finished)
         self._act()
+
+    def _found(self, action: AskEnded) -> None:
+        """Go on with what workers have kept of an answer, or begin it."""
+        found = self._claims.ended(action)
+        if isinstance(found, SimClaim):
+            self._submit(found.ask, found.request_id)
+        elif found is not None:
+            ask, request = found.claim.ask, found.request
+            self.world.say(self.process.label, f"goes on with {request.id} after {len(request.emitted)} tokens")
+            self._client.on_resumed(ask, request.id)
+            self._asks[request.id] = ask
+            self._tell(request.id, request.emitted, request.logprobs)
+            if found.done is not None:
+                del self._asks[request.id]
+                self._client.on_end(ask, EndRequest(request.id, found.done))
+            else:
+                self._claims.adopt(action, request)
+
+    def _tell(self, request_id: RequestId, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
+        ask = self._asks.get(request_id)
+        tokens, logprobs = self._claims.rest(request_id, tokens, logprobs)
+        if ask is not None and tokens:
+            self._client.on_tokens(ask, tokens, logprobs)
 
     def drain(self, name: WorkerName, *, undo: bool = False) -> bool:
         """Drain a worker, or undo that, as the operators' endpoints do; False where they would refuse."""
@@ -128,6 +180,7 @@ class SimRouter:
             entry.cancel_drain()
         else:
             entry.request_drain(self.world.agenda.now())
+            self.control.returning.discard(name)
         host, pipe = link.host, self.world.exchange.network.pipe(self.process, link.host.process)
         back = self.world.exchange.network.pipe(link.host.process, self.process)
 
@@ -154,12 +207,27 @@ class SimRouter:
             return False
         entry.request_drain(self.world.agenda.now())
         try:
-            if self.control.away:
+            if not self.control.reaches(self.process):
                 raise ConfigError("the controller can't be reached")
             self.control.core.pools.change_role(name, role)
         except ConfigError:
             entry.cancel_drain()
             return False
+        self.control.returning.discard(name)
+        return True
+
+    def restart(self, name: WorkerName) -> bool:
+        """Have a worker drain and start again, as the operators' endpoint does; False where it would refuse."""
+        entry = self.core.workers.named(name)
+        if entry is None or not self.control.reaches(self.process):
+            return False
+        ready = entry.status.state == "ready"
+        if ready and not self.may_leave(entry):
+            return False
+        if ready:
+            entry.request_drain(self.world.agenda.now())
+        self.control.core.pools.restart(name)
+        self.control.wants([name])
         return True
 
     def _status(self, status: WorkerStatus) -> None:
@@ -210,9 +278,9 @@ class SimRouter:
             for action in actions:
                 match action:
                     case DeliverTokens():
-                        ask = self._asks.get(action.request_id)
-                        if ask is not None:
-                            self._client.on_tokens(ask, action.tokens, action.logprobs)
+                        self._tell(action.request_id, action.tokens, action.logprobs)
+                    case AskEnded():
+                        self._found(action)
                     case DeliverScores():
                         ask = self._asks.get(action.request_id)
                         if ask is not None:

@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from typing import Any, Protocol
 
-from contracts.ids import Role, WorkerName
+from contracts.ids import WorkerName
 from sim.nodes.sim_worker import SimHost
+from sim.run.cluster_faults import CLUSTER_FAULTS, RESTART_S
+from sim.run.fault_target import FaultTarget, UndoFault, nothing
 from sim.scenario.scenario import PlannedFault
 
-
-class FaultTarget(Protocol):
-    """The parts of a running scenario that faults act on."""
-
-    agenda: Any
-    counts: Counter[str]
-    network: Any
-    control: Any
-    router: Any
-    store: Any
-    world: Any
-    plan: Any
-
-    def say(self, who: str, what: str) -> None: ...
-    def restart_router(self) -> None: ...
-
-
-RESTART_S = 0.5
 _FAILING = 0.34
 _SLOW = 20.0
 
@@ -53,13 +35,6 @@ def schedule(run: FaultTarget, fault: PlannedFault) -> float:
     return fault.at + fault.lasts + RESTART_S
 
 
-def _nothing() -> None:
-    return
-
-
-UndoFault = Callable[[], None]
-
-
 def _host(run: FaultTarget, name: str) -> SimHost | None:
     host = run.control.hosts.get(WorkerName(name))
     return host if host is not None and host.process.alive else None
@@ -70,7 +45,7 @@ def _crash(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     if host is None:
         return None
     host.process.die()
-    return _nothing
+    return nothing
 
 
 def _stop(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
@@ -88,7 +63,7 @@ def _hang(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     if host is None or host.process.stopped:
         return None
     host.hang()
-    return _nothing
+    return nothing
 
 
 def _rank(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
@@ -98,24 +73,7 @@ def _rank(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     if not alive:
         return None
     run.world.rng.choice(alive).die()
-    return _nothing
-
-
-def _router(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
-    """Restart the router: its clients lose their connections, and ask again."""
-    if not run.router.process.alive:
-        return None
-    run.router.process.die()
-    run.agenda.after(RESTART_S, run.restart_router)
-    return _nothing
-
-
-def _controller(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
-    """Kill the controller: nobody renews or starts until it is back, and who can't wait so long ends."""
-    if run.control.away:
-        return None
-    run.control.kill()
-    return run.control.start_again  # type: ignore[no-any-return]
+    return nothing
 
 
 def _halt(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
@@ -135,27 +93,7 @@ def _halt(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
         run.agenda.after(fault.lasts, process.go_on)
 
     host.built.plane.halt = halt
-    return _nothing
-
-
-def _drain(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
-    name = WorkerName(fault.target)
-    if not run.router.process.alive or not run.router.drain(name):
-        return None
-    return lambda: _undrain(run, name)
-
-
-def _role(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
-    host = _host(run, fault.target)
-    if host is None or not run.router.process.alive:
-        return None
-    other = Role.DECODE if host.role is Role.PREFILL else Role.PREFILL
-    return _nothing if run.router.change_role(host.name, other) else None
-
-
-def _undrain(run: FaultTarget, name: WorkerName) -> None:
-    if run.router.process.alive:
-        run.router.drain(name, undo=True)
+    return nothing
 
 
 def _stall(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
@@ -166,7 +104,7 @@ def _stall(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
 def _reset(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     lost = run.network.reset(fault.target, fault.other)
     run.say("fault", f"{lost} messages are lost")
-    return _nothing
+    return nothing
 
 
 def _slow(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
@@ -180,7 +118,7 @@ def _slow(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
 
 def _damage(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     run.world.damage.due[fault.kind] += 1
-    return _nothing
+    return nothing
 
 
 def _flip(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
@@ -195,7 +133,7 @@ def _flip(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
             buffer = rng.choice(pools.layout.buffers[pool])
             at = buffer.offset(rng.randrange(buffer.spec.layers), index) + rng.randrange(buffer.entry_bytes)
             pools.region[at] ^= 0x20
-    return _nothing
+    return nothing
 
 
 def _errors(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
@@ -211,11 +149,11 @@ def _errors(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
 
 
 def _rot(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
-    return _nothing if run.store is not None and run.store.damage() else None
+    return nothing if run.store is not None and run.store.damage() else None
 
 
 def _forget(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
-    return _nothing if run.store is not None and run.store.lose() else None
+    return nothing if run.store is not None and run.store.lose() else None
 
 
 _BEGIN: dict[str, Callable[[FaultTarget, PlannedFault], UndoFault | None]] = {
@@ -223,10 +161,7 @@ _BEGIN: dict[str, Callable[[FaultTarget, PlannedFault], UndoFault | None]] = {
     "stop": _stop,
     "hang": _hang,
     "halt": _halt,
-    "router": _router,
-    "controller": _controller,
-    "drain": _drain,
-    "role": _role,
+    **CLUSTER_FAULTS,
     "stall": _stall,
     "partition": _stall,
     "reset": _reset,

@@ -15,14 +15,14 @@ What must hold, whatever the plan:
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import count
 
 from contracts.config.load_config import config_from_dict
 from contracts.errors import ErrorKind
@@ -30,8 +30,7 @@ from contracts.ids import RequestId, Role, WorkerName
 from contracts.messages.worker_events import LegReport
 from contracts.sampling_params import TokenLogprob
 from router.core.router_actions import EndRequest
-from router.verification.audit_cases import AuditResult as Audited
-from sim.fabric.hash_engine import ExpectedAnswer, penalised, recite
+from sim.fabric.hash_engine import recite
 from sim.fabric.plane_faults import StoreFaults, WireDamage
 from sim.fabric.sim_arena import SimArenas
 from sim.fabric.sim_channel import SimSwitch
@@ -42,35 +41,20 @@ from sim.nodes.build_sim_worker import SimWorld
 from sim.nodes.sim_controller import SimControl
 from sim.nodes.sim_router import SimRouter
 from sim.run.fault_schedule import schedule
+from sim.run.run_counts import count, kinds_of
+from sim.run.sim_client import SimClient
 from sim.scenario.scenario import Scenario, ScenarioRequest, pool_set
 
 GRACE_S = 180.0
 _LINK_TIMEOUT_S = 3.0
 _STORE_FAULTS = 0.04
 """Share of one-sided writes that a fault befalls."""
+RECONNECT_S = 0.02
+"""Seconds after which the first client whose router is gone asks another one."""
 _RETRY_S = 0.5
 """Seconds after which a client whose router is gone asks again."""
 _ENOUGH = 5
 """How many violations stop a run: later ones follow from the first."""
-_TOLD = (
-    "stale_pages",
-    "pages_damaged",
-    "late_messages",
-    "preemptions",
-    "pages_evicted",
-    "pages_invalidated",
-    "retractions",
-    "resumptions",
-    "recomputed",
-    "arena_pages_adopted",
-    "hit_tokens_device",
-    "hit_tokens_host",
-    "hit_tokens_storage",
-    "prompt_tokens_held",
-    "tokens_drafted",
-    "drafts_accepted",
-)
-"""Counters of workers that are reported as events of a run."""
 _SUSPECT = (
     "pages_damaged",
     "pages_invalidated",
@@ -82,7 +66,7 @@ _SUSPECT = (
 """Counters of workers that count state found damaged."""
 _DAMAGING = ("corrupt", "metadata", "notice", "flip", "rot")
 """Faults that damage state."""
-_runs = count()
+_runs = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,22 +80,6 @@ class ScenarioResult:
     events: int
     counts: Counter[str]
     log: tuple[str, ...] = ()
-
-
-@dataclass
-class SimClient:
-    """One request as its client sees it."""
-
-    ask: ScenarioRequest
-    expected: ExpectedAnswer
-    request_id: RequestId | None = None
-    tries: int = 0
-    asked: float = 0.0
-    """When it was asked last."""
-    got: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    scores: tuple[TokenLogprob, ...] | None = None
-    over: bool = False
 
 
 class ScenarioRun:
@@ -146,11 +114,11 @@ class ScenarioRun:
             self.violated,
         )
         self.control = SimControl(self.world)
-        spec = pool_set(shape.pools, shape.page_tokens)
-        self.clients = [SimClient(ask, recite(spec, ask.prompt, ask.sampling)) for ask in plan.asks]
+        self._spec = pool_set(shape.pools, shape.page_tokens)
+        self.clients = [SimClient(ask, recite(self._spec, ask.prompt, ask.sampling)) for ask in plan.asks]
         self._by_number = {client.ask.number: client for client in self.clients}
-        self.routers = 0
-        self.router = self._new_router()
+        self._router_starts = 0
+        self.routers = [self._new_router(index) for index in range(shape.routers)]
 
     # ------------------------------------------------------------ what is said
 
@@ -164,31 +132,56 @@ class ScenarioRun:
 
     # ------------------------------------------------------------ clients
 
-    def _new_router(self) -> SimRouter:
-        self.routers += 1
-        return SimRouter(self.world, self.control, self.routers, self)
+    @property
+    def router(self) -> SimRouter:
+        """The first router that lives, or the first."""
+        return next((router for router in self.routers if router.process.alive), self.routers[0])
 
-    def restart_router(self) -> None:
-        """Start a new router; clients whose connections ended with the old one ask again."""
-        self.router = self._new_router()
+    def _new_router(self, index: int) -> SimRouter:
+        self._router_starts += 1
+        return SimRouter(self.world, self.control, self._router_starts, self, index)
+
+    def restart_router(self, index: int) -> None:
+        """Start a router again; clients whose connections ended with it, and who found no other, ask again."""
+        before, self.routers[index] = self.routers[index], self._new_router(index)
         for client in self.clients:
-            if not client.over and client.request_id is not None:
+            if not client.over and client.router is before:
                 self._ask(client)
+
+    def lost_router(self, router: SimRouter) -> None:
+        """Have clients whose connections ended with a router ask another one, where there is one."""
+        for client in self.clients:
+            if client.router is router and self.router.process.alive:
+                delay_s = RECONNECT_S * (1 + client.ask.number % 5)
+                self.agenda.after(delay_s, partial(self._ask_elsewhere, client, router))
+
+    def _ask_elsewhere(self, client: SimClient, router: SimRouter) -> None:
+        if client.router is router and self.router.process.alive:
+            self._ask(client)
 
     def _ask(self, client: SimClient) -> None:
         if client.over:
             return
-        if not self.router.process.alive:
+        alive = [router for router in self.routers if router.process.alive]
+        if not alive:
             self.agenda.after(_RETRY_S, lambda: self._ask(client))
             return
+        client.router = alive[client.ask.number % len(alive)]
         client.tries, client.asked = client.tries + 1, self.agenda.now()
-        client.got.clear()
-        client.logprobs.clear()
+        if client.ask.keyed:
+            self.counts["came_back"] += client.tries > 1
+        else:
+            client.got.clear()
+            client.logprobs.clear()
         client.scores = None
         client.request_id = RequestId(f"r{client.ask.number}.{client.tries}")
         wanted = client.ask.sampling.max_tokens
         self.say("client", f"asks {client.request_id}: {len(client.ask.prompt)} tokens, {wanted} wanted")
-        self.router.submit(client.ask, client.request_id)
+        client.router.submit(client.ask, client.request_id, len(client.got))
+
+    def on_resumed(self, ask: ScenarioRequest, request_id: RequestId) -> None:
+        self._by_number[ask.number].request_id = request_id
+        self.counts["resumed_elsewhere"] += 1
 
     def on_tokens(self, ask: ScenarioRequest, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
         client = self._by_number[ask.number]
@@ -210,12 +203,12 @@ class ScenarioRun:
         elif enough is not None and enough <= len(client.got) < len(wanted.tokens):
             client.over = True
             self.counts["stopped"] += 1
-            self.router.cancel(self._id(client), finished=True)
+            self._router_of(client).cancel(self._id(client), finished=True)
 
     def _wrong(self, client: SimClient, what: str) -> None:
         self.violated(f"{client.request_id}: {what}")
         client.over = True
-        self.router.cancel(self._id(client))
+        self._router_of(client).cancel(self._id(client))
 
     def on_scores(self, ask: ScenarioRequest, scores: tuple[TokenLogprob, ...]) -> None:
         client = self._by_number[ask.number]
@@ -230,7 +223,7 @@ class ScenarioRun:
         client.over = True
         if end.done.error is None:
             self.counts["answered"] += 1
-            self._count_kinds(client)
+            self.counts.update(kinds_of(client.ask, self._spec))
             if tuple(client.got) != client.expected.tokens:
                 wanted = len(client.expected.tokens)
                 self.violated(f"{client.request_id} ended after {len(client.got)} of {wanted} tokens")
@@ -254,25 +247,6 @@ class ScenarioRun:
         """Whether the first token of a client's request is of no use any more."""
         wanted = client.ask.first_token_s
         return wanted is not None and self.agenda.now() - client.asked >= wanted
-
-    def _count_kinds(self, client: SimClient) -> None:
-        """Count the kinds of requests that were answered."""
-        ask, sampling = client.ask, client.ask.sampling
-        spec = pool_set(self.plan.shape.pools, self.plan.shape.page_tokens)
-        free = replace(sampling, min_tokens=0)
-        kinds = {
-            "salted": bool(ask.salt),
-            "prioritised": ask.priority != 0,
-            "penalised": penalised(sampling),
-            "biased": bool(sampling.logit_bias),
-            "masked": bool(sampling.allowed_token_ids),
-            "structured": bool(sampling.grammar),
-            "held_open": sampling.min_tokens > 0 and sampling.min_tokens > len(recite(spec, ask.prompt, free).tokens),
-            "logprobs": sampling.logprobs is not None,
-            "scored": sampling.prompt_logprobs is not None,
-            "chosen_again": sampling.choice > 0,
-        }
-        self.counts.update(kind for kind, so in kinds.items() if so)
 
     def on_progress(self, ask: ScenarioRequest, progress: LegReport) -> None:
         """Check that cached tokens of a prompt were in an earlier request under the same salt."""
@@ -305,8 +279,12 @@ class ScenarioRun:
             return
         client.over = True
         self.counts["left"] += 1
-        if client.request_id is not None and self.router.process.alive:
-            self.router.cancel(client.request_id)
+        if client.request_id is not None and self._router_of(client).process.alive:
+            self._router_of(client).cancel(client.request_id)
+
+    def _router_of(self, client: SimClient) -> SimRouter:
+        assert client.router is not None
+        return client.router
 
     def _id(self, client: SimClient) -> RequestId:
         assert client.request_id is not None
@@ -359,7 +337,7 @@ class ScenarioRun:
         hosts = [host for host in self.control.all_hosts if host.ended is None]
         for host in hosts:
             self.violations += [f"{host.process}: {line}" for line in host.worker.check().violations]
-        self.violations += [f"router: {line}" for line in self.router.check()]
+        self.violations += [f"{r.process.name}: {line}" for r in self.routers for line in r.check() if r.process.alive]
         self.violations += self._found_damaged()
         return events
 
@@ -374,31 +352,15 @@ class ScenarioRun:
         found = [line for host in self.control.all_hosts if host.ended is None for line in host.unrest()]
         for view in self.control.core.views():
             host = self.control.hosts.get(WorkerName(view.record.name))
-            given_up = view.record.name in self.control.given_up
+            given_up = view.record.name in self.control.given_up | self.control.sent_away
             if view.status.state in ("starting", "dead") and not given_up and (host is None or host.ended is not None):
                 found.append(f"{view.record.name} is {view.status.state}")
+            if view.status.state == "left" and view.record.name in self.control.returning - self.control.given_up:
+                found.append(f"{view.record.name} has left, and was to start again")
         return found
 
     def _result(self, events: int) -> ScenarioResult:
-        for host in self.control.all_hosts:
-            for name in _TOLD:
-                self.counts[name] += int(host.snapshot.counters.get(name, 0))
-            if host.built.followers is not None:
-                self.counts["late_orders"] += host.built.followers.late_orders
-        damaged = self.world.damage.done
-        self.counts["damaged_metadata"], self.counts["damaged_notices"] = damaged["metadata"], damaged["notice"]
-        self.counts["damaged_writes"] = damaged["corrupt"]
-        self.counts.update({f"stores_{kind}": met for kind, met in self.world.store_faults.done.items()})
-        if self.store is not None:
-            self.counts["cancelled_running"] = self.store.cancelled_running
-        self.counts["audited"] = self.router.core.audits.counts.results[Audited.EXACT]
-        if not self.plan.shape.config["faults"]["retract_every"]:
-            self.counts["pressed_out"] = self.counts["retractions"]
-            self.counts["pressed_seeds"] = int(self.counts["retractions"] > 0)
-        migrations = self.router.core.migrations.counts
-        self.counts["migrated"], self.counts["stayed"] = migrations.migrated, migrations.stayed
-        self.counts["replays"] = self.router.core.counts.replays
-        self.counts.update({f"local_{why}": met for why, met in self.router.core.counts.local_prompts.items()})
+        count(self)
         return ScenarioResult(
             self.plan.seed, tuple(self.violations), self.agenda.now(), events, self.counts, tuple(self.log or ())
         )

@@ -40,6 +40,8 @@ class ScenarioRequest:
     tenant: str = field(default="", repr=False)
     """Whose it is. Not in its text, from which other draws are made."""
     weight: int = field(default=1, repr=False)
+    keyed: bool = field(default=False, repr=False)
+    """Whether it has an Idempotency-Key: its client asks another router for the rest when its own is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ class ClusterShape:
     """Seconds that a node may take for a kill, so that a worker may live on beside its next incarnation."""
     pressed: bool = False
     """Whether requests ask more of decode at once than its pools can hold."""
+    routers: int = 1
     colocated: int = 0
     """Colocated workers instead of the two pools; 0: none."""
     config: dict[str, Any] = field(default_factory=dict)
@@ -156,16 +159,30 @@ def rush(rng: random.Random, shape: ClusterShape, first: int, at: float) -> list
 
 PAIRS = ("reset", "stall")
 """Faults between two processes."""
-WHOLE = ("router", "controller", "errors", "rot", "forget", "slow", "corrupt", "metadata", "notice")
+WHOLE = (
+    "router", "controller", "cutoff", "supervisor", "apply", "errors", "rot", "forget", "slow", "corrupt", "metadata",
+    "notice",
+)  # fmt: skip
 """Faults of the whole cluster."""
-LASTING = ("controller", "stop", "halt", "stall", "partition", "errors", "slow", "drain")
+LASTING = (
+    "controller", "cutoff", "supervisor", "add", "cordon", "stop", "halt", "stall", "partition", "errors", "slow",
+    "drain",
+)  # fmt: skip
+OPERATIONS = ("cutoff", "supervisor", "restart", "add", "cordon", "apply")
+"""What happens to the pools as a whole. Drawn apart from the others, as the controller's absences are."""
 KINDS = {
     "crash": "a worker's process dies",
     "stop": "a worker's process stands still for a while",
     "hang": "a worker's loop hangs for ever, while its lease is renewed",
     "halt": "a worker's process stands still in the middle of its next write, for a while",
-    "router": "the router's process dies and is started again",
+    "router": "a router's process dies and is started again; its clients ask another one, where there is one",
     "controller": "the controller's process dies and is started again after a while",
+    "cutoff": "the controller reaches nobody for a while, often for longer than a lease",
+    "supervisor": "the supervisor dies and is started again after a while",
+    "restart": "an operator restarts a worker, by drain",
+    "add": "an operator adds a worker, and scales the pool back after a while",
+    "cordon": "an operator cordons a node for a while",
+    "apply": "an operator changes settings, for which all workers restart one by one",
     "drain": "an operator drains a worker, and takes it back after a while if it is still there",
     "role": "an operator has a worker change its role",
     "stall": "two processes don't reach each other for a while",

@@ -12,6 +12,7 @@ from sim.scenario.scenario import (
     CONTEXT,
     KINDS,
     LASTING,
+    OPERATIONS,
     PAIRS,
     WHOLE,
     ClusterShape,
@@ -33,7 +34,9 @@ def draw(seed: int) -> Scenario:
     shape = _drafted(random.Random(f"drafts {seed}"), _shape(rng, seed % 3 == 0))
     asks = _asks(rng, shape)
     faults = _faults(rng, shape, asks) + _absences(random.Random(f"controller {seed}"), asks)
-    return Scenario(seed, shape, asks, tuple(sorted(faults, key=lambda fault: fault.at)))
+    faults += _operations(random.Random(f"operations {seed}"), shape, asks)
+    plan = Scenario(seed, shape, asks, tuple(sorted(faults, key=lambda fault: fault.at)))
+    return _of_several_routers(random.Random(f"routers {seed}"), plan)
 
 
 def _shape(rng: random.Random, pressed: bool) -> ClusterShape:
@@ -192,11 +195,54 @@ def _absences(rng: random.Random, asks: Sequence[ScenarioRequest]) -> tuple[Plan
     return tuple(found)
 
 
+def _operations(rng: random.Random, shape: ClusterShape, asks: Sequence[ScenarioRequest]) -> tuple[PlannedFault, ...]:
+    """Draw what happens to the pools as a whole, in some plans: some of it while a worker drains."""
+    if rng.random() >= 0.3:
+        return ()
+    names = [f"{role}-{number}" for role, many in shape.workers.items() for number in range(many)]
+    found = []
+    for _ in range(rng.randint(1, 4)):
+        kind, at = rng.choice(OPERATIONS), max(0.0, rng.choice(asks).at + rng.expovariate(2.0) * rng.choice((-1, 1)))
+        target = (
+            "" if kind in WHOLE else f"node-{rng.randrange(shape.nodes)}" if kind == "cordon" else rng.choice(names)
+        )
+        lasts = rng.choice((rng.uniform(0.05, 0.8), rng.uniform(1.0, 6.0))) if kind in LASTING else 0.0
+        if kind == "cutoff" and rng.random() < 0.5:
+            lasts = rng.uniform(2.5, 9.0)
+        found.append(PlannedFault(kind, at, target, lasts=lasts))
+        if rng.random() < 0.4:
+            found.append(
+                PlannedFault("drain", at + rng.expovariate(2.0), rng.choice(names), lasts=rng.choice((0.1, 2.0)))
+            )
+    return tuple(found)
+
+
+def _of_several_routers(rng: random.Random, plan: Scenario) -> Scenario:
+    """Have several routers in some plans, most of whose clients come back for the rest of an answer, and kill one of
+    them now and then while answers run."""
+    if rng.random() >= 0.35:
+        return plan
+    asks = tuple(replace(ask, keyed=_resumable(ask) and rng.random() < 0.8) for ask in plan.asks)
+    routers = rng.choice((2, 2, 3))
+    faults = list(plan.faults)
+    for _ in range(rng.randint(1, 4)):
+        at = rng.choice(asks).at + plan.shape.step_s * rng.randrange(30)
+        faults.append(PlannedFault("router", at, f"router-{rng.randrange(routers)}"))
+    faults.sort(key=lambda fault: fault.at)
+    return replace(plan, shape=replace(plan.shape, routers=routers), asks=asks, faults=tuple(faults))
+
+
+def _resumable(ask: ScenarioRequest) -> bool:
+    """Whether an answer can be kept and its client is one that waits."""
+    patient = ask.first_token_s is None and ask.deadline_s == 600.0 and ask.enough is None
+    return patient and ask.sampling.prompt_logprobs is None
+
+
 def _faults(rng: random.Random, shape: ClusterShape, asks: Sequence[ScenarioRequest]) -> tuple[PlannedFault, ...]:
     """Draw faults: none in some plans; in others of a few kinds only, so that these kinds coincide."""
     count = rng.choice((0, 2, 5, 10, 16))
     names = [f"prefill-{n}" for n in range(shape.prefill)] + [f"decode-{n}" for n in range(shape.decode)]
-    kinds = rng.sample([kind for kind in KINDS if kind != "controller"], rng.randint(1, 5))
+    kinds = rng.sample([kind for kind in KINDS if kind not in ("controller", *OPERATIONS)], rng.randint(1, 5))
     ends = [*names, "router-0"]
     for role, many in (("prefill", shape.prefill), ("decode", shape.decode)):
         ends += [f"{role}-{n}.rank{rank}" for n in range(many) for rank in range(1, shape.config[role]["tp"])]

@@ -57,6 +57,7 @@ def _plainer(plan: Scenario) -> list[Scenario]:
         {"decode": max(1, shape.decode - 1)},
         {"colocated": max(1, shape.colocated - 1)} if shape.colocated else {},
         {"nodes": 1},
+        {"routers": 1},
         {"pools": "full"},
         {"config": _with(shape.config, "prefill", tp=1)},
         {"config": _with(shape.config, "decode", tp=1)},

@@ -18,8 +18,12 @@ CHUNK = 32
 class Flood:
     """Tenants that ask for more as their plans say, and what each step computes for them."""
 
-    def __init__(self, weights: dict[str, int], pages: int, max_running: int, chunk: int = CHUNK) -> None:
-        self.parts = PrefillParts(pages=pages, chunk_tokens=chunk, max_running=max_running, short_share=0.25)
+    def __init__(
+        self, weights: dict[str, int], pages: int, max_running: int, chunk: int = CHUNK, credit: int = 0
+    ) -> None:
+        self.parts = PrefillParts(
+            pages=pages, chunk_tokens=chunk, max_running=max_running, short_share=0.25, tenant_credit_tokens=credit
+        )
         self.weights, self.chunk = weights, chunk
         self.total = Counter[str]()
         self.done: list[str] = []
@@ -57,13 +61,14 @@ class Flood:
     st.lists(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 90)), max_size=5), min_size=1, max_size=25),
     st.fixed_dictionaries({tenant: st.integers(1, 4) for tenant in "abc"}),
     st.sampled_from((2, 5, 32)),
+    st.sampled_from((0, 64)),
 )
 def test_two_that_wait_all_along_get_the_same_by_weight_up_to_a_constant_and_no_step_is_wasted(
-    asked: list[list[tuple[str, int]]], weights: dict[str, int], max_running: int
+    asked: list[list[tuple[str, int]]], weights: dict[str, int], max_running: int, credit: int
 ) -> None:
     """The constant is of pages where all prompts fit, and of one prompt and one step where only some can be under
-    way: it does not grow with time."""
-    flood = Flood(weights, pages=1024, max_running=max_running)
+    way, and what is saved up besides: it does not grow with time."""
+    flood = Flood(weights, pages=1024, max_running=max_running, credit=credit)
     longest = 90
     most = 4 * PAGE if max_running == 32 else longest + CHUNK
     began: dict[tuple[str, str], float] = {}
@@ -86,7 +91,7 @@ def test_two_that_wait_all_along_get_the_same_by_weight_up_to_a_constant_and_no_
         for (a, b), ahead in began.items():
             if not sated & {a, b} and {a, b} <= flood.backlog().keys():
                 gained = flood.total[a] / weights[a] - flood.total[b] / weights[b] - ahead
-                assert gained <= 2 * most * (1 / weights[a] + 1 / weights[b])
+                assert gained <= (2 * most + credit) * (1 / weights[a] + 1 / weights[b])
     assert not flood.backlog(), "nothing starves"
 
 

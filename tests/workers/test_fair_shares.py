@@ -76,6 +76,33 @@ def test_who_was_idle_has_saved_nothing_up() -> None:
     assert served(shares, {"idle": 1, "busy": 1}, 10) == {"idle": 5, "busy": 5}
 
 
+def test_with_a_credit_it_has_saved_up_that_whatever_its_weight_and_once() -> None:
+    shares = FairShares(credit=30)
+    served(shares, {"busy": 1}, 1000)
+    both = {"light": 1, "heavy": 3, "busy": 1}
+    shares.follow(both)
+    assert [shares.credit(tenant) for tenant in both] == [30, 30, 0]
+    assert served(shares, both, 60) == {"light": 30, "heavy": 30, "busy": 0}
+    assert [shares.credit(tenant) for tenant in both] == [0, 0, 0]
+    assert served(shares, both, 50) == {"light": 10, "heavy": 30, "busy": 10}
+    served(shares, {"busy": 1}, 1)
+    assert served(shares, both, 50) != {"light": 25, "heavy": 25, "busy": 0}, "who goes and comes back at once has none"
+    served(shares, {"busy": 1}, 1000)
+    assert served(shares, both, 60) == {"light": 30, "heavy": 30, "busy": 0}
+
+
+def test_who_comes_and_goes_gets_no_more_than_its_share_and_the_credit_in_all() -> None:
+    shares, total = FairShares(credit=30), Counter[str]()
+    for turn in range(300):
+        total.update(served(shares, {"busy": 1} if turn % 3 == 2 else {"busy": 1, "coming": 1}, 10))
+    assert total["coming"] <= total["busy"] + 30
+
+
+def test_where_all_begin_at_once_none_has_saved_anything_up() -> None:
+    shares = FairShares(credit=30)
+    assert served(shares, {"a": 1, "b": 3}, 40) == {"a": 10, "b": 30}
+
+
 def test_who_had_more_than_its_share_pays_for_it_when_it_comes_back_while_others_wait() -> None:
     shares = FairShares()
     served(shares, {"waits": 1}, 10)

@@ -248,3 +248,32 @@ def test_an_idle_worker_wakes_for_a_prompt_that_must_be_begun(small: Path) -> No
         done = both.answers[waits].done
         assert done is not None
         assert done.error is ErrorKind.LATE
+
+
+def test_steps_of_one_tenant_are_kept_short_by_their_measured_time_once_another_has_come(small: Path) -> None:
+    """A token takes 0.4 ms here, so 10 ms are 25 tokens: a page, as chunks end at pages."""
+    clock = ManualClock()
+    flood, quiet = words(40, 1500), words(41, 31)
+    with pair(small, clock=clock, prefill={"chunk_tokens": CHUNK, "shared_step_s": 0.01}) as both:
+        steps = Steps(both)
+        worker: Any = both.prefill
+        batch = worker._scheduler.next_batch
+
+        def timed() -> Any:
+            rows = batch()
+            clock.advance(sum(len(chunk.row.tokens) for chunk in rows) * 4e-4)
+            return rows
+
+        worker._scheduler.next_batch = timed
+        both.submit(flood, ONE, tenant="flood")
+        for _ in range(6):
+            both.step()
+        both.submit(quiet, ONE, tenant="quiet")
+        both.run()
+        steps.check([flood, quiet])
+        (own,) = steps.of(quiet)
+        counts = [(n, count) for n, _, count in steps.of(flood)]
+        assert {count for n, count in counts if n < own[0]} == {CHUNK}
+        assert {count for n, count in counts[:-1] if n > own[0]} == {PAGE}
+        assert own[0] not in dict(counts), "its own step has nothing else in it"
+        assert both.prefill.status().counters["steps_kept_short"] == len(counts) - 6 + 1
