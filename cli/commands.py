@@ -203,7 +203,12 @@ FLAGS = (
     CommandFlag(("--watch",), ("drain",), "show what it waits for, live", {"action": "store_true"}),
     CommandFlag(("--watch",), ("status",), "show them live, until Ctrl-C", {"action": "store_true"}),
     CommandFlag(("--json",), ("status", "check", "drain"), "print JSON", {"action": "store_true"}),
-    CommandFlag(("--seed",), ("sim",), "replay one seed, with its log", {"type": int, "metavar": "N"}),
+    CommandFlag(
+        ("--seed",),
+        ("sim",),
+        "replay one seed, with its log; with --requests, what is drawn (0)",
+        {"type": int, "metavar": "N"},
+    ),
     CommandFlag(("--seeds",), ("sim",), "run many, the first to the last", {"metavar": "A..B"}),
     CommandFlag(("--jobs",), ("sim",), "processes that run seeds", {"type": int, "default": 1, "metavar": "N"}),
     CommandFlag(("--first",), ("sim",), "of many, stop at the first that violates something", {"action": "store_true"}),
@@ -215,6 +220,37 @@ FLAGS = (
         {"action": "store_true"},
     ),
     CommandFlag(("--shrink",), ("sim",), "make a failing seed smaller before it is shown", {"action": "store_true"}),
+    CommandFlag(
+        ("--requests",),
+        ("sim",),
+        "instead, simulate so many requests over modelled workers, without faults, and show what they came to",
+        {"type": int, "metavar": "N"},
+    ),
+    CommandFlag(("--workers",), ("sim",), "with --requests: workers of both pools (8)", {"type": int, "metavar": "N"}),
+    CommandFlag(
+        ("--seconds",),
+        ("sim",),
+        "with --requests: virtual time in which they come (3600; with --replay the trace's own)",
+        {"type": float, "metavar": "S"},
+    ),
+    CommandFlag(
+        ("--policy",),
+        ("sim",),
+        "with --requests: router.policy (cache_aware)",
+        {"choices": ("cache_aware", "least_loaded", "power_of_two", "round_robin", "session")},
+    ),
+    CommandFlag(
+        ("--trace",),
+        ("sim",),
+        "with --requests: a file of a trace, whose lengths they have",
+        {"type": Path, "metavar": "FILE"},
+    ),
+    CommandFlag(
+        ("--replay",),
+        ("sim",),
+        "with --trace: its own requests, the first --requests of them",
+        {"action": "store_true"},
+    ),
     CommandFlag(("--url",), ("down",), "the router of the cluster (default: the newest cluster here)", {"default": ""}),
     CommandFlag(("--url",), _OTHERS, "the router (default: TWINPOOL_URL, else the newest cluster on this machine)", {}),
     CommandFlag(
@@ -512,6 +548,11 @@ def _sim(args: argparse.Namespace) -> int:
     def say(line: str) -> None:
         print(line, flush=True)
 
+    if args.requests is not None:
+        return _sim_scale(args, say)
+    for flag in _SCALE_FLAGS:
+        if getattr(args, flag):
+            raise ConfigError(f"--{flag} is for sim --requests N")
     if args.colocate and args.conditional:
         raise ConfigError("--colocate and --conditional are two kinds of cluster: give one of them")
     kind = (
@@ -519,6 +560,21 @@ def _sim(args: argparse.Namespace) -> int:
     )
     good = sim(args.seed, args.seeds, args.jobs, args.shrink, args.first, say, kind)
     return FINE if good else REFUSED
+
+
+_SCALE_FLAGS = ("workers", "seconds", "policy", "trace", "replay")
+"""Flags of `sim --requests`."""
+
+
+def _sim_scale(args: argparse.Namespace, say: Callable[[str], None]) -> int:
+    from sim.scale.scale_command import ScaleOptions, simulate_scale
+
+    for flag in ("seeds", "colocate", "conditional", "shrink", "first"):
+        if getattr(args, flag):
+            raise ConfigError(f"--{flag} is not for sim --requests, which draws no faults")
+    given = {flag: getattr(args, flag) for flag in ("seed", *_SCALE_FLAGS) if getattr(args, flag) is not None}
+    options = ScaleOptions(**{"workers": 8, "requests": args.requests} | given)
+    return FINE if simulate_scale(options, say) else REFUSED
 
 
 def _keys(args: argparse.Namespace) -> int:

@@ -30,7 +30,6 @@ from rich.table import Table
 
 from bench.cache.trace_bounds import Ask, Trace, load, plain_lru, unlimited
 from bench.common import machine
-from bench.common.workload import TRACE_BLOCK_TOKENS
 from cache.allocation.allocation import CachedTokens
 from cache.device.device_backends import CpuDevice
 from cache.manager.kv_cache_manager import KVCacheManager
@@ -44,6 +43,7 @@ from cache.storage.backends.object_seal import seal_bytes
 from cache.storage.inline_queue import InlineIoQueue
 from cache.storage.storage_backend import ObjectName
 from contracts.config.cache_config import CacheConfig, PrefetchConfig
+from sim.scale.trace_file import TRACE_BLOCK_TOKENS
 
 _TICK_S = 0.001
 _ROUNDS = 10_000

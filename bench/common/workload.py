@@ -1,23 +1,19 @@
 """What is asked and when: prompts and arrivals, the same for the same seed.
 
 A prompt is made of *blocks* of made-up tokens; a block's content depends on (seed, block id) alone, so prompts that
-name the same blocks share content and so a prefix, as requests of a trace do. Trace lines are those of the Mooncake
-project: ``{"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [one for each 512 tokens]}``.
+name the same blocks share content and so a prefix, as requests of a trace do (`sim.scale.trace_file`).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-TRACE_BLOCK_TOKENS = 512
+from sim.scale.trace_file import TRACE_BLOCK_TOKENS, TraceLine
+
 _SHARED_BLOCK = 0
 _ARRIVALS, _LENGTHS, _CONTENT = 1, 2, 3
 """Streams of randomness, so that one does not move another."""
@@ -118,39 +114,6 @@ def synthetic(
         if rate is not None:
             at_s += float(gaps.exponential(1 / rate))
     return asks
-
-
-@dataclass(frozen=True, slots=True)
-class TraceLine:
-    """One request of a trace. `at_s` is in the trace's own time."""
-
-    at_s: float
-    input_length: int
-    output_length: int
-    hash_ids: tuple[int, ...]
-
-
-def read_trace(path: Path, limit: int | None = None) -> list[TraceLine]:
-    """The first `limit` requests. Raises `ValueError` naming the file and line that is not a request."""
-    lines = []
-    with path.open(encoding="utf-8") as file:
-        for number, text in enumerate(islice(file, limit), 1):
-            try:
-                line = _trace_line(json.loads(text))
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}, line {number} is not a trace request: {error!r}") from None
-            lines.append(line)
-    if not lines:
-        raise ValueError(f"{path} holds no requests")
-    return lines
-
-
-def _trace_line(raw: dict[str, Any]) -> TraceLine:
-    line = TraceLine(raw["timestamp"] / 1000, raw["input_length"], raw["output_length"], tuple(raw["hash_ids"]))
-    needed = -(-line.input_length // TRACE_BLOCK_TOKENS)
-    if line.input_length < 1 or line.output_length < 1 or len(line.hash_ids) < needed:
-        raise ValueError(f"{line.input_length} tokens in, {line.output_length} out, {len(line.hash_ids)} hash ids")
-    return line
 
 
 def from_trace(

@@ -28,11 +28,11 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common import machine
-from bench.common.workload import TRACE_BLOCK_TOKENS, TraceLine, read_trace
 from bench.serving.autoscaling_model import AutoscalingModel, ModelAsk, ModelCosts, changes
 from contracts.config.cluster_config import Config
 from contracts.config.load_config import config_from_dict
 from contracts.ids import PAIR, Role
+from sim.scale.trace_file import TRACE_BLOCK_TOKENS, TraceLine, read_trace
 
 TRACE = Path("bench/traces/conversation_200.jsonl")
 TTFT_S, ITL_S = 5.0, 0.1

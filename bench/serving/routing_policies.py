@@ -34,7 +34,6 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common import machine
-from bench.common.workload import TRACE_BLOCK_TOKENS, read_trace
 from bench.serving.routing_model import OLD_S, PolicyFigures, PromptAsk, StepCosts, conversations, measure
 from bench.serving.sent_blocks import SentBlocks
 from contracts.block_hash import block_hashes
@@ -54,6 +53,7 @@ from router.kv_indexer.table_slots import SlotWriter
 from router.kv_indexer.told_prefixes import ToldPrefixes
 from router.state.prefix_hashes import PAGE_TOKENS, marked, prefix_hashes
 from router.state.routed_request import RoutedRequest
+from sim.scale.trace_file import TRACE_BLOCK_TOKENS, read_trace
 
 POLICIES = ("cache_aware", "least_loaded", "power_of_two", "round_robin", "session")
 PROMPT = 128 * 1024

@@ -28,7 +28,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench.common.latency_report import Slo, Summary, ratios, summarize, table
 from bench.common.openai_client import Endpoint, EndpointError, Outcome, stream
-from bench.common.workload import Ask, Content, LengthRange, from_trace, read_trace, synthetic
+from bench.common.workload import Ask, Content, LengthRange, from_trace, synthetic
+from sim.scale.trace_file import read_trace
 
 _CALIBRATION_WORDS = 256
 _LAG_WARNING_MS = 20.0

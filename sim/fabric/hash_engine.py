@@ -247,6 +247,7 @@ class HashEngine:
         every rank carry out the orders that were sent before; `stepped`, when all layers of one with marks are written.
         """
         self.device = device
+        self.on_launch: Callable[[Sequence[BatchRow]], None] = lambda rows: None
         self._pools, self._spec, self._together, self._stepped = pools, pools.spec.whole, together, stepped
         self._unwritten: list[tuple[_Lane, int, int, bytes]] | None = None
         """What the step that runs has still to write, where it writes layer by layer: lane, page, place in it."""
@@ -280,6 +281,7 @@ class HashEngine:
 
     def _launch(self, rows: Sequence[BatchRow], marks: LayerMarks | None, *, draws: bool) -> HashStep:
         step = HashStep()
+        self.on_launch(rows)
         reads, writes = self._named(rows) if self.device.checks else ({}, {})
         passages = {pool: self._pools.gates[pool].enter(pool) for pool in self._spec.by_name}
         gates = {gate: waits for passage in passages.values() for gate, waits in passage.gates.items()}

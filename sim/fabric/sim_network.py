@@ -40,7 +40,8 @@ class SimPipe:
         """Call `deliver` when the message arrives. It stands for the target's socket: a stopped target receives too."""
         if self.closed:
             return
-        self._last = max(self._last, self._network.arrival())
+        held_s = max(0.0, self.source.computes_until - self._network.agenda.now())
+        self._last = max(self._last, self._network.arrival() + held_s)
         self._under_way.append((self._last, deliver))
         self._go_on()
 

@@ -20,6 +20,8 @@ class SimProcess:
         """Its label without the incarnation."""
         self.alive = True
         self.stopped = False
+        self.computes_until = 0.0
+        """When the step under way is over: what the process sends before leaves it then."""
         self._agenda = agenda
         self._deferred: list[Callable[[], None]] = []
         self._on_death: list[Callable[[], None]] = []

@@ -119,6 +119,7 @@ class BuiltWorker:
     worker: Worker
     manager: KVCacheManager
     plane: SimPlane
+    engine: HashEngine
     followers: SimFollowers | None = None
     receiver: KVReceiver | None = None
 
@@ -160,7 +161,8 @@ def build(
     ranks = followers.ranks if followers is not None else []
     together = followers.catch_up if followers is not None else lambda: None
     stepped = followers.stepped if followers is not None else lambda: None
-    engine = cast(ModelRunner, HashEngine(pools, device, [rank.pools for rank in ranks], together, stepped))
+    hashing = HashEngine(pools, device, [rank.pools for rank in ranks], together, stepped)
+    engine = cast(ModelRunner, hashing)
     take_over(manager, cast(LeaderChannel | None, followers))
     transport = SimControlTransport(world.exchange, process, sleep.wake)
     common: dict[str, Any] = {"context": CONTEXT, "clock": agenda, "pause": lambda s: None, "grammars": SimGrammars()}
@@ -179,7 +181,7 @@ def build(
     )
     if role is Role.PREFILL:
         worker = PrefillWorker(name, incarnation, config, engine, manager, sender, sleep, **common)
-        return BuiltWorker(worker, manager, own, followers)
+        return BuiltWorker(worker, manager, own, hashing, followers)
     receiver = KVReceiver(
         name,
         incarnation,
@@ -196,7 +198,7 @@ def build(
     made = decode_class_for(role, config)
     drafter = SimDrafter(spec, world.rng.randrange(1 << 30) if config.decode.drafts else 0)
     decode = made(name, incarnation, config, engine, manager, receiver, sleep, sender=sender, drafter=drafter, **common)
-    return BuiltWorker(decode, manager, own, followers, receiver)
+    return BuiltWorker(decode, manager, own, hashing, followers, receiver)
 
 
 def _manager(

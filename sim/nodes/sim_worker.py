@@ -8,7 +8,7 @@ worker itself says.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,8 +22,10 @@ from contracts.interfaces.worker_interface import SessionId, Worker
 from contracts.messages.router_commands import Command
 from contracts.messages.worker_events import Event
 from contracts.messages.worker_status import EndedWorker, WorkerRecord
+from engine.runner.batch import BatchRow
 from sim.fabric.sim_process import SimProcess
 from sim.fabric.sim_wire import pack_events
+from sim.fabric.step_costs import StepCosts, pairs_of
 from sim.fabric.virtual_time import TimerEntry
 from sim.nodes.build_sim_worker import IDLE_S, SPINS, BuiltWorker, ControllerClient, SimSleep, SimWorld, build
 
@@ -72,6 +74,10 @@ class SimHost:
         self._spins = 0
         self.snapshot = self.worker.status()
         self.sleep.on_wake = self.wake
+        self._step_s = 0.0
+        """What the steps of a round take, where the plan has costs."""
+        if (costs := world.shape.costs) is not None:
+            self.built.engine.on_launch = partial(self._launched, costs)
         process.on_death(self._died)
         for rank in self.built.followers.ranks if self.built.followers is not None else []:
             rank.process.on_death(partial(process.do, partial(self._lost_rank, str(rank.process))))
@@ -200,6 +206,7 @@ class SimHost:
         if events and not self.lease.held:
             return WorkerEnd.FENCED, "the worker's lease has ended"
         self._deliver(events)
+        step_s, self._step_s = self._step_s, 0.0
         steps, self.snapshot = self.snapshot.steps, self.worker.status()
         if self.worker.unfit:
             return WorkerEnd.FENCED, self.worker.unfit
@@ -207,7 +214,12 @@ class SimHost:
         if self.worker.drained and not self._inbox:
             return WorkerEnd.LEFT, "the worker was drained and has left"
         self._check_sometimes()
-        took = self.world.shape.step_s * self.world.rng.uniform(0.5, 1.5) if self.snapshot.steps != steps else 0.0002
+        if step_s:
+            took = step_s
+        elif self.snapshot.steps != steps:
+            took = self.world.shape.step_s * self.world.rng.uniform(0.5, 1.5)
+        else:
+            took = 0.0002
         self.sleep.asked = None
         self.worker.wait(IDLE_S)
         asked = self.sleep.asked
@@ -218,6 +230,11 @@ class SimHost:
             self._schedule(max(asked, took))
             self.sleep.asked = asked
         return None
+
+    def _launched(self, costs: StepCosts, rows: Sequence[BatchRow]) -> None:
+        """Have a step take its time: what the process sends from now on leaves at its end."""
+        self._step_s += step_seconds(costs, self.role, rows)
+        self.process.computes_until = self.world.agenda.now() + self._step_s
 
     def _look_for_spins(self, sound: bool) -> None:
         """Report a loop that doesn't sleep for `SPINS` turns though it computes nothing."""
@@ -295,3 +312,11 @@ class SimHost:
         sessions, self._sessions = list(self._sessions.values()), {}
         for session in sessions:
             session.ended("the connection was reset")
+
+
+def step_seconds(costs: StepCosts, role: Role, rows: Sequence[BatchRow]) -> float:
+    """What a step of these rows takes on a worker of `role`."""
+    if role is Role.DECODE:
+        return costs.decode_s(len(rows), sum(row.start + 1 for row in rows))
+    counts = [(row.start, len(row.tokens)) for row in rows]
+    return costs.prefill_s(sum(count for _, count in counts), sum(pairs_of(*one) for one in counts))

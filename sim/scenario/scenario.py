@@ -16,6 +16,7 @@ from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSet
 from contracts.ids import Role
 from contracts.sampling_params import SamplingParams
 from sim.fabric.hash_engine import VOCABULARY
+from sim.fabric.step_costs import StepCosts
 
 CONTEXT = 96
 
@@ -82,6 +83,9 @@ class ClusterShape:
     colocated: int = 0
     """Colocated workers instead of the two pools; 0: none."""
     config: dict[str, Any] = field(default_factory=dict)
+    costs: StepCosts | None = None
+    """What steps take by what they compute, their results at their end; None: any step takes about `step_s`, and its
+    results are there at its beginning."""
 
     @property
     def workers(self) -> dict[Role, int]:

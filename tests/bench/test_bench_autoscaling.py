@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.common.workload import TRACE_BLOCK_TOKENS, TraceLine
 from bench.serving import autoscaling
+from sim.scale.trace_file import TRACE_BLOCK_TOKENS, TraceLine
 
 
 def test_a_prompt_costs_what_no_earlier_one_of_its_round_has_and_rounds_begin_anew() -> None:

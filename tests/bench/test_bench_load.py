@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.common.workload import Ask, Content, LengthRange, TraceLine, from_trace, read_trace, synthetic
+from bench.common.workload import Ask, Content, LengthRange, from_trace, synthetic
+from sim.scale.trace_file import TraceLine, read_trace
 
 CONTENT = Content(seed=1, low=300, high=2000)
 SLICE = Path(__file__).parents[2] / "bench" / "traces" / "conversation_200.jsonl"

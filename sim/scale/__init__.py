@@ -1,0 +1,1 @@
+"""The fast simulator: real decisions, workers as models whose steps between two events are one jump."""

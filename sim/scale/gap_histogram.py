@@ -1,0 +1,41 @@
+"""Figures of very many numbers in little memory: a histogram of seconds in bins of one per cent."""
+
+from __future__ import annotations
+
+from math import exp, log
+
+import numpy as np
+
+LEAST_S, MOST_S = 1e-6, 1e5
+"""What is shorter or longer counts as so long."""
+_STEP = log(1.01)
+_BINS = int(log(MOST_S / LEAST_S) / _STEP) + 2
+
+
+class GapHistogram:
+    """Counts of seconds; a quantile is right to half a per cent."""
+
+    def __init__(self) -> None:
+        self._counts = [0.0] * _BINS
+        self.total = 0.0
+        self.sum_s = 0.0
+
+    def add(self, seconds: float, count: float = 1.0) -> None:
+        at = int(log(seconds / LEAST_S) / _STEP) if seconds > LEAST_S else 0
+        self._counts[at if at < _BINS else _BINS - 1] += count
+        self.total += count
+        self.sum_s += seconds * count
+
+    def quantile(self, share: float) -> float:
+        """The seconds that `share` of all that were counted are no longer than; 0 where nothing was counted."""
+        if not self.total:
+            return 0.0
+        at = int(np.searchsorted(np.cumsum(self._counts), share * self.total))
+        return LEAST_S * exp((min(at, _BINS - 1) + 0.5) * _STEP)
+
+    def share_within(self, seconds: float) -> float:
+        """The share of all that took no longer than `seconds`; 1 where nothing was counted."""
+        if not self.total:
+            return 1.0
+        at = int(log(max(seconds, LEAST_S) / LEAST_S) / _STEP)
+        return sum(self._counts[: at + 1]) / self.total

@@ -1,0 +1,237 @@
+"""A prefill worker as a model: prompts in chunks, several in a step, many like steps in one jump.
+
+Prompts are admitted and steps divided as the production scheduler does (`prefill/scheduler.py`): tenants in fair
+shares, by its own `FairShares`; a tenant's prompts in order of arrival; a part of the budget first to prompts that have
+less left than the oldest; and a prompt waits for blocks that another one is about to compute. Not modelled: a pool that
+is too small for the prompts that run, and priorities.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from math import inf
+
+from sim.fabric.step_costs import StepCosts, StepRun, pairs_of
+from sim.scale.cluster_plan import PrefillPool
+from sim.scale.prefix_cache import CacheChange, PrefixCache
+from worker.fair_shares import FairShares
+
+
+class PromptJob:
+    """One prompt on its worker."""
+
+    __slots__ = ("held", "keys", "loaded", "number", "planned", "position", "tenant", "tokens", "weight")
+
+    def __init__(self, number: int, tokens: int, keys: Sequence[int], tenant: str = "", weight: int = 1) -> None:
+        """`keys`: of its full blocks, in order."""
+        self.number, self.tokens, self.keys = number, tokens, keys
+        self.tenant, self.weight = tenant, weight
+        self.position = 0
+        """Tokens whose state is there: what was held, and what was computed."""
+        self.planned = 0
+        self.held = self.loaded = 0
+        """Tokens that needn't be computed, and those of them that are loaded from host memory."""
+
+    @property
+    def left(self) -> int:
+        return self.tokens - self.position
+
+
+class PrefillModel:
+    """One prefill worker. `due`: when something happens next, unless a prompt comes before; times are those of the
+    caller."""
+
+    def __init__(self, costs: StepCosts, pool: PrefillPool, block_tokens: int) -> None:
+        self._costs, self._pool, self._block = costs, pool, block_tokens
+        self.cache = PrefixCache(pool.device_tokens // block_tokens, pool.host_tokens // block_tokens)
+        self._waiting: dict[str, deque[PromptJob]] = {}
+        self._running: list[PromptJob] = []
+        self._computing: dict[int, PromptJob] = {}
+        """By key of a block, the prompt that computes it."""
+        self._shares = FairShares()
+        self._since, self._run, self._steps = 0.0, StepRun(1.0), 0
+        """When the steps under way began, what they take, and how many they are."""
+        self._chunk = 0
+        """Tokens of each of them, where they are several."""
+        self.due = inf
+        self.waiting = 0
+        self.todo = 0
+        """Tokens that are still to be computed, as far as is known."""
+        self.computed = 0
+        self.steps = 0
+        self.changes: list[CacheChange] = []
+        """Changes of the cache that the caller hasn't taken."""
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def idle(self) -> bool:
+        return not (self._running or self.waiting)
+
+    def submit(self, job: PromptJob, now: float) -> None:
+        """Take a prompt; `due` may be earlier afterwards."""
+        self._waiting.setdefault(job.tenant, deque()).append(job)
+        self.waiting += 1
+        self.todo += job.tokens
+        if self.due == inf:
+            self._plan(now)
+        elif self._steps > 1:
+            # The step under way is the last of this jump: the next one has another prompt.
+            self._steps = min(self._steps, self._run.steps(now - self._since) + 1)
+            self.due = self._since + self._run.seconds(self._steps)
+
+    def turn(self, now: float) -> list[PromptJob]:
+        """End the steps that are over at `due`, and begin the next; returns the prompts that are computed."""
+        done: list[PromptJob] = []
+        self.steps += self._steps
+        for job in self._running:
+            count = self._chunk * self._steps if self._chunk else job.planned
+            job.position += count
+            self.todo -= count
+            self.computed += count
+            if job.position >= job.tokens:
+                done.append(job)
+        for job in done:
+            self._running.remove(job)
+            for key in job.keys:
+                self._computing.pop(key, None)
+            self.changes += self.cache.use(job.keys)
+        self._plan(now)
+        return done
+
+    def _plan(self, now: float) -> None:
+        """Admit what waits, and begin the next steps."""
+        waits = self.waiting and self._admit()
+        running = self._running
+        if not running:
+            self.due = inf
+            return
+        self._since, self._chunk, self._steps = now, 0, 1
+        costs, most = self._costs, self._pool.chunk_tokens
+        if len(running) == 1:
+            job = running[0]
+            whole = (job.left - 1) // most
+            loads = job.loaded and job.position == job.held
+            if whole > 1 and not waits and not loads:
+                first = costs.prefill_s(most, pairs_of(job.position, most))
+                self._run = StepRun(first, costs.prefill_pair_s * most * most)
+                self._chunk, self._steps = most, whole
+                self._charge(job, most * whole)
+                self.due = now + self._run.seconds(whole)
+                return
+            job.planned = 0
+            self._plan_one(job, most, most)
+        else:
+            self._divide(most)
+        tokens, pairs = 0, 0.0
+        for job in running:
+            if job.planned:
+                tokens += job.planned
+                pairs += pairs_of(job.position, job.planned)
+                self._charge(job, job.planned)
+        loaded = sum(job.loaded for job in running if job.planned and job.position == job.held)
+        self._run = StepRun(costs.prefill_s(tokens, pairs) + costs.load_token_s * loaded)
+        self.due = now + self._run.first_s
+
+    def _charge(self, job: PromptJob, tokens: int) -> None:
+        if job.tenant:
+            self._shares.charge(job.tenant, job.weight, tokens)
+
+    # ------------------------------------------------------------ admission
+
+    def _admit(self) -> bool:
+        """Begin waiting prompts, up to `max_running` in all; returns whether one waits for what another computes."""
+        waits, room = False, self._pool.max_running - len(self._running)
+        if room <= 0:
+            return False
+        for job in self._in_turn():
+            if not self._match(job):
+                waits = True
+                continue
+            queue = self._waiting[job.tenant]
+            queue.remove(job)
+            if not queue:
+                del self._waiting[job.tenant]
+            self.waiting -= 1
+            self._running.append(job)
+            room -= 1
+            if not room:
+                break
+        return waits
+
+    def _in_turn(self) -> list[PromptJob]:
+        if len(self._waiting) == 1:
+            (only,) = self._waiting.values()
+            return list(only)
+        weights = {job.tenant: job.weight for job in self._running}
+        weights |= {tenant: queue[0].weight for tenant, queue in self._waiting.items()}
+        self._shares.follow(weights)
+        ahead: dict[str, int] = {}
+        for job in self._running:
+            ahead[job.tenant] = ahead.get(job.tenant, 0) + job.left
+        return list(self._shares.in_turn({tenant: list(queue) for tenant, queue in self._waiting.items()}, ahead))
+
+    def _match(self, job: PromptJob) -> bool:
+        """Find what of a prompt needn't be computed; False where it waits for what another one computes."""
+        keys, size = job.keys, self._block
+        most = min(len(keys), (job.tokens - 1) // size)
+        blocks, loaded = self.cache.match(keys, most)
+        computing = self._computing
+        while blocks < most and (other := computing.get(keys[blocks])) is not None:
+            if other.position < (blocks + 1) * size:
+                return False
+            blocks += 1
+        job.position = job.held = blocks * size
+        job.loaded = loaded * size
+        self.todo -= job.held
+        for key in keys[blocks:]:
+            computing[key] = job
+        return True
+
+    # ------------------------------------------------------------ the next step
+
+    def _divide(self, budget: int) -> None:
+        """Divide a step among several prompts."""
+        by_tenant: dict[str, list[PromptJob]] = {}
+        for job in self._running:
+            job.planned = 0
+            by_tenant.setdefault(job.tenant, []).append(job)
+        if len(by_tenant) == 1:
+            self._plan_in_turn(self._running, budget, short=True)
+            return
+        self._shares.follow({tenant: jobs[0].weight for tenant, jobs in by_tenant.items()})
+        wanted = {tenant: sum(job.left for job in jobs) for tenant, jobs in by_tenant.items()}
+        left = budget
+        for tenant, part in self._shares.divide(budget, wanted, self._block).items():
+            left -= self._plan_in_turn(by_tenant[tenant], part, short=True)
+        for jobs in by_tenant.values():
+            left -= self._plan_in_turn(jobs, left, short=False)
+
+    def _plan_in_turn(self, jobs: Sequence[PromptJob], budget: int, *, short: bool) -> int:
+        size, left, whole = self._block, budget, self._pool.chunk_tokens
+        if short and budget >= 2 * size:
+            first = max(size, int(budget * self._pool.short_share))
+            oldest = jobs[0].left
+            for job in sorted((job for job in jobs[1:] if job.left < oldest), key=lambda job: job.left):
+                count = self._plan_one(job, min(first, left), whole)
+                first, left = first - count, left - count
+        for job in jobs:
+            if left <= 0:
+                break
+            left -= self._plan_one(job, left, whole)
+        return budget - left
+
+    def _plan_one(self, job: PromptJob, most: int, whole: int) -> int:
+        """Plan up to `most` more tokens of a prompt, to the end of a block or of the prompt."""
+        begin = job.position + job.planned
+        end = min(job.tokens, begin + most)
+        if end < job.tokens:
+            if (cut := end // self._block * self._block) > begin:
+                end = cut
+            elif most < whole:
+                return 0
+        job.planned += max(0, end - begin)
+        return max(0, end - begin)

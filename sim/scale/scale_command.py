@@ -1,0 +1,116 @@
+"""The command `twinpool sim --requests`: simulates many workers and requests, and says what that came to."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from contracts.config.load_config import config_from_dict
+from contracts.errors import ConfigError
+from sim.scale.cluster_model import ClusterModel
+from sim.scale.cluster_plan import ClusterPlan, DecodePool, PrefillPool
+from sim.scale.scale_figures import RunReport
+from sim.scale.trace_file import read_trace
+from sim.scale.traffic import SimRequest, TrafficShape, drawn, replayed, shape_of
+
+PREFILL_PART = 0.6
+"""The part of the workers that prefill where only their sum is given: prompts of chats are long and answers short."""
+HOUR_S = 3600.0
+MOST_QUEUED = 100_000
+"""`router.max_queue` of the simulated routers."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleOptions:
+    """What the command line says."""
+
+    workers: int
+    requests: int
+    seed: int = 0
+    policy: str = "cache_aware"
+    seconds: float | None = None
+    """Virtual time in which the requests come; None: an hour, or the trace's own with `replay`."""
+    trace: Path | None = None
+    replay: bool = False
+    """Whether the requests are the trace's own, and not drawn in its shape."""
+
+    def plan(self) -> ClusterPlan:
+        """The cluster. Raises `ConfigError` for one that can't be."""
+        if self.workers < 2:
+            raise ConfigError(f"--workers must be 2 or more, one of each pool; got {self.workers}")
+        prefill = min(self.workers - 1, max(1, round(self.workers * PREFILL_PART)))
+        config = config_from_dict({"router": {"policy": self.policy, "max_queue": MOST_QUEUED}})
+        return ClusterPlan(PrefillPool(prefill), DecodePool(self.workers - prefill), config=config)
+
+    def traffic(self) -> Iterator[SimRequest]:
+        """The requests. Raises `ConfigError` for a trace that can't be read."""
+        if self.replay and self.trace is None:
+            raise ConfigError("--replay needs --trace FILE: the requests are the trace's own")
+        if self.requests < 1:
+            raise ConfigError(f"--requests must be 1 or more, got {self.requests}")
+        seconds = HOUR_S if self.seconds is None else self.seconds
+        if self.trace is None:
+            return drawn(TrafficShape(self.requests, seconds, self.seed))
+        try:
+            lines = read_trace(self.trace, self.requests if self.replay else None)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--trace: {error}") from None
+        if not self.replay:
+            return drawn(shape_of(lines, self.requests, seconds, self.seed))
+        lasts = max(1e-3, lines[-1].at_s - lines[0].at_s)
+        if self.seconds is not None and not 0 < self.seconds < float("inf"):
+            raise ConfigError(f"--seconds must be above 0, got {self.seconds:g}")
+        return replayed(lines, speed=lasts / self.seconds if self.seconds is not None else 1.0)
+
+
+def simulate(plan: ClusterPlan, requests: Iterator[SimRequest], seed: int) -> tuple[RunReport, list[str]]:
+    """Run a cluster until all requests have ended; returns what that came to, and what doesn't add up."""
+    model = ClusterModel(plan, requests, seed)
+    try:
+        model.run()
+        return model.report(), model.check()
+    finally:
+        model.close()
+
+
+def simulate_scale(options: ScaleOptions, say: Callable[[str], None]) -> bool:
+    """Run the command; True if all requests were answered or refused. Raises `ConfigError` for what can't be run."""
+    plan, requests = options.plan(), options.traffic()
+    pools = f"{plan.prefill.workers} prefill and {plan.decode.workers} decode workers"
+    say(f"{pools}, policy {options.policy}, seed {options.seed}")
+    began, spent = time.monotonic(), time.process_time()
+    report, wrong = simulate(plan, requests, options.seed)
+    took, spent = time.monotonic() - began, time.process_time() - spent
+    for line in described(report):
+        say(line)
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    each = f"{1e6 * spent / max(1, report.sent):,.0f} us a request"
+    say(f"simulated in {took:,.1f} s, {spent:,.1f} s of them computing: {each}, {rss:,.0f} MiB at most")
+    for line in wrong:
+        say(f"VIOLATION {line}")
+    return not wrong and report.sent == report.answered + report.refused
+
+
+def described(report: RunReport) -> list[str]:
+    """A report in lines that people can read."""
+
+    def pair(p50: float, p99: float) -> str:
+        return f"p50 {1000 * p50:,.1f} ms, p99 {1000 * p99:,.1f} ms"
+
+    sizes = ", ".join(f"{role} {least} and {most}" for role, (least, most) in report.role_sizes.items())
+    return [
+        f"requests: {report.sent:,} sent, {report.answered:,} answered, {report.refused:,} refused, "
+        f"{report.failed:,} failed, in {report.seconds:,.1f} s of virtual time, {report.events:,} events",
+        f"first token: {pair(report.ttft_p50_s, report.ttft_p99_s)}; {report.ttft_met:.1%} in time",
+        f"next token: {pair(report.itl_p50_s, report.itl_p99_s)}",
+        f"next token of an answer, on its average: {pair(report.tpot_p50_s, report.tpot_p99_s)}",
+        f"whole answer: {pair(report.answer_p50_s, report.answer_p99_s)}",
+        f"good: {report.good:.1%} of the requests, {report.goodput:,.2f} a second; "
+        f"{report.tokens_per_s:,.0f} tokens a second",
+        f"prompt tokens that were not computed: {report.hit_rate:.1%}; of host memory: {report.loaded_rate:.1%}",
+        f"ready workers, fewest and most: {sizes}; {report.reversals} reversals; {report.worker_s:,.0f} worker-seconds",
+        f"digest: {report.digest}",
+    ]

@@ -1,0 +1,236 @@
+"""The pools of a simulated cluster: modelled workers under production's controller and autoscaler.
+
+Workers register, renew their leases as often as the controller says, tell their counters as seldom as real ones, drain
+and leave. A worker that drains takes nothing new and ends what it has; nothing migrates, so a drain takes as long as
+its longest answer. Starts take `StepCosts.start_s`, and wait while nodes have no place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cluster.controller.autoscaler import Autoscaler
+from cluster.controller.controller import Controller
+from cluster.controller.controller_actions import KillWorker, StartWorker
+from cluster.controller.controller_ledger import MemoryLedger
+from cluster.controller.node_table import NodePlace
+from cluster.worker_process.lease_keeper import COUNTERS_S
+from contracts.clock import Clock
+from contracts.ids import PAIR, Incarnation, Role, WorkerName
+from contracts.messages.autoscaler_messages import LatencyCounts
+from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
+from router.state.worker_table import WorkerKey
+from sim.scale.cluster_plan import ClusterPlan
+from sim.scale.decode_model import DecodeModel
+from sim.scale.gap_histogram import GapHistogram
+from sim.scale.prefill_model import PrefillModel
+from sim.scale.scale_figures import RunFigures
+
+NODE = NodePlace("n" * 12, "node")
+MOST_POSITIONS = 1 << 20
+_READY, _DRAINING = "ready", "draining"
+
+
+@dataclass(slots=True, eq=False)
+class ModelWorker:
+    """One incarnation of a worker. One of `prefill` and `decode` is its model."""
+
+    key: WorkerKey
+    role: Role
+    prefill: PrefillModel | None
+    decode: DecodeModel | None
+    renews_at: float
+    counters_at: float
+    due: float = float("inf")
+    """The earliest turn of its model that the caller has entered in its agenda."""
+    told: bool = False
+    """Whether changes of its cache are on their way to the index."""
+    draining: bool = False
+    open: int = 0
+    """Requests on their way to it, answers on their way from it, and prompts that decode hasn't."""
+
+    @property
+    def idle(self) -> bool:
+        model = self.prefill or self.decode
+        return model is not None and model.idle and not self.open
+
+
+class SimPools:
+    """The workers, and the controller that they have their leases of."""
+
+    def __init__(self, plan: ClusterPlan, clock: Clock, figures: RunFigures) -> None:
+        config = plan.config
+        self._plan, self._clock, self._figures = plan, clock, figures
+        self.core = Controller(clock, config.cluster, MemoryLedger())
+        self.core.set_nodes([NODE])
+        self.autoscaler = Autoscaler(self.core, clock, config) if config.autoscaling.enabled else None
+        self.workers: dict[WorkerKey, ModelWorker] = {}
+        self._starting: list[tuple[StartWorker, float | None]] = []
+        """Starts, and when they are over; None while they wait for a place."""
+        self._turned = clock.now()
+        self.on_join: Callable[[ModelWorker], None] = lambda worker: None
+        self.on_leave: Callable[[ModelWorker], None] = lambda worker: None
+
+    def begin(self) -> None:
+        """Start the workers that there are at first; they are ready at once."""
+        for role, count in zip(PAIR, (self._plan.prefill.workers, self._plan.decode.workers), strict=True):
+            self.core.pools.add_some(role, count)
+        for action in self.core.tick():
+            if isinstance(action, StartWorker):
+                self._register(action)
+        for number, worker in enumerate(self.workers.values()):
+            # Workers don't beat together.
+            worker.renews_at += number / len(self.workers)
+        self._count_sizes()
+
+    def size(self, role: Role) -> int:
+        return sum(worker.role is role and not worker.draining for worker in self.workers.values())
+
+    def turn(self, counts: LatencyCounts) -> None:
+        """Do what is due of heartbeats, the autoscaler and starts; to be called some times a second. `counts`: what
+        routers report of latencies."""
+        now = self._clock.now()
+        self._figures.worker_s += (now - self._turned) * (
+            len(self.workers) + sum(over is not None for _, over in self._starting)
+        )
+        self._turned = now
+        for worker in [one for one in self.workers.values() if now >= one.renews_at]:
+            self._renew(worker, now)
+        if self.autoscaler is not None:
+            self.autoscaler.report("router", counts)
+            self.autoscaler.tick()
+        for action in self.core.tick():
+            match action:
+                case StartWorker():
+                    self._starting.append((action, None))
+                case KillWorker():
+                    key = action.name, action.incarnation
+                    self._starting = [one for one in self._starting if (one[0].name, one[0].incarnation) != key]
+        if self._starting:
+            self._start(now)
+
+    def _start(self, now: float) -> None:
+        waiting, self._starting = self._starting, []
+        places = self._plan.places or float("inf")
+        for start, over in waiting:
+            there = len(self.workers) + sum(end is not None for _, end in self._starting)
+            if over is None and there < places:
+                self.core.placed(start.name, start.incarnation, NODE)
+                self._starting.append((start, now + self._plan.costs.start_s))
+            elif over is None or now < over:
+                self._starting.append((start, over))
+            else:
+                self._register(start)
+                self._count_sizes()
+
+    def _register(self, start: StartWorker) -> None:
+        plan, key, now = self._plan, (start.name, start.incarnation), self._clock.now()
+        fits = WorkerLimits(MOST_POSITIONS, MOST_POSITIONS)
+        record = WorkerRecord(start.name, start.role, start.incarnation, 1, NODE.host, "", "", fits, NODE.node_id)
+        if self.core.register(record).fenced:
+            return
+        prefill = start.role is Role.PREFILL
+        worker = ModelWorker(
+            key,
+            start.role,
+            PrefillModel(plan.costs, plan.prefill, plan.block_tokens) if prefill else None,
+            None if prefill else DecodeModel(plan.costs, plan.decode, plan.config.cache.page_tokens, self._gaps),
+            now,
+            now,
+        )
+        self.workers[key] = worker
+        self.on_join(worker)
+
+    @property
+    def _gaps(self) -> GapHistogram:
+        return self._figures.gaps
+
+    def _renew(self, worker: ModelWorker, now: float) -> None:
+        name, incarnation = worker.key
+        grant = self.core.renew(name, incarnation, self._status(worker, now))
+        assert not grant.fenced, f"{name} renews in time and has lost its lease"
+        worker.renews_at = now + grant.renew_s
+        if grant.drain and not worker.draining:
+            worker.draining = True
+            self._count_sizes()
+        if worker.draining and worker.idle:
+            self.core.leave(name, incarnation)
+            del self.workers[worker.key]
+            self.on_leave(worker)
+
+    def _status(self, worker: ModelWorker, now: float) -> WorkerStatus:
+        tells = now >= worker.counters_at
+        if tells:
+            worker.counters_at = now + COUNTERS_S
+        state = _DRAINING if worker.draining else _READY
+        name, incarnation = worker.key
+        if (prefill := worker.prefill) is not None:
+            return self._prefill_status(name, incarnation, prefill, state, tells)
+        decode = worker.decode
+        assert decode is not None, "a worker has a model"
+        page = self._plan.config.cache.page_tokens
+        counters = {}
+        if tells:
+            counters = {
+                "tokens_generated": float(decode.generated),
+                "ungranted": float(decode.ungranted),
+                "retractions": float(decode.retractions),
+                "retracted": float(decode.retracted),
+            }
+        return WorkerStatus(
+            name,
+            Role.DECODE,
+            state,
+            1,
+            NODE.host,
+            incarnation,
+            decode.running,
+            decode.waiting,
+            self._plan.decode.device_tokens // page,
+            decode.free_tokens // page,
+            decode.steps,
+            counters=counters,
+            counters_left_out=not tells,
+            routers=self._plan.routers,
+        )
+
+    def _prefill_status(
+        self, name: WorkerName, incarnation: Incarnation, prefill: PrefillModel, state: str, tells: bool
+    ) -> WorkerStatus:
+        pages = self._plan.prefill.device_tokens // self._plan.config.cache.page_tokens
+        counters = {}
+        if tells:
+            counters = {"prompt_tokens_computed": float(prefill.computed)}
+            if prefill.computed:
+                counters["compute_tokens_per_s"] = self._compute_rate
+                counters["load_tokens_per_s"] = 1 / max(1e-9, self._plan.costs.load_token_s)
+        return WorkerStatus(
+            name,
+            Role.PREFILL,
+            state,
+            1,
+            NODE.host,
+            incarnation,
+            prefill.running,
+            prefill.waiting,
+            pages,
+            pages,
+            prefill.steps,
+            prefill.waiting + prefill.running,
+            counters=counters,
+            prompt_tokens=prefill.todo,
+            counters_left_out=not tells,
+            routers=self._plan.routers,
+        )
+
+    @property
+    def _compute_rate(self) -> float:
+        """Prompt tokens a second of full steps."""
+        chunk = self._plan.prefill.chunk_tokens
+        return chunk / self._plan.costs.prefill_s(chunk, chunk * chunk / 2)
+
+    def _count_sizes(self) -> None:
+        sizes = self.size(Role.PREFILL), self.size(Role.DECODE)
+        if not self._figures.sizes or self._figures.sizes[-1][1:] != sizes:
+            self._figures.sizes.append((self._clock.now(), *sizes))
