@@ -1,0 +1,260 @@
+"""`twinpool upgrade`: what it says, what it orders and in which order, and where it stops."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli import commands as cli
+from cli import upgrade_command
+from cli.admin_client import AdminClient, CommandRefused, status_view
+from cli.rolling_restart import next_in_turn
+from cli.upgrade_command import UpgradeCommand
+from cluster.processes.keeper import FAILED, NEXT, TAKEN_OVER, NextSupervisor
+from cluster.processes.run_file import RunFile
+from cluster.serve.supervisor_upgrade import (
+    CheckedBuild,
+    UpgradeRefused,
+    check_build,
+    interpreter_of,
+    replace_supervisor,
+)
+from contracts.clock import ManualClock
+from contracts.errors import ConfigError
+from tests.cluster.router_stub import RouterStub, router_stub, row
+
+OLD, NEW = "0.1.0+old", "0.1.0+new"
+BUILD = CheckedBuild(Path("/new/bin/python"), NEW, "/new")
+
+
+class Cluster(RouterStub):
+    """A router of pools whose workers restart at once, with the build that the supervisor has."""
+
+    def __init__(self, prefill: int = 2, decode: int = 2) -> None:
+        super().__init__()
+        sizes = {"prefill": prefill, "decode": decode}
+        names = [f"{role}-{n}" for role, count in sizes.items() for n in range(count)]
+        self.workers = {name: row(name, build=OLD) for name in names}
+        self.starts_with, self.router_build = NEW, NEW
+        self.orders: list[str] = []
+
+    def answer(self, method: str, path: str) -> tuple[int, dict[str, Any]]:
+        what, _, query = path.removeprefix("/cluster/").partition("?")
+        if what == "status":
+            return 200, {"workers": [dict(one) for one in self.workers.values()], "router_build": self.router_build}
+        worker = self.workers[what.removeprefix("restart/")]
+        self.orders.append(f"{worker['name']}{'!' * bool(query)}")
+        rows = [{"name": worker["name"], "incarnation": worker["incarnation"], "outcome": "leaves and starts again"}]
+        worker["incarnation"] += 1
+        worker["build"] = self.starts_with
+        return 200, {"workers": rows}
+
+
+class Scene:
+    def __init__(self, url: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *, force: bool = False) -> None:
+        self.said: list[str] = []
+        self.replaced = 0
+        self.folder = folder
+        self.services(OLD)
+        clock = ManualClock()
+        client = AdminClient(url, clock.now, clock.advance)
+        run = RunFile(url, 1, 1, str(folder), "demo", folder=str(folder))
+        self.command = UpgradeCommand(client, run, BUILD, self.said.append, timeout_s=30.0, force=force)
+        monkeypatch.setattr(upgrade_command, "replace_supervisor", self._replace)
+
+    def _replace(self, *of: Any) -> None:
+        self.replaced += 1
+        self.services(NEW)
+
+    def services(self, build: str) -> None:
+        (self.folder / "cluster.state").write_text(json.dumps({"services": {"controller": [1, 2, build]}}))
+
+    def run(self) -> None:
+        self.command.run(self.command.plan())
+
+
+def test_the_supervisor_comes_first_then_the_pools_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with router_stub(Cluster(3, 2)) as cluster:
+        scene = Scene(cluster.url, tmp_path, monkeypatch)
+        assert scene.command.plan().lines() == [
+            f"supervisor, controller and routers: {OLD} -> {NEW}",
+            "restarts one by one: prefill-0, prefill-1, prefill-2, decode-0, decode-1",
+        ]
+        scene.run()
+        assert scene.replaced == 1
+        assert cluster.orders == ["prefill-0", "decode-0", "prefill-1", "decode-1", "prefill-2"]
+        assert scene.command.plan().nothing
+        assert scene.said[0] == f"the supervisor, the controller and the routers are of build {NEW}"
+
+
+def test_what_an_earlier_command_has_left_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with router_stub(Cluster()) as cluster:
+        scene = Scene(cluster.url, tmp_path, monkeypatch)
+        scene.services(NEW)
+        cluster.workers["prefill-0"]["build"] = cluster.workers["decode-1"]["build"] = NEW
+        scene.run()
+        assert (scene.replaced, cluster.orders) == (0, ["prefill-1", "decode-0"])
+
+
+def test_a_role_with_one_worker_is_refused_before_anything_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with router_stub(Cluster(prefill=2, decode=1)) as cluster:
+        with pytest.raises(CommandRefused, match="decode-0 is the only decode worker"):
+            Scene(cluster.url, tmp_path, monkeypatch).run()
+        assert cluster.orders == []
+        forced = Scene(cluster.url, tmp_path, monkeypatch, force=True)
+        forced.run()
+        assert (forced.replaced, cluster.orders) == (1, ["prefill-0!", "decode-0!", "prefill-1!"])
+
+
+def test_a_worker_that_comes_back_as_it_was_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with router_stub(Cluster()) as cluster:
+        cluster.starts_with = OLD
+        with pytest.raises(CommandRefused, match=r"prefill-0 came back without build 0\.1\.0\+new"):
+            Scene(cluster.url, tmp_path, monkeypatch).run()
+        assert cluster.orders == ["prefill-0"]
+
+
+def test_a_router_that_stays_what_it_was_ends_it_before_a_worker_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with router_stub(Cluster()) as cluster:
+        cluster.router_build = OLD
+        with pytest.raises(CommandRefused, match=r"the router at .* is of build"):
+            Scene(cluster.url, tmp_path, monkeypatch).run()
+        assert cluster.orders == []
+
+
+@pytest.mark.parametrize(
+    ("old", "pools", "first"),
+    [
+        ({"p0": "prefill", "d0": "decode"}, {"prefill": 2, "decode": 4}, "p0"),
+        ({"p0": "prefill", "d0": "decode", "d1": "decode"}, {"prefill": 2, "decode": 2}, "d0"),
+        ({"c0": "colocated"}, {}, "c0"),
+    ],
+)
+def test_the_pool_of_which_most_is_left_is_next(old: dict[str, str], pools: dict[str, int], first: str) -> None:
+    assert next_in_turn(old, pools) == first
+
+
+def test_status_says_who_runs_which_build_while_there_are_two() -> None:
+    from rich.console import Console
+
+    def shown(*builds: str) -> str:
+        console = Console(width=160)
+        with console.capture() as capture:
+            console.print(status_view({"workers": [row(f"decode-{n}", build=b) for n, b in enumerate(builds)]}))
+        return capture.get()
+
+    assert f"build {OLD}: decode-0, decode-2" in shown(OLD, NEW, OLD)
+    assert f"build {NEW}: decode-1" in shown(OLD, NEW, OLD)
+    assert "build" not in shown(NEW, NEW)
+
+
+# ---------------------------------------------------------------- the supervisor
+
+
+def run_of(folder: Path) -> RunFile:
+    return RunFile("http://127.0.0.1:9", 1, 1, str(folder), "demo", folder=str(folder))
+
+
+def test_the_keeper_is_asked_and_waited_for(tmp_path: Path) -> None:
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            asked = NextSupervisor.take(tmp_path)
+            assert asked is not None
+            assert asked.command[0] == asked.command[-1] == "/new/bin/python"
+            assert str(tmp_path) in asked.command
+            assert asked.environment["PYTHONPATH"] is None
+            assert asked.cwd == str(tmp_path), "not a source tree, from which Python would import"
+            (tmp_path / TAKEN_OVER).write_text("1")
+
+    (tmp_path / TAKEN_OVER).write_text("of the supervisor before")
+    replace_supervisor(BUILD, run_of(tmp_path), wait)
+    assert len(waits) == 3
+    assert not (tmp_path / NEXT).exists()
+
+
+def test_a_supervisor_that_did_not_take_over_is_shown_with_its_last_words(tmp_path: Path) -> None:
+    output = tmp_path / "serve.out"
+    output.write_text("of before\n")
+
+    def wait(seconds: float) -> None:
+        with output.open("a") as file:
+            file.write("error: no such thing\n")
+        (tmp_path / FAILED).write_text("exit code 1")
+
+    with pytest.raises(UpgradeRefused, match="exit code 1") as refused:
+        replace_supervisor(BUILD, run_of(tmp_path), wait)
+    assert "error: no such thing" in str(refused.value)
+    assert "of before" not in str(refused.value)
+
+
+def test_a_keeper_that_does_nothing_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    with pytest.raises(UpgradeRefused, match="keeper does not replace"):
+        replace_supervisor(BUILD, run_of(tmp_path), lambda seconds: None)
+
+
+# ---------------------------------------------------------------- the interpreter
+
+
+def script(folder: Path, text: str) -> Path:
+    path = folder / "bin" / "python"
+    path.parent.mkdir(parents=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_an_environment_stands_for_its_interpreter(tmp_path: Path) -> None:
+    python = script(tmp_path / "venv", "true")
+    assert interpreter_of(tmp_path / "venv") == interpreter_of(python) == python
+    for wrong in (tmp_path, tmp_path / "nothing"):
+        with pytest.raises(ConfigError, match="neither an interpreter nor a virtual environment"):
+            interpreter_of(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (
+            "echo No module named cluster >&2; exit 1",
+            "no Twinpool that can check this cluster: No module named cluster",
+        ),
+        ("echo nonsense", "can't check this cluster"),
+        ("true", "can't check this cluster"),
+        ("""echo '{"build": "b", "root": "/r", "refusal": "another Ray"}'""", "another Ray"),
+    ],
+)
+def test_what_can_not_take_over_is_refused_with_the_reason(tmp_path: Path, text: str, why: str) -> None:
+    with pytest.raises(UpgradeRefused, match=why):
+        check_build(script(tmp_path, text), run_of(tmp_path))
+
+
+def test_the_check_runs_without_what_would_lead_to_other_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    python = script(
+        tmp_path, """echo "{\\"build\\": \\"$PYTHONPATH-$3\\", \\"root\\": \\"$PWD\\", \\"refusal\\": \\"\\"}\""""
+    )
+    assert check_build(python, run_of(tmp_path)) == CheckedBuild(python, f"-{tmp_path}", "/")
+
+
+def test_a_cluster_of_a_terminal_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UpgradeRefused, match="serve --detach"):
+        check_build(script(tmp_path, "true"), RunFile("http://127.0.0.1:9", 1, 1, "logs", "demo"))
+
+
+def test_without_a_cluster_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    script(tmp_path / "venv", "true")
+    assert cli.run(cli.parser().parse_args(["upgrade", "--python", str(tmp_path / "venv")])) == cli.NO_CLUSTER
+    assert cli.run(cli.parser().parse_args(["upgrade", "--python", str(tmp_path)])) == cli.USAGE
