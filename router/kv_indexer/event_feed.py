@@ -9,7 +9,8 @@ than were read, its slot isn't live and routers go by what they sent.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,10 +65,18 @@ class EventFeed:
     """Fills the table in `memory`. For one thread; call `round` again and again.
 
     `node`: the name of this host, as workers tell theirs. `key_file`: the publishers' public CURVE key, None where they
-    have none.
+    have none. `pause` sleeps.
     """
 
-    def __init__(self, memory: TableMemory, clock: Clock, node: str, key_file: Path | None = None) -> None:
+    def __init__(
+        self,
+        memory: TableMemory,
+        clock: Clock,
+        node: str,
+        key_file: Path | None = None,
+        pause: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._pause = pause
         self.table, self.slots = HolderTable(memory), SlotWriter(memory)
         self._memory, self._clock, self._node, self._key_file = memory, clock, node, key_file
         self._workers: dict[WorkerKey, FollowedWorker] = {}
@@ -132,6 +141,9 @@ class EventFeed:
             for socket in worker.reader.sockets:
                 poller.register(socket, zmq.POLLIN)
                 owners[socket] = worker
+        if not owners:
+            self._pause(timeout_s)  # A poll of no sockets returns at once.
+            return []
         found = {id(owners[socket]): owners[socket] for socket, _ in poller.poll(int(1000 * timeout_s))}
         return list(found.values())
 

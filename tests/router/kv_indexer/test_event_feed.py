@@ -85,7 +85,8 @@ class Index:
     def __init__(self, path: Path, slots: int = 64) -> None:
         self.clock = ManualClock(100.0)
         memory = TableMemory.create(path, TableSize(2048, slots, 64), PAGE)
-        self.feed = EventFeed(memory, self.clock, NODE)
+        self.paused: list[float] = []
+        self.feed = EventFeed(memory, self.clock, NODE, pause=self.paused.append)
         self.told = ToldPrefixes(path)
         self.publishers: list[Publisher] = []
 
@@ -130,6 +131,19 @@ def index(tmp_path: Path) -> Iterator[Index]:
     for publisher in made.publishers:
         publisher.sockets.close()
     made.feed.close()
+
+
+def test_while_nobody_is_followed_a_round_waits_all_the_same(index: Index) -> None:
+    """A cluster that starts has none for a while, and a core that spins is one that its workers don't start with."""
+    index.feed.round(0.2)
+    assert index.paused == [0.2]
+    worker = index.publish("prefill-0")
+    index.follow(worker)
+    index.feed.round(0.005)
+    assert index.paused == [0.2], "its sockets are waited for"
+    index.follow()
+    index.feed.round(0.1)
+    assert index.paused == [0.2, 0.1]
 
 
 def test_what_workers_say_is_found_by_tier(index: Index) -> None:
