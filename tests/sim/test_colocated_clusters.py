@@ -23,9 +23,10 @@ def test_a_plan_for_colocated_workers_strikes_nobody_that_is_not_there() -> None
         assert plan.shape.workers == {Role.COLOCATED: split.shape.decode}
         assert plan.asks == split.asks
         names = {f"colocated-{n}" for n in range(plan.shape.colocated)}
+        routers = {f"router-{n}" for n in range(plan.shape.routers)}
         ranks = {f"{name}.rank{n}" for name in names for n in range(1, plan.shape.config["colocate"]["tp"])}
         for fault in plan.faults:
             for end in (fault.target, fault.other):
-                assert end in {"", "*", "router-0"} | names | ranks or end.startswith("node-"), fault
+                assert end in {"", "*"} | routers | names | ranks or end.startswith("node-"), fault
             assert not fault.other or fault.other != fault.target
             assert fault.kind != "role"
