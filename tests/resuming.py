@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,4 +75,9 @@ def server_of(response: httpx.Response, processes: list[psutil.Process]) -> psut
 @contextmanager
 def routers_of(process: psutil.Process) -> Iterator[list[psutil.Process]]:
     """The routers among the descendants of a process."""
-    yield [p for p in process.children(recursive=True) if "router.main" in p.cmdline()]
+    found = []
+    for child in process.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # Others may end meanwhile.
+            if "router.main" in child.cmdline():
+                found.append(child)
+    yield found
