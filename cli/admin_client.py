@@ -16,7 +16,7 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cluster.processes.run_file import newest_live_run
+from cluster.processes.run_file import RunFile, newest_live_run
 from contracts.errors import ConfigError, TwinpoolError
 
 TIMEOUT_S = 60.0
@@ -84,13 +84,17 @@ class AdminClient:
         Raises `ClusterNotFound` without any of them.
         """
         given = url or os.environ.get("TWINPOOL_URL")
-        ca = ca or os.environ.get("TWINPOOL_CA", "")
         if given:
-            return cls(given, ca=ca)
+            return cls(given, ca=ca or os.environ.get("TWINPOOL_CA", ""))
         run = newest_live_run()
         if run is None:
             raise ClusterNotFound("no cluster is running on this machine; start one with twinpool serve, or give --url")
-        return cls(run.url, ca=ca or run.ca)
+        return cls.of_run(run, ca)
+
+    @classmethod
+    def of_run(cls, run: RunFile, ca: str = "") -> AdminClient:
+        """Return a client of a cluster of this machine; `ca` as of `find`."""
+        return cls(run.url, ca=ca or os.environ.get("TWINPOOL_CA", "") or run.ca)
 
     def status(self) -> dict[str, Any]:
         """Return ``workers``, a row for each with the keys of `STATUS_KEYS` only (a key that the router lacks is None),

@@ -20,6 +20,9 @@ from contracts.config.load_config import read_config_file
 from contracts.config.security_config import FILES
 from contracts.errors import ConfigError
 
+LACKED = "the file's settings: see whether another operator has changed them, and apply again"
+"""What a worker doesn't have that comes back as it was, and what to do about it."""
+
 
 def read_settings(path: Path) -> dict[str, Any]:
     """Read a configuration file's sections, with the files of `security` as absolute paths, as `serve` takes them.
@@ -36,9 +39,6 @@ def read_settings(path: Path) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"config file {path} holds a value that no key takes: {error}") from None
     return tree
-
-
-OTHERS = "the file's settings: see whether another operator has changed them, and apply again"
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class ApplyCommand:
             self._order(dry_run=False)
             self._say("the settings are changed")
         self._scale({role: then for role, (now, then) in plan.sizes.items() if then > now})
-        self._rolling.run(self._unfinished, OTHERS)
+        self._rolling.run(self._unfinished, LACKED)
         self._scale({role: then for role, (now, then) in plan.sizes.items() if then < now})
         return self._operator.clock() - began
 

@@ -37,9 +37,9 @@ class StepCost:
         if tokens <= 0 or not 0 < seconds < math.inf:
             return
         sizes = np.array([1.0, tokens / self._unit, positions / self._unit**2])
-        if self._steps >= 2 * LEAST_STEPS:
-            a, b, c = self._solved()
-            seconds = min(seconds, MOST_TIMES * (a + b * tokens + c * positions))
+        expected = self.seconds(tokens, positions)
+        if expected is not None and self._steps >= 2 * LEAST_STEPS:
+            seconds = min(seconds, MOST_TIMES * expected)
         self._steps += 1
         self._squares = self._squares * REMEMBERED + np.outer(sizes, sizes)
         self._products = self._products * REMEMBERED + sizes * seconds

@@ -1,7 +1,8 @@
 """The process of one router: ``python -m router.main --model DIR --controller HOST:PORT --port N``.
 
 The process logs JSON lines to standard error and prints nothing. With ``--ready-fd`` it writes one line to that
-descriptor once it listens. On SIGTERM or SIGINT it cancels its requests on the workers, ends running answers with an
+descriptor once it listens. With ``--take-over`` it gets the listening sockets of the router that it replaces, which
+ends once its answers have. On SIGTERM or SIGINT it cancels its requests on the workers, ends running answers with an
 error and exits, all within seconds.
 Exit codes: 0 after SIGINT, the signal's own after SIGTERM, 1 when something failed, 2 for wrong usage.
 """

@@ -48,8 +48,8 @@ def runs_folder() -> Path:
 
 
 def write_run_file(url: str, logs: Path, model: str, ca: str = "", keeper: int | None = None, folder: str = "") -> Path:
-    """Write a run's file, atomically; returns its path. `keeper` and `folder`: the pid of a detached run's keeper, and
-    the run's folder; None: this process's, with which the run ends."""
+    """Write a run's file, atomically; returns its path. `keeper`: the pid of a detached run's keeper; None: this
+    process's, with which the run ends. `folder`: a detached run's."""
     pid = os.getpid() if keeper is None else keeper
     run = RunFile(url, pid, start_time(pid) or 0, str(logs), model, ca, folder)
     path = run_file_path(pid)

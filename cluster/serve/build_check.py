@@ -1,8 +1,8 @@
 """The check of a build before a detached cluster is upgraded to it: ``PYTHON -m cluster.serve.build_check FOLDER``, run
 with that build's interpreter.
 
-It prints one line of JSON: the build, where its packages lie, and why it can't take over the cluster of FOLDER, if it
-can't. Nothing is changed.
+It prints one line of JSON: the build, and why it can't take over the cluster of FOLDER, if it can't. Nothing is
+changed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cluster.ray_nodes.ray_cluster import ray_build
 from cluster.serve.detached_state import DetachedState
-from contracts.build_id import build_id, source_root
+from contracts.build_id import build_id
 from contracts.errors import TwinpoolError
 
 
@@ -35,7 +35,7 @@ def why_not(folder: Path) -> str:
 
 
 def main(folder: Path) -> None:
-    print(json.dumps({"build": build_id(), "root": str(source_root()), "refusal": why_not(folder)}))  # noqa: T201
+    print(json.dumps({"build": build_id(), "refusal": why_not(folder)}))  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 
 from cluster.arena.local_agent import wanted
 from cluster.assembly.node_shares import MemoryShort
-from cluster.serve.preflight import ServePlan, check_tiers, on_device, with_speculation
+from cluster.serve.preflight import ServePlan, check_tiers, plan_again
 from contracts.config.cluster_config import Config
 from contracts.config.load_config import config_from_dict
 from contracts.config.setting_effects import Effect, effect_of, merged, roles_of, settings_digest, settings_of
@@ -96,18 +96,16 @@ def replanned(plan: ServePlan, settings: str) -> ServePlan:
                 f"{effect.reason}. Leave it out, or start a new cluster with this file (twinpool serve --config)"
             )
     running = plan.config
+    facts = {node: share.facts for node, share in plan.shares.items()}
+    device, plane = running.engine.device, running.transfer.plane
+    fresh = plan_again(plan.options, plan.spec, given, plan.port, facts, device=device, plane=plane)
     config = dataclasses.replace(
-        given,
+        fresh.config,
         # These can't be changed, and `serve` has worked out already what they come to.
-        engine=dataclasses.replace(given.engine, device=running.engine.device),
-        transfer=dataclasses.replace(given.transfer, plane=running.transfer.plane),
         security=running.security,
         cache=dataclasses.replace(given.cache, events=running.cache.events),
     )
-    config = on_device(config, running.engine.device != "cpu")
-    config = dataclasses.replace(config, decode=with_speculation(config, plan.pool_set))
-    fresh = dataclasses.replace(plan, given=given, config=config)
-    fresh = dataclasses.replace(fresh, shares={node: fresh.divide(share.facts) for node, share in plan.shares.items()})
+    fresh = dataclasses.replace(fresh, config=config)
     if "" in fresh.shares:
         check_tiers(config, fresh.here)
     return fresh

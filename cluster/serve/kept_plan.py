@@ -7,11 +7,13 @@ cluster over. What can't be measured again is kept: memory that is free now is w
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from cluster.assembly.device_cards import CardFacts
 from cluster.assembly.node_shares import NodeFacts
 from cluster.serve.preflight import ServeOptions, ServePlan, plan_again
+from contracts.checkpoint.model_spec import read_model_spec, served_as
 from contracts.config.load_config import config_from_dict
 from contracts.ids import Role
 
@@ -38,7 +40,8 @@ def plan_from_tree(tree: dict[str, Any]) -> ServePlan:
     options = ServeOptions(**{name: tree["options"][name] for name in OPTIONS})
     nodes = {node: _facts_from_tree(facts) for node, facts in tree["nodes"].items()}
     given = config_from_dict(tree["given"])
-    return plan_again(options, given, int(tree["port"]), nodes, device=tree["device"], plane=tree["plane"])
+    spec = served_as(read_model_spec(Path(options.model)), given.router.served_model_name)
+    return plan_again(options, spec, given, int(tree["port"]), nodes, device=tree["device"], plane=tree["plane"])
 
 
 def _facts_to_tree(facts: NodeFacts) -> dict[str, Any]:

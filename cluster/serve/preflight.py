@@ -180,16 +180,25 @@ def prepare(
 
 
 def plan_again(
-    options: ServeOptions, given: Config, port: int, nodes: Mapping[str, NodeFacts], *, device: str, plane: str
+    options: ServeOptions,
+    spec: ModelSpec,
+    given: Config,
+    port: int,
+    nodes: Mapping[str, NodeFacts],
+    *,
+    device: str,
+    plane: str,
 ) -> ServePlan:
     """The plan of a cluster that runs, worked out again: by what it was `given`, by what its `nodes` had before it ran,
-    and by the `device` and `plane` that were chosen then. Raises as `prepare` does."""
+    and by the `device` and `plane` that were chosen then; ``auto`` where that is still to come, when nodes join. Raises
+    as `prepare` does."""
     config = dataclasses.replace(
         given,
         engine=dataclasses.replace(given.engine, device=device),
         transfer=dataclasses.replace(given.transfer, plane=plane),  # type: ignore[arg-type]  # A choice of `with_plane`.
     )
-    spec = served_as(read_model_spec(model_folder(options.model)), config.router.served_model_name)
+    if device != "auto":
+        config = on_device(config, device != "cpu")
     pool_set = pool_set_of(spec, config, options.cache_role)
     config = dataclasses.replace(config, decode=with_speculation(config, pool_set))
     plan = ServePlan(options, config, spec, pool_set, port, {}, weight_bytes(spec, config), given)

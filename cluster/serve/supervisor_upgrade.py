@@ -38,8 +38,6 @@ class CheckedBuild:
     python: Path
     """Its interpreter."""
     build: str
-    root: str
-    """The folder of its packages."""
 
 
 def interpreter_of(path: Path) -> Path:
@@ -81,13 +79,15 @@ def check_build(python: Path, run: RunFile) -> CheckedBuild:
         )
     if answer["refusal"]:
         raise UpgradeRefused(answer["refusal"])
-    return CheckedBuild(python, answer["build"], answer["root"])
+    return CheckedBuild(python, answer["build"])
 
 
 def services_build(run: RunFile) -> str:
     """The build of a detached cluster's controller, which is its supervisor's; empty while that isn't known."""
+    from cluster.serve.detached_state import STATE_FILE
+
     try:
-        tree = json.loads((Path(run.folder) / "cluster.state").read_text())
+        tree = json.loads((Path(run.folder) / STATE_FILE).read_text())
         return str(tree["services"]["controller"][2])
     except (OSError, ValueError, LookupError):
         return ""

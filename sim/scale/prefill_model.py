@@ -3,7 +3,8 @@
 Prompts are admitted and steps divided as the production scheduler does (`prefill/scheduler.py`): tenants in fair
 shares, by its own `FairShares`; a tenant's prompts in order of arrival; a part of the budget first to prompts that have
 less left than the oldest; and a prompt waits for blocks that another one is about to compute. Not modelled: a pool that
-is too small for the prompts that run, and priorities.
+is too small for the prompts that run, priorities, and what a tenant finds that comes back (its credit, and the short
+steps before it).
 """
 
 from __future__ import annotations

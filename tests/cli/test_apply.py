@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cli import command_line
 from cli import commands as cli
 from cli.admin_client import AdminClient, CommandRefused
 from cli.apply_command import ApplyCommand, read_settings
@@ -176,7 +177,7 @@ def test_pools_that_the_cluster_has_not_are_refused() -> None:
 
 
 def twinpool(*arguments: str) -> int:
-    return cli.run(cli.parser().parse_args(["apply", *arguments]))
+    return cli.run(command_line.parser().parse_args(["apply", *arguments]))
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from cli import command_line
 from cli import commands as cli
 from cli.certs_command import new_certificates
 from contracts.credentials.certificate_check import read_certificates
@@ -24,7 +25,7 @@ from tests.certificates import TestAuthority
 
 
 def twinpool(*arguments: str) -> int:
-    return cli.run(cli.parser().parse_args(arguments))
+    return cli.run(command_line.parser().parse_args(arguments))
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from cli import command_line
 from cli import commands as cli
 from cli.admin_client import STATUS_KEYS, AdminClient
 from cli.drain_command import DrainCommand, ProgressLines, ending
@@ -25,7 +26,7 @@ def stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[RouterStub
 
 
 def twinpool(*arguments: str) -> int:
-    return cli.run(cli.parser().parse_args(arguments))
+    return cli.run(command_line.parser().parse_args(arguments))
 
 
 def test_without_a_cluster_the_exit_code_is_3(stub: RouterStub, capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,7 +40,7 @@ def test_without_a_cluster_the_exit_code_is_3(stub: RouterStub, capsys: pytest.C
 def test_wrong_usage_is_exit_code_2(stub: RouterStub, capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["nonsense"], ["drain"], ["serve", "--prefill", "many"]):
         with pytest.raises(SystemExit) as caught:
-            cli.parser().parse_args(command)
+            command_line.parser().parse_args(command)
         assert caught.value.code == 2
     assert twinpool("serve", "--prefill", "0") == 2
     assert twinpool("status", "--url", "ftp://somewhere") == 2

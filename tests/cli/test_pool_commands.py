@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from cli import command_line
 from cli import commands as cli
 from cli.admin_client import AdminClient, CommandRefused
 from cli.pool_commands import OrderedWorker, follow, order, parse_sizes
@@ -73,7 +74,7 @@ def test_sizes_that_mean_nothing_are_wrong_usage(words: list[str]) -> None:
 
 
 def twinpool(*arguments: str) -> int:
-    return cli.run(cli.parser().parse_args(arguments))
+    return cli.run(command_line.parser().parse_args(arguments))
 
 
 @pytest.mark.parametrize(

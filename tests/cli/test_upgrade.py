@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from cli import command_line, upgrade_command
 from cli import commands as cli
-from cli import upgrade_command
 from cli.admin_client import AdminClient, CommandRefused, status_view
 from cli.rolling_restart import next_in_turn
 from cli.upgrade_command import UpgradeCommand
@@ -27,7 +27,7 @@ from contracts.errors import ConfigError
 from tests.cluster.router_stub import RouterStub, router_stub, row
 
 OLD, NEW = "0.1.0+old", "0.1.0+new"
-BUILD = CheckedBuild(Path("/new/bin/python"), NEW, "/new")
+BUILD = CheckedBuild(Path("/new/bin/python"), NEW)
 
 
 class Cluster(RouterStub):
@@ -230,7 +230,7 @@ def test_an_environment_stands_for_its_interpreter(tmp_path: Path) -> None:
         ),
         ("echo nonsense", "can't check this cluster"),
         ("true", "can't check this cluster"),
-        ("""echo '{"build": "b", "root": "/r", "refusal": "another Ray"}'""", "another Ray"),
+        ("""echo '{"build": "b", "refusal": "another Ray"}'""", "another Ray"),
     ],
 )
 def test_what_can_not_take_over_is_refused_with_the_reason(tmp_path: Path, text: str, why: str) -> None:
@@ -242,10 +242,9 @@ def test_the_check_runs_without_what_would_lead_to_other_packages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
-    python = script(
-        tmp_path, """echo "{\\"build\\": \\"$PYTHONPATH-$3\\", \\"root\\": \\"$PWD\\", \\"refusal\\": \\"\\"}\""""
-    )
-    assert check_build(python, run_of(tmp_path)) == CheckedBuild(python, f"-{tmp_path}", "/")
+    text = """echo "{\\"build\\": \\"$PYTHONPATH in $PWD of $3\\", \\"refusal\\": \\"\\"}\""""
+    python = script(tmp_path, text)
+    assert check_build(python, run_of(tmp_path)) == CheckedBuild(python, f" in / of {tmp_path}")
 
 
 def test_a_cluster_of_a_terminal_is_refused(tmp_path: Path) -> None:
@@ -256,5 +255,5 @@ def test_a_cluster_of_a_terminal_is_refused(tmp_path: Path) -> None:
 def test_without_a_cluster_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     script(tmp_path / "venv", "true")
-    assert cli.run(cli.parser().parse_args(["upgrade", "--python", str(tmp_path / "venv")])) == cli.NO_CLUSTER
-    assert cli.run(cli.parser().parse_args(["upgrade", "--python", str(tmp_path)])) == cli.USAGE
+    assert cli.run(command_line.parser().parse_args(["upgrade", "--python", str(tmp_path / "venv")])) == cli.NO_CLUSTER
+    assert cli.run(command_line.parser().parse_args(["upgrade", "--python", str(tmp_path)])) == cli.USAGE

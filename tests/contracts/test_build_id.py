@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for package in PACKAGES:
         shutil.copytree(source_root() / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
     return root
+
+
+def test_every_package_of_the_distribution_counts() -> None:
+    project = tomllib.loads((source_root() / "pyproject.toml").read_text())
+    assert sorted(PACKAGES) == sorted(project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"])
 
 
 def test_a_copy_of_the_source_is_the_same_build_wherever_it_lies(source: Path) -> None:

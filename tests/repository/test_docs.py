@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cli import commands
+from cli import command_line
 from contracts.config.load_config import load_config
 from engine.models.registry import ARCHITECTURES
 from tests.serving import ROOT
@@ -67,9 +67,9 @@ def test_every_command_is_shown_and_what_the_pages_show_can_be_parsed() -> None:
         for line in re.findall(r"^(?:\.venv/bin/)?twinpool (.+)$", page.read_text(), re.MULTILINE)
     ]
     shown = [shlex.split(line, comments=True) for line in lines]
-    assert {words[0] for words in shown} == set(commands.COMMANDS)
+    assert {words[0] for words in shown} == set(command_line.COMMANDS)
     for words in shown:
-        commands.parser().parse_args([word for word in words if word not in ("[...]", "...")])
+        command_line.parser().parse_args([word for word in words if word not in ("[...]", "...")])
 
 
 def printed(script: str) -> str:

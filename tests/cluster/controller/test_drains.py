@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from cli import command_line
 from cli import commands as cli
 from cli.admin_client import AdminClient, RouterAway
 from cli.drain_command import DrainCommand, ProgressLines, change_role, ending, table
@@ -249,7 +250,9 @@ def test_without_force_the_drain_goes_on_and_the_command_says_so(
     stub: RouterStub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stub.tables = [[BUSY]]
-    code = cli.run(cli.parser().parse_args(["drain", "decode-0", "--url", stub.url, "--timeout", "0.01", "--json"]))
+    code = cli.run(
+        command_line.parser().parse_args(["drain", "decode-0", "--url", stub.url, "--timeout", "0.01", "--json"])
+    )
     out = capsys.readouterr()
     assert code == 1
     assert "it goes on draining" in out.err
@@ -421,8 +424,8 @@ def test_undrain_says_what_becomes_of_each_and_fails_when_one_was_not_reached(
 ) -> None:
     rows = [at("decode-1", "ready", outcome="admits again"), at("decode-2", "left", outcome="starts again")]
     stub.answer = lambda method, path: (200, {"workers": rows})  # type: ignore[method-assign]
-    assert cli.run(cli.parser().parse_args(["undrain", "b", "--url", stub.url])) == 0
+    assert cli.run(command_line.parser().parse_args(["undrain", "b", "--url", stub.url])) == 0
     assert capsys.readouterr().out == "decode-1 admits again\ndecode-2 starts again\n"
     rows.append(at("decode-3", "unreachable", outcome="can't be reached: no answer in time"))
-    assert cli.run(cli.parser().parse_args(["undrain", "b", "--url", stub.url])) == 1
+    assert cli.run(command_line.parser().parse_args(["undrain", "b", "--url", stub.url])) == 1
     assert "decode-3 can't be reached" in capsys.readouterr().out

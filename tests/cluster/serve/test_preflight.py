@@ -212,8 +212,8 @@ def test_a_bad_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_bad_folder_fails_in_one_line_before_anything_large_is_imported(tmp_path: Path) -> None:
     script = (
-        "import sys\nfrom cli import commands as cli\n"
-        "code = cli.run(cli.parser().parse_args(sys.argv[1:]))\n"
+        "import sys\nfrom cli import command_line\nfrom cli import commands as cli\n"
+        "code = cli.run(command_line.parser().parse_args(sys.argv[1:]))\n"
         "large = {'torch', 'ray', 'grpc', 'triton', 'transformers', 'tokenizers', 'uvicorn'}\n"
         "print(sorted(large & set(sys.modules)))\nsys.exit(code)"
     )
@@ -252,6 +252,7 @@ def test_ranks_have_threads_of_their_own_and_share_the_pools_memory() -> None:
 
 def test_the_served_names_are_those_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name may look like a number, and names keep their order."""
+    from cli import command_line
     from cli import commands as cli
 
     seen: list[ServeOptions] = []
@@ -261,7 +262,7 @@ def test_the_served_names_are_those_of_the_command_line(monkeypatch: pytest.Monk
         raise ConfigError("far enough")
 
     monkeypatch.setattr("cluster.serve.preflight.prepare", prepared)
-    assert cli.run(cli.parser().parse_args(["serve", "--served-model-name", "007", "org/name"])) == cli.USAGE
+    assert cli.run(command_line.parser().parse_args(["serve", "--served-model-name", "007", "org/name"])) == cli.USAGE
     spec = prepare(replace(seen[0], port=0), 8 * GIB).spec
     assert spec.names == ("007", "org/name")
 

@@ -11,9 +11,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from contracts.config.cluster_config import Config
 from contracts.config.load_config import config_from_dict
+from contracts.config.security_config import SecurityConfig
 from router.api.port_handover import Predecessor
 from router.main import listen, listen_at
+from tests.certificates import TestAuthority
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import WAIT_S, Server, serving
 
@@ -87,6 +90,25 @@ def test_a_successor_takes_the_port_and_nobody_notices(tmp_path: Path) -> None:
         old.wait_ended()
         assert not old_cluster.leftovers()
         assert not old.service.core.requests.in_flight
+
+
+def test_over_tls_too_and_a_handshake_that_is_under_way_is_finished(tmp_path: Path) -> None:
+    authority, path = TestAuthority(tmp_path), tmp_path / "handover"
+    files, trust = authority.node(), authority.trust()
+    config = Config(security=SecurityConfig(tls_cert=str(files.cert), tls_key=str(files.key)))
+    with serving(FakeCluster(), config=config, trust=trust, handover=path) as old:
+        with socket.create_connection(("127.0.0.1", old.port), WAIT_S) as plain:
+            old.wait_until(lambda: asked(old) == 1)
+            with serving(FakeCluster(), config=config, trust=trust, take_over=path) as new:
+                old.wait_until(lambda: old.uvicorn._leaving)
+                assert new.complete(**BODY)
+                assert asked(old) == 1
+                with trust.wrap_socket(plain, server_hostname="127.0.0.1") as secure:
+                    secure.sendall(b"GET /live HTTP/1.1\r\nhost: here\r\n\r\n")
+                    answer = secure.recv(4096)
+                assert answer.startswith(b"HTTP/1.1 200")
+                assert b"connection: close" in answer
+        old.wait_ended()
 
 
 def test_a_router_that_leaves_ends_once_its_connections_have(tmp_path: Path) -> None:

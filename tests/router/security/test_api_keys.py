@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cli.commands import parser as command_line
+from cli.command_line import parser as command_line
 from cli.commands import run
 from cli.keys_command import new_key, revoke_key
 from contracts.config.cluster_config import Config
