@@ -252,8 +252,22 @@ def test_a_cluster_of_a_terminal_is_refused(tmp_path: Path) -> None:
         check_build(script(tmp_path, "true"), RunFile("http://127.0.0.1:9", 1, 1, "logs", "demo"))
 
 
-def test_without_a_cluster_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clusters_own_certificates_are_those_that_its_router_is_checked_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunFile("https://127.0.0.1:9", 1, 1, "logs", "demo", ca=str(tmp_path / "own.pem"), folder="there")
+    for given, variable, named in (("", "", "own"), ("", "of-all.pem", "of-all"), ("given.pem", "of-all.pem", "given")):
+        monkeypatch.setenv("TWINPOOL_CA", variable)
+        with pytest.raises(ConfigError, match=rf"can't read the certificates .*{named}\.pem"):
+            AdminClient.of_run(run, given)
+
+
+def test_without_a_cluster_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("TWINPOOL_URL", "http://127.0.0.1:9")
     script(tmp_path / "venv", "true")
     assert cli.run(command_line.parser().parse_args(["upgrade", "--python", str(tmp_path / "venv")])) == cli.NO_CLUSTER
+    assert "no cluster whose router is at http://127.0.0.1:9 is running" in capsys.readouterr().err
     assert cli.run(command_line.parser().parse_args(["upgrade", "--python", str(tmp_path)])) == cli.USAGE
