@@ -10,6 +10,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -55,14 +56,22 @@ def settled(cluster: Serving) -> Iterator[None]:
 
 def routers_know_the_workers(cluster: Serving) -> None:
     """Wait for the router that was killed to be back, whichever of the two a connection meets."""
+    port = httpx.URL(cluster.url).port
+
+    def listens(router: psutil.Process) -> bool:
+        with suppress(psutil.NoSuchProcess):
+            return any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in router.net_connections("tcp"))
+        return False
 
     def known() -> bool:
+        with routers_of(psutil.Process(cluster.process.pid)) as routers:
+            if len(routers) != 2 or not all(map(listens, routers)):
+                return False  # Connections would meet the other one alone.
         try:
             told = [httpx.get(f"{cluster.url}/cluster/status", timeout=10) for _ in range(12)]
         except httpx.HTTPError:
             return False
-        with routers_of(psutil.Process(cluster.process.pid)) as routers:
-            return len(routers) == 2 and all(answer.status_code == 200 for answer in told)
+        return all(answer.status_code == 200 for answer in told)
 
     until(known, "both routers to know the workers")
 
