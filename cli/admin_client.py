@@ -98,10 +98,10 @@ class AdminClient:
 
     def status(self) -> dict[str, Any]:
         """Return ``workers``, a row for each with the keys of `STATUS_KEYS` only (a key that the router lacks is None),
-        and ``autoscaler`` where there is one."""
+        ``autoscaler`` where there is one, and ``controllers``: who leads them, and who stands by."""
         answer = self.call("GET", "/cluster/status")
         rows = [{key: row.get(key) for key in STATUS_KEYS} for row in answer["workers"]]
-        return {"workers": rows} | {key: answer[key] for key in ("autoscaler",) if key in answer}
+        return {"workers": rows} | {key: answer[key] for key in ("autoscaler", "controllers") if key in answer}
 
     def check(self) -> dict[str, Any]:
         """Have all books recounted; returns ``{"ok", "workers": [{"name", "checked", "violations"}]}``."""
@@ -221,10 +221,13 @@ def _or_dash(value: float | None) -> str:
 
 
 def status_view(status: Mapping[str, Any]) -> Any:
-    """Return what `twinpool status` shows: the workers, and the autoscaler where there is one."""
+    """Return what `twinpool status` shows: the workers, the controllers, and the autoscaler where there is one."""
     from rich.console import Group
+    from rich.text import Text
 
     parts = [status_table(status["workers"]), *builds_view(status["workers"])]
+    if "controllers" in status:
+        parts.append(Text(controllers_line(status["controllers"])))
     if "autoscaler" in status:
         parts.append(autoscaler_view(status["autoscaler"]))
     return Group(*parts)
@@ -239,6 +242,14 @@ def builds_view(workers: Sequence[Mapping[str, Any]]) -> list[Any]:
         if row.get("build") and row["state"] not in ("left", "dead"):
             builds.setdefault(row["build"], []).append(row["name"])
     return [Text(f"build {build}: {', '.join(names)}") for build, names in builds.items()] if len(builds) > 1 else []
+
+
+def controllers_line(controllers: Mapping[str, Any]) -> str:
+    """Return who leads the controllers and who stands by, in words."""
+    leader, standbys = f"{controllers['leader']} (term {controllers['term']})", ", ".join(controllers["standbys"])
+    if controllers["away"]:
+        return f"no controller answers the router; the last that led was {leader}"
+    return f"controller {leader} leads; {f'standing by: {standbys}' if standbys else 'none stands by'}"
 
 
 def check_table(report: Mapping[str, Any]) -> Any:

@@ -20,6 +20,7 @@ class CommandFlag:
 
 COMMANDS = {
     "serve": "start a cluster and serve a model",
+    "controller": "be a controller of a cluster: lead, or stand by until the one that leads is gone",
     "down": "end a cluster of this machine: the newest, or the one of --url",
     "status": "show the workers, and what the autoscaler does",
     "drain": "stop a worker's admission, or a node's; hand its work on or finish it, and wait until it has left",
@@ -67,10 +68,25 @@ FLAGS = (
     ),
     CommandFlag(("--host",), ("serve",), "address that the router listens on", {"default": "127.0.0.1"}),
     CommandFlag(("--port",), ("serve",), "port that the router listens on; 0 for any", {"type": int, "default": 8000}),
-    CommandFlag(("--config",), ("serve",), "YAML file with the configuration", {"type": Path, "metavar": "FILE"}),
+    CommandFlag(
+        ("--address",),
+        ("controller",),
+        "this machine's address, at which workers, routers and the supervisor reach the controller",
+        {"required": True, "metavar": "HOST"},
+    ),
+    CommandFlag(("--port",), ("controller",), "port that it listens on", {"type": int, "required": True}),
+    CommandFlag(
+        ("--standby",),
+        ("controller",),
+        "wait also while no controller has led this cluster yet: serve starts the first",
+        {"action": "store_true"},
+    ),
+    CommandFlag(
+        ("--config",), ("serve", "controller"), "YAML file with the configuration", {"type": Path, "metavar": "FILE"}
+    ),
     CommandFlag(
         ("--set",),
-        ("serve",),
+        ("serve", "controller"),
         "set one configuration key; may be repeated",
         {"action": "append", "default": [], "metavar": "SECTION.KEY=VALUE"},
     ),

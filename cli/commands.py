@@ -1,8 +1,8 @@
 """The `twinpool` command: the function of each subcommand (`cli.command_line` has their flags).
 
-`serve` starts a cluster and `sim` runs simulated ones. The other commands find a cluster's router and talk HTTP to it,
-so they import neither torch nor Ray nor gRPC and answer at once. Exit codes: 0 fine, 1 a violation or refusal, 2 usage,
-3 no cluster, 130 after a Ctrl-C.
+`serve` starts a cluster, `controller` is one of its controllers, and `sim` runs simulated clusters. The other commands
+find a cluster's router and talk HTTP to it, so they import neither torch nor Ray nor gRPC and answer at once. Exit
+codes: 0 fine, 1 a violation or refusal, 2 usage, 3 no cluster, 130 after a Ctrl-C.
 """
 
 from __future__ import annotations
@@ -82,6 +82,16 @@ def _serve(args: argparse.Namespace) -> int:
     from cluster.serve.serve_cluster import serve
 
     return serve(prepared, began)
+
+
+def _controller(args: argparse.Namespace) -> int:
+    from cluster.controller.controller_process import ControllerPlace, keep_controller
+    from contracts.config.load_config import load_config
+
+    config = load_config(args.config, args.set)
+    if not config.cluster.ledger:
+        raise ConfigError("a controller that serve doesn't start needs cluster.ledger, and a server there cluster.name")
+    return keep_controller(config, ControllerPlace(args.address, args.port, standby=args.standby))
 
 
 def _down(args: argparse.Namespace) -> int:
@@ -382,6 +392,7 @@ def _show(table: Any) -> None:
 
 _RUN = {
     "serve": _serve,
+    "controller": _controller,
     "down": _down,
     "status": _status,
     "drain": _drain,

@@ -1,4 +1,4 @@
-"""The process of one router: ``python -m router.main --model DIR --controller HOST:PORT --port N``.
+"""The process of one router: ``python -m router.main --model DIR --controller HOST:PORT[,…] --port N``.
 
 The process logs JSON lines to standard error and prints nothing. With ``--ready-fd`` it writes one line to that
 descriptor once it listens. With ``--take-over`` it gets the listening sockets of the router that it replaces, which
@@ -122,7 +122,13 @@ def serve(options: argparse.Namespace, config: Config, directory: ControllerDire
         handover = stack.enter_context(listen_at(options.handover_socket))
         spec = read_model_spec(options.model)
         service = RouterService(
-            spec, config, directory, lessor=directory, reporter=directory, kv_index=options.kv_index
+            spec,
+            config,
+            directory,
+            lessor=directory,
+            reporter=directory,
+            kv_index=options.kv_index,
+            control_plane=directory.control_plane,
         )
         log(
             "router listens",

@@ -28,6 +28,7 @@ from contracts.messages.settings_change import SettingsAnswer
 from contracts.messages.worker_status import WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
+from contracts.wire.controller_turns import ControllerTurns, call_leader
 from contracts.wire.grpc_channels import channel_options
 from contracts.wire.secure_grpc import open_channel
 from contracts.wire.settings_protobuf import answer_to_proto
@@ -55,9 +56,10 @@ class ControllerClient:
     def __init__(
         self, endpoint: str, silence_s: float, secret: str = "", certificate: CertificateFiles | None = None
     ) -> None:
-        """`silence_s`: seconds without a sign of life after which a connection counts as cut. `certificate`: this
-        node's, None where calls go without TLS."""
-        self._endpoint, self._silence_s, self._certificate = endpoint, silence_s, certificate
+        """`endpoint`: of the controller, or of all of them with commas. `silence_s`: seconds without a sign of life
+        after which a connection counts as cut. `certificate`: this node's, None where calls go without TLS."""
+        self._controllers = ControllerTurns(endpoint)
+        self._silence_s, self._certificate = silence_s, certificate
         self._metadata = access_metadata(secret)
         self._loop = AsyncioThread("controller-client")
         self._orders: queue.SimpleQueue[ControllerAction] = queue.SimpleQueue()
@@ -122,16 +124,18 @@ class ControllerClient:
     async def _follow(self) -> None:
         said = ""
         while True:
-            reason = await self._stream()
+            endpoint = self._controllers.current
+            reason = await self._stream(endpoint)
             if reason != said:
-                log.warning("the controller is away", extra={"endpoint": self._endpoint, "reason": reason})
+                log.warning("the controller is away", extra={"endpoint": endpoint, "reason": reason})
             said = reason
+            self._controllers.next(endpoint)
             await asyncio.sleep(RETRY_S)
 
-    async def _stream(self) -> str:
+    async def _stream(self, endpoint: str) -> str:
         """Hold one stream until it breaks; returns why it did."""
         try:
-            async with self._channel() as channel:
+            async with self._channel(endpoint) as channel:
                 stub: Any = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
                 self._reports = asyncio.Queue()
                 self._reports.put_nowait(self._first())
@@ -188,7 +192,7 @@ class ControllerClient:
 
     def shut_down(self) -> None:
         """Have no worker started any more, and routers told that the cluster ends. Raises `ControllerAway`."""
-        self._call(lambda stub: stub.ShutDown(pb.Empty(), **self._options(SHUT_DOWN_S)))
+        self._call(lambda stub: stub.ShutDown(pb.Empty(), **self._options(SHUT_DOWN_S)), SHUT_DOWN_S)
 
     def _names(self, call: Callable[[Any], Any]) -> tuple[WorkerName, ...]:
         return tuple(WorkerName(name) for name in self._call(call).workers)
@@ -196,19 +200,25 @@ class ControllerClient:
     def _options(self, timeout_s: float = CALL_S) -> dict[str, Any]:
         return {"metadata": self._metadata, "wait_for_ready": True, "timeout": timeout_s}
 
-    def _call(self, call: Callable[[Any], Any]) -> Any:
+    def _call(self, call: Callable[[Any], Any], timeout_s: float | None = None) -> Any:
+        timeout_s = CALL_S if timeout_s is None else timeout_s
+
         async def on_loop() -> Any:
-            async with self._channel() as channel:
-                return await call(pb_grpc.ControllerStub(channel))  # type: ignore[no-untyped-call]
+            return await call_leader(
+                self._controllers,
+                self._channel,
+                lambda channel: call(pb_grpc.ControllerStub(channel)),  # type: ignore[no-untyped-call]
+                timeout_s + 0.5,
+            )
 
         try:
-            return self._loop.run(on_loop(), CALL_S + 1.0)
+            return self._loop.run(on_loop(), timeout_s + 1.0)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                 raise ConfigError(error.details() or "the controller refuses") from None
-            raise ControllerAway(f"the controller at {self._endpoint} doesn't answer: {error.details()}") from None
+            raise ControllerAway(f"the controller at {self._controllers} doesn't answer: {error.details()}") from None
         except TimeoutError:
-            raise ControllerAway(f"the controller at {self._endpoint} doesn't answer in {CALL_S:g} s") from None
+            raise ControllerAway(f"the controller at {self._controllers} doesn't answer in {timeout_s:g} s") from None
 
-    def _channel(self) -> grpc.aio.Channel:
-        return open_channel(self._endpoint, channel_options(self._silence_s), self._certificate)
+    def _channel(self, endpoint: str) -> grpc.aio.Channel:
+        return open_channel(endpoint, channel_options(self._silence_s), self._certificate)

@@ -3,23 +3,35 @@
 A ledger keeps texts under keys, and has one writer at a time: beginning with a ledger refuses every later write of who
 had it before (a *fencing token*, as in Kleppmann's "How to do distributed locking"), so that a controller that was
 stopped and has been replaced can grant nothing when it goes on.
+
+A ledger that several controllers reach also keeps who leads: a lease, which the leader renews, and which another
+controller takes over once it has run out (`cluster.controller.leadership`). The lease says when a controller may begin;
+that its predecessor can't write any more is the fencing's doing.
 """
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from contracts.errors import ConfigError, TwinpoolError
-
-BUSY_S = 5.0
-"""Seconds that a write waits for another process that has the file locked."""
+from contracts.errors import TwinpoolError
 
 
 class LedgerLost(TwinpoolError):
     """Raised by a write to a ledger that another controller has begun with since."""
+
+
+class LedgerLeader(NamedTuple):
+    """The controller whose lease of a ledger has not run out."""
+
+    endpoint: str
+    """Where it is reached, ``host:port``."""
+    host: str
+    """The machine's name."""
+    term: int
+    """How many controllers have begun with the ledger, it included."""
+    left_s: float
+    """Seconds until its lease runs out, unless it renews it."""
 
 
 class ControllerLedger(Protocol):
@@ -33,6 +45,40 @@ class ControllerLedger(Protocol):
         stored; nothing that depends on it may be handed out then."""
 
 
+class LeasedLedger(ControllerLedger, Protocol):
+    """A ledger that controllers lead in turn. Every call raises `OSError` where the ledger can't be reached, in a time
+    that is bounded. Methods may be called from any thread."""
+
+    def check(self) -> list[str]:
+        """What may be lost of what was written, in words, one line each; none where `put` keeps its word whatever
+        happens. Raises `ConfigError` where the ledger must not be used."""
+
+    def take(self, endpoint: str, host: str, lease_s: float, *, first: bool) -> bool:
+        """Become the one writer, and lead for `lease_s`, unless another endpoint leads; returns whether that is so.
+        `begin` then returns what the ledger held at that moment. `first`: also where nobody has begun with the ledger
+        yet. An endpoint that leads already is taken over at once: whoever listens there now has replaced it."""
+
+    def renew(self, lease_s: float) -> None:
+        """Lead for `lease_s` from now on. Raises `LedgerLost` where another controller has begun since."""
+
+    def resign(self) -> None:
+        """Lead no more, so that another controller begins at once. Nothing where another leads already."""
+
+    def leader(self) -> LedgerLeader | None:
+        """Who leads; None where nobody's lease holds."""
+
+    def stand_by(self, endpoint: str, for_s: float) -> None:
+        """Note that the controller at `endpoint` waits to lead; forgotten after `for_s` seconds."""
+
+    def standbys(self) -> tuple[str, ...]:
+        """The endpoints of controllers that wait to lead, sorted."""
+
+    def forget(self) -> None:
+        """Remove the whole table, because its cluster has ended. Nothing where another controller leads."""
+
+    def close(self) -> None: ...
+
+
 class MemoryLedger:
     """A ledger in memory, for clusters that live no longer than their controller."""
 
@@ -44,49 +90,3 @@ class MemoryLedger:
 
     def put(self, key: str, value: str) -> None:
         self.rows[key] = value
-
-
-class SqliteLedger:
-    """A ledger in an SQLite file with a write-ahead log, synced at each commit: it survives `kill -9` and a power cut.
-
-    SQLite, because it is in Python's standard library and keeps its promise of durability on every file system that
-    locks; a network file system that doesn't is no place for it.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Raises `ConfigError` where the file can't be opened or is no ledger."""
-        self._path = path
-        self._term = 0
-        try:
-            # Autocommit: each statement is a transaction, but for those that begin one.
-            self._store = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
-            self._store.execute("PRAGMA journal_mode=WAL")
-            self._store.execute("PRAGMA synchronous=FULL")
-            self._store.execute("CREATE TABLE IF NOT EXISTS kept (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
-            self._store.execute("CREATE TABLE IF NOT EXISTS writer (one INTEGER PRIMARY KEY, term INTEGER NOT NULL)")
-            self._store.execute("INSERT OR IGNORE INTO writer VALUES (1, 0)")
-        except sqlite3.Error as error:
-            raise ConfigError(f"can't keep the controller's table in {path}: {error}") from None
-
-    def begin(self) -> Mapping[str, str]:
-        try:
-            with self._store:
-                self._store.execute("BEGIN IMMEDIATE")
-                self._store.execute("UPDATE writer SET term = term + 1")
-                self._term = self._store.execute("SELECT term FROM writer").fetchone()[0]
-                return dict(self._store.execute("SELECT key, value FROM kept"))
-        except sqlite3.Error as error:
-            raise ConfigError(f"can't read the controller's table in {self._path}: {error}") from None
-
-    def put(self, key: str, value: str) -> None:
-        try:
-            with self._store:
-                self._store.execute("BEGIN IMMEDIATE")
-                if self._store.execute("SELECT term FROM writer").fetchone()[0] != self._term:
-                    raise LedgerLost(f"another controller keeps its table in {self._path} now")
-                self._store.execute("INSERT OR REPLACE INTO kept VALUES (?, ?)", (key, value))
-        except sqlite3.Error as error:
-            raise OSError(f"can't write {self._path}: {error}") from None
-
-    def close(self) -> None:
-        self._store.close()

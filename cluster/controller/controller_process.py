@@ -1,9 +1,11 @@
-"""The controller's process: ``python -m cluster.controller.controller_process --address HOST --port N --ledger FILE``.
+"""The controller's process: ``python -m cluster.controller.controller_process --address HOST --port N --ledger PLACE``.
 
-It is kept by whoever started it: `twinpool serve`, or an init system. When it is killed and started again with the same
-port and ledger, workers, routers and the supervisor come back to it, and nothing else is lost than the history of
-deaths. It logs JSON lines to standard error. With ``--ready-fd`` it writes one line to that descriptor once it listens.
-Exit codes: 0 after SIGTERM or SIGINT, 1 when something failed, 2 for wrong usage.
+It is kept by whoever started it: `twinpool serve`, or an init system (`twinpool controller`). When it is killed and
+started again with the same port and ledger, workers, routers and the supervisor come back to it, and nothing else is
+lost than the history of deaths. Of several controllers with one ledger one leads, and listens; the others stand by
+(`cluster.controller.leadership`). It logs JSON lines to standard error. With ``--ready-fd`` it writes one line to that
+descriptor once it listens, or stands by. Exit codes: 0 after SIGTERM or SIGINT, 1 when something failed or another
+controller has replaced it, 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -12,19 +14,25 @@ import argparse
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.controller.autoscaler import Autoscaler
 from cluster.controller.controller import Controller
-from cluster.controller.controller_ledger import SqliteLedger
+from cluster.controller.controller_ledger import LeasedLedger
 from cluster.controller.controller_server import ControllerServer
+from cluster.controller.leadership import Leadership
+from cluster.controller.open_ledger import open_ledger
 from contracts.clock import Clock, SystemClock
 from contracts.cluster_secret import cluster_secret
+from contracts.config.cluster_config import Config
+from contracts.config.ledger_place import on_server, without_password
 from contracts.config.load_config import read_config_json
-from contracts.errors import TwinpoolError
+from contracts.errors import ConfigError, TwinpoolError
 from contracts.json_logs import log_to_stream
 
 log = logging.getLogger("twinpool.controller")
@@ -52,51 +60,165 @@ class ControllerTicks:
         return self._server.tick()
 
 
+@dataclass(frozen=True)
+class ControllerPlace:
+    """Where a controller listens and keeps its table."""
+
+    address: str
+    port: int
+    ledger: str = ""
+    """A path or a server's URL; empty: `cluster.ledger`."""
+    standby: bool = False
+    """Whether it waits also where no controller has led yet."""
+    ready_fd: int | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return f"{self.address}:{self.port}"
+
+
+class ControllerProcess:
+    """One controller, from its start to its end: it waits until it may lead, and serves while it leads."""
+
+    def __init__(self, config: Config, place: ControllerPlace, ended: threading.Event) -> None:
+        """`ended` is set to end it. Raises `ConfigError`, and `OSError` where the port can't be had: nobody's ledger is
+        taken over by who can't serve."""
+        if (certificate := config.security.cluster) is not None:
+            certificate.check()
+        self._config, self._place, self._ended = config, place, ended
+        self._ready_fd = place.ready_fd
+        self._told: tuple[str, int, tuple[str, ...]] | None = None
+        self._clock = SystemClock()
+        ledger = place.ledger or config.cluster.ledger
+        if not ledger:
+            raise ConfigError("a controller needs a ledger: set cluster.ledger, or give --ledger")
+        _check_port(place.address, place.port)
+        self._ledger: LeasedLedger = open_ledger(ledger, config.cluster.name, config.cluster.ledger_replicas)
+        lease_s = config.cluster.leader_lease_s
+        self._leadership = Leadership(
+            self._ledger, self._clock, place.endpoint, os.uname().nodename, lease_s, first=not place.standby
+        )
+
+    def run(self) -> None:
+        """Wait and lead in turn until told to end. Raises `TwinpoolError` where another controller has taken over, and
+        `OSError` where the port can't be had any more."""
+        try:
+            while not self._ended.is_set():
+                if self._leadership.take():
+                    self._lead()
+                else:
+                    self._ready()
+                    self._ended.wait(self._leadership.pause_s)
+        finally:
+            self._ledger.close()
+
+    def _lead(self) -> None:
+        """Serve until told to end, or until the ledger can't be reached: then nothing may be granted, and this
+        controller begins anew with what the ledger holds once it is back."""
+        self._told = None
+        config, core = self._config, Controller(self._clock, self._config.cluster, self._ledger, supervised=False)
+        autoscaler = Autoscaler(core, self._clock, config) if config.autoscaling.enabled else None
+        place, certificate = self._place, config.security.cluster
+        leads = lambda: self._leadership.held  # noqa: E731
+        server = ControllerServer(
+            core, place.address, cluster_secret(), certificate, place.port, autoscaler, leads=leads
+        )
+        try:
+            log.info("controller listens", extra={"endpoint": server.endpoint, "workers": len(core.table.rows)})
+            self._say_losses()
+            self._ready()
+            ticks = ControllerTicks(core, server, self._clock)
+            while not self._ended.wait(TICK_S):
+                self._leadership.renew()
+                failed = ticks.tick()
+                if failed:
+                    self._leadership.renew(now=True)  # Where another controller has begun, this one ends.
+                if failed or not self._leadership.held:
+                    log.error("the controller grants nothing: %s", failed or "its lease of the ledger has run out")
+                    return
+                self._tell(server)
+        finally:
+            server.close()
+        self._leave(core)
+
+    def _leave(self, core: Controller) -> None:
+        """Give the ledger up, and with it the table of a cluster that has ended in order."""
+        try:
+            if core.shutting_down:
+                self._ledger.forget()
+        except OSError as error:
+            log.warning("the table of the ended cluster is left behind: %s", error)
+        self._leadership.resign()
+
+    def _tell(self, server: ControllerServer) -> None:
+        """Have routers told who leads and who stands by, where that has changed."""
+        leader = self._leadership.leader
+        if leader is not None:
+            told = leader.endpoint, leader.term, self._leadership.standbys
+            if told != self._told:
+                server.tell(*told)
+            self._told = told
+
+    def _say_losses(self) -> None:
+        try:
+            for line in self._ledger.check():
+                log.warning(line)
+        except OSError as error:
+            log.warning(str(error))
+
+    def _ready(self) -> None:
+        fd, self._ready_fd = self._ready_fd, None
+        if fd is not None:
+            os.write(fd, b"ready\n")
+            os.close(fd)
+
+
+def _check_port(address: str, port: int) -> None:
+    """Check that this process could listen. Raises `OSError`."""
+    try:
+        family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+        socket.create_server((address, port), family=family).close()
+    except OSError as error:
+        raise OSError(f"cannot bind {address}:{port}: {error.strerror or error}") from None
+
+
 def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="cluster.controller.controller_process")
     parser.add_argument("--address", default="127.0.0.1", help="address that workers and routers reach it at")
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--ledger", type=Path, required=True, help="file that its table outlives it in")
+    parser.add_argument("--ledger", default="", help="where its table outlives it: a file; without, cluster.ledger")
+    parser.add_argument("--standby", action="store_true", help="wait also while no controller has led yet")
     parser.add_argument("--config-json", type=Path, help="the whole configuration as JSON")
     parser.add_argument("--ready-fd", type=int, help="inherited descriptor that is told when the controller listens")
     return parser.parse_args(arguments)
 
 
-def run(options: argparse.Namespace, ended: threading.Event) -> None:
-    """Serve until `ended` is set. Raises `TwinpoolError`, and `OSError` where the port can't be had."""
-    config, clock = read_config_json(options.config_json), SystemClock()
-    if (certificate := config.security.cluster) is not None:
-        certificate.check()
-    ledger = SqliteLedger(options.ledger)
-    core = Controller(clock, config.cluster, ledger, supervised=False)
-    autoscaler = Autoscaler(core, clock, config) if config.autoscaling.enabled else None
-    server = ControllerServer(core, options.address, cluster_secret(), certificate, options.port, autoscaler)
-    try:
-        log.info("controller listens", extra={"endpoint": server.endpoint, "workers": len(core.table.rows)})
-        if options.ready_fd is not None:
-            os.write(options.ready_fd, b"ready\n")
-            os.close(options.ready_fd)
-        ticks = ControllerTicks(core, server, clock)
-        while not ended.wait(TICK_S):
-            if failed := ticks.tick():
-                raise TwinpoolError(f"the controller ends: {failed}")
-    finally:
-        server.close()
-        ledger.close()
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = read_arguments(arguments)
+def keep_controller(config: Config, place: ControllerPlace) -> int:
+    """Be a controller until SIGTERM, SIGINT or a failure; returns the exit code. Errors are logged, not raised."""
     log_to_stream("controller")
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
     try:
-        run(options, ended)
+        ControllerProcess(config, place, ended).run()
     except (TwinpoolError, OSError) as error:
-        log.error(str(error))
+        log.error("the controller ends: %s", error)
         return 1
     return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = read_arguments(arguments)
+    try:
+        config = read_config_json(options.config_json)
+        if on_server(options.ledger) and without_password(options.ledger) != options.ledger:
+            raise ConfigError("--ledger is read by every user of the machine: set cluster.ledger in a file instead")
+    except TwinpoolError as error:
+        log_to_stream("controller")
+        log.error("the controller ends: %s", error)
+        return 1
+    place = ControllerPlace(options.address, options.port, options.ledger, options.standby, options.ready_fd)
+    return keep_controller(config, place)
 
 
 if __name__ == "__main__":

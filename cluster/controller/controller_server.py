@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import grpc.aio
 import uvloop
 
 from cluster.controller.autoscaler import Autoscaler
 from cluster.controller.controller import Controller
-from cluster.controller.controller_service import ControllerService
+from cluster.controller.controller_service import Context, ControllerService
 from cluster.controller.lease_streams import LeaseStreams
 from cluster.worker_process.asyncio_thread import AsyncioThread
 from cluster.worker_process.grpc_service import ServiceServer
 from contracts.credentials.certificate_files import CertificateFiles
 from contracts.proto import worker_pb2_grpc as pb_grpc
+from contracts.wire.controller_turns import NOT_LEADING
 
 T = TypeVar("T")
 CALL_TIMEOUT_S = 10.0
+
+
+class _LeaderOnly(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Refuses all calls as UNAVAILABLE while this controller doesn't lead: callers then try the next one."""
+
+    def __init__(self, leads: Callable[[], bool]) -> None:
+        self._leads = leads
+
+    async def intercept_service(self, continuation: Any, call: Any) -> Any:
+        if self._leads():
+            return await continuation(call)
+        return grpc.stream_stream_rpc_method_handler(_refuse)
+
+
+async def _refuse(requests: Any, context: Context) -> None:
+    await context.abort(grpc.StatusCode.UNAVAILABLE, NOT_LEADING)
 
 
 class ControllerServer:
@@ -31,13 +49,17 @@ class ControllerServer:
         certificate: CertificateFiles | None = None,
         port: int = 0,
         autoscaler: Autoscaler | None = None,
+        leads: Callable[[], bool] = lambda: True,
     ) -> None:
         """Serve on `port` of `address`, 0 for a free one; with a `secret`, calls must carry its token, and with this
-        node's `certificate` come from nodes of the cluster. Raises `OSError`."""
+        node's `certificate` come from nodes of the cluster. While it doesn't lead (`leads`) nobody is answered, and
+        nothing is decided. Raises `OSError`."""
         self._core = core
         self._loop = AsyncioThread("controller", uvloop.new_event_loop)
-        self._service = ControllerService(core, autoscaler)
-        self._server = ServiceServer(self._loop, f"{address}:{port}", secret, certificate=certificate)
+        self._service = ControllerService(core, autoscaler, leads)
+        self._server = ServiceServer(
+            self._loop, f"{address}:{port}", secret, certificate=certificate, interceptors=[_LeaderOnly(leads)]
+        )
         self._streams = LeaseStreams(self._service.renewal, secret, certificate)
         try:
             streams = self._loop.run(self._streams.start(address), CALL_TIMEOUT_S)
@@ -68,6 +90,14 @@ class ControllerServer:
             return self._core.table.failed
 
         return self._loop.run(on_loop(), CALL_TIMEOUT_S)
+
+    def tell(self, leader: str, term: int, standbys: tuple[str, ...]) -> None:
+        """Have routers told who leads the controllers and who stands by. Any thread but the loop's."""
+
+        async def on_loop() -> None:
+            self._service.tell(leader, term, standbys)
+
+        self._loop.run(on_loop(), CALL_TIMEOUT_S)
 
     def close(self) -> None:
         """End the server. Idempotent."""

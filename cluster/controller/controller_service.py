@@ -22,7 +22,7 @@ from cluster.controller.autoscaler import Autoscaler
 from cluster.controller.controller import Controller
 from cluster.controller.controller_actions import LeaseGrant
 from cluster.controller.controller_ledger import LedgerLost
-from cluster.controller.quota_ledger import QuotaLedger
+from cluster.controller.quota_ledger import SAVE_S, QuotaLedger
 from cluster.controller.settings_orders import SettingsOrders
 from cluster.controller.supervisor_wire import action_to_proto, ended_from_proto, node_from_proto, placed_from_proto
 from contracts.clock import SystemClock
@@ -34,6 +34,7 @@ from contracts.messages.worker_status import EndedWorker, WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
 from contracts.wire.autoscaler_protobuf import autoscaler_to_proto, counts_from_proto
+from contracts.wire.controller_turns import NOT_LEADING
 from contracts.wire.quota_protobuf import claim_from_proto, slice_to_proto
 from contracts.wire.settings_protobuf import answer_from_proto, answer_to_proto, change_from_proto
 from contracts.wire.worker_protobuf import record_from_proto, record_to_proto, status_from_proto, status_to_proto
@@ -96,9 +97,15 @@ class WatcherLine:
 class ControllerService(pb_grpc.ControllerServicer):
     """The `Controller` service over one controller; every method runs on its loop."""
 
-    def __init__(self, core: Controller, autoscaler: Autoscaler | None = None) -> None:
-        self._core, self._autoscaler = core, autoscaler
-        self._quotas = QuotaLedger(SystemClock())
+    def __init__(
+        self, core: Controller, autoscaler: Autoscaler | None = None, leads: Callable[[], bool] = lambda: True
+    ) -> None:
+        """`leads`: whether this controller may grant and decide anything now (`cluster.controller.leadership`)."""
+        self._core, self._autoscaler, self._leads = core, autoscaler, leads
+        self._control_plane = pb.ControlPlane()
+        """Who leads, and who stands by, as routers are told."""
+        self._clock = SystemClock()
+        self._quotas, self._quotas_at = QuotaLedger(self._clock, core.table.quotas), 0.0
         self._watchers: set[WatcherLine] = set()
         self._publishing: asyncio.TimerHandle | None = None
         self._published = 0
@@ -216,9 +223,14 @@ class ControllerService(pb_grpc.ControllerServicer):
     def tick(self) -> None:
         """Let the controller take the time, and send what it decides to its supervisor. A ledger that can't be written
         is told by `ControllerTable.failed`."""
+        if not self._leads():
+            return
         with contextlib.suppress(OSError, LedgerLost):
             if self._autoscaler is not None:
                 self._tick_autoscaler(self._autoscaler)
+            if self._quotas.changed and self._clock.now() >= self._quotas_at:
+                self._quotas_at = self._clock.now() + SAVE_S
+                self._core.table.save_quotas(self._quotas.kept())
             actions = self._core.tick()
             if self._supervisor is not None:
                 self._supervisor.send([action_to_proto(action) for action in actions])
@@ -317,6 +329,13 @@ class ControllerService(pb_grpc.ControllerServicer):
         finally:
             self._watchers.discard(line)
 
+    def tell(self, leader: str, term: int, standbys: tuple[str, ...]) -> None:
+        """Have watchers told who leads the controllers and who stands by."""
+        told = pb.ControlPlane(leader=leader, term=term, standbys=standbys)
+        if told != self._control_plane:
+            self._control_plane = told
+            self._core.table.changed()
+
     def _wake(self) -> None:
         """Have what has changed published soon, with whatever changes until then."""
         if self._publishing is None and self._watchers:
@@ -341,7 +360,12 @@ class ControllerService(pb_grpc.ControllerServicer):
             return self._told[1]
         workers = [_view_message(view) for view in self._core.views()]
         version, self._rows = self._core.version, len(workers)
-        view = pb.ClusterView(version=version, workers=workers, shutting_down=self._core.shutting_down)
+        view = pb.ClusterView(
+            version=version,
+            workers=workers,
+            shutting_down=self._core.shutting_down,
+            control_plane=self._control_plane,
+        )
         self._told = version, view
         return view
 
@@ -354,10 +378,14 @@ class ControllerService(pb_grpc.ControllerServicer):
             statuses=[_numbers_message(change.view, change.counters) for change in changes if not change.whole],
             changes=True,
             shutting_down=self._core.shutting_down,
+            control_plane=self._control_plane,
         )
 
     def renewal(self, request: pb.Renewal) -> pb.LeaseGrant:
-        """Answer a renewal. Raises `WireError` or `ValueError` for one that makes no sense."""
+        """Answer a renewal. Raises `WireError` or `ValueError` for one that makes no sense, and where this controller
+        doesn't lead: its stream ends with that, and the worker tries the next controller."""
+        if not self._leads():
+            raise WireError(NOT_LEADING)
         status = status_from_proto(request.status)
         if not (math.isfinite(status.stalled_s) and math.isfinite(status.longest_step_s)):
             raise ValueError("a status whose seconds are no numbers")

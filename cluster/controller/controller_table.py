@@ -24,7 +24,7 @@ from contracts.messages.worker_status import EndedWorker, WorkerView
 
 log = logging.getLogger("twinpool.controller")
 
-WORKER_KEY, CORDONS_KEY, AUTOSCALER_KEY = "worker/", "cordoned", "autoscaler"
+WORKER_KEY, CORDONS_KEY, AUTOSCALER_KEY, QUOTAS_KEY = "worker/", "cordoned", "autoscaler", "quotas"
 
 
 class RowChange(NamedTuple):
@@ -58,6 +58,8 @@ class ControllerTable:
         self.autoscaler = kept.get(AUTOSCALER_KEY, "")
         """What an earlier controller's autoscaler has kept (`cluster.controller.autoscaler`); empty where it kept
         nothing."""
+        self.quotas = kept.get(QUOTAS_KEY, "")
+        """What an earlier controller has kept of tenants' quotas (`cluster.controller.quota_ledger`)."""
         try:
             self.nodes = NodeTable(json.loads(kept.get(CORDONS_KEY, "[]")))
             for key, text in kept.items():
@@ -97,6 +99,10 @@ class ControllerTable:
         if kept != self.autoscaler:
             self._put(AUTOSCALER_KEY, kept)
             self.autoscaler = kept
+
+    def save_quotas(self, kept: str) -> None:
+        """Store what the next controller is to know of tenants' quotas. Raises as `save` does."""
+        self._put(QUOTAS_KEY, kept)
 
     def _put(self, key: str, value: str) -> None:
         try:

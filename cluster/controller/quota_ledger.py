@@ -5,17 +5,28 @@ A limit of a minute is a token bucket, and one of answers in flight a number of 
 takes a new slice; who doesn't come again has its slice taken back whole. So what goes through in the cluster is at most
 a tenant's limit and one slice of each router: of one whose word is lost or late.
 
-The ledger is in memory alone: after a restart of the controller every bucket is full.
+The next controller has the buckets and slices as they were at most `SAVE_S` ago (`kept`), and goes on from there: the
+time in which no controller was there fills no bucket.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import logging
 from dataclasses import dataclass, field
+from typing import Any
 
 from contracts.clock import Clock
 from contracts.messages.quota import QuotaAmounts, QuotaClaim, QuotaSlice
 
+log = logging.getLogger("twinpool.controller")
+
 MINUTE_S = 60.0
+SAVE_S = 1.0
+"""Seconds between two times that changed buckets are kept for the next controller."""
+MOST_KEPT = 4096
+"""Slices that are kept for the next controller; tenants beyond it, the longest unasked first, begin full there."""
 VALID_S = 5.0
 """Seconds from a claim on for which its slice is the router's."""
 FORGET_S = 600.0
@@ -53,17 +64,46 @@ class TenantQuota:
 class QuotaLedger:
     """The quotas of all tenants; see the module's prose."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, kept: str = "") -> None:
+        """`kept`: by the controller before (`kept`); what can't be read is said, and every bucket is full then."""
         self._clock = clock
         self._tenants: dict[str, TenantQuota] = {}
         """Who was asked for last is last."""
+        self.changed = False
+        """Whether anything has been leased since `kept` was called."""
+        try:
+            self._take_up(json.loads(kept or "{}"))
+        except (ValueError, TypeError, AttributeError) as error:
+            log.warning("what the controller before had of tenants' quotas can't be read: %r", error)
+            self._tenants.clear()
 
     def __len__(self) -> int:
         """Tenants whose buckets are kept."""
         return len(self._tenants)
 
+    def kept(self) -> str:
+        """What the next controller needs, as JSON of bounded size."""
+        self.changed = False
+        rows: dict[str, Any] = {}
+        slices = 0
+        for tenant, quota in reversed(self._tenants.items()):
+            slices += 1 + len(quota.held)
+            if slices > MOST_KEPT:
+                break
+            held = {router: dataclasses.astuple(one)[:-1] for router, one in quota.held.items()}
+            rows[tenant] = [dataclasses.astuple(quota.limits), quota.requests, quota.tokens, held]
+        return json.dumps(rows, separators=(",", ":"))
+
+    def _take_up(self, rows: dict[str, Any]) -> None:
+        """Go on with what an earlier ledger has kept. Raises `ValueError`, `TypeError` or `AttributeError`."""
+        now = self._clock.now()
+        for tenant, (limits, requests, tokens, held) in reversed(rows.items()):
+            slices = {router: HeldSlice(*[*one, now]) for router, one in held.items()}
+            self._tenants[tenant] = TenantQuota(QuotaAmounts(*limits), requests, tokens, now, slices)
+
     def lease(self, router: str, claim: QuotaClaim) -> QuotaSlice:
         """Settle what `router` has used, and lease it a slice in place of the one that it held."""
+        self.changed = True
         now, limits, wanted = self._clock.now(), claim.limits, claim.wanted
         quota = self._tenants.pop(claim.tenant, None) or TenantQuota(limits, limits.requests, limits.tokens, now)
         self._tenants[claim.tenant] = quota

@@ -23,6 +23,14 @@ from typing import Any
 
 from cluster.assembly.node_shares import NodeFacts, by_machine, measured
 from cluster.processes.process_ids import kill_process, same_process, start_time
+from cluster.processes.restart_policy import RestartHistory
+from cluster.ray_nodes.control_store import (
+    RECONNECT_S,
+    KeptControlStore,
+    StoredTables,
+    outlives_its_store,
+    write_down,
+)
 from cluster.ray_nodes.worker_resources import RESOURCES, has_places
 from contracts.build_id import source_root
 from contracts.errors import ConfigError
@@ -66,6 +74,7 @@ _OWN = {
     # Their metrics ports are fixed numbers unless told otherwise.
     "AUTOSCALER_METRIC_PORT": "0",
     "DASHBOARD_METRIC_PORT": "0",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": str(RECONNECT_S),
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "1000",
@@ -75,15 +84,28 @@ _OWN = {
 class OwnRay:
     """The processes of a Ray of our own, by which `serve` sees that Ray has died."""
 
-    def __init__(self, processes: dict[str, tuple[int, int]], dashboard: str) -> None:
-        self._processes = processes
+    def __init__(
+        self, processes: dict[str, tuple[int, int]], dashboard: str, store: KeptControlStore | None = None
+    ) -> None:
+        """`store`: the control store, where that is started again when it dies."""
+        self._processes, self._store = processes, store
         self.dashboard = dashboard
         """The dashboard's URL; empty without a dashboard."""
 
     def lost(self) -> str:
-        """The name of a vital process (raylet, gcs_server) that is gone; empty while all run."""
+        """The name of a vital process (raylet, gcs_server) that is gone for good; empty while all run."""
         gone = (name for name, (pid, started) in self._processes.items() if not same_process(pid, started))
-        return next(gone, "")
+        store_lost = self._store is not None and self._store.failed
+        return next(gone, "its control store" if store_lost else "")
+
+    def news(self) -> list[str]:
+        """Lines for the operator since the last call."""
+        return self._store.news() if self._store is not None else []
+
+    def close(self) -> None:
+        """Leave Ray's processes to themselves. Idempotent."""
+        if self._store is not None:
+            self._store.close()
 
 
 def start_own_ray(folder: Path, dashboard: bool) -> OwnRay:
@@ -109,46 +131,90 @@ def start_own_ray(folder: Path, dashboard: bool) -> OwnRay:
     return OwnRay(_vital_processes(), f"http://{url}" if dashboard and url else "")
 
 
-def start_kept_ray(folder: Path, port: int, dashboard: bool) -> tuple[str, OwnRay]:
+def start_kept_ray(
+    folder: Path, port: int, dashboard: bool, storage: str = "", restarts: RestartHistory | None = None
+) -> tuple[str, OwnRay]:
     """Start a Ray of our own that outlives this process, with its files below `folder`, and join it; what an earlier
     one has left there is killed first. Returns its address too. Ray must not have been imported before.
 
-    `port`: where its control store listens. Changes this process's environment (`RAY_*`, `PYTHONPATH`). Raises
-    `ConfigError` where it doesn't start.
+    `port`: where its control store listens. `storage`: the server where that has its tables, empty: in memory.
+    `restarts` as of `join_kept_ray`. Changes this process's environment (`RAY_*`, `PYTHONPATH`). Raises `ConfigError`
+    where it doesn't start.
     """
     for pid, started in _processes_below(folder).values():
         kill_process(pid, started)
     _own_environment(folder)
+    tables = StoredTables(storage, folder.name) if storage else None
+    if tables is not None:
+        tables.forget()  # Those of one that died have nothing that runs.
     command = [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={port}"),
         *(f"--node-ip-address={LOOPBACK}", f"--temp-dir={folder}", "--dashboard-agent-listen-port=0"),
         *(f"--object-store-memory={OBJECT_STORE_BYTES}", "--num-gpus=0", "--disable-usage-stats"),
         f"--resources={json.dumps(dict.fromkeys(RESOURCES.values(), OWN_SLOTS))}",
         f"--include-dashboard={str(dashboard).lower()}",
+        *(tables.options if tables is not None else ()),
     ]
     ended = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=KEPT_START_S, check=False
+        command,
+        env={**os.environ, **(tables.environment if tables is not None else {})},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=KEPT_START_S,
+        check=False,
     )
+    if tables is not None and (store := _processes_below(folder).get("gcs_server")) is not None:
+        write_down(folder, store[0])
     address = f"{LOOPBACK}:{port}"
-    ray = join_kept_ray(folder, address) if ended.returncode == 0 else None
+    ray = join_kept_ray(folder, address, restarts=restarts) if ended.returncode == 0 else None
     if ray is None:
         words = (ended.stderr or ended.stdout).strip().splitlines()
         raise ConfigError(f"Ray doesn't start: {words[-1] if words else 'it says nothing'}")
     return address, ray
 
 
-def join_kept_ray(folder: Path, address: str, python: str = "") -> OwnRay | None:
+def join_kept_ray(
+    folder: Path, address: str, python: str = "", restarts: RestartHistory | None = None
+) -> OwnRay | None:
     """Join the Ray that `start_kept_ray` has started, in the namespace that is `folder`'s name; None where it is
-    gone. `python` as of `join_ray`."""
+    gone. `python` as of `join_ray`; `restarts`: of its control store, which is started again from now on where its
+    tables outlive it. Raises `ConfigError` where Ray runs and can't be joined."""
     processes = _processes_below(folder)
-    if set(processes) != {"raylet", "gcs_server"}:
+    kept = restarts is not None and outlives_its_store(folder)
+    if "raylet" not in processes or not (kept or "gcs_server" in processes):
         return None
     _own_environment(folder)
+    # Before it is joined: the store may have died while nobody was there to start it again, and may die meanwhile.
+    store = KeptControlStore(folder, processes.pop("gcs_server", None), restarts) if restarts and kept else None
+    try:
+        if store is not None:
+            store.await_listening(address)
+        url = _init_kept_ray(folder, address, python)
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise
+    return OwnRay(processes, f"http://{url}" if url else "", store)
+
+
+def _init_kept_ray(folder: Path, address: str, python: str) -> str:
+    """Join Ray; returns its dashboard's address, empty where there is none. Raises `ConfigError`."""
     import ray
 
-    context = ray.init(address=address, namespace=folder.name, _node_ip_address=LOOPBACK, **_driver(python))
-    url = context.dashboard_url
-    return OwnRay(processes, f"http://{url}" if url else "")
+    try:
+        context = ray.init(address=address, namespace=folder.name, _node_ip_address=LOOPBACK, **_driver(python))
+    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"can't join the cluster's Ray at {address}: {reason}") from None
+    return str(context.dashboard_url or "")
+
+
+def end_kept_ray(folder: Path, storage: str) -> None:
+    """End the Ray that `start_kept_ray` has started, and remove its tables from their server. Raises `ConfigError`."""
+    for pid, started in _processes_below(folder).values():
+        kill_process(pid, started)
+    StoredTables(storage, folder.name).forget()
 
 
 def _processes_below(folder: Path) -> dict[str, tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""The services of a cluster on the machine of `serve`: controller, KV index and routers, started and kept alive.
+"""The services of a cluster on the machine of `serve`: controllers, KV index and routers, started and kept alive.
 
 Of a detached cluster they outlive this process, and the next one takes them over as they are. Those of another build
 than its own it replaces: the controller and the index by an end and a start, which workers and routers don't notice, a
@@ -18,9 +18,9 @@ from cluster.serve.child_service import CONTROLLER, ROUTER, ChildService, Servic
 from cluster.serve.detached_state import DetachedState, ServiceProcess
 from cluster.serve.kept_service import KeptService, PartFailed
 from cluster.serve.kv_index_process import KV_INDEX, index_arguments, index_wanted
+from cluster.serve.local_controllers import LocalControllers
 from cluster.serve.preflight import ServePlan, free_port
 from cluster.serve.router_probe import RouterProbe
-from cluster.worker_process.lease_keeper import longest_absence_s
 from contracts.build_id import build_id
 from contracts.clock import Clock
 from contracts.cluster_secret import SECRET_VARIABLE
@@ -33,7 +33,7 @@ REPLACE_S = 90.0
 
 
 class ClusterServices:
-    """The controller's and the routers' processes. Use it from the main thread only (`ChildService`)."""
+    """The controllers' and the routers' processes. Use it from the main thread only (`ChildService`)."""
 
     def __init__(
         self,
@@ -46,46 +46,52 @@ class ClusterServices:
         address: str,
         secret: str,
         admin: Mapping[str, str],
+        ledger: Mapping[str, str],
         router_command: Sequence[str] = ROUTER,
         state: DetachedState | None = None,
     ) -> None:
-        """`address`: where workers reach the controller. `secret`: the cluster's, in hex; `admin`: what the routers'
-        environment has for operators. `state`: the detached cluster's; None where services end with this process.
-        `say` and `words` as of `KeptService`."""
+        """`address`: where workers reach the controllers. `secret`: the cluster's, in hex; `admin`: what the routers'
+        environment has for operators; `ledger`: what the controllers' has for the ledger's server. `state`: the
+        detached cluster's; None where services end with this process. `say` and `words` as of `KeptService`."""
         self._prepared, self._folder, self._clock, self._say, self._words = prepared, folder, clock, say, words
         self._state, self._router_command = state, router_command
         self._environment = dict(os.environ) | ({SECRET_VARIABLE: secret} if secret else {})
-        self._admin = admin
+        self._admin, self._ledger_secret = admin, ledger
         self._settings = folder.logs / ".config.json"
-        port = state.controller_port if state is not None else 0
-        self._port = port or free_port(address, prepared.config.cluster.controller_port)
-        self._address = address
+        kept = state.ports if state is not None else ()
+        self._local = LocalControllers.plan(
+            prepared.config.cluster, address, kept, lambda port: free_port(address, port), folder.temporary
+        )
         self._build = build_id()
         # The table's layout is a build's.
         self._table = folder.temporary / f"kv-index.{self._build}"
-        self.endpoint = f"{address}:{self._port}"
-        """Where the controller is reached, ``host:port``."""
+        self.endpoint = self._local.endpoints
+        """Where the controllers are reached, ``host:port``, several with commas."""
         self.routers: list[tuple[KeptService, RouterProbe]] = []
 
     def start(self, stack: ExitStack) -> None:
         """Start all services, or take over those that run; they end with `stack`."""
         prepared = self._prepared
-        self._settings.write_text(json.dumps(prepared.config.to_dict()))
+        self._settings.touch(mode=0o600)  # It may have the ledger's password.
+        self._settings.write_text(json.dumps(self._local.settings(prepared.config).to_dict()))
+        environment = {**self._environment, **self._ledger_secret}
+        if self._state is None or not self._state.begun:
+            for line in self._local.check(environment):
+                self._say(line)
         if self._state is not None:
-            self._state.controller_port = self._port
+            self._state.ports = self._local.ports
             self._state.save()
-        self._controller = self._kept(
-            "controller",
-            CONTROLLER,
-            [
-                *("--address", self._address, "--port", str(self._port)),
-                *("--ledger", str(self._folder.temporary / "controller.sqlite")),
-                *("--config-json", str(self._settings)),
-            ],
-            self._environment,
-            stack,
-            f"the workers serve on without it for {longest_absence_s(prepared.config.cluster):g} s",
-        )
+        self._controllers = [
+            self._kept(
+                name,
+                CONTROLLER,
+                self._local.arguments(number, self._settings),
+                environment,
+                stack,
+                self._local.meanwhile(number),
+            )
+            for number, name in enumerate(self._local.names)
+        ]
         self._kv_index = self._index(stack) if index_wanted(prepared.config) else None
         self.routers = [self._router(number, stack) for number in range(prepared.options.routers)]
 
@@ -97,14 +103,15 @@ class ClusterServices:
 
     def check(self) -> None:
         """Raise `PartFailed` where a service has ended, which it may not while the cluster starts."""
-        for kept in (self._controller, *(router for router, _ in self.routers)):
+        for kept in (*self._controllers, *(router for router, _ in self.routers)):
             if (how := kept.service.ended()) is not None:
                 raise PartFailed(f"the {kept.service.name} ended ({how}){self._words(kept.service.name)}")
 
     def tend(self) -> None:
         """Kill routers that hang, and start again what has ended. Raises `PartFailed` where that happens too often."""
-        if failed := self._controller.tend():
-            raise PartFailed(failed)
+        for controller in self._controllers:
+            if failed := controller.tend():
+                raise PartFailed(failed)
         for router, probe in self.routers:
             self._tend_router(router, probe)
         if self._kv_index is not None and (failed := self._kv_index.tend()):

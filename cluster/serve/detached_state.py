@@ -23,7 +23,7 @@ FORMAT = 1
 STATE_FILE = "cluster.state"
 READY_FILE = "ready"
 """Made once the cluster serves: until then a supervisor that ends ends the cluster."""
-KEPT = ("secrets", "secret", "arena", "controller_port", "ray", "ray_build")
+KEPT = ("secrets", "secret", "arena", "controller_port", "standby_ports", "ray", "ray_build")
 """Fields that are kept as they are."""
 
 
@@ -52,6 +52,8 @@ class DetachedState:
     arena: str = field(default="", repr=False)
     """The token of the arena agents, in hex; empty where there are none."""
     controller_port: int = 0
+    standby_ports: list[int] = field(default_factory=list)
+    """Of the controllers of this machine that stand by."""
     ray: str = ""
     """Where a Ray of our own is reached, ``host:port``; empty while there is none."""
     ray_build: str = ""
@@ -103,6 +105,15 @@ class DetachedState:
         with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             json.dump(tree, file)
         fresh.replace(self.folder / STATE_FILE)
+
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """Of the controllers of this machine, the first one first; none before they were chosen."""
+        return (self.controller_port, *self.standby_ports) if self.controller_port else ()
+
+    @ports.setter
+    def ports(self, ports: tuple[int, ...]) -> None:
+        self.controller_port, *self.standby_ports = ports
 
     @property
     def begun(self) -> bool:

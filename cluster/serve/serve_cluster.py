@@ -14,6 +14,7 @@ import dataclasses
 import logging
 import os
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,9 +24,11 @@ from cluster.arena.local_agent import ArenaAgents, LocalArenaAgent, NoArenaAgent
 from cluster.assembly.node_shares import MemoryShort, WorkerShare, free_bytes
 from cluster.controller.controller_actions import EndedProcess, StartWorker
 from cluster.controller.controller_client import ControllerAway, ControllerClient
+from cluster.controller.open_ledger import PASSWORD_VARIABLE
 from cluster.controller.supervisor import Supervisor
 from cluster.processes.log_files import last_words
 from cluster.processes.process_ids import start_time
+from cluster.processes.restart_policy import RestartHistory
 from cluster.processes.run_folder import RunFiles, RunFolder
 from cluster.ray_nodes.node_drains import NodeDrains, draining_ray_nodes
 from cluster.serve.changed_settings import SettingsChanger, digest_of
@@ -55,7 +58,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("twinpool.serve")
 
-SECRETS = ("TWINPOOL_ADMIN_TOKEN", SECRET_VARIABLE)
+SECRETS = ("TWINPOOL_ADMIN_TOKEN", SECRET_VARIABLE, PASSWORD_VARIABLE)
 POLL_S = 0.1
 HEALTHY_S = 15.0
 """How long the router may take to reach the workers once all have registered."""
@@ -123,6 +126,8 @@ class ServeCluster:
     def _start(self, stack: ExitStack) -> None:
         prepared, options, folder = self._prepared, self._prepared.options, self._folder
         begun = self._state is not None and self._state.begun
+        if prepared.config.cluster.ray_storage and (self._state is None or options.ray_address is not None):
+            raise ConfigError("cluster.ray_storage is for serve --detach with a Ray of its own: leave it out here")
         if not begun:
             self._show_plan()
         url, operators = urls_of(prepared)
@@ -241,6 +246,7 @@ class ServeCluster:
 
     def _own_ray(self, stack: ExitStack) -> None:
         from cluster.ray_nodes.ray_cluster import (
+            end_kept_ray,
             join_kept_ray,
             leave_ray,
             ray_build,
@@ -248,17 +254,25 @@ class ServeCluster:
             start_own_ray,
         )
 
+        config = self._prepared.config.cluster
+        if config.ray_storage:
+            stack.callback(self._try, lambda: end_kept_ray(self._folder.temporary, config.ray_storage))
         stack.callback(leave_ray)
         if self._state is not None:
             dashboard = self._prepared.options.dashboard
             if self._state.ray:
-                self._ray = join_kept_ray(self._folder.temporary, self._state.ray, self._python)
+                self._ray = join_kept_ray(self._folder.temporary, self._state.ray, self._python, RestartHistory(config))
             if self._ray is None:
                 self._state.ray, self._ray = start_kept_ray(
-                    self._folder.temporary, free_port(self._address, 0), dashboard
+                    self._folder.temporary,
+                    free_port(self._address, 0),
+                    dashboard,
+                    config.ray_storage,
+                    RestartHistory(config),
                 )
                 self._state.ray_build = ray_build()
                 self._state.save()
+            stack.callback(self._ray.close)
             self._terminal.step("ray", "runs on loopback")
             return
         self._ray = start_own_ray(self._folder.temporary, self._prepared.options.dashboard)
@@ -284,6 +298,7 @@ class ServeCluster:
             address=self._address,
             secret=self._secret,
             admin={k: v for k, v in self._secrets.items() if k == "TWINPOOL_ADMIN_TOKEN"},
+            ledger={k: v for k, v in self._secrets.items() if k == PASSWORD_VARIABLE},
             router_command=self._router_command,
             state=state,
         )
@@ -334,12 +349,19 @@ class ServeCluster:
             self._controller.report(ended=list(gone_from_here(self._controller.views())))
         self._controller.supervise(launcher.running)
         if self._state is None or not self._state.begun:  # Else the controller's table has all of them.
+            there = Counter(view.record.role for view in self._controller.views() if view.status.state != "left")
             for role, count in self._prepared.wanted.items():
-                self._controller.add(role, count)
+                if count > there[role]:  # A table that outlived an earlier run has some.
+                    self._controller.add(role, count - there[role])
 
     def _announce_end(self) -> None:
+        self._try(self._controller.shut_down)
+
+    @staticmethod
+    def _try(end: Callable[[], None]) -> None:
+        """Do a part of the end that may fail: the rest of it must not wait for that."""
         try:
-            self._controller.shut_down()
+            end()
         except (ControllerAway, ConfigError) as error:
             log.warning(str(error))
 
@@ -444,6 +466,8 @@ class ServeCluster:
             self._tend_agents()
             self._supervisor.poll(POLL_S)
             self._drain_nodes()
+            for line in self._ray.news() if self._ray is not None else ():
+                self._terminal.line(line)
             if self._ray is not None and (lost := self._ray.lost()):
                 again = "" if self._state is not None else "; start again"
                 raise PartFailed(f"Ray has died ({lost} is gone) and took the workers with it{again}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -105,11 +106,14 @@ class ServiceServer:
         secret: str = "",
         link_timeout_s: float = LINK_TIMEOUT_S,
         certificate: CertificateFiles | None = None,
+        interceptors: Sequence[Any] = (),
     ) -> None:
         """`bind`: ``host:port``, port 0 for a free one. With a `secret`, calls must carry its token
         (`contracts.cluster_secret`). A client that is silent for `link_timeout_s` counts as gone. `certificate`: this
-        node's; with it only nodes of the cluster are served, None: without TLS."""
+        node's; with it only nodes of the cluster are served, None: without TLS. `interceptors` are asked about each
+        call that has passed."""
         self._certificate = certificate
+        self._interceptors = interceptors
         self._link_timeout_s = link_timeout_s
         self._loop = loop
         self._bind = bind
@@ -126,7 +130,7 @@ class ServiceServer:
     async def _start(self, add: Any, servicer: Any) -> int:
         doorkeepers = [_TokenInterceptor(self._secret)] if self._secret else []
         options = server_options(self._link_timeout_s)
-        server = grpc.aio.server(options=options, interceptors=doorkeepers)
+        server = grpc.aio.server(options=options, interceptors=[*doorkeepers, *self._interceptors])
         add(servicer, server)
         try:
             port = add_port(server, self._bind, self._certificate)

@@ -26,6 +26,7 @@ from contracts.ids import Incarnation, WorkerName
 from contracts.messages.worker_status import EndedWorker, WorkerRecord, WorkerStatus
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
+from contracts.wire.controller_turns import TURN_S, ControllerTurns, call_leader
 from contracts.wire.grpc_channels import channel_options
 from contracts.wire.secure_grpc import open_channel
 from contracts.wire.worker_protobuf import record_to_proto, status_to_proto
@@ -36,6 +37,9 @@ MARGIN_S = 1.0
 MARGIN_SHARE = 0.2
 RENEWAL_TIMEOUT_S = 1.0
 """The shortest time that a renewal gets before it is sent again on another connection."""
+REGISTER_TIMEOUT_S = 2.0
+"""The time that one of several controllers has to answer a registration, before it goes to the next."""
+_AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 def renewal_pause_s(config: ClusterConfig, workers: int) -> float:
@@ -104,19 +108,20 @@ class LeaseKeeper:
         on_ended: Callable[[tuple[EndedWorker, ...]], object] = lambda ended: None,
         certificate: CertificateFiles | None = None,
     ) -> None:
-        """`controller`: its endpoint ``host:port``. `status` is called for each heartbeat. `on_lost` is called once, on
-        the loop, with the reason, when the lease has ended. `on_drain` is called at each renewal whose answer tells the
-        worker to drain. `undrains`: how often the worker has been undrained so far. An undrain goes to the controller
-        first, so an answer to drain is ignored when an undrain came while the renewal was under way. `on_ended` is
-        called, at the start and at renewals, with the incarnations of workers that have ended, where those changed.
-        `certificate`: this node's, None where the controller is called without TLS."""
+        """`controller`: its endpoint ``host:port``, or those of all controllers, with commas. `status` is called for
+        each heartbeat. `on_lost` is called once, on the loop, with the reason, when the lease has ended. `on_drain` is
+        called at each renewal whose answer tells the worker to drain. `undrains`: how often the worker has been
+        undrained so far. An undrain goes to the controller first, so an answer to drain is ignored when an undrain came
+        while the renewal was under way. `on_ended` is called, at the start and at renewals, with the incarnations of
+        workers that have ended, where those changed. `certificate`: this node's, None where the controller is called
+        without TLS."""
         self._secret = secret
         self._on_drain, self._undrains, self._on_ended = on_drain, undrains, on_ended
         self._ended: tuple[EndedWorker, ...] = ()
         self._metadata, self._certificate = access_metadata(secret), certificate
         self.lease = WorkerLease(clock)
         self._record = record
-        self._controller = controller
+        self._controllers = ControllerTurns(controller)
         self._clock = clock
         self._heartbeat_s = heartbeat_s
         self._status = status
@@ -132,15 +137,12 @@ class LeaseKeeper:
 
     async def start(self, timeout_s: float) -> None:
         """Register within `timeout_s`, then renew in the background. Raises `LeaseRefused`."""
-        stub = controller_stub(self._open())
-        sent_at = self._clock.now()
         try:
-            grant = await stub.Register(
-                record_to_proto(self._record), timeout=timeout_s, wait_for_ready=True, metadata=self._metadata
-            )
-        except grpc.aio.AioRpcError as error:
+            sent_at, grant = await self._register(timeout_s)
+        except (grpc.aio.AioRpcError, TimeoutError) as error:
             await self.close()
-            raise LeaseRefused(f"the controller at {self._controller} can't be reached: {error.details()}") from None
+            reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else f"no answer in {timeout_s:g} s"
+            raise LeaseRefused(f"the controller at {self._controllers} can't be reached: {reason}") from None
         if grant.fenced:
             await self.close()
             raise LeaseRefused(f"{self._record.name}: incarnation {self._record.incarnation} is no longer wanted")
@@ -148,9 +150,30 @@ class LeaseKeeper:
         self._tell_ended(grant)
         self._renewing = asyncio.create_task(self._renew())
 
+    async def _register(self, timeout_s: float) -> tuple[float, pb.LeaseGrant]:
+        """Register with the controller that leads, within `timeout_s`; returns when that was sent, and the grant.
+        Raises `AioRpcError` and `TimeoutError`."""
+        async with asyncio.timeout(timeout_s):
+            while True:
+                sent_at = self._clock.now()
+                try:
+                    grant: pb.LeaseGrant = await controller_stub(self._open()).Register(
+                        record_to_proto(self._record),
+                        timeout=REGISTER_TIMEOUT_S if self._controllers.several else timeout_s,
+                        wait_for_ready=not self._controllers.several,
+                        metadata=self._metadata,
+                    )
+                except grpc.aio.AioRpcError as error:
+                    if not self._controllers.several or error.code() not in _AWAY:
+                        raise
+                    await self._disconnect()
+                    await asyncio.sleep(TURN_S)
+                else:
+                    return sent_at, grant
+
     def _open(self) -> grpc.aio.Channel:
         options = channel_options()
-        self._channel = open_channel(self._controller, options, self._certificate)
+        self._channel = open_channel(self._controllers.current, options, self._certificate)
         return self._channel
 
     async def _renew(self) -> None:
@@ -168,6 +191,7 @@ class LeaseKeeper:
                     return self._on_lost(f"the controller could not be reached in time: {_reason(error)}")
                 self.failures += 1
                 await self._disconnect()
+                pause_s = min(pause_s, TURN_S) if self._controllers.several else pause_s
             except ConfigError as unreadable:
                 return self._on_lost(str(unreadable))
             else:
@@ -189,7 +213,10 @@ class LeaseKeeper:
             return await self._stream.renew(self._renewal(), timeout_s)
         stub = controller_stub(self._channel or self._open())
         grant: pb.LeaseGrant = await stub.Renew(
-            self._renewal(), timeout=timeout_s, wait_for_ready=True, metadata=self._metadata
+            self._renewal(),
+            timeout=timeout_s,
+            wait_for_ready=not self._controllers.several,
+            metadata=self._metadata,
         )
         return grant
 
@@ -211,7 +238,9 @@ class LeaseKeeper:
             await self._close_channel()
 
     async def _disconnect(self) -> None:
-        """End all connections to the controller: the next renewal opens one."""
+        """End all connections to the controller: the next renewal opens one, to the next controller where there are
+        several."""
+        self._controllers.next(self._controllers.current)
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.close()
@@ -231,11 +260,18 @@ class LeaseKeeper:
         """Give the lease back, because this worker has left by drain. A controller that can't be reached is only
         logged."""
         self._stop_renewing()
-        stub = controller_stub(self._channel or self._open())
         try:
-            await stub.Leave(self._renewal(), timeout=timeout_s, wait_for_ready=True, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
-            log.warning("the controller did not hear that this worker has left: %s", error.details())
+            await call_leader(
+                self._controllers,
+                lambda endpoint: open_channel(endpoint, channel_options(), self._certificate),
+                lambda channel: controller_stub(channel).Leave(
+                    self._renewal(), timeout=timeout_s, wait_for_ready=True, metadata=self._metadata
+                ),
+                timeout_s,
+            )
+        except (grpc.aio.AioRpcError, TimeoutError) as error:
+            reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else f"no answer in {timeout_s:g} s"
+            log.warning("the controller did not hear that this worker has left: %s", reason)
         await self.close()
 
     async def close(self) -> None:

@@ -35,6 +35,26 @@ class PoolsConfig:
 class ClusterConfig:
     controller_port: int = 0
     """Port of the controller, on the address that workers reach; 0: a free one, kept for the cluster's life."""
+    name: str = ""
+    """The cluster's name among those that keep their tables on the same server (`ledger`). Empty: a name of this run's
+    own, which no controller on another machine knows."""
+    ledger: str = ""
+    """Where the controller's table outlives it: a file, or a Valkey or Redis server, as redis://host:6379/0, rediss://
+    or unix:// (its password may be in TWINPOOL_LEDGER_PASSWORD instead). Empty: a file that goes with the run."""
+    ledger_replicas: int = 0
+    """Replicas of the ledger's server that must have a change of the table before anything is granted by it."""
+    leader_lease_s: float = 3.0
+    """A controller that could not renew its lease of the ledger for this long grants nothing, and a standby takes
+    over."""
+    standby_controllers: int = 0
+    """Controllers that `serve` starts besides the first, on this machine: one of them takes over when it is silent."""
+    controllers: str = ""
+    """Controllers that others have started with the same `ledger` and `name` (`twinpool controller`), as host:port,
+    several with commas: workers, routers and the supervisor try them in turn."""
+    ray_storage: str = ""
+    """A Valkey or Redis server, as redis://host:6379 or rediss://, where the Ray that `serve --detach` starts keeps its
+    tables: its control store may die then, and no worker with it. Ray shows the password to all users of the machine.
+    Empty: in memory."""
     heartbeat_s: float = 0.5
     """How often a worker renews its lease and reports its status."""
     lease_s: float = 10.0

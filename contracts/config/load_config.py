@@ -20,6 +20,7 @@ import yaml
 
 from contracts.config.autoscaling_config import check_autoscaling
 from contracts.config.cluster_config import Config
+from contracts.config.controllers_check import check_controllers
 from contracts.config.security_config import SecurityConfig
 from contracts.errors import ConfigError
 from contracts.ids import Role
@@ -99,6 +100,7 @@ def _check_together(config: Config) -> None:
         if storage.backend == backend and not value:
             raise ConfigError(f"config key cache.storage.backend={backend} needs cache.storage.{key}")
     _check_security(config.security)
+    check_controllers(config.cluster)
     _check_disaggregation(config)
     check_autoscaling(config.autoscaling)
     router = config.router
@@ -236,7 +238,8 @@ _MAY_BE_ZERO = {
     "prefill.tenant_credit_tokens",
     "faults.step_delay_s", "faults.link_bytes_per_s", "router.replay_limit", "router.max_body_bytes",
     "router.max_prompt_logprobs", "router.ttft_slo_ms", "decode.prefix_offer_bytes",
-    "cluster.controller_port", "faults.retract_every", "security.admin_port", "audit.fraction", "audit.margin",
+    "cluster.controller_port", "cluster.ledger_replicas", "cluster.standby_controllers",
+    "faults.retract_every", "security.admin_port", "audit.fraction", "audit.margin",
     "watch.repetition_tokens", "watch.rare_factor", "cluster.host_memory_share", "cluster.host_memory_bytes",
     "autoscaling.max_workers", "autoscaling.tolerance", "autoscaling.hold_s",
     "pools.prefill", "pools.decode", "pools.colocated",

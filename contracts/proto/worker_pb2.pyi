@@ -818,18 +818,30 @@ class WorkerView(_message.Message):
     def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., cordoned: _Optional[bool] = ...) -> None: ...
 
 class ClusterView(_message.Message):
-    __slots__ = ("version", "workers", "shutting_down", "changes", "statuses")
+    __slots__ = ("version", "workers", "shutting_down", "changes", "statuses", "control_plane")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     SHUTTING_DOWN_FIELD_NUMBER: _ClassVar[int]
     CHANGES_FIELD_NUMBER: _ClassVar[int]
     STATUSES_FIELD_NUMBER: _ClassVar[int]
+    CONTROL_PLANE_FIELD_NUMBER: _ClassVar[int]
     version: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerView]
     shutting_down: bool
     changes: bool
     statuses: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
-    def __init__(self, version: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerView, _Mapping]]] = ..., shutting_down: _Optional[bool] = ..., changes: _Optional[bool] = ..., statuses: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ...) -> None: ...
+    control_plane: ControlPlane
+    def __init__(self, version: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerView, _Mapping]]] = ..., shutting_down: _Optional[bool] = ..., changes: _Optional[bool] = ..., statuses: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., control_plane: _Optional[_Union[ControlPlane, _Mapping]] = ...) -> None: ...
+
+class ControlPlane(_message.Message):
+    __slots__ = ("leader", "term", "standbys")
+    LEADER_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    STANDBYS_FIELD_NUMBER: _ClassVar[int]
+    leader: str
+    term: int
+    standbys: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, leader: _Optional[str] = ..., term: _Optional[int] = ..., standbys: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("changes",)

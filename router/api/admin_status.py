@@ -96,7 +96,9 @@ async def status(service: RouterService, exchange: HttpExchange) -> None:
     pairs = sorted(zip(lines, views, strict=True), key=lambda pair: _order(pair[0]))
     shown = [status_line(line) | _breaker_of(service, line) | node_of(view) for line, view in pairs]
     scaler = {"autoscaler": _autoscaler_of(service.latency.view)} if service.latency is not None else {}
-    await exchange.answer_json(200, {"workers": shown, "router_build": build_id(), **scaler})
+    plane = service.control_plane()
+    controllers = {"controllers": plane._asdict()} if plane is not None else {}
+    await exchange.answer_json(200, {"workers": shown, "router_build": build_id(), **scaler, **controllers})
 
 
 async def _status_of(service: RouterService, view: WorkerView) -> WorkerStatus:

@@ -16,6 +16,7 @@ from contracts.errors import ConfigError, RequestError, WireError
 from contracts.ids import Role, WorkerName
 from contracts.interfaces.discovery import WorkerClient
 from contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts
+from contracts.messages.control_plane import ControlPlane
 from contracts.messages.pool_changes import PoolChange
 from contracts.messages.quota import QuotaClaim, QuotaSlice
 from contracts.messages.settings_change import SettingsAnswer, SettingsChange
@@ -23,6 +24,7 @@ from contracts.messages.worker_status import WorkerRecord, WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
 from contracts.wire.autoscaler_protobuf import autoscaler_from_proto, counts_to_proto
+from contracts.wire.controller_turns import ControllerTurns, call_leader
 from contracts.wire.grpc_channels import channel_options
 from contracts.wire.pool_change_protobuf import call_for
 from contracts.wire.quota_protobuf import claim_to_proto, slice_from_proto
@@ -52,9 +54,11 @@ class ControllerDirectory:
     def __init__(
         self, target: str, link_timeout_s: float = LINK_TIMEOUT_S, certificate: CertificateFiles | None = None
     ) -> None:
-        """`link_timeout_s`: seconds of silence after which a connection counts as cut (`transfer.link_timeout_s`).
-        `certificate`: this node's, None where calls go without TLS."""
-        self._target = target
+        """`target`: where the controller is, ``host:port``, or all controllers with commas. `link_timeout_s`: seconds
+        of silence after which a connection counts as cut (`transfer.link_timeout_s`). `certificate`: this node's, None
+        where calls go without TLS."""
+        self._controllers = ControllerTurns(target)
+        self._told: ControlPlane | None = None
         self._certificate = certificate
         self._link_timeout_s = link_timeout_s
         self._listeners: list[Callable[[tuple[WorkerView, ...]], None]] = []
@@ -145,18 +149,29 @@ class ControllerDirectory:
         except ValueError as error:
             raise ConnectionError(f"an answer that can't be read: {error}") from None
 
+    def control_plane(self) -> ControlPlane | None:
+        """The controllers as they were told last; None where none has told."""
+        return self._told and self._told._replace(away=self._stub is None)
+
     async def _ask(self, call: Callable[..., Any], timeout_s: float = CONNECT_TIMEOUT_S) -> Any:
         """Make one call of the controller, on a connection of its own. Raises as `change_role` does."""
         metadata = access_metadata(cluster_secret())
-        options = channel_options(self._link_timeout_s)
-        async with open_channel(self._target, options, self._certificate) as channel:
+
+        async def ask(channel: grpc.aio.Channel) -> Any:
             stub: Any = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
-            try:
-                return await call(stub, timeout=timeout_s, metadata=metadata)
-            except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
-                    raise RequestError(error.details() or "the controller refuses") from None
-                raise ConnectionError(f"{error.code().name}: {error.details()}") from None
+            return await call(stub, timeout=timeout_s, metadata=metadata)
+
+        try:
+            return await call_leader(self._controllers, self._channel, ask, timeout_s + 1.0)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                raise RequestError(error.details() or "the controller refuses") from None
+            raise ConnectionError(f"{error.code().name}: {error.details()}") from None
+        except TimeoutError:
+            raise ConnectionError(f"no controller of {self._controllers} answers") from None
+
+    def _channel(self, endpoint: str) -> grpc.aio.Channel:
+        return open_channel(endpoint, channel_options(self._link_timeout_s), self._certificate)
 
     def _tell(self, views: tuple[WorkerView, ...]) -> None:
         for listener in list(self._listeners):
@@ -177,6 +192,9 @@ class ControllerDirectory:
                 counters = row.status.counters if status.counters_left_out else status.counters
                 fresh = replace(status, counters=counters, counters_left_out=False)
                 rows[status.name] = replace(row, status=fresh)
+        if message.HasField("control_plane"):
+            plane = message.control_plane
+            self._told = ControlPlane(plane.leader, plane.term, tuple(plane.standbys)) if plane.leader else None
         self._views = tuple(rows.values())
         self._tell(self._views)
 
@@ -184,11 +202,11 @@ class ControllerDirectory:
         pause = self.RETRY_FIRST_S
         metadata = access_metadata(cluster_secret())
         # With certificates each try has a channel of its own, with the files as they are then.
-        patient = self._certificate is None
+        patient = self._certificate is None and not self._controllers.several
         while True:
+            target = self._controllers.current
             try:
-                options = channel_options(self._link_timeout_s)
-                async with open_channel(self._target, options, self._certificate) as channel:
+                async with self._channel(target) as channel:
                     stub: Any = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
                     async for view in stub.Watch(
                         pb.WatchRequest(changes=True), wait_for_ready=patient, metadata=metadata
@@ -202,6 +220,7 @@ class ControllerDirectory:
                 reason = f"a view or a certificate that can't be read: {error}"
             finally:
                 self._stub = None
-            log("controller lost", target=self._target, reason=reason)
+            log("controller lost", target=target, reason=reason)
+            self._controllers.next(target)
             await asyncio.sleep(pause)
             pause = min(pause * 2, self.RETRY_MOST_S)

@@ -27,6 +27,7 @@ from contracts.errors import ErrorKind, RequestError
 from contracts.ids import RequestId, Role
 from contracts.interfaces.discovery import WorkerDirectory
 from contracts.key_file import TenantLimits
+from contracts.messages.control_plane import ControlPlane
 from contracts.messages.router_commands import Command
 from contracts.messages.worker_events import Done, Event, LegReport
 from router.core.answer_asks import AskEnded, FoundAnswer
@@ -102,8 +103,10 @@ class RouterService:
         reporter: LatencyListener | None = None,
         mint: Callable[[], str] = lambda: secrets.token_hex(12),
         kv_index: Path | None = None,
+        control_plane: Callable[[], ControlPlane | None] = lambda: None,
     ) -> None:
-        """`kv_index`: where the table of this host's KV index is; None: there is none."""
+        """`kv_index`: where the table of this host's KV index is; None: there is none. `control_plane` returns what is
+        known of the controllers, None where there is one that nobody replaces."""
         spec = self.spec = served_as(spec, config.router.served_model_name)
         self.config, self.security = config.router, config.security
         self.started = int(time.time())
@@ -145,6 +148,7 @@ class RouterService:
         self.watch = watch if watch.on else None
         self.metrics = PrometheusMetrics(self.core, config.transfer.plane, self.watch, spec.name)
         self.metrics.sources += [self._of_bodies, self.tenants.metrics]
+        self.control_plane = control_plane
         self.latency: LatencyReports | None = None
         """None: no autoscaler is told what requests meet."""
         if reporter is not None and config.autoscaling.enabled:

@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from cache.storage.backends.object_seal import seal, seal_bytes, unpack
 from cache.storage.storage_backend import (
@@ -30,7 +28,7 @@ from cache.storage.storage_backend import (
     ObjectVerdict,
 )
 from contracts.clock import Clock, SystemClock
-from contracts.errors import ConfigError
+from contracts.wire.redis_connection import open_redis
 
 _ROUND_BYTES = 16 * 1024 * 1024
 """Payload of one round trip: bounds the copies in memory and how late a deadline is noticed."""
@@ -50,17 +48,7 @@ class RedisBackend:
     """
 
     def __init__(self, url: str, timeout_s: float = 5.0, ttl_s: int = 0, *, clock: Clock | None = None) -> None:
-        try:
-            self._client: redis.Redis = redis.Redis.from_url(
-                url,
-                socket_timeout=timeout_s,
-                socket_connect_timeout=timeout_s,
-                protocol=2,
-                # A connection that the server closed while idle is replaced once; nothing else is tried twice.
-                retry=Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,)),
-            )
-        except ValueError as error:
-            raise ConfigError(f"cache.storage.url is not the address of a Redis server: {error}") from None
+        self._client = open_redis(url, timeout_s, "cache.storage.url")
         self._timeout_s, self._ttl_s = timeout_s, ttl_s
         self._clock = clock or SystemClock()
         self._rest_until = -1.0

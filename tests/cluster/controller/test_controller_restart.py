@@ -10,9 +10,10 @@ import pytest
 
 from cluster.controller.controller import Controller
 from cluster.controller.controller_actions import EndedProcess, ForgetArenas, KillWorker, LeaseGrant, StartWorker
-from cluster.controller.controller_ledger import ControllerLedger, LedgerLost, MemoryLedger, SqliteLedger
+from cluster.controller.controller_ledger import ControllerLedger, LedgerLost, MemoryLedger
 from cluster.controller.controller_table import ControllerTable
 from cluster.controller.node_table import NodePlace
+from cluster.controller.sqlite_ledger import SqliteLedger
 from cluster.controller.wanted_worker import WantedWorker, from_ledger, to_ledger
 from cluster.controller.worker_states import WorkerState
 from cluster.processes.restart_policy import RestartHistory

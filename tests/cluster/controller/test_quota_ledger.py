@@ -75,7 +75,7 @@ def test_the_slice_of_a_router_that_doesnt_come_again_is_taken_back() -> None:
 
 
 def test_of_a_router_that_is_new_here_nothing_is_known_that_it_used_before() -> None:
-    """So it is after a restart of the controller."""
+    """So it is where the controller before has kept nothing."""
     scene = Ledger()
     assert scene.lease("a", used=QuotaAmounts(5000, 100_000)).left == LIMITS
     assert scene.lease("a", used=QuotaAmounts(5001, 100_010)).left == QuotaAmounts(59, 5990, 10)
@@ -104,20 +104,64 @@ def test_tenants_and_routers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert scene.lease("r2", QuotaAmounts(1, 1, 1)).granted == QuotaAmounts(1, 1, 1)
 
 
+def test_the_next_controller_goes_on_with_buckets_and_slices_and_knows_what_was_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    scene = Ledger()
+    assert not scene.ledger.changed
+    scene.lease("a", QuotaAmounts(50, 1000, 6))
+    scene.lease("b", used=QuotaAmounts(7, 70), tenant="other")
+    assert scene.ledger.changed
+    kept = scene.ledger.kept()
+    assert not scene.ledger.changed
+    scene.clock.advance(30.0)
+    scene.ledger = QuotaLedger(scene.clock, kept)
+    assert scene.lease("b", QuotaAmounts(50, 0, 6)) == QuotaSlice(
+        "acme", QuotaAmounts(10, 0, 4), QuotaAmounts(0, 5000, 0)
+    ), "the time without a controller fills no bucket"
+    assert scene.lease("b", used=QuotaAmounts(8, 71), tenant="other").left == QuotaAmounts(59, 5999, 10)
+    assert scene.lease("a", used=QuotaAmounts(20, 500)).left.tokens == 5500
+    for broken in ("no JSON", "[1]", '{"acme": [1, 2]}', '{"acme": [[60, 6000, 10, 9], 1, 1, {}]}'):
+        assert QuotaLedger(scene.clock, broken).lease("a", QuotaClaim("acme", LIMITS, NONE, NONE)).left == LIMITS
+        assert "can't be read" in caplog.text
+        caplog.clear()
+
+
+def test_what_is_kept_is_bounded_and_of_who_was_asked_for_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quota_ledger, "MOST_KEPT", 6)
+    scene = Ledger()
+    for number in range(10):
+        scene.lease("a", QuotaAmounts(60), tenant=f"t{number}")
+    scene.ledger = QuotaLedger(scene.clock, scene.ledger.kept())
+    assert len(scene.ledger) == 3
+    assert scene.lease("b", tenant="t9").left.requests == 0
+    assert scene.lease("b", tenant="t6").left.requests == 60
+
+
 AMOUNTS = st.integers(-5, 80)
 
 
-@given(st.lists(st.tuples(st.floats(0, 8), st.sampled_from("abc"), AMOUNTS, AMOUNTS, st.integers(0, 60)), max_size=60))
+STEP = st.tuples(st.floats(0, 8), st.sampled_from("abc"), AMOUNTS, AMOUNTS, st.integers(0, 60), st.booleans())
+
+
+@given(st.lists(STEP, max_size=60))
 def test_what_routers_hold_and_what_is_left_is_never_more_than_the_limit(
-    steps: list[tuple[float, str, int, int, int]],
+    steps: list[tuple[float, str, int, int, int, bool]],
 ) -> None:
+    """Nor where the next controller goes on in the middle of it."""
     scene, used, held = Ledger(), dict.fromkeys("abc", 0.0), dict[str, tuple[float, QuotaAmounts]]()
-    for later, router, requests, places, spent in steps:
+    replaced = False
+    for later, router, requests, places, spent, next_controller in steps:
         scene.clock.advance(later)
+        if next_controller:
+            scene.ledger = QuotaLedger(scene.clock, scene.ledger.kept())
         used[router] += spent
         part = scene.lease(router, QuotaAmounts(requests, 0, places), QuotaAmounts(used[router]))
         held[router] = scene.clock.now(), part.granted
         valid = [amounts for at, amounts in held.values() if scene.clock.now() - at < VALID_S]
         assert all(amounts.requests >= 0 and amounts.concurrent >= 0 for amounts in valid)
         assert sum(amounts.requests for amounts in valid) + part.left.requests <= LIMITS.requests + 1e-6
-        assert sum(amounts.concurrent for amounts in valid) + part.left.concurrent == LIMITS.concurrent
+        places_known = sum(amounts.concurrent for amounts in valid) + part.left.concurrent
+        assert places_known <= LIMITS.concurrent
+        replaced = replaced or next_controller  # Which counts slices as claimed again.
+        assert replaced or places_known == LIMITS.concurrent

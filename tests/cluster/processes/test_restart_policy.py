@@ -90,7 +90,7 @@ def keep_alive(router: Router, clock: ManualClock, hangs: bool = False) -> list[
     services.__dict__ |= {
         "_prepared": types.SimpleNamespace(config=Config(cluster=CONFIG)),
         "_say": lines.append,
-        "_controller": types.SimpleNamespace(tend=lambda: ""),
+        "_controllers": [types.SimpleNamespace(tend=lambda: "")],
         "_kv_index": None,
         "routers": [(kept, type("P", (Probe,), {"hangs": hangs})())],
     }

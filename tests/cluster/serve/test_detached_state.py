@@ -36,6 +36,7 @@ def state(folder: Path, prepared: ServePlan) -> DetachedState:
         secret="aa",
         arena="bb",
         controller_port=4711,
+        standby_ports=[4712],
         ray="127.0.0.1:6379",
         ray_build="Ray 1, Python 2",
         services={"controller": ServiceProcess(7, 8, "0.1+abc")},

@@ -1,0 +1,109 @@
+"""Leadership: which of several controllers grants leases, and until when.
+
+Controllers of one ledger (`LeasedLedger`) are alike. Who finds no leader's lease leads; the others wait. The leader
+renews its lease, and counts it from before each renewal was sent, less a margin: so it stops granting before another
+controller can begin. The next leader gives each worker that had a lease a whole one from its beginning on, which is
+later than the end of any that its predecessor has granted.
+
+The logic alone: the clock is injected, and whoever calls does the waiting.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from cluster.controller.controller_ledger import LeasedLedger, LedgerLeader, LedgerLost
+from contracts.clock import Clock
+
+log = logging.getLogger("twinpool.controller")
+
+MARGIN_SHARE = 0.1
+"""Part of a lease that its holder doesn't use: the clocks of two machines may run so differently."""
+RENEWALS = 4
+"""Renewals of a leader's lease within its length."""
+
+
+class Leadership:
+    """One controller's part in it. Used from one thread, but for `held`."""
+
+    def __init__(
+        self, ledger: LeasedLedger, clock: Clock, endpoint: str, host: str, lease_s: float, *, first: bool
+    ) -> None:
+        """`first`: whether this controller may be the first of a ledger that nobody has begun with."""
+        self._ledger, self._clock, self._first = ledger, clock, first
+        self._endpoint, self._host, self._lease_s = endpoint, host, lease_s
+        self._until: float | None = None
+        self._renew_at = 0.0
+        self._said = ""
+        self.leader: LedgerLeader | None = None
+        """Who led at the latest look."""
+        self.standbys: tuple[str, ...] = ()
+        """Who waited to lead at the latest look."""
+
+    @property
+    def held(self) -> bool:
+        """Whether this controller leads, by its own clock: only then may it grant anything. Any thread."""
+        return self._until is not None and self._clock.now() < self._until
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds between two calls of `take`, or of `renew`, at most."""
+        return self._lease_s / (2 * RENEWALS)
+
+    def take(self) -> bool:
+        """Lead if nobody does; returns whether this controller leads now. A ledger that can't be reached is said once
+        and tried again with the next call."""
+        sent_at = self._clock.now()
+        try:
+            if self._ledger.take(self._endpoint, self._host, self._lease_s, first=self._first):
+                self._count(sent_at)
+                self._look()
+                self._say(f"leads, term {self.leader.term if self.leader is not None else '?'}")
+                return True
+            self._ledger.stand_by(self._endpoint, self._lease_s)
+            self._look()
+        except OSError as error:
+            self._say(f"waits for its ledger: {error}")
+        else:
+            who = f"{self.leader.endpoint} leads" if self.leader is not None else "nobody has led yet"
+            self._say(f"stands by: {who}")
+        return False
+
+    def renew(self, *, now: bool = False) -> None:
+        """Renew the lease where that is due, or `now`. A ledger that can't be reached is said once; the lease runs out
+        then. Raises `LedgerLost` where another controller has begun."""
+        sent_at = self._clock.now()
+        if sent_at < self._renew_at and not now:
+            return
+        try:
+            self._ledger.renew(self._lease_s)
+            self._count(sent_at)
+            self._look()
+        except OSError as error:
+            self._renew_at = sent_at + self.pause_s
+            self._say(f"can't renew its lease: {error}")
+        except LedgerLost:
+            self._until = None
+            raise
+        else:
+            self._say(f"leads, term {self.leader.term if self.leader is not None else '?'}")
+
+    def resign(self) -> None:
+        """Lead no more, so that a standby begins at once. A ledger that can't be reached lets the lease run out."""
+        self._until = None
+        try:
+            self._ledger.resign()
+        except OSError as error:
+            log.warning("the leader's lease is left to run out: %s", error)
+
+    def _count(self, sent_at: float) -> None:
+        self._until = sent_at + (1 - MARGIN_SHARE) * self._lease_s
+        self._renew_at = sent_at + self._lease_s / RENEWALS
+
+    def _look(self) -> None:
+        self.leader, self.standbys = self._ledger.leader(), self._ledger.standbys()
+
+    def _say(self, what: str) -> None:
+        if what != self._said:
+            log.warning("this controller %s", what, extra={"endpoint": self._endpoint})
+        self._said = what

@@ -1,0 +1,328 @@
+"""Leadership by itself, with a clock moved by hand and a ledger that can go away; and what a leader that isn't one any
+more answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from functools import partial
+
+import grpc
+import grpc.aio
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.controller import controller_client
+from cluster.controller.controller import Controller
+from cluster.controller.controller_actions import StartWorker
+from cluster.controller.controller_client import ControllerAway, ControllerClient
+from cluster.controller.controller_ledger import LedgerLeader, LedgerLost, MemoryLedger
+from cluster.controller.controller_server import ControllerServer
+from cluster.controller.leadership import Leadership
+from cluster.worker_process.lease_keeper import LeaseKeeper, LeaseRefused
+from contracts.clock import ManualClock
+from contracts.config.cluster_config import ClusterConfig
+from contracts.errors import RequestError
+from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages.worker_status import WorkerLimits, WorkerRecord
+from contracts.proto import worker_pb2 as pb
+from contracts.proto import worker_pb2_grpc as pb_grpc
+from contracts.wire.controller_turns import NOT_LEADING
+from router.links.controller_directory import ControllerDirectory
+from tests.cluster.fake_worker import FakeWorker
+from tests.redis_servers import free_port
+
+LEASE_S = 8.0
+NAME = WorkerName("decode-0")
+WAIT_S = 20.0
+
+
+class SharedTable:
+    """What the ledgers of several controllers share: a plain model of a leased ledger."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self.clock = clock
+        self.writer: object = None
+        self.term = 0
+        self.leader, self.until = "", 0.0
+
+    def led_by(self) -> str:
+        return self.leader if self.clock.now() < self.until else ""
+
+
+class ModelLedger(MemoryLedger):
+    """One controller's view of a `SharedTable`, which it can't reach while `away`."""
+
+    def __init__(self, table: SharedTable) -> None:
+        super().__init__()
+        self.table = table
+        self.away = False
+
+    def reach(self) -> None:
+        if self.away:
+            raise OSError("the ledger is away")
+
+    def check(self) -> list[str]:
+        return []
+
+    def take(self, endpoint: str, host: str, lease_s: float, *, first: bool) -> bool:
+        self.reach()
+        if self.table.led_by() not in ("", endpoint) or not (self.table.term or first):
+            return False
+        self.table.writer, self.table.leader = self, endpoint
+        self.table.term += 1
+        self.table.until = self.table.clock.now() + lease_s
+        return True
+
+    def renew(self, lease_s: float) -> None:
+        self.reach()
+        if self.table.writer is not self:
+            raise LedgerLost("another controller has begun")
+        self.table.until = self.table.clock.now() + lease_s
+
+    def resign(self) -> None:
+        self.reach()
+        if self.table.writer is self:
+            self.table.until = 0.0
+
+    def leader(self) -> LedgerLeader | None:
+        self.reach()
+        led_by = self.table.led_by()
+        return LedgerLeader(led_by, "h", self.table.term, self.table.until - self.table.clock.now()) if led_by else None
+
+    def stand_by(self, endpoint: str, for_s: float) -> None:
+        self.reach()
+
+    def standbys(self) -> tuple[str, ...]:
+        self.reach()
+        return ()
+
+    def forget(self) -> None:
+        self.reach()
+
+    def close(self) -> None: ...
+
+
+class Rivals:
+    """Controllers of one table."""
+
+    def __init__(self, count: int = 2) -> None:
+        self.clock = ManualClock(100.0)
+        self.table = SharedTable(self.clock)
+        self.ledgers = [ModelLedger(self.table) for _ in range(count)]
+        self.sides = [
+            Leadership(ledger, self.clock, f"h:{number}", "h", LEASE_S, first=not number)
+            for number, ledger in enumerate(self.ledgers)
+        ]
+
+    def holders(self) -> list[int]:
+        return [number for number, side in enumerate(self.sides) if side.held]
+
+
+def test_a_leader_that_cant_renew_stops_before_another_can_begin() -> None:
+    scene = Rivals()
+    first, second = scene.sides
+    assert not second.take()
+    assert first.take()
+    scene.clock.advance(LEASE_S / 4)
+    scene.ledgers[0].away = True
+    first.renew()
+    assert first.held
+    assert not second.take()
+    scene.clock.advance(0.66 * LEASE_S)
+    first.renew()
+    assert not first.held, "a margin before its end by the ledger's clock"
+    assert not second.take()
+    scene.clock.advance(0.1 * LEASE_S)
+    assert second.take()
+    scene.ledgers[0].away = False
+    with pytest.raises(LedgerLost):
+        first.renew(now=True)
+    assert scene.holders() == [1]
+
+
+def test_a_ledger_that_is_back_in_time_costs_nothing_and_later_it_is_taken_again() -> None:
+    scene = Rivals(1)
+    (side,) = scene.sides
+    assert side.take()
+    scene.ledgers[0].away = True
+    scene.clock.advance(0.8 * LEASE_S)
+    side.renew()
+    assert side.held
+    scene.ledgers[0].away = False
+    scene.clock.advance(side.pause_s / 2)
+    side.renew(now=True)
+    scene.clock.advance(0.8 * LEASE_S)
+    assert side.held
+    scene.ledgers[0].away = True
+    scene.clock.advance(LEASE_S)
+    assert not side.take()
+    assert not side.held
+    scene.ledgers[0].away = False
+    assert side.take()
+    assert side.held
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["pass", "take", "renew", "away", "back", "resign"]), st.integers(0, 2), st.floats(0, 5)
+        ),
+        max_size=60,
+    )
+)
+def test_never_do_two_hold_the_lease_whatever_happens(steps: list[tuple[str, int, float]]) -> None:
+    scene = Rivals(3)
+    for what, number, later in steps:
+        side, ledger = scene.sides[number], scene.ledgers[number]
+        match what:
+            case "pass":
+                scene.clock.advance(later)
+            case "take" if not side.held:
+                side.take()
+            case "renew" if side.held:
+                try:
+                    side.renew(now=True)
+                except LedgerLost:
+                    assert not side.held
+            case "away" | "back":
+                ledger.away = what == "away"
+            case "resign":
+                side.resign()
+        assert len(scene.holders()) <= 1
+        if holders := scene.holders():
+            assert scene.table.writer is scene.ledgers[holders[0]]
+
+
+# ---------------------------------------------------------------- a controller that leads no more, and the next one
+
+
+class TwoControllers:
+    """A controller that has lost its lease and still listens, and one that leads, over real gRPC."""
+
+    def __init__(self) -> None:
+        self.leads = [True, True]
+        self.clock = ManualClock()
+        self.cores = [Controller(self.clock, ClusterConfig(), MemoryLedger()) for _ in range(2)]
+        self.servers = [
+            ControllerServer(core, leads=partial(self.leads.__getitem__, number))
+            for number, core in enumerate(self.cores)
+        ]
+        for server in self.servers:
+            server.call(lambda core: core.pools.add(NAME, Role.DECODE))
+            assert [a for a in server.call(Controller.tick) if isinstance(a, StartWorker)]
+        self.nobody = f"127.0.0.1:{free_port()}"
+
+    @property
+    def endpoints(self) -> str:
+        """Of a controller that is gone, then of the one that leads no more, then of the leader."""
+        return ",".join([self.nobody, *(server.endpoint for server in self.servers)])
+
+    def keeper(self, lost: list[str]) -> LeaseKeeper:
+        record = WorkerRecord(
+            NAME, Role.DECODE, Incarnation(1), 7, "n", "127.0.0.1:1", "tcp://x", WorkerLimits(8, 8), stream="s"
+        )
+        worker = FakeWorker(incarnation=1)
+        return LeaseKeeper(record, self.endpoints, ManualClock(), 0.01, worker.status, lost.append)
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.close()
+
+
+@pytest.fixture
+def two() -> Iterator[TwoControllers]:
+    two = TwoControllers()
+    yield two
+    two.close()
+
+
+def test_who_doesnt_lead_grants_nothing_and_says_so(two: TwoControllers) -> None:
+    two.leads[0] = False
+    keeper = two.keeper([])
+
+    async def ask() -> list[grpc.aio.AioRpcError]:
+        refusals = []
+        async with grpc.aio.insecure_channel(two.servers[0].endpoint) as channel:
+            stub = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
+            for call in (
+                stub.Register(pb.Registration()),
+                stub.Renew(keeper._renewal()),
+                stub.LeaseQuota(pb.QuotaClaims(router="r")),
+                stub.Add(pb.PoolSize(role="decode", count=1)),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await call
+                refusals.append(refused.value)
+        return refusals
+
+    assert {(e.code(), e.details()) for e in asyncio.run(ask())} == {(grpc.StatusCode.UNAVAILABLE, NOT_LEADING)}
+    two.clock.advance(ClusterConfig().start_timeout_s)
+    before = two.cores[0].table.version
+    assert two.servers[0].tick() == ""
+    assert two.cores[0].table.version == before, "a start that is overdue is the leader's to end"
+    two.leads[0] = True
+    two.servers[0].tick()
+    assert two.cores[0].table.version > before
+
+
+def test_a_worker_finds_the_leader_and_follows_it_when_it_changes(two: TwoControllers) -> None:
+    two.leads[0] = False
+
+    async def life() -> None:
+        lost: list[str] = []
+        keeper = two.keeper(lost)
+        await keeper.start(WAIT_S)
+        while not two.servers[1].call(lambda core: core.views()[0].status.pages_total):
+            await asyncio.sleep(0.01)
+        assert keeper._stream is not None, "renewals go as frames by now, and end with the leader"
+        two.leads[:] = [True, False]
+        two.servers[0].call(lambda core: core.register(keeper._record))
+        while not two.servers[0].call(lambda core: core.views()[0].status.pages_total):
+            await asyncio.sleep(0.01)
+        assert not lost
+        await keeper.leave()
+
+    asyncio.run(asyncio.wait_for(life(), WAIT_S))
+    states = [server.call(lambda core: core.views()[0].status.state) for server in two.servers]
+    assert states == ["left", "ready"]
+
+
+def test_where_nobody_leads_a_worker_gives_up_in_time(two: TwoControllers) -> None:
+    two.leads[:] = [False, False]
+    with pytest.raises(LeaseRefused, match="can't be reached"):
+        asyncio.run(asyncio.wait_for(two.keeper([]).start(1.0), WAIT_S))
+
+
+def test_the_supervisors_calls_and_a_routers_find_the_leader(
+    two: TwoControllers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two.leads[0] = False
+    client = ControllerClient(two.endpoints, 5.0)
+    try:
+        client.supervise(list)
+        assert [view.record.name for view in client.views()] == [NAME]
+        assert client.add(Role.PREFILL, 1) == (WorkerName("prefill-0"),)
+        assert len(two.cores[0].views()) == 1
+        two.leads[1] = False
+        monkeypatch.setattr(controller_client, "CALL_S", 0.5)
+        with pytest.raises(ControllerAway, match=two.nobody):
+            client.add(Role.PREFILL, 1)
+    finally:
+        client.close()
+    two.leads[1] = True
+    two.servers[1].tell(two.servers[1].endpoint, 4, ("h:1",))
+
+    async def route() -> None:
+        directory = ControllerDirectory(two.endpoints)
+        seen = asyncio.Event()
+        unwatch = directory.watch(lambda views: seen.set())
+        await seen.wait()
+        assert directory.control_plane() == (two.servers[1].endpoint, 4, ("h:1",), False)
+        with pytest.raises(RequestError, match="not draining"):
+            await directory.undrain(NAME)
+        unwatch()
+
+    asyncio.run(asyncio.wait_for(route(), WAIT_S))
