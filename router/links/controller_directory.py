@@ -32,11 +32,12 @@ from contracts.wire.secure_grpc import open_channel
 from contracts.wire.settings_protobuf import answer_from_proto, change_to_proto
 from contracts.wire.unknown_kinds import known
 from contracts.wire.worker_protobuf import status_from_proto, view_from_proto
-from router.links.grpc_worker import CONNECT_TIMEOUT_S, LINK_TIMEOUT_S, GrpcWorkerClient
+from router.links.grpc_worker import LINK_TIMEOUT_S, GrpcWorkerClient
 from router.state.router_log import log
 
-SETTINGS_TIMEOUT_S = 18.0
-"""Seconds for a change of settings: the supervisor's answer, which the controller waits for, and the way."""
+COMMAND_TIMEOUT_S = 20.0
+"""Seconds for an operator's call: a controller that has ended is started again, or another leads, within seconds, and
+the command is then carried out instead of refused."""
 LEASE_TIMEOUT_S = 1.0
 """Seconds for which a request waits for its tenant's slice at most; then the controller counts as away."""
 
@@ -106,9 +107,7 @@ class ControllerDirectory:
         return tuple(WorkerName(name) for name in answer.workers)
 
     async def change_settings(self, change: SettingsChange) -> SettingsAnswer:
-        answer = await self._ask(
-            lambda stub, **options: stub.ChangeSettings(change_to_proto(change), **options), SETTINGS_TIMEOUT_S
-        )
+        answer = await self._ask(lambda stub, **options: stub.ChangeSettings(change_to_proto(change), **options))
         try:
             return answer_from_proto(answer)
         except ValueError as error:
@@ -153,16 +152,16 @@ class ControllerDirectory:
         """The controllers as they were told last; None where none has told."""
         return self._told and self._told._replace(away=self._stub is None)
 
-    async def _ask(self, call: Callable[..., Any], timeout_s: float = CONNECT_TIMEOUT_S) -> Any:
+    async def _ask(self, call: Callable[..., Any]) -> Any:
         """Make one call of the controller, on a connection of its own. Raises as `change_role` does."""
         metadata = access_metadata(cluster_secret())
 
         async def ask(channel: grpc.aio.Channel) -> Any:
             stub: Any = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
-            return await call(stub, timeout=timeout_s, metadata=metadata)
+            return await call(stub, timeout=COMMAND_TIMEOUT_S + 1.0, wait_for_ready=True, metadata=metadata)
 
         try:
-            return await call_leader(self._controllers, self._channel, ask, timeout_s + 1.0)
+            return await call_leader(self._controllers, self._channel, ask, COMMAND_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                 raise RequestError(error.details() or "the controller refuses") from None

@@ -119,6 +119,9 @@ class ControllerFake(pb_grpc.ControllerServicer):
             yield pb.ClusterView(workers=[self._view(w) for w in self.cluster.workers.values()])
             await self._changed.wait()
 
+    async def Drain(self, request: pb.DrainTarget, context: Any) -> pb.WorkerNames:
+        return pb.WorkerNames(workers=[request.name])
+
     @staticmethod
     def _view(worker: FakeWorker) -> pb.WorkerView:
         r = worker.record

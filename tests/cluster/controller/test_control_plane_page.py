@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from cli.admin_client import controllers_line
-from cli.commands import parser
+from cli.command_line import parser
 from cluster.ray_nodes.control_store import StoredTables
 from contracts.config.ledger_place import controller_endpoints
 from contracts.config.load_config import load_config

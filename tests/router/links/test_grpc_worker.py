@@ -186,6 +186,24 @@ async def test_the_directory_follows_the_controller_and_outlives_it() -> None:
     assert directory._task is None
 
 
+async def test_a_command_waits_for_a_controller_that_is_started_again() -> None:
+    refused = asyncio.Event()
+
+    def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+        refused.set()
+
+    nobody = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    port = nobody.sockets[0].getsockname()[1]
+    command = asyncio.create_task(ControllerDirectory(f"127.0.0.1:{port}").drain("decode-0"))
+    await refused.wait()
+    nobody.close()
+    await nobody.wait_closed()
+    controller, _, _ = await start_controller(FakeCluster(), port)
+    assert await command == ("decode-0",)
+    await controller.stop(0)
+
+
 @pytest.mark.slow
 async def test_a_router_serves_over_grpc_and_replays_when_a_worker_restarts() -> None:
     cluster = FakeCluster()
