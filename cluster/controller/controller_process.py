@@ -142,9 +142,10 @@ class ControllerProcess:
         self._leave(core)
 
     def _leave(self, core: Controller) -> None:
-        """Give the ledger up, and with it the table of a cluster that has ended in order."""
+        """Give the ledger up, and with it the table of a cluster that has ended in order: that may have been by another
+        leader, so that this one took an empty table over."""
         try:
-            if core.shutting_down:
+            if core.shutting_down or not core.table.rows:
                 self._ledger.forget()
         except OSError as error:
             log.warning("the table of the ended cluster is left behind: %s", error)

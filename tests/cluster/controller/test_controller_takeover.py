@@ -207,6 +207,21 @@ def test_the_table_of_a_cluster_that_ended_in_order_is_not_left_on_the_server(si
     assert not server.client.keys("twinpool-ledger:*")
 
 
+def test_who_took_over_what_an_ended_cluster_left_leaves_nothing_on_the_server(
+    site: Site, server: LedgerServer
+) -> None:
+    first = site.start(0)
+    site.start(1)
+    site.serve()
+    site.client.shut_down()
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(WAIT_S) == 0
+    site.until(lambda: "this controller leads" in site.log(1), "the next leader")
+    site.everyone[1].send_signal(signal.SIGTERM)
+    assert site.everyone[1].wait(WAIT_S) == 0
+    assert not server.client.keys("twinpool-ledger:*")
+
+
 def test_a_password_on_the_command_line_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "cluster.controller.controller_process", "--port", str(free_port())]
     ended = subprocess.run(
