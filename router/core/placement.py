@@ -23,6 +23,7 @@ from contracts.ids import RequestId, Role
 from router.core.local_prefill import LocalPrefill, LocalReason
 from router.core.routing_policies import RoutingAsk, RoutingPolicy
 from router.kv_indexer.prefix_indexes import PrefixIndexes, PromptHits
+from router.state.able_workers import AbleWorkers
 from router.state.prefill_queue import TtftPrediction
 from router.state.routed_request import RoutedRequest
 from router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
@@ -90,20 +91,23 @@ class Placement:
     def _pick_pair(self, r: RoutedRequest, now: float) -> WorkerPair | None:
         """A prefill worker, and the decode worker to which it hands the request over."""
         to_decode = r.max_len - r.next_position > 1
-        classes = None
+        classes = decoders = None
         if to_decode:
             # The request can only go on where a decode worker is of the same hand-over class.
-            classes = self._workers.classes(Role.DECODE, r.max_len, r.avoid, now)
-            if not classes:
+            decoders = self._workers.able(Role.DECODE, r.max_len, r.avoid, now)
+            if not decoders:
                 return None  # before the indexes are asked: many requests may wait
+            classes = decoders.classes()
         prefill = self._pick_prefill(Role.PREFILL, r, now, classes)
         if prefill is None:
             return None
-        if not to_decode:
+        if decoders is None:
             return WorkerPair(prefill, None)
         spoiled = {decode for other, decode in r.spoiled if other == prefill.key}
         hits = self._indexes.hits(r.hashes, now)
-        able = self._able(Role.DECODE, r.max_len, r.avoid, now, {prefill.handover}, spoiled)
+        able = decoders.of_class({prefill.handover})
+        if spoiled:
+            able = able.where(lambda e: e.key not in spoiled) or able
         return WorkerPair(prefill, self._policy.decode(able, self._ask(r, hits, now))) if able else None
 
     def _pick_local(
@@ -121,7 +125,7 @@ class Placement:
             reason = LocalReason.HANDOVER_FAILED
         hits = self._indexes.hits(r.hashes, now)
         if reason is LocalReason.EARLIER:
-            able = [e for e in able if local.has_room(e, r.next_position - hits.held.get(e.key, 0))]
+            able = able.where(lambda e: local.has_room(e, r.next_position - hits.held.get(e.key, 0)))
             if not able:
                 return None
         decode = self._policy.local(able, self._ask(r, hits, now))
@@ -140,9 +144,9 @@ class Placement:
         return self._policy.prefill(able, self._ask(r, self._indexes.hits(r.hashes, now), now)) if able else None
 
     @staticmethod
-    def _in_class(r: RoutedRequest, able: list[WorkerEntry]) -> list[WorkerEntry]:
+    def _in_class(r: RoutedRequest, able: AbleWorkers) -> AbleWorkers:
         """Those in whose numerics class the answer can go on."""
-        return [e for e in able if e.numerics == r.numerics] if r.told else able
+        return able.where(lambda e: e.numerics == r.numerics) if r.told else able
 
     def pick_decode(
         self, r: RoutedRequest, avoid: Mapping[WorkerKey, float], now: float, classes: Container[str]
@@ -160,12 +164,9 @@ class Placement:
         avoid: Mapping[WorkerKey, float],
         now: float,
         classes: Container[str] | None,
-        spoiled: Container[WorkerKey] = (),
-    ) -> list[WorkerEntry]:
+    ) -> AbleWorkers:
         able = self._workers.able(role, need, avoid, now)
-        if classes is not None:
-            able = [e for e in able if e.handover in classes]
-        return ([e for e in able if e.key not in spoiled] or able) if spoiled else able
+        return able.of_class(classes) if classes is not None else able
 
     def _chosen(self, entry: WorkerEntry) -> WorkerEntry:
         self._turn += 1
@@ -265,6 +266,7 @@ class Placement:
         entry = self._workers.get(r.prefill) if r.prefill else None
         if entry is not None:
             entry.prompts.computed(r.id, now)
+            entry.touch()
             if r.expected is not None and not r.attempt:
                 entry.prompts.came(r.expected, now - r.arrived)
         r.expected = None

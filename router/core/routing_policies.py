@@ -13,9 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from contracts.config.cache_config import PrefetchConfig
 from router.core.worker_rates import PoolRates
 from router.kv_indexer.prefix_indexes import PromptHits
+from router.state.able_workers import UNKNOWN_ROOM, AbleWorkers
 from router.state.worker_table import SEQUENCE_TOKENS, WorkerEntry
 
 
@@ -47,7 +51,8 @@ class RoutingPolicy(Protocol):
 
 
 def least_loaded(able: Sequence[WorkerEntry]) -> WorkerEntry:
-    return min(able, key=lambda e: (e.whole_load, e.turn))
+    some = AbleWorkers.of(able)
+    return some.least(some.column("whole_load"), some.column("turn"))
 
 
 class LeastLoaded:
@@ -63,7 +68,8 @@ class RoundRobin:
     """The worker that was chosen longest ago."""
 
     def prefill(self, able: Sequence[WorkerEntry], ask: RoutingAsk) -> WorkerEntry:
-        return min(able, key=lambda e: e.turn)
+        some = AbleWorkers.of(able)
+        return some.least(some.column("turn"))
 
     decode = local = prefill
 
@@ -107,33 +113,28 @@ class CacheAware:
         self._rates, self._prefetch = rates, prefetch
 
     def prefill(self, able: Sequence[WorkerEntry], ask: RoutingAsk) -> WorkerEntry:
-        device, held, storage = ask.hits.device, ask.hits.held, ask.hits.storage
-        positions, now, known = ask.positions, ask.now, self._rates.known
-        costs: list[tuple[float, int, int]] = []
-        for e in able:  # No function a worker: there may be a thousand.
-            here = held.get(e.key, 0)
-            uncached = positions - here
-            tokens: float = e.load + e.others + uncached
-            if (rates := known.get(e.key)) is not None:
-                if e.load:
-                    tokens -= e.prompts.under_way(rates.tokens_per_s, now)
-                if storage > here:
-                    tokens -= self._stored(storage - here, rates.tokens_per_s)
-                tokens *= rates.slowness
-                if here:
-                    tokens += (here - device.get(e.key, 0)) * rates.load_share
-            costs.append((tokens, uncached, e.turn))
-        return able[min(range(len(able)), key=costs.__getitem__)]
+        some = AbleWorkers.of(able)
+        slowness, load_share, per_s = self._rates.of(some).T
+        here, measured = ask.hits.held_of(some), per_s > 0
+        uncached = ask.positions - here
+        tokens = (some.column("whole_load") + uncached).astype(np.float64)
+        if measured.any():
+            first, since = some.column("first_tokens"), some.column("worked_from")
+            under_way = np.minimum(first, (ask.now - since) * per_s)
+            tokens -= np.where(measured & (some.column("load") != 0), under_way, 0.0)
+            if ask.hits.storage:
+                stored = self._stored(np.maximum(0, ask.hits.storage - here), per_s)
+                tokens -= np.where(measured, stored, 0.0)
+            loaded = (here - ask.hits.device_of(some)) * load_share
+            tokens = np.where(measured, tokens * slowness + loaded, tokens)
+        return some.least(tokens, uncached, some.column("turn"))
 
     def decode(self, able: Sequence[WorkerEntry], ask: RoutingAsk) -> WorkerEntry:
-        device, positions = ask.hits.device, max(1, ask.positions)
-
-        def cost(e: WorkerEntry) -> tuple[int, float, int]:
-            here = device.get(e.key, 0)
-            short = max(0, ask.max_len - here - e.headroom) if e.headroom is not None else 0
-            return (short, e.load + e.others - min(1.0, here / positions), e.turn)
-
-        return min(able, key=cost)
+        some, positions = AbleWorkers.of(able), max(1, ask.positions)
+        here, room = ask.hits.device_of(some), some.column("headroom")
+        short = np.where(room == UNKNOWN_ROOM, 0, np.maximum(0, ask.max_len - here - room))
+        load = some.column("whole_load") - np.minimum(1.0, here / positions)
+        return some.least(short, load, some.column("turn"))
 
     def local(self, able: Sequence[WorkerEntry], ask: RoutingAsk) -> WorkerEntry:
         held = ask.hits.held
@@ -146,11 +147,11 @@ class CacheAware:
 
         return min(able, key=cost)
 
-    def _stored(self, tokens: int, tokens_per_s: float) -> float:
+    def _stored(self, tokens: NDArray[np.int64], tokens_per_s: NDArray[np.float64]) -> NDArray[np.float64]:
         """Tokens that needn't be computed as storage has them, less those computed while they are read at the rate of
         `cache.prefetch`."""
         reading = (self._prefetch.base_s + self._prefetch.per_token_s * tokens) * tokens_per_s
-        return max(0.0, tokens - reading)
+        return np.where(tokens > 0, np.maximum(0.0, tokens - reading), 0.0)
 
 
 def make_policy(name: str, rates: PoolRates, prefetch: PrefetchConfig, rng: random.Random) -> RoutingPolicy:

@@ -7,13 +7,17 @@ off by more than a factor of 1.4, and then in powers of two.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log2
 from statistics import median
 
+import numpy as np
+from numpy.typing import NDArray
+
 from contracts.ids import Role
-from router.state.worker_table import WorkerEntry, WorkerKey
+from router.state.able_workers import AbleWorkers
+from router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
 
 LOAD_SHARE = 0.1
 """What loading a token from host memory costs where it wasn't measured, in tokens that are computed meanwhile."""
@@ -35,6 +39,15 @@ class PoolRates:
 
     def __init__(self) -> None:
         self.known: Mapping[WorkerKey, WorkerRates] = {}
+        self._keys: list[WorkerKey] = []
+        self._rows = _rows((), {})
+
+    def of(self, able: AbleWorkers) -> NDArray[np.float64]:
+        """The rates of these workers, a row each: slowness, load share, tokens a second; the last is 0 where it isn't
+        known. (workers, 3)."""
+        if self._keys is able.columns.keys:
+            return self._rows[able.at]
+        return _rows([e.key for e in able], self.known)
 
     def follow(self, workers: Iterable[WorkerEntry]) -> None:
         """Take in the table of workers, with their latest counters."""
@@ -52,3 +65,13 @@ class PoolRates:
             )
             for key, (computed, loaded) in told.items()
         }
+        self._keys = workers.keys if isinstance(workers, WorkerTable) else []
+        self._rows = _rows(self._keys, self.known)
+
+
+def _rows(keys: Sequence[WorkerKey], known: Mapping[WorkerKey, WorkerRates]) -> NDArray[np.float64]:
+    found = np.zeros((len(keys), 3))
+    for at, key in enumerate(keys):
+        if (rates := known.get(key)) is not None:
+            found[at] = rates.slowness, rates.load_share, rates.tokens_per_s
+    return found

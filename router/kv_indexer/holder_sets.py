@@ -124,8 +124,10 @@ class HolderSets:
     def count(self, old: NDArray[np.uint64], new: NDArray[np.uint64]) -> None:
         """Note that blocks with the values `old` have the values `new` now, and no reader can take them for the old
         ones any more: rows that no block names are free."""
-        gone = _rows_in(old)
-        np.add.at(self._refs, _rows_in(new), 1)
+        gone, come = _rows_in(old), _rows_in(new)
+        if not (len(gone) or len(come)):
+            return
+        np.add.at(self._refs, come, 1)
         np.subtract.at(self._refs, gone, 1)
         for row in np.unique(gone).tolist():
             if not self._refs[row]:

@@ -54,7 +54,9 @@ class HeldDepths(NamedTuple):
 
 def _buckets(keys: Keys, count: int) -> NDArray[np.int64]:
     """Return the two buckets of each key: (keys, 2)."""
-    halves = np.stack((keys >> np.uint64(32), keys & np.uint64(0xFFFF_FFFF)), axis=1)
+    halves = np.empty((len(keys), 2), np.uint64)
+    halves[:, 0] = keys >> np.uint64(32)
+    halves[:, 1] = keys & np.uint64(0xFFFF_FFFF)
     return (halves * np.uint64(count) >> np.uint64(32)).astype(np.int64)
 
 
@@ -98,25 +100,31 @@ class HolderReader:
         values = memory.holders[buckets[at, way // WAYS], way % WAYS]
         values[~same[at, way]] = EMPTY
         in_rows = values >> np.uint64(48) == ROW_MARK
-        rows, which = np.unique(values[in_rows] & np.uint64(0xFFFF_FFFF), return_inverse=True)
-        # A value that was being changed may name no row that there is.
-        content = memory.rows[np.minimum(rows, np.uint64(memory.size.rows - 1)).astype(np.int64)]
+        content = which = None
+        if in_rows.any():
+            rows, which = np.unique(values[in_rows] & np.uint64(0xFFFF_FFFF), return_inverse=True)
+            # A value that was being changed may name no row that there is.
+            content = memory.rows[np.minimum(rows, np.uint64(memory.size.rows - 1)).astype(np.int64)]
         again: NDArray[np.bool_] = ((before != memory.versions[stripes]) | (before & np.uint64(1) == 1)).any(axis=1)
         good = ~again
-        _enter_lanes(values[good & ~in_rows], depths[good & ~in_rows], found)
-        kept = good[in_rows]
-        _enter_rows(content, which[kept], depths[in_rows][kept], found)
+        alone = good & ~in_rows
+        _enter_lanes(values[alone], depths[alone], found)
+        if content is not None and which is not None:
+            kept = good[in_rows]
+            _enter_rows(content, which[kept], depths[in_rows][kept], found)
         return again
 
 
 def _enter_lanes(values: Keys, depths: NDArray[np.int32], found: HeldDepths) -> None:
-    lanes = np.ascontiguousarray(values).view(np.uint16).reshape(-1, LANES)
-    for lane in range(LANES):
-        codes = lanes[:, lane].astype(np.int64)
-        for tiers, into in ((DEVICE, found.device), (DEVICE | HOST, found.held)):
-            there = (codes & tiers) != 0
-            if there.any():
-                np.maximum.at(into, (codes[there] >> 2) - 1, depths[there])
+    codes = np.ascontiguousarray(values).view(np.uint16).astype(np.int64)
+    at = np.flatnonzero(codes)
+    if not len(at):
+        return
+    codes, depths = codes[at], depths[at // LANES]
+    slots = (codes >> 2) - 1
+    np.maximum.at(found.held, slots, depths)
+    there = (codes & DEVICE) != 0
+    np.maximum.at(found.device, slots[there], depths[there])
 
 
 def _enter_rows(
@@ -124,6 +132,11 @@ def _enter_rows(
 ) -> None:
     deepest = np.zeros(len(content), np.int32)
     np.maximum.at(deepest, which, depths)
+    if len(content) == 1:  # As of a beginning that all prompts have.
+        planes = np.unpackbits(content[0], axis=1, bitorder="little").astype(np.bool_)
+        for there, into in ((planes[0], found.device), (planes[0] | planes[1], found.held)):
+            into[there] = np.maximum(into[there], deepest[0])
+        return
     # The deepest row first: a slot counts where it is met for the first time. There may be as many rows as workers.
     order = np.argsort(-deepest, kind="stable")
     order = order[deepest[order] > 0]
@@ -152,6 +165,11 @@ class HolderTable(HolderReader):
     def crowded(self) -> int:
         """Holders that were left out because there was no row for their set."""
         return self._sets.crowded
+
+    def holds(self, slot: int, key: np.uint64) -> bool:
+        """Whether a slot holds this block on any tier."""
+        (at,) = self._locate(_stored(np.array([key], np.uint64))).tolist()
+        return at >= 0 and slot in self._sets.holders(int(self.memory.holders.reshape(-1)[at]))
 
     def add(self, slot: int, tiers: int, keys: Keys) -> None:
         """Note that a slot holds these blocks on these tiers."""
@@ -276,6 +294,8 @@ class HolderTable(HolderReader):
             self.evicted += int((flat_keys[at] != 0).sum())
             self._write(at, np.full(len(at), value, np.uint64), keys[first])
             flat_stamps[at] = self._tick & 0xFFFF_FFFF
+            if len(first) == len(keys):
+                return
             keys = np.delete(keys, first)
 
     def _write(self, at: NDArray[np.int64], holders: Keys, keys: Keys | None = None) -> None:

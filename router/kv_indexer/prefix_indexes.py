@@ -17,11 +17,21 @@ from numpy.typing import NDArray
 from router.kv_indexer.sent_prefixes import SentPrefixes
 from router.kv_indexer.table_slots import SlotList
 from router.kv_indexer.told_prefixes import ToldPrefix, ToldPrefixes
+from router.state.able_workers import AbleWorkers
 from router.state.prefix_hashes import PrefixHashes
-from router.state.worker_table import WorkerEntry, WorkerKey
+from router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
 
 KEEP_S = 0.05
 """Seconds for which the answer about a prompt is good for its other choices."""
+
+
+@dataclass(frozen=True, slots=True)
+class HitRows:
+    """What workers hold of one prompt, in positions: a row a worker, in the order of `keys`."""
+
+    keys: list[WorkerKey]
+    device: NDArray[np.int64]
+    held: NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -36,6 +46,20 @@ class PromptHits:
     """What storage holds, which workers share."""
     whole: int = 0
     """Who holds so many holds all of it, as far as can be known."""
+    rows: HitRows | None = None
+    """The same in arrays; None where there are none."""
+
+    def device_of(self, able: AbleWorkers) -> NDArray[np.int64]:
+        """What each of these workers holds on its device: (workers,)."""
+        if self.rows is not None and self.rows.keys is able.columns.keys:
+            return self.rows.device[able.at]
+        return np.array([self.device.get(e.key, 0) for e in able], np.int64)
+
+    def held_of(self, able: AbleWorkers) -> NDArray[np.int64]:
+        """What each of these workers holds on its device or in host memory: (workers,)."""
+        if self.rows is not None and self.rows.keys is able.columns.keys:
+            return self.rows.held[able.at]
+        return np.array([self.held.get(e.key, 0) for e in able], np.int64)
 
 
 class PrefixIndexes:
@@ -45,8 +69,11 @@ class PrefixIndexes:
         """`told`: None where there is no index of KV events. `of_decode`: what decode workers were sent counts, too."""
         self.told, self.sent_prefixes = told, SentPrefixes(of_decode=of_decode)
         self._keys: list[WorkerKey] = []
+        self._places: dict[WorkerKey, int] = {}
         self._sent_slots = np.zeros(0, np.intp)
         """The first slot of each worker of `_keys` in the memory of what was sent; the last slot of all for none."""
+        self._remembered = np.zeros(0, np.bool_)
+        """Whether what each worker of `_keys` was sent is remembered."""
         self._more_slots: list[tuple[int, int]] = []
         """Further slots: the worker's place in `_keys`, and the slot."""
         self._told_slots: tuple[SlotList, NDArray[np.intp]] | None = None
@@ -57,10 +84,12 @@ class PrefixIndexes:
         """Take in the table of workers."""
         entries = list(workers)
         self.sent_prefixes.follow(entries)
-        self._keys = [entry.key for entry in entries]
+        self._keys = workers.keys if isinstance(workers, WorkerTable) else [entry.key for entry in entries]
+        self._places = {key: at for at, key in enumerate(self._keys)}
         slots = [self.sent_prefixes.slots(key) for key in self._keys]
         none = self.sent_prefixes.table.memory.size.slots
         self._sent_slots = np.array([one[0] if one else none for one in slots], np.intp)
+        self._remembered = self._sent_slots != none
         self._more_slots = [(at, slot) for at, several in enumerate(slots) for slot in several[1:]]
         self._told_slots = self._last = None
 
@@ -78,6 +107,9 @@ class PrefixIndexes:
         if hits is not None:
             hits.device[worker] = max(hits.device.get(worker, 0), sent)
             hits.held[worker] = max(hits.held.get(worker, 0), sent)
+            if hits.rows is not None:
+                at = self._places[worker]
+                hits.rows.device[at], hits.rows.held[at] = hits.device[worker], hits.held[worker]
 
     def hits(self, hashes: PrefixHashes, now: float) -> PromptHits:
         """Return what workers hold of a prompt."""
@@ -97,14 +129,15 @@ class PrefixIndexes:
         recent = self._of_workers(self.sent_prefixes.find_recent(hashes, now))
         device = np.maximum(told.depths.device[slots], recent)
         held = np.maximum(told.depths.held[slots], device)
-        if not live.all():
+        if (self._remembered & ~live).any():
             sent = self._of_workers(self.sent_prefixes.find(hashes))
             device, held = np.where(live, device, sent), np.where(live, held, sent)
         marks_end = int(hashes.asked_marks[1][-1]) if len(hashes.asked_marks[1]) else hashes.blocks_end
         return self._hits(device, held, marks_end, told.storage)
 
     def _hits(self, device: NDArray[np.int32], held: NDArray[np.int32], whole: int, storage: int = 0) -> PromptHits:
-        return PromptHits(self._positive(device), self._positive(held), storage, whole)
+        rows = HitRows(self._keys, device.astype(np.int64), held.astype(np.int64))
+        return PromptHits(self._positive(device), self._positive(held), storage, whole, rows)
 
     def _positive(self, depths: NDArray[np.int32]) -> dict[WorkerKey, int]:
         at = np.flatnonzero(depths)

@@ -33,8 +33,6 @@ RECENT_S = 10.0
 ADOPTED_AT_MOST = 4
 """Incarnations whose blocks one may have adopted, one from the other."""
 
-_ONE = np.ones(1, np.int32)
-
 
 @dataclass(slots=True)
 class SentWorker:
@@ -103,7 +101,7 @@ class SentPrefixes:
             self._workers[worker[0]].used = True
             for table in (self._sent, self._halves[0]):
                 # Who was sent a prompt's last block was sent all of it.
-                if not table.find(hashes.blocks[-1:], _ONE).held[slots[0]]:
+                if not table.holds(slots[0], hashes.blocks[-1]):
                     table.add(slots[0], DEVICE, hashes.blocks)
 
     def find(self, hashes: PrefixHashes) -> NDArray[np.int32]:

@@ -75,7 +75,7 @@ class PrefixTransfers:
         able = self._workers.able(self._workers.roles[-1], len(offered.tokens), {worker: float("inf")}, now)
         source = self._workers.get(worker)
         if source is not None:
-            able = [e for e in able if e.handover == source.handover]
+            able = able.of_class({source.handover})
         if not able or offered.request_id in self._offers:
             return
         # Pages are of one size on all workers, so their numbers can be compared: fewest promised, then most free.

@@ -217,12 +217,13 @@ class PrefillQueue:
             refused.before -= refused.after(gone)
         self._judge(now)
 
-    def under_way(self, tokens_per_s: float, now: float) -> float:
-        """Return about how many tokens of the prompt that is computed now are done, at that rate."""
+    @property
+    def first_worked(self) -> tuple[int, float]:
+        """The tokens of the prompt that is computed now, 0 where none is, and since when it is, as far as is known: the
+        rate times that long are about its tokens that are done."""
         if not self._waiting:
-            return 0.0
-        first = next(iter(self._waiting.values()))
-        return min(first.tokens, (self._worked_s + now - self._at) * tokens_per_s)
+            return 0, 0.0
+        return next(iter(self._waiting.values())).tokens, self._at - self._worked_s
 
     def _work(self, now: float) -> None:
         if self._waiting:
@@ -312,6 +313,8 @@ class PrefillQueue:
 
     def take_false_refusals(self, now: float) -> int:
         """Return how many more refused prompts are known to have been refused for nothing."""
+        if not (self._refused or self._false_refusals):
+            return 0
         self._work(now)
         self._judge(now)
         found, self._false_refusals = self._false_refusals, 0

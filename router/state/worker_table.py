@@ -13,6 +13,7 @@ from contracts.ids import PAIR, Incarnation, RequestId, Role, WorkerName
 from contracts.messages.fingerprint import binding_class, handover_class, mismatch
 from contracts.messages.router_commands import PeerRef
 from contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
+from router.state.able_workers import AbleWorkers, WorkerColumns
 from router.state.circuit_breaker import CircuitBreaker
 from router.state.prefill_queue import PrefillQueue, PromptCost
 
@@ -71,6 +72,18 @@ class WorkerEntry:
     others: int = 0
     """What other routers have in flight there, in the unit of `load`: what its latest status has beyond what this
     router had booked when that came. 0 where this is its only router."""
+    marks: tuple[set[int], int] | None = field(default=None, repr=False, compare=False)
+    """Where to note that the entry has changed, and its number there."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+        if (marks := getattr(self, "marks", None)) is not None:
+            marks[0].add(marks[1])
+
+    def touch(self) -> None:
+        """Note that the breaker or the prompts have changed."""
+        if self.marks is not None:
+            self.marks[0].add(self.marks[1])
 
     def __post_init__(self) -> None:
         self._identify(self.record)
@@ -180,6 +193,7 @@ class WorkerTable:
         self._config, self._short_share, self._page_tokens = config, short_share, page_tokens
         self._conditional = conditional
         self._entries: dict[WorkerName, WorkerEntry] = {}
+        self._columns = WorkerColumns(())
         self.colocated = False
         """Whether the cluster's workers are colocated: then a request needs one of them, and else one of each role of
         `PAIR`."""
@@ -190,6 +204,11 @@ class WorkerTable:
     def get(self, key: WorkerKey) -> WorkerEntry | None:
         entry = self._entries.get(key[0])
         return entry if entry is not None and entry.record.incarnation == key[1] else None
+
+    @property
+    def keys(self) -> list[WorkerKey]:
+        """The keys of all entries, in order: the same list until others come or go."""
+        return self._columns.keys
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -231,6 +250,8 @@ class WorkerTable:
             )
         for name in [n for n in self._entries if n not in seen]:
             lost.append(self._entries.pop(name))
+        if [entry.key for entry in self] != self._columns.keys:
+            self._columns = WorkerColumns(self)
         self.colocated = any(e.record.role is Role.COLOCATED for e in self)
         return lost
 
@@ -239,8 +260,10 @@ class WorkerTable:
         guilty, witness = self.get(key), self.get(reporter)
         if guilty is not None:
             guilty.breaker.failed(request, now)
+            guilty.touch()
         if witness is not None and reporter != key:
             witness.breaker.complained(key[0], now)
+            witness.touch()
 
     def refused(self, key: WorkerKey, now: float) -> None:
         """Send nothing for a while to a worker that refused a request as draining; its view will say so."""
@@ -253,6 +276,7 @@ class WorkerTable:
         for entry in [self.get(key) for key in keys if key]:
             if entry is not None:
                 entry.breaker.succeeded(request, now)
+                entry.touch()
 
     def gone(self, entry: WorkerEntry) -> None:
         """End the breaker of an incarnation that has ended, and drop the complaints about it: they were right."""
@@ -285,10 +309,6 @@ class WorkerTable:
         known = (e.record.fits.max_positions for e in self if e.record.role is role and e.status.state not in GONE)
         return max(filter(None, known), default=None)
 
-    def classes(self, role: Role, need: int, avoid: Mapping[WorkerKey, float], now: float) -> set[str]:
-        """The hand-over classes of the workers that could take a request of `need` positions now, as `able` says."""
-        return {e.handover for e in self.able(role, need, avoid, now)}
-
     def unlike(self, now: float) -> str:
         """Why no serving prefill worker can hand over to a serving decode worker; empty where one can, or a role has no
         worker."""
@@ -301,21 +321,10 @@ class WorkerTable:
         why = mismatch(one.fingerprint, other.fingerprint, one.name, other.name)
         return f"no prefill worker can hand over to a decode worker: {why}"
 
-    def able(self, role: Role, need: int, avoid: Mapping[WorkerKey, float], now: float) -> list[WorkerEntry]:
+    def able(self, role: Role, need: int, avoid: Mapping[WorkerKey, float], now: float) -> AbleWorkers:
         """The workers of `role` that could take a request of `need` positions now.
 
         `avoid`: workers to leave out, each with the time until when.
         """
-        fitting = [
-            e
-            for e in self
-            if e.record.role is role
-            and e.linked
-            and e.status.state == "ready"
-            and now >= e.refuses_until
-            and e.record.fits.max_positions >= need
-        ]
-        admitting = [e for e in fitting if e.breaker.admits(now)]
-        if not admitting:
-            admitting = [e for e in fitting if e.breaker.admits(now, needed=True)]
-        return [e for e in admitting if avoid.get(e.key, 0.0) <= now] if avoid else admitting
+        able = self._columns.able(role, need, now)
+        return able.where(lambda e: avoid.get(e.key, 0.0) <= now) if avoid else able

@@ -125,7 +125,7 @@ def test_a_prompt_that_is_half_done_counts_for_half(done_s: float, wanted: str) 
     long.prompts.add(stage.request((7,) * 2000).id, 2000, 0, 100.0)
     short.prompts.add(stage.request((8,) * 1200).id, 1200, 0, 100.0 + done_s)
     assert policy.prefill([long, short], ask(now=100.0 + done_s)).record.name == wanted
-    assert 0 <= long.prompts.under_way(1000, 100.0 + done_s) <= 2000
+    assert long.prompts.first_worked == (2000, 100.0)
 
 
 def test_decode_goes_where_there_is_room_then_where_fewest_run_then_where_the_prefix_is() -> None:
