@@ -17,7 +17,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from typing import Any
 import httpx
 import psutil
 
+from cluster.serve.detached_cluster import OUTPUT
 from contracts.build_id import PACKAGES, build_of
 from tests.checkpoints import Oracle, compare
 from tests.serving import COMMAND, READY, ROOT, Answer, Serving, complete, environment, until
@@ -124,7 +125,8 @@ class Detached(Serving):
         (url,) = [line.split(READY)[1].strip() for line in launched.stdout.splitlines() if READY in line]
         super().__init__(launched, runtime, launched.stdout.splitlines(), url)  # type: ignore[arg-type]
         (path,) = (runtime / "twinpool").glob("run-*.json")
-        self.keeper = psutil.Process(json.loads(path.read_text())["pid"])
+        run = json.loads(path.read_text())
+        self.keeper, self.logs = psutil.Process(run["pid"]), Path(run["logs"])
         self.folder = Path(self.keeper.cmdline()[5])
         self.mark = self.folder.name
 
@@ -139,19 +141,27 @@ class Detached(Serving):
                     found.append(process)
         return found
 
-    def one(self, *words: str) -> psutil.Process:
-        """The one process whose command line has all these words."""
+    def said(self) -> list[str]:
+        """What `serve` would have shown in a terminal."""
+        return (self.logs / OUTPUT).read_text().splitlines()
+
+    def having(self, *words: str) -> list[psutil.Process]:
+        """The processes whose command line has all these words, or whose program's path ends so; without the keeper."""
 
         def has(process: psutil.Process) -> bool:
             with contextlib.suppress(psutil.Error):
                 line = process.cmdline()
-                return all(word in line for word in words) and process.pid != self.keeper.pid
+                return bool(line) and all(word in line or line[0].endswith(f"/{word}") for word in words)
             return False
 
+        return [process for process in self.processes() if process.pid != self.keeper.pid and has(process)]
+
+    def one(self, *words: str) -> psutil.Process:
+        """The one process whose command line has all these words."""
         found: list[psutil.Process] = []
 
         def look() -> bool:
-            found[:] = [process for process in self.processes() if has(process)]
+            found[:] = self.having(*words)
             return len(found) == 1
 
         until(look, f"one process of {' '.join(words)}", WAIT_S)
@@ -159,14 +169,29 @@ class Detached(Serving):
 
 
 @contextlib.contextmanager
-def detached(model: Path, runtime: Path, *flags: str, sections: dict[str, dict[str, Any]]) -> Iterator[Detached]:
-    """`twinpool serve --detach`, ended by `twinpool down`, after which nothing of it is there."""
+def detached(
+    model: Path,
+    runtime: Path,
+    *flags: str,
+    sections: dict[str, dict[str, Any]],
+    prefix: Sequence[str] = (),
+    temporary: Path | None = None,
+    ready_within: float = WAIT_S,
+) -> Iterator[Detached]:
+    """`twinpool serve --detach`, ended by `twinpool down`, after which nothing of it is there. `prefix`: a command that
+    becomes it. `temporary`: where its temporary files go."""
     runtime.mkdir(parents=True, exist_ok=True)
     settings = [f"{s}.{key}={value}" for s, keys in sections.items() for key, value in keys.items()]
-    command = [*COMMAND, "serve", "--detach", "--model", str(model), "--port", "0", *flags]
+    command = [*prefix, *COMMAND, "serve", "--detach", "--model", str(model), "--port", "0", *flags]
     command += [part for setting in settings for part in ("--set", setting)]
     launched = subprocess.run(
-        command, env=environment(runtime), cwd=runtime, text=True, capture_output=True, timeout=WAIT_S, check=False
+        command,
+        env=environment(runtime) | ({"TMPDIR": str(temporary)} if temporary is not None else {}),
+        cwd=runtime,
+        text=True,
+        capture_output=True,
+        timeout=ready_within,
+        check=False,
     )
     assert launched.returncode == 0, launched.stdout + launched.stderr
     cluster = Detached(launched, runtime)

@@ -5,12 +5,14 @@ before the trouble began. Some clients leave. Meanwhile one fault after the othe
 of its kinds equally often: workers and single ranks are killed and stopped, one hangs, connections between router and
 workers and between workers are cut, silenced and slowed by a proxy, workers are drained and taken back and change their
 role, the disk of the storage tier fills up (a small file system of its own), host memory is always full, being much too
-small, and all that runs is retracted now and then.
+small, and all that runs is retracted now and then. Controllers, routers, the supervisor, Ray's control store and the
+server that has their tables are killed and stopped, and operators add, restart, drain and cordon, apply settings and
+upgrade to another build and back (`tests.chaos_control_plane`).
 
 Every request ends in its exact answer or by its own client; anything else is a failure, since one worker of each role
-is always alive or on its way back. After each round everything is recounted. At the end a worker leaves for good under
-load, Ctrl-C must end `serve` with code 0, and nothing may be left of it; memory must have stopped growing
-(`tests.chaos_books`).
+is always alive or on its way back. A client whose router died comes back with its key. After each round the operator
+has the pools put right, and everything is recounted. At the end `twinpool down` must leave nothing, and memory must
+have stopped growing (`tests.chaos_books`).
 
 One seed decides what is asked and what strikes when. `--state FILE` keeps the counts after each round, so that a run
 that was cut short goes on where it stopped.
@@ -27,17 +29,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from cluster.processes.process_ids import TIED
+from tests.cache.storage.rigs import Server
+from tests.changing import detached
 from tests.chaos_books import Tally, Watch, report
-from tests.chaos_faults import BACK_S, Ask, Chaos
+from tests.chaos_faults import BACK_S, Ask, Chaos, Scene
 from tests.proxy import Proxy, proxying
-from tests.serving import Serving, complete, serving
+from tests.redis_servers import LedgerServer
+from tests.serving import Serving, complete
 
 PROMPTS, TOKENS, LONGEST = 40, 48, 400
 LONG, LONG_TOKENS = 6, 240
@@ -56,7 +60,8 @@ def small_disk(folder: Path) -> list[str]:
     return prefix if allowed else []
 
 
-def sections(proxy: Proxy, storage: Path, plane: str) -> dict[str, Any]:
+def sections(proxy: Proxy, storage: Path, plane: str, server: LedgerServer | None) -> dict[str, Any]:
+    kept = {"ledger": server.url, "ray_storage": server.url} if server is not None else {}
     return {
         # Copies and sends beside the steps: more can go wrong, and on a GPU it is always so.
         "engine": {"copy_threads": "on"},
@@ -67,9 +72,10 @@ def sections(proxy: Proxy, storage: Path, plane: str) -> dict[str, Any]:
         },
         "prefill": {"chunk_tokens": 128, "tp": 2},
         # On a machine with much else to do a worker takes minutes to come back.
-        "router": {"worker_wait_s": BACK_S},
+        "router": {"worker_wait_s": BACK_S, "stall_s": 5},
         "cluster": {
-            "lease_s": 4, "stall_s": 8, "rank_timeout_s": 6, "restart_limit": 100_000, "start_timeout_s": BACK_S,
+            "lease_s": 6, "stall_s": 8, "rank_timeout_s": 6, "restart_limit": 100_000, "start_timeout_s": BACK_S,
+            "leader_lease_s": 2, "standby_controllers": 1, **kept,
         },
         "faults": {"proxy": proxy.door, "hang": "decode-1:600,decode-0:1200", "retract_every": 60},
     }  # fmt: skip
@@ -109,12 +115,24 @@ Say = Callable[[str], None]
 
 
 @contextmanager
+def ledger_server(folder: Path) -> Iterator[LedgerServer | None]:
+    """A server for the tables of controllers and of Ray's control store; None where this machine has none."""
+    if Server.binary() is None:
+        yield None
+        return
+    folder.mkdir()
+    server = LedgerServer(folder, "--appendonly", "yes", "--appendfsync", "always").start()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@contextmanager
 def scene(
-    base: Path, tally: Tally, pause_s: float, prompts: int = PROMPTS, long: int = LONG,
-    orderly: bool = True, say: Say = lambda line: None,
+    base: Path, tally: Tally, pause_s: float, prompts: int = PROMPTS, long: int = LONG, say: Say = lambda line: None,
 ) -> Iterator[Chaos]:  # fmt: skip
-    """The cluster behind its proxy, and all answers known. At its end it is asked to end, and looked for; `orderly`:
-    as for `serving`."""
+    """The cluster behind its proxy, and all answers known. At its end it is taken down, and looked for."""
     from tests.checkpoints import Oracle, make_checkpoint
 
     base = base / str(tally.lives)
@@ -122,20 +140,23 @@ def scene(
     storage = base / "disk"
     storage.mkdir()
     prefix = small_disk(storage)
-    # A path as short as Ray needs it.
-    with proxying() as proxy, tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
-        started = serving(
-            folder, base / "run", "--prefill", "2", "--decode", "2", sections=sections(proxy, storage, tally.plane),
-            ready_within=240, prefix=(*prefix, *TIED), temporary=Path(temporary), orderly=orderly,
-        )  # fmt: skip
+    with ExitStack() as stack:
+        proxy = stack.enter_context(proxying())
+        server = stack.enter_context(ledger_server(base / "server"))
+        # A path as short as Ray needs it.
+        temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
         watch: Watch | None = None
         try:
-            with started as cluster:
+            with detached(
+                folder, base / "run", "--prefill", "2", "--decode", "2", "--routers", "2",
+                sections=sections(proxy, storage, tally.plane, server), prefix=prefix, temporary=temporary,
+                ready_within=240,
+            ) as cluster:  # fmt: skip
                 tally.lives += 1
-                watch = Watch(cluster, tally, Path(temporary))
+                watch = Watch(cluster, tally, temporary)
                 asks = learn(cluster, Oracle(folder), tally.seed, prompts, long)
-                disk = Path(f"/proc/{cluster.process.pid}/root") / storage.relative_to("/") if prefix else None
-                yield Chaos(cluster, proxy, asks, tally, watch, disk, pause_s, say)
+                disk = Path(f"/proc/{cluster.keeper.pid}/root") / storage.relative_to("/") if prefix else None
+                yield Chaos(Scene(cluster, proxy, server, disk, base), asks, tally, watch, pause_s, say)
         finally:
             if watch is not None:
                 tally.failures += [f"left behind: {what}" for what in watch.left_over()]
@@ -143,20 +164,16 @@ def scene(
 
 def rounds(base: Path, tally: Tally, seconds: float, pause_s: float, after: Say, say: Say) -> list[str]:
     """Go on until the tally has so many seconds; returns the kinds of faults that never happened. `after` each round
-    gets a report. A cluster that has lost somebody for good makes way for a new one."""
-    missing: list[str] = []
-    while tally.seconds < seconds and not tally.failures:
-        with scene(base, tally, pause_s, say=say) as chaos:
-            whole = True
-            while whole and tally.seconds < seconds and not tally.failures:
-                left_s = seconds - tally.seconds
-                asyncio.run(chaos.run(min(ROUND_S, left_s), last=left_s <= ROUND_S))
-                if not tally.failures:
-                    chaos.finish()
-                after(report(tally))
-                whole = chaos.whole()
-            missing = chaos.missing()
-    return missing
+    gets a report."""
+    if tally.seconds >= seconds or tally.failures:
+        return []
+    with scene(base, tally, pause_s, say=say) as chaos:
+        while tally.seconds < seconds and not tally.failures:
+            asyncio.run(chaos.run(min(ROUND_S, seconds - tally.seconds)))
+            if not tally.failures:
+                chaos.finish()
+            after(report(tally))
+        return chaos.missing()
 
 
 def main() -> int:

@@ -1,8 +1,8 @@
 """The books of `tests.chaos`: what struck, what came of it, how memory went, and what was left behind.
 
-What lives through everything is measured by process: `serve`, its router, the arena agent, Ray's own. What each holds
-must stop growing: resident memory, open files, and the host memory that the agent keeps for the workers. Workers are
-started again all the time; of them the report has the largest at each moment, which judges nothing by itself.
+What may live long is measured by process: keeper, supervisor, controllers, routers, arena agent, Ray's own. What each
+holds must stop growing: resident memory, open files, and the host memory that the agent keeps for the workers. Workers
+are started again all the time; of them the report has the largest at each moment, which judges nothing by itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 
 import psutil
 
-from tests.serving import Serving
+from contracts.damage import where_of
+from tests.changing import Detached
 
 LARGEST = "largest worker"
 SAMPLES = 40
@@ -97,9 +98,9 @@ def report(tally: Tally) -> str:
 class Watch:
     """Looks at the processes of one cluster while it runs, and for them once it has ended."""
 
-    def __init__(self, cluster: Serving, tally: Tally, temporary: Path) -> None:
+    def __init__(self, cluster: Detached, tally: Tally, temporary: Path) -> None:
         """`temporary`: the folder that this cluster has to itself for temporary files."""
-        self._root, self._tally, self._temporary = psutil.Process(cluster.process.pid), tally, temporary
+        self._cluster, self._tally, self._temporary = cluster, tally, temporary
         self._runtime = cluster.runtime
         self._seen: set[psutil.Process] = set()
         self._shared: set[str] = set()
@@ -107,13 +108,13 @@ class Watch:
 
     def look(self) -> None:
         """One sample of everything."""
-        everybody = [self._root, *self._root.children(recursive=True)]
+        everybody = self._cluster.processes()
         self._seen.update(everybody)
         sizes = []
         for process in everybody:
             try:
                 self._shared.update(_shared_names(process.pid))
-                kind = _kind(process, self._root)
+                kind = "keeper" if process == self._cluster.keeper else _kind(process)
                 if kind == "worker":
                     sizes.append(_mib(process))
                 elif kind:
@@ -124,7 +125,7 @@ class Watch:
             except (psutil.Error, OSError):
                 continue  # It has just ended.
         if sizes:
-            self._note(LARGEST, self._root, max(sizes))
+            self._note(LARGEST, self._cluster.keeper, max(sizes))
 
     def _note(self, name: str, process: psutil.Process, value: float) -> None:
         key = (name, process.pid)
@@ -148,12 +149,13 @@ def _files(folder: Path) -> list[Path]:
     return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
-def _kind(process: psutil.Process, root: psutil.Process) -> str:
+def _kind(process: psutil.Process) -> str:
     """What a process is called in the books; empty for those that aren't measured."""
-    if process == root:
-        return "serve"
     command = _command(process)
-    marks = {"router.main": "router", "arena_agent.py": "arena agent", "WorkerActor": "worker"}
+    marks = {
+        "router.main": "router", "router.index_main": "KV index", "arena_agent.py": "arena agent",
+        "WorkerActor": "worker", "controller_process": "controller", "detached_cluster": "supervisor",
+    }  # fmt: skip
     for mark, kind in marks.items():
         if any(mark in part for part in command):
             return kind
@@ -206,9 +208,16 @@ class Counters:
         wanted = set(names)
         for row in rows:
             for name, value in (row.get("counters") or {}).items():
-                if name in wanted:
+                if name in wanted or where_of(name) is not None:
                     key = (row["name"], row["incarnation"], name)
                     self._latest[key] = max(value, self._latest.get(key, 0.0))
+
+    def damage(self) -> list[str]:
+        """Whatever a worker has counted as damage, once."""
+        found = [key for key, value in self._latest.items() if value and where_of(key[2]) is not None]
+        for key in found:
+            self._latest[key] = 0.0
+        return [f"{worker}, incarnation {incarnation}: {name}" for worker, incarnation, name in found]
 
     def fresh(self, name: str) -> int:
         """How much has come since the last time."""

@@ -3,9 +3,8 @@
 Faults come from a bag that holds each kind once, so that all of them happen equally often; one that finds nobody to
 strike comes again soon. The last worker of a role that serves is never killed, or an error would be right.
 
-A worker that was drained to its end has left for good: an operator has no command that brings it back but a new
-`serve`. So *drain and undrain* takes back a worker that is still busy with long answers, *change a role* is the drain
-to the end from which a worker comes back (in the other pool), and *drain for good* strikes once, at a cluster's end.
+*Drain and undrain* takes back a worker that is still busy with long answers; drains to the end are among the commands
+of `tests.chaos_control_plane`.
 """
 
 from __future__ import annotations
@@ -25,9 +24,12 @@ from typing import Any
 import httpx
 import psutil
 
+from tests.changing import Detached
 from tests.chaos_books import Counters, Tally, Watch, workers_of
+from tests.chaos_control_plane import ControlPlaneFaults, Operators
 from tests.proxy import Proxy, Relay
-from tests.serving import Serving, complete, until
+from tests.redis_servers import LedgerServer
+from tests.serving import Answer, complete, until
 
 ROLES = ("prefill", "decode")
 AT_ONCE = 8
@@ -36,9 +38,10 @@ LEAVES = 0.15
 FEW = 4
 BACK_S = 300.0
 """A worker that was struck is back within this time, on a machine with much else to do."""
-LEAVE_S = 120.0
 LOOK_S = 2.0
-CHANGE, LAST = "change a role", "drain for good"
+COME_BACK_S = 0.2
+"""How long a client waits whose connection broke, before it comes back with its key."""
+CHANGE = "change a role"
 CHANGE_BACK = 6
 """After so many other strikes."""
 BY_ITSELF = ("hang", "host memory full")
@@ -46,11 +49,10 @@ BY_ITSELF = ("hang", "host memory full")
 COUNTED = {
     "saves_left_out": "host memory full", "stores_failed": "pages that the full disk didn't take",
     "retractions": "retracted", "resumptions": "resumed from host memory", "recomputed": "retracted and recomputed",
-    "arena_pages_adopted": "pages adopted from the dead",
+    "arena_pages_adopted": "pages adopted from the dead", "migrated_out": "moved to another worker",
+    "migrations_undone": "not moved, as the other worker couldn't",
 }  # fmt: skip
 """Counters of the workers, and what the books call them."""
-MOVES = ("migrated", "stayed", "restarted")
-"""How requests of workers that drain go, as the router counts them."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +64,30 @@ class Ask:
     tokens: list[int]
 
 
+@dataclass(frozen=True)
+class Scene:
+    """What is struck."""
+
+    cluster: Detached
+    proxy: Proxy
+    server: LedgerServer | None
+    """Of the ledger and of Ray's tables."""
+    disk: Path | None
+    """The small file system of the storage tier, if there is."""
+    base: Path
+    """A folder for what commands need."""
+
+
 class Chaos:
     """The clients, and what strikes."""
 
     def __init__(
-        self, cluster: Serving, proxy: Proxy, asks: list[Ask], tally: Tally, watch: Watch, disk: Path | None,
-        pause_s: float, say: Callable[[str], None] = lambda line: None,
+        self, scene: Scene, asks: list[Ask], tally: Tally, watch: Watch, pause_s: float,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:  # fmt: skip
-        """`pause_s`: between two faults, on average. `disk`: the small file system of the storage tier, if there is.
-        `say` gets a line about each fault."""
-        self.cluster, self.proxy, self.asks, self.tally = cluster, proxy, asks, tally
-        self._watch, self._disk, self._pause_s, self._say = watch, disk, pause_s, say
+        """`pause_s`: between two faults, on average. `say` gets a line about each fault."""
+        self.cluster, self.proxy, self.asks, self.tally = scene.cluster, scene.proxy, asks, tally
+        self._watch, self._disk, self._pause_s, self._say = watch, scene.disk, pause_s, say
         longest = max(ask.body["max_tokens"] for ask in asks)
         self._long = [ask for ask in asks if ask.body["max_tokens"] == longest]
         self._random = random.Random(f"{tally.seed}:{tally.seconds:.0f}")
@@ -104,21 +119,20 @@ class Chaos:
             self.faults["cut pages"] = lambda: self.link("pages", self.proxy.cut)
             self.faults["silence pages"] = lambda: self.link("pages", self.proxy.silence)
             self.faults["slow pages"] = lambda: self.link("pages", self.slowed)
-        if disk is not None:
+        if scene.disk is not None:
             self.faults["fill the disk"] = self.fill_the_disk
+        self.faults |= ControlPlaneFaults(self.cluster, scene.server, self._random, say).faults
+        self._operators = Operators(self.cluster, scene.base, self._random, say, tally.outcomes)
+        self.faults |= self._operators.faults
 
     def missing(self) -> list[str]:
         """Kinds of faults that have not happened yet, in all of the run."""
-        return [name for name in (*self.faults, LAST, *BY_ITSELF) if not self.tally.faults[name]]
-
-    def whole(self) -> bool:
-        """Whether nobody is gone for good. One that dies while it drains isn't started again."""
-        return all(row["state"] not in ("left", "dead") for row in self.cluster.status().values())
+        return [name for name in (*self.faults, *BY_ITSELF) if not self.tally.faults[name]]
 
     # ------------------------------------------------------------ the run
 
-    async def run(self, seconds: float, last: bool = False) -> None:
-        """Ask and strike for so long, then let what runs end. `last`: before that, somebody leaves for good."""
+    async def run(self, seconds: float) -> None:
+        """Ask and strike for so long, then let what runs end."""
         end, self._over = time.monotonic() + seconds, False
         limits = httpx.Limits(max_connections=8 * AT_ONCE)
         async with httpx.AsyncClient(base_url=self.cluster.url, timeout=300, limits=limits) as client:
@@ -128,8 +142,7 @@ class Chaos:
             while time.monotonic() < end and not self.tally.failures:
                 await asyncio.sleep(self._random.uniform(0.5, 1.5) * self._pause_s)
                 await self._strike()
-            if last and not self.tally.failures:
-                await self.drain_for_good()
+            await self._operators.finish()
             self._over = True
             await asyncio.gather(*clients, looking)
         self.tally.seconds += seconds
@@ -150,7 +163,7 @@ class Chaos:
         body = self.cluster.body(ask.prompt, **ask.body, stream=stream)
         try:
             async with asyncio.timeout(leaves_after):
-                answer = await complete(self._client, body)
+                answer = await self._answer(body)
         except TimeoutError:
             self.tally.outcomes["left"] += 1
             return
@@ -167,6 +180,18 @@ class Chaos:
                 f"{time.strftime('%H:%M:%S')} wrong at token {where}, {len(answer.tokens)} of {len(ask.tokens)}: "
                 f"{ask.body}, prompt of {len(ask.prompt)}, {answer.twinpool}, {answer.tokens} not {ask.tokens}"
             )
+
+    async def _answer(self, body: dict[str, Any]) -> Answer:
+        """An answer, for which its client comes back with its key while its router is gone."""
+        key, deadline = f"{self._random.getrandbits(64):x}", time.monotonic() + BACK_S
+        while True:
+            try:
+                return await complete(self._client, body, key)
+            except httpx.TransportError:
+                if time.monotonic() > deadline:
+                    raise
+                self.tally.outcomes["came back with a key"] += 1
+                await asyncio.sleep(COME_BACK_S)
 
     async def _strike(self) -> None:
         if len(self._bag) < FEW:
@@ -189,8 +214,16 @@ class Chaos:
     # ------------------------------------------------------------ faults
 
     async def _rows(self) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = (await self._client.get("/cluster/status")).json()["workers"]
+        rows: list[dict[str, Any]] = (await self._call("GET", "/cluster/status")).json().get("workers", [])
         return rows
+
+    async def _call(self, method: str, path: str, **query: str) -> httpx.Response:
+        """One call of an operator, who calls again where a router was killed under it."""
+        while True:
+            try:
+                return await self._client.request(method, path, params=query)
+            except httpx.TransportError:
+                await asyncio.sleep(COME_BACK_S)
 
     async def _ready(self, role: str, least: int = 2) -> list[dict[str, Any]]:
         """Workers of a role that serve, if there are so many: the last one is not killed."""
@@ -216,7 +249,7 @@ class Chaos:
     async def strike_rank(self, number: signal.Signals) -> bool:
         """A process of a worker that is not its leader. One that is stopped is found as soon as it is to compute."""
         leaders = {w["pid"]: w["name"] for w in await self._ready("prefill")}
-        everybody = psutil.Process(self.cluster.process.pid).children(recursive=True)
+        everybody = await asyncio.to_thread(self.cluster.processes)
         others = [p for p in workers_of(everybody) if p.pid not in leaders and _rank_of(p)]
         if not leaders or not others:
             return False
@@ -282,9 +315,9 @@ class Chaos:
                 await asyncio.sleep(0.05)
                 continue
             victim = self._random.choice(busy)
-            drained = await self._client.post(f"/cluster/drain/{victim['name']}")
+            drained = await self._call("POST", f"/cluster/drain/{victim['name']}")
             ran = drained.json().get("running", 0)
-            undrained = await self._client.post(f"/cluster/undrain/{victim['name']}")
+            undrained = await self._call("POST", f"/cluster/undrain/{victim['name']}")
             how = "taken back" if undrained.status_code == 200 else undrained.text
             self._say(f"drain {victim['name']}, which runs {ran}: {drained.status_code}, {how}")
             return drained.status_code == undrained.status_code == 200
@@ -297,27 +330,9 @@ class Chaos:
         if not ready[role]:
             return False
         victim, other = self._random.choice(ready[role]), ROLES[role == ROLES[0]]
-        answer = await self._client.post(f"/cluster/role/{victim['name']}", params={"role": other})
+        answer = await self._call("POST", f"/cluster/role/{victim['name']}", role=other)
         self._say(f"{victim['name']}, incarnation {victim['incarnation']}, is to {other}: {answer.status_code}")
         return answer.status_code == 200
-
-    async def drain_for_good(self) -> None:
-        """As an operator does it, under load and in whatever state the faults before have left everybody."""
-        deadline = time.monotonic() + BACK_S
-        while time.monotonic() < deadline and not self.tally.failures:
-            role = self._random.choice(ROLES)
-            victim = await self._victim(LAST, role)
-            if victim is None:
-                await asyncio.sleep(0.2)
-                continue
-            arguments = ("drain", victim["name"], "--timeout", str(LEAVE_S))
-            done = await asyncio.to_thread(self.cluster.twinpool, *arguments, timeout=2 * LEAVE_S)
-            self._say(f"{done.stdout.strip()} {done.stderr.strip()}")
-            if done.returncode == 0:
-                self.tally.faults[LAST] += 1
-                return
-            if "died while it was draining" not in done.stdout + done.stderr:  # Of a fault before.
-                self.tally.failures.append(f"{LAST}: {done.stdout} {done.stderr}")
 
     async def fill_the_disk(self) -> bool:
         assert self._disk is not None
@@ -333,11 +348,14 @@ class Chaos:
     # ------------------------------------------------------------ the books
 
     def finish(self) -> None:
-        """Mend, wait until all are back, and recount everything."""
+        """Mend, have the pools put right, wait until all are back, and recount everything."""
         for relay in self.proxy.relays:
             self.proxy.mend(relay)
         if self._disk is not None:
             (self._disk / "filler").unlink(missing_ok=True)
+        until(self._answers, "a router to answer", BACK_S)
+        until(self._all_back, "all workers to be back", BACK_S)
+        self.tally.failures += self._operators.put_right()
         until(self._all_back, "all workers to be back", BACK_S)
         self.cluster.settle()
         rows = httpx.get(f"{self.cluster.url}/cluster/status", timeout=30).json()["workers"]
@@ -345,23 +363,22 @@ class Chaos:
         for counter, name in COUNTED.items():
             books = self.tally.faults if name in BY_ITSELF else self.tally.outcomes
             books[name] += self._counters.fresh(counter)
-        totals = {"hang": sum("died (hung: " in line for line in self.cluster.lines)}
+        totals = {"hang": sum("died (hung: " in line for line in self.cluster.said())}
         totals["workers started again"] = sum(row["incarnation"] - 1 for row in rows)
-        for outcome in MOVES:
-            count = self.cluster.metric("twinpool_migrations_total", outcome=outcome)
-            totals[f"requests of a worker that drained: {outcome}"] = int(count)
         for name, total in totals.items():
             books = self.tally.faults if name in BY_ITSELF else self.tally.outcomes
             books[name] += total - self._seen[name]
             self._seen[name] = total
         # Whatever is killed, cut or full: bytes change only where memory or a disk changes them, and here none does.
-        damage = {k: v for k, v in self.cluster.metrics().items() if k.startswith("twinpool_state_damage_total{") and v}
-        self.tally.failures += [f"damaged state: {what} {count:g}" for what, count in damage.items()]
+        self.tally.failures += [f"damaged state: {what}" for what in self._counters.damage()]
+
+    def _answers(self) -> bool:
+        return self.cluster.twinpool("status", "--json").returncode == 0
 
     def _all_back(self) -> bool:
         """Nobody is on the way, however it ends: one that died while it drained stays dead."""
         rows = self.cluster.status().values()
-        gone = [line.split()[0] for line in self.cluster.lines if "it was draining and is not restarted" in line]
+        gone = [line.split()[0] for line in self.cluster.said() if "it was draining and is not restarted" in line]
         return all(w["state"] in ("ready", "left") or w["name"] in gone for w in rows)
 
 

@@ -17,7 +17,7 @@ SECONDS = 30.0
 @pytest.mark.timeout(900)
 def test_half_a_minute_of_everything_going_wrong_alters_no_answer_and_fails_none(tmp_path: Path) -> None:
     tally = Tally(seed=5, plane="zmq")
-    with scene(tmp_path, tally, pause_s=0.8, prompts=12, long=2, orderly=False) as chaos:
+    with scene(tmp_path, tally, pause_s=0.8, prompts=12, long=2) as chaos:
         asyncio.run(chaos.run(SECONDS))
         chaos.finish()
         print(report(tally))
