@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.assembly.node_shares import NodeFacts, by_machine, measured
+from cluster.processes.exit_deadline import exit_deadline
 from cluster.processes.process_ids import kill_process, same_process, start_time
 from cluster.processes.restart_policy import RestartHistory
 from cluster.ray_nodes.control_store import (
@@ -41,6 +42,8 @@ OWN_SLOTS = 10_000
 """Number of places for each role on a Ray of our own: flags decide the number of workers, not Ray."""
 LOOPBACK = "127.0.0.1"
 REACH_TIMEOUT_S = 3.0
+JOIN_S = 60.0
+"""How long a Ray that runs may take to let this process in."""
 KEPT_START_S = 60.0
 """How long a Ray that outlives this process may take to start."""
 MEASURE_TIMEOUT_S = 60.0
@@ -203,7 +206,8 @@ def _init_kept_ray(folder: Path, address: str, python: str) -> str:
     import ray
 
     try:
-        context = ray.init(address=address, namespace=folder.name, _node_ip_address=LOOPBACK, **_driver(python))
+        with exit_deadline(JOIN_S, f"Ray at {address} doesn't let this process in"):
+            context = ray.init(address=address, namespace=folder.name, _node_ip_address=LOOPBACK, **_driver(python))
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"can't join the cluster's Ray at {address}: {reason}") from None
