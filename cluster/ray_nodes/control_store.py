@@ -119,6 +119,8 @@ class KeptControlStore:
         self._child: subprocess.Popen[bytes] | None = None
         self._news: deque[str] = deque(maxlen=64)
         self._ended = threading.Event()
+        self.restarted_at: float | None = None
+        """When the store was started again last, by the clock; None while it never was."""
         self.failed = ""
         """Why the store isn't started any more; empty while it is."""
         self._thread = threading.Thread(target=self._keep, name="ray-control-store", daemon=True)
@@ -172,7 +174,7 @@ class KeptControlStore:
             self._give_up(str(error))
             return False
         self._process = self._child.pid, start_time(self._child.pid) or 0
-        self._since = self._clock.now()
+        self._since = self.restarted_at = self._clock.now()
         return True
 
     def _give_up(self, why: str) -> None:

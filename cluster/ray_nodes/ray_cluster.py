@@ -105,6 +105,10 @@ class OwnRay:
         """Lines for the operator since the last call."""
         return self._store.news() if self._store is not None else []
 
+    def store_restarted_at(self) -> float | None:
+        """When the control store was started again last; None while it never was."""
+        return self._store.restarted_at if self._store is not None else None
+
     def close(self) -> None:
         """Leave Ray's processes to themselves. Idempotent."""
         if self._store is not None:

@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +42,8 @@ CALLS_AT_ONCE = 4
 """Calls that an actor serves at once: `run`, `outlast` of the latest two launchers, and a short one."""
 _NAMED = re.compile(r"[a-z]+-\d+\.\d+(\.rank\d+)?")
 """Names of workers' actors: worker, incarnation, and the rank of all but the leader."""
+PLACED_AGAIN_S = 15.0
+"""Seconds that a control store which was started again has to place what it was asked for before."""
 GET_TIMEOUT_S = 10.0
 """How long fetching a result that is ready may take before it counts as lost."""
 
@@ -140,6 +143,8 @@ class _RunningWorker:
     handle: Any
     run: Any
     where: Any
+    asked_at: float
+    """When Ray was asked for it, by the launcher's clock."""
     at: ActorPlacement | None = None
     followers: dict[Any, _FollowerActor] = field(default_factory=dict)
     """The other ranks, by the Ray reference of their `run`."""
@@ -159,9 +164,11 @@ class RayLauncher:
         clock: Clock | None = None,
         *,
         detached: bool = False,
+        store_restarted_at: Callable[[], float | None] = lambda: None,
     ) -> None:
-        """`detached`: whether workers outlive this process; the next one takes them over by `adopt`."""
-        self._detached = detached
+        """`detached`: whether workers outlive this process; the next one takes them over by `adopt`.
+        `store_restarted_at`: when Ray's control store was started again last, by the same clock."""
+        self._detached, self._store_restarted_at = detached, store_restarted_at
         self._build, self._agents, self._clock = build, agents or NoArenaAgents(), clock or SystemClock()
         self._nodes: tuple[NodePlace, ...] = ()
         self._look_at = self._clock.now()
@@ -199,7 +206,8 @@ class RayLauncher:
                 log.warning("%s is not taken over: %s", name, error)
                 continue
             if not started.rank:
-                running = _RunningWorker(started, handle, handle.outlast.remote(), handle.where.remote())
+                now = self._clock.now()
+                running = _RunningWorker(started, handle, handle.outlast.remote(), handle.where.remote(), now)
                 self._running[running.run] = running
                 continue
             for running in self._running.values():
@@ -225,7 +233,8 @@ class RayLauncher:
             for rank, handle in enumerate(followers, 1)
         }
         started, run, where = StartedRank.of(plan), leader.run.remote(), leader.where.remote()
-        self._running[run] = _RunningWorker(started, leader, run, where, followers=runs, group=group)
+        now = self._clock.now()
+        self._running[run] = _RunningWorker(started, leader, run, where, now, followers=runs, group=group)
 
     def _elsewhere(self, plan: WorkerPlan, avoid: tuple[str, ...], only: str) -> dict[str, str]:
         """A Ray label selector that excludes the nodes of `avoid`, all but the one of `only`, and those that the plan
@@ -273,10 +282,10 @@ class RayLauncher:
             waiting += [follower.where for follower in running.followers.values() if follower.at is None]
         if not waiting:
             return []
-        done, _ = ray.wait(waiting, num_returns=1, timeout=timeout_s, fetch_local=False)
+        out = self._lost_with_the_store()
+        done, _ = ray.wait(waiting, num_returns=1, timeout=0 if out else timeout_s, fetch_local=False)
         if not done:
-            return []
-        out = []
+            return out
         done, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0, fetch_local=False)
         for ref in done:
             if ref in self._running:
@@ -285,6 +294,20 @@ class RayLauncher:
                 out.append(EndedProcess(*running.started.key, _reason(running, ref)))
             elif not self._lost_rank(ref):
                 self._note_pid(ref)
+        return out
+
+    def _lost_with_the_store(self) -> list[EndedProcess]:
+        """End the starts that Ray's control store has forgotten: it may have died between taking one and writing it
+        down, and no longer looks for a place then. Returns them as ended."""
+        restarted_at = self._store_restarted_at()
+        if restarted_at is None or self._clock.now() < restarted_at + PLACED_AGAIN_S:
+            return []
+        lost = [run for run, one in self._running.items() if one.at is None and one.asked_at < restarted_at]
+        out = []
+        for run in lost:
+            running = self._running.pop(run)
+            self._kill(running)
+            out.append(EndedProcess(*running.started.key, "Ray's control store died before it had placed it"))
         return out
 
     def _lost_rank(self, ref: Any) -> bool:

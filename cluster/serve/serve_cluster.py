@@ -147,14 +147,14 @@ class ServeCluster:
         self._start_agents(stack)
         self._start_workers(stack)
         if begun:
-            folder.publish(operators, options.model, security.tls_ca)
+            folder.publish(operators, options.model, security.tls_ca, options.file)
             self._stopping.ready()
             assert self._state is not None
             self._state.taken_over()
             self._terminal.line(f"a supervisor of build {build_id()} has taken the cluster over, which went on")
             return
         self._await_ready()
-        folder.publish(operators, options.model, security.tls_ca)
+        folder.publish(operators, options.model, security.tls_ca, options.file)
         self._stopping.ready()
         self._terminal.table(self._prepared, self._controller.views())
         self._terminal.line(f"Twinpool is ready: {url}")
@@ -334,7 +334,13 @@ class ServeCluster:
     def _start_workers(self, stack: ExitStack) -> None:
         from cluster.ray_nodes.worker_actors import RayLauncher
 
-        launcher = RayLauncher(self._build, self._agents, self._clock, detached=self._state is not None)
+        launcher = RayLauncher(
+            self._build,
+            self._agents,
+            self._clock,
+            detached=self._state is not None,
+            store_restarted_at=lambda: self._ray.store_restarted_at() if self._ray is not None else None,
+        )
         stack.callback(launcher.close)
         # Before the workers are ended, so that routers learn why and nothing is restarted.
         stack.callback(self._announce_end)

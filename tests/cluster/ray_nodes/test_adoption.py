@@ -23,6 +23,7 @@ address, _ = start_kept_ray(Path(sys.argv[1]), free_port("127.0.0.1", 0), False)
 import ray
 from cluster.ray_nodes import worker_actors
 from cluster.worker_process.worker_plan import WorkerPlan
+from contracts.clock import ManualClock
 from contracts.config.cluster_config import Config
 from contracts.ids import Incarnation, Role, WorkerName
 
@@ -57,13 +58,36 @@ launcher.kill(WorkerName("decode-7"), Incarnation(1), 0, "")
 while not (ended := launcher.ended(1.0)):
     pass
 print("ended", ended[0].name)
+
+clock, restarts = ManualClock(100.0), []
+launcher = worker_actors.RayLauncher(
+    lambda plan: None, clock=clock, detached=True, store_restarted_at=lambda: restarts[-1] if restarts else None
+)
+launcher.start(plan("decode-1"))
+(running,) = launcher._running.values()
+while not running.at:
+    launcher.ended(1.0)
+launcher.start(plan("decode-2"), only="no such node")  # It is never placed.
+assert launcher.ended(0.0) == []
+clock.advance(5.0)
+restarts.append(clock.now())
+clock.advance(worker_actors.PLACED_AGAIN_S - 0.1)
+launcher.start(plan("decode-3"), only="no such node")
+assert launcher.ended(0.0) == []
+clock.advance(0.1)
+assert [one.name for one in launcher.ended(0.0)] == ["decode-2"], "decode-1 runs, decode-3 was asked for later"
+assert launcher.ended(0.0) == []
+assert sorted(launcher.running()) == [("decode-1", 1), ("decode-3", 1)]
+assert "decode-2.1" not in ray.util.list_named_actors()
+print("forgotten")
 ray.shutdown()
 """
 
 
 @pytest.mark.slow
 def test_each_launcher_takes_over_its_own_clusters_workers_however_many_came_before(tmp_path: Path) -> None:
-    """More launchers than an actor serves calls at once: the calls of those before have returned."""
+    """More launchers than an actor serves calls at once: the calls of those before have returned. A start that Ray's
+    control store has forgotten is told as ended."""
     folder = new_folder()
     with (tmp_path / "out").open("w+") as out:
         try:
@@ -79,4 +103,4 @@ def test_each_launcher_takes_over_its_own_clusters_workers_however_many_came_bef
             ReapedRun(folder.name, str(folder)).end()
         out.seek(0)
         said = out.read()
-    assert (done.returncode, said.splitlines()[-1:]) == (0, ["ended decode-7"]), said[-2000:]
+    assert (done.returncode, said.splitlines()[-2:]) == (0, ["ended decode-7", "forgotten"]), said[-2000:]
