@@ -20,6 +20,7 @@ class CommandFlag:
 
 COMMANDS = {
     "serve": "start a cluster and serve a model",
+    "up": "launch the cluster that a file describes, detached; where it runs, bring it to what the file says now",
     "controller": "be a controller of a cluster: lead, or stand by until the one that leads is gone",
     "down": "end a cluster of this machine: the newest, or the one of --url",
     "status": "show the workers, and what the autoscaler does",
@@ -41,7 +42,7 @@ COMMANDS = {
 _POOLS = ("add", "scale", "restart", "cordon", "uncordon")
 _OTHERS = ("status", "drain", "undrain", "role", "check", "apply", "upgrade", *_POOLS)
 FLAGS = (
-    CommandFlag(("--model",), ("serve",), "checkpoint folder, or demo", {"default": "demo", "metavar": "DIR"}),
+    CommandFlag(("--model",), ("serve",), "checkpoint folder, or demo (default: launch.model)", {"metavar": "DIR"}),
     CommandFlag(
         ("--prefill",),
         ("serve",),
@@ -63,11 +64,13 @@ FLAGS = (
     CommandFlag(
         ("--routers",),
         ("serve",),
-        "number of routers, which share the port",
-        {"type": int, "default": 1, "metavar": "N"},
+        "number of routers, which share the port (default: launch.routers)",
+        {"type": int, "metavar": "N"},
     ),
-    CommandFlag(("--host",), ("serve",), "address that the router listens on", {"default": "127.0.0.1"}),
-    CommandFlag(("--port",), ("serve",), "port that the router listens on; 0 for any", {"type": int, "default": 8000}),
+    CommandFlag(("--host",), ("serve",), "address that the router listens on (default: launch.host)"),
+    CommandFlag(
+        ("--port",), ("serve",), "port that the router listens on; 0 for any (default: launch.port)", {"type": int}
+    ),
     CommandFlag(
         ("--address",),
         ("controller",),
@@ -174,8 +177,8 @@ FLAGS = (
     ),
     CommandFlag(
         ("file",),
-        ("apply",),
-        "YAML file, as serve --config takes: its keys replace the cluster's",
+        ("up", "apply"),
+        "YAML file, as serve --config takes; of a cluster that runs its keys replace the cluster's",
         {"type": Path, "metavar": "FILE"},
     ),
     CommandFlag(
@@ -185,9 +188,11 @@ FLAGS = (
         {"type": Path, "required": True, "metavar": "VENV"},
     ),
     CommandFlag(
-        ("--dry-run",), ("apply", "upgrade"), "say what it would do, and change nothing", {"action": "store_true"}
+        ("--dry-run",), ("up", "apply", "upgrade"), "say what it would do, and change nothing", {"action": "store_true"}
     ),
-    CommandFlag(("--force",), ("apply", "upgrade"), "restart even the last worker of a role", {"action": "store_true"}),
+    CommandFlag(
+        ("--force",), ("up", "apply", "upgrade"), "restart even the last worker of a role", {"action": "store_true"}
+    ),
     CommandFlag(
         ("--timeout",),
         ("upgrade",),
@@ -196,7 +201,7 @@ FLAGS = (
     ),
     CommandFlag(
         ("--timeout",),
-        ("apply",),
+        ("up", "apply"),
         "seconds to wait for each worker that restarts, and for pools that change their size",
         {"type": float, "default": 600.0},
     ),

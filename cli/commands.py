@@ -1,8 +1,8 @@
 """The `twinpool` command: the function of each subcommand (`cli.command_line` has their flags).
 
-`serve` starts a cluster, `controller` is one of its controllers, and `sim` runs simulated clusters. The other commands
-find a cluster's router and talk HTTP to it, so they import neither torch nor Ray nor gRPC and answer at once. Exit
-codes: 0 fine, 1 a violation or refusal, 2 usage, 3 no cluster, 130 after a Ctrl-C.
+`serve` and `up` start a cluster, `controller` is one of its controllers, and `sim` runs simulated clusters. The other
+commands find a cluster's router and talk HTTP to it, so they import neither torch nor Ray nor gRPC and answer at once.
+Exit codes: 0 fine, 1 a violation or refusal, 2 usage, 3 no cluster, 130 after a Ctrl-C.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from contracts.errors import ConfigError, TwinpoolError
 
 if TYPE_CHECKING:
     from cli.admin_client import AdminClient
+    from cluster.serve.preflight import ServePlan
 
 FINE, REFUSED, USAGE, NO_CLUSTER = 0, 1, 2, 3
 
@@ -54,34 +55,61 @@ def _served_names(names: Sequence[str]) -> list[str]:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from cluster.serve.preflight import ServeOptions, prepare
     from contracts.clock import SystemClock
-    from contracts.ids import Role
 
     began = SystemClock().now()
-    sizes = {Role.PREFILL: args.prefill, Role.DECODE: args.decode, Role.COLOCATED: args.colocate}
-    options = ServeOptions(
-        model=args.model,
-        prefill=1 if args.prefill is None else args.prefill,
-        decode=1 if args.decode is None else args.decode,
-        colocate=0 if args.colocate is None else args.colocate,
-        routers=args.routers,
-        host=args.host,
-        port=args.port,
-        config=args.config,
-        assignments=(*args.set, *_served_names(args.served_model_name), *(["security.open=true"] if args.open else [])),
-        ray_address=args.ray_address,
-        dashboard=args.dashboard,
-        unsized=frozenset(role for role, count in sizes.items() if count is None),
-    )
-    prepared = prepare(options)
+    prepared = _prepared(args)
     if args.detach:
-        from cluster.serve.detached_cluster import launch
-
-        return launch(prepared, sys.stdout, time.sleep)
+        return _launch(prepared)
     from cluster.serve.serve_cluster import serve
 
     return serve(prepared, began)
+
+
+def _prepared(args: argparse.Namespace) -> ServePlan:
+    """What the flags of `serve` come to, with the configuration's file."""
+    from dataclasses import fields
+
+    from cluster.serve.preflight import ServeOptions, prepare
+    from contracts.config.launch_config import LaunchConfig
+    from contracts.ids import Role
+
+    sizes = {Role.PREFILL: args.prefill, Role.DECODE: args.decode, Role.COLOCATED: args.colocate}
+    given = {one.name: value for one in fields(LaunchConfig) if (value := getattr(args, one.name)) not in (None, False)}
+    options = ServeOptions(
+        prefill=1 if args.prefill is None else args.prefill,
+        decode=1 if args.decode is None else args.decode,
+        colocate=0 if args.colocate is None else args.colocate,
+        config=args.config,
+        assignments=(*args.set, *_served_names(args.served_model_name), *(["security.open=true"] if args.open else [])),
+        unsized=frozenset(role for role, count in sizes.items() if count is None),
+        unset=frozenset(one.name for one in fields(LaunchConfig)) - given.keys(),
+        **given,
+    )
+    return prepare(options)
+
+
+def _launch(prepared: ServePlan) -> int:
+    from cluster.serve.detached_cluster import launch
+
+    return launch(prepared, sys.stdout, time.sleep)
+
+
+def _up(args: argparse.Namespace) -> int:
+    """Launch the file's cluster, or bring the one that was launched with this file to what it says now."""
+    from cluster.processes.run_file import live_run_of
+
+    run = live_run_of(args.file)
+    if run is not None:
+        from cli.admin_client import AdminClient
+
+        _line(f"{run.url} was launched with this file: its changes are applied")
+        return _apply_file(args, AdminClient.of_run(run, ""))
+    if args.dry_run:
+        _line(f"no cluster of {args.file} runs here: it would be launched")
+        return FINE
+    line = ["serve", "--detach", "--config", str(args.file)]
+    return _launch(_prepared(parser().parse_args(line)))
 
 
 def _controller(args: argparse.Namespace) -> int:
@@ -242,12 +270,15 @@ def _change_pools(args: argparse.Namespace) -> int:
 
 def _apply(args: argparse.Namespace) -> int:
     from cli.admin_client import AdminClient
+
+    return _apply_file(args, AdminClient.find(args.url, args.ca))
+
+
+def _apply_file(args: argparse.Namespace, operator: AdminClient) -> int:
     from cli.apply_command import ApplyCommand, read_settings
 
     _check_timeout(args.timeout)
-    settings = read_settings(args.file)
-    operator = AdminClient.find(args.url, args.ca)
-    command = ApplyCommand(operator, settings, _line, timeout_s=args.timeout, force=args.force)
+    command = ApplyCommand(operator, read_settings(args.file), _line, timeout_s=args.timeout, force=args.force)
     nothing = "the cluster has these settings, and all workers were started with them"
     return _carry_out(command, nothing, dry_run=args.dry_run)
 
@@ -392,6 +423,7 @@ def _show(table: Any) -> None:
 
 _RUN = {
     "serve": _serve,
+    "up": _up,
     "controller": _controller,
     "down": _down,
     "status": _status,

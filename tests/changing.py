@@ -17,7 +17,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ TOKENS = 48
 WAIT_S = 120.0
 UPGRADE_S = 400.0
 """Every process of a cluster starts anew in it, from source that is compiled first."""
+FILE = "cluster.yaml"
+"""Of a cluster that is launched by its file, in its runtime folder."""
 COME_BACK = 5
 """How often a client whose connection broke comes back for its answer."""
 
@@ -177,13 +179,19 @@ def detached(
     prefix: Sequence[str] = (),
     temporary: Path | None = None,
     ready_within: float = WAIT_S,
+    by_file: Mapping[str, Any] | None = None,
 ) -> Iterator[Detached]:
     """`twinpool serve --detach`, ended by `twinpool down`, after which nothing of it is there. `prefix`: a command that
-    becomes it. `temporary`: where its temporary files go."""
+    becomes it. `temporary`: where its temporary files go. `by_file`: what the section `launch` has, with which it is
+    `twinpool up FILE` instead of flags."""
     runtime.mkdir(parents=True, exist_ok=True)
-    settings = [f"{s}.{key}={value}" for s, keys in sections.items() for key, value in keys.items()]
-    command = [*prefix, *COMMAND, "serve", "--detach", "--model", str(model), "--port", "0", *flags]
-    command += [part for setting in settings for part in ("--set", setting)]
+    if by_file:
+        (runtime / FILE).write_text(json.dumps({"launch": {"model": str(model), "port": 0, **by_file}, **sections}))
+        command = [*prefix, *COMMAND, "up", FILE]
+    else:
+        settings = [f"{s}.{key}={value}" for s, keys in sections.items() for key, value in keys.items()]
+        command = [*prefix, *COMMAND, "serve", "--detach", "--model", str(model), "--port", "0", *flags]
+        command += [part for setting in settings for part in ("--set", setting)]
     launched = subprocess.run(
         command,
         env=environment(runtime) | ({"TMPDIR": str(temporary)} if temporary is not None else {}),
@@ -298,8 +306,24 @@ def apply_settings(cluster: Serving) -> None:
             assert after[name]["settings"] != row["settings"]
             assert after[name]["incarnation"] == row["incarnation"] + 1, "restarted once"
     assert len({row["settings"] for row in after.values() if row["state"] == "ready"}) == 2, "one of each role"
-    file.write_text(json.dumps({**sections, "pools": {"decode": 2}}))
-    command(cluster, "apply", str(file))
+    launched = cluster.runtime / FILE
+    if not launched.exists():
+        file.write_text(json.dumps({**sections, "pools": {"decode": 2}}))
+        return command(cluster, "apply", str(file))
+    said = launched.read_text()
+    launched.write_text(json.dumps({**json.loads(said), "pools": {"prefill": 2, "decode": 2}}))
+    up = cluster.twinpool("up", FILE, timeout=WAIT_S)
+    assert up.returncode == 0, up.stdout + up.stderr
+    assert "was launched with this file" in up.stdout
+    assert "decode workers: 3 -> 2" in up.stdout
+    again = cluster.twinpool("up", FILE, "--dry-run", timeout=WAIT_S)
+    assert "the cluster has these settings" in again.stdout, again.stdout + again.stderr
+    launched.write_text(json.dumps({**json.loads(said), "launch": {"model": "another"}}))
+    refused = cluster.twinpool("up", FILE, timeout=WAIT_S)
+    assert refused.returncode == 1
+    assert "launch.model" in refused.stderr, refused.stderr
+    launched.write_text(said)
+    return None
 
 
 def upgrade(cluster: Detached) -> None:

@@ -72,7 +72,7 @@ def sections(proxy: Proxy, storage: Path, plane: str, server: LedgerServer | Non
         },
         "prefill": {"chunk_tokens": 128, "tp": 2},
         # On a machine with much else to do a worker takes minutes to come back.
-        "router": {"worker_wait_s": BACK_S, "stall_s": 5},
+        "router": {"worker_wait_s": BACK_S, "stall_s": 15},
         "cluster": {
             "lease_s": 6, "stall_s": 8, "rank_timeout_s": 6, "restart_limit": 100_000, "start_timeout_s": BACK_S,
             "leader_lease_s": 2, "standby_controllers": 1, **kept,

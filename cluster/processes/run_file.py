@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -31,6 +32,8 @@ class RunFile:
     """The file of certificates by which the URL's is checked; empty: the system's."""
     folder: str = ""
     """The folder of a detached cluster; empty where the cluster ends with its terminal."""
+    config: str = ""
+    """The configuration's file that it was launched with, an absolute path; empty: none."""
 
 
 def runs_folder() -> Path:
@@ -47,11 +50,13 @@ def runs_folder() -> Path:
     raise OSError("no folder for run files: set XDG_RUNTIME_DIR to a folder that can be written")
 
 
-def write_run_file(url: str, logs: Path, model: str, ca: str = "", keeper: int | None = None, folder: str = "") -> Path:
+def write_run_file(
+    url: str, logs: Path, model: str, ca: str = "", keeper: int | None = None, folder: str = "", config: str = ""
+) -> Path:
     """Write a run's file, atomically; returns its path. `keeper`: the pid of a detached run's keeper; None: this
-    process's, with which the run ends. `folder`: a detached run's."""
+    process's, with which the run ends. `folder`: a detached run's. `config`: the configuration's file."""
     pid = os.getpid() if keeper is None else keeper
-    run = RunFile(url, pid, start_time(pid) or 0, str(logs), model, ca, folder)
+    run = RunFile(url, pid, start_time(pid) or 0, str(logs), model, ca, folder, config)
     path = run_file_path(pid)
     fresh = path.with_suffix(".new")
     fresh.write_text(json.dumps(asdict(run)))
@@ -66,17 +71,25 @@ def run_file_path(pid: int) -> Path:
 def newest_live_run(url: str = "") -> RunFile | None:
     """The newest run whose process is alive, and whose `url` this is where one is given; stale files are removed on
     the way."""
+    return _newest(lambda run: not url or run.url == url.rstrip("/"))
+
+
+def live_run_of(config: Path) -> RunFile | None:
+    """The newest run whose process is alive and that was launched with the configuration's file `config`."""
+    return _newest(lambda run: run.config == str(config.absolute()))
+
+
+def _newest(wanted: Callable[[RunFile], bool]) -> RunFile | None:
     found: list[tuple[float, RunFile]] = []
     for path in runs_folder().glob("run-*.json"):
         try:
             tree = json.loads(path.read_text())
             # Other builds may write more.
             run = RunFile(**{one.name: tree[one.name] for one in fields(RunFile) if one.name in tree})
-            if same_process(run.pid, run.started):
-                if not url or run.url == url.rstrip("/"):
-                    found.append((path.stat().st_mtime, run))
-            else:
+            if not same_process(run.pid, run.started):
                 path.unlink(missing_ok=True)
+            elif wanted(run):
+                found.append((path.stat().st_mtime, run))
         except (OSError, ValueError, TypeError):
             continue
     return max(found, key=lambda item: item[0])[1] if found else None

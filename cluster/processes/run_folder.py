@@ -34,7 +34,7 @@ class RunFiles(Protocol):
     def owns_children(self) -> None:
         """Have all processes that descend from this process now ended with the run."""
 
-    def publish(self, url: str, model: str, ca: str = "") -> None:
+    def publish(self, url: str, model: str, ca: str = "", config: str = "") -> None:
         """Write the run file: from now on the other commands find this run."""
 
 
@@ -83,9 +83,9 @@ class RunFolder:
             if child.pid != self._reaper.pid:
                 self.owns(child.pid, start_time(child.pid) or 0)
 
-    def publish(self, url: str, model: str, ca: str = "") -> None:
+    def publish(self, url: str, model: str, ca: str = "", config: str = "") -> None:
         """Write the run file: from now on the other commands find this run."""
-        write_run_file(url, self.logs, model, ca)
+        write_run_file(url, self.logs, model, ca, config=config)
 
     def close(self) -> None:
         """Remove the run file, have the reaper remove the rest, and wait for it. Idempotent."""
@@ -117,8 +117,8 @@ class KeptFolder:
     def owns_children(self) -> None:
         """Nothing to do: whatever this process starts is known by the run's mark, or by the folder."""
 
-    def publish(self, url: str, model: str, ca: str = "") -> None:
-        write_run_file(url, self.logs, model, ca, self._keeper, str(self.temporary))
+    def publish(self, url: str, model: str, ca: str = "", config: str = "") -> None:
+        write_run_file(url, self.logs, model, ca, self._keeper, str(self.temporary), config)
 
     def _tell(self, line: str) -> None:
         with (self.temporary / "owned").open("a") as owned:

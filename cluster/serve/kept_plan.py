@@ -24,7 +24,8 @@ OPTIONS = ("model", "prefill", "decode", "colocate", "routers", "host", "port", 
 def plan_to_tree(plan: ServePlan) -> dict[str, Any]:
     """The plan as values that JSON takes."""
     return {
-        "options": {name: getattr(plan.options, name) for name in OPTIONS} | {"model": str(plan.spec.folder)},
+        "options": {name: getattr(plan.options, name) for name in OPTIONS}
+        | {"model": str(plan.spec.folder), "config": plan.options.file},
         "given": plan.given.to_dict(),
         "port": plan.port,
         "device": plan.config.engine.device,
@@ -37,7 +38,8 @@ def plan_from_tree(tree: dict[str, Any]) -> ServePlan:
     """Work a plan out again. Raises `ConfigError` where this build doesn't take what an earlier one was given,
     `CheckpointError` and `MemoryShort` as at the start, and `KeyError`, `TypeError` or `ValueError` for a tree that is
     none."""
-    options = ServeOptions(**{name: tree["options"][name] for name in OPTIONS})
+    file = tree["options"].get("config")  # Earlier builds kept none.
+    options = ServeOptions(**{name: tree["options"][name] for name in OPTIONS}, config=Path(file) if file else None)
     nodes = {node: _facts_from_tree(facts) for node, facts in tree["nodes"].items()}
     given = config_from_dict(tree["given"])
     spec = served_as(read_model_spec(Path(options.model)), given.router.served_model_name)

@@ -22,6 +22,7 @@ from contracts import cpu_levels as processor
 from contracts.checkpoint.model_spec import ModelSpec, read_model_spec, served_as
 from contracts.config.autoscaling_config import AutoscalingConfig
 from contracts.config.cluster_config import Config, PoolsConfig, section_of
+from contracts.config.launch_config import LaunchConfig
 from contracts.config.load_config import load_config
 from contracts.config.plane_choice import with_plane
 from contracts.config.worker_config import DecodeConfig
@@ -55,6 +56,13 @@ class ServeOptions:
     dashboard: bool = False
     unsized: frozenset[Role] = frozenset()
     """Roles whose number of workers no flag gave: the configuration's `pools` goes before the number here."""
+    unset: frozenset[str] = frozenset()
+    """Further fields that no flag gave: the configuration's `launch` has them."""
+
+    @property
+    def file(self) -> str:
+        """The configuration's file as an absolute path, by which `twinpool up` knows the run; empty without one."""
+        return str(self.config.absolute()) if self.config is not None else ""
 
     @property
     def workers(self) -> dict[Role, int]:
@@ -150,7 +158,8 @@ def prepare(
         config = given = with_absolute_paths(load_config(options.config, options.assignments))
     except yaml.YAMLError as error:
         raise ConfigError(f"--set takes section.key=value with a YAML value: {' '.join(str(error).split())}") from None
-    options = _sized(options, config.pools)
+    options = _sized(_launched(options, config.launch), config.pools)
+    config = given = dataclasses.replace(config, launch=_launch_of(options))
     _check_flags(options)
     _check_config(config, options)
     if config.transfer.plane == "local":
@@ -322,6 +331,20 @@ def _sized(options: ServeOptions, pools: PoolsConfig) -> ServeOptions:
         decode=(Role.DECODE in unsized and pools.decode) or options.decode,
         colocate=(Role.COLOCATED in unsized and pools.colocated) or options.colocate,
     )
+
+
+def _launched(options: ServeOptions, launch: LaunchConfig) -> ServeOptions:
+    """Fill in what no flag gave."""
+    found = {name: getattr(launch, name) for name in options.unset}
+    if found.get("ray_address") == "":
+        found["ray_address"] = None
+    return dataclasses.replace(options, **found)
+
+
+def _launch_of(options: ServeOptions) -> LaunchConfig:
+    """What the cluster is launched with, flags included: a file that is applied to it later may say the same."""
+    found = {one.name: getattr(options, one.name) for one in dataclasses.fields(LaunchConfig)}
+    return LaunchConfig(**found | {"ray_address": options.ray_address or ""})
 
 
 def _check_flags(options: ServeOptions) -> None:

@@ -134,7 +134,7 @@ class ServeOneProcess:
     def _ready(self, directory: LocalDirectory) -> None:
         prepared, security = self._prepared, self._prepared.config.security
         url, operators = urls_of(prepared)
-        self._folder.publish(operators, prepared.options.model, security.tls_ca)
+        self._folder.publish(operators, prepared.options.model, security.tls_ca, prepared.options.file)
         self._stopping.ready()
         self._terminal.table(prepared, directory.views())
         self._terminal.line(f"Twinpool is ready: {url}")

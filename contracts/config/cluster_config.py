@@ -8,6 +8,7 @@ from typing import Any
 
 from contracts.config.autoscaling_config import AutoscalingConfig
 from contracts.config.cache_config import CacheConfig, CacheOverride
+from contracts.config.launch_config import LaunchConfig
 from contracts.config.router_config import AuditConfig, RouterConfig, WatchConfig
 from contracts.config.security_config import SecurityConfig
 from contracts.config.worker_config import (
@@ -119,6 +120,7 @@ def section_of(role: Role) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Config:
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     prefill: PrefillConfig = field(default_factory=PrefillConfig)

@@ -239,7 +239,7 @@ _MAY_BE_ZERO = {
     "faults.step_delay_s", "faults.link_bytes_per_s", "router.replay_limit", "router.max_body_bytes",
     "router.max_prompt_logprobs", "router.ttft_slo_ms", "decode.prefix_offer_bytes",
     "cluster.controller_port", "cluster.ledger_replicas", "cluster.standby_controllers",
-    "faults.retract_every", "security.admin_port", "audit.fraction", "audit.margin",
+    "faults.retract_every", "launch.port", "security.admin_port", "audit.fraction", "audit.margin",
     "watch.repetition_tokens", "watch.rare_factor", "cluster.host_memory_share", "cluster.host_memory_bytes",
     "autoscaling.max_workers", "autoscaling.tolerance", "autoscaling.hold_s",
     "pools.prefill", "pools.decode", "pools.colocated",

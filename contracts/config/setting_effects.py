@@ -59,8 +59,10 @@ _SOCKETS = _new("both ends of a connection must have it, and open connections ha
 _EVENTS = _new("who follows KV events was told where when the cluster started")
 _STORAGE = _new("it says where pages of prompts are kept and who may read them, which only the starter may")
 _RANKS = _new("cards and places of a node are dealt by it when the cluster starts")
+_LAUNCH = _new("the cluster was launched with it")
 
 EFFECTS: Mapping[str, SettingEffect] = {
+    "launch": _LAUNCH,
     "pools": _LIVE,
     "prefill": _PREFILL,
     "prefill.tp": _RANKS,

@@ -34,8 +34,8 @@ CHANGES = (
 def test_no_answer_is_lost_or_wrong_while_a_cluster_changes(tmp_path: Path) -> None:
     """Changes of roles, cordons, restarts and drains by command are in the soak test, with all of these."""
     folder = make_checkpoint(tmp_path / "model", "qwen3", seed=33)
-    flags = ("--prefill", "2", "--decode", "2", "--routers", "2")
-    with detached(folder, tmp_path / "run", *flags, sections=SECTIONS) as cluster:
+    sections = {**SECTIONS, "pools": {"prefill": 2, "decode": 2}}
+    with detached(folder, tmp_path / "run", sections=sections, by_file={"routers": 2}) as cluster:
         load = Load(cluster.url, cluster.model, some_prompts(7))
         with load.running():
             for change in CHANGES:

@@ -53,6 +53,18 @@ def test_the_newest_live_run_wins(runtime: Path, tmp_path: Path) -> None:
     assert run.url == "http://newer"
 
 
+def test_a_run_is_found_by_the_file_that_it_was_launched_with(
+    runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runfile.write_run_file("http://one", tmp_path, "demo", config=str(tmp_path / "cluster.yaml"))
+    monkeypatch.chdir(tmp_path)
+    run = runfile.live_run_of(Path("cluster.yaml"))
+    assert run is not None
+    assert run.url == "http://one"
+    assert runfile.live_run_of(Path("other.yaml")) is None
+    assert runfile.live_run_of(runtime / "cluster.yaml") is None
+
+
 def test_a_damaged_run_file_is_passed_over(runtime: Path) -> None:
     runtime.mkdir()
     (runtime / "run-1.json").write_text("{")

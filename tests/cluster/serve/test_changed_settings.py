@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,9 @@ import pytest
 from cluster.serve.changed_settings import SettingsChanger, digest_of, digests, replanned
 from cluster.serve.detached_state import DetachedState
 from cluster.serve.preflight import ServeOptions, ServePlan, prepare
-from contracts.config.load_config import config_from_dict
+from contracts.config.cluster_config import Config
+from contracts.config.launch_config import LaunchConfig
+from contracts.config.load_config import config_from_dict, load_config
 from contracts.errors import ConfigError
 from contracts.ids import Role, WorkerName
 from contracts.messages.settings_change import SettingsChange
@@ -163,6 +167,7 @@ def test_pools_of_the_file_are_sizes_where_no_flag_gave_them(tmp_path: Path) -> 
     assert plan(config=file, prefill=5, unsized=both - {Role.PREFILL}).wanted == {Role.PREFILL: 5, Role.DECODE: 3}
     file.write_text("pools: {colocated: 2}\n")
     assert plan(config=file, unsized=both).wanted == {Role.COLOCATED: 2}
+
     assert config_from_dict({"pools": {"colocated": 2}}) == replace(
         config_from_dict({}), pools=replace(config_from_dict({}).pools, colocated=2)
     )
@@ -177,3 +182,23 @@ def test_a_change_that_fails_in_a_way_that_nobody_foresaw_is_refused_and_ends_no
     answer = keeper.change(prefill={"chunk_tokens": 64})
     assert answer.refusal == "it can't be made: ZeroDivisionError: division by zero"
     assert (answer.number, keeper.kept) == (7, 0)
+
+
+def test_what_no_flag_says_is_launched_as_the_file_has_it(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text('{"launch": {"model": "demo", "host": "127.0.0.2", "routers": 3, "port": 0, "ray_address": ""}}')
+    every = frozenset(one.name for one in dataclasses.fields(LaunchConfig))
+    options = prepare(ServeOptions(config=file, unset=every), free_bytes=8 << 30).options
+    assert (options.host, options.routers, options.port, options.ray_address) == ("127.0.0.2", 3, 0, None)
+    flagged = prepare(ServeOptions(config=file, routers=2, unset=every - {"routers"}), free_bytes=8 << 30)
+    assert (flagged.options.host, flagged.options.routers) == ("127.0.0.2", 2)
+    assert flagged.given.launch.routers == 2, "what is applied later is compared with what it came to"
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_the_files_that_the_operators_page_shows_are_configurations(number: int, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "operating.md").read_text()
+    found = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert len(found) == 3
+    (tmp_path / "cluster.yaml").write_text(found[number])
+    assert load_config(tmp_path / "cluster.yaml") != Config()
