@@ -29,7 +29,6 @@ from contracts.clock import SystemClock
 from contracts.errors import ConfigError, WireError
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.quota import MOST_CLAIMS
-from contracts.messages.settings_change import SettingsChange
 from contracts.messages.worker_status import EndedWorker, WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
@@ -188,14 +187,8 @@ class ControllerService(pb_grpc.ControllerServicer):
         return await self._operate(lambda: self._core.pools.uncordon(name), context)
 
     async def ChangeSettings(self, request: pb.SettingsChange, context: Context) -> pb.SettingsAnswer:
-        line = self._supervisor
-
-        def send(change: SettingsChange) -> None:
-            assert line is not None
-            line.send([action_to_proto(change)])
-
         try:
-            answer = await self._settings.change(change_from_proto(request), send if line is not None else None)
+            answer = await self._settings.change(change_from_proto(request))
         except ConfigError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return answer_to_proto(answer)
@@ -288,6 +281,7 @@ class ControllerService(pb_grpc.ControllerServicer):
             self._supervisor.end("another supervisor has come")
             self._settings.lost()
         self._supervisor = line
+        self._settings.come(lambda change: line.send([action_to_proto(change)]))
         running = [(WorkerName(one.name), Incarnation(one.incarnation)) for one in report.running]
         self._core.attach(running, ended_from_proto(report.ended))
 

@@ -15,7 +15,8 @@ from contracts.errors import ConfigError
 from contracts.messages.settings_change import MOST_SETTINGS_BYTES, SettingsAnswer, SettingsChange
 
 ANSWER_S = 15.0
-"""Seconds that a supervisor has to answer: it may be measuring a node, or starting processes."""
+"""Seconds that a supervisor has to answer: it may be starting again, measuring a node, or starting processes."""
+Send = Callable[[SettingsChange], None]
 
 
 class SettingsOrders:
@@ -25,28 +26,38 @@ class SettingsOrders:
         self._answer_s = answer_s
         self._numbers = itertools.count(1)
         self._waiting: tuple[int, asyncio.Future[SettingsAnswer]] | None = None
+        self._send: Send | None = None
+        self._there = asyncio.Event()
 
-    async def change(self, change: SettingsChange, send: Callable[[SettingsChange], None] | None) -> SettingsAnswer:
-        """Have the supervisor make a change. `send` sends it an order; None: there is no supervisor.
+    def come(self, send: Send) -> None:
+        """Note that a supervisor has come; `send` sends it an order."""
+        self._send = send
+        self._there.set()
 
-        Raises `ConfigError` where it refuses, doesn't answer in time or goes away.
+    async def change(self, change: SettingsChange) -> SettingsAnswer:
+        """Have the supervisor make a change, once there is one.
+
+        Raises `ConfigError` where it refuses, isn't there or doesn't answer in time, or goes away.
         """
         if len(change.settings) > MOST_SETTINGS_BYTES:
             raise ConfigError(f"settings have at most {MOST_SETTINGS_BYTES} bytes, got {len(change.settings)}")
         if self._waiting is not None:
             raise ConfigError("another change of settings is being made; try again")
-        if send is None:
-            raise ConfigError("no supervisor is there to change the settings (it may be starting again); try again")
         number = next(self._numbers)
         future: asyncio.Future[SettingsAnswer] = asyncio.get_running_loop().create_future()
         self._waiting = number, future
+        sent = False
         try:
-            send(replace(change, number=number))
             async with asyncio.timeout(self._answer_s):
+                while (send := self._send) is None:
+                    await self._there.wait()
+                send(replace(change, number=number))
+                sent = True
                 answer = await future
         except TimeoutError:
             text = f"the supervisor has not answered in {self._answer_s:g} s, and may yet make the change; try again"
-            raise ConfigError(text) from None
+            away = f"no supervisor is there to change the settings (waited {self._answer_s:g} s for it); try again"
+            raise ConfigError(text if sent else away) from None
         finally:
             self._waiting = None
         if answer.refusal:
@@ -61,6 +72,8 @@ class SettingsOrders:
 
     def lost(self) -> None:
         """Note that the supervisor is gone, or another one has come."""
+        self._send = None
+        self._there.clear()
         if self._waiting is not None and not self._waiting[1].done():
             text = "the supervisor went away before it had answered, and may have made the change; try again"
             self._waiting[1].set_exception(ConfigError(text))

@@ -65,16 +65,7 @@ class Site:
         return asyncio.run(both())
 
     async def ask(self) -> SettingsAnswer:
-        """Ask until a supervisor is there."""
-        directory = ControllerDirectory(self.server.endpoint)
-        async with asyncio.timeout(WAIT_S):
-            while True:
-                try:
-                    return await directory.change_settings(CHANGE)
-                except RequestError as error:
-                    if "no supervisor" not in str(error):
-                        raise
-                await asyncio.sleep(0.02)
+        return await ControllerDirectory(self.server.endpoint).change_settings(CHANGE)
 
     def close(self) -> None:
         for client in self.clients:
@@ -119,22 +110,37 @@ def test_a_supervisor_that_dies_before_its_answer_is_told_and_the_next_one_is_as
     assert answer.changed == CHANGED
 
 
-def test_a_caller_is_told_when_no_supervisor_is_there(site: Site) -> None:
-    with pytest.raises(RequestError, match="no supervisor is there"):
-        asyncio.run(ControllerDirectory(site.server.endpoint).change_settings(CHANGE))
+def test_a_change_waits_for_a_supervisor_that_is_starting_again_and_not_for_ever() -> None:
+    async def run() -> None:
+        orders, sent = SettingsOrders(answer_s=0.05), list[SettingsChange]()
+        with pytest.raises(ConfigError, match="no supervisor is there"):
+            await orders.change(CHANGE)
+        orders = SettingsOrders(answer_s=WAIT_S)
+        orders.come(lambda change: pytest.fail("it went away"))
+        orders.lost()
+        waits = asyncio.create_task(orders.change(CHANGE))
+        await asyncio.sleep(0)
+        orders.come(sent.append)
+        while not sent:
+            await asyncio.sleep(0)
+        orders.take([SettingsAnswer(sent[0].number)])
+        assert (await waits).refusal == ""
+
+    asyncio.run(run())
 
 
 def test_one_change_at_a_time_and_no_longer_than_its_deadline() -> None:
     async def run() -> None:
         orders, sent = SettingsOrders(answer_s=0.05), list[SettingsChange]()
-        first = asyncio.create_task(orders.change(CHANGE, sent.append))
+        orders.come(sent.append)
+        first = asyncio.create_task(orders.change(CHANGE))
         await asyncio.sleep(0)
         with pytest.raises(ConfigError, match="another change"):
-            await orders.change(CHANGE, sent.append)
+            await orders.change(CHANGE)
         with pytest.raises(ConfigError, match="has not answered"):
             await first
         orders.take([SettingsAnswer(sent[0].number)])  # Too late: nobody waits for it.
-        second = asyncio.create_task(orders.change(CHANGE, sent.append))
+        second = asyncio.create_task(orders.change(CHANGE))
         await asyncio.sleep(0)
         orders.take([SettingsAnswer(sent[0].number, "of the first"), SettingsAnswer(sent[1].number)])
         assert (await second).refusal == ""
@@ -144,4 +150,4 @@ def test_one_change_at_a_time_and_no_longer_than_its_deadline() -> None:
 
 def test_settings_have_a_bound() -> None:
     with pytest.raises(ConfigError, match="at most"):
-        asyncio.run(SettingsOrders().change(SettingsChange("x" * 300_000), lambda order: None))
+        asyncio.run(SettingsOrders().change(SettingsChange("x" * 300_000)))
