@@ -34,6 +34,7 @@ from contracts.config.cluster_config import FaultsConfig
 from contracts.errors import WireError
 from contracts.ids import Incarnation, Role, RoomId, WorkerName
 from contracts.messages import rank_order_codec, rank_orders, router_commands, worker_events, worker_status
+from contracts.messages.control_plane import ControlPlane
 from contracts.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, decode_batch, encode_batch
 from contracts.messages.quota import QuotaAmounts, QuotaClaim, QuotaSlice
 from contracts.messages.worker_status import WorkerRecord, WorkerView
@@ -223,7 +224,9 @@ class Brain:
     def __init__(self) -> None:
         self.heard: list[Any] = []
         self.grants: list[LeaseGrant] = []
-        self.table: tuple[WorkerView, ...] = ()
+        self.rows: tuple[WorkerView, ...] = ()
+        self.quotas = ""
+        self.service: Any = None
         self.version, self.shutting_down = 1, False
         self.listener: Callable[[], None] = lambda: None
 
@@ -231,11 +234,11 @@ class Brain:
         self.listener = listener
 
     def views(self) -> tuple[WorkerView, ...]:
-        return self.table
+        return self.rows
 
     def changes(self, since: int) -> list[RowChange]:
         """The first row as a whole, the numbers of the others."""
-        return [RowChange(view, i == 0, True) for i, view in enumerate(self.table)]
+        return [RowChange(view, i == 0, True) for i, view in enumerate(self.rows)]
 
     def register(self, record: WorkerRecord) -> LeaseGrant:
         self.heard.append(record)
@@ -254,6 +257,12 @@ class Brain:
     def pools(self) -> Brain:
         return self
 
+    table = pools
+
+    def changed(self) -> None:
+        self.version += 1
+        self.listener()
+
     def tick(self) -> list[Any]:
         return []
 
@@ -261,7 +270,7 @@ class Brain:
 @contextlib.asynccontextmanager
 async def controller() -> AsyncIterator[tuple[Brain, str]]:
     core = Brain()
-    service: Any = ControllerService(core)  # type: ignore[arg-type]
+    core.service = service = ControllerService(core)  # type: ignore[arg-type]
     server, number = await start(pb_grpc.add_ControllerServicer_to_server, service)
     try:
         yield core, f"127.0.0.1:{number}"
@@ -330,18 +339,22 @@ async def test_every_field_of_the_controllers_table_reaches_a_router() -> None:
             status = dataclasses.replace(
                 full(worker_status.WorkerStatus), name=record.name, incarnation=record.incarnation
             )
-            core.table += (dataclasses.replace(full(WorkerView), record=record, status=status),)
+            core.rows += (dataclasses.replace(full(WorkerView), record=record, status=status),)
         stop = directory.watch(seen.append)
         await eventually(lambda: bool(seen))
-        assert seen[-1] == core.table
-        numbers = dataclasses.replace(core.table[1].status, running=77, counters_left_out=False)
-        core.table = (
-            dataclasses.replace(core.table[0], cordoned=False), dataclasses.replace(core.table[1], status=numbers)
+        assert seen[-1] == core.rows
+        numbers = dataclasses.replace(core.rows[1].status, running=77, counters_left_out=False)
+        core.rows = (
+            dataclasses.replace(core.rows[0], cordoned=False), dataclasses.replace(core.rows[1], status=numbers)
         )  # fmt: skip
         core.version = 2
         core.listener()
         await eventually(lambda: len(seen) > 1)
-        assert seen[-1] == core.table, "what has changed came alone, and the rest stayed"
+        assert seen[-1] == core.rows, "what has changed came alone, and the rest stayed"
+        assert directory.control_plane() is None
+        core.service.tell("10.0.0.1:7", 3, ("10.0.0.2:7", "10.0.0.3:7"))
+        await eventually(lambda: directory.control_plane() is not None)
+        assert directory.control_plane() == ControlPlane("10.0.0.1:7", 3, ("10.0.0.2:7", "10.0.0.3:7"), away=False)
         await directory.change_role(record.name, Role.PREFILL)
         assert core.heard == [(record.name, Role.PREFILL)]
         stop()
@@ -387,7 +400,7 @@ def test_every_field_of_the_controllers_protocol_is_filled(cls: type[Proto]) -> 
 
     record, status = full(WorkerRecord), full(worker_status.WorkerStatus)
     core = Brain()
-    core.table, core.shutting_down = (full(WorkerView, record=record, status=status),), True
+    core.rows, core.shutting_down = (full(WorkerView, record=record, status=status),), True
     keeper: Any = LeaseKeeper(
         record, "", ManualClock(1.0), 1.0, lambda: status, lambda reason: None, on_drain=lambda: None
     )
@@ -576,8 +589,9 @@ def test_a_row_without_a_status_has_the_incarnation_that_was_registered(
 
 def _both(service: ControllerService) -> pb.ClusterView:
     """The controller's table, and what has changed in it, as one message."""
+    service.tell("10.0.0.1:7", 3, ("10.0.0.2:7",))
     message = service.view()
     brain: Any = service._core
-    brain.table += (dataclasses.replace(brain.table[0]),)
+    brain.rows += (dataclasses.replace(brain.rows[0]),)
     message.MergeFrom(service.changes(1))
     return message
