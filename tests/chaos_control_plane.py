@@ -85,7 +85,7 @@ class ControlPlaneFaults:
         self._say("the ledger's server is gone")
         self._server.kill()
         await asyncio.sleep(self._random.uniform(0.2, 8.0))
-        await asyncio.to_thread(self._server.start)
+        self._server.start()  # By this thread, with whose end it ends.
         return True
 
 
