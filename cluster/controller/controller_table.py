@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from cluster.controller.controller_actions import ControllerAction, ForgetArenas, KillWorker, OperatorNote
+from cluster.controller.controller_actions import ControllerAction, KillWorker, OperatorNote
 from cluster.controller.controller_ledger import ControllerLedger, LedgerLost
 from cluster.controller.node_table import NodePlace, NodeTable
 from cluster.controller.wanted_worker import WantedWorker, from_ledger, to_ledger
@@ -155,9 +155,7 @@ class ControllerTable:
             return False
         self.act(killing(row))
         self.note(f"{row.name} is started anew: {why}" if row.wanted else f"{row.name} isn't started: {why}")
-        row.state = advance(row.state, WorkerEvent.DIED if row.wanted else WorkerEvent.LEFT)
-        if not row.wanted:
-            self.act(ForgetArenas(row.name))
+        row.state = advance(row.state, WorkerEvent.DIED)
         row.status, row.restart_at = row.own_status(), self.clock.now()
         self.note_end(row)
         self.saved(row)

@@ -5,7 +5,6 @@ docs/states.md draws it. Rules:
 - A worker has one incarnation at a time; each `STARTED` has a larger number, and messages of older ones are dropped.
 - A worker that left by drain is not started again unless an operator wants it back (undrain).
 - A worker may leave straight from `ready`: drain and departure can fall between two heartbeats.
-- A start that is taken back, as its pool has enough, has left.
 - An event that is not in the table raises `IllegalTransition` and changes nothing.
 """
 
@@ -41,7 +40,6 @@ TRANSITIONS: dict[tuple[WorkerState, WorkerEvent], WorkerState] = {
     (WorkerState.DEAD, WorkerEvent.STARTED): WorkerState.STARTING,
     (WorkerState.STARTING, WorkerEvent.REGISTERED): WorkerState.READY,
     (WorkerState.STARTING, WorkerEvent.DIED): WorkerState.DEAD,
-    (WorkerState.STARTING, WorkerEvent.LEFT): WorkerState.LEFT,
     (WorkerState.READY, WorkerEvent.DRAINING): WorkerState.DRAINING,
     (WorkerState.READY, WorkerEvent.LEFT): WorkerState.LEFT,
     (WorkerState.READY, WorkerEvent.DIED): WorkerState.DEAD,
