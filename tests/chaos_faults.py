@@ -41,6 +41,7 @@ BACK_S = 300.0
 LOOK_S = 2.0
 COME_BACK_S = 0.2
 """How long a client waits whose connection broke, before it comes back with its key."""
+FOR_GOOD = ("it was draining and is not restarted", "isn't started: its pool has enough workers")
 CHANGE = "change a role"
 CHANGE_BACK = 6
 """After so many other strikes."""
@@ -376,9 +377,10 @@ class Chaos:
         return self.cluster.twinpool("status", "--json").returncode == 0
 
     def _all_back(self) -> bool:
-        """Nobody is on the way, however it ends: one that died while it drained stays dead."""
+        """Nobody is on the way, however it ends: one that died while it drained, or whose start was taken back, stays
+        dead."""
         rows = self.cluster.status().values()
-        gone = [line.split()[0] for line in self.cluster.said() if "it was draining and is not restarted" in line]
+        gone = [line.split()[0] for line in self.cluster.said() if any(words in line for words in FOR_GOOD)]
         return all(w["state"] in ("ready", "left") or w["name"] in gone for w in rows)
 
 

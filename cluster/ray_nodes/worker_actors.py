@@ -153,6 +153,11 @@ class _RunningWorker:
     group: Any = None
     """The placement group of a worker of several ranks; None for one rank."""
 
+    @property
+    def placed(self) -> bool:
+        """Whether all its ranks have told where they are."""
+        return self.at is not None and all(follower.at is not None for follower in self.followers.values())
+
 
 class RayLauncher:
     """The `WorkerLauncher` over a Ray cluster that this process has joined."""
@@ -302,7 +307,7 @@ class RayLauncher:
         restarted_at = self._store_restarted_at()
         if restarted_at is None or self._clock.now() < restarted_at + PLACED_AGAIN_S:
             return []
-        lost = [run for run, one in self._running.items() if one.at is None and one.asked_at < restarted_at]
+        lost = [run for run, one in self._running.items() if one.asked_at < restarted_at and not one.placed]
         out = []
         for run in lost:
             running = self._running.pop(run)

@@ -16,6 +16,7 @@ ENDLESS = {
     "controller_service.py: line.more.wait": "until the table changes, or the watcher's stream ends",
     "controller_service.py: self._more.wait": "until there are orders, or the supervisor's stream ends",
     "controller_client.py: reports.get": "until there is something to report, or the stream to the controller ends",
+    "settings_orders.py: self._there.wait": "within the answer's deadline",
     "hang_fault.py: threading.Event().wait": "a hang on purpose",
     "worker_actors.py: mine.wait": "the actor's process, whose end is what a caller waits for, or the next caller",
     "worker_process.py: self._ended.wait": "the worker's life; its lease, its engine thread and its parent end it",
