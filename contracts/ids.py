@@ -16,6 +16,8 @@ RoomId = NewType("RoomId", str)
 WorkerName = NewType("WorkerName", str)
 Incarnation = NewType("Incarnation", int)
 """A worker's start number, granted by the controller, larger at every start."""
+NO_INCARNATION = Incarnation(0)
+"""The number that no incarnation has: the first is 1."""
 
 
 class Role(StrEnum):

@@ -30,6 +30,7 @@ from tests.default_device import default_device
 if TYPE_CHECKING:
     from cluster.arena.arena_client import ArenaProvider
     from cluster.ranks.rendezvous import RankGroup
+    from engine.runner.load_model import KeptModel
     from tests.rank_workers import RankProcesses
 
 SESSION = SessionId(1)
@@ -67,8 +68,9 @@ class Pair:
         devices: Mapping[Role, Device] | None = None,
         groups: Mapping[Role, RankGroup | None] | None = None,
         arenas: Mapping[Role, ArenaProvider] | None = None,
+        kept: Mapping[Role, KeptModel] | None = None,
     ) -> None:
-        devices, groups, arenas = devices or {}, groups or {}, arenas or {}
+        devices, groups, arenas, kept = devices or {}, groups or {}, arenas or {}, kept or {}
         sizes = tokens if isinstance(tokens, Mapping) else dict.fromkeys(PAIR, tokens)
         spec = read_model_spec(folder)
         # There is no other decode worker that could take what this one has.
@@ -86,6 +88,7 @@ class Pair:
                 device=devices.get(role) or default_device(),
                 group=groups.get(role),
                 arenas=arenas.get(role),
+                kept=kept.get(role),
                 **options,
             )
             for role in (Role.PREFILL, Role.DECODE)

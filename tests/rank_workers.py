@@ -29,7 +29,7 @@ def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     while (plan := pipe.recv()) is not None:
         try:
-            pipe.send(serve_rank(plan))
+            pipe.send(serve_rank(plan, pipe.recv))
         except Exception as error:
             pipe.send(f"{type(error).__name__}: {error}")
     # As in a real follower: threads of gloo may still wait for their deadlines.

@@ -27,12 +27,12 @@ SESSION = SessionId(1)
 
 
 def _serve(pipe: Connection, plan: WorkerPlan, tokens: int) -> None:
-    from cluster.worker_process.worker_process import build_from_plan
+    from cluster.worker_process.planned_workers import PlannedWorkers
     from contracts import cpu_levels as processor
     from tests.pair import counts_for
 
     processor.pin(plan.config.engine.numerics_class)  # before the counts compute
-    worker = build_from_plan(replace(plan, counts=counts_for(plan.model, plan.config, plan.role, tokens)))
+    worker = PlannedWorkers().build(replace(plan, counts=counts_for(plan.model, plan.config, plan.role, tokens)))
     pipe.send(worker.control)
     try:
         while True:

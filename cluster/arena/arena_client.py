@@ -100,6 +100,17 @@ class ArenaClient:
         log.info("arena", extra={"worker": self._name, "rank": rank, "bytes": nbytes, "adopted": adopted})
         return memoryview(memory)
 
+    def give_up(self) -> None:
+        """End the loans for good: the segments are never lent again, and their memory is free once this process has
+        unmapped it. Idempotent."""
+        if not self._loans:
+            return
+        self.close()
+        try:
+            forget(self._token, self._name, self._incarnation + 1)
+        except OSError as error:  # A new agent doesn't know them, and this one lends fresh ones in the end.
+            log.warning("the agent keeps a segment", extra={"worker": self._name, "reason": str(error)})
+
     def close(self) -> None:
         """End the threads. The memory stays mapped, and the agent lends it again only when this process is dead.
         Idempotent."""

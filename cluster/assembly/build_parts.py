@@ -41,7 +41,7 @@ from contracts.messages.rank_orders import AwaitReady
 from engine.models.model_base import Model
 from engine.models.registry import model_for
 from engine.runner.kernel_choice import class_of, hold_to_class
-from engine.runner.load_model import load_engine
+from engine.runner.load_model import KeptModel, load_engine
 from engine.runner.model_runner import ModelRunner
 from engine.tensors.shard import Shard
 from engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
@@ -79,6 +79,7 @@ def build_parts(
     group: RankGroup | None,
     arenas: ArenaProvider | None,
     undo: ExitStack,
+    kept: KeptModel | None = None,
 ) -> WorkerParts:
     """Build the common parts of a worker; see `build_worker` for parameters and errors.
 
@@ -106,7 +107,7 @@ def build_parts(
     manager = _manager(pools, device, spec, config, role, name, clock, waiter, line, arenas, undo)
     undo.callback(manager.close, 1.0)
     epochs = {pool: allocator.epochs for pool, allocator in pools.allocators.items()}
-    engine = load_engine(model, config.engine, layout.spec, pools.gates, epochs, device, ranks, line)
+    engine = load_engine(model, config.engine, layout.spec, pools.gates, epochs, device, ranks, line, kept)
     if line is not None:
         line.ask(AwaitReady(), config.cluster.start_timeout_s).wait()
     take_over(manager, line)

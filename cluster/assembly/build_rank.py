@@ -25,7 +25,7 @@ from contracts.checkpoint.model_spec import ModelSpec
 from contracts.config.cluster_config import Config
 from contracts.ids import Role
 from engine.runner.kernel_choice import hold_to_class
-from engine.runner.load_model import load_engine
+from engine.runner.load_model import KeptModel, load_engine
 from engine.runner.model_runner import ModelRunner
 from engine.tensors.tensor_parallel import TensorParallelGroup
 from transfer.net.waiter import Waiter
@@ -62,10 +62,12 @@ def build_rank(
     counts: Mapping[str, int],
     ranks: TensorParallelGroup,
     arenas: ArenaProvider | None = None,
+    kept: KeptModel | None = None,
 ) -> RankParts:
     """Build the parts with which a follower carries out its leader's orders. Raises what `build_worker` does.
 
-    `counts`: pages and slots that each pool can lease, the same on all ranks.
+    `counts`: pages and slots that each pool can lease, the same on all ranks. `kept`: as for
+    `build_worker`.
     """
     hold_to_class(config.engine)
     storage: FollowerPageStore | None = None
@@ -94,7 +96,7 @@ def build_rank(
                 undo.callback(queue.close, 1.0)
                 storage = FollowerPageStore(RankPageStore(queue, mirror, named, ranks.rank, ranks.size))
         epochs = {pool: allocator.epochs for pool, allocator in pools.allocators.items()}
-        engine = load_engine(model, config.engine, layout.spec, pools.gates, epochs, device, ranks)
+        engine = load_engine(model, config.engine, layout.spec, pools.gates, epochs, device, ranks, kept=kept)
         undo.pop_all()
     for socket in plane.waitable:
         waiter.add(socket)

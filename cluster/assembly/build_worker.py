@@ -21,6 +21,7 @@ from contracts.ids import Incarnation, Role, WorkerName
 from contracts.interfaces.worker_interface import Worker
 from contracts.messages.fingerprint import numerics_class
 from decode.worker import DecodeWorker
+from engine.runner.load_model import KeptModel
 from engine.structured_output.grammar_engine import GrammarEngine
 from prefill.worker import PrefillWorker
 from transfer.net.zmq_channel import ZmqControlTransport
@@ -42,17 +43,19 @@ def build_worker(
     device: Device | None = None,
     group: RankGroup | None = None,
     arenas: ArenaProvider | None = None,
+    kept: KeptModel | None = None,
 ) -> Worker:
     """Load the model, open the worker's sockets on `host`, and return the worker, not yet stepping.
 
     `counts`: pages and slots that each pool can lease (`MemoryPlan.counts`). `device`: replaces the configured one.
     `group`: the other ranks of a worker of several; this process is the leader, and the caller closes the group.
     `arenas`: gives memory for the host tier that outlives the worker; state that an earlier incarnation left there is
-    taken over. Raises `CheckpointError`, `ConfigError`, or `PeerDead` for a rank that could not start.
+    taken over. `kept`: the model of this process's last worker, which isn't loaded again where this one has the same.
+    Raises `CheckpointError`, `ConfigError`, or `PeerDead` for a rank that could not start.
     """
     clock = clock or SystemClock()
     with ExitStack() as undo:
-        p = build_parts(role, name, spec, config, host, counts, device, clock, group, arenas, undo)
+        p = build_parts(role, name, spec, config, host, counts, device, clock, group, arenas, undo, kept)
         transfer = config.transfer
         transport = ZmqControlTransport(host, p.waiter, p.curve, transfer.link_timeout_s, transfer.control_frame_bytes)
         pools, others = p.manager.pools, group.line.processes if group else ()

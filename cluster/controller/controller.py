@@ -19,7 +19,8 @@ Guarantees:
   its start waits longer each time; a worker that dies more than `restart_limit` times in `restart_window_s` is left
   dead (`cluster.processes.restart_policy`).
 - A worker that left by drain, or died while it was draining, is not started again until an operator wants it back
-  (`undrain`). A worker that was told to change its role is started in the new role, whether it left or died.
+  (`undrain`). A worker that was told to change its role is started in the new role, whether it left or died; one that
+  left and says that it has closed keeps its process, which goes on by the plan of that start.
 - A node that is *cordoned* gets no worker until it is uncordoned: a worker that is only starting there is started
   elsewhere, or waits while no other node can take it.
 - Nothing is started while no supervisor is there to start it (`attach`, `detach`). One that comes says which processes
@@ -54,7 +55,7 @@ from cluster.worker_process.lease_keeper import renewal_pause_s
 from cluster.worker_process.step_watchdog import why_stalled
 from contracts.clock import Clock
 from contracts.config.cluster_config import ClusterConfig
-from contracts.ids import Incarnation, WorkerName
+from contracts.ids import NO_INCARNATION, Incarnation, WorkerName
 from contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
 
 PLACE_S = 10.0
@@ -227,16 +228,21 @@ class Controller:
             return self._fenced(incarnation)
         return self._grant(row)
 
-    def leave(self, name: WorkerName, incarnation: Incarnation) -> None:
+    def leave(self, name: WorkerName, incarnation: Incarnation, *, closed: bool = False) -> bool:
         """Note that a drained worker has left. It starts again only to be restarted or change its role, or when an
-        operator wants it back."""
+        operator wants it back. `closed`: whether it is closed, and its process could go on as another worker. Returns
+        whether that is to wait for its plan: the next start is for it."""
         row = self._current(name, incarnation)
         if row is None or not row.serves:
-            return
+            return False
+        goes_on = False
         if row.becomes is not None:
             row.state = advance(row.state, WorkerEvent.CHANGED)
-            what = "starts again" if row.becomes is row.role else f"starts again for {row.becomes}"
+            other = row.becomes is not row.role
+            goes_on = closed and other and self.can_start and not self.cordoned(row.node)
+            what = f"goes on as a {row.becomes} worker" if goes_on else "starts again" + f" for {row.becomes}" * other
             self.table.note(f"{name} has left, and {what}")
+            row.waiting = incarnation if goes_on else NO_INCARNATION
             row.restart_at = self._clock.now()
             _take_role(row)
         else:
@@ -245,8 +251,9 @@ class Controller:
             self.table.act(ForgetArenas(name))
             self.table.note(f"{name} has left")
         row.status = row.own_status()
-        self.table.note_end(row)
+        self.table.note_end(row, closed=closed)
         self.table.saved(row)
+        return goes_on
 
     # ------------------------------------------------------------ the passing of time, and actions
 
@@ -297,10 +304,12 @@ class Controller:
             deadline=now + self._config.start_timeout_s,
             started_at=now,
             avoids=tuple(sorted(self.table.nodes.names)),
+            waiting=NO_INCARNATION,
+            process_since=row.process_since if row.waiting else number,
         )
         self.table.save(fresh)  # Before it is handed out, and before anything here says so.
         self.table.rows[row.name] = fresh
-        self.table.act(StartWorker(fresh.name, fresh.role, number, fresh.avoids, fresh.only))
+        self.table.act(StartWorker(fresh.name, fresh.role, number, fresh.avoids, fresh.only, row.waiting))
         self.table.changed(fresh)
 
     def _wait_for_place(self, row: WantedWorker, now: float) -> None:

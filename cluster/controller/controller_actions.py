@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.controller.node_table import NodePlace
-from contracts.ids import Incarnation, Role, WorkerName
+from contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName
 from contracts.messages.settings_change import SettingsChange
 from contracts.messages.worker_status import EndedWorker
 
@@ -60,6 +60,8 @@ class StartWorker:
     """Cordoned nodes, by host name or Ray node id, on which the worker must not start."""
     only: str = ""
     """The one node, by host name or Ray node id, on which it is to start; empty: any."""
+    successor_of: Incarnation = NO_INCARNATION
+    """The incarnation whose process has closed it and waits to go on as this one; 0: none does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,9 +134,11 @@ class ControllerService(pb_grpc.ControllerServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             raise AssertionError from error  # `abort` has raised.
 
-    async def Leave(self, request: pb.Renewal, context: Context) -> pb.Empty:
-        self._core.leave(WorkerName(request.name), Incarnation(request.incarnation))
-        return pb.Empty()
+    async def Leave(self, request: pb.Renewal, context: Context) -> pb.LeaveAnswer:
+        name, incarnation = WorkerName(request.name), Incarnation(request.incarnation)
+        goes_on = self._core.leave(name, incarnation, closed=request.closed)
+        self.tick()  # A process that waits for its plan gets it at once.
+        return pb.LeaveAnswer(goes_on=goes_on)
 
     # ------------------------------------------------------------ operators
 
@@ -406,7 +408,7 @@ def _numbers_message(view: WorkerView, counters: bool) -> pb.WorkerStatus:
 
 def _mark(ended: tuple[EndedWorker, ...]) -> int:
     """A number that names a list of ended incarnations, the same for every controller; 0 is none."""
-    text = "\n".join(sorted(f"{one.name} {one.incarnation}" for one in ended))
+    text = "\n".join(sorted(f"{one.name} {one.incarnation} {one.closed_from}" for one in ended))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") or 1
 
 
@@ -426,7 +428,9 @@ def grant_message(grant: LeaseGrant, mark: int = 0, known: int = 0, stream: str 
         lease_s=grant.lease_s,
         fenced=grant.fenced,
         drain=grant.drain,
-        ended=[pb.EndedWorker(name=one.name, incarnation=one.incarnation) for one in ended],
+        ended=[
+            pb.EndedWorker(name=one.name, incarnation=one.incarnation, closed_from=one.closed_from) for one in ended
+        ],
         ended_mark=mark,
         stream=stream,
         renew_s=grant.renew_s,

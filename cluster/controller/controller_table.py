@@ -19,7 +19,7 @@ from cluster.controller.worker_states import WorkerEvent, WorkerState, advance
 from contracts.clock import Clock
 from contracts.config.cluster_config import ClusterConfig
 from contracts.errors import ConfigError
-from contracts.ids import Incarnation, WorkerName
+from contracts.ids import NO_INCARNATION, Incarnation, WorkerName
 from contracts.messages.worker_status import EndedWorker, WorkerView
 
 log = logging.getLogger("twinpool.controller")
@@ -142,11 +142,13 @@ class ControllerTable:
         log.warning(text)
         self.act(OperatorNote(text))
 
-    def note_end(self, row: WantedWorker) -> None:
-        """Have grants say that a worker's incarnation has ended; the one before its first never was."""
+    def note_end(self, row: WantedWorker, *, closed: bool = False) -> None:
+        """Have grants say that a worker's incarnation has ended; the one before its first never was. `closed`: by its
+        own word, in a process that may live on."""
         if row.incarnation:
             others = (ended for ended in self.ended if ended.name != row.name)
-            self.ended = (*others, EndedWorker(row.name, row.incarnation))
+            closed_from = row.process_since if closed else NO_INCARNATION
+            self.ended = (*others, EndedWorker(row.name, row.incarnation, closed_from))
 
     def end_start(self, row: WantedWorker, why: str) -> bool:
         """End a start that is under way; returns whether there was one. It has served no request, so this counts as no

@@ -100,4 +100,4 @@ class Supervisor:
         except TwinpoolError as error:
             self._controller.report(ended=[EndedProcess(order.name, order.incarnation, str(error))])
         else:
-            self._launcher.start(plan, order.avoid, order.only)
+            self._launcher.start(plan, order.avoid, order.only, order.successor_of)

@@ -31,6 +31,7 @@ def action_to_proto(action: ControllerAction) -> pb.SupervisorOrder:
                 incarnation=action.incarnation,
                 avoid=action.avoid,
                 only=action.only,
+                successor_of=action.successor_of,
             )
             return pb.SupervisorOrder(start=start)
         case KillWorker():
@@ -53,12 +54,13 @@ def action_from_proto(m: pb.SupervisorOrder) -> ControllerAction:
             case "start":
                 s = m.start
                 name, number = WorkerName(s.name), Incarnation(s.incarnation)
-                return StartWorker(name, Role(s.role), number, tuple(s.avoid), s.only)
+                before = Incarnation(s.successor_of)
+                return StartWorker(name, Role(s.role), number, tuple(s.avoid), s.only, before)
             case "kill":
                 return KillWorker(WorkerName(m.kill.name), Incarnation(m.kill.incarnation), m.kill.pid, m.kill.node)
             case "forget":
-                before = Incarnation(m.forget.before) if m.forget.HasField("before") else None
-                return ForgetArenas(WorkerName(m.forget.name), before)
+                oldest = Incarnation(m.forget.before) if m.forget.HasField("before") else None
+                return ForgetArenas(WorkerName(m.forget.name), oldest)
             case "note":
                 return OperatorNote(m.note)
             case "failed":

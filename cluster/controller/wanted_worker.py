@@ -12,7 +12,7 @@ from cluster.controller.node_table import NOWHERE, NodePlace
 from cluster.controller.worker_states import WorkerState
 from cluster.processes.restart_policy import RestartHistory
 from contracts.config.cluster_config import ClusterConfig
-from contracts.ids import Incarnation, Role, WorkerName
+from contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName
 from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.wire.worker_protobuf import record_from_proto, record_to_proto
@@ -59,6 +59,10 @@ class WantedWorker:
     """The table's version at the latest change of its status."""
     counters_at: int = 0
     """The table's version when its counters were last said."""
+    waiting: Incarnation = NO_INCARNATION
+    """The incarnation whose process waits to go on as the next one, which is due; 0: none does."""
+    process_since: Incarnation = NO_INCARNATION
+    """The first incarnation that its process has been."""
 
     @property
     def serves(self) -> bool:
@@ -136,6 +140,7 @@ def from_ledger(name: WorkerName, text: str, config: ClusterConfig) -> WantedWor
         only=kept["only"],
         ever_ready=bool(kept["ever_ready"]),
         drains=bool(kept["drains"]),
+        process_since=Incarnation(int(kept["incarnation"])),
         becomes=Role(kept["becomes"]) if kept["becomes"] is not None else None,
         last_reason=kept["last_reason"],
     )

@@ -11,15 +11,24 @@ from typing import Protocol
 from cluster.controller.controller_actions import EndedProcess, PlacedProcess, WorkerKey
 from cluster.controller.node_table import NodePlace
 from cluster.worker_process.worker_plan import WorkerPlan
-from contracts.ids import Incarnation, WorkerName
+from contracts.ids import NO_INCARNATION, Incarnation, WorkerName
 
 
 class WorkerLauncher(Protocol):
     """Starts and ends workers' processes for the supervisor. Used from one thread."""
 
-    def start(self, plan: WorkerPlan, avoid: tuple[str, ...] = (), only: str = "") -> None:
+    def start(
+        self,
+        plan: WorkerPlan,
+        avoid: tuple[str, ...] = (),
+        only: str = "",
+        successor_of: Incarnation = NO_INCARNATION,
+    ) -> None:
         """Start the process, or all ranks' processes, of a plan, on any node but those named by `avoid` (host names or
-        Ray node ids), or on the one that `only` names. Doesn't wait."""
+        Ray node ids), or on the one that `only` names. Doesn't wait.
+
+        `successor_of`: an incarnation whose process waits to go on by this plan; one that can't is ended first.
+        """
 
     def running(self) -> list[WorkerKey]:
         """The incarnations whose processes this launcher has started and has not seen end. Any thread."""

@@ -1,8 +1,7 @@
 """Ray actors as the processes of workers, and the launcher that places them on nodes and learns of their death at once.
 
 Ray starts a process where the role's custom resource is free and tells when it ends; nothing else goes through Ray.
-Ray's own restarts are off, because only the controller may grant the next incarnation. The actor has two methods that
-run side by side: `where` returns its process and node, `run` is the worker's whole life.
+Ray's own restarts are off, because only the controller may grant the next incarnation.
 """
 
 from __future__ import annotations
@@ -12,11 +11,10 @@ import logging
 import os
 import re
 import secrets
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
@@ -26,16 +24,15 @@ from cluster.arena.local_agent import ArenaAgents, NoArenaAgents
 from cluster.controller.controller_actions import EndedProcess, PlacedProcess, WorkerKey
 from cluster.controller.node_table import NodePlace
 from cluster.processes.process_ids import kill_process
+from cluster.ray_nodes.role_places import NODE_LABEL, kept_places, place_name, places_taken, take_places
+from cluster.ray_nodes.worker_actor import ActorPlacement, StartedRank, WorkerActor, rank_resources
 from cluster.ray_nodes.worker_resources import RESOURCES, has_places
-from cluster.worker_process.sigterm_drain import TERMINATED
-from cluster.worker_process.worker_plan import BuildWorker, WorkerPlan, exit_file, node_name, process_mark
-from cluster.worker_process.worker_process import run_worker
+from cluster.worker_process.worker_plan import WorkerPlan, exit_file, node_name
 from contracts.clock import Clock, SystemClock
-from contracts.ids import Incarnation, WorkerName
+from contracts.ids import NO_INCARNATION, Incarnation, WorkerName
 
 log = logging.getLogger("twinpool.actors")
 
-NODE_LABEL = "ray.io/node-id"
 LOOK_S = 2.0
 """Seconds between two looks for nodes that have joined or gone."""
 CALLS_AT_ONCE = 4
@@ -46,87 +43,6 @@ PLACED_AGAIN_S = 15.0
 """Seconds that a control store which was started again has to place what it was asked for before."""
 GET_TIMEOUT_S = 10.0
 """How long fetching a result that is ready may take before it counts as lost."""
-
-
-def rank_resources(plan: WorkerPlan) -> dict[str, float]:
-    """What Ray must have on a node for one rank of a worker."""
-    return {RESOURCES[plan.role]: 1.0} | ({"GPU": 1.0} if plan.gpus_of_ray else {})
-
-
-class ActorPlacement(NamedTuple):
-    """The process and node of an actor; all fields are empty where the actor died before it told them."""
-
-    pid: int = 0
-    started: int = 0
-    """The process's start time (`process_ids.start_time`)."""
-    node: str = ""
-    """The node's host name."""
-    node_id: str = ""
-    """The Ray node id."""
-
-
-class StartedRank(NamedTuple):
-    """What a launcher knows of a rank that was started. It is told to launchers of other builds, too, so it goes as
-    values that any build reads (`to_tree`)."""
-
-    name: WorkerName
-    incarnation: Incarnation
-    rank: int
-    logs: Path
-    resources: dict[str, float]
-    """What it has of Ray on its node."""
-
-    @classmethod
-    def of(cls, plan: WorkerPlan) -> StartedRank:
-        return cls(plan.name, plan.incarnation, plan.rank, plan.logs, rank_resources(plan))
-
-    def to_tree(self) -> dict[str, Any]:
-        return {**self._asdict(), "logs": str(self.logs)}
-
-    @classmethod
-    def from_tree(cls, tree: dict[str, Any]) -> StartedRank:
-        return cls(**{name: tree[name] for name in cls._fields} | {"logs": Path(tree["logs"])})
-
-    @property
-    def key(self) -> WorkerKey:
-        return self.name, self.incarnation
-
-
-class WorkerActor:
-    """The Ray actor of one rank of one incarnation of a worker, of either role."""
-
-    def __init__(self, plan: WorkerPlan, build: BuildWorker) -> None:
-        self._plan = plan
-        self._build = build
-        self._outlasted, self._lock = threading.Event(), threading.Lock()
-        TERMINATED.listen()
-
-    def where(self) -> ActorPlacement:
-        """The actor's process and node."""
-        return ActorPlacement(*process_mark(), node_name(), ray.get_runtime_context().get_node_id())
-
-    def started(self) -> dict[str, Any]:
-        """What a launcher that takes the actor over must know (`StartedRank`)."""
-        return StartedRank.of(self._plan).to_tree()
-
-    def outlast(self) -> None:
-        """Return when it is called again: a launcher that came after the one of `run` learns by this call's end that
-        the process is gone, or that the next launcher has come. So however many come, one such call runs."""
-        with self._lock:
-            self._outlasted.set()
-            self._outlasted = mine = threading.Event()
-        mine.wait()
-
-    def run(self) -> None:
-        """Be the rank until the worker ends. Never returns: the process exits then."""
-        plan = self._plan.on(ray.get_runtime_context().get_node_id())
-        if not plan.host:
-            plan = dataclasses.replace(plan, host=ray.util.get_node_ip_address())
-        if plan.rank:
-            from cluster.worker_process.follower_process import run_follower
-
-            run_follower(plan)
-        run_worker(plan, self._build)
 
 
 @dataclass(slots=True)
@@ -152,6 +68,8 @@ class _RunningWorker:
     """Why this launcher killed the worker; empty where it didn't."""
     group: Any = None
     """The placement group of a worker of several ranks; None for one rank."""
+    place: Any = None
+    """The placement group that holds its places in a role that it has changed to; None where it was started in it."""
 
     @property
     def placed(self) -> bool:
@@ -164,7 +82,6 @@ class RayLauncher:
 
     def __init__(
         self,
-        build: BuildWorker,
         agents: ArenaAgents | None = None,
         clock: Clock | None = None,
         *,
@@ -174,7 +91,7 @@ class RayLauncher:
         """`detached`: whether workers outlive this process; the next one takes them over by `adopt`.
         `store_restarted_at`: when Ray's control store was started again last, by the same clock."""
         self._detached, self._store_restarted_at = detached, store_restarted_at
-        self._build, self._agents, self._clock = build, agents or NoArenaAgents(), clock or SystemClock()
+        self._agents, self._clock = agents or NoArenaAgents(), clock or SystemClock()
         self._nodes: tuple[NodePlace, ...] = ()
         self._look_at = self._clock.now()
         self._placed: list[PlacedProcess] = []
@@ -219,8 +136,19 @@ class RayLauncher:
                 if running.started.key == started.key:
                     follower = _FollowerActor(started.rank, handle, handle.where.remote())
                     running.followers[handle.outlast.remote()] = follower
+        holders = {place_name(running.started.key): running for running in self._running.values()}
+        for name, place in kept_places(holders).items():
+            holders[name].place = place
 
-    def start(self, plan: WorkerPlan, avoid: tuple[str, ...] = (), only: str = "") -> None:
+    def start(
+        self,
+        plan: WorkerPlan,
+        avoid: tuple[str, ...] = (),
+        only: str = "",
+        successor_of: Incarnation = NO_INCARNATION,
+    ) -> None:
+        if successor_of and self._goes_on(plan, successor_of):
+            return
         size = plan.config.tp_for(plan.role)
         group = None
         elsewhere = self._elsewhere(plan, avoid, only)
@@ -240,6 +168,50 @@ class RayLauncher:
         started, run, where = StartedRank.of(plan), leader.run.remote(), leader.where.remote()
         now = self._clock.now()
         self._running[run] = _RunningWorker(started, leader, run, where, now, followers=runs, group=group)
+
+    def _goes_on(self, plan: WorkerPlan, before: Incarnation) -> bool:
+        """Have the process of incarnation `before` go on by this plan; returns whether it does. One that can't is
+        killed."""
+        running = next((one for one in self._running.values() if one.started.key == (plan.name, before)), None)
+        if running is None:
+            return False
+        started = StartedRank.of(plan)
+        why = self._why_not(running, started)
+        if not why and not self._take_places(running, started):
+            why = f"its node has no free place with {' and '.join(started.resources)}"
+        if why:
+            log.info("a process can't go on", extra={"worker": plan.name, "reason": why})
+            running.why = why
+            self._kill(running)
+            return False
+        assert running.at is not None, "its place was found by its node"
+        running.started = started._replace(held=running.started.held or running.started.resources)
+        running.handle.go_on.remote(plan)
+        for follower in running.followers.values():
+            follower.handle.go_on.remote(dataclasses.replace(plan, rank=follower.rank))
+        self._placed.append(PlacedProcess(*started.key, NodePlace(running.at.node_id, running.at.node)))
+        return True
+
+    @staticmethod
+    def _why_not(running: _RunningWorker, started: StartedRank) -> str:
+        """Why a process can't go on as another worker, in words; empty where it can."""
+        if running.why:
+            return running.why
+        if not started.kept or running.started.kept != started.kept:
+            return "what it would keep is not as the new plan has it: build, model, engine settings, ranks or address"
+        return "" if running.at is not None and running.at.node_id else "its node isn't known"
+
+    def _take_places(self, running: _RunningWorker, started: StartedRank) -> bool:
+        """Take the places of a worker's new role on its node, and give back those of its last change; returns whether
+        they were free."""
+        _leave_places(running)
+        held = running.started.held or running.started.resources
+        more = {name: count for name, count in started.resources.items() if name not in held}
+        if more and running.at is not None:
+            ranks = 1 + len(running.followers)
+            running.place = take_places(started.key, more, ranks, running.at.node_id, kept=self._detached)
+            return places_taken(running.place)
+        return True
 
     def _elsewhere(self, plan: WorkerPlan, avoid: tuple[str, ...], only: str) -> dict[str, str]:
         """A Ray label selector that excludes the nodes of `avoid`, all but the one of `only`, and those that the plan
@@ -270,7 +242,7 @@ class RayLauncher:
             name=f"{plan.name}.{plan.incarnation}" + (f".rank{plan.rank}" if plan.rank else ""),
             **placed,
         )
-        return actor.remote(plan, self._build)
+        return actor.remote(plan)
 
     def kill(self, name: WorkerName, incarnation: Incarnation, pid: int, node: str) -> None:
         for running in list(self._running.values()):
@@ -367,6 +339,13 @@ def _dismiss(running: _RunningWorker) -> None:
     if running.group is not None:
         remove_placement_group(running.group)
         running.group = None
+    _leave_places(running)
+
+
+def _leave_places(running: _RunningWorker) -> None:
+    if running.place is not None:
+        remove_placement_group(running.place)
+        running.place = None
 
 
 def _reason(running: _RunningWorker, ref: Any) -> str:

@@ -41,8 +41,7 @@ from cluster.serve.preflight import ServePlan, free_port, on_device
 from cluster.serve.security_check import open_ways
 from cluster.serve.shutdown_signal import ShutdownSignal
 from cluster.serve.terminal import Terminal, curl_line, take_over_output, urls_of
-from cluster.worker_process.worker_plan import BuildWorker, WorkerPlan, node_name
-from cluster.worker_process.worker_process import build_from_plan
+from cluster.worker_process.worker_plan import WorkerPlan, node_name
 from contracts.build_id import build_id
 from contracts.clock import Clock, SystemClock
 from contracts.cluster_secret import SECRET_VARIABLE
@@ -77,7 +76,6 @@ class ServeCluster:
         folder: RunFiles,
         out: TextIO,
         *,
-        build: BuildWorker = build_from_plan,
         router_command: tuple[str, ...] = ROUTER,
         clock: Clock | None = None,
         began: float | None = None,
@@ -89,7 +87,6 @@ class ServeCluster:
         self._state, self._python = state, python
         self._prepared = prepared
         self._folder = folder
-        self._build = build
         self._router_command = router_command
         self._clock = clock or SystemClock()
         self._terminal = Terminal(self._clock, out, began)
@@ -335,7 +332,6 @@ class ServeCluster:
         from cluster.ray_nodes.worker_actors import RayLauncher
 
         launcher = RayLauncher(
-            self._build,
             self._agents,
             self._clock,
             detached=self._state is not None,

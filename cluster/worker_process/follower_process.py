@@ -1,5 +1,8 @@
 """A follower's process (rank 1 and up of a worker): it carries out its leader's orders and dies with the leader.
 
+When the leader leaves its role, a follower closes all that it has for the worker, keeps its part of the model and the
+group of the ranks, and goes on by the next plan.
+
 A follower does nothing on its own account, except that it stores pages that arrive over TCP for rooms that the leader
 has permitted. An order that can't be carried out ends the process; the leader's process sees that and ends too.
 """
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,6 +20,7 @@ from cluster.assembly.host_tier_memory import rebind
 from cluster.processes.log_files import log_to_file
 from cluster.processes.process_ids import die_with_parent
 from cluster.ranks.rendezvous import FollowerRank, follow
+from cluster.worker_process.planned_workers import free_memory
 from cluster.worker_process.worker_plan import WorkerPlan, arenas_of
 from contracts import cpu_levels as processor
 from contracts.checkpoint.model_spec import read_model_spec
@@ -31,6 +36,7 @@ from contracts.messages.rank_orders import (
     EndRank,
     FetchPages,
     FindPages,
+    LeaveRole,
     MarkStep,
     OpenLink,
     Order,
@@ -43,6 +49,7 @@ from contracts.messages.rank_orders import (
     SeverPeer,
     ZeroPages,
 )
+from engine.runner.load_model import KeptModel
 
 log = logging.getLogger("twinpool.follower")
 
@@ -52,10 +59,12 @@ at once."""
 
 
 class FollowerLoop:
-    """The loop of a follower: carries out orders until the leader sends `EndRank`, or is dead."""
+    """The loop of a follower: carries out orders until the leader sends `EndRank` or `LeaveRole`, or is dead."""
 
     def __init__(self, follower: FollowerRank, parts: RankParts) -> None:
         self._line, self._leader, self._parts = follower.line, follower.leader, parts
+        self.leaves = 0
+        """The number of the order to leave the role, which is to be answered when all parts are closed; 0: none."""
         for waitable in (self._line.socket, self._leader.fd):
             parts.waiter.add(waitable)
 
@@ -68,6 +77,9 @@ class FollowerLoop:
                 sequence, order = item
                 if isinstance(order, EndRank):
                     return order.reason
+                if isinstance(order, LeaveRole):
+                    self.leaves = sequence
+                    return "the worker has left its role"
                 if isinstance(order, FindPages | FetchPages | PutPages):
                     assert self._parts.storage is not None, "a leader without storage asks nothing of it"
                     self._parts.storage.carry_out(sequence, order)
@@ -109,42 +121,69 @@ class FollowerLoop:
                 raise AssertionError(f"{type(order).__name__} comes once, or not here")
 
 
-def serve_rank(plan: WorkerPlan) -> str:
-    """Be rank `plan.rank` until the worker ends; returns the reason. Raises what `follow` and `build_rank` raise."""
+def serve_rank(plan: WorkerPlan, next_plan: Callable[[], WorkerPlan | None] = lambda: None) -> str:
+    """Be rank `plan.rank` until the worker ends; returns the reason. When it leaves its role, go on by `next_plan`,
+    which waits for the plan; None: none has come. Raises what `follow` and `build_rank` raise."""
     if plan.secret:
         os.environ[SECRET_VARIABLE] = plan.secret
     config = plan.rank_config
     processor.pin(config.engine.numerics_class)  # before the ranks meet, which computes
-    size = config.tp_for(plan.role)
     cluster = config.cluster
     follower = follow(
         plan.meeting,
         plan.rank,
-        size,
+        config.tp_for(plan.role),
         config.engine,
         deadline_s=cluster.rank_timeout_s,
         start_s=cluster.start_timeout_s,
     )
+    kept = KeptModel()
     try:
-        spec = read_model_spec(plan.model)
-        parts = build_rank(
-            plan.role, spec, config, host=plan.host, counts=plan.counts, ranks=follower.ranks, arenas=arenas_of(plan)
-        )
-        try:
-            return FollowerLoop(follower, parts).run()
-        finally:
-            parts.close()
+        while True:
+            reason, leaves = _serve_role(plan, follower, kept)
+            if not leaves:
+                return reason
+            free_memory()
+            follower.line.answer(leaves, True)
+            following = next_plan()
+            if following is None:
+                return f"{reason}, and no plan has come by which this rank could go on"
+            plan = following
     finally:
         follower.close()
 
 
-def run_follower(plan: WorkerPlan) -> None:
+def _serve_role(plan: WorkerPlan, follower: FollowerRank, kept: KeptModel) -> tuple[str, int]:
+    """Be the rank in the plan's role; returns why that is over, and `FollowerLoop.leaves`. All its parts are closed
+    then."""
+    arenas = arenas_of(plan)
+    parts = build_rank(
+        plan.role,
+        read_model_spec(plan.model),
+        plan.rank_config,
+        host=plan.host,
+        counts=plan.counts,
+        ranks=follower.ranks,
+        arenas=arenas,
+        kept=kept,
+    )
+    try:
+        loop = FollowerLoop(follower, parts)
+        reason = loop.run()
+    finally:
+        parts.close()
+    if loop.leaves:
+        arenas.give_up()
+    return reason, loop.leaves
+
+
+def run_follower(plan: WorkerPlan, next_plan: Callable[[], WorkerPlan | None]) -> None:
     """Be the rank's process: log to its file, die with the parent, exit when the worker ends (never returns)."""
     die_with_parent()
     log_to_file(plan.logs / f"{plan.name}.rank{plan.rank}.log", f"{plan.name}.rank{plan.rank}")
     code = 1
     try:
-        log.info("ended", extra={"reason": serve_rank(plan)})
+        log.info("ended", extra={"reason": serve_rank(plan, next_plan)})
         code = 0
     except Exception:
         log.exception("a rank has ended")

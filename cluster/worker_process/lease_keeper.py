@@ -248,7 +248,10 @@ class LeaseKeeper:
         await self._close_channel()
 
     def _tell_ended(self, grant: pb.LeaseGrant) -> None:
-        ended = tuple(EndedWorker(WorkerName(one.name), Incarnation(one.incarnation)) for one in grant.ended)
+        ended = tuple(
+            EndedWorker(WorkerName(one.name), Incarnation(one.incarnation), Incarnation(one.closed_from))
+            for one in grant.ended
+        )
         if grant.ended_mark and grant.ended_mark == self._ended_mark:
             return
         self._ended_mark = grant.ended_mark
@@ -256,23 +259,27 @@ class LeaseKeeper:
             self._ended = ended
             self._on_ended(ended)
 
-    async def leave(self, timeout_s: float = 2.0) -> None:
-        """Give the lease back, because this worker has left by drain. A controller that can't be reached is only
+    async def leave(self, timeout_s: float = 2.0, *, closed: bool = False) -> bool:
+        """Give the lease back, because this worker has left by drain. `closed`: whether it is closed, and its process
+        could go on as another. Returns whether a plan for that comes. A controller that can't be reached is only
         logged."""
         self._stop_renewing()
+        renewal, goes_on = self._renewal(closed=closed), False
         try:
-            await call_leader(
+            answer = await call_leader(
                 self._controllers,
                 lambda endpoint: open_channel(endpoint, channel_options(), self._certificate),
                 lambda channel: controller_stub(channel).Leave(
-                    self._renewal(), timeout=timeout_s, wait_for_ready=True, metadata=self._metadata
+                    renewal, timeout=timeout_s, wait_for_ready=True, metadata=self._metadata
                 ),
                 timeout_s,
             )
+            goes_on = bool(answer.goes_on)
         except (grpc.aio.AioRpcError, TimeoutError) as error:
             reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else f"no answer in {timeout_s:g} s"
             log.warning("the controller did not hear that this worker has left: %s", reason)
         await self.close()
+        return goes_on
 
     async def close(self) -> None:
         """Stop renewing and close the connection; the lease runs out. Idempotent."""
@@ -288,7 +295,7 @@ class LeaseKeeper:
         if self._renewing is not None:
             self._renewing.cancel()
 
-    def _renewal(self) -> pb.Renewal:
+    def _renewal(self, *, closed: bool = False) -> pb.Renewal:
         status = self._status()
         if self._clock.now() < self._counters_at:
             status = replace(status, counters={}, counters_left_out=True)
@@ -299,6 +306,7 @@ class LeaseKeeper:
             incarnation=self._record.incarnation,
             status=status_to_proto(status),
             ended_mark=self._ended_mark,
+            closed=closed,
         )
 
 

@@ -33,6 +33,16 @@ class SigtermDrain:
         threading.Thread(target=self._read, args=(reader,), name="signals", daemon=True).start()
         return True
 
+    def off(self, call: Callable[[], object]) -> None:
+        """Call `call`, which was registered, no more."""
+        with self._lock:
+            self._calls.remove(call)
+
+    @property
+    def asked(self) -> bool:
+        """Whether SIGTERM has come."""
+        return self._asked.is_set()
+
     def _read(self, reader: int) -> None:
         while numbers := os.read(reader, 64):
             if signal.SIGTERM in numbers:

@@ -21,7 +21,7 @@ from contracts.ids import Incarnation, Role, WorkerName
 from contracts.interfaces.worker_interface import Worker
 
 if TYPE_CHECKING:
-    from cluster.arena.arena_client import ArenaProvider
+    from cluster.arena.arena_client import ArenaClient
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +96,11 @@ class ProcessOutcome:
 
     end: WorkerEnd
     reason: str
+    goes_on: bool = False
+    """Whether its process waits for a plan by which it goes on as another worker."""
 
 
-def arenas_of(plan: WorkerPlan) -> ArenaProvider:
+def arenas_of(plan: WorkerPlan) -> ArenaClient:
     """The source of memory that outlives the worker: the client of its node's arena agent."""
     from cluster.arena.arena_client import ArenaClient
 

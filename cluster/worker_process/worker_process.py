@@ -1,59 +1,66 @@
 """The life of a worker's process (a worker's only or leading rank): build, serve, register, run, leave.
 
-The process ends for one reason each time, its `ProcessOutcome`. It never outlives its lease, its parent or its engine
-thread: a fenced or dead worker must not send another byte, so its process exits at once, without cleaning up.
+A worker ends for one reason each time, its `ProcessOutcome`, and its process with it. It never outlives its lease, its
+parent or its engine thread: a fenced or dead worker must not send another byte, so its process exits at once, without
+cleaning up. The exception is a worker that was drained to change its role: it is closed, and when all that it had is
+gone, its process goes on as the next incarnation, with the model that is loaded. Whatever fails on that way ends the
+process, and the worker is started again like after any death.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import CancelledError
-from typing import TYPE_CHECKING
 
 from cluster.processes.log_files import log_to_file
 from cluster.processes.process_ids import die_with_parent
 from cluster.worker_process.asyncio_thread import AsyncioThread
 from cluster.worker_process.hang_fault import HangFault, hang_at
 from cluster.worker_process.lease_keeper import LeaseKeeper
+from cluster.worker_process.planned_workers import PlannedWorkers, free_memory
 from cluster.worker_process.sigterm_drain import TERMINATED
 from cluster.worker_process.worker_plan import (
     BuildWorker,
     ProcessOutcome,
     WorkerPlan,
-    arenas_of,
     node_name,
     write_exit,
 )
 from cluster.worker_process.worker_server import serve_worker
 from cluster.worker_process.worker_thread import WorkerEnd, WorkerThread
-from contracts import cpu_levels as processor
 from contracts.build_id import build_id
-from contracts.checkpoint.model_spec import read_model_spec
 from contracts.clock import SystemClock
-from contracts.cluster_secret import SECRET_VARIABLE
 from contracts.errors import TwinpoolError
-from contracts.interfaces.worker_interface import Worker
 from contracts.messages.worker_status import WorkerRecord
 from transfer.net.fault_injection import via_proxy
-
-if TYPE_CHECKING:
-    from cluster.ranks.rendezvous import RankGroup
-
 
 log = logging.getLogger("twinpool.worker")
 
 FLUSH_S = 2.0
 """Seconds that open streams may take to deliver their last frames when a worker leaves."""
+CLOSE_S = 10.0
+"""Seconds that a worker which has left may take to close, to be followed by another in its process."""
 
 
 class WorkerProcess:
     """The run of one incarnation of a worker in this process."""
 
-    def __init__(self, plan: WorkerPlan, build: BuildWorker) -> None:
+    def __init__(
+        self,
+        plan: WorkerPlan,
+        build: BuildWorker,
+        loop: AsyncioThread | None = None,
+        release: Callable[[], None] | None = None,
+    ) -> None:
+        """`loop`: serves the worker, and goes on after it; None: one of its own does. `release` frees what a closed
+        worker has left elsewhere in this process; None: the process can't go on as another worker."""
         self._plan = plan
         self._build = build
+        self._loop, self._release = loop, release
         self._ended = threading.Event()
         self._outcome = ProcessOutcome(WorkerEnd.STOPPED, "the process was stopped")
 
@@ -65,7 +72,7 @@ class WorkerProcess:
         if (certificate := plan.config.security.cluster) is not None:
             certificate.check()
         worker = self._build(plan)
-        loop = AsyncioThread("service")
+        loop = self._loop or AsyncioThread("service")
         clock = SystemClock()
         keeper: LeaseKeeper | None = None
         # Before registration no router or peer knows this worker, so there is nothing it could send without a lease.
@@ -122,9 +129,12 @@ class WorkerProcess:
                 },
             )
             self._ended.wait()
+            TERMINATED.off(host.drain)
             if self._outcome.end is WorkerEnd.LEFT:
                 server.stop(FLUSH_S)
-                loop.run(keeper.leave(), FLUSH_S + 3.0)
+                closed = self._close(host)
+                goes_on = loop.run(keeper.leave(closed=closed), FLUSH_S + 3.0)
+                self._outcome = dataclasses.replace(self._outcome, goes_on=goes_on)
             return self._outcome
         except BaseException:
             worker.close()
@@ -132,7 +142,19 @@ class WorkerProcess:
         finally:
             log.info("ended", extra={"worker": plan.name, "end": self._outcome.end, "reason": self._outcome.reason})
             host.stop(FLUSH_S)
-            loop.stop()
+            if self._loop is None:
+                loop.stop()
+
+    def _close(self, host: WorkerThread) -> bool:
+        """Close a worker that has left, as far as its process could go on as another one; returns whether it could."""
+        if self._release is None or TERMINATED.asked or not host.stop(CLOSE_S) or not host.closed:
+            return False
+        try:
+            self._release()
+        except Exception:
+            log.exception("this process can't go on as another worker")
+            return False
+        return True
 
     def _on_end(self, end: WorkerEnd, reason: str) -> None:
         if not self._ended.is_set():
@@ -145,63 +167,28 @@ class WorkerProcess:
         self._on_end(WorkerEnd.FENCED, reason)
 
 
-def build_from_plan(plan: WorkerPlan) -> Worker:
-    """Build the worker of a plan, with its other ranks if it has several. Raises what `build_worker` raises."""
-    from cluster.assembly.build_worker import build_worker
+def run_worker(plan: WorkerPlan, workers: PlannedWorkers, next_plan: Callable[[], WorkerPlan | None]) -> None:
+    """Be the worker's process: log to its file, die with the parent, exit when the worker has ended (never returns).
 
-    processor.pin(plan.config.engine.numerics_class)  # before the ranks meet, which computes
-    if plan.secret:
-        os.environ[SECRET_VARIABLE] = plan.secret
-    return build_worker(
-        plan.role,
-        plan.name,
-        plan.incarnation,
-        read_model_spec(plan.model),
-        plan.rank_config,
-        host=plan.host,
-        counts=plan.counts,
-        arenas=arenas_of(plan),
-        group=_group(plan) if plan.config.tp_for(plan.role) > 1 else None,
-    )
-
-
-def _group(plan: WorkerPlan) -> RankGroup:
-    """Meet the plan's other ranks as their leader. From then on this process exits at once when one of them dies.
-
-    Raises `PeerDead` when a rank doesn't come.
+    A worker that has left to change its role goes on by `next_plan`, which waits for the plan; None: none has come.
     """
-    from cluster.ranks.follower_channel import DeathWatch
-    from cluster.ranks.rendezvous import lead
-
-    cluster = plan.config.cluster
-    group = lead(
-        plan.meeting,
-        plan.config.tp_for(plan.role),
-        SystemClock(),
-        plan.rank_config.engine,
-        deadline_s=cluster.rank_timeout_s,
-        start_s=cluster.start_timeout_s,
-    )
-
-    def end(reason: str) -> None:
-        log.error("a rank is gone", extra={"worker": plan.name, "reason": reason})
-        write_exit(plan, reason)
-        logging.shutdown()
-        os._exit(1)
-
-    DeathWatch(group.watch(), end).start()
-    return group
-
-
-def run_worker(plan: WorkerPlan, build: BuildWorker) -> None:
-    """Be the worker's process: log to its file, die with the parent, exit when the worker has ended (never returns)."""
     die_with_parent()
     log_to_file(plan.logs / f"{plan.name}.log", plan.name)
     code = 1
     try:
-        outcome = WorkerProcess(plan, build).run()
-        code = 0 if outcome.end in (WorkerEnd.LEFT, WorkerEnd.STOPPED) else 1
-        write_exit(plan, outcome.reason)
+        loop = AsyncioThread("service")
+        while True:
+            outcome = WorkerProcess(plan, workers.build, loop, workers.release).run()
+            code = 0 if outcome.end in (WorkerEnd.LEFT, WorkerEnd.STOPPED) else 1
+            write_exit(plan, outcome.reason)
+            if not outcome.goes_on:
+                break
+            free_memory()
+            following = next_plan()
+            if following is None:
+                log.warning("no plan has come by which this process could go on", extra={"worker": plan.name})
+                break
+            plan, code = following, 1
     except (Exception, CancelledError) as error:
         log.exception("the worker could not start")
         write_exit(plan, str(error) if isinstance(error, TwinpoolError) else f"{type(error).__name__}: {error}")

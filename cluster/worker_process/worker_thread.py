@@ -100,6 +100,8 @@ class WorkerThread:
         self._end: WorkerEnd | None = None
         self._reason = ""
         self._stopping = False
+        self.closed = False
+        """Whether the worker has ended and was closed without an error."""
         self.fits = worker.fits
         self.control = worker.control
         self.undrains = 0
@@ -277,6 +279,7 @@ class WorkerThread:
         self._on_end(end, reason)
         try:
             self._worker.close()
+            self.closed = True
         except Exception:
             log.exception("the worker could not be closed")
 

@@ -26,6 +26,7 @@ from contracts.messages.rank_orders import (
     FormGroup,
     LayerCount,
     LayerSpan,
+    LeaveRole,
     MarkStep,
     OpenLink,
     Order,
@@ -67,6 +68,7 @@ TAGS: dict[int, type[Any]] = {
     34: EndRank,
     35: SeverPeer,
     36: SeverLink,
+    37: LeaveRole,
 }
 _TAG_OF = {cls: tag for tag, cls in TAGS.items()}
 _NAMES = {cls: tuple(f.name for f in fields(cls)) for cls in TAGS.values()}

@@ -289,6 +289,12 @@ class AwaitReady:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaveRole:
+    """Close all that this rank has for the worker, which has left its role, and answer then. The next order is for the
+    parts of the worker as which the process goes on."""
+
+
+@dataclass(frozen=True, slots=True)
 class EndRank:
     """End this rank: the worker ends."""
 
@@ -333,5 +339,6 @@ Order = (
     | PutPages
     | FormGroup
     | AwaitReady
+    | LeaveRole
     | EndRank
 )

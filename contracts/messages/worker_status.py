@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from contracts.ids import Incarnation, Role, WorkerName
+from contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName
 from contracts.messages.fingerprint import Fingerprint
 
 
@@ -51,6 +51,9 @@ class EndedWorker:
 
     name: WorkerName
     incarnation: Incarnation
+    closed_from: Incarnation = NO_INCARNATION
+    """The first of the incarnations, up to `incarnation`, that its process has been and has closed by its own word: it
+    holds nothing of theirs any more, and may live on as another. 0: none."""
 
 
 # ---------------------------------------------------------------- worker state, for the controller and operators

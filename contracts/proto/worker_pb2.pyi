@@ -601,12 +601,20 @@ class LeaseGrant(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., lease_s: _Optional[float] = ..., fenced: _Optional[bool] = ..., drain: _Optional[bool] = ..., ended: _Optional[_Iterable[_Union[EndedWorker, _Mapping]]] = ..., stream: _Optional[str] = ..., renew_s: _Optional[float] = ..., ended_mark: _Optional[int] = ...) -> None: ...
 
 class EndedWorker(_message.Message):
-    __slots__ = ("name", "incarnation")
+    __slots__ = ("name", "incarnation", "closed_from")
     NAME_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FROM_FIELD_NUMBER: _ClassVar[int]
     name: str
     incarnation: int
-    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+    closed_from: int
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., closed_from: _Optional[int] = ...) -> None: ...
+
+class LeaveAnswer(_message.Message):
+    __slots__ = ("goes_on",)
+    GOES_ON_FIELD_NUMBER: _ClassVar[int]
+    goes_on: bool
+    def __init__(self, goes_on: _Optional[bool] = ...) -> None: ...
 
 class RoleChange(_message.Message):
     __slots__ = ("name", "role")
@@ -762,18 +770,20 @@ class SettingsAnswer(_message.Message):
     def __init__(self, number: _Optional[int] = ..., refusal: _Optional[str] = ..., changed: _Optional[_Iterable[_Union[ChangedSetting, _Mapping]]] = ..., digests: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class StartWorker(_message.Message):
-    __slots__ = ("name", "role", "incarnation", "avoid", "only")
+    __slots__ = ("name", "role", "incarnation", "avoid", "only", "successor_of")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     AVOID_FIELD_NUMBER: _ClassVar[int]
     ONLY_FIELD_NUMBER: _ClassVar[int]
+    SUCCESSOR_OF_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     incarnation: int
     avoid: _containers.RepeatedScalarFieldContainer[str]
     only: str
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[int] = ..., avoid: _Optional[_Iterable[str]] = ..., only: _Optional[str] = ...) -> None: ...
+    successor_of: int
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[int] = ..., avoid: _Optional[_Iterable[str]] = ..., only: _Optional[str] = ..., successor_of: _Optional[int] = ...) -> None: ...
 
 class KillWorker(_message.Message):
     __slots__ = ("name", "incarnation", "pid", "node")
@@ -796,16 +806,18 @@ class ForgetArenas(_message.Message):
     def __init__(self, name: _Optional[str] = ..., before: _Optional[int] = ...) -> None: ...
 
 class Renewal(_message.Message):
-    __slots__ = ("name", "incarnation", "status", "ended_mark")
+    __slots__ = ("name", "incarnation", "status", "ended_mark", "closed")
     NAME_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     ENDED_MARK_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
     name: str
     incarnation: int
     status: WorkerStatus
     ended_mark: int
-    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., ended_mark: _Optional[int] = ...) -> None: ...
+    closed: bool
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., ended_mark: _Optional[int] = ..., closed: _Optional[bool] = ...) -> None: ...
 
 class WorkerView(_message.Message):
     __slots__ = ("registration", "status", "cordoned")

@@ -249,7 +249,7 @@ class ControllerStub:
         self.Leave = channel.unary_unary(
                 '/twinpool.Controller/Leave',
                 request_serializer=contracts_dot_proto_dot_worker__pb2.Renewal.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.Empty.FromString,
+                response_deserializer=contracts_dot_proto_dot_worker__pb2.LeaveAnswer.FromString,
                 _registered_method=True)
         self.ChangeRole = channel.unary_unary(
                 '/twinpool.Controller/ChangeRole',
@@ -345,7 +345,7 @@ class ControllerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ChangeRole(self, request, context):
-        """Drain a worker, and start it again in another role.
+        """Drain a worker, and have it go on in another role.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -458,7 +458,7 @@ def add_ControllerServicer_to_server(servicer, server):
             'Leave': grpc.unary_unary_rpc_method_handler(
                     servicer.Leave,
                     request_deserializer=contracts_dot_proto_dot_worker__pb2.Renewal.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+                    response_serializer=contracts_dot_proto_dot_worker__pb2.LeaveAnswer.SerializeToString,
             ),
             'ChangeRole': grpc.unary_unary_rpc_method_handler(
                     servicer.ChangeRole,
@@ -611,7 +611,7 @@ class Controller:
             target,
             '/twinpool.Controller/Leave',
             contracts_dot_proto_dot_worker__pb2.Renewal.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.Empty.FromString,
+            contracts_dot_proto_dot_worker__pb2.LeaveAnswer.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,8 +1,14 @@
-"""Loading of a model, with the kernels, numerics and attention backend that the configuration names."""
+"""Loading of a model, with the kernels, numerics and attention backend that the configuration names.
+
+What is loaded (`LoadedModel`) knows no pool: a process that goes on in another role keeps it (`KeptModel`), and binds
+it to the pools of the next worker.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,6 +18,7 @@ from cache.pool.epoch_table import EpochTable
 from cache.pool.load_gate import LoadGate
 from contracts.config.worker_config import EngineConfig
 from contracts.messages.rank_order_codec import OrderChannel
+from engine.layers.decoder import Decoder
 from engine.models.model_base import Model
 from engine.native import current_kernels
 from engine.runner.kernel_choice import attention_for, check_state, kernels_for_config, wants_triton
@@ -20,6 +27,75 @@ from engine.tensors.row_exact_linear import FAST, Numerics, probe
 from engine.tensors.shard import Shard
 from engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
 from engine.tensors.weight_loader import Weights, dtype_for
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """One rank's weights in memory, and how products with them are computed."""
+
+    decoder: Decoder
+    numerics: Numerics
+    key: tuple[Any, ...]
+    """All that shapes it (`model_key`): with an equal key, what is loaded again is the same."""
+
+
+class KeptModel:
+    """The model that a process keeps in memory from one of its workers to the next."""
+
+    def __init__(self) -> None:
+        self._loaded: LoadedModel | None = None
+        self.loads = 0
+        """How often a checkpoint was read."""
+
+    def get(self, model: Model, config: EngineConfig, device: torch.device, ranks: TensorParallelGroup) -> LoadedModel:
+        """The model that is kept, if it is the one asked for; else it is freed, and the other one loaded. Raises as
+        `load_model`."""
+        key = model_key(model, config, device, ranks)
+        if self._loaded is None or self._loaded.key != key:
+            self._loaded = None  # First, as there may be no room for two.
+            self._loaded = load_model(model, config, device, ranks)
+            self.loads += 1
+        return self._loaded
+
+
+def model_key(model: Model, config: EngineConfig, device: torch.device, ranks: TensorParallelGroup) -> tuple[Any, ...]:
+    """All that a loaded model depends on: the checkpoint, how it is computed with and where, and this rank's part."""
+    spec = model.spec
+    return (
+        str(spec.folder),
+        spec.fingerprint,
+        type(model),
+        dtype_for(spec, config),
+        config,
+        device,
+        ranks.rank,
+        ranks.size,
+    )
+
+
+def load_model(
+    model: Model, config: EngineConfig, device: torch.device, ranks: TensorParallelGroup = ALONE
+) -> LoadedModel:
+    """Load the checkpoint of `model`.
+
+    Each of several `ranks` loads its part, and all must call this at the same time. Sets torch's threads to
+    `config.threads` unless that is 0. Raises `CheckpointError` for a checkpoint that can't be read and `ConfigError`
+    for kernels that can't be had on this device.
+    """
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    kernels = kernels_for_config(config, device)
+    shard = Shard(ranks.rank, ranks.size)
+    dtype, triton = dtype_for(model.spec, config), wants_triton(config, device)
+    weights = Weights(model.spec, dtype, device, shard, triton=triton)
+    try:
+        with current_kernels.using(kernels):
+            decoder = model.build(weights)
+        decoder.kernels = kernels
+    finally:
+        weights.close()
+    numerics = agreed(numerics_for(weights, config, device), ranks, device)
+    return LoadedModel(decoder, numerics, model_key(model, config, device, ranks))
 
 
 def load_engine(
@@ -31,31 +107,22 @@ def load_engine(
     device: Device,
     ranks: TensorParallelGroup = ALONE,
     followers: OrderChannel | None = None,
+    kept: KeptModel | None = None,
 ) -> ModelRunner:
-    """Load the checkpoint of `model` and bind it to `gates`, whose buffers are those of `spec`, its pool set.
+    """Load the checkpoint of `model`, or take the one that is `kept`, and bind it to `gates`, whose buffers are those
+    of `spec`, its pool set.
 
-    Each of several `ranks` loads its part, and all must call this at the same time; the leader sends orders to its
-    `followers`. `epochs` are the epoch tables of the allocators that hand out the pools' pages and slots, by pool.
-    Sets torch's threads to `config.threads` unless that is 0. Raises `CheckpointError` for a checkpoint that can't be
-    read and `ConfigError` for an attention backend, or state, that can't be had on this device.
+    All of several `ranks` must call this at the same time; the leader sends orders to its `followers`. `epochs` are the
+    epoch tables of the allocators that hand out the pools' pages and slots, by pool. Raises as `load_model`, and
+    `ConfigError` for an attention backend, or state, that can't be had on this device.
     """
-    if config.threads:
-        torch.set_num_threads(config.threads)
     torch_device = device.torch_device
     triton = wants_triton(config, torch_device)
     if triton:
         check_state(spec, torch_device)
-    kernels = kernels_for_config(config, torch_device)
-    shard = Shard(ranks.rank, ranks.size)
-    weights = Weights(model.spec, dtype_for(model.spec, config), torch_device, shard, triton=triton)
-    try:
-        with current_kernels.using(kernels):
-            decoder = model.build(weights)
-        decoder.kernels = kernels
-    finally:
-        weights.close()
-    numerics = agreed(numerics_for(weights, config, torch_device), ranks, torch_device)
-    attention = attention_for(config, numerics, torch_device, kernels)
+    loaded = (kept or KeptModel()).get(model, config, torch_device, ranks)
+    decoder, numerics = loaded.decoder, loaded.numerics
+    attention = attention_for(config, numerics, torch_device, decoder.kernels)
     return ModelRunner(
         decoder, numerics, attention, spec, gates, epochs, device, ranks=ranks, followers=followers, triton=triton
     )

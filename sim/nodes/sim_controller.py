@@ -152,7 +152,11 @@ class SimControl:
         self._ask(process, lambda: self.core.renew(name, incarnation, status), answer)
 
     def leave(self, process: SimProcess, name: WorkerName, incarnation: Incarnation) -> None:
-        self._pipe(process).send(lambda: None if self.away else self.core.leave(name, incarnation))
+        self._pipe(process).send(lambda: self._leave(name, incarnation))
+
+    def _leave(self, name: WorkerName, incarnation: Incarnation) -> None:
+        if not self.away:
+            self.core.leave(name, incarnation)
 
     def _pipe(self, worker: SimProcess) -> SimPipe:
         return self._pipes_of(worker)[0]

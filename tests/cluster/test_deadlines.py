@@ -11,6 +11,7 @@ WAITS = {"wait", "join", "result", "acquire", "communicate", "accept", "recv", "
 ENDLESS = {
     "arena_agent.py: self._listener.accept": "the selector has said that somebody is there",
     "build_parts.py: line.ask(AwaitReady(), config.cluster.start_timeout_s).wait": "the line's own deadline",
+    "planned_workers.py: self._group.line.ask(LeaveRole()).wait": "the line's own deadline",
     "host_tier_memory.py: line.ask(BindArenas(b'')).wait": "the line's own deadline",
     "host_tier_memory.py: line.ask(BindArenas(fresh)).wait": "the line's own deadline",
     "controller_service.py: line.more.wait": "until the table changes, or the watcher's stream ends",
@@ -18,7 +19,7 @@ ENDLESS = {
     "controller_client.py: reports.get": "until there is something to report, or the stream to the controller ends",
     "settings_orders.py: self._there.wait": "within the answer's deadline",
     "hang_fault.py: threading.Event().wait": "a hang on purpose",
-    "worker_actors.py: mine.wait": "the actor's process, whose end is what a caller waits for, or the next caller",
+    "worker_actor.py: mine.wait": "the actor's process, whose end is what a caller waits for, or the next caller",
     "worker_process.py: self._ended.wait": "the worker's life; its lease, its engine thread and its parent end it",
 }
 

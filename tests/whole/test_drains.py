@@ -74,6 +74,12 @@ class Clients(threading.Thread):
         return self.answers
 
 
+def drawn_answers(scene: Scene) -> list[list[int]]:
+    """What the cluster says to some prompts with draws and penalties: the same whoever computes it."""
+    asked: dict[str, Any] = {"max_tokens": 24, "temperature": 0.9, "seed": 5, "presence_penalty": 0.5}
+    return [answer.tokens for answer in scene.serving.complete_all(prompts(9, 6), **asked)]
+
+
 def running(scene: Scene, name: str) -> None:
     """Wait until this worker has something to do; asked of the router itself, as a command takes its time."""
 
@@ -105,6 +111,7 @@ def test_d1_streams_of_a_drained_decode_worker_go_on_elsewhere_without_a_failed_
 @pytest.mark.slow
 def test_a_worker_changes_its_role_under_load(scene: Scene) -> None:
     before, replays = scene.serving.status()["decode-2"], scene.serving.metric("twinpool_replays_total")
+    drawn = drawn_answers(scene)
     clients = Clients(scene, 2, 12, 500)
     running(scene, "decode-2")
     done = scene.serving.twinpool("role", "decode-2", "prefill", timeout=120)
@@ -114,12 +121,14 @@ def test_a_worker_changes_its_role_under_load(scene: Scene) -> None:
     after = scene.serving.status()["decode-2"]
     assert (after["role"], after["state"]) == ("prefill", "ready")
     assert after["incarnation"] == before["incarnation"] + 1
+    assert after["pid"] == before["pid"], "its process went on, with the weights"
 
     def it_serves() -> bool:
         answers = scene.serving.complete_all(prompts(3, 8), max_tokens=4)
         return "decode-2" in {a.twinpool["prefill_worker"] for a in answers}
 
     until(it_serves, "decode-2 to compute prompts")
+    assert drawn_answers(scene) == drawn
     again = scene.serving.twinpool("role", "decode-2", "prefill")
     assert again.returncode == 1
     assert "already" in again.stderr

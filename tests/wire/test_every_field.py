@@ -248,10 +248,12 @@ class Brain:
         self.heard.append(said)
         return self.grants.pop(0) if self.grants else LeaseGrant(INCARNATION, 0.0, fenced=True)
 
-    def leave(self, *said: Any) -> None:
-        self.heard.append(said)
+    def leave(self, *said: Any, closed: bool) -> bool:
+        self.heard.append((*said, closed))
+        return closed
 
-    change_role = leave
+    def change_role(self, *said: Any) -> None:
+        self.heard.append(said)
 
     @property
     def pools(self) -> Brain:
@@ -287,7 +289,7 @@ async def test_every_field_of_a_workers_record_and_status_reaches_the_controller
         asyncio.Event(),
     )
     async with controller() as (core, target):
-        first = (worker_status.EndedWorker(WorkerName("decode-1"), Incarnation(3)),)
+        first = (worker_status.EndedWorker(WorkerName("decode-1"), Incarnation(3), Incarnation(2)),)
         more = (*first, worker_status.EndedWorker(WorkerName("prefill-0"), Incarnation(1)))
         core.grants = [
             LeaseGrant(INCARNATION, 50.0, ended=first),
@@ -301,12 +303,12 @@ async def test_every_field_of_a_workers_record_and_status_reaches_the_controller
         )  # fmt: skip
         await keeper.start(5.0)
         await asyncio.wait_for(lost.wait(), 10)
-        await keeper.leave()
+        assert await keeper.leave(closed=True), "a plan comes"
         assert drains.is_set(), "the second grant said so"
         assert ended == [first, more], "each once"
     assert core.heard[0] == record
     assert core.heard[1] == (record.name, record.incarnation, status)
-    assert core.heard[-1] == (record.name, record.incarnation)
+    assert core.heard[-1] == (record.name, record.incarnation, True)
 
 
 @pytest.mark.asyncio
@@ -415,7 +417,7 @@ def test_every_field_of_the_controllers_protocol_is_filled(cls: type[Proto]) -> 
             stream="here:1",
         ),
         _both(ControllerService(core)),  # type: ignore[arg-type]
-        keeper._renewal(),
+        keeper._renewal(closed=True),
     ]
     assert unset(next(x for x in made if isinstance(x, cls))) == []
 

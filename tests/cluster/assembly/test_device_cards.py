@@ -14,7 +14,7 @@ from rich.console import Console
 from cache.device.device_choice import GpuView
 from cluster.assembly.device_cards import PROCESS_BYTES, CardFacts, _measure, cards_of, deal, least_part, read_cards
 from cluster.assembly.node_shares import MemoryShort, NodeFacts, measured
-from cluster.ray_nodes.worker_actors import rank_resources
+from cluster.ray_nodes.worker_actor import rank_resources
 from cluster.serve.memory_fit import CUDA_WORKER_BYTES
 from cluster.serve.preflight import ServeOptions, ServePlan, on_device, prepare
 from cluster.serve.terminal import node_table, pool_table

@@ -25,8 +25,8 @@ from cluster.ray_nodes.node_drains import NodeDrains
 from contracts.clock import ManualClock
 from contracts.config.cluster_config import ClusterConfig
 from contracts.errors import ConfigError
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
+from contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName
+from contracts.messages.worker_status import EndedWorker, WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 from tests.cluster.router_stub import RouterStub, router_stub, row
 
 NAME = WorkerName("decode-1")
@@ -53,6 +53,11 @@ class Cluster:
     def record(self) -> WorkerRecord:
         return WorkerRecord(NAME, self.role, self.incarnation, 7, "n", "e", "c", WorkerLimits(1, 1), "node-of-ray")
 
+    def ended(self) -> list[EndedWorker]:
+        """Who has ended, as the next grant says."""
+        status = WorkerStatus(NAME, self.role, "ready", 7, "n", self.incarnation, 0, 0, 1, 1)
+        return list(self.core.renew(NAME, self.incarnation, status).ended)
+
     def renew(self, state: str) -> bool:
         """A heartbeat; whether the worker is told to drain."""
         status = WorkerStatus(NAME, self.role, state, 7, "n", self.incarnation, 0, 0, 1, 1)
@@ -70,6 +75,44 @@ def test_a_worker_that_changes_its_role_drains_and_comes_back_as_the_other_kind(
     (view,) = cluster.core.views()
     assert (view.status.role, view.status.state) == (Role.PREFILL, "ready")
     assert not cluster.renew("ready")
+
+
+def test_the_process_of_a_closed_worker_goes_on_as_the_other_kind_and_others_hear_that_it_holds_nothing_more() -> None:
+    cluster = Cluster()
+    for role, number in ((Role.PREFILL, 2), (Role.DECODE, 3)):
+        cluster.core.pools.change_role(NAME, role)
+        assert cluster.core.leave(NAME, cluster.incarnation, closed=True)
+        start = cluster.up()
+        assert (start.role, start.incarnation, start.successor_of) == (role, number, number - 1)
+        assert cluster.ended() == [EndedWorker(NAME, Incarnation(number - 1), Incarnation(1))], "all in one process"
+    cluster.core.died(NAME, cluster.incarnation, "killed")
+    cluster.clock.advance(60.0)
+    assert cluster.up().successor_of == NO_INCARNATION
+    assert cluster.ended() == [EndedWorker(NAME, Incarnation(3))], "a death closes nothing"
+    cluster.core.pools.change_role(NAME, Role.PREFILL)
+    cluster.core.leave(NAME, cluster.incarnation, closed=True)
+    cluster.up()
+    assert cluster.ended() == [EndedWorker(NAME, Incarnation(4), Incarnation(4))], "its process began with it"
+
+
+@pytest.mark.parametrize("why", ["not closed", "restart", "leaves for good", "cordoned", "nobody starts it"])
+def test_a_process_does_not_wait_for_a_plan_that_would_not_come(why: str) -> None:
+    cluster = Cluster()
+    pools = cluster.core.pools
+    match why:
+        case "restart":
+            pools.restart(NAME)
+        case "leaves for good":
+            pools.drain(NAME)
+        case _:
+            pools.change_role(NAME, Role.PREFILL)
+    if why == "cordoned":
+        pools.cordon("n")
+    if why == "nobody starts it":
+        cluster.core.detach()
+    assert not cluster.core.leave(NAME, cluster.incarnation, closed=why != "not closed")
+    cluster.core.attach([])
+    assert not [a for a in cluster.core.tick() if isinstance(a, StartWorker) and a.successor_of]
 
 
 def test_a_worker_that_dies_on_its_way_to_another_role_is_started_in_that_role() -> None:

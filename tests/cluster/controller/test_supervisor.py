@@ -13,7 +13,7 @@ from cluster.controller.node_table import NodePlace
 from cluster.controller.supervisor import Supervisor
 from contracts.clock import ManualClock
 from contracts.config.cluster_config import ClusterConfig
-from contracts.ids import Incarnation, Role, WorkerName
+from contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName
 from contracts.messages.settings_change import SettingsAnswer, SettingsChange
 from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
 
@@ -30,7 +30,9 @@ class Hands:
         self.killed: list[tuple[str, int]] = []
         self.landed: list[PlacedProcess] = []
 
-    def start(self, plan: Any, avoid: tuple[str, ...] = (), only: str = "") -> None:
+    def start(
+        self, plan: Any, avoid: tuple[str, ...] = (), only: str = "", successor_of: Incarnation = NO_INCARNATION
+    ) -> None:
         self.started.append((plan, avoid))
 
     def running(self) -> list[WorkerKey]:

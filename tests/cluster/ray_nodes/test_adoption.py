@@ -14,14 +14,15 @@ from cluster.processes.reaper import ReapedRun
 from cluster.processes.run_folder import new_folder
 from tests.serving import ROOT
 
-SCRIPT = """
-import sys, threading
+PRELUDE = """
+import dataclasses, os, sys, threading, time
 from pathlib import Path
 from cluster.ray_nodes.ray_cluster import start_kept_ray
 from cluster.serve.preflight import free_port
 address, _ = start_kept_ray(Path(sys.argv[1]), free_port("127.0.0.1", 0), False)
 import ray
-from cluster.ray_nodes import worker_actors
+from ray.util.placement_group import placement_group, remove_placement_group
+from cluster.ray_nodes import role_places, worker_actors
 from cluster.worker_process.worker_plan import WorkerPlan
 from contracts.clock import ManualClock
 from contracts.config.cluster_config import Config
@@ -30,16 +31,22 @@ from contracts.ids import Incarnation, Role, WorkerName
 class Waits(worker_actors.WorkerActor):
     def run(self):
         threading.Event().wait()
+    def taken(self):
+        plan = self._next.take(30.0)
+        return os.getpid(), plan.incarnation, str(plan.role)
 
 worker_actors.WorkerActor = Waits
 def joined(namespace):
     ray.shutdown()
     ray.init(address=address, namespace=namespace, log_to_driver=False)
-    return worker_actors.RayLauncher(lambda plan: None, detached=True)
+    return worker_actors.RayLauncher(detached=True)
 
 def plan(name):
     return WorkerPlan(WorkerName(name), Role.DECODE, Incarnation(1), Path("m"), Config(), {}, "", "", Path(sys.argv[1]))
 
+"""
+
+TAKEN_OVER = """
 for namespace, name in (("mine", "decode-0"), ("another", "decode-7")):
     launcher = joined(namespace)
     launcher.start(plan(name))
@@ -61,7 +68,7 @@ print("ended", ended[0].name)
 
 clock, restarts = ManualClock(100.0), []
 launcher = worker_actors.RayLauncher(
-    lambda plan: None, clock=clock, detached=True, store_restarted_at=lambda: restarts[-1] if restarts else None
+    clock=clock, detached=True, store_restarted_at=lambda: restarts[-1] if restarts else None
 )
 launcher.start(plan("decode-1"))
 (running,) = launcher._running.values()
@@ -83,16 +90,78 @@ print("forgotten")
 ray.shutdown()
 """
 
+ROLES = """
+launcher = joined("another")
+launcher.start(plan("decode-7"))
+other = dataclasses.replace(plan("decode-7"), role=Role.PREFILL, incarnation=Incarnation(2))
+(running,) = launcher._running.values()
+def free(role):
+    return ray.available_resources().get(role, 0)
+def soon(true):
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline, ray.available_resources()
+        launcher.ended(0.05)
+pid = ray.get(running.where, timeout=60).pid
+soon(lambda: running.at is not None)
+places = free("twinpool_prefill")
+launcher.placed()
+launcher.start(other, successor_of=Incarnation(1))
+assert launcher.running() == [("decode-7", 2)], launcher.running()
+(placed,) = launcher.placed()
+assert (placed.name, placed.incarnation, placed.node.node_id) == ("decode-7", 2, running.at.node_id)
+assert ray.get(running.handle.taken.remote(), timeout=60) == (pid, 2, "prefill")
+soon(lambda: free("twinpool_prefill") == places - 1)
+launcher = joined("another")
+launcher.adopt()
+assert launcher.running() == [("decode-7", 2)], launcher.running()
+(running,) = launcher._running.values()
+assert running.place is not None
+soon(lambda: running.at is not None)
+back = dataclasses.replace(other, role=Role.DECODE, incarnation=Incarnation(3))
+launcher.start(back, successor_of=Incarnation(2))
+assert ray.get(running.handle.taken.remote(), timeout=60) == (pid, 3, "decode")
+soon(lambda: free("twinpool_prefill") == places)  # It was started in a place of decode, and has that still.
 
-@pytest.mark.slow
-def test_each_launcher_takes_over_its_own_clusters_workers_however_many_came_before(tmp_path: Path) -> None:
-    """More launchers than an actor serves calls at once: the calls of those before have returned. A start that Ray's
-    control store has forgotten is told as ended."""
+# What can't go on is started anew: with other settings of the engine, and without a free place.
+engine = dataclasses.replace(other.config.engine, dtype="bfloat16")
+changed = dataclasses.replace(other, incarnation=Incarnation(4), config=dataclasses.replace(Config(), engine=engine))
+launcher.start(changed, successor_of=Incarnation(3))
+assert sorted(launcher.running()) == [("decode-7", 3), ("decode-7", 4)], launcher.running()
+soon(lambda: launcher.running() == [("decode-7", 4)])
+(running,) = launcher._running.values()
+soon(lambda: running.at is not None)
+assert running.at.pid != pid
+all_others = placement_group([{"twinpool_decode": free("twinpool_decode")}])
+assert all_others.wait(30)
+role_places.PLACE_WAIT_S = 0.2
+last = dataclasses.replace(changed, role=Role.DECODE, incarnation=Incarnation(5))
+launcher.start(last, successor_of=Incarnation(4))
+soon(lambda: launcher.running() == [("decode-7", 5)])
+remove_placement_group(all_others)
+role_places.PLACE_WAIT_S = 30.0
+(running,) = launcher._running.values()
+soon(lambda: running.at is not None)
+launcher.start(dataclasses.replace(changed, incarnation=Incarnation(6)), successor_of=Incarnation(5))
+launcher._running.clear()
+launcher.adopt()
+assert launcher.running() == [("decode-7", 6)], launcher.running()
+os.kill(running.at.pid, 9)
+soon(lambda: launcher.running() == [])  # The next launcher doesn't know it any more: its places are free all the same.
+launcher.adopt()
+soon(lambda: free("twinpool_prefill") == places)
+print("free")
+ray.shutdown()
+"""
+
+
+def said_by(script: str, tmp_path: Path) -> tuple[int, str]:
+    """Run a script beside a Ray of its own; returns its exit code and what it said."""
     folder = new_folder()
     with (tmp_path / "out").open("w+") as out:
         try:
             done = subprocess.run(
-                [sys.executable, "-c", SCRIPT, str(folder)],
+                [sys.executable, "-c", PRELUDE + script, str(folder)],
                 env={**os.environ, "PYTHONPATH": str(ROOT), reaper.MARK: folder.name},
                 stdout=out,
                 stderr=out,
@@ -102,5 +171,22 @@ def test_each_launcher_takes_over_its_own_clusters_workers_however_many_came_bef
         finally:
             ReapedRun(folder.name, str(folder)).end()
         out.seek(0)
-        said = out.read()
-    assert (done.returncode, said.splitlines()[-2:]) == (0, ["ended decode-7", "forgotten"]), said[-2000:]
+        return done.returncode, out.read()
+
+
+@pytest.mark.slow
+def test_each_launcher_takes_over_its_own_clusters_workers_however_many_came_before(tmp_path: Path) -> None:
+    """More launchers than an actor serves calls at once: the calls of those before have returned. A start that Ray's
+    control store has forgotten is told as ended."""
+    code, said = said_by(TAKEN_OVER, tmp_path)
+    assert (code, said.splitlines()[-2:]) == (0, ["ended decode-7", "forgotten"]), said[-2000:]
+
+
+@pytest.mark.slow
+def test_a_process_that_goes_on_in_another_role_has_a_place_of_it_under_its_launcher_and_the_next_ones(
+    tmp_path: Path,
+) -> None:
+    """One that can't go on is started anew: with other settings of the engine, or without a free place. The places of
+    one that was killed while no launcher knew it are free again."""
+    code, said = said_by(ROLES, tmp_path)
+    assert (code, said.splitlines()[-1:]) == (0, ["free"]), said[-2000:]

@@ -23,9 +23,10 @@ def test_cordoned_and_unmeasured_nodes_are_left_out_by_a_selector_that_ray_accep
 ) -> None:
     from ray._private.label_utils import validate_label_selector
 
-    from cluster.ray_nodes.worker_actors import NODE_LABEL, RayLauncher
+    from cluster.ray_nodes.role_places import NODE_LABEL
+    from cluster.ray_nodes.worker_actors import RayLauncher
 
-    launcher = RayLauncher(lambda plan: pytest.fail("nothing is built here"))
+    launcher = RayLauncher()
     monkeypatch.setattr(launcher, "nodes", lambda: NODES)
     sizes = WorkerShare(1, {}, 0)
     measured = replace(PLAN, by_node={node.node_id: sizes for node in NODES[:2]})

@@ -26,8 +26,8 @@ HERE, ELSEWHERE = ("node-0", "node-0"), ("node-1", "node-0")
 WRITER, READER = WorkerName("prefill-0"), WorkerName("decode-0")
 
 
-def ended(name: WorkerName, incarnation: int = 1) -> list[EndedWorker]:
-    return [EndedWorker(name, Incarnation(incarnation))]
+def ended(name: WorkerName, incarnation: int = 1, closed_from: int = 0) -> list[EndedWorker]:
+    return [EndedWorker(name, Incarnation(incarnation), Incarnation(closed_from))]
 
 
 @contextmanager
@@ -76,6 +76,38 @@ def test_a5_a_writer_of_this_host_is_proven_dead_by_its_process_and_not_by_the_c
         assert not live(leases)
 
 
+@pytest.mark.parametrize("plane", ["zmq", "nixl", "shm"])
+def test_a_writer_of_this_host_that_has_closed_is_forgotten_though_its_process_lives(plane: str) -> None:
+    """It has said that it holds nothing any more: its process goes on as another worker."""
+    with simulated_ends(SPEC, plane, seed=3, count=64, slots=4, device=CpuDevice(), nodes=HERE) as both:
+        prompt = both.prompt(27)
+        leases = both.open(prompt)
+        both.receiver.workers_ended(ended(WRITER, 3, closed_from=2))
+        both.outcomes += both.receiver.poll()
+        assert live(leases), "incarnation 1 was another process"
+        both.receiver.workers_ended(ended(WRITER, 4, closed_from=1))
+        both.outcomes += both.receiver.poll()
+        (outcome,) = both.outcomes
+        assert isinstance(outcome, HandoverFailed)
+        assert not live(leases)
+
+
+def test_a_reader_of_this_host_that_has_closed_is_forgotten_though_its_process_lives() -> None:
+    with simulated_ends(SPEC, "shm", seed=3, count=64, slots=4, device=CpuDevice(), nodes=HERE) as both:
+        prompt = both.prompt(27)
+        both.open(prompt)
+        both.sender.poll()
+        assert len(both.sender._peers) == 1
+        both.sender.workers_ended(ended(READER))
+        both.sender.poll()
+        assert len(both.sender._peers) == 1, "its process lives, and has said nothing"
+        both.sender.workers_ended(ended(READER, 1, closed_from=1))
+        both.sender.poll()
+        assert not both.sender._peers
+        for lease in prompt.leases.values():
+            lease.release()
+
+
 @pytest.mark.parametrize("plane", ["zmq", "nixl"])
 def test_rooms_of_a_writer_that_has_ended_fail_at_once(plane: str) -> None:
     with simulated_ends(SPEC, plane, seed=3, count=64, slots=4, device=CpuDevice(), nodes=ELSEWHERE) as both:
@@ -107,6 +139,15 @@ def test_incarnations_after_the_one_that_has_ended_go_on() -> None:
     known.update(ended(WRITER, 2))
     assert [known.covers(WRITER, Incarnation(n)) for n in (1, 3, 4)] == [True, True, False]
     assert not known.covers(READER, Incarnation(1))
+
+
+def test_only_what_one_process_has_closed_counts_as_closed() -> None:
+    known = EndedWorkers()
+    known.update(ended(WRITER, 4, closed_from=3))
+    known.update(ended(WRITER, 2, closed_from=1))
+    known.update(ended(WRITER, 6))
+    assert [known.closed(WRITER, Incarnation(n)) for n in (2, 3, 4, 5, 6)] == [False, True, True, False, False]
+    assert known.covers(WRITER, Incarnation(6))
 
 
 def test_a5_over_nixl_itself_nothing_of_a_writer_elsewhere_lands_after_the_controllers_word(

@@ -102,8 +102,12 @@ class ReceiverPeers(Mapping[PeerKey, ReceiverPeer]):
         # more, or its death is proven.
         gone, reason = list[PeerGone](), f"{ref.name} is now incarnation {ref.incarnation}"
         for (name, incarnation), old in list(self._peers.items()):
-            if name == ref.name and incarnation < ref.incarnation and (old.watch is None or old.watch.dead):
-                gone.append(self._part(old, reason) if old.watch is None else self._forget_dead(old, reason))
+            if name != ref.name or incarnation >= ref.incarnation:
+                continue
+            if old.watch is not None and (old.watch.dead or self._ended.closed(name, incarnation)):
+                gone.append(self._forget_dead(old, reason))
+            elif old.watch is None:
+                gone.append(self._part(old, reason))
         return Connected(peer, tuple(gone))
 
     def hello(self, ref: PeerRef) -> m.Hello:
@@ -162,8 +166,8 @@ class ReceiverPeers(Mapping[PeerKey, ReceiverPeer]):
         if peer.watch is not None and peer.watch.dead:
             yield self._forget_dead(peer, f"{peer.ref.name} (pid {peer.watch.pid}) died")
             return
-        if peer.watch is None and self._ended.covers(*peer.key):
-            # It may live and write, on another host; but its access is ended with it, room by room or as a whole.
+        if self._ended.closed(*peer.key) or (peer.watch is None and self._ended.covers(*peer.key)):
+            # One on another host may live and write; but its access is ended with it, room by room or as a whole.
             yield self._forget_dead(peer, self._ended.reason(*peer.key))
             return
         if peer.channel.cut():

@@ -177,11 +177,17 @@ class SenderPeers(Mapping[bytes, SenderPeer]):
         self._ended.update(ended)
 
     def dead(self) -> list[PeerLost]:
-        """Lose the peers whose death is proven by now, and those on other hosts that have ended for the controller."""
+        """Lose the peers whose death is proven by now, and those on other hosts, or closed, that have ended for the
+        controller."""
         dead = [p for p in self._peers.values() if p.watch is not None and p.watch.dead]
-        ended = [p for p in self._peers.values() if p.watch is None and self._ended.covers(p.name, p.incarnation)]
+        ended = [p for p in self._peers.values() if p not in dead and self._has_ended(p)]
         lost = [self.lose(peer, f"{peer.name} died") for peer in dead]
         return lost + [self.lose(peer, self._ended.reason(peer.name, peer.incarnation)) for peer in ended]
+
+    def _has_ended(self, peer: SenderPeer) -> bool:
+        """Whether the controller's word ends a peer: it lives on another host, or has closed."""
+        known = peer.name, peer.incarnation
+        return self._ended.closed(*known) or (peer.watch is None and self._ended.covers(*known))
 
     def disconnected(self) -> list[SenderPeer]:
         """Return the peers whose connection was cut since the last call: pages, or notices of them, may be lost."""

@@ -1,0 +1,133 @@
+"""The Ray actor that is the process of a worker's rank, and what launchers know of it.
+
+The actor has methods that run side by side: `where` returns its process and node, `run` is the whole life of the
+workers that its process is, one after the other, and `go_on` gives it the plan of the next one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+
+from cluster.controller.controller_actions import WorkerKey
+from cluster.ray_nodes.worker_resources import RESOURCES
+from cluster.worker_process.planned_workers import NextPlan, PlannedWorkers
+from cluster.worker_process.sigterm_drain import TERMINATED
+from cluster.worker_process.worker_plan import WorkerPlan, node_name, process_mark
+from cluster.worker_process.worker_process import run_worker
+from contracts.build_id import build_id
+from contracts.ids import Incarnation, WorkerName
+
+
+def rank_resources(plan: WorkerPlan) -> dict[str, float]:
+    """What Ray must have on a node for one rank of a worker."""
+    return {RESOURCES[plan.role]: 1.0} | ({"GPU": 1.0} if plan.gpus_of_ray else {})
+
+
+def kept_key(plan: WorkerPlan) -> str:
+    """Digest of all that the process of a rank keeps when it goes on as another worker: of two plans with the same key
+    one can follow the other in a process."""
+    tp, kept_model = plan.config.tp_for(plan.role), (str(plan.model), repr(plan.config.engine))
+    keeps = [build_id(), *kept_model, tp, plan.host, list(plan.cards), plan.gpus_of_ray]
+    return hashlib.blake2b(json.dumps(keeps).encode(), digest_size=16).hexdigest()
+
+
+class ActorPlacement(NamedTuple):
+    """The process and node of an actor; all fields are empty where the actor died before it told them."""
+
+    pid: int = 0
+    started: int = 0
+    """The process's start time (`process_ids.start_time`)."""
+    node: str = ""
+    """The node's host name."""
+    node_id: str = ""
+    """The Ray node id."""
+
+
+class StartedRank(NamedTuple):
+    """What a launcher knows of a rank that was started. It is told to launchers of other builds, too, so it goes as
+    values that any build reads (`to_tree`)."""
+
+    name: WorkerName
+    incarnation: Incarnation
+    rank: int
+    logs: Path
+    resources: dict[str, float]
+    """What its worker asks Ray for, on its node."""
+    held: dict[str, float] | None = None
+    """What its process has of Ray since it was started; None: `resources`."""
+    kept: str = ""
+    """Digest of what its process keeps when it goes on as another worker (`kept_key`); empty: it can't."""
+
+    @classmethod
+    def of(cls, plan: WorkerPlan) -> StartedRank:
+        return cls(plan.name, plan.incarnation, plan.rank, plan.logs, rank_resources(plan), kept=kept_key(plan))
+
+    def to_tree(self) -> dict[str, Any]:
+        return {**self._asdict(), "logs": str(self.logs)}
+
+    @classmethod
+    def from_tree(cls, tree: dict[str, Any]) -> StartedRank:
+        known = {name: tree[name] for name in cls._fields if name in tree or name not in cls._field_defaults}
+        return cls(**known | {"logs": Path(tree["logs"])})
+
+    @property
+    def key(self) -> WorkerKey:
+        return self.name, self.incarnation
+
+
+class WorkerActor:
+    """The Ray actor of one rank of one incarnation of a worker, of either role."""
+
+    def __init__(self, plan: WorkerPlan) -> None:
+        self._plan, self._held = plan, rank_resources(plan)
+        self._workers = PlannedWorkers()
+        self._next = NextPlan()
+        self._outlasted, self._lock = threading.Event(), threading.Lock()
+        TERMINATED.listen()
+
+    def where(self) -> ActorPlacement:
+        """The actor's process and node."""
+        return ActorPlacement(*process_mark(), node_name(), ray.get_runtime_context().get_node_id())
+
+    def started(self) -> dict[str, Any]:
+        """What a launcher that takes the actor over must know (`StartedRank`)."""
+        return StartedRank.of(self._plan)._replace(held=self._held).to_tree()
+
+    def outlast(self) -> None:
+        """Return when it is called again: a launcher that came after the one of `run` learns by this call's end that
+        the process is gone, or that the next launcher has come. So however many come, one such call runs."""
+        with self._lock:
+            self._outlasted.set()
+            self._outlasted = mine = threading.Event()
+        mine.wait()
+
+    def run(self) -> None:
+        """Be the rank until the worker ends. Never returns: the process exits then."""
+        plan = self._here(self._plan)
+        if plan.rank:
+            from cluster.worker_process.follower_process import run_follower
+
+            run_follower(plan, self._following)
+        run_worker(plan, self._workers, self._following)
+
+    def go_on(self, plan: WorkerPlan) -> None:
+        """Have the process go on by this plan, when its worker has left to change its role."""
+        self._plan = plan
+        self._next.give(plan)
+
+    def _following(self) -> WorkerPlan | None:
+        plan = self._next.take()
+        return self._here(plan) if plan is not None else None
+
+    @staticmethod
+    def _here(plan: WorkerPlan) -> WorkerPlan:
+        """The plan with this node's share and address. Raises `ConfigError` for a node that was not measured."""
+        plan = plan.on(ray.get_runtime_context().get_node_id())
+        return plan if plan.host else dataclasses.replace(plan, host=ray.util.get_node_ip_address())
