@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable, Container
 from typing import Any
 
 import ray
@@ -24,6 +25,9 @@ log = logging.getLogger("twinpool.arena")
 
 LOOK_S = 2.0
 """Seconds between two looks for nodes that have joined or gone."""
+IDLE_S = 60.0
+"""Seconds without a worker's process after which a node's agent ends. A worker that has died is started again sooner,
+and what it left is lost when that takes longer."""
 REPLACE_S = 15.0
 """Seconds that an agent of another build may take to end once it was killed."""
 
@@ -66,12 +70,21 @@ class RayArenaAgents:
 
     The agents end when this process leaves Ray, unless they are detached. Ray restarts an agent that has died: unlike a
     worker, an agent has no incarnation, and live workers hand their segments to the next one.
+
+    A node that has joined has an agent before a worker is placed there, and loses it when no worker has been there for
+    `IDLE_S`: to an autoscaler of Ray, a node with an actor of any kind is never idle. The agent is back when a worker
+    is.
     """
 
-    def __init__(self, token: str, clock: Clock, *, detached: bool = False) -> None:
-        """`detached`: whether the agents outlive this process, and are those of the one before it, unless they are of
-        another build: those it replaces."""
-        self._token, self._clock = token, clock
+    def __init__(
+        self, token: str, clock: Clock, in_use: Callable[[], Container[str]], *, detached: bool = False
+    ) -> None:
+        """`in_use`: tells the nodes, by Ray id, on which processes of workers are. `detached`: whether the agents
+        outlive this process, and are those of the one before it, unless they are of another build: those it
+        replaces."""
+        self._token, self._clock, self._in_use = token, clock, in_use
+        self._used_at: dict[str, float] = {}
+        """When each node was last seen in use, or has joined."""
         self._named = detached
         self._actors: dict[str, Any] = {}
         self._next = clock.now()
@@ -88,11 +101,17 @@ class RayArenaAgents:
     def poll(self) -> list[str]:
         if self._clock.now() < self._next:
             return []
-        self._next = self._clock.now() + LOOK_S
+        now, in_use = self._clock.now(), self._in_use()
+        self._next = now + LOOK_S
         able = {node["NodeID"] for node in ray.nodes() if node["Alive"] and has_places(node["Resources"])}
-        for gone in self._actors.keys() - able:
-            del self._actors[gone]
-        for node in able - self._actors.keys():
+        self._used_at = {node: now if node in in_use else self._used_at.get(node, now) for node in able}
+        idle = {node for node, at in self._used_at.items() if now - at >= IDLE_S}
+        for gone in self._actors.keys() - (able - idle):
+            actor = self._actors.pop(gone)
+            if gone in able:
+                ray.kill(actor, no_restart=True)
+                log.info("arena agent ends: no worker is there", extra={"node": gone})
+        for node in able - idle - self._actors.keys():
             self._actors[node] = self._start(node)
             log.info("arena agent", extra={"node": node})
         return []

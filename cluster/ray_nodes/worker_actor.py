@@ -10,11 +10,13 @@ import dataclasses
 import hashlib
 import json
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
 
+from cluster.assembly.node_shares import WorkerShare
 from cluster.controller.controller_actions import WorkerKey
 from cluster.ray_nodes.worker_resources import RESOURCES
 from cluster.worker_process.planned_workers import NextPlan, PlannedWorkers
@@ -108,9 +110,13 @@ class WorkerActor:
             self._outlasted = mine = threading.Event()
         mine.wait()
 
-    def run(self) -> None:
-        """Be the rank until the worker ends. Never returns: the process exits then."""
-        plan = self._here(self._plan)
+    def run(self, by_node: Mapping[str, WorkerShare] | None = None) -> None:
+        """Be the rank until the worker ends. Never returns: the process exits then.
+
+        `by_node`: shares in place of the plan's. Raises `NodeUnmeasured` where this node has none; the actor goes on,
+        and may be called again.
+        """
+        plan = self._here(self._plan if by_node is None else dataclasses.replace(self._plan, by_node=by_node))
         if plan.rank:
             from cluster.worker_process.follower_process import run_follower
 
@@ -128,6 +134,6 @@ class WorkerActor:
 
     @staticmethod
     def _here(plan: WorkerPlan) -> WorkerPlan:
-        """The plan with this node's share and address. Raises `ConfigError` for a node that was not measured."""
+        """The plan with this node's share and address. Raises `NodeUnmeasured` for a node that was not measured."""
         plan = plan.on(ray.get_runtime_context().get_node_id())
         return plan if plan.host else dataclasses.replace(plan, host=ray.util.get_node_ip_address())

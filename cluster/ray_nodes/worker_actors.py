@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,16 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.arena.local_agent import ArenaAgents, NoArenaAgents
+from cluster.assembly.node_shares import WorkerShare
 from cluster.controller.controller_actions import EndedProcess, PlacedProcess, WorkerKey
 from cluster.controller.node_table import NodePlace
 from cluster.processes.process_ids import kill_process
 from cluster.ray_nodes.role_places import NODE_LABEL, kept_places, place_name, places_taken, take_places
 from cluster.ray_nodes.worker_actor import ActorPlacement, StartedRank, WorkerActor, rank_resources
 from cluster.ray_nodes.worker_resources import RESOURCES, has_places
-from cluster.worker_process.worker_plan import WorkerPlan, exit_file, node_name
+from cluster.worker_process.worker_plan import NodeUnmeasured, WorkerPlan, exit_file, node_name
 from contracts.clock import Clock, SystemClock
-from contracts.ids import NO_INCARNATION, Incarnation, WorkerName
+from contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName
 
 log = logging.getLogger("twinpool.actors")
 
@@ -70,11 +71,19 @@ class _RunningWorker:
     """The placement group of a worker of several ranks; None for one rank."""
     place: Any = None
     """The placement group that holds its places in a role that it has changed to; None where it was started in it."""
+    role: Role | None = None
+    """Its role; None where another launcher has started it."""
+    again: set[Any] = field(default_factory=set)
+    """The Ray references of those `run`s that are their rank's second (`RayLauncher._run_again`)."""
 
     @property
     def placed(self) -> bool:
         """Whether all its ranks have told where they are."""
         return self.at is not None and all(follower.at is not None for follower in self.followers.values())
+
+
+Shares = Callable[[Role], Mapping[str, WorkerShare]]
+"""The share of a worker of a role on each node, by Ray id, once nodes that have just joined are measured."""
 
 
 class RayLauncher:
@@ -87,10 +96,12 @@ class RayLauncher:
         *,
         detached: bool = False,
         store_restarted_at: Callable[[], float | None] = lambda: None,
+        shares: Shares | None = None,
     ) -> None:
         """`detached`: whether workers outlive this process; the next one takes them over by `adopt`.
-        `store_restarted_at`: when Ray's control store was started again last, by the same clock."""
-        self._detached, self._store_restarted_at = detached, store_restarted_at
+        `store_restarted_at`: when Ray's control store was started again last, by the same clock. `shares`: asked for a
+        worker that Ray has placed on a node which joined after its plan was made; None: nodes don't join."""
+        self._detached, self._store_restarted_at, self._shares = detached, store_restarted_at, shares
         self._agents, self._clock = agents or NoArenaAgents(), clock or SystemClock()
         self._nodes: tuple[NodePlace, ...] = ()
         self._look_at = self._clock.now()
@@ -167,7 +178,13 @@ class RayLauncher:
         }
         started, run, where = StartedRank.of(plan), leader.run.remote(), leader.where.remote()
         now = self._clock.now()
-        self._running[run] = _RunningWorker(started, leader, run, where, now, followers=runs, group=group)
+        self._running[run] = _RunningWorker(
+            started, leader, run, where, now, followers=runs, group=group, role=plan.role
+        )
+
+    def nodes_in_use(self) -> set[str]:
+        """The nodes, by Ray id, on which processes of workers run or start."""
+        return {running.at.node_id for running in self._running.values() if running.at is not None}
 
     def _goes_on(self, plan: WorkerPlan, before: Incarnation) -> bool:
         """Have the process of incarnation `before` go on by this plan; returns whether it does. One that can't is
@@ -185,6 +202,7 @@ class RayLauncher:
             self._kill(running)
             return False
         assert running.at is not None, "its place was found by its node"
+        running.role = plan.role
         running.started = started._replace(held=running.started.held or running.started.resources)
         running.handle.go_on.remote(plan)
         for follower in running.followers.values():
@@ -265,6 +283,8 @@ class RayLauncher:
             return out
         done, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0, fetch_local=False)
         for ref in done:
+            if self._run_again(ref):
+                continue
             if ref in self._running:
                 running = self._running.pop(ref)
                 _dismiss(running)
@@ -286,6 +306,42 @@ class RayLauncher:
             self._kill(running)
             out.append(EndedProcess(*running.started.key, "Ray's control store died before it had placed it"))
         return out
+
+    def _run_again(self, ref: Any) -> bool:
+        """Have a rank begin that Ray has placed on a node which was not measured when its plan was made, as that node
+        has joined since; whether `ref` was the `run` of one, and the node can be measured.
+
+        All ranks are on one node, and each says so; the first that is heard has the node measured.
+        """
+        for running in list(self._running.values()):
+            if (ref == running.run or ref in running.followers) and self._unmeasured(running, ref):
+                assert self._shares is not None
+                assert running.role is not None
+                shares = self._shares(running.role)
+                if ref in running.followers:
+                    follower = running.followers.pop(ref)
+                    again = follower.handle.run.remote(shares)
+                    running.followers[again] = follower
+                else:
+                    del self._running[ref]
+                    again = running.run = running.handle.run.remote(shares)
+                    self._running[again] = running
+                running.again.add(again)
+                log.info("a node was measured for a worker", extra={"worker": running.started.name})
+                return True
+        return False
+
+    def _unmeasured(self, running: _RunningWorker, ref: Any) -> bool:
+        """Whether a rank's `run` has ended because its node is not measured, and may be called again: once."""
+        if self._shares is None or running.role is None or running.why or ref in running.again:
+            return False
+        try:
+            ray.get(ref, timeout=GET_TIMEOUT_S)
+        except ray.exceptions.RayTaskError as error:
+            return isinstance(error.cause, NodeUnmeasured)
+        except ray.exceptions.RayError:
+            return False
+        return False
 
     def _lost_rank(self, ref: Any) -> bool:
         """Whether `ref` is a follower's `run`; if so, kill the worker. A leader notices by itself, except while it

@@ -45,7 +45,7 @@ from cluster.worker_process.worker_plan import WorkerPlan, node_name
 from contracts.build_id import build_id
 from contracts.clock import Clock, SystemClock
 from contracts.cluster_secret import SECRET_VARIABLE
-from contracts.config.plane_choice import why, with_plane
+from contracts.config.plane_choice import PlaneOfOneHost, check_hosts, why, with_plane
 from contracts.errors import ConfigError, TwinpoolError
 from contracts.ids import Role, WorkerName
 from contracts.json_logs import log_to_stream
@@ -53,6 +53,7 @@ from contracts.messages.worker_status import WorkerView
 
 if TYPE_CHECKING:
     from cluster.ray_nodes.ray_cluster import OwnRay
+    from cluster.ray_nodes.worker_actors import RayLauncher
 
 
 log = logging.getLogger("twinpool.serve")
@@ -92,10 +93,11 @@ class ServeCluster:
         self._terminal = Terminal(self._clock, out, began)
         self._stopping = ShutdownSignal(prepared.config.cluster.stop_timeout_s)
         self._ray: OwnRay | None = None
+        self._launcher: RayLauncher | None = None
         self._agents: ArenaAgents = NoArenaAgents()
         self._arena = ""
         self._small: set[str] = set()
-        """Nodes that are too small for a worker, by Ray id."""
+        """Nodes that are too small for a worker, or out of the plane's reach, by Ray id."""
         self._secrets = {name: value for name in SECRETS if (value := os.environ.pop(name, None))}
         if state is not None:
             self._secrets = state.secrets
@@ -232,8 +234,9 @@ class ServeCluster:
             prepared = dataclasses.replace(prepared, config=config)
         for facts in nodes:
             try:
+                check_hosts(prepared.config, {facts.host, *(share.facts.host for share in prepared.shares.values())})
                 share = prepared.divide(facts)
-            except MemoryShort as error:
+            except (MemoryShort, PlaneOfOneHost) as error:
                 self._small.add(facts.node_id)
                 refused.append(f"node {facts.host} ({facts.node_id[:8]}) takes no worker: {error}")
             else:
@@ -315,7 +318,8 @@ class ServeCluster:
         if self._prepared.options.ray_address is not None or self._state is not None:
             from cluster.ray_nodes.ray_arena_agents import RayArenaAgents
 
-            self._agents = RayArenaAgents(self._arena, self._clock, detached=self._state is not None)
+            detached = self._state is not None
+            self._agents = RayArenaAgents(self._arena, self._clock, self._nodes_in_use, detached=detached)
         else:
             agent = LocalArenaAgent(self._arena, self._folder.logs, self._prepared.config.cluster, self._clock)
             self._agents = agent
@@ -331,11 +335,13 @@ class ServeCluster:
     def _start_workers(self, stack: ExitStack) -> None:
         from cluster.ray_nodes.worker_actors import RayLauncher
 
-        launcher = RayLauncher(
+        joined = self._prepared.options.ray_address is not None
+        launcher = self._launcher = RayLauncher(
             self._agents,
             self._clock,
             detached=self._state is not None,
             store_restarted_at=lambda: self._ray.store_restarted_at() if self._ray is not None else None,
+            shares=self._shares if joined else None,
         )
         stack.callback(launcher.close)
         # Before the workers are ended, so that routers learn why and nothing is restarted.
@@ -390,9 +396,7 @@ class ServeCluster:
             sizes = self._prepared.here.sizes(start.role)
             config, counts = sizes.applied_to(config, start.role), dict(sizes.counts)
         else:
-            for reason in self._measure_nodes():
-                self._terminal.line(reason)
-            by_node = {node_id: share.sizes(start.role) for node_id, share in self._prepared.shares.items()}
+            by_node = self._shares(start.role)
         prepared = self._prepared
         return WorkerPlan(
             name=start.name,
@@ -410,6 +414,16 @@ class ServeCluster:
             cards=prepared.cards_of(start.name, start.role),
             settings=digest_of(prepared, start.role),
         )
+
+    def _shares(self, role: Role) -> dict[str, WorkerShare]:
+        """The share of a worker of `role` on each node, by Ray id; nodes that have just joined are measured."""
+        for reason in self._measure_nodes():
+            self._terminal.line(reason)
+        return {node_id: share.sizes(role) for node_id, share in self._prepared.shares.items()}
+
+    def _nodes_in_use(self) -> set[str]:
+        """The nodes, by Ray id, on which processes of workers are."""
+        return self._launcher.nodes_in_use() if self._launcher is not None else set()
 
     def _cluster_secret(self) -> str:
         """The secret with which processes authenticate each other, in hex; empty where all of them are on loopback and

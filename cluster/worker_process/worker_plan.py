@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from cluster.arena.arena_client import ArenaClient
 
 
+class NodeUnmeasured(ConfigError):
+    """Raised where a worker was placed on a node that its plan has no share for: one that joined after it was made."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
     """All that a worker's process is told at its start; it travels to the process by value."""
@@ -70,14 +74,14 @@ class WorkerPlan:
         return on_card(self.config, self.cards[self.rank]) if self.cards else self.config
 
     def on(self, node_id: str) -> WorkerPlan:
-        """The plan with the share of the node that the worker was placed on. Raises `ConfigError` for a node that
+        """The plan with the share of the node that the worker was placed on. Raises `NodeUnmeasured` for a node that
         `by_node` lacks."""
         plan = dataclasses.replace(self, node_id=node_id)
         if not self.by_node:
             return plan
         sizes = self.by_node.get(node_id)
         if sizes is None:
-            raise ConfigError(f"node {node_id[:8]} was not measured before this start, which is tried again")
+            raise NodeUnmeasured(f"node {node_id[:8]} was not measured before this start, which is tried again")
         config = sizes.applied_to(self.config, self.role)
         return dataclasses.replace(plan, config=config, counts=dict(sizes.counts), by_node={})
 

@@ -15,6 +15,7 @@ several hosts, as it may grow.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 from contracts.config.cluster_config import Config
 from contracts.errors import ConfigError
@@ -22,6 +23,24 @@ from contracts.errors import ConfigError
 DEVICE_PLANES = ("cuda_ipc", "staged", "nixl", "local")
 """Planes that reach a GPU's memory; all but the first reach host memory, too. `nixl` does where its UCX has CUDA: each
 worker finds out as it starts."""
+
+ONE_HOST_PLANES = ("shm", "cuda_ipc")
+"""Planes whose writer stores into the reader's memory itself."""
+
+
+class PlaneOfOneHost(ConfigError):
+    """Raised where workers of several hosts would have a plane that reaches one."""
+
+
+def check_hosts(config: Config, hosts: Collection[str]) -> None:
+    """Check that the plane goes between `hosts`, by name. Raises `PlaneOfOneHost`."""
+    plane = config.transfer.plane
+    if plane in ONE_HOST_PLANES and len(hosts) > 1:
+        other = "zmq" if plane == "shm" else "staged"
+        raise PlaneOfOneHost(
+            f"transfer.plane={plane} reaches one host, and workers would be on {', '.join(sorted(hosts))}: use "
+            f"transfer.plane={other} or auto"
+        )
 
 
 def on_gpus(config: Config) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from contracts.config.load_config import config_from_dict
-from contracts.config.plane_choice import why, with_plane
+from contracts.config.plane_choice import PlaneOfOneHost, check_hosts, why, with_plane
 from contracts.errors import ConfigError
 
 
@@ -38,3 +38,14 @@ def test_gpus_that_do_not_reach_each_other_are_no_case_for_cuda_ipc() -> None:
     asked = config_from_dict({"engine": {"device": "cuda"}, "transfer": {"plane": "cuda_ipc"}})
     with pytest.raises(ConfigError, match=rf"cuda_ipc: {apart}; use transfer\.plane=staged"):
         with_plane(asked, True, apart)
+
+
+@pytest.mark.parametrize("plane", ["auto", "local", "shm", "zmq", "nixl", "cuda_ipc", "staged"])
+def test_a_plane_of_one_host_is_refused_for_several_with_one_that_goes_between_them(plane: str) -> None:
+    config = config_from_dict({"transfer": {"plane": plane}})
+    check_hosts(config, {"alpha"})
+    if (other := {"shm": "zmq", "cuda_ipc": "staged"}.get(plane)) is None:
+        check_hosts(config, {"alpha", "beta"})
+        return
+    with pytest.raises(PlaneOfOneHost, match=rf"={plane} .*on alpha, beta: use transfer\.plane={other} or auto"):
+        check_hosts(config, {"beta", "alpha"})
