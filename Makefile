@@ -56,8 +56,8 @@ demo-model: .venv/.installed-dev ## train the demo checkpoint again from its see
 	$(BIN)/python -m bench.demo_model.prepare_corpus --output build/demo-model/corpus
 	$(BIN)/python -m bench.demo_model.train --corpus build/demo-model/corpus --work build/demo-model/work --output build/demo-model/model --minutes 90
 
-test-rayup: .venv/.installed-dev ## launch a real Ray cluster through loopback ssh, use it, take it down
-	@$(BIN)/python tests/rayup/rayup.py $(ARGS)
+test-rayup: .venv/.installed-dev ## launch real Ray clusters through ssh, use them, take them down; ARGS=--loopback or --apart for one of them
+	@$(BIN)/python -m tests.rayup.rayup $(ARGS)
 
 proto: .venv/.installed-dev ## generate the gRPC code anew from contracts/proto/worker.proto
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. contracts/proto/worker.proto

@@ -28,7 +28,7 @@ import psutil
 from cluster.serve.detached_cluster import OUTPUT
 from contracts.build_id import PACKAGES, build_of
 from tests.checkpoints import Oracle, compare
-from tests.serving import COMMAND, READY, ROOT, Answer, Serving, complete, environment, until
+from tests.serving import COMMAND, READY, ROOT, Access, Answer, Serving, complete, environment, until
 
 STREAMS = 6
 TOKENS = 48
@@ -51,6 +51,9 @@ class Load:
     streams: int = STREAMS
     seed: int = 0
     """Of which prompts are asked for, and of the requests' keys."""
+    access: Access = field(default_factory=Access)
+    tokens: int = TOKENS
+    """Of each answer."""
     answers: list[tuple[int, Answer]] = field(default_factory=list)
     resumed: int = 0
     """How often a client's connection broke and it came back with its key."""
@@ -69,7 +72,7 @@ class Load:
             assert not thread.is_alive(), "a stream hangs"
 
     async def _all(self, ended: threading.Event) -> None:
-        async with httpx.AsyncClient(base_url=self.url, timeout=WAIT_S) as client:
+        async with httpx.AsyncClient(base_url=self.url, timeout=WAIT_S, **self.access.web()) as client:
             await asyncio.gather(*[self._one(client, number, ended) for number in range(self.streams)])
 
     async def _one(self, client: httpx.AsyncClient, number: int, ended: threading.Event) -> None:
@@ -78,7 +81,7 @@ class Load:
             which = rng.randrange(len(self.prompts))
             body = {
                 "model": self.model, "prompt": self.prompts[which], "temperature": 0, "ignore_eos": True,
-                "return_token_ids": True, "max_tokens": TOKENS, "stream": number % 3 > 0,
+                "return_token_ids": True, "max_tokens": self.tokens, "stream": number % 3 > 0,
             }  # fmt: skip
             try:
                 self.answers.append((which, await self._again_and_again(client, body, f"{number}-{rng.random()}")))
@@ -105,7 +108,7 @@ class Load:
         assert not self.failures, self.failures[:5]
         judged: dict[tuple[int, tuple[int, ...]], bool] = {}
         for which, answer in self.answers:
-            assert len(answer.tokens) == TOKENS
+            assert len(answer.tokens) == self.tokens
             key = (which, tuple(answer.tokens))
             if key not in judged:
                 judged[key] = compare(oracle, self.prompts[which], answer.tokens).equal

@@ -200,12 +200,12 @@ def _take(answer: Answer, event: dict[str, Any]) -> None:
     answer.twinpool = event.get("twinpool") or answer.twinpool
 
 
-def until(true: Callable[[], bool], what: str, timeout: float = 60) -> None:
+def until(true: Callable[[], bool], what: str, timeout: float = 60, pause_s: float = 0.05) -> None:
     """Ask again and again, with a deadline."""
     deadline = time.monotonic() + timeout
     while not true():
         assert time.monotonic() < deadline, f"waited {timeout:g} s for {what}"
-        threading.Event().wait(0.05)
+        threading.Event().wait(pause_s)
 
 
 def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
