@@ -42,7 +42,13 @@ COMMANDS = {
 _POOLS = ("add", "scale", "restart", "cordon", "uncordon")
 _OTHERS = ("status", "drain", "undrain", "role", "check", "apply", "upgrade", *_POOLS)
 FLAGS = (
-    CommandFlag(("--model",), ("serve",), "checkpoint folder, or demo (default: launch.model)", {"metavar": "DIR"}),
+    CommandFlag(
+        ("--model",),
+        ("serve",),
+        "checkpoint folder, GGUF file, name on the Hugging Face Hub (org/name[@revision]), smollm2, or demo "
+        "(default: launch.model)",
+        {"metavar": "MODEL"},
+    ),
     CommandFlag(
         ("--prefill",),
         ("serve",),

@@ -12,10 +12,10 @@ from cluster.assembly.build_parts import WorkerParts, build_parts, numerics_clas
 from cluster.assembly.captured_steps import capture_steps
 from cluster.ranks.rendezvous import RankGroup
 from colocate import decode_class_for
+from contracts.checkpoint.checkpoint_files import TOKENIZER, read_checkpoint_text
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.clock import Clock, SystemClock
 from contracts.config.cluster_config import Config
-from contracts.errors import CheckpointError
 from contracts.grammar import GRAMMAR_ENGINE
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.interfaces.worker_interface import Worker
@@ -147,16 +147,12 @@ def _decode_worker(
 
 def grammar_engine(spec: ModelSpec) -> GrammarEngine | None:
     """The structured-output engine of a checkpoint; None for one without a tokenizer. Raises `CheckpointError` for a
-    `tokenizer.json` that can't be read."""
-    path = spec.folder / "tokenizer.json"
-    if not path.is_file():
+    tokenizer that can't be read."""
+    text = read_checkpoint_text(spec.path, TOKENIZER)
+    if text is None:
         return None
     from engine.structured_output.llguidance_engine import LLGuidanceEngine
 
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} can't be read: {error}") from None
     return LLGuidanceEngine(text, spec.vocab_size, spec.eos_token_ids)
 
 

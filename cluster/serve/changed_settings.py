@@ -97,8 +97,8 @@ def replanned(plan: ServePlan, settings: str) -> ServePlan:
             )
     running = plan.config
     facts = {node: share.facts for node, share in plan.shares.items()}
-    device, plane = running.engine.device, running.transfer.plane
-    fresh = plan_again(plan.options, plan.spec, given, plan.port, facts, device=device, plane=plane)
+    chosen = {"device": running.engine.device, "plane": running.transfer.plane, "source": plan.source}
+    fresh = plan_again(plan.options, plan.spec, given, plan.port, facts, **chosen)
     config = dataclasses.replace(
         fresh.config,
         # These can't be changed, and `serve` has worked out already what they come to.

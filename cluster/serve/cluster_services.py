@@ -141,7 +141,7 @@ class ClusterServices:
         old = self._state.running(name) if self._state is not None else None
         replaces = old is not None and old.build != self._build
         arguments = [
-            *("--model", str(prepared.spec.folder), "--controller", self.endpoint),
+            *("--model", str(prepared.spec.path), "--controller", self.endpoint),
             *("--host", options.host, "--port", str(prepared.port)),
             *("--name", name, "--config-json", str(self._settings), "--live-socket", str(live)),
             *("--handover-socket", str(self._handover(name, self._build))),

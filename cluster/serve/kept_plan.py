@@ -25,9 +25,10 @@ def plan_to_tree(plan: ServePlan) -> dict[str, Any]:
     """The plan as values that JSON takes."""
     return {
         "options": {name: getattr(plan.options, name) for name in OPTIONS}
-        | {"model": str(plan.spec.folder), "config": plan.options.file},
+        | {"model": str(plan.spec.path), "config": plan.options.file},
         "given": plan.given.to_dict(),
         "port": plan.port,
+        "source": plan.source,
         "device": plan.config.engine.device,
         "plane": plan.config.transfer.plane,
         "nodes": {node: _facts_to_tree(share.facts) for node, share in plan.shares.items()},
@@ -43,7 +44,8 @@ def plan_from_tree(tree: dict[str, Any]) -> ServePlan:
     nodes = {node: _facts_from_tree(facts) for node, facts in tree["nodes"].items()}
     given = config_from_dict(tree["given"])
     spec = served_as(read_model_spec(Path(options.model)), given.router.served_model_name)
-    return plan_again(options, spec, given, int(tree["port"]), nodes, device=tree["device"], plane=tree["plane"])
+    chosen = {"device": tree["device"], "plane": tree["plane"], "source": tree.get("source", "")}
+    return plan_again(options, spec, given, int(tree["port"]), nodes, **chosen)
 
 
 def _facts_to_tree(facts: NodeFacts) -> dict[str, Any]:

@@ -7,9 +7,11 @@ and in one line.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +19,10 @@ import yaml
 
 from cluster.assembly.device_cards import CardFacts, apart, cards_of
 from cluster.assembly.node_shares import MemoryShort, NodeFacts, NodeShare, measured
+from cluster.models.model_source import DEMO_NAME, find_model
 from cluster.serve.security_check import check_security, with_absolute_paths
 from contracts import cpu_levels as processor
+from contracts.checkpoint.gguf.gguf_header import is_gguf
 from contracts.checkpoint.model_spec import ModelSpec, read_model_spec, served_as
 from contracts.config.autoscaling_config import AutoscalingConfig
 from contracts.config.cluster_config import Config, PoolsConfig, section_of
@@ -33,15 +37,17 @@ if TYPE_CHECKING:
     from cache.memory.kv_cache_spec import PoolSetSpec
 
 
+log = logging.getLogger("twinpool.serve")
+
 MOST_ROUTERS = 64
-DEMO = Path(__file__).parents[1] / "demo"
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
     """The flags of `twinpool serve`, as given."""
 
-    model: str = "demo"
+    model: str = DEMO_NAME
+    """What `find_model` takes."""
     prefill: int = 1
     decode: int = 1
     colocate: int = 0
@@ -93,6 +99,8 @@ class ServePlan:
     """Bytes of a worker's weights."""
     given: Config = field(default_factory=Config)
     """The configuration as it was given, with ``auto`` where it says so; `config` has what that came to."""
+    source: str = ""
+    """The name by which a node that lacks the checkpoint fetches it (`ModelSource.name`)."""
 
     @property
     def here(self) -> NodeShare:
@@ -146,13 +154,16 @@ class ServePlan:
 
 
 def prepare(
-    options: ServeOptions, free_bytes: int | None = None, cards: tuple[CardFacts, ...] | None = None
+    options: ServeOptions,
+    free_bytes: int | None = None,
+    cards: tuple[CardFacts, ...] | None = None,
+    say: Callable[[str], None] = log.info,
 ) -> ServePlan:
-    """Check the options and work out what to start.
+    """Check the options, fetch the model where it has to be, and work out what to start.
 
-    `free_bytes` and `cards` are the memory and the GPUs to plan with; None: measure this machine's. Raises
-    `ConfigError`, `CheckpointError` or `MemoryShort`, each in one line that says what to change. With `--ray-address`,
-    memory is checked later, by node.
+    `free_bytes` and `cards` are the memory and the GPUs to plan with; None: measure this machine's. `say` is told what
+    is fetched. Raises `ConfigError`, `CheckpointError` or `MemoryShort`, each in one line that says what to change.
+    With `--ray-address`, memory is checked later, by node.
     """
     try:
         config = given = with_absolute_paths(load_config(options.config, options.assignments))
@@ -165,7 +176,9 @@ def prepare(
     if config.transfer.plane == "local":
         # Everything is in this process, and the next lines compute.
         processor.pin(config.engine.numerics_class)
-    spec = served_as(read_model_spec(model_folder(options.model)), config.router.served_model_name)
+    free_port(options.host, options.port)  # Before anything is fetched.
+    found = find_model(options.model, say)
+    spec = served_as(read_model_spec(found.path), config.router.served_model_name)
     if options.ray_address is not None:
         cards = ()
     else:
@@ -177,7 +190,8 @@ def prepare(
     check_ranks(config, spec, options.workers)
     config = dataclasses.replace(config, decode=with_speculation(config, pool_set))
     weights = weight_bytes(spec, config)
-    prepared = ServePlan(options, config, spec, pool_set, free_port(options.host, options.port), {}, weights, given)
+    port = free_port(options.host, options.port)
+    prepared = ServePlan(options, config, spec, pool_set, port, {}, weights, given, found.name)
     if options.ray_address is None:
         places = {role: count * config.tp_for(role) for role, count in prepared.wanted.items()}
         facts = dataclasses.replace(measured(places), cards=cards)
@@ -197,6 +211,7 @@ def plan_again(
     *,
     device: str,
     plane: str,
+    source: str,
 ) -> ServePlan:
     """The plan of a cluster that runs, worked out again: by what it was `given`, by what its `nodes` had before it ran,
     and by the `device` and `plane` that were chosen then; ``auto`` where that is still to come, when nodes join. Raises
@@ -210,7 +225,7 @@ def plan_again(
         config = on_device(config, device != "cpu")
     pool_set = pool_set_of(spec, config, options.cache_role)
     config = dataclasses.replace(config, decode=with_speculation(config, pool_set))
-    plan = ServePlan(options, config, spec, pool_set, port, {}, weight_bytes(spec, config), given)
+    plan = ServePlan(options, config, spec, pool_set, port, {}, weight_bytes(spec, config), given, source)
     return dataclasses.replace(plan, shares={node: plan.divide(facts) for node, facts in nodes.items()})
 
 
@@ -231,13 +246,6 @@ def check_tiers(config: Config, share: NodeShare) -> None:
             f"cache.storage.backend={config.cache.storage.backend} needs host memory to read into and write from, and "
             "the budget leaves none: set cache.host_bytes, or cluster.host_memory_bytes"
         )
-
-
-def model_folder(model: str) -> Path:
-    """The checkpoint's folder; ``demo`` is the checkpoint that comes with Twinpool, unless ./demo holds one."""
-    if model == "demo" and not Path("demo/config.json").exists():
-        return DEMO
-    return Path(model).expanduser().absolute()
 
 
 def pool_set_of(spec: ModelSpec, config: Config, role: Role = Role.PREFILL) -> PoolSetSpec:
@@ -297,8 +305,11 @@ def weight_bytes(spec: ModelSpec, config: Config) -> int:
     """Bytes of one worker's weights in the dtype that it computes in, estimated from the size of the files."""
     from engine.tensors.weight_loader import dtype_for
 
-    stored = sum(path.stat().st_size for path in spec.folder.glob("*.safetensors"))
-    return stored * dtype_for(spec, config.engine).itemsize // (4 if spec.dtype == "float32" else 2)
+    width = dtype_for(spec, config.engine).itemsize
+    if is_gguf(spec.path):
+        return sum(prod(header.shape) for header in spec.headers.values()) * width
+    stored = sum(path.stat().st_size for path in spec.path.glob("*.safetensors"))
+    return stored * width // (4 if spec.dtype == "float32" else 2)
 
 
 def free_port(host: str, port: int) -> int:

@@ -23,7 +23,6 @@ from cluster.ranks.rendezvous import FollowerRank, follow
 from cluster.worker_process.planned_workers import free_memory
 from cluster.worker_process.worker_plan import WorkerPlan, arenas_of
 from contracts import cpu_levels as processor
-from contracts.checkpoint.model_spec import read_model_spec
 from contracts.cluster_secret import SECRET_VARIABLE
 from contracts.messages.rank_orders import (
     AwaitReady,
@@ -159,7 +158,7 @@ def _serve_role(plan: WorkerPlan, follower: FollowerRank, kept: KeptModel) -> tu
     arenas = arenas_of(plan)
     parts = build_rank(
         plan.role,
-        read_model_spec(plan.model),
+        plan.read_spec(),
         plan.rank_config,
         host=plan.host,
         counts=plan.counts,

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from cluster.worker_process.worker_plan import WorkerPlan, arenas_of, write_exit
 from contracts import cpu_levels as processor
-from contracts.checkpoint.model_spec import read_model_spec
 from contracts.clock import SystemClock
 from contracts.cluster_secret import SECRET_VARIABLE
 from contracts.interfaces.worker_interface import Worker
@@ -81,7 +80,7 @@ class PlannedWorkers:
             plan.role,
             plan.name,
             plan.incarnation,
-            read_model_spec(plan.model),
+            plan.read_spec(),
             plan.rank_config,
             host=plan.host,
             counts=plan.counts,

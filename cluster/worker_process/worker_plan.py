@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import socket
 import time
@@ -12,8 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.assembly.node_shares import WorkerShare
+from cluster.models.model_source import path_on_this_node
 from cluster.processes.process_ids import start_time
 from cluster.worker_process.worker_thread import WorkerEnd
+from contracts.checkpoint.model_spec import ModelSpec, read_model_spec
 from contracts.clock import SystemClock
 from contracts.config.cluster_config import Config
 from contracts.errors import ConfigError
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 
 class NodeUnmeasured(ConfigError):
     """Raised where a worker was placed on a node that its plan has no share for: one that joined after it was made."""
+
+log = logging.getLogger("twinpool.worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,8 @@ class WorkerPlan:
     """The worker's share on each node, by Ray node id; empty where `counts` and `config` have the share already."""
     cards: tuple[int, ...] = ()
     """The GPU of each rank, as torch counts; empty where they run on the CPU, or have one of Ray's alone."""
+    source: str = ""
+    """The name by which a node that lacks `model` fetches it."""
     settings: str = ""
     """Digest of the settings that it is started with, which the worker registers with."""
 
@@ -72,6 +79,10 @@ class WorkerPlan:
     def rank_config(self) -> Config:
         """The configuration of this rank: with the GPU that it was dealt."""
         return on_card(self.config, self.cards[self.rank]) if self.cards else self.config
+
+    def read_spec(self) -> ModelSpec:
+        """Read the model, which is fetched first where this node lacks it. Raises `CheckpointError`."""
+        return read_model_spec(path_on_this_node(self.model, self.source, log.info))
 
     def on(self, node_id: str) -> WorkerPlan:
         """The plan with the share of the node that the worker was placed on. Raises `NodeUnmeasured` for a node that

@@ -1,8 +1,8 @@
 """The model spec: a checkpoint's name, vocabulary, lengths and token ids, read while checking that its files are whole.
 
-Reads `config.json`, `generation_config.json` and the headers of the safetensors files; it loads no tensor and needs
-no torch, so a bad folder is refused in milliseconds. The engine (engine/models) reads the rest of `config.json`, and
-knows which tensors an architecture needs.
+Reads `config.json`, `generation_config.json` and the headers of the safetensors files, or the header of a GGUF file,
+which has all of them; it loads no tensor and needs no torch, so a bad checkpoint is refused in milliseconds. The engine
+(engine/models) reads the rest of `config.json`, and knows which tensors an architecture needs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from contracts.checkpoint.gguf.gguf_config import config_of
+from contracts.checkpoint.gguf.gguf_header import SUFFIX, is_gguf, read_gguf
+from contracts.checkpoint.gguf.gguf_tokenizer import GgufTokenizer
 from contracts.checkpoint.json_fields import JsonFields
 from contracts.checkpoint.safetensors_headers import FLOATS, TensorHeader, digest_samples, read_headers, read_json
 from contracts.errors import CheckpointError
@@ -36,11 +39,13 @@ _NOISE = ("transformers_version", "use_cache", "architectures", "model_type", "b
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A checkpoint folder that was read and checked (`read_model_spec`). Lengths are in positions."""
+    """A checkpoint that was read and checked (`read_model_spec`). Lengths are in positions."""
 
-    folder: Path
+    path: Path
+    """The checkpoint's folder, or its GGUF file."""
     name: str
-    """The served name: the folder's last part, for a Hugging Face snapshot its repository; `served_as` changes it."""
+    """The served name: the last part of the path, for a Hugging Face snapshot its repository; `served_as` changes
+    it."""
     architecture: str
     vocab_size: int
     layers: int
@@ -72,39 +77,37 @@ def served_as(spec: ModelSpec, names: str) -> ModelSpec:
     return replace(spec, name=given[0], aliases=tuple(given[1:])) if given else spec
 
 
-def _folder_name(folder: Path) -> str:
-    """The folder's last part; for ``models--ORGANISATION--NAME/snapshots/HASH``, as downloads are kept,
-    ``ORGANISATION/NAME``."""
-    parts = folder.resolve().parts
+def _name_of(path: Path) -> str:
+    """The folder's last part, or a file's without its suffix; for ``models--ORGANISATION--NAME/snapshots/HASH``, as
+    downloads are kept, ``ORGANISATION/NAME``."""
+    if is_gguf(path):
+        return path.stem
+    parts = path.resolve().parts
     if len(parts) >= 3 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
         return parts[-3].removeprefix("models--").replace("--", "/")
     return parts[-1]
 
 
-def read_model_spec(folder: Path) -> ModelSpec:
-    """Read and check a checkpoint folder without loading a tensor.
+def read_model_spec(path: Path) -> ModelSpec:
+    """Read and check a checkpoint folder, or a GGUF file, without loading a tensor.
 
     Raises `CheckpointError` in one line for a missing or truncated file, a missing or bad number, or a dtype that is
     not supported.
     """
-    if not folder.is_dir():
-        raise CheckpointError(f"checkpoint folder {folder} does not exist")
-    if not (folder / "config.json").exists():
-        raise CheckpointError(f"{folder} has no config.json; is it a Hugging Face checkpoint folder?")
-    config = JsonFields(folder / "config.json", _of_text(read_json(folder / "config.json")))
-    method = config.table("quantization_config").get("quant_method", "given without a method")
-    if "quantization_config" in config and method not in _QUANTISED:
-        raise config.refuse(f"checkpoints quantised by {method!r} are not supported; convert the weights to bfloat16")
-    generation_path = folder / "generation_config.json"
-    generation = read_json(generation_path) if generation_path.exists() else {}
-    headers = read_headers(folder)
+    if is_gguf(path):
+        header = read_gguf(path)
+        found = config_of(header)
+        GgufTokenizer(header)  # A tokenizer that nobody here can build is refused now, not by the first who needs it.
+        config, generation, headers = JsonFields(path, found.values), found.generation, found.tensors
+    else:
+        config, generation, headers = _read_folder(path)
     architecture, dtype = _architecture(config), _dtype(config, headers)
     eos = generation.get("eos_token_id")
     bos = generation.get("bos_token_id", config.values.get("bos_token_id"))
     identity = json.dumps([architecture, dtype, _numbers(config)], sort_keys=True, default=str)
     return ModelSpec(
-        folder=folder,
-        name=_folder_name(folder),
+        path=path,
+        name=_name_of(path),
         architecture=architecture,
         vocab_size=config.size("vocab_size"),
         layers=config.size("num_hidden_layers", _listed_layers(config)),
@@ -121,6 +124,24 @@ def read_model_spec(folder: Path) -> ModelSpec:
         config=config,
         headers=headers,
     )
+
+
+def _read_folder(folder: Path) -> tuple[JsonFields, dict[str, object], dict[str, TensorHeader]]:
+    """The keys of a folder's `config.json` and `generation_config.json`, and its tensors' headers."""
+    if not folder.is_dir():
+        what = "is a file that is no .gguf file" if folder.exists() else "does not exist"
+        raise CheckpointError(f"checkpoint folder {folder} {what}")
+    if not (folder / "config.json").exists():
+        files = sorted(folder.glob(f"*{SUFFIX}"))
+        hint = f"give its file {files[0].name}" if files else "is it a Hugging Face checkpoint folder?"
+        raise CheckpointError(f"{folder} has no config.json; {hint}")
+    config = JsonFields(folder / "config.json", _of_text(read_json(folder / "config.json")))
+    method = config.table("quantization_config").get("quant_method", "given without a method")
+    if "quantization_config" in config and method not in _QUANTISED:
+        raise config.refuse(f"checkpoints quantised by {method!r} are not supported; convert the weights to bfloat16")
+    generation_path = folder / "generation_config.json"
+    generation = read_json(generation_path) if generation_path.exists() else {}
+    return config, generation, read_headers(folder)
 
 
 def _of_text(values: Mapping[str, object]) -> dict[str, object]:

@@ -13,6 +13,7 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
     "proportional": (),
+    "factors": (),
 }
 """The supported kinds of scaling, each with the numbers that it requires."""
 _LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
@@ -64,6 +65,10 @@ def read_rope(
     turning = scaling.pop("partial_rotary_factor", config.values.get("partial_rotary_factor", default_partial))
     if not isinstance(turning, int | float) or not 0 < turning <= 1 or (turning != 1 and not partial):
         raise config.refuse(f"partial_rotary_factor {turning!r} is not supported here")
+    if kind == "factors":
+        factors = scaling.get("factors")
+        if not isinstance(factors, list) or not all(isinstance(one, float) and one > 0 for one in factors):
+            raise config.refuse(f"rope scaling 'factors' needs a list of positive numbers, got {factors!r:.60}")
     if "original_max_position_embeddings" in _NUMBERS[kind]:
         given = config.values.get("original_max_position_embeddings")
         if given is not None:

@@ -10,7 +10,8 @@ class LaunchConfig:
     """What a cluster is launched with, where no flag says otherwise. None of it can be changed while it runs."""
 
     model: str = "demo"
-    """What `--model` takes: a checkpoint folder, or demo."""
+    """What `--model` takes: a checkpoint folder, a GGUF file, a name on the Hugging Face Hub (org/name[@revision]),
+    smollm2, or demo."""
     routers: int = 1
     """Number of routers, which share the port."""
     host: str = "127.0.0.1"

@@ -3,7 +3,8 @@
 The frequencies follow transformers' definitions, operation by operation, since a last-bit difference in a frequency
 grows with the position: default, ``linear`` (positions divided by a factor), ``llama3`` (long wavelengths divided,
 short ones kept, a smooth passage between), ``yarn`` (arXiv 2309.00071: a ramp between divided and kept over the head's
-dimensions, and a factor on cos and sin) and ``proportional`` (a part of a head's dimensions is rotated, at the
+dimensions, and a factor on cos and sin), ``factors`` (each divided by a number of its own, as GGUF files have what
+Llama 3's scaling came to) and ``proportional`` (a part of a head's dimensions is rotated, at the
 frequencies that it has when all of them are; the angle of the other dimensions is zero).
 """
 
@@ -33,6 +34,8 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
         inv_freq /= _number(rope, "factor")
     elif rope.kind == "llama3":
         inv_freq = _llama3(rope, inv_freq)
+    elif rope.kind == "factors":
+        inv_freq /= torch.tensor(rope.parameters["factors"], dtype=torch.float32)
     return inv_freq, 1.0
 
 

@@ -62,7 +62,7 @@ def model_key(model: Model, config: EngineConfig, device: torch.device, ranks: T
     """All that a loaded model depends on: the checkpoint, how it is computed with and where, and this rank's part."""
     spec = model.spec
     return (
-        str(spec.folder),
+        str(spec.path),
         spec.fingerprint,
         type(model),
         dtype_for(spec, config),

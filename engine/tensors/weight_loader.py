@@ -6,6 +6,7 @@ checkpoint is complete, and once from the files. Both are the same code, so ther
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +16,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from contracts.checkpoint.gguf.gguf_tensors import GgufTensor
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.checkpoint.safetensors_headers import FLOATS
 from contracts.config.worker_config import EngineConfig
 from contracts.errors import CheckpointError, ConfigError
+from engine.tensors.gguf_blocks import read_gguf_tensor
 from engine.tensors.mxfp4 import GROUP, unpacked
 from engine.tensors.row_exact_linear import HeadLinear, RowExactLinear
 from engine.tensors.shard import WHOLE, Shard, ShardAxis
@@ -56,6 +59,24 @@ class _Files:
     nbytes: int = 0
     triton: bool = False
     shared: dict[str, Any] = field(default_factory=dict)
+    descriptors: dict[Path, int] = field(default_factory=dict)
+    """Of open GGUF files."""
+
+    def descriptor(self, path: Path) -> int:
+        if path not in self.descriptors:
+            try:
+                self.descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+        return self.descriptors[path]
+
+    def close(self) -> None:
+        for file in self.open.values():
+            file.__exit__(None, None, None)
+        for descriptor in self.descriptors.values():
+            os.close(descriptor)
+        self.open.clear()
+        self.descriptors.clear()
 
 
 class Weights:
@@ -137,18 +158,21 @@ class Weights:
         full = self._found(name)
         header = self.spec.headers.get(full)
         if header is None:
-            raise CheckpointError(f"{self.spec.folder}: tensor {full} is missing")
+            raise CheckpointError(f"{self.spec.path}: tensor {full} is missing")
         wanted = [axis.whole for axis in axes]
         if list(header.shape) != wanted:
             raise CheckpointError(
-                f"{self.spec.folder}: tensor {full} has shape {list(header.shape)}, but config.json asks for {wanted}"
+                f"{self.spec.path}: tensor {full} has shape {list(header.shape)}, but "
+                f"{self.spec.config.path.name} asks for {wanted}"
             )
-        if header.dtype not in stored:
+        if header.dtype not in stored and not (stored is FLOATS and isinstance(header, GgufTensor)):
             raise CheckpointError(
-                f"{self.spec.folder}: tensor {full} has dtype {header.dtype}; supported are {', '.join(stored)}"
+                f"{self.spec.path}: tensor {full} has dtype {header.dtype}; supported are {', '.join(stored)}"
             )
         if self.device == _META:
             return torch.empty([axis.count for axis in axes], dtype=dtype, device=_META)
+        if isinstance(header, GgufTensor):
+            return read_gguf_tensor(self._files.descriptor(header.file), header, axes, dtype).to(self.device)
         return self._read(header.file, full, axes).to(self.device, dtype, copy=True)
 
     def linear(
@@ -224,6 +248,4 @@ class Weights:
 
     def close(self) -> None:
         """Close the files. Tensors read before stay valid."""
-        for file in self._files.open.values():
-            file.__exit__(None, None, None)
-        self._files.open.clear()
+        self._files.close()

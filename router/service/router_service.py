@@ -113,7 +113,7 @@ class RouterService:
         self.body_limit = body_limit(config.router, spec)
         max_chars = 4 * self.body_limit
         self.model_tokenizer = (
-            model_tokenizer if model_tokenizer is not None else read_model_tokenizer(spec.folder, max_chars)
+            model_tokenizer if model_tokenizer is not None else read_model_tokenizer(spec.path, max_chars)
         )
         cache = config.cache_for(Role.PREFILL)
         self.intake = BodyReader(spec, self.model_tokenizer, config.router, cache.page_tokens)

@@ -18,6 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from contracts.checkpoint.checkpoint_files import read_checkpoint_text
 from contracts.errors import CheckpointError, RequestError
 
 _REFUSALS = (TemplateError, TypeError, ValueError, ArithmeticError, AttributeError, LookupError)
@@ -87,16 +88,16 @@ class ChatTemplate:
         return "".join(parts)
 
 
-def read_chat_template(folder: Path, tokenizer_config: Mapping[str, Any], max_chars: int) -> ChatTemplate | None:
-    """Return the folder's template, None without one.
+def read_chat_template(model: Path, tokenizer_config: Mapping[str, Any], max_chars: int) -> ChatTemplate | None:
+    """Return the template of a checkpoint, its folder or GGUF file; None without one.
 
     It is `chat_template.jinja`, else `chat_template` of the tokenizer's config: a text, or of a list the entry named
     ``default``, else the first. With tools it is `additional_chat_templates/tool_use.jinja`, or the list's entry
     ``tool_use``, where there is one. Raises `CheckpointError` for a template that can't be compiled.
     """
-    path, other = folder / "chat_template.jinja", folder / "additional_chat_templates" / "tool_use.jinja"
-    source: object = path.read_text(encoding="utf-8") if path.is_file() else tokenizer_config.get("chat_template")
-    for_tools: object = other.read_text(encoding="utf-8") if other.is_file() else ""
+    source: object = read_checkpoint_text(model, "chat_template.jinja")
+    source = tokenizer_config.get("chat_template") if source is None else source
+    for_tools: object = read_checkpoint_text(model, "additional_chat_templates/tool_use.jinja")
     if isinstance(source, list):
         named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
         source = named.get("default") or next(iter(named.values()), None)

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from contracts.checkpoint.checkpoint_files import TOKENIZER, TOKENIZER_CONFIG, read_checkpoint_text
 from contracts.errors import CheckpointError, RequestError
 from router.text.chat_template import ChatTemplate, read_chat_template
 from router.text.detokenizer import ByteDetokenizer, Detokenizer, NoText, WindowDetokenizer
@@ -160,36 +161,37 @@ class ModelTokenizer:
         return piece.replace("\u2581", " ").encode()
 
 
-def read_model_tokenizer(folder: Path, max_chars: int) -> ModelTokenizer:
-    """Read `tokenizer.json`, `tokenizer_config.json` and the chat template of a checkpoint folder.
+def read_model_tokenizer(model: Path, max_chars: int) -> ModelTokenizer:
+    """Read `tokenizer.json`, `tokenizer_config.json` and the chat template of a checkpoint: its folder or GGUF file.
 
     `max_chars` bounds a rendered chat prompt. Raises `CheckpointError` for a file that is there and can't be read. A
     missing tokenizer is no error.
     """
-    config = _read_json(folder / "tokenizer_config.json")
-    template = read_chat_template(folder, config, max_chars)
-    path = folder / "tokenizer.json"
-    if not path.is_file():
+    config = _tree(model, TOKENIZER_CONFIG, read_checkpoint_text(model, TOKENIZER_CONFIG))
+    template = read_chat_template(model, config, max_chars)
+    content = read_checkpoint_text(model, TOKENIZER)
+    if content is None:
         return ModelTokenizer(None, template, {})
     from tokenizers import Tokenizer
 
-    tree = _read_json(path)
+    tree = _tree(model, TOKENIZER, content)
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_str(content)
     except Exception as error:  # The library raises bare `Exception`.
-        raise CheckpointError(f"{path} is not a tokenizer: {' '.join(str(error).split())}") from None
+        text = " ".join(str(error).split())
+        raise CheckpointError(f"{model / TOKENIZER} is not a tokenizer: {text}") from None
     return ModelTokenizer(tokenizer, template, tree)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+def _tree(model: Path, name: str, content: str | None) -> dict[str, Any]:
+    if content is None:
         return {}
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"can't read {path}: {error}") from None
+        tree = json.loads(content)
+    except ValueError as error:
+        raise CheckpointError(f"can't read {model / name}: {error}") from None
     if not isinstance(tree, dict):
-        raise CheckpointError(f"{path} must hold a JSON object")
+        raise CheckpointError(f"{model / name} must hold a JSON object")
     return tree
 
 

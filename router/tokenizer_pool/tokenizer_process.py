@@ -97,7 +97,7 @@ def setup_frame(spec: ModelSpec, config: RouterConfig, max_chars: int, page_toke
     """Pack the content of the first frame; `max_chars` bounds a rendered chat prompt. `page_tokens`: of the workers'
     pages."""
     tree = {
-        "folder": str(spec.folder),
+        "path": str(spec.path),
         "names": spec.names,
         "vocab_size": spec.vocab_size,
         "context": spec.context,
@@ -113,9 +113,9 @@ def setup_frame(spec: ModelSpec, config: RouterConfig, max_chars: int, page_toke
 
 def spec_of(setup: dict[str, Any]) -> ModelSpec:
     """Return the model of a setup frame, with only those fields that reading bodies needs."""
-    folder, (name, *aliases) = Path(setup["folder"]), setup["names"]
+    path, (name, *aliases) = Path(setup["path"]), setup["names"]
     return ModelSpec(
-        folder=folder,
+        path=path,
         name=name,
         architecture="",
         vocab_size=setup["vocab_size"],
@@ -127,7 +127,7 @@ def spec_of(setup: dict[str, Any]) -> ModelSpec:
         fingerprint="",
         generation_defaults=setup["defaults"],
         aliases=tuple(aliases),
-        config=JsonFields(folder, {}),
+        config=JsonFields(path, {}),
         headers={},
     )
 
@@ -208,7 +208,7 @@ def serve(channel: socket.socket) -> None:
         return
     setup = _unpack(frame[1])
     config = RouterConfig(**setup["config"])
-    model_tokenizer: ModelTokenizer = read_model_tokenizer(Path(setup["folder"]), setup["max_chars"])
+    model_tokenizer: ModelTokenizer = read_model_tokenizer(Path(setup["path"]), setup["max_chars"])
     intake = BodyReader(spec_of(setup), model_tokenizer, config, setup["page_tokens"])
     # Bodies are trees without cycles, and collecting cycles among millions of lists takes longer than parsing them.
     gc.freeze()

@@ -179,7 +179,7 @@ def test_both_spellings_and_any_sharding_are_the_same_model(checkpoint: MakeChec
     for scaling in ("default", "linear", "llama3", "yarn"):
         new = read_model_spec(checkpoint("llama", rope=scaling))
         old = read_model_spec(checkpoint("llama", rope=scaling, old_spelling=True))
-        assert replace(old, folder=new.folder, name=new.name) == new
+        assert replace(old, path=new.path, name=new.name) == new
         model = model_for(new)
         assert isinstance(model, Llama)
         assert model.rope.kind == scaling

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
-from cluster.serve.preflight import model_folder
+from cluster.models.model_source import DEMO
 from engine.structured_output import llguidance_engine as module
 from engine.structured_output.grammar_engine import GrammarError, GrammarMatcher
 from engine.structured_output.llguidance_engine import LLGuidanceEngine
@@ -21,7 +21,7 @@ DIGITS = LLMatcher.grammar_from_regex("[0-9]{3}")
 
 @pytest.fixture
 def engine() -> Iterator[LLGuidanceEngine]:
-    found = LLGuidanceEngine((model_folder("demo") / "tokenizer.json").read_text(), 2048, [0, 2])
+    found = LLGuidanceEngine((DEMO / "tokenizer.json").read_text(), 2048, [0, 2])
     yield found
     found.close()
 

@@ -139,7 +139,7 @@ def test_under_a_ray_that_is_joined_each_rank_asks_for_a_gpu_of_its_own() -> Non
 
 def worker_plan(found: ServePlan, name: WorkerName, dealt: tuple[int, ...]) -> WorkerPlan:
     return WorkerPlan(
-        name, Role.DECODE, Incarnation(1), found.spec.folder, found.config, {}, "", "", found.spec.folder, cards=dealt
+        name, Role.DECODE, Incarnation(1), found.spec.path, found.config, {}, "", "", found.spec.path, cards=dealt
     )
 
 

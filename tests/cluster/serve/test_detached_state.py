@@ -53,7 +53,7 @@ def test_the_plan_comes_to_the_same_from_what_was_given_and_measured(tmp_path: P
     prepared = plan("decode.retract=recompute", "security.open=true", **options)
     state(tmp_path, prepared).save()
     found = DetachedState.load(tmp_path).prepared
-    told = dataclasses.replace(prepared.options, model=str(prepared.spec.folder), assignments=())
+    told = dataclasses.replace(prepared.options, model=str(prepared.spec.path), assignments=())
     assert found == dataclasses.replace(prepared, options=told)
 
 

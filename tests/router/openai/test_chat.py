@@ -151,7 +151,7 @@ def test_tokenise_and_detokenise_refuse_clearly(server: Server, path: str, body:
 
 @pytest.mark.slow
 def test_a_checkpoint_without_a_tokenizer_serves_token_prompts_only(tmp_path: Path) -> None:
-    with serving(FakeCluster(), spec=demo_spec(folder=tmp_path)) as server:
+    with serving(FakeCluster(), spec=demo_spec(path=tmp_path)) as server:
         body = server.complete(max_tokens=3, return_token_ids=True)
         assert len(body["choices"][0]["token_ids"]) == 3
         assert body["choices"][0]["text"] == ""
@@ -164,8 +164,8 @@ def test_a_checkpoint_without_a_tokenizer_serves_token_prompts_only(tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_checkpoint_without_a_chat_template_refuses_chat(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_bytes((demo_spec().folder / "tokenizer.json").read_bytes())
-    with serving(FakeCluster(), spec=demo_spec(folder=tmp_path)) as server:
+    (tmp_path / "tokenizer.json").write_bytes((demo_spec().path / "tokenizer.json").read_bytes())
+    with serving(FakeCluster(), spec=demo_spec(path=tmp_path)) as server:
         assert "no chat template" in server.refused(CHAT, {"messages": HELLO})["message"]
         assert server.complete(prompt="hello", max_tokens=2)["usage"]["completion_tokens"] == 2
 

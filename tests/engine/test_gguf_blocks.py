@@ -1,0 +1,153 @@
+"""Quantised blocks are the numbers that their format says: by the formulas of its source, value by value, and as
+transformers' own tensors-of-torch reading has them."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers.integrations.gguf.dequant import GGML_NAME, dequantize
+
+from contracts.checkpoint.gguf.gguf_header import BLOCKS
+from contracts.checkpoint.gguf.gguf_tensors import GgufTensor
+from contracts.errors import CheckpointError
+from engine.tensors import gguf_blocks
+from engine.tensors.gguf_blocks import read_gguf_tensor
+from engine.tensors.shard import ShardAxis
+
+ROWS, WIDTH = 6, 512
+TYPES = {name: (number, values, size) for number, (name, values, size) in BLOCKS.items()}
+THEIRS = {name: number for number, name in GGML_NAME.items() if name in TYPES}
+
+
+def half(value: float) -> bytes:
+    return struct.pack("<e", value)
+
+
+def content_of(kind: str, seed: int = 0) -> bytes:
+    """ROWS rows of WIDTH values in random blocks, whose float16 numbers are finite."""
+    _, values, size = TYPES[kind]
+    generator = np.random.default_rng(seed)
+    blocks = generator.integers(0, 256, (ROWS * WIDTH // values, size), dtype=np.uint8)
+    halves = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+    for at in halves.get(kind, (0, 2) if kind in ("Q4_1", "Q5_1") else (0,)):
+        scales = generator.uniform(-2, 2, len(blocks)).astype("<f2")
+        blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
+    return blocks.tobytes()
+
+
+def read(path: Path, header: GgufTensor, rows: ShardAxis, columns: ShardAxis) -> torch.Tensor:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        return read_gguf_tensor(file, header, [rows, columns], torch.float32)
+    finally:
+        os.close(file)
+
+
+def whole(size: int) -> ShardAxis:
+    return ShardAxis(size, 0, size)
+
+
+def written(folder: Path, kind: str, content: bytes, interleaved: int = 0, added: float = 0.0) -> GgufTensor:
+    (folder / "blocks").write_bytes(b"before" + content)
+    return GgufTensor(folder / "blocks", kind, (ROWS, WIDTH), 6, 6 + len(content), interleaved, added)
+
+
+@pytest.mark.parametrize("kind", sorted(THEIRS))
+def test_random_blocks_are_read_as_transformers_reads_them(tmp_path: Path, kind: str) -> None:
+    content = content_of(kind)
+    mine = read(tmp_path / "blocks", written(tmp_path, kind, content), whole(ROWS), whole(WIDTH))
+    theirs = dequantize(torch.frombuffer(bytearray(content), dtype=torch.uint8), THEIRS[kind])
+    torch.testing.assert_close(mine.flatten(), theirs, rtol=1e-6, atol=1e-6)
+
+
+def q4_k(block: bytes) -> list[float]:
+    """ggml's `block_q4_K`: d, dmin, twelve bytes of six-bit scales and minima of eight groups of 32, 128 of nibbles."""
+    d, smallest = struct.unpack("<2e", block[:4])
+    packed, nibbles = block[4:16], block[16:]
+    values = []
+    for group in range(8):
+        if group < 4:
+            scale, low = packed[group] & 63, packed[group + 4] & 63
+        else:
+            scale = (packed[group + 4] & 15) | (packed[group - 4] >> 6) << 4
+            low = (packed[group + 4] >> 4) | (packed[group] >> 6) << 4
+        for at in range(32):
+            byte = nibbles[group // 2 * 32 + at]
+            values.append(d * scale * (byte >> 4 if group % 2 else byte & 15) - smallest * low)
+    return values
+
+
+def q6_k(block: bytes) -> list[float]:
+    """ggml's `block_q6_K`: 128 bytes of low nibbles, 64 of high pairs, 16 signed scales, d."""
+    lows, highs, scales = block[:128], block[128:192], struct.unpack("<16b", block[192:208])
+    (d,) = struct.unpack("<e", block[208:])
+    values = [0.0] * 256
+    for part in range(2):
+        for at in range(32):
+            low, high = lows[part * 64 + at], lows[part * 64 + 32 + at]
+            pairs = highs[part * 32 + at]
+            nibbles = (low & 15, high & 15, low >> 4, high >> 4)
+            for quarter, nibble in enumerate(nibbles):
+                number = (nibble | (pairs >> 2 * quarter & 3) << 4) - 32
+                values[part * 128 + quarter * 32 + at] = d * scales[part * 8 + quarter * 2 + at // 16] * number
+    return values
+
+
+@pytest.mark.parametrize(("kind", "formula"), [("Q4_K", q4_k), ("Q6_K", q6_k)], ids=["Q4_K", "Q6_K"])
+def test_blocks_packed_by_hand_are_the_formulas(tmp_path: Path, kind: str, formula) -> None:  # type: ignore[no-untyped-def]
+    size, content = TYPES[kind][2], content_of(kind, seed=3)
+    wanted = [value for at in range(0, len(content), size) for value in formula(content[at : at + size])]
+    mine = read(tmp_path / "blocks", written(tmp_path, kind, content), whole(ROWS), whole(WIDTH))
+    torch.testing.assert_close(mine.flatten(), torch.tensor(wanted, dtype=torch.float32), rtol=1e-6, atol=1e-6)
+
+
+def test_a_block_of_eight_bits_is_a_scale_and_numbers(tmp_path: Path) -> None:
+    numbers = list(range(-16, 16))
+    content = (half(0.5) + struct.pack("<32b", *numbers)) * (ROWS * WIDTH // 32)
+    mine = read(tmp_path / "blocks", written(tmp_path, "Q8_0", content), whole(ROWS), whole(WIDTH))
+    assert mine[2, 32:64].tolist() == [0.5 * number for number in numbers]
+
+
+@pytest.mark.parametrize("values", [WIDTH, 3 * WIDTH, 1 << 22])
+def test_pieces_and_parts_are_those_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: int) -> None:
+    monkeypatch.setattr(gguf_blocks, "_PIECE_VALUES", values)
+    content = content_of("Q4_K")
+    header = written(tmp_path, "Q4_K", content)
+    found = read(tmp_path / "blocks", header, whole(ROWS), whole(WIDTH))
+    assert torch.equal(found.flatten(), dequantize(torch.frombuffer(bytearray(content), dtype=torch.uint8), 12))
+    part = read(tmp_path / "blocks", header, ShardAxis(ROWS, 1, 4), ShardAxis(WIDTH, 100, 300))
+    assert torch.equal(part, found[1:5, 100:400])
+
+
+@pytest.mark.parametrize("values", [WIDTH, 1 << 22])
+def test_interleaved_rows_of_a_head_are_put_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: int
+) -> None:
+    """Heads of six rows: the file has rows 0 3 1 4 2 5 of the checkpoint's."""
+    monkeypatch.setattr(gguf_blocks, "_PIECE_VALUES", values)
+    content = content_of("Q8_0")
+    stored = read(tmp_path / "blocks", written(tmp_path, "Q8_0", content), whole(ROWS), whole(WIDTH))
+    header = written(tmp_path, "Q8_0", content, interleaved=6)
+    found = read(tmp_path / "blocks", header, whole(ROWS), whole(WIDTH))
+    assert torch.equal(found, stored[[0, 2, 4, 1, 3, 5]])
+    part = read(tmp_path / "blocks", header, ShardAxis(ROWS, 2, 3), ShardAxis(WIDTH, 7, 9))
+    assert torch.equal(part, found[2:5, 7:16])
+
+
+def test_what_was_added_is_taken_away(tmp_path: Path) -> None:
+    content = np.full((ROWS, WIDTH), 1.25, dtype="<f4").tobytes()
+    header = written(tmp_path, "F32", content, added=1.0)
+    found = read(tmp_path / "blocks", header, whole(ROWS), whole(WIDTH))
+    assert torch.equal(found, torch.full((ROWS, WIDTH), 0.25))
+
+
+def test_a_file_that_has_become_shorter_is_refused(tmp_path: Path) -> None:
+    header = written(tmp_path, "Q8_0", content_of("Q8_0"))
+    os.truncate(header.file, header.end - 1)
+    with pytest.raises(CheckpointError, match="has become shorter"):
+        read(header.file, header, whole(ROWS), whole(WIDTH))
