@@ -75,7 +75,8 @@ def _prepared(args: argparse.Namespace) -> ServePlan:
     from contracts.ids import Role
 
     sizes = {Role.PREFILL: args.prefill, Role.DECODE: args.decode, Role.COLOCATED: args.colocate}
-    given = {one.name: value for one in fields(LaunchConfig) if (value := getattr(args, one.name)) not in (None, False)}
+    flags = {one.name: getattr(args, one.name) for one in fields(LaunchConfig)}
+    given = {name: value for name, value in flags.items() if value is not None and value is not False}  # 0 is a port.
     options = ServeOptions(
         prefill=1 if args.prefill is None else args.prefill,
         decode=1 if args.decode is None else args.decode,
@@ -86,7 +87,7 @@ def _prepared(args: argparse.Namespace) -> ServePlan:
         unset=frozenset(one.name for one in fields(LaunchConfig)) - given.keys(),
         **given,
     )
-    return prepare(options)
+    return prepare(options, say=lambda line: print(line, file=sys.stderr))
 
 
 def _launch(prepared: ServePlan) -> int:

@@ -13,7 +13,8 @@ import pytest
 
 from cli.keys_command import new_key
 from cluster.assembly.node_shares import MemoryShort
-from cluster.serve.preflight import DEMO, ServeOptions, prepare
+from cluster.models.model_source import DEMO
+from cluster.serve.preflight import ServeOptions, prepare
 from contracts.config.security_config import SecurityConfig
 from contracts.errors import CheckpointError, ConfigError
 from contracts.ids import PAIR, Role, WorkerName
@@ -257,13 +258,15 @@ def test_the_served_names_are_those_of_the_command_line(monkeypatch: pytest.Monk
 
     seen: list[ServeOptions] = []
 
-    def prepared(options: ServeOptions) -> None:
+    def prepared(options: ServeOptions, say: object) -> None:
         seen.append(options)
         raise ConfigError("far enough")
 
     monkeypatch.setattr("cluster.serve.preflight.prepare", prepared)
-    assert cli.run(command_line.parser().parse_args(["serve", "--served-model-name", "007", "org/name"])) == cli.USAGE
-    spec = prepare(replace(seen[0], port=0, unset=frozenset()), 8 * GIB).spec
+    typed = ["serve", "--served-model-name", "007", "org/name", "--port", "0"]
+    assert cli.run(command_line.parser().parse_args(typed)) == cli.USAGE
+    assert seen[0].port == 0, "which is no absent flag"
+    spec = prepare(replace(seen[0], port=0), 8 * GIB).spec
     assert spec.names == ("007", "org/name")
 
 
