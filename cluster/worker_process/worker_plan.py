@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 class NodeUnmeasured(ConfigError):
     """Raised where a worker was placed on a node that its plan has no share for: one that joined after it was made."""
 
+
 log = logging.getLogger("twinpool.worker")
 
 
