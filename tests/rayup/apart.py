@@ -100,7 +100,9 @@ class Rehearsal:
 
     def down(self, launch: Path) -> None:
         ray("down", "-y", str(launch))
-        # The other nodes end by themselves, as they can't reach the head any more.
+        # The other nodes end by themselves, as they can't reach the head any more, but for Ray's log monitor.
+        for one in self.there.values():
+            one.output("ray stop")
         own = {1, os.getpid()}
         for one in self.there.values():
             own |= {one.process.pid, one.first, *_sshd_of(one)}
