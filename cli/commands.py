@@ -107,6 +107,9 @@ def _up(args: argparse.Namespace) -> int:
         _line(f"{run.url} was launched with this file: its changes are applied")
         return _apply_file(args, AdminClient.of_run(run, ""))
     if args.dry_run:
+        from contracts.config.load_config import load_config
+
+        load_config(args.file)
         _line(f"no cluster of {args.file} runs here: it would be launched")
         return FINE
     line = ["serve", "--detach", "--config", str(args.file)]

@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +26,7 @@ from typing import Any
 import httpx
 
 from bench.common.bench_cluster import serving
+from bench.common.child_server import child_server, free_port
 from bench.common.machine import headline
 from bench.common.section_figures import write_figures
 from cluster.models.cache_folder import VARIABLE
@@ -40,8 +39,6 @@ _CHAT = {
     "temperature": 0,
     "max_tokens": 40,
 }
-_START_TIMEOUT_S = 120.0
-_STOP_TIMEOUT_S = 20.0
 _ASK_TIMEOUT_S = 900.0
 _ALONE, _TOGETHER = 2, 8
 """Prompts of one measurement of one client, and of eight at a time."""
@@ -94,36 +91,12 @@ class OverHttp:
 @contextmanager
 def llama_cpp(python: str, file: Path) -> Iterator[str]:
     """llama-cpp-python's server of the file, in its own environment; yields its URL, and ends it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [python, "-m", "llama_cpp.server", "--model", str(file), "--host", "127.0.0.1", "--port", str(port)]
     command += ["--n_ctx", "4096", "--verbose", "False"]
     url = f"http://127.0.0.1:{port}"
-    with tempfile.TemporaryFile() as said:
-        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
-        try:
-            deadline = time.monotonic() + _START_TIMEOUT_S
-            while not _listens(url):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    said.seek(0)
-                    raise RuntimeError(f"it did not become ready; it said:\n{said.read().decode(errors='replace')}")
-                time.sleep(0.2)
-            yield url
-        finally:
-            process.terminate()
-            try:
-                process.wait(_STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _listens(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/v1/models", timeout=2).status_code == 200
-    except httpx.HTTPError:
-        return False
+    with child_server(command, f"{url}/v1/models"):
+        yield url
 
 
 class ByTransformers:

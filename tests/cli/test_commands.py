@@ -160,3 +160,17 @@ def test_urls_and_curl_lines_can_be_pasted() -> None:
     assert """it'"'"'s""" in curl_line("http://x", "it's")
     assert "Bearer" not in curl_line("http://x", "m")
     assert "-H 'Authorization: Bearer KEY' -H" in curl_line("http://x", "m", key=True)
+
+
+def test_up_says_what_it_would_do_of_a_file_that_is_a_configuration(
+    stub: RouterStub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    line = ["up", str(file), "--dry-run"]
+    assert cli.run(command_line.parser().parse_args(line)) == 2
+    file.write_text("launch: {routers: two}")
+    assert cli.run(command_line.parser().parse_args(line)) == 2
+    assert "launch.routers" in capsys.readouterr().err
+    file.write_text("launch: {routers: 2}")
+    assert cli.run(command_line.parser().parse_args(line)) == 0
+    assert "it would be launched" in capsys.readouterr().out
