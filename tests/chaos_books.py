@@ -115,6 +115,8 @@ class Watch:
             try:
                 self._shared.update(_shared_names(process.pid))
                 kind = "keeper" if process == self._cluster.keeper else _kind(process)
+                if kind == "controller" and not _listens(process):
+                    kind = "standby controller"
                 if kind == "worker":
                     sizes.append(_mib(process))
                 elif kind:
@@ -161,6 +163,11 @@ def _kind(process: psutil.Process) -> str:
             return kind
     names = {"gcs_server": "Ray's gcs_server", "raylet": "raylet"}
     return names.get(process.name(), "")
+
+
+def _listens(process: psutil.Process) -> bool:
+    """Whether it takes connections in: a standby controller has none, and takes over with all that is connected."""
+    return any(one.status == psutil.CONN_LISTEN for one in process.net_connections(kind="tcp"))
 
 
 def _mib(process: psutil.Process) -> float:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import threading
+from collections.abc import Generator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -251,16 +253,29 @@ def test_a_connection_that_cannot_be_taken_keeps_nobody_else_out(monkeypatch: py
     assert refused
 
 
+@contextlib.contextmanager
+def no_file_left() -> Generator[None]:
+    """No file descriptor can be opened: the limit is at the highest open one, and every number below it is taken."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, before[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for file in taken:
+            os.close(file)
+
+
 def test_without_a_file_for_a_connection_a_write_fails_and_nothing_else() -> None:
     with ends(SPEC, "zmq") as both:
         prompt = both.prompt(8)
         both.open(prompt)
-        before = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, before[1]))
-        try:
+        with no_file_left():
             both.sender.write(prompt.room, prompt.all(), (DONE,))
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, before)
         outcome = both.outcome(prompt.room)
         assert isinstance(outcome, HandoverFailed)
         assert "no connection for pages can be opened" in outcome.message
