@@ -344,6 +344,14 @@ def upgrade(cluster: Detached) -> None:
         assert cluster.one(*words).cmdline()[0] == str(python)
 
 
+def upgrade_past_a_hung_router(cluster: Detached) -> None:
+    """A router that is stopped can't hand its port over, and would keep the connections that the kernel gives it."""
+    hung = cluster.one("router.main", "router-0")
+    hung.suspend()
+    upgrade(cluster)
+    assert not hung.is_running()
+
+
 def _builds(cluster: Serving) -> set[str]:
     """The builds of all workers, and of the router that answers."""
     done = cluster.twinpool("status", "--json")
@@ -402,7 +410,7 @@ def once_around(cluster: Serving) -> None:
 
 
 Change = Callable[[Any], None]
-DETACHED: tuple[Change, ...] = (kill_supervisor, kill_router, upgrade)
+DETACHED: tuple[Change, ...] = (kill_supervisor, kill_router, upgrade, upgrade_past_a_hung_router)
 CHANGES: tuple[Change, ...] = (
     kill_controller, grow_and_shrink, apply_settings, restart_one, change_roles, cordon_and_kill, once_around
 )  # fmt: skip

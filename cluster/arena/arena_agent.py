@@ -8,6 +8,11 @@ doesn't stop such a write. As long as the last borrower lives the answer is `bus
 asks for a fresh segment, and the old one is never lent again. A pidfd says *dead* once all threads have ended and the
 kernel has released the process's memory and devices, so no copy of that process is under way either.
 
+It also keeps images of loaded models, which all workers of the node map: whoever asks first for an image that isn't
+there is to make it, and the others are told to wait while that process lives. An image is taken only when it is sealed
+against every change. It is dropped when nobody who was given it lives and another one is asked for, or a worker is
+forgotten.
+
 The agent makes no decisions and keeps nothing on disk. When it dies, workers keep the memory that they have mapped and
 go on; the next agent gets the segments back from live workers. Only the state of workers that die in between is lost.
 
@@ -18,6 +23,9 @@ user that know the token. Messages are JSON, one a packet:
     take     name, rank, incarnation, nbytes, fingerprint, fresh  ->  lent, adopted (and the segment); busy; error
     return   name, rank, incarnation, nbytes, fingerprint (and the segment)  ->  kept: after an agent's death
     forget   name, before  ->  forgotten: the worker won't come back, or has no use for segments older than `before`
+    image    key  ->  image (and its file); claimed: make it; busy: another process makes it; alone: there will be none
+    keep     key (and the file)  ->  kept, unless there is one: from who has claimed it, or after an agent's death
+    alone    key, reason  ->  alone: who has claimed it can't make it
 
 Of two incarnations of a worker the later one gets the segment, in whichever order they ask.
 """
@@ -35,11 +43,14 @@ import selectors
 import socket
 import struct
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 MESSAGE_BYTES = 8192
+IMAGES = 16
+"""Keys of images that an agent keeps, those whose making was given up among them."""
 _SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+IMAGE_SEALS = _SEALS | fcntl.F_SEAL_WRITE
 _CREDENTIALS = struct.Struct("iII")
 
 
@@ -66,6 +77,82 @@ class _ArenaSegment:
         os.close(self.owner)
 
 
+@dataclass(slots=True)
+class _ModelImage:
+    """An image, or the claim to make it, or the reason why there is none."""
+
+    fd: int | None = None
+    reason: str = ""
+    users: dict[int, int] = field(default_factory=dict)
+    """Pidfds of the processes that were given it, by pid; while there is neither image nor reason, of who makes it."""
+
+    def used(self) -> bool:
+        """Whether any of its users lives. Those that don't are forgotten."""
+        for pid in [pid for pid, pidfd in self.users.items() if _readable(pidfd)]:
+            os.close(self.users.pop(pid))
+        return bool(self.users)
+
+    def use(self, pid: int) -> None:
+        if pid not in self.users:
+            self.users[pid] = os.pidfd_open(pid)
+
+    def close(self) -> None:
+        for fd in (*self.users.values(), *(() if self.fd is None else (self.fd,))):
+            os.close(fd)
+
+
+class _ModelImages:
+    """The images of models that an agent keeps, by key."""
+
+    def __init__(self) -> None:
+        self._images: dict[str, _ModelImage] = {}
+
+    def find(self, key: str, pid: int) -> tuple[dict[str, Any], list[int]]:
+        self.drop_unused(key)
+        image = self._images.get(key)
+        if image is not None and image.reason:
+            return {"alone": image.reason}, []
+        if image is not None and image.fd is not None:
+            image.use(pid)
+            return {"image": True}, [image.fd]
+        if image is not None and image.used() and pid not in image.users:
+            return {"busy": True}, []
+        if image is None and len(self._images) >= IMAGES:
+            return {"alone": f"the agent keeps {IMAGES} images already"}, []
+        image = self._images.setdefault(key, _ModelImage())
+        image.use(pid)
+        return {"claimed": True}, []
+
+    def keep(self, key: str, pid: int, fds: list[int]) -> dict[str, Any]:
+        """Take an image from who has made it: for this agent, or for the one before."""
+        image = self._images.get(key)
+        if image is not None and image.fd is not None:
+            return {"kept": False}
+        if not fds or fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & IMAGE_SEALS != IMAGE_SEALS:
+            raise LoanRefused
+        if image is None and len(self._images) >= IMAGES:
+            return {"kept": False}
+        image = self._images.setdefault(key, _ModelImage())
+        image.use(pid)
+        image.fd, image.reason = os.dup(fds[0]), ""
+        return {"kept": True}
+
+    def give_up(self, key: str, pid: int, reason: str) -> dict[str, Any]:
+        image = self._images.get(key)
+        if image is not None and image.fd is None and pid in image.users:
+            image.reason = reason or "no reason was given"
+        return {"alone": True}
+
+    def drop_unused(self, but: str = "") -> None:
+        for key in [key for key, image in self._images.items() if key != but and not image.used()]:
+            self._images.pop(key).close()
+
+    def close(self) -> None:
+        for image in self._images.values():
+            image.close()
+        self._images.clear()
+
+
 def _readable(fd: int) -> bool:
     """Whether `fd` can be read now; of a pidfd: whether its process is dead. By poll, because select fails for
     descriptors from 1024 on."""
@@ -87,6 +174,7 @@ class ArenaAgent:
         """Raises `OSError` where another agent of this token answers already."""
         self._token = token
         self._segments: dict[tuple[str, int], _ArenaSegment] = {}
+        self._images = _ModelImages()
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(address(token))
@@ -138,6 +226,8 @@ class ArenaAgent:
         message = json.loads(data)
         if not hmac.compare_digest(str(message["token"]), self._token):
             raise LoanRefused
+        if message["verb"] in ("image", "keep", "alone"):
+            return self._image(message, pid, fds)
         name = str(message["name"])
         if message["verb"] == "forget":
             return self._forget(name, message["before"]), []
@@ -148,6 +238,14 @@ class ArenaAgent:
         if message["verb"] == "take":
             return self._lend(who, incarnation, shape, pid, bool(message["fresh"]))
         raise LoanRefused
+
+    def _image(self, message: dict[str, Any], pid: int, fds: list[int]) -> tuple[dict[str, Any], list[int]]:
+        key = str(message["key"])
+        if message["verb"] == "image":
+            return self._images.find(key, pid)
+        if message["verb"] == "keep":
+            return self._images.keep(key, pid, fds), []
+        return self._images.give_up(key, pid, str(message["reason"])), []
 
     def _lend(
         self, who: tuple[str, int], incarnation: int, shape: tuple[int, str], pid: int, fresh: bool
@@ -196,6 +294,8 @@ class ArenaAgent:
         ]
         for who in mine:
             self._segments.pop(who).close()
+        if before is None:
+            self._images.drop_unused()
         return {"forgotten": len(mine)}
 
     def close(self) -> None:
@@ -206,6 +306,7 @@ class ArenaAgent:
         for segment in self._segments.values():
             segment.close()
         self._segments.clear()
+        self._images.close()
 
 
 def address(token: str) -> str:

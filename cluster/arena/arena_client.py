@@ -46,14 +46,29 @@ class ArenaProvider(Protocol):
 
 
 @dataclass
-class _ArenaLoan:
-    """A borrowed segment. Its thread waits for the agent's death."""
+class ArenaLoan:
+    """What this process has of the agent's: a segment, or an image. Its thread waits for the agent's death, and offers
+    it to the next agent."""
 
     fd: int
     message: dict[str, Any]
+    """What the next agent is sent with `fd`."""
     connection: socket.socket | None
     stop: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        self.thread = threading.Thread(target=_watch, args=(self,), name="arena", daemon=True)
+        self.thread.start()
+
+    def end(self) -> None:
+        """End the thread, and close the file."""
+        self.stop.set()
+        with contextlib.suppress(OSError, AttributeError):
+            self.connection.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+        assert self.thread is not None
+        self.thread.join(REACH_S)
+        os.close(self.fd)
 
 
 class ArenaClient:
@@ -72,7 +87,7 @@ class ArenaClient:
         death before taking a fresh segment."""
         self._token, self._name, self._incarnation = token, name, incarnation
         self._clock, self._pause, self._owner_s = clock, pause, owner_s
-        self._loans: list[_ArenaLoan] = []
+        self._loans: list[ArenaLoan] = []
 
     def take(self, rank: int, nbytes: int, fingerprint: str) -> memoryview | None:
         if not self._token:
@@ -81,7 +96,7 @@ class ArenaClient:
         message = {"token": self._token, "name": self._name, **wanted}
         with contextlib.ExitStack() as stack:
             try:
-                connection = stack.enter_context(self._reach())
+                connection = stack.enter_context(reach(self._token, self._clock, self._pause))
                 fd, adopted = self._borrow(connection, message)
                 stack.callback(os.close, fd)
                 memory = mmap.mmap(fd, nbytes)
@@ -93,9 +108,8 @@ class ArenaClient:
                 )
                 return None
             stack.pop_all()
-        loan = _ArenaLoan(fd, message, connection)
-        loan.thread = threading.Thread(target=_watch, args=(loan,), name="arena", daemon=True)
-        loan.thread.start()
+        loan = ArenaLoan(fd, {"verb": "return", **message}, connection)
+        loan.begin()
         self._loans.append(loan)
         log.info("arena", extra={"worker": self._name, "rank": rank, "bytes": nbytes, "adopted": adopted})
         return memoryview(memory)
@@ -115,23 +129,8 @@ class ArenaClient:
         """End the threads. The memory stays mapped, and the agent lends it again only when this process is dead.
         Idempotent."""
         for loan in self._loans:
-            loan.stop.set()
-            with contextlib.suppress(OSError, AttributeError):
-                loan.connection.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
-            assert loan.thread is not None
-            loan.thread.join(REACH_S)
-            os.close(loan.fd)
+            loan.end()
         self._loans.clear()
-
-    def _reach(self) -> socket.socket:
-        deadline = self._clock.now() + REACH_S
-        while True:
-            try:
-                return _connect(self._token)
-            except OSError as error:
-                if self._clock.now() >= deadline:
-                    raise OSError(f"no agent answers on this node ({error})") from None
-            self._pause(PAUSE_S)
 
     def _borrow(self, connection: socket.socket, message: dict[str, Any]) -> tuple[int, bool]:
         """The segment's descriptor, and whether it has an earlier incarnation's state. Raises `OSError` where the agent
@@ -139,7 +138,7 @@ class ArenaClient:
         deadline = self._clock.now() + self._owner_s
         while True:
             fresh = self._clock.now() >= deadline
-            answer, fds = _ask(connection, {"verb": "take", "fresh": fresh, **message})
+            answer, fds = ask(connection, {"verb": "take", "fresh": fresh, **message})
             if "error" in answer:
                 raise OSError(f"the agent has no segment: {answer['error']}")
             if fds:
@@ -158,9 +157,21 @@ def forget(token: str, name: str, before: int | None = None) -> None:
     """
     connection = _connect(token)
     try:
-        _ask(connection, {"verb": "forget", "token": token, "name": name, "before": before})
+        ask(connection, {"verb": "forget", "token": token, "name": name, "before": before})
     finally:
         connection.close()
+
+
+def reach(token: str, clock: Clock, pause: Callable[[float], None]) -> socket.socket:
+    """A connection to this node's agent, which may still be starting. Raises `OSError` where none answers in time."""
+    deadline = clock.now() + REACH_S
+    while True:
+        try:
+            return _connect(token)
+        except OSError as error:
+            if clock.now() >= deadline:
+                raise OSError(f"no agent answers on this node ({error})") from None
+        pause(PAUSE_S)
 
 
 def _connect(token: str) -> socket.socket:
@@ -178,7 +189,7 @@ def _connect(token: str) -> socket.socket:
     return connection
 
 
-def _ask(
+def ask(
     connection: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()
 ) -> tuple[dict[str, Any], list[int]]:
     """Send a message, wait for the answer; returns it with its descriptors. Raises `OSError` where none comes in
@@ -191,13 +202,13 @@ def _ask(
     return answer, got
 
 
-def _watch(loan: _ArenaLoan) -> None:
-    """Wait for the agent's death, then give the segment to the next agent; again and again, until `loan.stop`."""
+def _watch(loan: ArenaLoan) -> None:
+    """Wait for the agent's death, then give what is lent to the next agent; again and again, until `loan.stop`."""
     while not loan.stop.wait(0.0 if loan.connection is not None else RETURN_S):
         try:
             if loan.connection is None:
                 loan.connection = _connect(loan.message["token"])
-                answer, _ = _ask(loan.connection, {"verb": "return", **loan.message}, (loan.fd,))
+                answer, _ = ask(loan.connection, loan.message, (loan.fd,))
                 log.warning("the agent was started again", extra={"kept": bool(answer.get("kept"))})
             loan.connection.settimeout(None)
             if loan.connection.recv(1):

@@ -17,6 +17,7 @@ from cluster.processes.restart_policy import RestartHistory
 from contracts.clock import Clock
 from contracts.config.cluster_config import ClusterConfig, Config
 from contracts.config.load_config import may_have_host_memory
+from contracts.config.plane_choice import on_gpus
 from contracts.ids import Incarnation, WorkerName
 
 log = logging.getLogger("twinpool.arena")
@@ -117,5 +118,10 @@ class LocalArenaAgent:
 
 
 def wanted(config: Config) -> bool:
+    """Whether nodes need agents: for host memory that is to outlive its worker, or for weights that workers share."""
+    return lends_host_memory(config) or (config.engine.share_weights != "off" and not on_gpus(config))
+
+
+def lends_host_memory(config: Config) -> bool:
     """Whether the configuration lets any worker have host memory that is to outlive it."""
     return config.cache.arena == "auto" and may_have_host_memory(config)

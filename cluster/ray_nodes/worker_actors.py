@@ -129,27 +129,36 @@ class RayLauncher:
         return [one.started.key for one in list(self._running.values())]
 
     def adopt(self) -> None:
-        """Take over the workers that an earlier process of this kind has started and that still run."""
+        """Take over the workers that an earlier process of this kind has started and that still run. Those that don't
+        answer are ended, as are ranks without their leader: nobody else would, and they hold memory and places."""
         names = [name for name in ray.util.list_named_actors() if _NAMED.fullmatch(name)]
         for name in sorted(names, key=lambda name: "rank" in name):
             try:
                 handle = ray.get_actor(name)
-                started = StartedRank.from_tree(ray.get(handle.started.remote(), timeout=GET_TIMEOUT_S))
-            except (ValueError, KeyError, AttributeError, ray.exceptions.RayError) as error:
+            except (ValueError, ray.exceptions.RayError) as error:
                 log.warning("%s is not taken over: %s", name, error)
                 continue
-            if not started.rank:
-                now = self._clock.now()
-                running = _RunningWorker(started, handle, handle.outlast.remote(), handle.where.remote(), now)
-                self._running[running.run] = running
-                continue
-            for running in self._running.values():
-                if running.started.key == started.key:
-                    follower = _FollowerActor(started.rank, handle, handle.where.remote())
-                    running.followers[handle.outlast.remote()] = follower
+            try:
+                self._take_over(handle)
+            except (ValueError, KeyError, AttributeError, ray.exceptions.RayError) as error:
+                log.warning("%s is not taken over, and ends: %s", name, error)
+                ray.kill(handle, no_restart=True)  # In seconds, also where its process is stopped.
         holders = {place_name(running.started.key): running for running in self._running.values()}
         for name, place in kept_places(holders).items():
             holders[name].place = place
+
+    def _take_over(self, handle: Any) -> None:
+        """Take over one rank. Raises Ray's errors, and `ValueError` for one whose leader isn't taken over."""
+        started = StartedRank.from_tree(ray.get(handle.started.remote(), timeout=GET_TIMEOUT_S))
+        if not started.rank:
+            now = self._clock.now()
+            running = _RunningWorker(started, handle, handle.outlast.remote(), handle.where.remote(), now)
+            self._running[running.run] = running
+            return
+        leader = next((one for one in self._running.values() if one.started.key == started.key), None)
+        if leader is None:
+            raise ValueError("its leader isn't there")
+        leader.followers[handle.outlast.remote()] = _FollowerActor(started.rank, handle, handle.where.remote())
 
     def start(
         self,

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from cluster.arena.local_agent import wanted
+from cluster.arena.local_agent import lends_host_memory
 from cluster.assembly.node_shares import MemoryShort
 from cluster.serve.preflight import ServePlan, check_tiers, plan_again
 from contracts.config.cluster_config import Config
@@ -62,7 +62,7 @@ class SettingsChanger:
         return SettingsAnswer(order.number, changed=changed, digests=digests(plan))
 
     def _check_room(self, before: ServePlan, plan: ServePlan) -> None:
-        if wanted(plan.config) and not self._arenas:
+        if lends_host_memory(plan.config) and not self._arenas:
             raise ConfigError(
                 "this gives workers host memory, which no worker here has, so no agents that lend it were started "
                 "(cache.host_bytes, cluster.host_memory_share, cache.arena): start a new cluster with it"

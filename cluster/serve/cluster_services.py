@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from cluster.processes.process_ids import kill_process
 from cluster.processes.run_folder import RunFiles
 from cluster.serve.child_service import CONTROLLER, ROUTER, ChildService, ServiceFailed
 from cluster.serve.detached_state import DetachedState, ServiceProcess
@@ -68,6 +69,8 @@ class ClusterServices:
         self.endpoint = self._local.endpoints
         """Where the controllers are reached, ``host:port``, several with commas."""
         self.routers: list[tuple[KeptService, RouterProbe]] = []
+        self._leaving: dict[str, RouterProbe] = {}
+        """Probes of the routers that others have replaced and that finish their answers, by their name in the state."""
 
     def start(self, stack: ExitStack) -> None:
         """Start all services, or take over those that run; they end with `stack`."""
@@ -100,6 +103,11 @@ class ClusterServices:
         for _, probe in self.routers:
             stack.callback(probe.stop)
             probe.start()
+        stack.callback(self._end_leaving)
+        if self._state is not None:
+            for name in self._state.leaving:
+                self._leaving[name] = RouterProbe(self._live(name), self._clock)
+                self._leaving[name].start()
 
     def check(self) -> None:
         """Raise `PartFailed` where a service has ended, which it may not while the cluster starts."""
@@ -114,6 +122,7 @@ class ClusterServices:
                 raise PartFailed(failed)
         for router, probe in self.routers:
             self._tend_router(router, probe)
+        self._tend_leaving()
         if self._kv_index is not None and (failed := self._kv_index.tend()):
             self._say(f"{failed}; from now on the routers go by what they have sent")
             self._kv_index = None
@@ -128,6 +137,26 @@ class ClusterServices:
         if was_down and not router.down:
             probe.started_again()
 
+    def _tend_leaving(self) -> None:
+        """Kill replaced routers that hang: their sockets listen still, so the kernel would give them connections."""
+        if not self._leaving or self._state is None:
+            return
+        there = self._state.leaving
+        for name, probe in list(self._leaving.items()):
+            if name in there and probe.silent_s >= self._prepared.config.router.stall_s:
+                self._say(f"{name}, which is replaced, hung: no answer for {probe.silent_s:.0f} s (router.stall_s)")
+                kill_process(there[name].pid, there[name].started)
+            if name not in there:
+                probe.stop()
+                del self._leaving[name]
+
+    def _end_leaving(self) -> None:
+        for probe in self._leaving.values():
+            probe.stop()
+        if self._state is not None:
+            for process in self._state.leaving.values():
+                kill_process(process.pid, process.started)
+
     def _index(self, stack: ExitStack) -> KeptService:
         arguments = index_arguments(self.endpoint, self._table, self._settings)
         meanwhile = "the routers go by what they have sent"
@@ -137,9 +166,13 @@ class ClusterServices:
         prepared, options = self._prepared, self._prepared.options
         several, security = options.routers > 1, prepared.config.security
         name = f"router-{number}" if several else "router"
-        live = self._folder.temporary / f"{name}.{self._build}.live"
+        live = self._live(f"{name}.{self._build}")
         old = self._state.running(name) if self._state is not None else None
         replaces = old is not None and old.build != self._build
+        if old is not None and replaces and not self._lives(f"{name}.{old.build}"):
+            self._say(f"{name} hung: it is ended, not replaced in order")
+            kill_process(old.pid, old.started)
+            old, replaces = None, False
         arguments = [
             *("--model", str(prepared.spec.path), "--controller", self.endpoint),
             *("--host", options.host, "--port", str(prepared.port)),
@@ -154,6 +187,13 @@ class ClusterServices:
         if old is not None and replaces:
             self._await_router(kept, old)
         return kept, RouterProbe(live, self._clock)
+
+    def _live(self, name: str) -> Path:
+        """Where a router is asked whether it lives, by its name and build."""
+        return self._folder.temporary / f"{name}.live"
+
+    def _lives(self, name: str) -> bool:
+        return RouterProbe(self._live(name), self._clock).lives(self._prepared.config.router.stall_s)
 
     def _handover(self, name: str, build: str) -> Path:
         """Where a router hands its port over."""
@@ -172,6 +212,8 @@ class ClusterServices:
             assert self._state is not None
             self._state.started(name, old)
             raise PartFailed(f"{error}{self._words(name)}") from None
+        assert self._state is not None
+        self._state.leaves(name, old)
         self._say(f"{name} is replaced; the one before finishes its answers")
 
     def _kept(

@@ -132,6 +132,21 @@ class DetachedState:
         process = self.services.get(service)
         return process if process is not None and same_process(process.pid, process.started) else None
 
+    def leaves(self, service: str, process: ServiceProcess) -> None:
+        """Note a process that another one has replaced, and that goes on until its answers are finished."""
+        self.services[f"{service}.{process.build}"] = process
+        self.save()
+
+    @property
+    def leaving(self) -> dict[str, ServiceProcess]:
+        """Replaced processes that still run, by service and build. What has ended is forgotten with the next `save`."""
+        replaced = [name for name, process in self.services.items() if name.endswith(f".{process.build}")]
+        found = {name: process for name in replaced if (process := self.running(name)) is not None}
+        for name in replaced:
+            if name not in found:
+                del self.services[name]
+        return found
+
     def started(self, service: str, process: ServiceProcess) -> None:
         """Note the process of a service that was started."""
         self.services[service] = process

@@ -37,7 +37,7 @@ class MemoryDemand:
     pool_set: PoolSetSpec
     context: int
     weights: int
-    """Bytes of one worker's weights."""
+    """Bytes of one worker's weights, which those of a node may share."""
     workers: Mapping[Role, int]
     """Number of workers of each role that the cluster has."""
     free: int
@@ -53,7 +53,7 @@ class MemoryDemand:
 
         Raises `ConfigError` for a pool smaller than a page.
         """
-        share, plans = self.free // max(1, sum(self.workers.values())), {}
+        share, plans = (self.free - self._shared_weights) // max(1, sum(self.workers.values())), {}
         for role in self.workers:
             cache = self.config.cache_for(role)
             if 0 < cache.device_tokens < cache.page_tokens:
@@ -64,7 +64,7 @@ class MemoryDemand:
             if self.cards is not None:
                 budget = self.cards.budget(role)
             else:
-                others = self.weights + self._processes(role) + self._host(role)
+                others = self._own_weights + self._processes(role) + self._host(role)
                 budget = min(int(share * MEMORY_SHARE), share - others)
             on_cards = self.cards is not None
             plan = plan_memory(self.pool_set, self.config, role, self.context, budget, fill=on_cards)
@@ -78,8 +78,20 @@ class MemoryDemand:
         on cards, processes, and host tiers of a configured size."""
         each = {role: self._processes(role) for role in self.workers}
         if self.cards is None:
-            each = {role: plans[role].nbytes + self.weights + own for role, own in each.items()}
-        return sum(count * each[role] for role, count in self.workers.items()) + self._hosts
+            each = {role: plans[role].nbytes + self._own_weights + own for role, own in each.items()}
+        return sum(count * each[role] for role, count in self.workers.items()) + self._hosts + self._shared_weights
+
+    @property
+    def _own_weights(self) -> int:
+        """Bytes of weights that each worker on the node's processors has to itself."""
+        return 0 if shares_weights(self.config) else self.weights
+
+    @property
+    def _shared_weights(self) -> int:
+        """Bytes of weights that the workers of the node share: they have them once for each number of ranks, since each
+        divides them in its own way."""
+        ways = {self.config.tp_for(role) for role, count in self.workers.items() if count}
+        return self.weights * len(ways) if shares_weights(self.config) else 0
 
     def _processes(self, role: Role) -> int:
         """Bytes of the node's memory that the processes of a worker take, and its steps unless they are on cards."""
@@ -143,12 +155,18 @@ class MemoryDemand:
             short = none if plans is None else self.cards.short(plans)
             return f"{short}: {self._advice()}; or engine.device=cpu"
         if plans is None:
-            said = f"{workers} workers need {_mib(self.weights)} of weights each, and pools of at least a page"
+            said = f"{workers} workers need {self._weights_said}, and pools of at least a page"
         else:
             pools = " and ".join(_mib(plans[role].nbytes) for role in self.workers)
-            said = f"{workers} workers need about {_mib(self.need(plans))} ({_mib(self.weights)} of weights each"
+            said = f"{workers} workers need about {_mib(self.need(plans))} ({self._weights_said}"
             said += f", pools of {pools}, {_mib(self._hosts)} of host tiers)"
         return f"{said}; {_mib(self.free)} are free: {self._advice()}"
+
+    @property
+    def _weights_said(self) -> str:
+        if self._shared_weights:
+            return f"{_mib(self._shared_weights)} of weights that they share"
+        return f"{_mib(self.weights)} of weights each"
 
     def _advice(self) -> str:
         """The first setting that fits: smaller pools, then fewer workers, then either without host tiers."""
@@ -188,6 +206,11 @@ class MemoryDemand:
             colocate=replace(config.colocate, cache=unset(config.colocate.cache)),
         )
         return replace(self, config=changed)
+
+
+def shares_weights(config: Config) -> bool:
+    """Whether a node's memory is planned for workers that have their weights once."""
+    return config.engine.share_weights == "on" and not on_gpus(config)
 
 
 def named(workers: Mapping[Role, int]) -> list[tuple[WorkerName, Role]]:
@@ -250,7 +273,8 @@ def most_bytes(share: NodeShare, config: Config, role: Role) -> int:
     """Bytes of a node's memory that a worker of `role` takes at most, its host tier filled; where it computes on the
     CPU."""
     steps = config.tp_for(role) * (WORKER_BYTES + share.steps[role].nbytes)
-    return share.plans[role].nbytes + share.weights + steps + share.host_bytes[role]
+    weights = 0 if shares_weights(config) else share.weights
+    return share.plans[role].nbytes + weights + steps + share.host_bytes[role]
 
 
 def _mib(size: int) -> str:

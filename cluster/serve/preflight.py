@@ -404,6 +404,8 @@ def _check_config(config: Config, options: ServeOptions) -> None:
         raise ConfigError("transfer.plane=local runs everything in one process: leave out --routers or the plane")
     if config.transfer.plane == "local" and options.ray_address is not None:
         raise ConfigError("transfer.plane=local runs everything in one process: leave out --ray-address or the plane")
+    if config.transfer.plane == "local" and config.engine.share_weights == "on":
+        raise ConfigError("engine.share_weights=on is for workers that are processes: leave it out, or the plane")
     if ":" in config.engine.device and options.ray_address is not None:
         raise ConfigError(f"engine.device={config.engine.device}: with --ray-address Ray deals GPUs out; use cuda")
     _check_pools(config.autoscaling, config.transfer.plane, options)

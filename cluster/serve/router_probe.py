@@ -58,6 +58,14 @@ class RouterProbe:
         """Whether the router says now that it can serve requests."""
         return self._answers("/health")
 
+    def lives(self, within_s: float) -> bool:
+        """Whether the router answers, asked again and again for so long."""
+        deadline = self._clock.now() + within_s
+        while not self._answers("/live"):
+            if self._clock.now() >= deadline or self._stop.wait(self._every_s):
+                return False
+        return True
+
     def _run(self) -> None:
         while not self._stop.wait(self._every_s):
             if self._answers("/live"):

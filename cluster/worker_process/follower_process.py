@@ -21,7 +21,7 @@ from cluster.processes.log_files import log_to_file
 from cluster.processes.process_ids import die_with_parent
 from cluster.ranks.rendezvous import FollowerRank, follow
 from cluster.worker_process.planned_workers import free_memory
-from cluster.worker_process.worker_plan import WorkerPlan, arenas_of
+from cluster.worker_process.worker_plan import WorkerPlan, arenas_of, images_of
 from contracts import cpu_levels as processor
 from contracts.cluster_secret import SECRET_VARIABLE
 from contracts.messages.rank_orders import (
@@ -136,7 +136,7 @@ def serve_rank(plan: WorkerPlan, next_plan: Callable[[], WorkerPlan | None] = la
         deadline_s=cluster.rank_timeout_s,
         start_s=cluster.start_timeout_s,
     )
-    kept = KeptModel()
+    kept = KeptModel(images_of(plan))
     try:
         while True:
             reason, leaves = _serve_role(plan, follower, kept)

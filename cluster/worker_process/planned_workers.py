@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from cluster.worker_process.worker_plan import WorkerPlan, arenas_of, write_exit
+from cluster.worker_process.worker_plan import WorkerPlan, arenas_of, images_of, write_exit
 from contracts import cpu_levels as processor
 from contracts.clock import SystemClock
 from contracts.cluster_secret import SECRET_VARIABLE
@@ -72,7 +72,7 @@ class PlannedWorkers:
         processor.pin(plan.config.engine.numerics_class)  # before the ranks meet, which computes
         if plan.secret:
             os.environ[SECRET_VARIABLE] = plan.secret
-        self._kept = self._kept or KeptModel()
+        self._kept = self._kept or KeptModel(images_of(plan))
         if plan.config.tp_for(plan.role) > 1 and self._group is None:
             self._group = _meet(plan, self._end)
         self._arenas = arenas_of(plan)

@@ -25,6 +25,7 @@ from contracts.interfaces.worker_interface import Worker
 
 if TYPE_CHECKING:
     from cluster.arena.arena_client import ArenaClient
+    from cluster.arena.shared_images import SharedImages
 
 
 class NodeUnmeasured(ConfigError):
@@ -120,7 +121,16 @@ def arenas_of(plan: WorkerPlan) -> ArenaClient:
     """The source of memory that outlives the worker: the client of its node's arena agent."""
     from cluster.arena.arena_client import ArenaClient
 
-    return ArenaClient(plan.arena, plan.name, plan.incarnation, SystemClock(), time.sleep)
+    token = plan.arena if plan.config.cache.arena == "auto" else ""
+    return ArenaClient(token, plan.name, plan.incarnation, SystemClock(), time.sleep)
+
+
+def images_of(plan: WorkerPlan) -> SharedImages:
+    """The weights that the workers of this node share: the client of its arena agent. Another process that loads them
+    may take half of the time that a start has."""
+    from cluster.arena.shared_images import SharedImages
+
+    return SharedImages(plan.arena, plan.config.cluster.start_timeout_s / 2, SystemClock(), time.sleep)
 
 
 def exit_file(logs: Path, name: WorkerName, incarnation: Incarnation) -> Path:

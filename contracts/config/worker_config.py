@@ -34,6 +34,11 @@ class EngineConfig:
     """Whether the decode steps of a worker on a GPU are captured when it starts, and replayed in one launch each. auto:
     where that works, else the log says why not; on: a worker whose steps can't be captured doesn't start."""
 
+    share_weights: Literal["auto", "on", "off"] = "auto"
+    """Whether workers of a node that compute on its CPU have their weights once, mapped from memory that the node's
+    agent keeps; a worker that is started again has them at once. auto: where that works, and a node is planned as if
+    each had its own; on: planned once, so more is left for pools, and a worker that can't share doesn't start."""
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -52,14 +53,18 @@ class FalconH1(Llama):
         return super().scale() * self.factors.key
 
     def mlp(self, number: int, weights: Weights) -> GatedMlp:
-        factor = self.factors.gate
-        return GatedMlp(weights, self.hidden, self.inner, bias=self.mlp_bias, activation=lambda x: silu(x.mul_(factor)))
+        activation = partial(_scaled_silu, factor=self.factors.gate)
+        return GatedMlp(weights, self.hidden, self.inner, bias=self.mlp_bias, activation=activation)
 
     def build(self, weights: Weights) -> Decoder:
         decoder = super().build(weights)
         decoder.embed_vh = decoder.embed_vh * self.factors.embedding  # A copy: a tied head keeps the unscaled table.
         decoder.logits_scale = self.factors.logits
         return decoder
+
+
+def _scaled_silu(x: Tensor, factor: float) -> Tensor:
+    return silu(x.mul_(factor))
 
 
 @dataclass(frozen=True)

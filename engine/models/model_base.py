@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -76,7 +77,7 @@ class Model(ABC):
             head = weights.made(embed)
         else:
             head = weights.linear({"lm_head": self.spec.vocab_size}, self.hidden)
-        return Decoder(embed, layers, lambda x: self.norm(x, norm_h), head)
+        return Decoder(embed, layers, partial(self.norm, weight_h=norm_h), head)
 
     def norm_weight(self, weights: Weights, name: str, size: int) -> Tensor:
         """Read a norm's weight, in the dtype and offset that `rms_norm` takes."""

@@ -1,11 +1,13 @@
 """Loading of a model, with the kernels, numerics and attention backend that the configuration names.
 
 What is loaded (`LoadedModel`) knows no pool: a process that goes on in another role keeps it (`KeptModel`), and binds
-it to the pools of the next worker.
+it to the pools of the next worker. On a CPU the workers of a node share its image (`engine.runner.model_image`).
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,17 +18,23 @@ from cache.device.device_port import Device
 from cache.memory.kv_cache_spec import PoolSetSpec
 from cache.pool.epoch_table import EpochTable
 from cache.pool.load_gate import LoadGate
+from contracts.build_id import build_id
 from contracts.config.worker_config import EngineConfig
+from contracts.errors import ConfigError
+from contracts.interfaces.model_images import ImageUnfit, ModelImages
 from contracts.messages.rank_order_codec import OrderChannel
 from engine.layers.decoder import Decoder
 from engine.models.model_base import Model
 from engine.native import current_kernels
-from engine.runner.kernel_choice import attention_for, check_state, kernels_for_config, wants_triton
+from engine.runner.kernel_choice import attention_for, check_state, class_of, kernels_for_config, wants_triton
+from engine.runner.model_image import image_of, model_of
 from engine.runner.model_runner import ModelRunner
 from engine.tensors.row_exact_linear import FAST, Numerics, probe
 from engine.tensors.shard import Shard
 from engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
 from engine.tensors.weight_loader import Weights, dtype_for
+
+log = logging.getLogger("twinpool.engine")
 
 
 @dataclass(frozen=True)
@@ -42,10 +50,12 @@ class LoadedModel:
 class KeptModel:
     """The model that a process keeps in memory from one of its workers to the next."""
 
-    def __init__(self) -> None:
+    def __init__(self, images: ModelImages | None = None) -> None:
+        """`images`: where the node's processes share models."""
+        self._images = images
         self._loaded: LoadedModel | None = None
         self.loads = 0
-        """How often a checkpoint was read."""
+        """How often a model was loaded, or its image mapped."""
 
     def get(self, model: Model, config: EngineConfig, device: torch.device, ranks: TensorParallelGroup) -> LoadedModel:
         """The model that is kept, if it is the one asked for; else it is freed, and the other one loaded. Raises as
@@ -53,7 +63,7 @@ class KeptModel:
         key = model_key(model, config, device, ranks)
         if self._loaded is None or self._loaded.key != key:
             self._loaded = None  # First, as there may be no room for two.
-            self._loaded = load_model(model, config, device, ranks)
+            self._loaded = load_model(model, config, device, ranks, self._images)
             self.loads += 1
         return self._loaded
 
@@ -74,16 +84,32 @@ def model_key(model: Model, config: EngineConfig, device: torch.device, ranks: T
 
 
 def load_model(
-    model: Model, config: EngineConfig, device: torch.device, ranks: TensorParallelGroup = ALONE
+    model: Model,
+    config: EngineConfig,
+    device: torch.device,
+    ranks: TensorParallelGroup = ALONE,
+    images: ModelImages | None = None,
 ) -> LoadedModel:
-    """Load the checkpoint of `model`.
+    """Load the checkpoint of `model`, or map what another process of this node has loaded.
 
     Each of several `ranks` loads its part, and all must call this at the same time. Sets torch's threads to
     `config.threads` unless that is 0. Raises `CheckpointError` for a checkpoint that can't be read and `ConfigError`
-    for kernels that can't be had on this device.
+    for kernels that can't be had on this device, or for weights that must be shared and can't.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
+    key = model_key(model, config, device, ranks)
+    if images is not None and config.share_weights != "off" and device.type == "cpu":
+        decoder, numerics = _shared(model, config, device, ranks, key, images)
+    else:
+        decoder, numerics = _read(model, config, device, ranks)
+    return LoadedModel(decoder, agreed(numerics, ranks, device), key)
+
+
+def _read(
+    model: Model, config: EngineConfig, device: torch.device, ranks: TensorParallelGroup
+) -> tuple[Decoder, Numerics]:
+    """Load a rank's weights from the checkpoint, and find how its products are computed."""
     kernels = kernels_for_config(config, device)
     shard = Shard(ranks.rank, ranks.size)
     dtype, triton = dtype_for(model.spec, config), wants_triton(config, device)
@@ -94,8 +120,43 @@ def load_model(
         decoder.kernels = kernels
     finally:
         weights.close()
-    numerics = agreed(numerics_for(weights, config, device), ranks, device)
-    return LoadedModel(decoder, numerics, model_key(model, config, device, ranks))
+    return decoder, numerics_for(weights, config, device)
+
+
+def _shared(
+    model: Model,
+    config: EngineConfig,
+    device: torch.device,
+    ranks: TensorParallelGroup,
+    key: tuple[Any, ...],
+    images: ModelImages,
+) -> tuple[Decoder, Numerics]:
+    """Map the model's image; where this process is the first to load it, write that. A model that can't be shared is
+    this process's own, unless sharing is required."""
+    named = f"{build_id()} {class_of(config, dtype_for(model.spec, config), device)} {key!r}"
+    digest = hashlib.blake2b(named.encode(), digest_size=16).hexdigest()
+    try:
+        image = images.find(digest)
+        if image is None:
+            decoder, numerics = _read(model, config, device, ranks)
+            try:
+                unwritten = image_of(decoder, numerics)
+            except ImageUnfit as error:
+                images.give_up(digest, str(error))
+                _must_not(config, str(error))
+                return decoder, numerics
+            image = images.keep(digest, unwritten)
+        return model_of(image, kernels_for_config(config, device))
+    except ImageUnfit as error:
+        _must_not(config, str(error))
+    return _read(model, config, device, ranks)
+
+
+def _must_not(config: EngineConfig, reason: str) -> None:
+    """Raise `ConfigError` where a process must not have weights of its own."""
+    if config.share_weights == "on":
+        raise ConfigError(f"engine.share_weights=on, and this worker's weights can't be shared: {reason}")
+    log.warning("this worker has weights of its own", extra={"reason": reason})
 
 
 def load_engine(

@@ -18,11 +18,12 @@ from cache.memory.kv_cache_spec import PoolKind
 from cache.pool.epoch_table import EpochTable
 from cache.pool.pool_set import PoolSet
 from contracts.config.worker_config import EngineConfig
+from contracts.interfaces.model_images import ModelImages
 from contracts.sampling_params import SamplingParams
 from engine.models.model_base import StateOptions
 from engine.models.registry import read_model
 from engine.runner.batch import BatchRow, RowOutput, TokenDraw, TokenFromStep
-from engine.runner.load_model import load_engine
+from engine.runner.load_model import KeptModel, load_engine
 from engine.runner.model_runner import ModelRunner
 from engine.tensors.weight_loader import dtype_for
 from tests.checkpoints import Oracle
@@ -56,9 +57,11 @@ class Bench:
         seed: int = 0,
         device: Device | None = None,
         options: Mapping[str, Any] | None = None,
+        images: ModelImages | None = None,
         **config: object,
     ) -> None:
-        """`options` are those of the state (`StateOptions`), `config` those of the engine."""
+        """`options` are those of the state (`StateOptions`), `config` those of the engine. `images`: where the model is
+        mapped from, or shared."""
         self.config = EngineConfig(**config)  # type: ignore[arg-type]
         self.model = read_model(folder)
         self.spec = self.model.spec
@@ -77,7 +80,7 @@ class Bench:
         self._free = {pool: random.Random(seed).sample(range(1, count), count - 1) for pool in pool_set.by_name}
         epochs = {pool: EpochTable(count) for pool in pool_set.by_name}
         self.engine: ModelRunner = load_engine(
-            self.model, self.config, pool_set, self.pools.gates, epochs, device or CpuDevice()
+            self.model, self.config, pool_set, self.pools.gates, epochs, device or CpuDevice(), kept=KeptModel(images)
         )
 
     @property

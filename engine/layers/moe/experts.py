@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,13 +37,13 @@ def gated_gelu(gate_up: Tensor) -> Tensor:
 
 def clamped_swiglu(limit: float, alpha: float) -> Activation:
     """Make gpt-oss's activation: (up + 1) * gate * sigmoid(alpha * gate), both clamped to `limit`; the same layout."""
+    return partial(_clamped_swiglu, limit=limit, alpha=alpha)
 
-    def activation(gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.float().chunk(2, dim=-1)
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return (gate * sigmoid(gate * alpha)).mul_(up + 1.0).to(gate_up.dtype)
 
-    return activation
+def _clamped_swiglu(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate * sigmoid(gate * alpha)).mul_(up + 1.0).to(gate_up.dtype)
 
 
 def relu_squared(up: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -18,26 +17,11 @@ import pytest
 from cluster.arena.arena_client import ArenaClient
 from cluster.arena.local_agent import LocalArenaAgent
 from contracts.clock import SystemClock
-from contracts.config.cluster_config import ClusterConfig
 from contracts.ids import Incarnation, WorkerName
 from tests.serving import ROOT, until
 
 NBYTES = 3 * 4096
 NAME = "prefill-0"
-
-
-@pytest.fixture
-def token() -> str:
-    return secrets.token_hex(32)
-
-
-@pytest.fixture
-def agent(token: str, tmp_path: Path) -> Iterator[LocalArenaAgent]:
-    agent = LocalArenaAgent(token, tmp_path, ClusterConfig(restart_limit=3), SystemClock())
-    agent.start()
-    yield agent
-    agent.close()
-    assert (tmp_path / "arena.log").read_text() == ""
 
 
 class Borrower:

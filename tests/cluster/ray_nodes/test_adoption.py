@@ -15,7 +15,7 @@ from cluster.processes.run_folder import new_folder
 from tests.serving import ROOT
 
 PRELUDE = """
-import dataclasses, os, sys, threading, time
+import dataclasses, os, signal, sys, threading, time
 from pathlib import Path
 from cluster.ray_nodes.ray_cluster import start_kept_ray
 from cluster.serve.preflight import free_port
@@ -61,6 +61,21 @@ launcher.close()
 launcher = joined("another")
 launcher.adopt()
 assert launcher.running() == [("decode-7", 1)], launcher.running()
+
+# One that is stopped answers nobody: the next launcher doesn't have it, and it doesn't live on.
+launcher.start(plan("decode-8"))
+stopped = next(one for one in launcher._running.values() if one.started.key[0] == "decode-8")
+pid = ray.get(stopped.where, timeout=60).pid
+os.kill(pid, signal.SIGSTOP)
+worker_actors.GET_TIMEOUT_S = 0.5
+launcher = joined("another")
+launcher.adopt()
+assert launcher.running() == [("decode-7", 1)], launcher.running()
+deadline = time.monotonic() + 60
+while Path(f"/proc/{pid}").exists() and "State:\tZ" not in Path(f"/proc/{pid}/status").read_text():
+    assert time.monotonic() < deadline, "it lives still"
+    time.sleep(0.05)
+print("a stopped one is ended")
 launcher.kill(WorkerName("decode-7"), Incarnation(1), 0, "")
 while not (ended := launcher.ended(1.0)):
     pass

@@ -69,3 +69,25 @@ def test_c4_a_router_that_answers_is_heard_and_one_that_hangs_is_not(
         probe.started_again()
         assert probe.silent_s == 0.0
         probe.stop()
+
+
+def test_a_router_that_is_asked_once_lives_or_is_silent_for_so_long(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cluster.serve.router_probe, "PATIENCE_S", 0.05)
+    clock = TickingClock()
+    with UnixServer(str(tmp_path / "live"), _Live) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert RouterProbe(tmp_path / "live", clock, every_s=0.01).lives(0.0)
+        server.shutdown()
+    asked = clock.now()
+    assert not RouterProbe(tmp_path / "nobody", clock, every_s=0.01).lives(5.0)
+    assert clock.now() - asked >= 5.0
+
+
+class TickingClock(ManualClock):
+    """A second passes whenever it is looked at."""
+
+    def now(self) -> float:
+        self.advance(1.0)
+        return super().now()

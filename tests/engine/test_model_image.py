@@ -1,0 +1,144 @@
+"""A model that was mapped from an image: the same bits as one that was read, and nothing of its own."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from contracts.errors import CheckpointError, ConfigError
+from contracts.interfaces.model_images import ImageUnfit, WritableImage
+from engine.runner import load_model
+from engine.runner.model_image import image_of, model_of
+from tests.checkpoints import VOCAB
+from tests.engine.harness import Bench, MakeCheckpoint
+from tests.families import FAMILIES
+
+PROMPT = 150
+"""Tokens: more than a window and several chunks."""
+
+
+class Images:
+    """An `ModelImages` of this process, in memory."""
+
+    def __init__(self, alone: str = "", full: bool = False) -> None:
+        """`alone`: why there are none. `full`: whether none can be kept."""
+        self.kept = dict[str, memoryview]()
+        self.given_up = dict[str, str]()
+        self.found = 0
+        self._alone, self._full = alone, full
+
+    def find(self, key: str) -> memoryview | None:
+        if self._alone:
+            raise ImageUnfit(self._alone)
+        self.found += key in self.kept
+        return self.kept.get(key)
+
+    def keep(self, key: str, image: WritableImage) -> memoryview:
+        fd = os.memfd_create("image")
+        image.write(fd)
+        if self._full:
+            os.close(fd)
+            raise ImageUnfit("no room")
+        self.kept[key] = memoryview(mmap.mmap(fd, image.nbytes, prot=mmap.PROT_READ))
+        os.close(fd)
+        return self.kept[key]
+
+    def give_up(self, key: str, reason: str) -> None:
+        self.given_up[key] = reason
+
+
+def prompt(seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(PROMPT)]
+
+
+def never(*_: object, **__: object) -> None:
+    raise CheckpointError("a checkpoint was read")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_mapped_model_computes_the_bits_of_one_that_was_read(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = FAMILIES[family](tmp_path / "model")
+    alone = Bench(folder, share_weights="off")
+    images = Images()
+    writer = Bench(folder, images=images)
+    monkeypatch.setattr(load_model, "Weights", never)
+    reader = Bench(folder, images=images)
+    assert (len(images.kept), images.found) == (1, 1)
+    expected = alone.forced(prompt(), (64, 64, 22))
+    for bench in (writer, reader):
+        assert torch.equal(bench.forced(prompt(), (64, 64, 22)), expected)
+        assert bench.generate(prompt(1), 12, chunk=40) == alone.generate(prompt(1), 12, chunk=40)
+
+
+def test_an_image_has_each_weight_once_and_a_mapped_model_has_none_of_its_own(checkpoint: MakeCheckpoint) -> None:
+    images = Images()
+    bench = Bench(checkpoint("llama", tied=True), images=images)
+    (image,) = images.kept.values()
+    begin = torch.frombuffer(image, dtype=torch.uint8).data_ptr()
+    assert begin <= bench.engine.decoder.embed_vh.data_ptr() < begin + len(image)
+    read = Bench(checkpoint("llama", tied=True), share_weights="off").engine.decoder
+    weights = read.embed_vh.nbytes + sum(p.stat().st_size for p in checkpoint("llama", tied=True).glob("*.safetensors"))
+    assert weights < len(image) < 1.25 * weights  # The head is the embedding, packed. Panels are padded.
+
+
+def test_the_writer_frees_what_it_has_written(checkpoint: MakeCheckpoint) -> None:
+    decoder = Bench(checkpoint("qwen3"), share_weights="off").engine.decoder
+    numerics = Bench(checkpoint("qwen3"), share_weights="off").engine.numerics
+    storage = decoder.embed_vh.untyped_storage()
+    Images().keep("key", image_of(decoder, numerics))
+    assert storage.nbytes() == 0
+
+
+def test_other_settings_and_other_weights_are_other_images(checkpoint: MakeCheckpoint) -> None:
+    images = Images()
+    Bench(checkpoint("llama"), images=images)
+    Bench(checkpoint("llama"), images=images, dtype="bfloat16")
+    Bench(checkpoint("llama", seed=1), images=images)
+    assert (len(images.kept), images.found) == (3, 0)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_where_there_is_none_a_model_of_its_own_is_loaded_unless_that_must_not_be(
+    full: bool, checkpoint: MakeCheckpoint
+) -> None:
+    def images() -> Images:
+        return Images(alone="" if full else "no agent", full=full)
+
+    expected = Bench(checkpoint("llama")).generate(prompt(), 8)
+    assert Bench(checkpoint("llama"), images=images()).generate(prompt(), 8) == expected
+    with pytest.raises(ConfigError, match=r"share_weights=on.*(no agent|no room)"):
+        Bench(checkpoint("llama"), images=images(), share_weights="on")
+
+
+def test_a_layout_that_only_a_library_knows_is_no_image_and_others_are_told(checkpoint: MakeCheckpoint) -> None:
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        pytest.skip("this torch packs no weights")
+    images = Images()
+    bench = Bench(checkpoint("llama"), images=images, attention="torch")
+    assert bench.generate(prompt(), 8) == Bench(checkpoint("llama"), attention="torch").generate(prompt(), 8)
+    assert not images.kept
+    (reason,) = images.given_up.values()
+    assert "layout" in reason
+
+
+@pytest.mark.parametrize("damage", [b"", b"twinimg1", b"x" * 64])
+def test_bytes_that_are_no_image_are_refused(damage: bytes) -> None:
+    with pytest.raises(ImageUnfit, match="no image of a model"):
+        model_of(memoryview(damage), None)
+
+
+def test_a_part_of_an_image_is_refused(checkpoint: MakeCheckpoint) -> None:
+    images = Images()
+    Bench(checkpoint("llama"), images=images)
+    (image,) = images.kept.values()
+    with pytest.raises(ImageUnfit, match="part of one"):
+        model_of(image[:-64], None)
