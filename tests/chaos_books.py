@@ -22,8 +22,8 @@ from contracts.damage import where_of
 from tests.changing import Detached
 
 LARGEST = "largest worker"
-SAMPLES = 40
-"""Of one process; its memory is judged from so many on."""
+SAMPLES = 150
+"""Of one process; its memory is judged from so many on, minutes after it was started: at first each grows."""
 SLACK = 4.0
 """MiB that don't count as growth."""
 FILES = 12.0

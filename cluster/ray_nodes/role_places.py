@@ -18,12 +18,17 @@ from cluster.controller.controller_actions import WorkerKey
 NODE_LABEL = "ray.io/node-id"
 PLACE_WAIT_S = 5.0
 """Seconds in which Ray gives a place that is free on a node."""
-_NAMED = re.compile(r"[a-z]+-\d+\.\d+\.place")
+_NAMED = re.compile(r"[a-z]+-\d+\.\d+\.(place|ranks)")
 
 
 def place_name(worker: WorkerKey) -> str:
     """The name of the placement group with the places of an incarnation."""
     return f"{worker[0]}.{worker[1]}.place"
+
+
+def ranks_name(actor: str) -> str:
+    """The name of the placement group that a worker of several ranks was started in, by its leader's actor."""
+    return f"{actor}.ranks"
 
 
 def take_places(worker: WorkerKey, resources: dict[str, float], ranks: int, node_id: str, *, kept: bool) -> Any:
@@ -45,8 +50,8 @@ def places_taken(group: Any) -> bool:
 
 
 def kept_places(workers: Container[str]) -> dict[str, Any]:
-    """The placement groups that earlier launchers of this cluster have made for `workers` (`place_name`), by name.
-    Those of workers that have ended are removed."""
+    """The placement groups that earlier launchers of this cluster have made for `workers` (`place_name`, `ranks_name`),
+    by name. Those of workers that have ended are removed."""
     found = {}
     for row in ray.util.placement_group_table().values():
         if not _NAMED.fullmatch(row["name"]) or row["state"] == "REMOVED":

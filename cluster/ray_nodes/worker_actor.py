@@ -66,10 +66,16 @@ class StartedRank(NamedTuple):
     """What its process has of Ray since it was started; None: `resources`."""
     kept: str = ""
     """Digest of what its process keeps when it goes on as another worker (`kept_key`); empty: it can't."""
+    ranks: int = 1
+    """How many ranks its worker has."""
+    runs: bool = True
+    """Whether it was told to run: a launcher that dies in between has made an actor that nobody tells."""
 
     @classmethod
     def of(cls, plan: WorkerPlan) -> StartedRank:
-        return cls(plan.name, plan.incarnation, plan.rank, plan.logs, rank_resources(plan), kept=kept_key(plan))
+        ranks = plan.config.tp_for(plan.role)
+        resources, kept = rank_resources(plan), kept_key(plan)
+        return cls(plan.name, plan.incarnation, plan.rank, plan.logs, resources, kept=kept, ranks=ranks)
 
     def to_tree(self) -> dict[str, Any]:
         return {**self._asdict(), "logs": str(self.logs)}
@@ -91,6 +97,7 @@ class WorkerActor:
         self._plan, self._held = plan, rank_resources(plan)
         self._workers = PlannedWorkers()
         self._next = NextPlan()
+        self._runs = False
         self._outlasted, self._lock = threading.Event(), threading.Lock()
         TERMINATED.listen()
 
@@ -100,7 +107,7 @@ class WorkerActor:
 
     def started(self) -> dict[str, Any]:
         """What a launcher that takes the actor over must know (`StartedRank`)."""
-        return StartedRank.of(self._plan)._replace(held=self._held).to_tree()
+        return StartedRank.of(self._plan)._replace(held=self._held, runs=self._runs).to_tree()
 
     def outlast(self) -> None:
         """Return when it is called again: a launcher that came after the one of `run` learns by this call's end that
@@ -117,6 +124,7 @@ class WorkerActor:
         and may be called again.
         """
         plan = self._here(self._plan if by_node is None else dataclasses.replace(self._plan, by_node=by_node))
+        self._runs = True
         if plan.rank:
             from cluster.worker_process.follower_process import run_follower
 

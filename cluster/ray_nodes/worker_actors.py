@@ -11,6 +11,8 @@ import logging
 import os
 import re
 import secrets
+import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +27,7 @@ from cluster.assembly.node_shares import WorkerShare
 from cluster.controller.controller_actions import EndedProcess, PlacedProcess, WorkerKey
 from cluster.controller.node_table import NodePlace
 from cluster.processes.process_ids import kill_process
-from cluster.ray_nodes.role_places import NODE_LABEL, kept_places, place_name, places_taken, take_places
+from cluster.ray_nodes.role_places import NODE_LABEL, kept_places, place_name, places_taken, ranks_name, take_places
 from cluster.ray_nodes.worker_actor import ActorPlacement, StartedRank, WorkerActor, rank_resources
 from cluster.ray_nodes.worker_resources import RESOURCES, has_places
 from cluster.worker_process.worker_plan import NodeUnmeasured, WorkerPlan, exit_file, node_name
@@ -42,6 +44,8 @@ _NAMED = re.compile(r"[a-z]+-\d+\.\d+(\.rank\d+)?")
 """Names of workers' actors: worker, incarnation, and the rank of all but the leader."""
 PLACED_AGAIN_S = 15.0
 """Seconds that a control store which was started again has to place what it was asked for before."""
+TOLD_S, LOOK_AGAIN_S = 2.0, 0.1
+"""How long an actor may take to be told to run by a launcher that has ended, and how often it is looked at."""
 GET_TIMEOUT_S = 10.0
 """How long fetching a result that is ready may take before it counts as lost."""
 
@@ -132,6 +136,7 @@ class RayLauncher:
         """Take over the workers that an earlier process of this kind has started and that still run. Those that don't
         answer are ended, as are ranks without their leader: nobody else would, and they hold memory and places."""
         names = [name for name in ray.util.list_named_actors() if _NAMED.fullmatch(name)]
+        holders: dict[str, _RunningWorker] = {}
         for name in sorted(names, key=lambda name: "rank" in name):
             try:
                 handle = ray.get_actor(name)
@@ -139,26 +144,39 @@ class RayLauncher:
                 log.warning("%s is not taken over: %s", name, error)
                 continue
             try:
-                self._take_over(handle)
+                if (running := self._take_over(handle)) is not None:
+                    holders |= {ranks_name(name): running, place_name(running.started.key): running}
             except (ValueError, KeyError, AttributeError, ray.exceptions.RayError) as error:
                 log.warning("%s is not taken over, and ends: %s", name, error)
                 ray.kill(handle, no_restart=True)  # In seconds, also where its process is stopped.
-        holders = {place_name(running.started.key): running for running in self._running.values()}
-        for name, place in kept_places(holders).items():
-            holders[name].place = place
+        for name, group in kept_places(holders).items():
+            if name == place_name(holders[name].started.key):
+                holders[name].place = group
+            else:
+                holders[name].group = group
+        for running in [one for one in self._running.values() if len(one.followers) < one.started.ranks - 1]:
+            log.warning("%s is not taken over, and ends: it lacks ranks", running.started.name)
+            self._kill(running)
+            del self._running[running.run]
 
-    def _take_over(self, handle: Any) -> None:
-        """Take over one rank. Raises Ray's errors, and `ValueError` for one whose leader isn't taken over."""
-        started = StartedRank.from_tree(ray.get(handle.started.remote(), timeout=GET_TIMEOUT_S))
+    def _take_over(self, handle: Any) -> _RunningWorker | None:
+        """Take over one rank; returns its worker where it is the leader. Raises Ray's errors, and `ValueError` for one
+        that isn't told to run, or whose leader isn't taken over."""
+        deadline = time.monotonic() + TOLD_S
+        while not (started := StartedRank.from_tree(ray.get(handle.started.remote(), timeout=GET_TIMEOUT_S))).runs:
+            if time.monotonic() > deadline:
+                raise ValueError("its launcher ended before it had told it to run")
+            threading.Event().wait(LOOK_AGAIN_S)
         if not started.rank:
             now = self._clock.now()
             running = _RunningWorker(started, handle, handle.outlast.remote(), handle.where.remote(), now)
             self._running[running.run] = running
-            return
+            return running
         leader = next((one for one in self._running.values() if one.started.key == started.key), None)
         if leader is None:
             raise ValueError("its leader isn't there")
         leader.followers[handle.outlast.remote()] = _FollowerActor(started.rank, handle, handle.where.remote())
+        return None
 
     def start(
         self,
@@ -177,7 +195,8 @@ class RayLauncher:
             labels = {"bundle_label_selector": [elsewhere] * size} if elsewhere else {}
             bundles = [rank_resources(plan) for _ in range(size)]
             kept = {"lifetime": "detached"} if self._detached else {}
-            group = placement_group(bundles, strategy="STRICT_PACK", **kept, **labels)
+            named = ranks_name(f"{plan.name}.{plan.incarnation}")
+            group = placement_group(bundles, strategy="STRICT_PACK", name=named, **kept, **labels)
             plan = dataclasses.replace(plan, meeting=secrets.token_hex(32))
         ranks = [dataclasses.replace(plan, rank=rank) for rank in range(size)]
         leader, *followers = [self._actor(rank, group, elsewhere) for rank in ranks]

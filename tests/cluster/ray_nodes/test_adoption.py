@@ -30,6 +30,7 @@ from contracts.ids import Incarnation, Role, WorkerName
 
 class Waits(worker_actors.WorkerActor):
     def run(self):
+        self._runs = True
         threading.Event().wait()
     def taken(self):
         plan = self._next.take(30.0)
@@ -76,6 +77,37 @@ while Path(f"/proc/{pid}").exists() and "State:\tZ" not in Path(f"/proc/{pid}/st
     assert time.monotonic() < deadline, "it lives still"
     time.sleep(0.05)
 print("a stopped one is ended")
+
+# Nor does one that a launcher has made and not told to run, nor a leader without its other ranks.
+launcher._actor(plan("decode-9"), None, {})
+two = dataclasses.replace(Config(), decode=dataclasses.replace(Config().decode, tp=2))
+lone = launcher._actor(dataclasses.replace(plan("decode-10"), config=two), None, {})
+lone.run.remote()
+ray.get(lone.where.remote(), timeout=60)
+worker_actors.GET_TIMEOUT_S, worker_actors.TOLD_S = 10.0, 0.2
+launcher = joined("another")
+launcher.adopt()
+assert launcher.running() == [("decode-7", 1)], launcher.running()
+deadline = time.monotonic() + 60
+while set(ray.util.list_named_actors()) - {"decode-7.1"}:
+    assert time.monotonic() < deadline, ray.util.list_named_actors()
+    time.sleep(0.05)
+print("those that nobody tells are ended")
+
+# The places of several ranks are given back by whoever ends their worker.
+before = ray.available_resources()["twinpool_decode"]
+launcher.start(dataclasses.replace(plan("decode-11"), config=two))
+for one in launcher._running.values():
+    ray.get([one.where, *(follower.where for follower in one.followers.values())], timeout=60)
+launcher = joined("another")
+launcher.adopt()
+assert sorted(launcher.running()) == [("decode-11", 1), ("decode-7", 1)], launcher.running()
+launcher.kill(WorkerName("decode-11"), Incarnation(1), 0, "")
+deadline, gone = time.monotonic() + 60, []
+while not gone or ray.available_resources().get("twinpool_decode") != before:
+    gone += launcher.ended(0.05)
+    assert time.monotonic() < deadline, ray.available_resources()
+print("places are given back")
 launcher.kill(WorkerName("decode-7"), Incarnation(1), 0, "")
 while not (ended := launcher.ended(1.0)):
     pass
