@@ -26,7 +26,7 @@ from contracts.config.worker_config import PrefillConfig
 from contracts.ids import RequestId, WorkerName
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import Submit
-from contracts.messages.worker_events import Done
+from contracts.messages.worker_events import Done, LegNote
 from decode.request.request import DecodeEvent, DecodePhase, DecodeRequest
 from decode.request.request_outcomes import PromptPreempted, PromptReceived, RequestFailed, RequestLeft, RouterEvent
 from decode.transfer_queue import TransferQueue
@@ -213,6 +213,7 @@ class LocalPrompts:
     def _send_back(self, prompt: PrefillRequest) -> DecodeRequest:
         assert isinstance(prompt, LocalPrompt)
         self._preempted += 1
+        prompt.notes.append(LegNote("preempted", self._clock.now() - prompt.arrived))
         self._admitted.remove(prompt)
         self._waiting[prompt.submit.request_id] = prompt
         return prompt.leg

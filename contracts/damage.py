@@ -55,6 +55,6 @@ def where_of(counter: str) -> str | None:
 
 
 def log_damage(log: logging.Logger, where: DamageSite, **facts: object) -> None:
-    """Log one finding in one line. `facts`: what was damaged (`request`, `pool`, `pages`, ...), and what becomes of
+    """Log one finding in one line. `facts`: what was damaged (`request_id`, `pool`, `pages`, ...), and what becomes of
     it."""
     log.error("state damage", extra={"where": str(where), **facts})

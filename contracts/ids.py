@@ -13,6 +13,17 @@ RequestId = NewType("RequestId", str)
 RoomId = NewType("RoomId", str)
 """The id of one hand-over of one request; minted by the router, never by a client."""
 
+
+def room_of(request: RequestId, minted: str) -> RoomId:
+    """The id of a room of a request. It names the request, so that what is logged about the room is found by that."""
+    return RoomId(f"{request}/{minted}")
+
+
+def request_in(room: RoomId) -> RequestId:
+    """The request that a room's id names; empty for a room of none."""
+    return RequestId(room.rpartition("/")[0])
+
+
 WorkerName = NewType("WorkerName", str)
 Incarnation = NewType("Incarnation", int)
 """A worker's start number, granted by the controller, larger at every start."""

@@ -17,6 +17,7 @@ from itertools import groupby
 from contracts.clock import Clock
 from contracts.config.cluster_config import Config
 from contracts.errors import ErrorKind
+from contracts.messages.worker_events import LegNote
 from decode.request.output_length import OutputLengths
 from decode.request.prompt_source import PromptSource
 from decode.request.request import OFF_DEVICE, DecodeEvent, DecodePhase, DecodeRequest
@@ -109,7 +110,9 @@ class DecodeScheduler:
             self._charge(request, len(request.submit.tokens) - request.allocation.cached.total)
             request.behind = None
             request.step(DecodeEvent.GRANT)
-            request.marks["grant"] = self._clock.now() - request.arrived
+            request.marks["grant"] = at_s = self._clock.now() - request.arrived
+            if request.behind_since is not None:
+                request.notes.append(LegNote("waited", at_s, text="for another request's prompt, which begins alike"))
 
     def _in_turn(self) -> Iterator[DecodeRequest]:
         """Yield the waiting requests in the order in which they get pages."""

@@ -246,7 +246,7 @@ class DecodeStepCommit:
         return RequestFailed(request, ErrorKind.NONFINITE, NONFINITE)
 
     def _log(self, site: DamageSite, request: DecodeRequest) -> None:
-        log_damage(log, site, request=request.submit.request_id, positions=[request.committed, request.launched])
+        log_damage(log, site, request_id=request.submit.request_id, positions=[request.committed, request.launched])
 
 
 def _masked(batch: Sequence[DecodeRequest]) -> bool:

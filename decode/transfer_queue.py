@@ -145,7 +145,8 @@ class TransferQueue:
         if isinstance(outcome, PromptArrived):
             return self._receive(request, outcome)
         if isinstance(outcome, HandoverFailed):
-            log.warning("request %s: room %s failed: %s", request.submit.request_id, outcome.room, outcome.message)
+            facts = {"request_id": request.submit.request_id, "attempt": request.submit.attempt, "room": outcome.room}
+            log.warning("room failed: %s", outcome.message, extra=facts)
             return RequestFailed(request, outcome.kind, outcome.message, outcome.blame)
         return RequestLeft(request, "prefill ended it")
 

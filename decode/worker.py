@@ -375,6 +375,9 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         self._manager.launch()
         self._act(self._recover(self._manager.poll()))
         self._act(self._scheduler.returned())
+        for request in self._scheduler.retraction.take_noted():
+            if self._request_table.holds(request):
+                self._request_table.emit(request.session, request.report(self._name))
 
     def _compute(self) -> None:
         """Launch the next step, then commit the one before it."""

@@ -152,12 +152,12 @@ class AuditRunner:
         (output,) = self._engine.launch([self._row(audition, start, end)]).outputs()
         if output.stale:
             self.counters[f"{PREFIX}{DamageSite.STEP}"] += 1
-            log_damage(log, DamageSite.STEP, request=audit.request_id, positions=[start, end])
+            log_damage(log, DamageSite.STEP, request_id=audit.request_id, positions=[start, end])
             self._end(audition, AuditRunEvent.REFUSE, AuditEnd.REFUSED, "a step found a page of it given away")
             return
         if output.nonfinite:
             self._nonfinite()
-            log_damage(log, DamageSite.LOGITS, request=audit.request_id, positions=[start, end])
+            log_damage(log, DamageSite.LOGITS, request_id=audit.request_id, positions=[start, end])
             self._end(audition, AuditRunEvent.REFUSE, AuditEnd.REFUSED, NONFINITE)
             return
         self.counters["audit_tokens_computed"] += end - start

@@ -18,5 +18,8 @@ def first_token_events(request: PrefillRequest, worker: WorkerName) -> list[Even
         events.append(Tokens(*key, len(submit.tokens), (request.first.token,), logprobs))
     cached, marks = request.cached, dict(request.marks)
     tiers = {"device": cached.device, "host": cached.host, "storage": cached.storage}
-    report = LegReport(*key, Role.PREFILL, worker, marks, cached.total, request.computed, cached_by_tier=tiers)
+    notes = tuple(request.notes)
+    report = LegReport(
+        *key, Role.PREFILL, worker, marks, cached.total, request.computed, cached_by_tier=tiers, notes=notes
+    )
     return [*events, report]

@@ -18,6 +18,7 @@ from cache.tiers.prefetch_request import PrefetchRequest
 from contracts.ids import WorkerName
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import Submit
+from contracts.messages.worker_events import LegNote
 from contracts.sampling_params import TokenLogprob
 from contracts.state_table import StateTable
 from engine.runner.batch import DrawnToken, StepHandle
@@ -102,6 +103,8 @@ class PrefillRequest:
     """Log-probabilities of the prompt's tokens 1.., as far as computed, where asked for."""
     marks: dict[str, float] = field(default_factory=dict)
     """Seconds from its arrival to events, by the names of `LegReport`."""
+    notes: list[LegNote] = field(default_factory=list)
+    """What happened to it besides, for its router."""
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from itertools import groupby
 
 from contracts.clock import Clock
 from contracts.config.worker_config import PrefillConfig
+from contracts.messages.worker_events import LegNote
 from engine.runner.batch import BatchRow, TokenDraw
 from engine.runner.sampling.token_mask import TokenMask
 from prefill.request import PrefillEvent, PrefillPhase, PrefillRequest
@@ -158,7 +159,14 @@ class PrefillScheduler:
     def begin(self, request: PrefillRequest) -> None:
         """Take a request that has its pages into the next steps."""
         request.step(PrefillEvent.ADMIT)
-        request.marks.setdefault("queue", self._clock.now() - request.arrived)
+        at_s = self._clock.now() - request.arrived
+        request.marks.setdefault("queue", at_s)
+        if request.held.loaded_bytes:
+            cached = request.cached
+            tiers = [
+                f"{count} tokens of {tier}" for tier, count in (("host", cached.host), ("storage", cached.storage))
+            ]
+            request.notes.append(LegNote("loaded", at_s, request.held.loaded_bytes, ", ".join(tiers)))
 
     def preempt_youngest(self) -> bool:
         """Send the youngest request without a grant, of the lowest priority, back to waiting; False when there is
@@ -166,7 +174,9 @@ class PrefillScheduler:
         holders = [r for r in self._requests if r.allocation is not None and not self._entitled(r)]
         if not holders:
             return False
-        self._pages.preempt(min(reversed(holders), key=lambda r: r.submit.priority))
+        victim = min(reversed(holders), key=lambda r: r.submit.priority)
+        self._pages.preempt(victim)
+        victim.notes.append(LegNote("preempted", self._clock.now() - victim.arrived))
         self.counters["preemptions"] += 1
         return True
 

@@ -127,7 +127,8 @@ class PrefillStepCommit:
         """Restart the requests whose allocations are in `invalid`: state that was loaded for them is damaged, and isn't
         in the tree any more."""
         for request in [r for r in self._requests if r.allocation in invalid]:
-            log.warning("request %s: it starts over, as a page loaded for it was damaged", request.submit.request_id)
+            facts = {"request_id": request.submit.request_id, "attempt": request.submit.attempt}
+            log.warning("it starts over, as a page loaded for it was damaged", extra=facts)
             self._pages.restart(request)
 
     def _prove(self, members: list[StepMember]) -> None:
@@ -184,7 +185,7 @@ class PrefillStepCommit:
         return ChunkFailed(request, ErrorKind.NONFINITE, NONFINITE)
 
     def _log(self, site: DamageSite, request: PrefillRequest) -> None:
-        log_damage(log, site, request=request.submit.request_id, positions=[request.committed, request.launched])
+        log_damage(log, site, request_id=request.submit.request_id, positions=[request.committed, request.launched])
 
     def _seal(self, requests: list[PrefillRequest]) -> None:
         """Digest every page that the step finished, the partly filled last page of a prompt that is handed over too,

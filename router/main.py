@@ -129,6 +129,8 @@ def serve(options: argparse.Namespace, config: Config, directory: ControllerDire
             reporter=directory,
             kv_index=options.kv_index,
             control_plane=directory.control_plane,
+            name=options.name,
+            recorder=directory,
         )
         log(
             "router listens",

@@ -6,6 +6,7 @@ are the business of the prefill or decode worker.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
@@ -26,6 +27,8 @@ class TableRequest(Protocol):
     submit: Submit
     deadline: float
 
+
+log = logging.getLogger("twinpool.worker")
 
 R = TypeVar("R", bound=TableRequest)
 
@@ -131,6 +134,7 @@ class RequestTable(Generic[R]):
 
     def refuse(self, session: SessionId, submit: Submit, refusal: AdmissionRefusal) -> None:
         done = Done(submit.request_id, submit.attempt, "error", error=refusal.kind, message=refusal.message)
+        self._log("attempt refused", submit, refusal.kind, refusal.message)
         self.emit(session, done)
 
     def finished(self, request: R, reason: str, stop_token: int | None) -> None:
@@ -141,8 +145,13 @@ class RequestTable(Generic[R]):
     def failed(self, request: R, kind: ErrorKind, message: str, blame: WorkerName | None) -> None:
         """Tell the request's router why this attempt ends; `blame` is the worker at fault where it isn't this one."""
         submit = request.submit
+        self._log("attempt failed", submit, kind, message)
         done = Done(submit.request_id, submit.attempt, "error", error=kind, message=message, blame=blame)
         self.emit(request.session, done)
+
+    def _log(self, event: str, submit: Submit, kind: ErrorKind, reason: str) -> None:
+        facts = {"request_id": submit.request_id, "attempt": submit.attempt, "room": submit.room, "worker": self._name}
+        log.info(event, extra={**facts, "error": str(kind), "reason": reason})
 
     def take_events(self) -> list[tuple[SessionId, Event]]:
         """Return the events since the last call, in order; none from a fenced worker."""

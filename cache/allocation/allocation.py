@@ -94,6 +94,8 @@ class Allocation:
     """Of a reservation (for a hand-over or a pull): the page and slot numbers that are to be sent, by pool."""
     started: list[Completion] = field(default_factory=list)
     """Operations that fill its state slots."""
+    loaded_bytes: int = 0
+    """Bytes of its prefix that are loaded from the host, where those of storage are then, too."""
     invalid: bool = False
     """Whether state loaded for it is damaged or failed to arrive: nothing computed from it may be used."""
     released: bool = False

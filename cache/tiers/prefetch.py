@@ -272,7 +272,7 @@ class Prefetcher:
                 why, page = outcomes[i].reason or "it isn't what was stored", batch.pages[i]
                 pages = [page, page + 1]
                 log_damage(
-                    _log, DamageSite.STORAGE, request=prefetch.owner, pool=batch.component, pages=pages, what=why
+                    _log, DamageSite.STORAGE, request_id=prefetch.owner, pool=batch.component, pages=pages, what=why
                 )
             if good:
                 mine[batch.pages[i]] = (lease, outcomes[i].digest)

@@ -23,6 +23,7 @@ from cluster.controller.controller import Controller
 from cluster.controller.controller_actions import LeaseGrant
 from cluster.controller.controller_ledger import LedgerLost
 from cluster.controller.quota_ledger import SAVE_S, QuotaLedger
+from cluster.controller.record_board import ID_CHARS, MOST_RECENT, RecordBoard, TooManyAsks
 from cluster.controller.settings_orders import SettingsOrders
 from cluster.controller.supervisor_wire import action_to_proto, ended_from_proto, node_from_proto, placed_from_proto
 from contracts.clock import SystemClock
@@ -35,8 +36,12 @@ from contracts.proto import worker_pb2_grpc as pb_grpc
 from contracts.wire.autoscaler_protobuf import autoscaler_to_proto, counts_from_proto
 from contracts.wire.controller_turns import NOT_LEADING
 from contracts.wire.quota_protobuf import claim_from_proto, slice_to_proto
+from contracts.wire.record_protobuf import record_from_proto, record_to_proto
 from contracts.wire.settings_protobuf import answer_from_proto, answer_to_proto, change_from_proto
-from contracts.wire.worker_protobuf import record_from_proto, record_to_proto, status_from_proto, status_to_proto
+from contracts.wire.unknown_kinds import known
+from contracts.wire.worker_protobuf import record_from_proto as worker_from_proto
+from contracts.wire.worker_protobuf import record_to_proto as worker_to_proto
+from contracts.wire.worker_protobuf import status_from_proto, status_to_proto
 
 log = logging.getLogger("twinpool.controller")
 
@@ -86,7 +91,9 @@ class SupervisorLine:
 class WatcherLine:
     """Changes of the table on their way to one watcher."""
 
-    def __init__(self, takes_changes: bool) -> None:
+    def __init__(self, takes_changes: bool, answers: bool = False) -> None:
+        self.answers = answers
+        """Whether it answers questions about requests."""
         self.takes_changes = takes_changes
         """Whether changes will do; else the watcher gets the whole table each time."""
         self.changes: list[pb.ClusterView] = []
@@ -118,11 +125,13 @@ class ControllerService(pb_grpc.ControllerServicer):
         """Where workers may renew by frames, ``host:port``; empty: nowhere."""
         self._supervisor: SupervisorLine | None = None
         self._settings = SettingsOrders()
+        self.records = RecordBoard()
+        """What routers tell of requests."""
         core.on_change(self._wake)
 
     async def Register(self, request: pb.Registration, context: Context) -> pb.LeaseGrant:
         try:
-            record = record_from_proto(request)
+            record = worker_from_proto(request)
         except (WireError, ValueError) as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         return self._grant(self._core.register(record))
@@ -308,11 +317,50 @@ class ControllerService(pb_grpc.ControllerServicer):
         self._autoscaler.report(request.router, counts_from_proto(request))
         return autoscaler_to_proto(self._autoscaler.view())
 
+    async def ReportRecords(self, request: pb.RecordReport, context: Context) -> pb.Empty:
+        answers = request.answers
+        if max(len(request.records), len(answers), *(len(one.records) for one in answers), 0) > MOST_RECENT:
+            text = f"a report has at most {MOST_RECENT} records, and so has each answer in it"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+        try:
+            records = known(record_from_proto, request.records)[0]
+            found = [(one.number, known(record_from_proto, one.records)[0]) for one in answers]
+        except WireError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        self.records.take(records, found)
+        return pb.Empty()
+
+    async def FindRecords(self, request: pb.RecordQuery, context: Context) -> pb.FoundRecords:
+        board = self.records
+        if not request.request_id:
+            return pb.FoundRecords(records=map(record_to_proto, board.recent(request.recent)), kept_s=board.kept_s)
+        if len(request.request_id) > ID_CHARS:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"an id has at most {ID_CHARS} characters")
+        try:
+            found = await board.find(request.request_id, self._ask_routers)
+        except TooManyAsks as error:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        return pb.FoundRecords(
+            records=map(record_to_proto, found.records),
+            kept_s=board.kept_s,
+            asked=found.asked,
+            answered=found.answered,
+        )
+
+    def _ask_routers(self, number: int, request_id: str) -> int:
+        """Ask all routers that answer for the records of a request; returns how many these are."""
+        ask = pb.RecordAsk(number=number, request_id=request_id)
+        lines = [line for line in self._watchers if line.answers]
+        for line in lines:
+            line.changes.append(pb.ClusterView(version=self._published, changes=True, record_asks=[ask]))
+            line.more.set()
+        return len(lines)
+
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.ClusterView]:
         if len(self._watchers) >= MOST_WATCHERS:
             text = f"{MOST_WATCHERS} routers watch already"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
-        line = WatcherLine(request.changes)
+        line = WatcherLine(request.changes, request.records and request.changes)
         self._watchers.add(line)
         try:
             yield self.view()
@@ -397,7 +445,7 @@ class ControllerService(pb_grpc.ControllerServicer):
 
 def _view_message(view: WorkerView) -> pb.WorkerView:
     return pb.WorkerView(
-        registration=record_to_proto(view.record), status=status_to_proto(view.status), cordoned=view.cordoned
+        registration=worker_to_proto(view.record), status=status_to_proto(view.status), cordoned=view.cordoned
     )
 
 

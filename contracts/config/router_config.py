@@ -104,6 +104,13 @@ class RouterConfig:
     """Memory that a reader may take for one body beyond what it has at its start."""
     client_buffer_events: int = 4096
     """Undelivered stream events of a slow client after which its request is cancelled."""
+    kept_records: int = 2000
+    """Records of requests that have ended, for `twinpool explain`, which each router keeps; 0: none."""
+    kept_record_bytes: int = 32 * 1024**2
+    """Memory of these records at most, as they are counted."""
+    reported_records: int = 20
+    """Records a second, at most, that a router sends the controller; 0: none. Those in which something went otherwise
+    than usual come first, then the slowest."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,13 +36,30 @@ class PromptScores:
 
 
 @dataclass(frozen=True, slots=True)
+class LegNote:
+    """Something that happened to a leg, besides its marks.
+
+    ``retracted`` and ``resumed``: decode took the request off the device, with `bytes` of state, and it runs again.
+    ``loaded``: from `at_s` on, `bytes` of its prefix are loaded from the tiers that `text` names. ``waited``: until
+    `at_s` the leg waited for what `text` says. ``preempted``: its prompt starts over.
+    """
+
+    kind: str
+    at_s: float
+    """Seconds since the leg's arrival at its worker."""
+    bytes: int = 0
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class LegReport:
     """What one leg of a request did, and when. The counts of several reports of one leg add up.
 
     Prefill reports once, with its first token. Decode reports what it held and received as soon as the received state
-    is verified, so that answers which end before decode does (by a stop string, say) are reported too; at its end it
-    reports the rest of its marks. `marks` are seconds since the leg's arrival at that worker: ``queue``, ``match``,
-    ``prefill`` on prefill; ``grant``, ``arrived``, ``first_step``, ``done`` on decode.
+    is verified, so that answers which end before decode does (by a stop string, say) are reported too; then at each
+    retraction and return of the request; and at its end with the rest of its marks. `marks` are seconds since the leg's
+    arrival at that worker: ``queue``, ``grant``, ``prefill`` on prefill; ``grant``, ``arrived``, ``first_step``,
+    ``done`` on decode.
     """
 
     request_id: RequestId
@@ -57,6 +74,8 @@ class LegReport:
     """Bytes of state received and verified. Only decode reports them, as it is sent only the state that it lacks."""
     cached_by_tier: dict[str, int] = field(default_factory=dict)
     """`cached_tokens` by the tier that held them: ``device``, ``host``, ``storage``."""
+    notes: tuple[LegNote, ...] = ()
+    """What has happened to the leg since its last report, in order."""
 
 
 @dataclass(frozen=True, slots=True)

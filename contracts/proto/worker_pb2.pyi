@@ -350,7 +350,7 @@ class PromptScores(_message.Message):
     def __init__(self, scores: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class LegReport(_message.Message):
-    __slots__ = ("role", "worker", "marks", "cached_tokens", "computed_tokens", "transfer_bytes", "cached_by_tier")
+    __slots__ = ("role", "worker", "marks", "cached_tokens", "computed_tokens", "transfer_bytes", "cached_by_tier", "notes")
     class MarksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -372,6 +372,7 @@ class LegReport(_message.Message):
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
     CACHED_BY_TIER_FIELD_NUMBER: _ClassVar[int]
+    NOTES_FIELD_NUMBER: _ClassVar[int]
     role: str
     worker: str
     marks: _containers.ScalarMap[str, float]
@@ -379,7 +380,20 @@ class LegReport(_message.Message):
     computed_tokens: int
     transfer_bytes: int
     cached_by_tier: _containers.ScalarMap[str, int]
-    def __init__(self, role: _Optional[str] = ..., worker: _Optional[str] = ..., marks: _Optional[_Mapping[str, float]] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., cached_by_tier: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    notes: _containers.RepeatedCompositeFieldContainer[LegNote]
+    def __init__(self, role: _Optional[str] = ..., worker: _Optional[str] = ..., marks: _Optional[_Mapping[str, float]] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., cached_by_tier: _Optional[_Mapping[str, int]] = ..., notes: _Optional[_Iterable[_Union[LegNote, _Mapping]]] = ...) -> None: ...
+
+class LegNote(_message.Message):
+    __slots__ = ("kind", "at_s", "bytes", "text")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    AT_S_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    at_s: float
+    bytes: int
+    text: str
+    def __init__(self, kind: _Optional[str] = ..., at_s: _Optional[float] = ..., bytes: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Done(_message.Message):
     __slots__ = ("reason", "stop_token", "error", "message", "blame")
@@ -830,20 +844,30 @@ class WorkerView(_message.Message):
     def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., cordoned: _Optional[bool] = ...) -> None: ...
 
 class ClusterView(_message.Message):
-    __slots__ = ("version", "workers", "shutting_down", "changes", "statuses", "control_plane")
+    __slots__ = ("version", "workers", "shutting_down", "changes", "statuses", "control_plane", "record_asks")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     SHUTTING_DOWN_FIELD_NUMBER: _ClassVar[int]
     CHANGES_FIELD_NUMBER: _ClassVar[int]
     STATUSES_FIELD_NUMBER: _ClassVar[int]
     CONTROL_PLANE_FIELD_NUMBER: _ClassVar[int]
+    RECORD_ASKS_FIELD_NUMBER: _ClassVar[int]
     version: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerView]
     shutting_down: bool
     changes: bool
     statuses: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     control_plane: ControlPlane
-    def __init__(self, version: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerView, _Mapping]]] = ..., shutting_down: _Optional[bool] = ..., changes: _Optional[bool] = ..., statuses: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., control_plane: _Optional[_Union[ControlPlane, _Mapping]] = ...) -> None: ...
+    record_asks: _containers.RepeatedCompositeFieldContainer[RecordAsk]
+    def __init__(self, version: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerView, _Mapping]]] = ..., shutting_down: _Optional[bool] = ..., changes: _Optional[bool] = ..., statuses: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., control_plane: _Optional[_Union[ControlPlane, _Mapping]] = ..., record_asks: _Optional[_Iterable[_Union[RecordAsk, _Mapping]]] = ...) -> None: ...
+
+class RecordAsk(_message.Message):
+    __slots__ = ("number", "request_id")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    request_id: str
+    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class ControlPlane(_message.Message):
     __slots__ = ("leader", "term", "standbys")
@@ -856,10 +880,12 @@ class ControlPlane(_message.Message):
     def __init__(self, leader: _Optional[str] = ..., term: _Optional[int] = ..., standbys: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("changes",)
+    __slots__ = ("changes", "records")
     CHANGES_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
     changes: bool
-    def __init__(self, changes: _Optional[bool] = ...) -> None: ...
+    records: bool
+    def __init__(self, changes: _Optional[bool] = ..., records: _Optional[bool] = ...) -> None: ...
 
 class QuotaAmounts(_message.Message):
     __slots__ = ("requests", "tokens", "concurrent")
@@ -967,3 +993,174 @@ class AutoscalerView(_message.Message):
     held_s: float
     counters: _containers.ScalarMap[str, int]
     def __init__(self, pools: _Optional[_Iterable[_Union[PoolSizing, _Mapping]]] = ..., decisions: _Optional[_Iterable[_Union[SizingDecision, _Mapping]]] = ..., held_s: _Optional[float] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class RecordSpan(_message.Message):
+    __slots__ = ("name", "start_s", "end_s", "worker", "detail", "hidden")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    START_S_FIELD_NUMBER: _ClassVar[int]
+    END_S_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    start_s: float
+    end_s: float
+    worker: str
+    detail: str
+    hidden: bool
+    def __init__(self, name: _Optional[str] = ..., start_s: _Optional[float] = ..., end_s: _Optional[float] = ..., worker: _Optional[str] = ..., detail: _Optional[str] = ..., hidden: _Optional[bool] = ...) -> None: ...
+
+class RecordEvent(_message.Message):
+    __slots__ = ("at_s", "kind", "worker", "text")
+    AT_S_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    at_s: float
+    kind: str
+    worker: str
+    text: str
+    def __init__(self, at_s: _Optional[float] = ..., kind: _Optional[str] = ..., worker: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+
+class WorkerCandidate(_message.Message):
+    __slots__ = ("worker", "cost", "held", "load")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    COST_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    cost: float
+    held: int
+    load: int
+    def __init__(self, worker: _Optional[str] = ..., cost: _Optional[float] = ..., held: _Optional[int] = ..., load: _Optional[int] = ...) -> None: ...
+
+class RefusedWorkers(_message.Message):
+    __slots__ = ("reason", "count", "workers")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    count: int
+    workers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, reason: _Optional[str] = ..., count: _Optional[int] = ..., workers: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class PlacementChoice(_message.Message):
+    __slots__ = ("at_s", "attempt", "role", "chosen", "unit", "candidates", "others", "refused", "why")
+    AT_S_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    at_s: float
+    attempt: int
+    role: str
+    chosen: str
+    unit: str
+    candidates: _containers.RepeatedCompositeFieldContainer[WorkerCandidate]
+    others: int
+    refused: _containers.RepeatedCompositeFieldContainer[RefusedWorkers]
+    why: str
+    def __init__(self, at_s: _Optional[float] = ..., attempt: _Optional[int] = ..., role: _Optional[str] = ..., chosen: _Optional[str] = ..., unit: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[WorkerCandidate, _Mapping]]] = ..., others: _Optional[int] = ..., refused: _Optional[_Iterable[_Union[RefusedWorkers, _Mapping]]] = ..., why: _Optional[str] = ...) -> None: ...
+
+class RequestRecord(_message.Message):
+    __slots__ = ("request_id", "answer_id", "client_id", "router", "model", "tenant", "arrived", "total_s", "first_token_s", "outcome", "message", "prompt_tokens", "cached_tokens", "held_tokens", "generated", "transfer_bytes", "attempts", "migrations", "retractions", "uncertainty_s", "trace_id", "spans", "events", "choices", "left_out")
+    class CachedTokensEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_ID_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_S_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    MIGRATIONS_FIELD_NUMBER: _ClassVar[int]
+    RETRACTIONS_FIELD_NUMBER: _ClassVar[int]
+    UNCERTAINTY_S_FIELD_NUMBER: _ClassVar[int]
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    answer_id: str
+    client_id: str
+    router: str
+    model: str
+    tenant: str
+    arrived: float
+    total_s: float
+    first_token_s: float
+    outcome: str
+    message: str
+    prompt_tokens: int
+    cached_tokens: _containers.ScalarMap[str, int]
+    held_tokens: int
+    generated: int
+    transfer_bytes: int
+    attempts: int
+    migrations: int
+    retractions: int
+    uncertainty_s: float
+    trace_id: str
+    spans: _containers.RepeatedCompositeFieldContainer[RecordSpan]
+    events: _containers.RepeatedCompositeFieldContainer[RecordEvent]
+    choices: _containers.RepeatedCompositeFieldContainer[PlacementChoice]
+    left_out: int
+    def __init__(self, request_id: _Optional[str] = ..., answer_id: _Optional[str] = ..., client_id: _Optional[str] = ..., router: _Optional[str] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., arrived: _Optional[float] = ..., total_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., outcome: _Optional[str] = ..., message: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[_Mapping[str, int]] = ..., held_tokens: _Optional[int] = ..., generated: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., attempts: _Optional[int] = ..., migrations: _Optional[int] = ..., retractions: _Optional[int] = ..., uncertainty_s: _Optional[float] = ..., trace_id: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[RecordSpan, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[RecordEvent, _Mapping]]] = ..., choices: _Optional[_Iterable[_Union[PlacementChoice, _Mapping]]] = ..., left_out: _Optional[int] = ...) -> None: ...
+
+class RecordAnswer(_message.Message):
+    __slots__ = ("number", "records")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    records: _containers.RepeatedCompositeFieldContainer[RequestRecord]
+    def __init__(self, number: _Optional[int] = ..., records: _Optional[_Iterable[_Union[RequestRecord, _Mapping]]] = ...) -> None: ...
+
+class RecordReport(_message.Message):
+    __slots__ = ("router", "records", "answers")
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    router: str
+    records: _containers.RepeatedCompositeFieldContainer[RequestRecord]
+    answers: _containers.RepeatedCompositeFieldContainer[RecordAnswer]
+    def __init__(self, router: _Optional[str] = ..., records: _Optional[_Iterable[_Union[RequestRecord, _Mapping]]] = ..., answers: _Optional[_Iterable[_Union[RecordAnswer, _Mapping]]] = ...) -> None: ...
+
+class RecordQuery(_message.Message):
+    __slots__ = ("request_id", "recent")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    RECENT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    recent: int
+    def __init__(self, request_id: _Optional[str] = ..., recent: _Optional[int] = ...) -> None: ...
+
+class FoundRecords(_message.Message):
+    __slots__ = ("records", "kept_s", "asked", "answered")
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_S_FIELD_NUMBER: _ClassVar[int]
+    ASKED_FIELD_NUMBER: _ClassVar[int]
+    ANSWERED_FIELD_NUMBER: _ClassVar[int]
+    records: _containers.RepeatedCompositeFieldContainer[RequestRecord]
+    kept_s: float
+    asked: int
+    answered: int
+    def __init__(self, records: _Optional[_Iterable[_Union[RequestRecord, _Mapping]]] = ..., kept_s: _Optional[float] = ..., asked: _Optional[int] = ..., answered: _Optional[int] = ...) -> None: ...

@@ -281,6 +281,16 @@ class ControllerStub:
                 request_serializer=contracts_dot_proto_dot_worker__pb2.LatencyReport.SerializeToString,
                 response_deserializer=contracts_dot_proto_dot_worker__pb2.AutoscalerView.FromString,
                 _registered_method=True)
+        self.ReportRecords = channel.unary_unary(
+                '/twinpool.Controller/ReportRecords',
+                request_serializer=contracts_dot_proto_dot_worker__pb2.RecordReport.SerializeToString,
+                response_deserializer=contracts_dot_proto_dot_worker__pb2.Empty.FromString,
+                _registered_method=True)
+        self.FindRecords = channel.unary_unary(
+                '/twinpool.Controller/FindRecords',
+                request_serializer=contracts_dot_proto_dot_worker__pb2.RecordQuery.SerializeToString,
+                response_deserializer=contracts_dot_proto_dot_worker__pb2.FoundRecords.FromString,
+                _registered_method=True)
         self.Add = channel.unary_unary(
                 '/twinpool.Controller/Add',
                 request_serializer=contracts_dot_proto_dot_worker__pb2.PoolSize.SerializeToString,
@@ -381,6 +391,20 @@ class ControllerServicer:
 
     def ReportLatency(self, request, context):
         """Tell the autoscaler what a router has counted since its start; answers what the autoscaler does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportRecords(self, request, context):
+        """Take in what became of a router's requests, and its answers to what it was asked (ClusterView.record_asks).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FindRecords(self, request, context):
+        """Look for a request by its id, at all routers where need be; or give the latest records.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -489,6 +513,16 @@ def add_ControllerServicer_to_server(servicer, server):
                     servicer.ReportLatency,
                     request_deserializer=contracts_dot_proto_dot_worker__pb2.LatencyReport.FromString,
                     response_serializer=contracts_dot_proto_dot_worker__pb2.AutoscalerView.SerializeToString,
+            ),
+            'ReportRecords': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportRecords,
+                    request_deserializer=contracts_dot_proto_dot_worker__pb2.RecordReport.FromString,
+                    response_serializer=contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+            ),
+            'FindRecords': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindRecords,
+                    request_deserializer=contracts_dot_proto_dot_worker__pb2.RecordQuery.FromString,
+                    response_serializer=contracts_dot_proto_dot_worker__pb2.FoundRecords.SerializeToString,
             ),
             'Add': grpc.unary_unary_rpc_method_handler(
                     servicer.Add,
@@ -774,6 +808,60 @@ class Controller:
             '/twinpool.Controller/ReportLatency',
             contracts_dot_proto_dot_worker__pb2.LatencyReport.SerializeToString,
             contracts_dot_proto_dot_worker__pb2.AutoscalerView.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportRecords(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.Controller/ReportRecords',
+            contracts_dot_proto_dot_worker__pb2.RecordReport.SerializeToString,
+            contracts_dot_proto_dot_worker__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindRecords(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.Controller/FindRecords',
+            contracts_dot_proto_dot_worker__pb2.RecordQuery.SerializeToString,
+            contracts_dot_proto_dot_worker__pb2.FoundRecords.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,6 +10,7 @@ from contracts.messages.worker_events import (
     AuditEnd,
     Done,
     Event,
+    LegNote,
     LegReport,
     MigrationDone,
     MigrationPaused,
@@ -69,6 +70,7 @@ def event_to_proto(event: Event) -> pb.Event:
                     computed_tokens=event.computed_tokens,
                     transfer_bytes=event.transfer_bytes,
                     cached_by_tier=event.cached_by_tier,
+                    notes=[pb.LegNote(kind=n.kind, at_s=n.at_s, bytes=n.bytes, text=n.text) for n in event.notes],
                 )
             )
         case Done():
@@ -125,6 +127,7 @@ def event_from_proto(m: pb.Event) -> Event:
                 p.computed_tokens,
                 p.transfer_bytes,
                 dict(p.cached_by_tier),
+                tuple(LegNote(n.kind, n.at_s, n.bytes, n.text) for n in p.notes),
             )
         case "done":
             d = m.done

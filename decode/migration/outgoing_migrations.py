@@ -26,6 +26,7 @@ The router decides which request migrates where, by itself or because a worker t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 from cache.device.device_port import DONE
@@ -48,6 +49,8 @@ from transfer.rooms.sender.kv_sender import KVSender
 from transfer.rooms.sender.sender_rooms import SenderOutcome
 from worker.request_table import RequestTable
 from worker.sendable_pages import finished, portion
+
+log = logging.getLogger("twinpool.decode")
 
 
 class OutgoingMigrations:
@@ -203,6 +206,8 @@ class OutgoingMigrations:
         self._advisor.migrated(migration.bytes, self._clock.now() - migration.began)
         self._counters["migrated_out"] += 1
         self._counters["migrated_out_bytes"] += migration.bytes
+        facts = {"request_id": submit.request_id, "attempt": submit.attempt, "room": migration.room}
+        log.info("request moved", extra={**facts, "to": migration.peer.name, "bytes": migration.bytes})
         yield RouterEvent(request.session, MigrationDone(submit.request_id, submit.attempt, migration.bytes))
         yield RequestLeft(request, f"{migration.peer.name} has it")
 

@@ -27,7 +27,7 @@ from contracts.ids import Role, WorkerName
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.kept_answers import KeptAnswer
 from contracts.messages.router_commands import Submit
-from contracts.messages.worker_events import Event, LegReport, Tokens
+from contracts.messages.worker_events import Event, LegNote, LegReport, Tokens
 from contracts.sampling_params import TokenLogprob
 from contracts.state_table import StateTable
 from engine.runner.batch import TokenFromStep
@@ -151,6 +151,8 @@ class DecodeRequest:
     it."""
     marks: dict[str, float] = field(default_factory=dict)
     """Seconds from its arrival to events, by the names of `LegReport`."""
+    notes: list[LegNote] = field(default_factory=list)
+    """What happened to it since its last report."""
 
     @property
     def generated(self) -> int:
@@ -239,10 +241,13 @@ class DecodeRequest:
         return min(self.positions, end)
 
     def report(self, worker: WorkerName, *, held: int = 0, computed: int = 0, received: int = 0) -> LegReport:
-        """Return the leg's report for its router: marks, prompt tokens that were `held` here or `computed` here, and
-        bytes `received`."""
-        submit, marks = self.submit, dict(self.marks)
-        return LegReport(submit.request_id, submit.attempt, Role.DECODE, worker, marks, held, computed, received)
+        """Return the leg's report for its router: marks, prompt tokens that were `held` here or `computed` here, bytes
+        `received`, and the notes since the last report."""
+        submit, marks, notes = self.submit, dict(self.marks), tuple(self.notes)
+        self.notes.clear()
+        return LegReport(
+            submit.request_id, submit.attempt, Role.DECODE, worker, marks, held, computed, received, notes=notes
+        )
 
     def told(self, now: float) -> KeptAnswer | None:
         """Return what there is of its answer at `now`, in seconds of the clock, for a router that asks. None where it

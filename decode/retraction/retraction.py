@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from cache.manager.kv_cache_manager import KVCacheManager
 from cache.memory.required_pages import due
@@ -35,6 +36,7 @@ from contracts.clock import Clock
 from contracts.config.worker_config import DecodeConfig
 from contracts.damage import DamageSite, log_damage
 from contracts.errors import CapacityError, ErrorKind, StaleLease
+from contracts.messages.worker_events import LegNote
 from decode.request.request import DecodeEvent, DecodePhase, DecodeRequest
 from decode.request.request_outcomes import RequestFailed
 from decode.retraction.retraction_policy import RetractionRates, cheaper_to_copy, returns_first
@@ -51,6 +53,7 @@ class Retraction:
         self._leaving: list[DecodeRequest] = []
         self._away: list[DecodeRequest] = []
         self._coming: list[DecodeRequest] = []
+        self._noted: list[DecodeRequest] = []
         self._began: dict[DecodeRequest, float] = {}
         """When the copy under way of each request began, in seconds of the clock."""
         self.rates = RetractionRates()
@@ -88,6 +91,7 @@ class Retraction:
         """
         request.step(DecodeEvent.RETRACT)
         request.retractions += not on_purpose
+        request.notes.append(LegNote("retracted", self._clock.now() - request.arrived))
         self._leaving.append(request)
 
     def advance(self) -> list[RequestFailed]:
@@ -125,6 +129,9 @@ class Retraction:
         self._began[request] = began
         self.counters["retractions"] += 1
         self.counters["retracted_bytes"] += swapped.nbytes
+        if request.notes and request.notes[-1].kind == "retracted":
+            request.notes[-1] = replace(request.notes[-1], bytes=swapped.nbytes)
+        self._noted.append(request)
         self._manager.table.free(allocation)
         request.swapped, request.allocation, request.latest, request.stepped = swapped, None, None, False
 
@@ -173,7 +180,7 @@ class Retraction:
     def _damaged(self, request: DecodeRequest, where: str, pages: Mapping[str, list[int]] = {}) -> RequestFailed:
         """`pages`: the damaged pages by pool, where they are known."""
         self.counters["states_damaged_swapped"] += 1
-        facts = {"request": request.submit.request_id, "found": where, "pages": dict(pages)}
+        facts = {"request_id": request.submit.request_id, "found": where, "pages": dict(pages)}
         log_damage(log, DamageSite.RESTORE, **facts, then="its attempt ends, the next one computes it again")
         return RequestFailed(request, ErrorKind.DAMAGED, "its state was damaged while it was retracted")
 
@@ -241,10 +248,17 @@ class Retraction:
                 self.rates.saw_back(swapped.nbytes, self._clock.now() - self._began[request])
                 self.counters["resumptions"] += 1
                 self.counters["resumed_bytes"] += swapped.nbytes
+                request.notes.append(LegNote("resumed", self._clock.now() - request.arrived, swapped.nbytes))
                 self.leave(request)
                 request.step(DecodeEvent.BACK)
+                self._noted.append(request)
                 back.append(request)
         return back, lost
+
+    def take_noted(self) -> list[DecodeRequest]:
+        """Return the requests that have left the device or come back since the last call, for their routers."""
+        noted, self._noted = self._noted, []
+        return [request for request in noted if request.notes]
 
     # ------------------------------------------------------------ ends
 

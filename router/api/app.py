@@ -12,6 +12,7 @@ from contracts.build_id import package_version
 from contracts.errors import TwinpoolError
 from router.api import admin_drain as drains
 from router.api import admin_pools as pools
+from router.api import admin_requests as requests
 from router.api import admin_settings as settings
 from router.api import admin_status as admin
 from router.api.absent_endpoints import why_absent
@@ -26,6 +27,7 @@ from router.security.tenant_accounts import TenantLimited
 from router.service.request_limits import SESSION_HEADER, SLO_HEADER
 from router.service.router_service import RouterService
 from router.state.router_log import log
+from router.state.trace_context import TRACE_HEADER, read_traceparent
 from router.tokenizer_pool.tokenizer_process import FrameKind
 
 LAST_WORD_S = 5.0
@@ -201,7 +203,10 @@ async def _generate(service: RouterService, exchange: HttpExchange, kind: FrameK
     exchange.on_gone(client_left)
     slo = exchange.header(SLO_HEADER.encode())
     session = exchange.header(SESSION_HEADER.encode())
-    stream = await service.open(kind, raw, exchange.client_id, exchange.on_gone, exchange.tenant, slo, session, resume)
+    trace = read_traceparent(exchange.header(TRACE_HEADER.encode()))
+    stream = await service.open(
+        kind, raw, exchange.client_id, exchange.on_gone, exchange.tenant, slo, session, resume, trace
+    )
     del raw
     exchange.forget_body()
     try:
@@ -220,7 +225,7 @@ async def _generate(service: RouterService, exchange: HttpExchange, kind: FrameK
                 return
             await exchange.answer_parts(200, stream.answer.whole(stream.timeline() if wants_timeline else None))
     except TimeoutError:
-        log("request was not ended in time", id=stream.id, level=logging.ERROR)
+        log("request was not ended in time", request_id=stream.id, level=logging.ERROR)
         await _give_up(
             exchange, stream, ApiError(504, f"no end after {stream.timeout_s:g} s", "server_error", "deadline")
         )
@@ -406,6 +411,7 @@ PREFIX_ROUTES: Routes = {
     "/cluster/restart/": {"POST": pools.restart},
     "/cluster/cordon/": {"POST": pools.cordon},
     "/cluster/uncordon/": {"POST": pools.uncordon},
+    requests.PREFIX: {"GET": requests.explain},
 }
 
 OPERATORS = frozenset({"/metrics", "/load"}) | {

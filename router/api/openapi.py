@@ -117,6 +117,9 @@ def openapi_document() -> dict[str, Any]:
     paths["/cluster/status"] = {
         "get": _operation("/cluster/status", "The workers (operators only)", answers("Workers", OPERATION))
     }
+    requests = "/cluster/requests/{request}"
+    summary = "What became of a request, by its id (operators only)"
+    paths[requests] = {"get": _operation(requests, summary, answers("Records", (400, *OPERATION)))}
     for path, (summary, name, flags) in _OPERATIONS.items():
         statuses = (400, *OPERATION) if path in _CHECKED else OPERATION
         statuses = (*statuses, 413) if path in _WITH_BODY else statuses

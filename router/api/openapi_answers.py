@@ -181,6 +181,7 @@ SCHEMAS: dict[str, Schema] = {
     "Version": _object(version=TEXT),
     "Load": _object(server_load=_INTEGER),
     "Workers": _object(workers=_array(_OBJECT)),
+    "Records": _object(records=_array(_OBJECT)),
     "Check": _object(ok=_BOOLEAN, workers=_array(_OBJECT)),
     "Operation": _OBJECT,
 }

@@ -17,10 +17,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from contracts.ids import RequestId, Role
+from contracts.messages.request_record import PlacementChoice
 from router.core.local_prefill import LocalPrefill, LocalReason
+from router.core.placement_choice import Considered, explained
 from router.core.routing_policies import RoutingAsk, RoutingPolicy
 from router.kv_indexer.prefix_indexes import PrefixIndexes, PromptHits
 from router.state.able_workers import AbleWorkers
@@ -39,6 +41,8 @@ class WorkerPair:
     """None where only one token is left to draw: prefill draws it."""
     local: LocalReason | None = None
     """Why a decode worker computes the prompt; None where it doesn't."""
+    considered: tuple[Considered, ...] = field(default=(), compare=False)
+    """What each of them was chosen from."""
 
     @property
     def one(self) -> bool:
@@ -77,8 +81,8 @@ class Placement:
     def pick(self, r: RoutedRequest, now: float) -> WorkerPair | None:
         """The pair of workers for a request's next attempt; None while there is none."""
         if self._workers.colocated:
-            both = self._pick_prefill(Role.COLOCATED, r, now, None)
-            pair = WorkerPair(both, both) if both is not None else None
+            seen = self._pick_prefill(Role.COLOCATED, r, now, None)
+            pair = WorkerPair(seen.chosen, seen.chosen, considered=(seen,)) if seen is not None else None
         else:
             pair = self._pick_pair(r, now)
             if self._local is not None:
@@ -98,17 +102,22 @@ class Placement:
             if not decoders:
                 return None  # before the indexes are asked: many requests may wait
             classes = decoders.classes()
-        prefill = self._pick_prefill(Role.PREFILL, r, now, classes)
-        if prefill is None:
+        seen = self._pick_prefill(Role.PREFILL, r, now, classes)
+        if seen is None:
             return None
+        prefill = seen.chosen
         if decoders is None:
-            return WorkerPair(prefill, None)
+            return WorkerPair(prefill, None, considered=(seen,))
         spoiled = {decode for other, decode in r.spoiled if other == prefill.key}
         hits = self._indexes.hits(r.hashes, now)
         able = decoders.of_class({prefill.handover})
         if spoiled:
             able = able.where(lambda e: e.key not in spoiled) or able
-        return WorkerPair(prefill, self._policy.decode(able, self._ask(r, hits, now))) if able else None
+        if not able:
+            return None
+        ask = self._ask(r, hits, now)
+        decode = self._policy.decode(able, ask)
+        return WorkerPair(prefill, decode, considered=(seen, Considered(Role.DECODE, able, decode, ask, peer=prefill)))
 
     def _pick_local(
         self, r: RoutedRequest, pair: WorkerPair | None, local: LocalPrefill, now: float
@@ -123,25 +132,34 @@ class Placement:
             reason = LocalReason.NO_PREFILL
         elif pair.decode is not None and (pair.prefill.key, pair.decode.key) in r.spoiled:
             reason = LocalReason.HANDOVER_FAILED
-        hits = self._indexes.hits(r.hashes, now)
+        hits, why = self._indexes.hits(r.hashes, now), str(reason)
         if reason is LocalReason.EARLIER:
             able = able.where(lambda e: local.has_room(e, r.next_position - hits.held.get(e.key, 0)))
             if not able:
                 return None
-        decode = self._policy.local(able, self._ask(r, hits, now))
+        ask = self._ask(r, hits, now)
+        decode = self._policy.local(able, ask)
         if reason is LocalReason.EARLIER and pair is not None:
             here = local.local_s(r, decode, self._uncached(r, decode, now), pair.prefill, now)
             lacking = r.next_position - (hits.device.get(pair.decode.key, 0) if pair.decode is not None else 0)
             there = local.handover_s(r, pair.prefill, self._uncached(r, pair.prefill, now), pair.decode, lacking, now)
             if here is None or there is None or here >= there:
                 return None
-        return WorkerPair(decode, decode, reason)
+            why = f"its first token is expected after {here:.3f} s, by a hand-over after {there:.3f} s"
+        return WorkerPair(decode, decode, reason, (Considered(Role.DECODE, able, decode, ask, why=why),))
+
+    def explain(self, r: RoutedRequest, pair: WorkerPair) -> list[PlacementChoice]:
+        """Who could have been chosen instead, of a pair that was picked and isn't booked yet."""
+        return [explained(seen, r, self._policy) for seen in pair.considered]
 
     def _pick_prefill(
         self, role: Role, r: RoutedRequest, now: float, classes: Container[str] | None
-    ) -> WorkerEntry | None:
+    ) -> Considered | None:
         able = self._in_class(r, self._able(role, r.max_len, r.avoid, now, classes))
-        return self._policy.prefill(able, self._ask(r, self._indexes.hits(r.hashes, now), now)) if able else None
+        if not able:
+            return None
+        ask = self._ask(r, self._indexes.hits(r.hashes, now), now)
+        return Considered(role, able, self._policy.prefill(able, ask), ask)
 
     @staticmethod
     def _in_class(r: RoutedRequest, able: AbleWorkers) -> AbleWorkers:

@@ -13,7 +13,7 @@ from contracts.sampling_params import TokenLogprob
 from router.core.answer_asks import AskEnded
 from router.state.routed_request import AttemptCost
 from router.state.worker_table import WorkerKey
-from router.verification.audit_cases import AuditFinding
+from router.verification.audit_cases import AuditEnded, AuditFinding
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,9 @@ class NoteReplay:
     reason: str
 
 
-RouterAction = SendCommand | DeliverTokens | DeliverScores | EndRequest | NoteReplay | AuditFinding | AskEnded
+RouterAction = (
+    SendCommand | DeliverTokens | DeliverScores | EndRequest | NoteReplay | AuditFinding | AuditEnded | AskEnded
+)
 
 
 @dataclass(slots=True)

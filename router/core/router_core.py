@@ -21,7 +21,7 @@ from contracts.clock import Clock
 from contracts.config.cache_config import CacheConfig
 from contracts.config.router_config import AuditConfig, RouterConfig
 from contracts.errors import ErrorKind
-from contracts.ids import RequestId, Role, RoomId
+from contracts.ids import RequestId, Role, RoomId, room_of
 from contracts.messages.kept_answers import Attached, Detach
 from contracts.messages.router_commands import Cancel, Submit
 from contracts.messages.worker_events import Audited, Done, Event, LegReport, PromptScores, Tokens
@@ -47,6 +47,7 @@ from router.core.worker_rates import PoolRates
 from router.kv_indexer.prefix_indexes import PrefixIndexes
 from router.kv_indexer.told_prefixes import ToldPrefixes
 from router.migration.migrations import Migrations
+from router.state.request_journal import JournalKind
 from router.state.routed_request import AttemptCost, AttemptLeg, RoutedRequest
 from router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
 from router.verification.audits import Audits
@@ -108,6 +109,7 @@ class RouterCore:
         actions, self._actions = self._actions, []
         actions += [SendCommand(worker, command) for worker, command in self.audits.take_commands()]
         actions += self.audits.take_findings()
+        actions += self.audits.take_ended()
         actions += [SendCommand(worker, command) for worker, command in self.asks.take_commands()]
         actions += self.asks.take_ended()
         return actions
@@ -288,7 +290,8 @@ class RouterCore:
             r.step("place")
             r.first_placed = now if r.first_placed is None else r.first_placed
             r.computed_by(pair.prefill.numerics)
-            r.room = RoomId(self._mint_room())
+            r.room = room_of(r.id, self._mint_room())
+            choices = self._placement.explain(r, pair)
             self._placement.book(r, pair, now)
             self.counts.local_prompts.update([r.local] if r.local else ())
             submit = _submit(r, r.room, now)
@@ -299,6 +302,8 @@ class RouterCore:
                 submit = replace(submit, name=None)  # Nobody keeps what prefill answers alone.
             self._actions.append(SendCommand(pair.prefill.key, submit))
             r.legs.append(AttemptLeg(r.attempt, r.next_position, dict(r.workers)))
+            r.journal.note(now, JournalKind.PLACED, r.attempt, workers=dict(r.workers), text=r.local)
+            r.journal.chose(now, choices)
 
     # ------------------------------------------------------------ events
 
@@ -330,16 +335,19 @@ class RouterCore:
                 if role is Role.DECODE and not r.decode_spoke:
                     self.workers.succeeded({r.prefill, r.decode}, r.id, now)
                 elif role is Role.PREFILL:
+                    r.journal.note(now, JournalKind.FIRST_TOKEN, r.attempt, r.workers.get(role, ""))
                     self._placement.computed(r, now)
                 self._actions += _delivered(r, *r.accept(event, role))
             case LegReport():
+                again = any(p.role is event.role and p.attempt == event.attempt for p in r.progress)
                 r.progress.append(event)
+                r.journal.note(now, JournalKind.REPORT, r.attempt, event.worker, report=event)
                 if role is Role.PREFILL:
                     r.reported = True
                     self._placement.prefilled(r, now)
                 else:
                     self.counts.fallbacks += bool(event.computed_tokens)
-                    if "exposed" in event.marks and not r.decode_spoke:  # Later reports have the mark again.
+                    if "exposed" in event.marks and not again:  # Later reports have the mark again.
                         self._placement.transferred(r, event.cached_tokens, event.marks["exposed"])
             case PromptScores():
                 if not r.scores_in:
@@ -394,6 +402,7 @@ class RouterCore:
                 if retry.avoid is not None:
                     r.avoid[retry.avoid] = retry.avoid_until
                 r.not_before, r.waiting_since = retry.not_before, now
+                r.journal.note(now, JournalKind.REPLAYED, r.attempt, _named(failure.reporter), failure.reason)
                 r.step("replay")
                 self._actions.append(NoteReplay(r.id, r.attempt, failure.reason))
                 self.requests.queued[r.id] = r
@@ -465,6 +474,10 @@ def _submit(r: RoutedRequest, room: RoomId, now: float) -> Submit:
 
 def _delivered(r: RoutedRequest, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> list[DeliverTokens]:
     return [DeliverTokens(r.id, tokens, logprobs)] if tokens else []
+
+
+def _named(worker: WorkerKey | None) -> str:
+    return worker[0] if worker is not None else ""
 
 
 def _failed(r: RoutedRequest, kind: ErrorKind, message: str) -> Done:

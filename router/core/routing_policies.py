@@ -11,7 +11,7 @@ import hashlib
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,10 @@ class RoutingAsk:
 class RoutingPolicy(Protocol):
     """Chooses among workers; there is at least one."""
 
+    prefill_unit: str
+    """What `prefill_cost` counts, in words."""
+    decode_unit: str
+
     def prefill(self, able: Sequence[WorkerEntry], ask: RoutingAsk) -> WorkerEntry:
         """Choose the worker that computes the prompt, on a colocated worker also what follows."""
 
@@ -49,13 +53,31 @@ class RoutingPolicy(Protocol):
     def local(self, able: Sequence[WorkerEntry], ask: RoutingAsk) -> WorkerEntry:
         """Choose the decode worker that computes the prompt, too, were no prefill worker to compute it."""
 
+    def prefill_cost(self, able: AbleWorkers, ask: RoutingAsk) -> NDArray[Any]:
+        """What `prefill` goes by, for each worker; the least is the best: (workers,)."""
+
+    def decode_cost(self, able: AbleWorkers, ask: RoutingAsk) -> NDArray[Any]:
+        """What `decode` goes by: (workers,)."""
+
 
 def least_loaded(able: Sequence[WorkerEntry]) -> WorkerEntry:
     some = AbleWorkers.of(able)
     return some.least(some.column("whole_load"), some.column("turn"))
 
 
-class LeastLoaded:
+class ByLoad:
+    """What each worker has in flight, as the cost of those policies that go by it, and to look at of the others."""
+
+    prefill_unit = "prompt tokens in flight"
+    decode_unit = "sequences in flight"
+
+    def prefill_cost(self, able: AbleWorkers, ask: RoutingAsk) -> NDArray[Any]:
+        return able.column("whole_load")
+
+    decode_cost = prefill_cost
+
+
+class LeastLoaded(ByLoad):
     """The fewest prompt tokens in flight, the fewest sequences."""
 
     def prefill(self, able: Sequence[WorkerEntry], ask: RoutingAsk) -> WorkerEntry:
@@ -64,7 +86,7 @@ class LeastLoaded:
     decode = local = prefill
 
 
-class RoundRobin:
+class RoundRobin(ByLoad):
     """The worker that was chosen longest ago."""
 
     def prefill(self, able: Sequence[WorkerEntry], ask: RoutingAsk) -> WorkerEntry:
@@ -74,7 +96,7 @@ class RoundRobin:
     decode = local = prefill
 
 
-class PowerOfTwo:
+class PowerOfTwo(ByLoad):
     """The less loaded of two drawn at random (Mitzenmacher 2001, "The power of two choices in randomized load
     balancing")."""
 
@@ -87,7 +109,7 @@ class PowerOfTwo:
     decode = local = prefill
 
 
-class Session:
+class Session(ByLoad):
     """The same worker for the same session: the one whose name has the highest hash with it (rendezvous hashing, Thaler
     and Ravishankar 1998). When a worker goes, its sessions alone move; when it is back, they return."""
 
@@ -112,8 +134,16 @@ class CacheAware:
     def __init__(self, rates: PoolRates, prefetch: PrefetchConfig) -> None:
         self._rates, self._prefetch = rates, prefetch
 
+    prefill_unit = "prompt tokens to be computed before its first token"
+    decode_unit = "sequences in flight, less what it holds of the prompt"
+
     def prefill(self, able: Sequence[WorkerEntry], ask: RoutingAsk) -> WorkerEntry:
         some = AbleWorkers.of(able)
+        uncached = ask.positions - ask.hits.held_of(some)
+        return some.least(self.prefill_cost(some, ask), uncached, some.column("turn"))
+
+    def prefill_cost(self, able: AbleWorkers, ask: RoutingAsk) -> NDArray[Any]:
+        some = able
         slowness, load_share, per_s = self._rates.of(some).T
         here, measured = ask.hits.held_of(some), per_s > 0
         uncached = ask.positions - here
@@ -127,14 +157,18 @@ class CacheAware:
                 tokens -= np.where(measured, stored, 0.0)
             loaded = (here - ask.hits.device_of(some)) * load_share
             tokens = np.where(measured, tokens * slowness + loaded, tokens)
-        return some.least(tokens, uncached, some.column("turn"))
+        return tokens
 
     def decode(self, able: Sequence[WorkerEntry], ask: RoutingAsk) -> WorkerEntry:
-        some, positions = AbleWorkers.of(able), max(1, ask.positions)
+        some = AbleWorkers.of(able)
         here, room = ask.hits.device_of(some), some.column("headroom")
         short = np.where(room == UNKNOWN_ROOM, 0, np.maximum(0, ask.max_len - here - room))
-        load = some.column("whole_load") - np.minimum(1.0, here / positions)
-        return some.least(short, load, some.column("turn"))
+        return some.least(short, self.decode_cost(some, ask), some.column("turn"))
+
+    def decode_cost(self, able: AbleWorkers, ask: RoutingAsk) -> NDArray[Any]:
+        here = ask.hits.device_of(able)
+        cost: NDArray[Any] = able.column("whole_load") - np.minimum(1.0, here / max(1, ask.positions))
+        return cost
 
     def local(self, able: Sequence[WorkerEntry], ask: RoutingAsk) -> WorkerEntry:
         held = ask.hits.held

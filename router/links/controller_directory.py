@@ -19,6 +19,7 @@ from contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts
 from contracts.messages.control_plane import ControlPlane
 from contracts.messages.pool_changes import PoolChange
 from contracts.messages.quota import QuotaClaim, QuotaSlice
+from contracts.messages.request_record import FoundRecords, RequestRecord
 from contracts.messages.settings_change import SettingsAnswer, SettingsChange
 from contracts.messages.worker_status import WorkerRecord, WorkerView
 from contracts.proto import worker_pb2 as pb
@@ -28,6 +29,7 @@ from contracts.wire.controller_turns import ControllerTurns, call_leader
 from contracts.wire.grpc_channels import channel_options
 from contracts.wire.pool_change_protobuf import call_for
 from contracts.wire.quota_protobuf import claim_to_proto, slice_from_proto
+from contracts.wire.record_protobuf import record_from_proto, record_to_proto
 from contracts.wire.secure_grpc import open_channel
 from contracts.wire.settings_protobuf import answer_from_proto, change_to_proto
 from contracts.wire.unknown_kinds import known
@@ -38,6 +40,8 @@ from router.state.router_log import log
 COMMAND_TIMEOUT_S = 20.0
 """Seconds for an operator's call: a controller that has ended is started again, or another leads, within seconds, and
 the command is then carried out instead of refused."""
+FIND_TIMEOUT_S = 4.0
+"""Seconds for the controller to look for a request, at other routers where need be."""
 LEASE_TIMEOUT_S = 1.0
 """Seconds for which a request waits for its tenant's slice at most; then the controller counts as away."""
 
@@ -65,6 +69,7 @@ class ControllerDirectory:
         self._listeners: list[Callable[[tuple[WorkerView, ...]], None]] = []
         self._views: tuple[WorkerView, ...] | None = None
         self._task: asyncio.Task[None] | None = None
+        self._answer: Callable[[int, str], None] | None = None
         self._stub: Any = None
         """The controller, while its table is being watched."""
 
@@ -148,6 +153,40 @@ class ControllerDirectory:
         except ValueError as error:
             raise ConnectionError(f"an answer that can't be read: {error}") from None
 
+    async def report_records(
+        self, router: str, records: Sequence[RequestRecord], answers: Sequence[tuple[int, Sequence[RequestRecord]]]
+    ) -> None:
+        """Tell the controller of `router`'s requests, and answer its questions. Raises as `report_latency` does."""
+        report = pb.RecordReport(
+            router=router,
+            records=map(record_to_proto, records),
+            answers=[pb.RecordAnswer(number=number, records=map(record_to_proto, found)) for number, found in answers],
+        )
+        await self._tell_leader(lambda stub, **options: stub.ReportRecords(report, **options), LEASE_TIMEOUT_S)
+
+    async def find_records(self, request_id: str, recent: int = 0) -> FoundRecords:
+        """What the controller and other routers know of a request; with an empty id the latest `recent` records. Raises
+        as `report_latency` does."""
+        query = pb.RecordQuery(request_id=request_id, recent=recent)
+        found = await self._tell_leader(lambda stub, **options: stub.FindRecords(query, **options), FIND_TIMEOUT_S)
+        try:
+            records = known(record_from_proto, found.records)[0]
+        except WireError as error:
+            raise ConnectionError(f"an answer that can't be read: {error}") from None
+        return FoundRecords(records, found.kept_s, found.asked, found.answered)
+
+    def on_record_ask(self, answer: Callable[[int, str], None]) -> None:
+        self._answer = answer
+
+    async def _tell_leader(self, call: Callable[..., Any], timeout_s: float) -> Any:
+        """Make one call of the controller whose table is being watched. Raises `ConnectionError`."""
+        if self._stub is None:
+            raise ConnectionError("the controller is away")
+        try:
+            return await call(self._stub, timeout=timeout_s, metadata=access_metadata(cluster_secret()))
+        except grpc.aio.AioRpcError as error:
+            raise ConnectionError(f"{error.code().name}: {error.details()}") from None
+
     def control_plane(self) -> ControlPlane | None:
         """The controllers as they were told last; None where none has told."""
         return self._told and self._told._replace(away=self._stub is None)
@@ -194,6 +233,11 @@ class ControllerDirectory:
         if message.HasField("control_plane"):
             plane = message.control_plane
             self._told = ControlPlane(plane.leader, plane.term, tuple(plane.standbys)) if plane.leader else None
+        for ask in message.record_asks:
+            if self._answer is not None:
+                self._answer(ask.number, ask.request_id)
+        if message.record_asks and message.changes and not (message.workers or message.statuses):
+            return  # A question, and no news of workers.
         self._views = tuple(rows.values())
         self._tell(self._views)
 
@@ -208,7 +252,9 @@ class ControllerDirectory:
                 async with self._channel(target) as channel:
                     stub: Any = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
                     async for view in stub.Watch(
-                        pb.WatchRequest(changes=True), wait_for_ready=patient, metadata=metadata
+                        pb.WatchRequest(changes=True, records=self._answer is not None),
+                        wait_for_ready=patient,
+                        metadata=metadata,
                     ):
                         pause, self._stub = self.RETRY_FIRST_S, stub
                         self._take(view)

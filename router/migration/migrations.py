@@ -28,7 +28,7 @@ from typing import Protocol
 from contracts.clock import Clock
 from contracts.config.router_config import RouterConfig
 from contracts.errors import ErrorKind
-from contracts.ids import RequestId, Role, RoomId
+from contracts.ids import RequestId, Role, room_of
 from contracts.messages.router_commands import (
     Cancel,
     Command,
@@ -60,6 +60,7 @@ from router.migration.migration_table import (
     MigrationState,
 )
 from router.migration.prefix_transfers import PrefixTransfers
+from router.state.request_journal import JournalKind
 from router.state.routed_request import RoutedRequest, RoutingPhase
 from router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
 
@@ -205,11 +206,12 @@ class Migrations:
         target = self._placement.pick_decode(r, avoid, now, {source.handover})
         if target is None:
             return False
-        rooms = RoomId(self._mint_room()), RoomId(self._mint_room())
+        rooms = room_of(r.id, self._mint_room()), room_of(r.id, self._mint_room())
         migration = Migration(r.decode, target.key, r.next_attempt(), *rooms, now)
         self._under_way[r.id] = r, migration
         target.book(r.id, target.sequence_load, r.max_len)
         self.counts.begun += 1
+        r.journal.note(now, JournalKind.MOVE_BEGUN, r.attempt, source.record.name, f"to {target.record.name}")
         self._send(r.decode, PushPrefix(r.id, r.attempt, migration.ahead, target.peer))
         return True
 
@@ -241,6 +243,7 @@ class Migrations:
             return
         migration.step(MigrationEvent.PAUSED, now)
         migration.paused_at = now
+        r.journal.note(now, JournalKind.MOVE_PAUSED, migration.attempt, source.record.name)
         submit = Submit(
             request_id=r.id,
             attempt=migration.attempt,
@@ -277,6 +280,8 @@ class Migrations:
         assert target is not None, "who speaks has an entry"
         self._workers.succeeded((migration.target,), r.id, now)
         r.hand_over(migration.target, target.record.name, migration.attempt, migration.room)
+        text = f"from {migration.source[0]}, which stood still for {paused_s:.3f} s"
+        r.journal.note(now, JournalKind.MOVED, migration.attempt, target.record.name, text)
 
     def _give_up(
         self, r: RoutedRequest, migration: Migration, reason: str, *, over: bool = False, tell_source: bool = True
@@ -286,6 +291,7 @@ class Migrations:
         `over`: the target has ended its attempt itself. `tell_source`: whether the source is to be told.
         """
         given, ahead = migration.state is MigrationState.GIVEN, migration.state is MigrationState.AHEAD
+        r.journal.note(self._clock.now(), JournalKind.MOVE_UNDONE, r.attempt, migration.source[0], reason)
         self._end(r, migration, over=over, event=MigrationEvent.END if given else MigrationEvent.BACK)
         self.counts.stayed += 1
         if r.id in self._wishes:

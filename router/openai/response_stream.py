@@ -14,6 +14,7 @@ from router.openai.choice_output import ChoiceOutput, OutputDelta
 from router.openai.generate_request import GenerateRequest
 from router.openai.numbered_events import NumberedEvents
 from router.openai.request_timeline import timeline_of
+from router.state.trace_context import NO_TRACE, TraceContext
 
 
 class AnswerWriter(Protocol):
@@ -67,6 +68,7 @@ class ResponseStream:
         "request",
         "tenant",
         "timeout_s",
+        "trace",
     )
 
     def __init__(
@@ -80,10 +82,12 @@ class ResponseStream:
         tenant: str = "",
         numbered: NumberedEvents | None = None,
         answer_key: str = "",
+        trace: TraceContext = NO_TRACE,
     ) -> None:
         """`numbered`: numbers the events of a stream whose client may come back for the rest. `answer_key`: under which
         it is claimed (`router.service.answer_claims`); empty where its client can't come back."""
         self.answer_key = answer_key
+        self.trace = trace
         self.id = stream_id
         self.numbered = numbered
         self.tenant = tenant
@@ -212,8 +216,9 @@ class ResponseStream:
         """Return the fields of a log line about this request."""
         first = self.choices[0].request
         return {
-            "id": self.id,
+            "request_id": self.id,
             "client_id": self.client_id,
+            **({"trace_id": self.trace.trace_id} if self.trace.trace_id else {}),
             **({"tenant": self.tenant} if self.tenant else {}),
             "choices": len(self.choices),
             "prompt_tokens": len(first.prompt),

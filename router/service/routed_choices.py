@@ -17,6 +17,7 @@ from router.openai_responses.responses_writer import ResponsesWriter
 from router.service.restored_choice import KeyedRequest, request_ids
 from router.state.routed_request import RoutedRequest
 from router.state.tenant_share import TenantShare
+from router.state.trace_context import NO_TRACE, TraceContext
 from router.text.tokenizer import ModelTokenizer
 from router.tokenizer_pool.prepare_request import PreparedPrompt
 
@@ -46,6 +47,7 @@ class OpenedRequest:
     client_id: str
     keyed: KeyedRequest | None
     """What is known of its answer, where its client may come back; else None."""
+    trace: TraceContext = NO_TRACE
 
     def routed(self, now: float, nonce: str) -> list[RoutedRequest]:
         """The choices, of which nothing is booked yet, as far as workers have kept those of a request with a key.
@@ -93,6 +95,7 @@ class OpenedRequest:
             self.share.tenant,
             numbered,
             key,
+            self.trace,
         )
         choices = []
         for index, one in enumerate(routed):

@@ -28,6 +28,7 @@ from contracts.ids import RequestId, Role
 from contracts.interfaces.discovery import WorkerDirectory
 from contracts.key_file import TenantLimits
 from contracts.messages.control_plane import ControlPlane
+from contracts.messages.record_ring import RecordRing
 from contracts.messages.router_commands import Command
 from contracts.messages.worker_events import Done, Event, LegReport
 from router.core.answer_asks import AskEnded, FoundAnswer
@@ -45,6 +46,8 @@ from router.openai.response_stream import ResponseStream
 from router.openai.resume_headers import ResumeHeaders
 from router.openai.structured_output import may_need_grammar
 from router.openai_responses.responses_request import renamed
+from router.records.kept_records import KeptRecords
+from router.records.record_reports import RecordListener, RecordReports
 from router.security.answer_identity import AnswerIdentity, identity_of
 from router.security.api_keys import ApiKeys
 from router.security.tenant_accounts import TenantAccounts
@@ -58,12 +61,13 @@ from router.service.routed_choices import OpenedRequest, RequestTimes
 from router.state.routed_request import RoutedRequest
 from router.state.router_log import log
 from router.state.tenant_share import TenantShare
+from router.state.trace_context import NO_TRACE, TraceContext
 from router.state.worker_table import WorkerKey
 from router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 from router.tokenizer_pool.prepare_request import BodyReader, PreparedPrompt, body_limit
 from router.tokenizer_pool.tokenizer_pool import TokenizerPool
 from router.tokenizer_pool.tokenizer_process import REQUESTS, TEXTS, FrameKind, prepared_of, setup_frame
-from router.verification.audit_cases import AuditFinding
+from router.verification.audit_cases import AuditEnded, AuditFinding
 from router.verification.stream_watch import StreamWatch
 from router.verification.verification_log import log_finding, log_flag
 
@@ -104,9 +108,13 @@ class RouterService:
         mint: Callable[[], str] = lambda: secrets.token_hex(12),
         kv_index: Path | None = None,
         control_plane: Callable[[], ControlPlane | None] = lambda: None,
+        name: str = "router",
+        recorder: RecordListener | None = None,
+        wall: Callable[[], float] = time.time,
     ) -> None:
-        """`kv_index`: where the table of this host's KV index is; None: there is none. `control_plane` returns what is
-        known of the controllers, None where there is one that nobody replaces."""
+        """`name`: this router's, in its records. `recorder`: who is told of its requests; None: nobody. `wall`: seconds
+        since 1970. `kv_index`: where the table of this host's KV index is; None: there is none. `control_plane` returns
+        what is known of the controllers, None where there is one that nobody replaces."""
         spec = self.spec = served_as(spec, config.router.served_model_name)
         self.config, self.security = config.router, config.security
         self.started = int(time.time())
@@ -166,8 +174,22 @@ class RouterService:
             on_events=self._on_events,
         )
         self.claims = AnswerClaims(self.core)
-        self._mint = mint
         self._owners: dict[RequestId, tuple[ResponseStream, ChoiceOutput]] = {}
+        self.records = KeptRecords(
+            f"{name}-{mint()[:8]}" if recorder is not None else name,
+            spec.name,
+            RecordRing(config.router.kept_records, config.router.kept_record_bytes),
+            self.clock,
+            wall,
+            self._owners.values,
+        )
+        self.reports: RecordReports | None = None
+        """None: nobody is told of requests."""
+        if recorder is not None and config.router.reported_records:
+            self.reports = RecordReports(self.records, recorder, self.clock, config.router.reported_records)
+            self.metrics.sources.append(self.reports.families)
+        self.recorder = recorder
+        self._mint = mint
         self._reserved = 0
         """Choices that are admitted and have not ended; a body at the reader processes counts as one."""
         self._ticker: asyncio.Task[None] | None = None
@@ -188,6 +210,8 @@ class RouterService:
             self.quotas.close()
         if self.latency is not None:
             self.latency.close()
+        if self.reports is not None:
+            self.reports.close()
         await self.readers.close()
         await self.worker_links.close()
 
@@ -202,6 +226,8 @@ class RouterService:
                     self.quotas.tick()
                 if self.latency is not None:
                     self.latency.tick()
+                if self.reports is not None:
+                    self.reports.tick()
                 self.core.tick()
                 self._act()
             except Exception:  # Our own bug; without further ticks no deadline would be kept.
@@ -236,6 +262,7 @@ class RouterService:
         slo: str = "",
         session: str = "",
         resume: ResumeHeaders | None = None,
+        trace: TraceContext = NO_TRACE,
     ) -> ResponseStream:
         """Read and tokenise a request's body, admit the request, and submit its choices to the router core.
 
@@ -292,6 +319,7 @@ class RouterService:
                 TenantShare(tenant, allowed.weight),
                 client_id,
                 keyed,
+                trace,
             )
             routed = opened.routed(self.clock.now(), self._mint() if keyed is not None else "")
             new = routed if keyed is None else keyed.new(routed)
@@ -356,7 +384,13 @@ class RouterService:
         if self.security.log_prompts:
             client_id, tenant = opened.client_id, opened.share.tenant
             for choice in choices[:: opened.request.n]:
-                log("prompt", id=stream.id, client_id=client_id, tenant=tenant, tokens=list(choice.request.prompt))
+                log(
+                    "prompt",
+                    request_id=stream.id,
+                    client_id=client_id,
+                    tenant=tenant,
+                    tokens=list(choice.request.prompt),
+                )
         self._reserved += len(choices)
         for choice in choices:
             self._owners[choice.request.id] = (stream, choice)
@@ -374,7 +408,13 @@ class RouterService:
     def _catch_up(self, stream: ResponseStream, choice: ChoiceOutput, found: FoundAnswer) -> None:
         """Tell the client what a worker has kept of a choice, and go on from there."""
         kept, routed = found.answer, choice.request
-        log("answer resumed", id=stream.id, worker=found.worker[0], tokens=len(kept.tokens), running=kept.running)
+        log(
+            "answer resumed",
+            request_id=stream.id,
+            worker=found.worker[0],
+            tokens=len(kept.tokens),
+            running=kept.running,
+        )
         if kept.tokens:
             choice.first_at = choice.last_at = self.clock.now()
         stream.push_each(choice.take_each(kept.tokens, kept.logprobs))
@@ -402,6 +442,7 @@ class RouterService:
             if choice.request.id in self._owners:
                 took = True
                 give_up(choice.request.id)
+                choice.ended_at = self.clock.now()
                 self._release(choice)
         self.claims.ended(stream)
         if took:
@@ -455,9 +496,16 @@ class RouterService:
                 elif type(action) is EndRequest:
                     self._end(action)
                 elif type(action) is NoteReplay:
-                    log("request replayed", id=action.request_id, attempt=action.attempt, reason=action.reason)
+                    log(
+                        "request replayed",
+                        request_id=action.request_id,
+                        attempt=action.attempt,
+                        reason=action.reason,
+                    )
                 elif type(action) is AuditFinding:
                     log_finding(action)
+                elif type(action) is AuditEnded:
+                    self.records.audited(action)
                 elif type(action) is AskEnded:
                     self.claims.on_ended(action)
         for key, commands in sends.items():
@@ -482,7 +530,7 @@ class RouterService:
             else:
                 stream.push(choice.take(action.tokens, action.logprobs))
         except Exception:  # A fault in one answer's text must not end the others.
-            log("answer failed", trace=True, id=stream.id)
+            log("answer failed", trace=True, request_id=stream.id)
             choice.fail("the router failed to turn tokens into text")
             self.core.cancel(action.request_id)
             self._close_choice(stream, choice)
@@ -506,7 +554,7 @@ class RouterService:
             elif piece is not None:
                 stream.push(piece)
         except Exception:
-            log("answer failed", trace=True, id=stream.id)
+            log("answer failed", trace=True, request_id=stream.id)
             choice.fail("the router failed to turn tokens into text")
         self._close_choice(stream, choice)
 
@@ -536,6 +584,10 @@ class RouterService:
                 self.tenants.ended(owner[0].tenant)
             if self.watch is not None:
                 self.watch.end(choice.request.id)
+            try:
+                self.records.ended(*owner)
+            except Exception:  # Our own bug; the request has ended well, and others go on.
+                log("no record", level=logging.ERROR, trace=True, request_id=choice.request.id)
 
     def _of_bodies(self) -> Iterator[Metric]:
         text = "Memory of bodies that are being received, their first 64 KiB left out"

@@ -98,6 +98,23 @@ class WorkerColumns:
             at = np.sort(np.append(at, np.array(trials, np.intp)))
         return AbleWorkers(self, at)
 
+    def count(self, role: Role) -> int:
+        """How many workers of `role` there are, whatever their state."""
+        return int(np.count_nonzero(self["role"] == _ROLES[role]))
+
+    def refusals(self, role: Role, need: int, now: float) -> dict[str, list[int]]:
+        """Why workers of `role` can't take a request of `need` positions now, with their places in the table; those
+        behind an open breaker may be there although it admits a trial."""
+        of_role, serves = self["role"] == _ROLES[role], self["serves"]
+        small, refuses = self["positions"] < need, self["refuses_until"] > now
+        reasons = {
+            "not ready, or not linked": ~serves,
+            f"too small for {need} positions": serves & small,
+            "drains: it has just refused a request": serves & ~small & refuses,
+            "its circuit breaker is open": serves & ~small & ~refuses & ~self["closed"],
+        }
+        return {reason: np.flatnonzero(of_role & rows).tolist() for reason, rows in reasons.items()}
+
     def codes(self, classes: Container[str]) -> list[int]:
         """The numbers of hand-over classes in the column `handover`."""
         return [code for name, code in self._handovers.items() if name in classes]

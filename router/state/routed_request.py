@@ -26,6 +26,7 @@ from contracts.messages.worker_events import Done, Event, LegReport, Tokens
 from contracts.sampling_params import SamplingParams, TokenLogprob
 from router.state.prefill_queue import TtftPrediction
 from router.state.prefix_hashes import BLOCK_TOKENS, NO_HASHES, PrefixHashes
+from router.state.request_journal import JournalKind, RequestJournal
 from router.state.tenant_share import NOBODYS, TenantShare
 from router.state.worker_table import WorkerKey
 
@@ -90,6 +91,7 @@ class RoutedRequest:
         "first_token_by",
         "hashes",
         "id",
+        "journal",
         "last_attempt",
         "legs",
         "local",
@@ -176,6 +178,7 @@ class RoutedRequest:
         self.scores_in = sampling.prompt_logprobs is None
         self.progress: list[LegReport] = []
         """Every report of every attempt, in order of arrival."""
+        self.journal = RequestJournal()
         self.workers: dict[Role, str] = {}
         """For each role the name of the worker that serves the request, or served it last."""
         self.legs: list[AttemptLeg] = []
@@ -243,6 +246,7 @@ class RoutedRequest:
         # All of its tokens came of this attempt, as far as is known: the end needs no other.
         self.base = len(self.prompt)
         self.legs.append(AttemptLeg(self.attempt, self.base, dict(self.workers), Role.DECODE))
+        self.journal.note(now, JournalKind.ADOPTED, self.attempt, name, workers=self.workers)
 
     @property
     def full_name(self) -> AnswerName | None:

@@ -89,6 +89,15 @@ class AuditFinding:
     message: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class AuditEnded:
+    """An audit is over, with whatever result; for the record of its request."""
+
+    request_id: RequestId
+    auditors: tuple[str, ...]
+    text: str
+
+
 @dataclass(slots=True)
 class AuditCounts:
     """Counters of audits since the router's start."""

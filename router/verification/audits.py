@@ -34,6 +34,7 @@ from router.verification.audit_cases import (
     AuditCaseEvent,
     AuditCaseState,
     AuditCounts,
+    AuditEnded,
     AuditFinding,
     AuditResult,
 )
@@ -69,6 +70,7 @@ class Audits:
         self._paused: dict[WorkerKey, float] = {}
         self._commands: list[tuple[WorkerKey, Audit | Cancel | InvalidatePrefix]] = []
         self._findings: list[AuditFinding] = []
+        self._over: list[AuditEnded] = []
 
     # ------------------------------------------------------------ questions
 
@@ -87,6 +89,10 @@ class Audits:
     def take_findings(self) -> list[AuditFinding]:
         findings, self._findings = self._findings, []
         return findings
+
+    def take_ended(self) -> list[AuditEnded]:
+        over, self._over = self._over, []
+        return over
 
     def check(self) -> list[str]:
         """Recount the cases; returns a line for each disagreement."""
@@ -218,8 +224,10 @@ class Audits:
         """End a case; every end goes through here. With `event`, a result other than exact becomes a finding."""
         case.state = STATES.next(case.state, AuditCaseEvent.END)
         del self._cases[case.audit.request_id]
-        counts = self.counts
+        counts, auditors = self.counts, tuple(case.auditors)
         counts.results[result] += 1
+        text = f"{result}: {event.checked} tokens drawn again, {event.differing} otherwise" if event else str(result)
+        self._over.append(AuditEnded(RequestId(case.audit.request_id.removeprefix(PREFIX)), auditors, text))
         if event is None or result is AuditResult.EXACT:
             counts.tokens += event.checked if event is not None else 0
             return

@@ -20,7 +20,7 @@ def log_finding(finding: AuditFinding) -> None:
         "state damage" if finding.result is AuditResult.DAMAGED else "audit",
         level=_LEVELS.get(finding.result, logging.WARNING),
         where=str(DamageSite.AUDIT),
-        request=finding.request_id,
+        request_id=finding.request_id,
         result=str(finding.result),
         checked=finding.checked,
         differing=finding.differing,
@@ -37,7 +37,7 @@ def log_flag(flag: StreamFlag, request: RoutedRequest) -> None:
     log(
         "stream looks broken",
         level=logging.WARNING,
-        request=flag.request_id,
+        request_id=flag.request_id,
         why=str(flag.why),
         position=flag.position,
         workers={str(role): name for role, name in request.workers.items()},

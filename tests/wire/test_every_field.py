@@ -21,7 +21,7 @@ from google.protobuf.message import Message as Proto
 
 from cache.pool.pool_set import PoolSet
 from cluster.controller.controller_actions import LeaseGrant
-from cluster.controller.controller_service import ControllerService
+from cluster.controller.controller_service import ControllerService, WatcherLine
 from cluster.controller.controller_table import RowChange
 from cluster.controller.quota_ledger import QuotaLedger
 from cluster.ranks.follower_channel import FollowerChannel
@@ -37,6 +37,7 @@ from contracts.messages import rank_order_codec, rank_orders, router_commands, w
 from contracts.messages.control_plane import ControlPlane
 from contracts.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, decode_batch, encode_batch
 from contracts.messages.quota import QuotaAmounts, QuotaClaim, QuotaSlice
+from contracts.messages.request_record import FoundRecords, RequestRecord
 from contracts.messages.worker_status import WorkerRecord, WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
@@ -395,6 +396,40 @@ async def test_every_field_of_a_claim_and_of_a_slice_arrives(monkeypatch: pytest
         await directory.lease_quota("router-7", claims)
 
 
+@pytest.mark.asyncio
+async def test_every_field_of_a_request_record_reaches_the_controller_and_who_looks_for_it() -> None:
+    records: list[RequestRecord] = all_of(RequestRecord)
+    whole = records[0]
+    async with controller() as (core, target):
+        telling, looking = ControllerDirectory(target), ControllerDirectory(target)
+        with pytest.raises(ConnectionError, match="away"):
+            await telling.report_records("router-7", records, ())
+        asked: list[tuple[int, str]] = []
+        telling.on_record_ask(lambda number, request_id: asked.append((number, request_id)))
+        seen: list[Any] = []
+        stops = [telling.watch(seen.append), looking.watch(seen.append)]
+        await eventually(lambda: len(seen) == 2)
+        for record in records:
+            await telling.report_records("router-7", [record], ())
+            assert (await looking.find_records("", recent=1)).records == [record]
+        assert core.service.records.recent(1) == [records[-1]]
+        finding = asyncio.ensure_future(looking.find_records("another"))
+        await eventually(lambda: bool(asked))
+        assert asked[0][1] == "another"
+        other = dataclasses.replace(whole, request_id="another")
+        await telling.report_records("router-7", (), [(asked[0][0], [other])])
+        found = await finding
+        assert found == FoundRecords([other], found.kept_s, 1, 1)
+        assert 0 < found.kept_s <= (await looking.find_records("", 1)).kept_s
+        with pytest.raises(ConnectionError, match="INVALID_ARGUMENT"):
+            await telling.report_records("router-7", [dataclasses.replace(whole, total_s=float("nan"))], ())
+        with pytest.raises(ConnectionError, match="INVALID_ARGUMENT"):
+            await looking.find_records("x" * 300)
+        for stop in stops:
+            stop()
+        await asyncio.sleep(0)
+
+
 @pytest.mark.parametrize("cls", [pb.Registration, pb.LeaseGrant, pb.ClusterView, pb.Renewal])
 def test_every_field_of_the_controllers_protocol_is_filled(cls: type[Proto]) -> None:
     from cluster.controller.controller_service import grant_message
@@ -596,4 +631,8 @@ def _both(service: ControllerService) -> pb.ClusterView:
     brain: Any = service._core
     brain.rows += (dataclasses.replace(brain.rows[0]),)
     message.MergeFrom(service.changes(1))
+    line = WatcherLine(takes_changes=True, answers=True)
+    service._watchers.add(line)
+    assert service._ask_routers(5, "a request") == 1
+    message.MergeFrom(line.changes[0])
     return message

@@ -127,7 +127,7 @@ def test_damage_in_storage(name: str, caplog: pytest.LogCaptureFixture, tmp_path
     with cell_of(name, cache=cache, decode=quiet) as cell:
         expect(cell, name, prompt)
         assert set(cell.damage()) == {("prefill", "storage")}
-        assert {vars(line)["request"] for line in lines(caplog, DamageSite.STORAGE)} == {"cell-0"}
+        assert {vars(line)["request_id"] for line in lines(caplog, DamageSite.STORAGE)} == {"cell-0"}
         assert all(vars(line)["what"] for line in lines(caplog, DamageSite.STORAGE))
         assert sum(cell.damage().values()) == len(lines(caplog, DamageSite.STORAGE))
 
@@ -158,7 +158,7 @@ def test_a_page_given_away_under_a_step(role: Role, model: Path, caplog: pytest.
         assert cell.run(rid) == [right]
         assert set(cell.damage()) == {(str(role), "step")}
         line = lines(caplog, DamageSite.STEP)[0]
-        assert vars(line)["request"] == rid
+        assert vars(line)["request_id"] == rid
         start, end = vars(line)["positions"]
         assert 0 <= start < end
         cell.rest()

@@ -15,7 +15,7 @@ from cache.device.device_port import failure
 from cache.device.layer_marks import LayerMark
 from cache.pool.follower_steps import FollowerSteps
 from contracts.errors import LayoutMismatch
-from contracts.ids import RoomId
+from contracts.ids import RoomId, request_in
 from contracts.messages.rank_orders import (
     CloseLink,
     DescribeMemory,
@@ -100,7 +100,8 @@ class FollowerLinks:
         """Take in the order of a write; `answers` has its answer, under `sequence`, when the write is over."""
         write = _FollowerWrite(sequence, order)
         if not self._launch(write):
-            log.debug("a write of room %s waits for step %d", order.room, order.step)
+            facts = {"request_id": request_in(RoomId(order.room)), "room": order.room}
+            log.debug("a write waits for step %d", order.step, extra=facts)
         self._writes.append(write)
 
     def answers(self) -> list[tuple[int, bool]]:
@@ -116,7 +117,8 @@ class FollowerLinks:
                 continue
             error = failure(write.launched)
             if error is not None:
-                log.warning("a write of room %s failed: %s", write.order.room, error)
+                facts = {"request_id": request_in(RoomId(write.order.room)), "room": write.order.room}
+                log.warning("a write failed: %s", error, extra=facts)
             out.append((write.sequence, error is None))
         self._writes = left
         return out

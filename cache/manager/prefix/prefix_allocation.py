@@ -74,16 +74,19 @@ class PrefixAllocation:
         if not self._supply.fits(needs):
             return None
         lock = self._tree.lock(match, owner, tier=tier)
-        leases = self._planner.lease(lock, self._planner.loads(lock), needs)
+        loads = self._planner.loads(lock)
+        leases = self._planner.lease(lock, loads, needs)
         if leases is None:
             return None
         loaded = depth - match.device_depth
         stored = min(loaded, prefetch.gained) if prefetch is not None else 0
         if prefetch is not None:
             self._prefetcher.release(prefetch)
-        size = self._pools.spec.page_tokens
+        spec = self._pools.spec
+        size = spec.page_tokens
         cached = CachedTokens((depth - loaded) * size, (loaded - stored) * size, stored * size)
         allocation = Allocation(owner, prefix, pages, lock, depth, cached)
+        allocation.loaded_bytes = sum(count * spec.unit_bytes(pool) for pool, count in loads.items())
         for pool in self._kinds.paged:
             held = lock.on_device(pool)
             allocation.enter(pool, held, depth)

@@ -143,7 +143,7 @@ def test_a_damaged_answer_is_in_metrics_and_in_the_log_with_who_served_it(caplog
         assert line["differences"] == [(4, 999, 1.5)]
         assert line["workers"]["decode"] == "decode-0"
         assert (line["attempt"], line["role"], set(line["auditors"])) == (0, Role.DECODE, {"prefill-0", "prefill-1"})
-        assert not line["request"].startswith(PREFIX)
+        assert not line["request_id"].startswith(PREFIX)
         for name in ("prefill-0", "prefill-1"):
             server.cluster[name].audited = exact
         server.complete(max_tokens=4, n=2, temperature=0.8)

@@ -13,6 +13,7 @@ from cache.pool.pool_set import PoolSet
 from contracts.clock import Clock
 from contracts.damage import DamageSite, log_damage
 from contracts.errors import WireError
+from contracts.ids import request_in
 from transfer.rooms import room_messages as m
 from transfer.rooms.metadata_slots import HandoverMetadata
 from transfer.rooms.receiver.arrival_check import ArrivalCheck, Damage, Hole
@@ -132,9 +133,13 @@ class WriterNotices:
     def _break(self, room: ReceiverRoom, wrong: Damage | Hole) -> None:
         peer = room.peer.ref.name
         if isinstance(wrong, Hole):
-            log.warning("room %s from %s: %s", room.id, peer, wrong.what)
+            facts = {"request_id": request_in(room.id), "room": room.id, "peer": peer}
+            log.warning("pages lack: %s", wrong.what, extra=facts)
             self._rooms.fail(room, wrong.what)
             return
         self.damage[wrong.pool if wrong.pool in self._pools.spec.by_name else "metadata"] += 1
-        log_damage(log, DamageSite.HANDOVER, room=room.id, peer=peer, pool=wrong.pool, what=wrong.what)
+        request_id = request_in(room.id)
+        log_damage(
+            log, DamageSite.HANDOVER, request_id=request_id, room=room.id, peer=peer, pool=wrong.pool, what=wrong.what
+        )
         self._rooms.damaged(room, f"{wrong.pool}: {wrong.what}")

@@ -18,7 +18,7 @@ from cache.pool.pool_set import PoolSet
 from contracts.clock import Clock
 from contracts.config.worker_config import TransferConfig
 from contracts.errors import ErrorKind, WireError
-from contracts.ids import Incarnation, RoomId, WorkerName
+from contracts.ids import Incarnation, RoomId, WorkerName, request_in
 from contracts.messages.fingerprint import Fingerprint
 from contracts.messages.router_commands import PeerRef
 from contracts.messages.worker_status import EndedWorker
@@ -365,7 +365,8 @@ class KVSender:
         """Reject a message and count it; few are logged, as a peer that sends one such message may send many."""
         self.refused += 1
         if self.refused & (self.refused - 1) == 0:  # Of a flood, the first, second, fourth, eighth ...
-            log.warning("control message refused, the %d.: %s", self.refused, reason)
+            facts = {"request_id": request_in(RoomId(room)), "room": room}
+            log.warning("control message refused, the %d.: %s", self.refused, reason, extra=facts)
         self._peers.reject(identity, room, reason)
 
 

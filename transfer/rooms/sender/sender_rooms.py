@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from cache.device.device_port import Completion
 from contracts.errors import ErrorKind
-from contracts.ids import RoomId
+from contracts.ids import RoomId, request_in
 from contracts.messages.router_commands import PeerRef
 from transfer.planes.data_plane import PageNumbers, RoomTarget
 from transfer.rooms import room_messages as m
@@ -148,7 +148,7 @@ class SenderRooms(Mapping[RoomId, SenderRoom]):
     def fail_unwritten(self) -> None:
         """Fail the rooms of which a write failed."""
         for room in [r for r in self._rooms.values() if r.failed]:
-            log.warning("room %s: %s", room.id, room.failed)
+            log.warning("room failed: %s", room.failed, extra={"request_id": request_in(room.id), "room": room.id})
             self.fail(room, room.failure(ErrorKind.WORKER, room.failed))
 
     def expire(self, now: float, timeout_s: float) -> None:

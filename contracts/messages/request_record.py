@@ -1,0 +1,179 @@
+"""Request records: where one request's time went and what happened to it, in order; made by its router at its end.
+
+A record is of one choice, since each choice has workers of its own. Spans that aren't hidden follow each other without
+gaps and add up to `total_s`; hidden ones ran beside them. All times are seconds of the router's clock since the
+request's arrival there. What a worker tells counts from the arrival of the request's leg at that worker, which the
+router doesn't see: the leg is placed as late as its reports allow, and it may have come up to `uncertainty_s` earlier.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from contracts.ids import Role
+
+MOST_CANDIDATES = 8
+"""Workers of a choice that are named with their cost."""
+MOST_NAMED = 4
+"""Workers that are named with a reason why they could not be chosen."""
+RUNNING = "running"
+"""The outcome of a request that has not ended."""
+USUAL = frozenset({"stop", "length", RUNNING})
+"""Outcomes of requests that went well."""
+ANSWER_PREFIXES = ("cmpl-", "chatcmpl-", "resp_", "msg_")
+"""What answers of the endpoints' shapes put before a request's id."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordSpan:
+    """What the request did from `start_s` to `end_s`."""
+
+    name: str
+    start_s: float
+    end_s: float
+    worker: str = ""
+    """Where; empty: at the router."""
+    detail: str = ""
+    hidden: bool = False
+    """Whether it ran beside the other spans and isn't part of the sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordEvent:
+    """Something that happened to the request."""
+
+    at_s: float
+    kind: str
+    worker: str = ""
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCandidate:
+    """A worker that could have been chosen, as the policy saw it."""
+
+    worker: str
+    cost: float
+    """What the policy compares; see `PlacementChoice.unit`."""
+    held: int = 0
+    """Positions of the prompt that it holds, as far as is known."""
+    load: int = 0
+    """What was in flight there: prompt tokens on prefill, sequences on decode."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedWorkers:
+    """Workers that could not be chosen, and why."""
+
+    reason: str
+    count: int
+    workers: tuple[str, ...] = ()
+    """The first `MOST_NAMED` of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementChoice:
+    """The choice of one worker of one attempt."""
+
+    at_s: float
+    attempt: int
+    role: Role
+    chosen: str
+    unit: str
+    """What costs count, in words."""
+    candidates: tuple[WorkerCandidate, ...] = ()
+    """The best `MOST_CANDIDATES`, the cheapest first."""
+    others: int = 0
+    """How many more could have been chosen."""
+    refused: tuple[RefusedWorkers, ...] = ()
+    why: str = ""
+    """Why it was chosen, where the cost isn't the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """The record of one choice of one request; see the module's prose."""
+
+    request_id: str
+    """The choice's id among workers; it begins with `answer_id`."""
+    answer_id: str
+    """The id of the answer that the client gets, without what the endpoint puts before it."""
+    client_id: str
+    """The client's X-Request-Id, or the one that it was given."""
+    router: str
+    model: str
+    tenant: str
+    arrived: float
+    """When the request came, in seconds since 1970 by the router's machine."""
+    total_s: float
+    first_token_s: float | None
+    """None: no token was delivered."""
+    outcome: str
+    """``stop`` or ``length``; the kind of an error; ``abandoned``; or `RUNNING`."""
+    message: str = ""
+    """An error's text."""
+    prompt_tokens: int = 0
+    cached_tokens: dict[str, int] = field(default_factory=dict)
+    """Prompt tokens that the latest attempt's prefill worker did not compute, by the tier that had them."""
+    held_tokens: int = 0
+    """Prompt tokens that the latest decode worker held already, which weren't sent."""
+    generated: int = 0
+    transfer_bytes: int = 0
+    attempts: int = 1
+    migrations: int = 0
+    retractions: int = 0
+    uncertainty_s: float = 0.0
+    """How much earlier than shown a worker may have begun with what it was sent; the largest of its legs'."""
+    trace_id: str = ""
+    """The W3C trace id of its OpenTelemetry trace, 32 hex digits; empty where it isn't traced."""
+    spans: tuple[RecordSpan, ...] = ()
+    events: tuple[RecordEvent, ...] = ()
+    choices: tuple[PlacementChoice, ...] = ()
+    left_out: int = 0
+    """Events that there was no room for."""
+
+    @property
+    def running(self) -> bool:
+        return self.outcome == RUNNING
+
+    @property
+    def notable(self) -> bool:
+        """Whether anything went otherwise than usual."""
+        return self.outcome not in USUAL or self.attempts > 1 or bool(self.migrations or self.retractions)
+
+    def is_of(self, asked: str) -> bool:
+        """Whether somebody who asks by this id asks for this one."""
+        return asks_for(asked, self.request_id, self.answer_id, self.client_id)
+
+    @property
+    def nbytes(self) -> int:
+        """About how much memory it takes."""
+        parts = [*self.spans, *self.events, *(one for choice in self.choices for one in choice.candidates)]
+        texts = sum(len(span.detail) for span in self.spans) + sum(len(event.text) for event in self.events)
+        return 1024 + 160 * len(parts) + 256 * len(self.choices) + texts + len(self.message)
+
+    def as_json(self) -> dict[str, Any]:
+        """The record as JSON."""
+        return dataclasses.asdict(self)
+
+
+def asks_for(asked: str, request_id: str, answer_id: str, client_id: str) -> bool:
+    """Whether an id asks for a choice: it is the answer's as the client sees it, the choice's, or the client's own."""
+    if asked in (request_id, answer_id, client_id):
+        return True
+    prefix = next((one for one in ANSWER_PREFIXES if asked.startswith(one)), "")
+    return bool(prefix) and asked.removeprefix(prefix) in (request_id, answer_id)
+
+
+class FoundRecords(NamedTuple):
+    """What the controller knows of a request, or its latest records."""
+
+    records: Sequence[RequestRecord]
+    kept_s: float
+    """How far back its records go, in seconds."""
+    asked: int
+    """Routers that it asked."""
+    answered: int

@@ -1,0 +1,81 @@
+"""The journal of one choice: what the router saw happen to it, and when, for its record.
+
+Entries are facts, in order, by the router core's clock; `router.records.make_record` makes spans of them. The journal
+is bounded: what comes after `MOST_ENTRIES` is counted and left out, and so is all but the first reports of a leg that
+reports without end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from contracts.ids import Role
+from contracts.messages.request_record import PlacementChoice
+from contracts.messages.worker_events import LegReport
+
+MOST_ENTRIES = 128
+MOST_CHOICES = 16
+"""Choices of workers that are kept, the latest ones of attempts beyond that."""
+TEXT_CHARS = 300
+
+
+class JournalKind(StrEnum):
+    PLACED = "placed"
+    ADOPTED = "adopted"
+    """A worker that had kept it goes on with it."""
+    FIRST_TOKEN = "first token"
+    """Of an attempt."""
+    REPORT = "report"
+    REPLAYED = "replayed"
+    MOVE_BEGUN = "move begun"
+    MOVE_PAUSED = "move paused"
+    MOVED = "moved"
+    MOVE_UNDONE = "move undone"
+
+
+class JournalEntry(NamedTuple):
+    at: float
+    kind: JournalKind
+    attempt: int
+    worker: str = ""
+    text: str = ""
+    workers: Mapping[Role, str] = {}
+    """Of `PLACED` and `ADOPTED`."""
+    report: LegReport | None = None
+    """Of `REPORT`."""
+
+
+class RequestJournal:
+    """The journal of one choice; see the module's prose."""
+
+    __slots__ = ("choices", "entries", "left_out")
+
+    def __init__(self) -> None:
+        self.entries: list[JournalEntry] = []
+        self.choices: list[tuple[float, PlacementChoice]] = []
+        """Who was chosen among whom, each with its time by the router core's clock."""
+        self.left_out = 0
+
+    def note(
+        self,
+        at: float,
+        kind: JournalKind,
+        attempt: int,
+        worker: str = "",
+        text: str = "",
+        workers: Mapping[Role, str] = {},
+        report: LegReport | None = None,
+    ) -> None:
+        if len(self.entries) >= MOST_ENTRIES:
+            self.left_out += 1
+            return
+        if len(text) > TEXT_CHARS:
+            text = text[: TEXT_CHARS - 1] + "…"
+        self.entries.append(JournalEntry(at, kind, attempt, worker, text, workers, report))
+
+    def chose(self, at: float, choices: Sequence[PlacementChoice]) -> None:
+        if len(self.choices) + len(choices) > MOST_CHOICES:
+            del self.choices[: len(choices)]
+        self.choices += [(at, choice) for choice in choices]
