@@ -24,6 +24,7 @@ COMMANDS = {
     "controller": "be a controller of a cluster: lead, or stand by until the one that leads is gone",
     "down": "end a cluster of this machine: the newest, or the one of --url",
     "status": "show the workers, and what the autoscaler does",
+    "explain": "say what became of a request, or what it does now: where its time went, and why it ran where it did",
     "drain": "stop a worker's admission, or a node's; hand its work on or finish it, and wait until it has left",
     "undrain": "have a draining worker or node admit again, and start again what has left",
     "role": "drain a worker and start it in the other pool",
@@ -40,7 +41,7 @@ COMMANDS = {
     "sim": "run simulated clusters under a virtual clock, with faults, and check every answer",
 }
 _POOLS = ("add", "scale", "restart", "cordon", "uncordon")
-_OTHERS = ("status", "drain", "undrain", "role", "check", "apply", "upgrade", *_POOLS)
+_OTHERS = ("status", "explain", "drain", "undrain", "role", "check", "apply", "upgrade", *_POOLS)
 FLAGS = (
     CommandFlag(
         ("--model",),
@@ -212,8 +213,14 @@ FLAGS = (
         {"type": float, "default": 600.0},
     ),
     CommandFlag(("--watch",), ("drain",), "show what it waits for, live", {"action": "store_true"}),
+    CommandFlag(
+        ("request",),
+        ("explain",),
+        "the id of its answer, with or without what the endpoint puts before it, or its x-request-id",
+        {"metavar": "REQUEST_ID"},
+    ),
     CommandFlag(("--watch",), ("status",), "show them live, until Ctrl-C", {"action": "store_true"}),
-    CommandFlag(("--json",), ("status", "check", "drain"), "print JSON", {"action": "store_true"}),
+    CommandFlag(("--json",), ("status", "explain", "check", "drain"), "print JSON", {"action": "store_true"}),
     CommandFlag(
         ("--seed",),
         ("sim",),

@@ -192,6 +192,18 @@ def _check(args: argparse.Namespace) -> int:
     return FINE if report["ok"] else REFUSED
 
 
+def _explain(args: argparse.Namespace) -> int:
+    from cli.admin_client import AdminClient
+    from cli.explain_command import explained, records_of
+
+    records = records_of(AdminClient.find(args.url, args.ca), args.request)
+    if args.json:
+        print(json.dumps(records))
+    else:
+        _show(explained(records))
+    return FINE
+
+
 def _drain(args: argparse.Namespace) -> int:
     from cli import drain_command as leaving
     from cli.admin_client import AdminClient
@@ -431,6 +443,7 @@ _RUN = {
     "controller": _controller,
     "down": _down,
     "status": _status,
+    "explain": _explain,
     "drain": _drain,
     "undrain": _undrain,
     "role": _role,
