@@ -116,7 +116,8 @@ def _choice(choice: Mapping[str, Any]) -> Iterator[str]:
     yield f"attempt {choice['attempt']}, {role}: {choice['chosen']} of {able} that could{why}"
     for one in choice["candidates"]:
         chosen = "*" if one["worker"] == choice["chosen"] else " "
-        yield f"  {chosen} {one["worker"]}: cost {one["cost"]:g}, {one["load"]} in flight, holds {one['held']} of its tokens"
+        had = f"{one['load']} in flight, holds {one['held']} of its tokens"
+        yield f"  {chosen} {one['worker']}: cost {one['cost']:g}, {had}"
     if choice["others"]:
         yield f"    and {choice['others']} at a higher cost"
     for refused in choice["refused"]:
