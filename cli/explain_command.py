@@ -87,8 +87,8 @@ def _now(record: Mapping[str, Any]) -> str:
 def _spans(record: Mapping[str, Any]) -> Any:
     from rich.text import Text
 
-    table = plain_table("where the time went", "where", "from", "took", "of all", "")
-    table.columns[-1].justify, table.columns[-1].no_wrap = "left", False
+    table = plain_table("where the time went", "where", "from", "took", "of all")
+    table.add_column("")
     total, summed = record["total_s"], 0.0
     for span in record["spans"]:
         took = span["end_s"] - span["start_s"]
@@ -103,8 +103,8 @@ def _spans(record: Mapping[str, Any]) -> Any:
 def _events(record: Mapping[str, Any]) -> Any:
     from rich.text import Text
 
-    table = plain_table("what happened", "where", "at", "")
-    table.columns[-1].justify, table.columns[-1].no_wrap = "left", False
+    table = plain_table("what happened", "where", "at")
+    table.add_column("")
     for event in record["events"]:
         table.add_row(event["kind"], event["worker"] or "router", _seconds(event["at_s"]), Text(event["text"]))
     return table

@@ -7,6 +7,7 @@ report outcomes to the worker, which alone sends events to routers and takes req
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from cache.device.device_port import DONE, Completion
@@ -36,6 +37,8 @@ from prefill.step_cost import StepCost
 from transfer.rooms.sender.kv_sender import KVSender
 from worker.admission_check import AdmissionRefusal
 from worker.worker_loop import Sleeper, WorkerLoop, seconds_until
+
+log = logging.getLogger("twinpool.prefill")
 
 
 class PrefillWorker(WorkerLoop[PrefillRequest]):
@@ -181,6 +184,8 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         for told in self._handover.poll():
             match told:
                 case Damaged(request):
+                    facts = {"request_id": request.submit.request_id, "attempt": request.submit.attempt}
+                    log.warning("its state arrived damaged", extra={**facts, "peer": request.peer})
                     self._manager.sharing.invalidate(request.prefix)
                 case Granted(request):
                     request.marks["grant"] = self._clock.now() - request.arrived

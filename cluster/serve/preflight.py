@@ -32,6 +32,7 @@ from contracts.config.plane_choice import with_plane
 from contracts.config.worker_config import DecodeConfig
 from contracts.errors import ConfigError
 from contracts.ids import PAIR, Role, WorkerName
+from router.tracing.otlp_exporter import check_tracing
 
 if TYPE_CHECKING:
     from cache.memory.kv_cache_spec import PoolSetSpec
@@ -399,6 +400,7 @@ def _check_pools(autoscaling: AutoscalingConfig, plane: str, options: ServeOptio
 
 
 def _check_config(config: Config, options: ServeOptions) -> None:
+    check_tracing(config.tracing)
     check_security(config.security, options.host, options.port)
     if config.transfer.plane == "local" and options.routers > 1:
         raise ConfigError("transfer.plane=local runs everything in one process: leave out --routers or the plane")

@@ -11,6 +11,7 @@ from contracts.config.cache_config import CacheConfig, CacheOverride
 from contracts.config.launch_config import LaunchConfig
 from contracts.config.router_config import AuditConfig, RouterConfig, WatchConfig
 from contracts.config.security_config import SecurityConfig
+from contracts.config.tracing_config import TracingConfig
 from contracts.config.worker_config import (
     ColocateConfig,
     DecodeConfig,
@@ -133,6 +134,7 @@ class Config:
     audit: AuditConfig = field(default_factory=AuditConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
     autoscaling: AutoscalingConfig = field(default_factory=AutoscalingConfig)
     pools: PoolsConfig = field(default_factory=PoolsConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)

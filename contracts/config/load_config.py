@@ -12,6 +12,7 @@ import json
 import re
 import types
 import typing
+import urllib.parse
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from contracts.config.autoscaling_config import check_autoscaling
 from contracts.config.cluster_config import Config
 from contracts.config.controllers_check import check_controllers
 from contracts.config.security_config import SecurityConfig
+from contracts.config.tracing_config import TracingConfig
 from contracts.errors import ConfigError
 from contracts.ids import Role
 
@@ -100,6 +102,7 @@ def _check_together(config: Config) -> None:
         if storage.backend == backend and not value:
             raise ConfigError(f"config key cache.storage.backend={backend} needs cache.storage.{key}")
     _check_security(config.security)
+    _check_tracing(config.tracing)
     check_controllers(config.cluster)
     _check_disaggregation(config)
     check_autoscaling(config.autoscaling)
@@ -150,6 +153,17 @@ def _check_disaggregation(config: Config) -> None:
         raise ConfigError(
             f"config key disaggregation.step_tokens={parts.step_tokens} is below decode's cache.page_tokens={page}: "
             "chunks of prompts end with pages, so a step must have room for one"
+        )
+
+
+def _check_tracing(tracing: TracingConfig) -> None:
+    if tracing.ratio > 1:
+        raise ConfigError(f"config key tracing.ratio is a share, at most 1; got {tracing.ratio:g}")
+    parts = urllib.parse.urlsplit(tracing.endpoint)
+    if tracing.endpoint and (parts.scheme not in ("http", "https") or not parts.hostname or parts.path in ("", "/")):
+        raise ConfigError(
+            "config key tracing.endpoint takes a URL with its path, such as http://collector:4318/v1/traces; "
+            f"got {tracing.endpoint!r}"
         )
 
 
@@ -243,6 +257,7 @@ _MAY_BE_ZERO = {
     "watch.repetition_tokens", "watch.rare_factor", "cluster.host_memory_share", "cluster.host_memory_bytes",
     "autoscaling.max_workers", "autoscaling.tolerance", "autoscaling.hold_s",
     "pools.prefill", "pools.decode", "pools.colocated",
+    "router.kept_records", "router.reported_records", "tracing.ratio",
 }  # fmt: skip
 
 

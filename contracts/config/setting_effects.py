@@ -99,6 +99,7 @@ EFFECTS: Mapping[str, SettingEffect] = {
     "security": _SOCKETS,
     "audit": _ROUTERS,
     "watch": _ROUTERS,
+    "tracing": _ROUTERS,
     "autoscaling": _SERVICES,
     "cluster": _SERVICES,
     "cluster.nonfinite_rows": _ALL,

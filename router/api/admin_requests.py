@@ -24,12 +24,12 @@ async def explain(service: RouterService, exchange: HttpExchange) -> None:
         message = f"a request's id has at most {ID_CHARS} characters"
         await exchange.fail(ApiError(400, message, "invalid_request_error", "bad_request_id"))
         return
-    records = service.records.find(asked)
-    elsewhere = "" if service.recorder is not None else "; there are no others"
-    kept_s = service.records.kept_s
-    if not records and service.recorder is not None:
+    records = service.records.kept.find(asked)
+    elsewhere = "" if service.records.recorder is not None else "; there are no others"
+    kept_s = service.records.kept.kept_s
+    if not records and service.records.recorder is not None:
         try:
-            found = await service.recorder.find_records(asked)
+            found = await service.records.recorder.find_records(asked)
         except ConnectionError as error:
             elsewhere = f"; the controller, who asks the other routers, doesn't answer: {error}"
         else:

@@ -285,6 +285,7 @@ class RouterCore:
             now = self._clock.now()
             pair = self._placement.pick(r, now) if now >= r.not_before else None
             if pair is None:
+                r.journal.waits(now, r.attempt, partial(self._placement.missing, r, now))
                 continue
             del self.requests.queued[r.id]
             r.step("place")

@@ -280,7 +280,7 @@ class Migrations:
         assert target is not None, "who speaks has an entry"
         self._workers.succeeded((migration.target,), r.id, now)
         r.hand_over(migration.target, target.record.name, migration.attempt, migration.room)
-        text = f"from {migration.source[0]}, which stood still for {paused_s:.3f} s"
+        text = f"from {migration.source[0]}, after it stood still for {paused_s:.3f} s"
         r.journal.note(now, JournalKind.MOVED, migration.attempt, target.record.name, text)
 
     def _give_up(

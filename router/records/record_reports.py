@@ -51,7 +51,7 @@ class RecordReports:
     """The reports of one router; on its event loop."""
 
     def __init__(self, kept: KeptRecords, listener: RecordListener, clock: Clock, most: int) -> None:
-        """`most`: records of one report."""
+        """`most`: records of one report; 0: only questions are answered."""
         self._kept, self._listener, self._clock, self._most = kept, listener, clock, most
         self._waiting: dict[str, RecordDraft] = {}
         """By their requests' ids, the oldest first."""
@@ -60,7 +60,8 @@ class RecordReports:
         self._next = clock.now()
         self._away = False
         self.reported = self.left_out = self.unanswered = 0
-        kept.listeners.append(self._add)
+        if most:
+            kept.listeners.append(self._add)
         listener.on_record_ask(self._asked)
 
     def _add(self, draft: RecordDraft) -> None:

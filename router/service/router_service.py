@@ -28,7 +28,6 @@ from contracts.ids import RequestId, Role
 from contracts.interfaces.discovery import WorkerDirectory
 from contracts.key_file import TenantLimits
 from contracts.messages.control_plane import ControlPlane
-from contracts.messages.record_ring import RecordRing
 from contracts.messages.router_commands import Command
 from contracts.messages.worker_events import Done, Event, LegReport
 from router.core.answer_asks import AskEnded, FoundAnswer
@@ -46,8 +45,7 @@ from router.openai.response_stream import ResponseStream
 from router.openai.resume_headers import ResumeHeaders
 from router.openai.structured_output import may_need_grammar
 from router.openai_responses.responses_request import renamed
-from router.records.kept_records import KeptRecords
-from router.records.record_reports import RecordListener, RecordReports
+from router.records.record_reports import RecordListener
 from router.security.answer_identity import AnswerIdentity, identity_of
 from router.security.api_keys import ApiKeys
 from router.security.tenant_accounts import TenantAccounts
@@ -55,6 +53,7 @@ from router.service.answer_claims import SUPERSEDED, AnswerClaims
 from router.service.body_buffer import BodyBuffer
 from router.service.latency_reports import LatencyListener, LatencyReports
 from router.service.quota_leases import QuotaLeases, QuotaLessor
+from router.service.record_keeping import RecordKeeping
 from router.service.request_limits import RequestLimits
 from router.service.restored_choice import HASHED_INLINE_BYTES, KeyedRequest, check_headers, usable
 from router.service.routed_choices import OpenedRequest, RequestTimes
@@ -67,6 +66,7 @@ from router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 from router.tokenizer_pool.prepare_request import BodyReader, PreparedPrompt, body_limit
 from router.tokenizer_pool.tokenizer_pool import TokenizerPool
 from router.tokenizer_pool.tokenizer_process import REQUESTS, TEXTS, FrameKind, prepared_of, setup_frame
+from router.tracing.otlp_exporter import SpanSender
 from router.verification.audit_cases import AuditEnded, AuditFinding
 from router.verification.stream_watch import StreamWatch
 from router.verification.verification_log import log_finding, log_flag
@@ -110,11 +110,13 @@ class RouterService:
         control_plane: Callable[[], ControlPlane | None] = lambda: None,
         name: str = "router",
         recorder: RecordListener | None = None,
+        span_sender: SpanSender | None = None,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """`name`: this router's, in its records. `recorder`: who is told of its requests; None: nobody. `wall`: seconds
-        since 1970. `kv_index`: where the table of this host's KV index is; None: there is none. `control_plane` returns
-        what is known of the controllers, None where there is one that nobody replaces."""
+        """`kv_index`: where the table of this host's KV index is; None: there is none. `control_plane` returns what is
+        known of the controllers, None where there is one that nobody replaces. `name`: this router's, in its records.
+        `recorder`: who is told of its requests; None: nobody. `span_sender`: takes traces in place of OpenTelemetry's
+        exporter. `wall`: seconds since 1970."""
         spec = self.spec = served_as(spec, config.router.served_model_name)
         self.config, self.security = config.router, config.security
         self.started = int(time.time())
@@ -175,20 +177,11 @@ class RouterService:
         )
         self.claims = AnswerClaims(self.core)
         self._owners: dict[RequestId, tuple[ResponseStream, ChoiceOutput]] = {}
-        self.records = KeptRecords(
-            f"{name}-{mint()[:8]}" if recorder is not None else name,
-            spec.name,
-            RecordRing(config.router.kept_records, config.router.kept_record_bytes),
-            self.clock,
-            wall,
-            self._owners.values,
+        router = f"{name}-{mint()[:8]}" if recorder is not None else name
+        self.records = RecordKeeping(
+            router, spec.name, config, self.clock, wall, self._owners.values, recorder, span_sender
         )
-        self.reports: RecordReports | None = None
-        """None: nobody is told of requests."""
-        if recorder is not None and config.router.reported_records:
-            self.reports = RecordReports(self.records, recorder, self.clock, config.router.reported_records)
-            self.metrics.sources.append(self.reports.families)
-        self.recorder = recorder
+        self.metrics.sources.append(self.records.families)
         self._mint = mint
         self._reserved = 0
         """Choices that are admitted and have not ended; a body at the reader processes counts as one."""
@@ -210,10 +203,9 @@ class RouterService:
             self.quotas.close()
         if self.latency is not None:
             self.latency.close()
-        if self.reports is not None:
-            self.reports.close()
         await self.readers.close()
         await self.worker_links.close()
+        await self.records.close()
 
     async def _tick(self) -> None:
         while True:
@@ -226,8 +218,7 @@ class RouterService:
                     self.quotas.tick()
                 if self.latency is not None:
                     self.latency.tick()
-                if self.reports is not None:
-                    self.reports.tick()
+                self.records.tick()
                 self.core.tick()
                 self._act()
             except Exception:  # Our own bug; without further ticks no deadline would be kept.
@@ -319,7 +310,7 @@ class RouterService:
                 TenantShare(tenant, allowed.weight),
                 client_id,
                 keyed,
-                trace,
+                self.records.traced(trace),
             )
             routed = opened.routed(self.clock.now(), self._mint() if keyed is not None else "")
             new = routed if keyed is None else keyed.new(routed)
@@ -505,7 +496,7 @@ class RouterService:
                 elif type(action) is AuditFinding:
                     log_finding(action)
                 elif type(action) is AuditEnded:
-                    self.records.audited(action)
+                    self.records.kept.audited(action)
                 elif type(action) is AskEnded:
                     self.claims.on_ended(action)
         for key, commands in sends.items():
@@ -584,10 +575,7 @@ class RouterService:
                 self.tenants.ended(owner[0].tenant)
             if self.watch is not None:
                 self.watch.end(choice.request.id)
-            try:
-                self.records.ended(*owner)
-            except Exception:  # Our own bug; the request has ended well, and others go on.
-                log("no record", level=logging.ERROR, trace=True, request_id=choice.request.id)
+            self.records.ended(*owner)
 
     def _of_bodies(self) -> Iterator[Metric]:
         text = "Memory of bodies that are being received, their first 64 KiB left out"

@@ -7,7 +7,7 @@ reports without end.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -25,6 +25,8 @@ class JournalKind(StrEnum):
     PLACED = "placed"
     ADOPTED = "adopted"
     """A worker that had kept it goes on with it."""
+    WAITS = "waits"
+    """No workers can take it now."""
     FIRST_TOKEN = "first token"
     """Of an attempt."""
     REPORT = "report"
@@ -74,6 +76,11 @@ class RequestJournal:
         if len(text) > TEXT_CHARS:
             text = text[: TEXT_CHARS - 1] + "…"
         self.entries.append(JournalEntry(at, kind, attempt, worker, text, workers, report))
+
+    def waits(self, at: float, attempt: int, why: Callable[[], str]) -> None:
+        """Note that the attempt waits for workers, once; `why` says which."""
+        if not self.entries or self.entries[-1].kind is not JournalKind.WAITS:
+            self.note(at, JournalKind.WAITS, attempt, text=why())
 
     def chose(self, at: float, choices: Sequence[PlacementChoice]) -> None:
         if len(self.choices) + len(choices) > MOST_CHOICES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import signal
@@ -11,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -36,7 +38,8 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         "cache": {"device_tokens": 8192},
         "prefill": {"chunk_tokens": 128},
         "cluster": {"lease_s": 3},
-        "faults": {"step_delay_s": 0.004},
+        # The first hand-over of each start of a prefill worker arrives damaged.
+        "faults": {"step_delay_s": 0.004, "corrupt_page": 1},
     }
     with serving(folder, base / "run", "--prefill", "2", "--decode", "2", sections=sections) as cluster:
         yield Scene(Oracle(folder), cluster)
@@ -51,6 +54,33 @@ def settled(scene: Scene) -> Iterator[None]:
 def some_prompts(seed: int, count: int, longest: int) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(300) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+@pytest.mark.slow
+def test_one_grep_for_a_replayed_requests_id_finds_its_lines_in_all_processes(scene: Scene) -> None:
+    cluster = scene.serving
+    logs = Path(next(line for line in cluster.lines if " logs " in line).split()[-1])
+    cluster.complete_all(some_prompts(8, 4, 200), max_tokens=4)
+
+    def struck() -> list[str]:
+        lines = [line for file in logs.glob("decode-*.log") for line in file.read_text().splitlines()]
+        told = [json.loads(line) for line in lines if '"state damage"' in line]
+        return [line["request_id"] for line in told]
+
+    until(lambda: bool(struck()), "the log of a damaged hand-over")
+    asked = struck()[0].partition("-")[0]  # As the client has it: the choice's number is ours.
+    found: dict[str, list[dict[str, Any]]] = {}
+    for file in sorted(logs.glob("*.log")):
+        lines = [json.loads(line) for line in file.read_text().splitlines() if asked in line]
+        found |= {file.stem.partition("-")[0]: lines} if lines else {}
+    print(found)
+    assert all(line["request_id"].startswith(asked) for lines in found.values() for line in lines)
+    events = {process: {line["event"] for line in lines} for process, lines in found.items()}
+    assert events["router"] == {"request replayed", "request ended"}
+    assert {"state damage", "attempt failed"} <= events["decode"]
+    assert events["prefill"] == {"its state arrived damaged"}
+    reasons = [line["reason"] for line in found["router"] if line["event"] == "request replayed"]
+    assert all("damaged" in reason for reason in reasons)
 
 
 @pytest.mark.slow

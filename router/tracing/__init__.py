@@ -1,0 +1,1 @@
+"""Traces of requests for OpenTelemetry, made of their records."""

@@ -1,0 +1,167 @@
+"""Traces on their way to a collector: a bounded queue and a thread, which alone waits for it.
+
+A collector that hangs, refuses or is away costs nobody anything: what the queue can't hold is dropped, a call ends
+after `tracing.timeout_s`, and both are counted. OpenTelemetry's exporter writes the bytes and makes the calls.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from contracts.build_id import package_version
+from contracts.config.tracing_config import TracingConfig
+from contracts.errors import ConfigError
+from router.records.make_record import make_record
+from router.records.record_draft import RecordDraft
+from router.state.router_log import log
+from router.tracing.trace_spans import TraceSource, TraceSpan, TraceSpanKind, trace_spans
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+
+MOST_AT_ONCE = 64
+"""Requests whose traces go in one call."""
+SERVICE = "twinpool"
+
+
+class SpanSender(Protocol):
+    """What sends spans to a collector; may wait."""
+
+    def send(self, spans: Sequence[TraceSpan]) -> bool:
+        """Return whether the collector has taken them."""
+
+    def close(self) -> None: ...
+
+
+def check_tracing(config: TracingConfig) -> None:
+    """Raise `ConfigError` where traces are wanted and OpenTelemetry's packages aren't installed."""
+    if config.endpoint:
+        try:
+            import opentelemetry.exporter.otlp.proto.http.trace_exporter  # noqa: F401
+            import opentelemetry.sdk.trace  # noqa: F401
+        except ImportError:
+            raise ConfigError("tracing.endpoint needs OpenTelemetry's packages: pip install 'twinpool[otel]'") from None
+
+
+class OtlpSender:
+    """Sends by OpenTelemetry's exporter. Raises `ConfigError` where its packages aren't installed."""
+
+    def __init__(self, config: TracingConfig) -> None:
+        check_tracing(config)
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+        self._exporter = OTLPSpanExporter(endpoint=config.endpoint, timeout=config.timeout_s)
+        # What fails is counted and said here; the exporter would say it again for each call.
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
+
+    def send(self, spans: Sequence[TraceSpan]) -> bool:
+        from opentelemetry.sdk.trace.export import SpanExportResult
+
+        return self._exporter.export([readable(span) for span in spans]) is SpanExportResult.SUCCESS
+
+    def close(self) -> None:
+        self._exporter.shutdown()
+
+
+def readable(span: TraceSpan) -> ReadableSpan:
+    """A span as OpenTelemetry's exporters take it."""
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import Event, ReadableSpan
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+    from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+    flags = TraceFlags(TraceFlags.SAMPLED)
+    parent = SpanContext(span.trace_id, span.parent_id, is_remote=True, trace_flags=flags) if span.parent_id else None
+    return ReadableSpan(
+        span.name,
+        context=SpanContext(span.trace_id, span.span_id, is_remote=False, trace_flags=flags),
+        parent=parent,
+        resource=Resource({"service.name": SERVICE, "service.instance.id": span.process}),
+        attributes=dict(span.attributes),
+        events=[Event(event.name, dict(event.attributes), event.at_ns) for event in span.events],
+        kind=SpanKind.SERVER if span.kind is TraceSpanKind.SERVER else SpanKind.INTERNAL,
+        status=Status(StatusCode.ERROR, span.error) if span.error is not None else Status(),
+        start_time=span.start_ns,
+        end_time=span.end_ns,
+        instrumentation_scope=InstrumentationScope("twinpool", package_version()),
+    )
+
+
+class TraceExporter:
+    """The traces of one router's requests. `add` may be called from its event loop, and never waits."""
+
+    def __init__(self, sender: SpanSender, config: TracingConfig, rng: Callable[[], random.Random]) -> None:
+        """`rng`: makes the source of span ids, for the thread."""
+        self._sender, self._most, self._rng = sender, config.queue, rng()
+        self._waiting: deque[RecordDraft] = deque()
+        self._change = threading.Condition()
+        self._closed = self._away = False
+        self.exported = self.failed = self.dropped = 0
+        """Requests whose traces the collector has taken, did not take, and that there was no room for."""
+        self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
+        self._thread.start()
+
+    def add(self, draft: RecordDraft) -> None:
+        """Export the trace of a request that has ended, if it is one that is traced."""
+        if not draft.sampled or draft.audits:  # An audit comes after the trace has gone.
+            return
+        with self._change:
+            if self._closed or len(self._waiting) >= self._most:
+                self.dropped += 1
+                return
+            self._waiting.append(draft)
+            self._change.notify()
+
+    def close(self, within_s: float) -> None:
+        """End, and send what waits for `within_s` seconds at most; what is left then is dropped. Idempotent."""
+        with self._change:
+            self._closed = True
+            self._change.notify()
+        self._thread.join(within_s)
+
+    def _run(self) -> None:
+        try:
+            while drafts := self._next():
+                self._send(drafts)
+        finally:
+            self._sender.close()
+
+    def _next(self) -> list[RecordDraft]:
+        """Those to be sent next, once there are some; none at the end."""
+        with self._change:
+            self._change.wait_for(lambda: self._waiting or self._closed)
+            return [self._waiting.popleft() for _ in range(min(MOST_AT_ONCE, len(self._waiting)))]
+
+    def _send(self, drafts: Sequence[RecordDraft]) -> None:
+        try:
+            sources = [TraceSource(make_record(draft), draft.parent_id, self._rng) for draft in drafts]
+            taken = self._sender.send([span for source in sources for span in trace_spans(source)])
+        except Exception:  # Our own bug, or the exporter's: requests go on without traces.
+            log("traces failed", level=logging.ERROR, trace=True)
+            taken = False
+        if taken:
+            self.exported += len(drafts)
+        else:
+            self.failed += len(drafts)
+        if taken is self._away:
+            self._away = not taken
+            log("traces exported again" if taken else "traces not taken by the collector", dropped=self.failed)
+
+    def families(self) -> Iterator[Metric]:
+        """The metrics of traces."""
+        traces = CounterMetricFamily(
+            "twinpool_traces", "Traces of requests, by what became of them", labels=["outcome"]
+        )
+        for outcome, value in (("exported", self.exported), ("failed", self.failed), ("dropped", self.dropped)):
+            traces.add_metric([outcome], value)
+        yield traces
+        yield GaugeMetricFamily(
+            "twinpool_traces_waiting", "Traces that wait for the collector", value=len(self._waiting)
+        )
