@@ -21,6 +21,7 @@ class CommandFlag:
 COMMANDS = {
     "serve": "start a cluster and serve a model",
     "up": "launch the cluster that a file describes, detached; where it runs, bring it to what the file says now",
+    "doctor": "look for what would go wrong before serve or up is run with the same flags or file",
     "controller": "be a controller of a cluster: lead, or stand by until the one that leads is gone",
     "down": "end a cluster of this machine: the newest, or the one of --url",
     "status": "show the workers, and what the autoscaler does",
@@ -40,43 +41,45 @@ COMMANDS = {
     "certs": "make, renew or check the certificates and keys of a cluster of your own",
     "sim": "run simulated clusters under a virtual clock, with faults, and check every answer",
 }
+_LAUNCH = ("serve", "doctor")
+"""Commands that take the flags of a launch."""
 _POOLS = ("add", "scale", "restart", "cordon", "uncordon")
 _OTHERS = ("status", "explain", "drain", "undrain", "role", "check", "apply", "upgrade", *_POOLS)
 FLAGS = (
     CommandFlag(
         ("--model",),
-        ("serve",),
+        _LAUNCH,
         "checkpoint folder, GGUF file, name on the Hugging Face Hub (org/name[@revision]), smollm2, or demo "
         "(default: launch.model)",
         {"metavar": "MODEL"},
     ),
     CommandFlag(
         ("--prefill",),
-        ("serve",),
+        _LAUNCH,
         "number of prefill workers (default: pools.prefill, or 1)",
         {"type": int, "metavar": "N"},
     ),
     CommandFlag(
         ("--decode",),
-        ("serve",),
+        _LAUNCH,
         "number of decode workers (default: pools.decode, or 1)",
         {"type": int, "metavar": "N"},
     ),
     CommandFlag(
         ("--colocate",),
-        ("serve",),
+        _LAUNCH,
         "number of colocated workers, which have both roles, instead of two pools; 1 without a number",
         {"type": int, "nargs": "?", "const": 1, "metavar": "N"},
     ),
     CommandFlag(
         ("--routers",),
-        ("serve",),
+        _LAUNCH,
         "number of routers, which share the port (default: launch.routers)",
         {"type": int, "metavar": "N"},
     ),
-    CommandFlag(("--host",), ("serve",), "address that the router listens on (default: launch.host)"),
+    CommandFlag(("--host",), _LAUNCH, "address that the router listens on (default: launch.host)"),
     CommandFlag(
-        ("--port",), ("serve",), "port that the router listens on; 0 for any (default: launch.port)", {"type": int}
+        ("--port",), _LAUNCH, "port that the router listens on; 0 for any (default: launch.port)", {"type": int}
     ),
     CommandFlag(
         ("--address",),
@@ -92,22 +95,22 @@ FLAGS = (
         {"action": "store_true"},
     ),
     CommandFlag(
-        ("--config",), ("serve", "controller"), "YAML file with the configuration", {"type": Path, "metavar": "FILE"}
+        ("--config",), (*_LAUNCH, "controller"), "YAML file with the configuration", {"type": Path, "metavar": "FILE"}
     ),
     CommandFlag(
         ("--set",),
-        ("serve", "controller"),
+        (*_LAUNCH, "controller"),
         "set one configuration key; may be repeated",
         {"action": "append", "default": [], "metavar": "SECTION.KEY=VALUE"},
     ),
     CommandFlag(
         ("--served-model-name",),
-        ("serve",),
+        _LAUNCH,
         "names under which clients ask for the model; answers carry the first",
         {"nargs": "+", "default": [], "metavar": "NAME"},
     ),
     CommandFlag(
-        ("--ray-address",), ("serve",), "join this Ray cluster (auto: the one on this machine)", {"metavar": "ADDR"}
+        ("--ray-address",), _LAUNCH, "join this Ray cluster (auto: the one on this machine)", {"metavar": "ADDR"}
     ),
     CommandFlag(
         ("--detach",),
@@ -115,7 +118,7 @@ FLAGS = (
         "start the cluster and end: it goes on without this command",
         {"action": "store_true"},
     ),
-    CommandFlag(("--dashboard",), ("serve",), "start Ray's dashboard too", {"action": "store_true"}),
+    CommandFlag(("--dashboard",), _LAUNCH, "start Ray's dashboard too", {"action": "store_true"}),
     CommandFlag(
         ("worker",),
         ("drain", "undrain"),
@@ -124,7 +127,7 @@ FLAGS = (
     ),
     CommandFlag(
         ("--open",),
-        ("serve",),
+        _LAUNCH,
         "let everybody ask who reaches --host, without a key (security.open)",
         {"action": "store_true"},
     ),
@@ -212,6 +215,13 @@ FLAGS = (
         "seconds to wait for each worker that restarts, and for pools that change their size",
         {"type": float, "default": 600.0},
     ),
+    CommandFlag(
+        ("file",),
+        ("doctor",),
+        "YAML file, as up takes; --config is the same",
+        {"type": Path, "metavar": "FILE", "nargs": "?"},
+    ),
+    CommandFlag(("--all",), ("doctor",), "show what is fine, too", {"action": "store_true"}),
     CommandFlag(("--watch",), ("drain",), "show what it waits for, live", {"action": "store_true"}),
     CommandFlag(
         ("request",),
@@ -220,7 +230,12 @@ FLAGS = (
         {"metavar": "REQUEST_ID"},
     ),
     CommandFlag(("--watch",), ("status",), "show them live, until Ctrl-C", {"action": "store_true"}),
-    CommandFlag(("--json",), ("status", "explain", "check", "drain"), "print JSON", {"action": "store_true"}),
+    CommandFlag(
+        ("--json",),
+        ("status", "explain", "check", "drain", "doctor"),
+        "print JSON",
+        {"action": "store_true"},
+    ),
     CommandFlag(
         ("--seed",),
         ("sim",),

@@ -1,6 +1,7 @@
 """The `twinpool` command: the function of each subcommand (`cli.command_line` has their flags).
 
-`serve` and `up` start a cluster, `controller` is one of its controllers, and `sim` runs simulated clusters. The other
+`serve` and `up` start a cluster, `doctor` looks before they do, `controller` is one of its controllers, and `sim` runs
+simulated clusters. The other
 commands find a cluster's router and talk HTTP to it, so they import neither torch nor Ray nor gRPC and answer at once.
 Exit codes: 0 fine, 1 a violation or refusal, 2 usage, 3 no cluster, 130 after a Ctrl-C.
 """
@@ -20,7 +21,7 @@ from contracts.errors import ConfigError, TwinpoolError
 
 if TYPE_CHECKING:
     from cli.admin_client import AdminClient
-    from cluster.serve.preflight import ServePlan
+    from cluster.serve.preflight import ServeOptions, ServePlan
 
 FINE, REFUSED, USAGE, NO_CLUSTER = 0, 1, 2, 3
 
@@ -68,16 +69,23 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _prepared(args: argparse.Namespace) -> ServePlan:
     """What the flags of `serve` come to, with the configuration's file."""
+    from cluster.serve.preflight import prepare
+
+    return prepare(_launch_options(args), say=lambda line: print(line, file=sys.stderr))
+
+
+def _launch_options(args: argparse.Namespace) -> ServeOptions:
+    """The flags of `serve` as they were given."""
     from dataclasses import fields
 
-    from cluster.serve.preflight import ServeOptions, prepare
+    from cluster.serve.preflight import ServeOptions
     from contracts.config.launch_config import LaunchConfig
     from contracts.ids import Role
 
     sizes = {Role.PREFILL: args.prefill, Role.DECODE: args.decode, Role.COLOCATED: args.colocate}
     flags = {one.name: getattr(args, one.name) for one in fields(LaunchConfig)}
     given = {name: value for name, value in flags.items() if value is not None and value is not False}  # 0 is a port.
-    options = ServeOptions(
+    return ServeOptions(
         prefill=1 if args.prefill is None else args.prefill,
         decode=1 if args.decode is None else args.decode,
         colocate=0 if args.colocate is None else args.colocate,
@@ -87,7 +95,24 @@ def _prepared(args: argparse.Namespace) -> ServePlan:
         unset=frozenset(one.name for one in fields(LaunchConfig)) - given.keys(),
         **given,
     )
-    return prepare(options, say=lambda line: print(line, file=sys.stderr))
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from cli.doctor_command import as_json, shown
+    from cluster.doctor.doctor_case import DoctorCase
+    from cluster.doctor.examine import examine, exit_code
+
+    if args.file is not None:
+        if args.config is not None:
+            raise ConfigError("FILE and --config are the same: give one of them")
+        args.config = args.file
+    findings = examine(DoctorCase(_launch_options(args)))
+    code = exit_code(findings)
+    if args.json:
+        print(as_json(findings, code))
+    else:
+        _show(shown(findings, everything=args.all))
+    return code
 
 
 def _launch(prepared: ServePlan) -> int:
@@ -440,6 +465,7 @@ def _show(table: Any) -> None:
 _RUN = {
     "serve": _serve,
     "up": _up,
+    "doctor": _doctor,
     "controller": _controller,
     "down": _down,
     "status": _status,

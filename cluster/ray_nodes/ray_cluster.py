@@ -291,7 +291,7 @@ def join_ray(address: str, namespace: str, python: str = "") -> str:
     ~/.ray/auth_token), and `RAY_AUTH_MODE` is left as it is.
     """
     os.environ.update(_QUIET)
-    _check_reachable(address if address != "auto" else os.environ.get("RAY_ADDRESS", ""))
+    check_reachable(address if address != "auto" else os.environ.get("RAY_ADDRESS", ""))
     import ray
 
     try:
@@ -345,7 +345,7 @@ def measure_nodes(known: Container[str], device: str) -> list[NodeFacts]:
     return by_machine(facts)
 
 
-def _check_reachable(address: str) -> None:
+def check_reachable(address: str) -> None:
     """Check that something listens at `address`, for which Ray itself would take a minute. Raises `ConfigError`.
 
     An address that isn't ``host:port`` is not checked.

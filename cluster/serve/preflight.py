@@ -170,10 +170,11 @@ def prepare(
         config = given = with_absolute_paths(load_config(options.config, options.assignments))
     except yaml.YAMLError as error:
         raise ConfigError(f"--set takes section.key=value with a YAML value: {' '.join(str(error).split())}") from None
-    options = _sized(_launched(options, config.launch), config.pools)
+    options = with_settings(options, config)
     config = given = dataclasses.replace(config, launch=_launch_of(options))
-    _check_flags(options)
-    _check_config(config, options)
+    check_flags(options)
+    check_security(config.security, options.host, options.port)
+    check_settings(config, options)
     if config.transfer.plane == "local":
         # Everything is in this process, and the next lines compute.
         processor.pin(config.engine.numerics_class)
@@ -334,6 +335,11 @@ def free_port(host: str, port: int) -> int:
         raise ConfigError(f"can't listen on --host {host} ({error.strerror})") from None
 
 
+def with_settings(options: ServeOptions, config: Config) -> ServeOptions:
+    """The options with what the configuration says where no flag does."""
+    return _sized(_launched(options, config.launch), config.pools)
+
+
 def _sized(options: ServeOptions, pools: PoolsConfig) -> ServeOptions:
     """The options with the sizes of `pools` where no flag gave one."""
     unsized = options.unsized
@@ -359,7 +365,8 @@ def _launch_of(options: ServeOptions) -> LaunchConfig:
     return LaunchConfig(**found | {"ray_address": options.ray_address or ""})
 
 
-def _check_flags(options: ServeOptions) -> None:
+def check_flags(options: ServeOptions) -> None:
+    """Check numbers of workers and routers, and the port. Raises `ConfigError`."""
     if options.colocate < 0:
         raise ConfigError(f"--colocate must be at least 1, got {options.colocate}")
     if options.colocate and (options.prefill, options.decode) != (1, 1):
@@ -399,9 +406,9 @@ def _check_pools(autoscaling: AutoscalingConfig, plane: str, options: ServeOptio
         )
 
 
-def _check_config(config: Config, options: ServeOptions) -> None:
+def check_settings(config: Config, options: ServeOptions) -> None:
+    """Check what the configuration and the flags say together. Raises `ConfigError`."""
     check_tracing(config.tracing)
-    check_security(config.security, options.host, options.port)
     if config.transfer.plane == "local" and options.routers > 1:
         raise ConfigError("transfer.plane=local runs everything in one process: leave out --routers or the plane")
     if config.transfer.plane == "local" and options.ray_address is not None:

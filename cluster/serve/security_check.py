@@ -43,8 +43,9 @@ def with_absolute_paths(config: Config) -> Config:
     )
 
 
-def check_security(security: SecurityConfig, host: str, port: int) -> None:
-    """Check files, certificates and ports of `security`; `host` and `port` are the endpoint's. Raises `ConfigError`."""
+def check_security(security: SecurityConfig, host: str, port: int, *, bind: bool = True) -> None:
+    """Check files, certificates and ports of `security`; `host` and `port` are the endpoint's. `bind`: whether the
+    operators' port must be free now. Raises `ConfigError`."""
     if security.keys_file:
         read_key_file(Path(security.keys_file))
     elif not security.open and not is_loopback(host):
@@ -61,6 +62,8 @@ def check_security(security: SecurityConfig, host: str, port: int) -> None:
         read_key_file(Path(security.admin_keys_file))
     if security.admin_port:
         _check_admin(security, port)
+        if bind:
+            _check_admin_port(security)
 
 
 def _check_admin(security: SecurityConfig, port: int) -> None:
@@ -71,6 +74,9 @@ def _check_admin(security: SecurityConfig, port: int) -> None:
             f"security.admin_host={security.admin_host}: whoever reaches this machine could drain workers. Make keys "
             "(twinpool keys new OPERATOR --file FILE) and name their file by security.admin_keys_file"
         )
+
+
+def _check_admin_port(security: SecurityConfig) -> None:
     host = security.admin_host
     try:
         family, _, _, _, address = socket.getaddrinfo(host, security.admin_port, type=socket.SOCK_STREAM)[0]

@@ -49,13 +49,13 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     if not index_path.exists():
         if not (folder / SINGLE).exists():
             raise CheckpointError(f"{folder} has no {SINGLE} and no {INDEX}; is it a Hugging Face checkpoint folder?")
-        return _read_file(folder / SINGLE)
+        return read_file_headers(folder / SINGLE)
     index = read_json(index_path).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
         raise CheckpointError(f"{index_path} has no weight_map of tensor names to file names")
     headers: dict[str, TensorHeader] = {}
     for name in sorted(set(index.values())):
-        headers |= _read_file(folder / name)
+        headers |= read_file_headers(folder / name)
     for tensor, name in index.items():
         if tensor not in headers or headers[tensor].file != folder / name:
             raise CheckpointError(f"{index_path} says that {name} holds {tensor}, but it doesn't")
@@ -98,7 +98,9 @@ def digest_samples(headers: Mapping[str, TensorHeader]) -> str:
     return digest.hexdigest()
 
 
-def _read_file(path: Path) -> dict[str, TensorHeader]:
+def read_file_headers(path: Path) -> dict[str, TensorHeader]:
+    """Return the headers of one file's tensors, by name. Raises `CheckpointError` for a missing, truncated or malformed
+    file."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

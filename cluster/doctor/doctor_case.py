@@ -1,0 +1,101 @@
+"""What the doctor examines: a launch that is planned, and the machine that it is planned for."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+
+import yaml
+
+from cluster.assembly.device_cards import CardFacts, cards_of
+from cluster.assembly.node_shares import CGROUP
+from cluster.doctor.planned_model import PlannedModel, planned_model
+from cluster.ray_nodes.ray_facts import RayFacts, ask_ray
+from cluster.serve.preflight import ServeOptions, with_settings
+from cluster.serve.security_check import with_absolute_paths
+from contracts.config.cluster_config import Config
+from contracts.config.load_config import load_config
+from contracts.config.plane_choice import on_gpus
+from contracts.errors import ConfigError, TwinpoolError
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+@dataclass(frozen=True)
+class DoctorHost:
+    """Where the doctor looks at this machine; tests look elsewhere."""
+
+    proc: Path = Path("/proc")
+    sys: Path = Path("/sys")
+    shm: Path = Path("/dev/shm")
+    cgroup: Path = CGROUP
+    temporary: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
+    now: Callable[[], datetime] = _now
+    version: Callable[[str], str] = importlib.metadata.version
+    """The installed version of a package; raises `PackageNotFoundError`."""
+    ask_ray: Callable[[str], RayFacts] = ask_ray
+    cards: Callable[[str], tuple[CardFacts, ...]] = cards_of
+    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
+
+    def read(self, path: Path) -> str:
+        """The text of a file of the kernel's, stripped; empty where there is none."""
+        try:
+            return path.read_text(encoding="utf-8", errors="replace").strip()
+        except OSError:
+            return ""
+
+
+class DoctorCase:
+    """A planned launch, read as far as it can be: what can't be read is a finding, and defaults stand in for it."""
+
+    def __init__(self, options: ServeOptions, host: DoctorHost | None = None) -> None:
+        """`options`: the flags, as `serve` is given them."""
+        self.host = host or DoctorHost()
+        self.refused: TwinpoolError | None = None
+        """Why the configuration can't be read; None where it was."""
+        try:
+            self.config = with_absolute_paths(load_config(options.config, options.assignments))
+        except yaml.YAMLError as problem:
+            words = " ".join(str(problem).split())
+            self.refused, self.config = (
+                ConfigError(f"--set takes section.key=value with a YAML value: {words}"),
+                Config(),
+            )
+        except TwinpoolError as refused:
+            self.refused, self.config = refused, Config()
+        self.options = with_settings(options, self.config)
+
+    @property
+    def several_hosts(self) -> bool:
+        """Whether processes of the cluster may run on other machines."""
+        return self.options.ray_address is not None or bool(self.config.cluster.controllers)
+
+    @cached_property
+    def model(self) -> PlannedModel:
+        return planned_model(self.options.model, self.config.router.served_model_name)
+
+    @cached_property
+    def cards(self) -> tuple[CardFacts, ...]:
+        """The GPUs that the workers would have here; none where they run on the CPU. Raises `ConfigError`."""
+        if self.options.ray_address is not None:
+            return ()
+        cards = self.host.cards(self.config.engine.device)
+        return cards[:1] if self.config.transfer.plane == "local" else cards
+
+    @property
+    def wants_gpus(self) -> bool:
+        """Whether the configuration insists on GPUs."""
+        return on_gpus(self.config)
+
+    @property
+    def ranks(self) -> int:
+        """Processes of workers that compute."""
+        return sum(count * self.config.tp_for(role) for role, count in self.options.workers.items())

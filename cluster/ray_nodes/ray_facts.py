@@ -1,0 +1,79 @@
+"""What a Ray says of itself and its nodes, asked without joining it: ``python -m cluster.ray_nodes.ray_facts ADDRESS``.
+
+Ray reads its environment when it is imported, and may wait for long; so it is asked in a process of its own, which has
+a deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.ray_nodes.worker_resources import RESOURCES
+from contracts.errors import ConfigError
+
+ASK_S = 30.0
+"""Seconds in which a Ray must have answered, the start of the process that asks it included."""
+_CALL_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class RayNode:
+    """A node of a Ray that is alive."""
+
+    name: str
+    places: Mapping[str, float] = field(default_factory=dict)
+    """Its resources for workers (`twinpool_prefill` and so on), by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class RayFacts:
+    """A Ray that answers."""
+
+    ray: str
+    """Its version."""
+    python: str
+    nodes: tuple[RayNode, ...] = ()
+
+
+def ask_ray(address: str) -> RayFacts:
+    """Ask the Ray whose control store is at `address`, ``host:port``. Raises `ConfigError` where it doesn't answer."""
+    command = [sys.executable, "-m", "cluster.ray_nodes.ray_facts", address]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False)
+        if ended.returncode:
+            raise OSError((ended.stderr.splitlines() or [f"exit code {ended.returncode}"])[-1])
+        said = json.loads(ended.stdout.splitlines()[-1])
+        nodes = tuple(RayNode(str(name), places) for name, places in said["nodes"])
+        return RayFacts(str(said["ray"]), str(said["python"]), nodes)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"Ray at {address} didn't answer within {ASK_S:g} s") from None
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"Ray at {address} can't be asked: {error!s:.300}") from None
+
+
+def _ask(address: str) -> dict[str, object]:
+    """What `ask_ray` reads, from Ray itself."""
+    # Ray has no public way to ask a cluster without being let in as a driver of it.
+    import ray._raylet
+
+    client: Any = vars(ray._raylet)["GcsClient"]
+    store = client(address=address)
+    told = json.loads(store.internal_kv_get(b"CLUSTER_METADATA", namespace=b"cluster", timeout=_CALL_S) or b"{}")
+    nodes = [
+        (
+            node.node_manager_hostname or node.node_manager_address,
+            {name: node.resources_total[name] for name in RESOURCES.values() if name in node.resources_total},
+        )
+        for node in store.get_all_node_info(timeout=_CALL_S).values()
+        if node.state == 0  # ALIVE
+    ]
+    return {"ray": told.get("ray_version", "unknown"), "python": told.get("python_version", "unknown"), "nodes": nodes}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(_ask(sys.argv[1])) + "\n")

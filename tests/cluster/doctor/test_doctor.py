@@ -1,0 +1,487 @@
+"""The doctor against problems that were really planted, and against a machine without any."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli import command_line
+from cli import commands as cli
+from cli.keys_command import new_key
+from cluster.assembly.device_cards import CardFacts
+from cluster.doctor.doctor_case import DoctorCase, DoctorHost
+from cluster.doctor.examine import CHECKS, examine, exit_code
+from cluster.doctor.finding import Finding, Severity
+from cluster.models.model_source import DEMO
+from cluster.processes.run_file import write_run_file
+from cluster.ray_nodes.ray_facts import RayFacts, RayNode
+from cluster.serve.preflight import ServeOptions
+from contracts.checkpoint.safetensors_headers import INDEX, SINGLE, read_headers
+from tests.certificates import TestAuthority
+from tests.serving import ROOT
+
+
+@pytest.fixture(autouse=True)
+def folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Folders of runs and logs that other tests don't write to."""
+    (tmp_path / "runtime").mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def host(tmp_path: Path, **changes: Any) -> DoctorHost:
+    """This machine, but for temporary folders and segments, which other tests make and leave to be removed."""
+    apart: dict[str, Any] = {name: tmp_path / name for name in ("temporary", "shm", "cgroup")}
+    for folder in apart.values():
+        folder.mkdir(exist_ok=True)
+    return replace(DoctorHost(**apart), **changes)
+
+
+def case(tmp_path: Path, *settings: str, at: DoctorHost | None = None, **flags: Any) -> DoctorCase:
+    options = replace(ServeOptions(port=0), assignments=settings, **flags)
+    return DoctorCase(options, at or host(tmp_path))
+
+
+def look(check: str, examined: DoctorCase) -> list[Finding]:
+    """What a check finds that isn't fine."""
+    found = list(CHECKS[check](examined))
+    assert found, "a check says what it saw"
+    return [finding for finding in found if finding.severity is not Severity.FINE]
+
+
+def only(findings: list[Finding]) -> Finding:
+    assert len(findings) == 1, findings
+    assert findings[0].advice, "a finding says what to do"
+    return findings[0]
+
+
+@pytest.mark.slow
+def test_a_healthy_machine_has_nothing_to_do_and_each_check_says_what_it_saw(tmp_path: Path) -> None:
+    found = examine(case(tmp_path))
+    assert [finding for finding in found if finding.severity is not Severity.FINE] == []
+    assert {finding.check for finding in found} == CHECKS.keys()
+    assert all(finding.found for finding in found)
+    assert exit_code(found) == 0
+
+
+def test_a_taken_port_is_found(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        found = only(look("ports", case(tmp_path, port=port)))
+    assert found.severity is Severity.ERROR
+    assert str(port) in found.found
+
+
+def test_a_port_that_a_cluster_of_ones_own_has_is_told_with_its_name(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        write_run_file(url, tmp_path, "demo")
+        found = only(look("ports", case(tmp_path, port=taken.getsockname()[1])))
+    assert f"twinpool down --url {url}" in found.advice
+
+
+def test_a_taken_port_of_one_workers_events_is_found(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        found = only(look("ports", case(tmp_path, f"cache.events.endpoint=tcp://127.0.0.1:{port - 3}", decode=2)))
+    assert str(port) in found.found, "decode-1 has the endpoint's port and 3"
+
+
+def sharded(folder: Path) -> list[Path]:
+    """A copy of the demo model in three shards with an index; returns the shards."""
+    shutil.copytree(DEMO, folder)
+    headers, whole = read_headers(DEMO), (DEMO / SINGLE).read_bytes()
+    (folder / SINGLE).unlink()
+    shards, table = [], {}
+    for number in range(3):
+        mine, at, body = {}, 0, b""
+        for name in sorted(headers)[number::3]:
+            header = headers[name]
+            body += whole[header.begin : header.end]
+            mine[name] = {"dtype": header.dtype, "shape": header.shape, "data_offsets": [at, len(body)]}
+            at = len(body)
+            table[name] = f"part-{number}.safetensors"
+        head = json.dumps(mine).encode()
+        path = folder / f"part-{number}.safetensors"
+        path.write_bytes(len(head).to_bytes(8, "little") + head + body)
+        shards.append(path)
+    (folder / INDEX).write_text(json.dumps({"weight_map": table}))
+    return shards
+
+
+def test_every_broken_shard_is_named(tmp_path: Path) -> None:
+    shards, model = sharded(tmp_path / "model"), str(tmp_path / "model")
+    assert look("model", case(tmp_path, model=model)) == []
+    os.truncate(shards[0], shards[0].stat().st_size - 100)
+    shards[2].unlink()
+    cut, missing = look("model", case(tmp_path, model=model))
+    assert "part-0.safetensors is truncated" in cut.found
+    assert "part-2.safetensors is missing" in missing.found
+    assert exit_code([cut, missing]) == 2
+
+
+def test_a_shard_without_a_tensor_that_the_index_names_is_found(tmp_path: Path) -> None:
+    sharded(tmp_path / "model")
+    index = json.loads((tmp_path / "model" / INDEX).read_text())
+    name = next(name for name, file in index["weight_map"].items() if file == "part-1.safetensors")
+    index["weight_map"][name] = "part-0.safetensors"
+    (tmp_path / "model" / INDEX).write_text(json.dumps(index))
+    assert (
+        f"lacks 1 tensors that the index says it has, {name}"
+        in only(look("model", case(tmp_path, model=str(tmp_path / "model")))).found
+    )
+
+
+def test_a_model_of_an_unknown_kind_is_found(tmp_path: Path) -> None:
+    shutil.copytree(DEMO, tmp_path / "model")
+    described = json.loads((DEMO / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(described | {"architectures": ["OddForCausalLM"]}))
+    assert "OddForCausalLM" in only(look("model", case(tmp_path, model=str(tmp_path / "model")))).found
+
+
+def test_a_lost_chat_template_and_a_lost_tokenizer_are_found(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(DEMO, model)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert "no chat template" in only(look("tokenizer", case(tmp_path, model=str(model)))).found
+    (model / "tokenizer.json").unlink()
+    assert "no tokenizer.json" in only(look("tokenizer", case(tmp_path, model=str(model)))).found
+
+
+@pytest.mark.slow
+def test_a_model_that_is_not_here_is_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TWINPOOL_MODELS", str(tmp_path / "models"))
+    for name in ("smollm2", "nobody-at-all/no-such-model"):
+        examined = case(tmp_path, model=name)
+        assert look("model", examined) == []
+        assert examined.model.path is None
+        assert look("memory", examined) == look("tokenizer", examined) == []
+    assert not (tmp_path / "models").exists()
+
+
+def test_an_expired_certificate_and_one_that_ends_soon_are_found(tmp_path: Path) -> None:
+    authority = TestAuthority(tmp_path / "certs")
+
+    def https(files: Any) -> list[Finding]:
+        return look("credentials", case(tmp_path, f"security.tls_cert={files.cert}", f"security.tls_key={files.key}"))
+
+    assert https(authority.node("good", days=60)) == []
+    assert "expired" in only(https(authority.expired())).found
+    soon = only(https(authority.node("soon", days=5)))
+    assert (soon.severity, "ends in 4 days" in soon.found) == (Severity.WARNING, True)
+
+
+def test_secrets_that_others_may_read_and_keys_that_ran_out_are_found(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    new_key(keys, "acme", "1m")
+    setting = f"security.keys_file={keys}"
+    assert look("credentials", case(tmp_path, setting)) == []
+    keys.chmod(0o644)
+    assert "mode 644" in only(look("credentials", case(tmp_path, setting))).found
+    keys.chmod(0o600)
+    later = host(tmp_path, now=lambda: datetime.now(UTC) + timedelta(hours=1))
+    assert "all 1 keys have run out" in only(look("credentials", case(tmp_path, setting, at=later))).found
+
+
+def test_a_mistake_in_the_file_is_found_and_the_machine_is_examined_all_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("engine: {theads: 1}\n")
+    found = examine(case(tmp_path, config=file))
+    wrong = only([finding for finding in found if finding.severity is not Severity.FINE])
+    assert (wrong.check, "did you mean engine.threads" in wrong.found + wrong.advice) == ("configuration", True)
+    assert {finding.check for finding in found} == CHECKS.keys()
+
+
+def test_settings_that_can_not_be_together_are_found(tmp_path: Path) -> None:
+    assert "--routers" in only(look("configuration", case(tmp_path, "transfer.plane=local", routers=2))).advice
+    assert "prefill.tp=3" in only(look("memory", case(tmp_path, "prefill.tp=3"))).found
+
+
+def test_pools_larger_than_the_memory_of_the_control_group_are_found(tmp_path: Path) -> None:
+    group = tmp_path / "group"
+    group.mkdir()
+    (group / "memory.max").write_text(str(1 << 30))
+    (group / "memory.current").write_text(str(512 << 20))
+    found = only(look("memory", case(tmp_path, at=host(tmp_path, cgroup=group))))
+    assert "512 MiB are free" in found.found + found.advice
+
+
+def test_strict_overcommit_and_swap_in_use_are_found(tmp_path: Path) -> None:
+    proc = tmp_path / "proc"
+    (proc / "sys/vm").mkdir(parents=True)
+    (proc / "sys/vm/overcommit_memory").write_text("2\n")
+    (proc / "meminfo").write_text("CommitLimit: 1000 kB\nCommitted_AS: 900 kB\nSwapTotal: 1000 kB\nSwapFree: 100 kB\n")
+    examined = case(tmp_path, at=host(tmp_path, proc=proc))
+    assert "overcommit_memory=2" in only(look("memory", examined)).found
+    assert "swap are in use" in only(look("swap", examined)).found
+
+
+@pytest.fixture
+def few_files() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.usefixtures("few_files")
+def test_a_small_limit_on_open_files_is_found(tmp_path: Path) -> None:
+    found = only(look("open files", case(tmp_path)))
+    assert (found.severity, "512 files" in found.found) == (Severity.ERROR, True)
+
+
+def test_small_limits_of_the_control_group_are_found(tmp_path: Path) -> None:
+    group = host(tmp_path).cgroup
+    (group / "pids.max").write_text("400")
+    (group / "pids.current").write_text("100")
+    (group / "cpu.max").write_text("150000 100000")
+    assert "300 processes" in only(look("processes", case(tmp_path))).found
+    assert "1.5 cores" in only(look("processors", case(tmp_path))).found
+    (group / "cpu.max").write_text("200000 100000")
+    assert look("processors", case(tmp_path)) == []
+    assert "9 ranks compute on" in only(look("processors", case(tmp_path, decode=8))).found
+
+
+IN_A_SMALL_SHM = """
+import sys
+from pathlib import Path
+from cluster.doctor.checks.host_memory import check_shared_memory
+from cluster.doctor.doctor_case import DoctorCase
+from cluster.serve.preflight import ServeOptions
+for finding in check_shared_memory(DoctorCase(ServeOptions(port=0))):
+    print(finding.severity, finding.found)
+"""
+
+
+@pytest.mark.slow
+def test_a_small_shared_memory_is_found_by_a_mount_of_its_own() -> None:
+    script = 'mount -t tmpfs -o size=16m tmpfs /dev/shm && exec "$@"'
+    inside = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh"]
+    done = subprocess.run(
+        [*inside, sys.executable, "-c", IN_A_SMALL_SHM],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    if "unshare" in done.stderr or "mount" in done.stderr:
+        pytest.skip("no namespaces here")
+    assert done.stdout.startswith("warning /dev/shm has 16 MiB free"), done.stdout + done.stderr
+
+
+def ray(ours: str, python: str, *nodes: RayNode) -> Callable[[str], RayFacts]:
+    return lambda address: RayFacts(ours, python, nodes)
+
+
+def test_a_ray_of_another_version_and_one_without_places_are_found(tmp_path: Path) -> None:
+    python = ".".join(map(str, sys.version_info[:3]))
+    node = RayNode("other", {"twinpool_prefill": 1, "twinpool_decode": 1})
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+
+        def joined(asked: Callable[[str], RayFacts], **flags: Any) -> list[Finding]:
+            return look("Ray", case(tmp_path, at=host(tmp_path, ask_ray=asked), ray_address=address, **flags))
+
+        assert joined(ray(version("ray"), python, node)) == []
+        assert "that Ray is 1.2.3" in only(joined(ray("1.2.3", python, node))).found
+        assert "runs Python 3.1.4" in only(joined(ray(version("ray"), "3.1.4", node))).found
+        assert "none of its 1 nodes" in only(joined(ray(version("ray"), python, RayNode("bare")))).found
+        few = only(joined(ray(version("ray"), python, node), decode=3))
+        assert "1 of 3 twinpool_decode" in few.found
+
+
+def test_a_ray_that_is_away_is_found(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        address = f"127.0.0.1:{gone.getsockname()[1]}"
+    found = only(look("Ray", case(tmp_path, ray_address=address)))
+    assert f"can't reach Ray at {address}" in found.found
+    assert (
+        "no Ray runs" in only(look("Ray", case(tmp_path, at=host(tmp_path, environment={}), ray_address="auto"))).found
+    )
+
+
+@pytest.mark.slow
+def test_a_ledger_that_can_not_be_written_is_found(tmp_path: Path) -> None:
+    def ledger(path: Path) -> list[Finding]:
+        return look("ledger", case(tmp_path, f"cluster.ledger={path}"))
+
+    assert ledger(tmp_path / "new.db") == []
+    assert not (tmp_path / "new.db").exists(), "nothing that stays is written"
+    assert "isn't there" in only(ledger(tmp_path / "nowhere" / "new.db")).found
+    (tmp_path / "text.db").write_text("not a table, " * 100)
+    assert "not a database" in only(ledger(tmp_path / "text.db")).found
+    store = sqlite3.connect(tmp_path / "busy.db", isolation_level=None)
+    store.execute("CREATE TABLE kept (key TEXT)")
+    assert ledger(tmp_path / "busy.db") == []
+    store.execute("BEGIN EXCLUSIVE")
+    assert "locked" in only(ledger(tmp_path / "busy.db")).found
+    store.close()
+
+
+@pytest.mark.slow
+def test_a_ledger_and_a_storage_on_a_server_that_is_away_are_found(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        url = f"redis://:secret@127.0.0.1:{gone.getsockname()[1]}/0"
+    examined = case(
+        tmp_path, f"cluster.ledger={url}", "cluster.name=c", "cache.storage.backend=redis", f"cache.storage.url={url}"
+    )
+    for check in ("ledger", "storage"):
+        found = only(look(check, examined))
+        assert found.severity is Severity.ERROR
+        assert "secret" not in found.found + found.advice + found.detail
+    assert look("clock", examined) == [], "a server that is away has no clock"
+
+
+def test_a_storage_folder_that_can_not_be_made_or_is_too_small_is_found(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+
+    def storage(path: Path, *more: str) -> list[Finding]:
+        return look("storage", case(tmp_path, "cache.storage.backend=file", f"cache.storage.path={path}", *more))
+
+    assert storage(tmp_path / "pages", f"cache.storage.max_bytes={1 << 20}") == []
+    assert not (tmp_path / "pages").exists()
+    assert "can't be written" in only(storage(tmp_path / "file" / "pages")).found
+    assert "has room for" in only(storage(tmp_path / "pages", f"cache.storage.max_bytes={1 << 60}")).found
+
+
+def test_a_package_of_another_version_is_found(tmp_path: Path) -> None:
+    old = host(tmp_path, version=lambda name: "0.1" if name == "ray" else version(name))
+    found = only(look("versions", case(tmp_path, at=old)))
+    assert found.found.startswith("ray 0.1 is installed; supported is >=")
+
+
+@pytest.mark.slow
+def test_what_dead_runs_left_is_found_and_nothing_of_those_that_live(tmp_path: Path) -> None:
+    at = host(tmp_path)
+    write_run_file("http://127.0.0.1:1", tmp_path, "demo")
+    live = at.temporary / "twinpool-abcdef_1"
+    live.mkdir()
+    (live / "held").touch()
+    segments = {name: at.shm / name for name in ("held", "dead")}
+    for path in segments.values():
+        path.write_bytes(bytes(2 << 20))
+    old = time.time() - 3600
+    with (
+        segments["held"].open("rb"),
+        subprocess.Popen(["sleep", "60"], env={**os.environ, "TWINPOOL_RUN": live.name}) as holder,
+    ):
+        for path in (live, *segments.values()):
+            os.utime(path, (old, old))
+        assert "1 files" in only(look("leftovers", case(tmp_path, at=at))).found
+        segments["dead"].unlink()
+        assert look("leftovers", case(tmp_path, at=at)) == []
+        holder.kill()
+    dead = {"pid": 2**22 + 1, "started": 1}
+    (tmp_path / "runtime" / "twinpool" / "run-1.json").write_text(json.dumps(dead))
+    run, folder, segment = look("leftovers", case(tmp_path, at=at))
+    assert "1 run files" in run.found
+    assert live.name in folder.found
+    assert "2 MiB of memory" in segment.found
+    assert live.exists()
+
+
+def test_a_level_that_the_processor_lacks_and_unlike_machines_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("contracts.cpu_levels.levels", lambda has=None: ("x86-64-v3",))
+    assert (
+        "this processor runs x86-64-v3"
+        in only(look("numerics", case(tmp_path, "engine.numerics_class=x86-64-v4"))).found
+    )
+    assert "other bits" in only(look("numerics", case(tmp_path, ray_address="head:6379"))).found
+
+
+def test_gpus_that_are_busy_old_or_behind_a_torch_without_cuda_are_found(tmp_path: Path) -> None:
+    def card(free: int, capability: int) -> CardFacts:
+        return CardFacts(0, "card", 80 << 30, free, capability, ())
+
+    def gpus(*cards: CardFacts) -> list[Finding]:
+        at = host(tmp_path, cards=lambda _: cards, version=lambda name: "2.13.0+cu128")
+        return look("GPUs", case(tmp_path, at=at))
+
+    assert gpus(card(79 << 30, 90)) == []
+    assert "20.0 GiB of 80.0 GiB free" in only(gpus(card(20 << 30, 90))).found
+    assert "compute capability 6.1" in only(gpus(card(79 << 30, 61))).found
+    proc = tmp_path / "proc" / "driver" / "nvidia"
+    proc.mkdir(parents=True)
+    (proc / "version").write_text("NVRM version: 570.1")
+    at = host(tmp_path, proc=tmp_path / "proc", version=lambda name: "2.13.0+cpu")
+    assert "built without CUDA" in only(look("GPUs", case(tmp_path, at=at))).found
+
+
+def test_rdma_ports_that_are_down_and_little_locked_memory_are_found(tmp_path: Path) -> None:
+    port = tmp_path / "sys/class/infiniband/mlx5_0/ports/1"
+    port.mkdir(parents=True)
+    (port / "state").write_text("1: DOWN\n")
+    examined = case(tmp_path, "transfer.plane=nixl", at=host(tmp_path, sys=tmp_path / "sys"))
+    found = [one for one in look("RDMA", examined) if "NIXL isn't installed" not in one.found]
+    assert "mlx5_0/1 is 1: DOWN" in only(found).found
+    (port / "state").write_text("4: ACTIVE\n")
+    assert [one for one in look("RDMA", examined) if "NIXL isn't installed" not in one.found] == []
+    before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 << 10, before[1]))
+    try:
+        assert "may lock" in only(look("locked memory", examined)).found
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
+
+
+def test_a_container_that_forbids_segments_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "pidfd_open", refused)
+    assert "pidfd_open fails" in only(look("container", case(tmp_path))).found
+    monkeypatch.setattr(os, "memfd_create", refused)
+    assert "memfd_create fails" in only(look("container", case(tmp_path))).found
+
+
+def test_a_check_that_fails_is_an_error_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: DoctorCase) -> Iterator[Finding]:
+        raise RuntimeError("nobody thought of it")
+
+    monkeypatch.setattr("cluster.doctor.examine.CHECKS", {"broken": broken, "swap": CHECKS["swap"]})
+    found = examine(case(tmp_path))
+    assert [finding.check for finding in found] == ["broken", "swap"]
+    assert "nobody thought of it" in found[0].found
+    assert exit_code(found) == 2
+
+
+def test_the_command_takes_serves_flags_and_a_file_and_ends_with_how_bad_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.doctor.examine.CHECKS", {name: CHECKS[name] for name in ("configuration", "swap")})
+
+    def doctor(*arguments: str) -> int:
+        return cli.run(command_line.parser().parse_args(["doctor", *arguments]))
+
+    file = tmp_path / "cluster.yaml"
+    file.write_text("pools: {decode: 3}\n")
+    assert doctor(str(file), "--json", "--prefill", "2", "--port", "0") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["exit_code"] == 0
+    assert "2 prefill, 3 decode" in told["findings"][0]["found"]
+    assert doctor("--routers", "0", "--all") == 2
+    said = capsys.readouterr().out
+    assert "ERROR" in said
+    assert "FINE    swap" in said
+    assert "do: " in said
+    assert doctor(str(file), "--config", str(file)) == 2
