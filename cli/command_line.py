@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-
-@dataclass(frozen=True)
-class CommandFlag:
-    """One flag or positional argument of one or more commands; `options` go to `argparse`."""
-
-    names: tuple[str, ...]
-    commands: tuple[str, ...]
-    help: str
-    options: dict[str, Any] = field(default_factory=dict)
-
+from cli.command_flag import CommandFlag
+from cli.replay.replay_flags import REPLAY_FLAGS
 
 COMMANDS = {
     "serve": "start a cluster and serve a model",
@@ -39,6 +29,7 @@ COMMANDS = {
     "check": "recount every page, slot, lease and room, and name what is wrong",
     "keys": "make, list or revoke API keys in a key file (security.keys_file)",
     "certs": "make, renew or check the certificates and keys of a cluster of your own",
+    "replay": "send a trace's requests to an OpenAI endpoint, as they came once, and measure what clients see",
     "sim": "run simulated clusters under a virtual clock, with faults, and check every answer",
 }
 _LAUNCH = ("serve", "doctor")
@@ -293,6 +284,7 @@ FLAGS = (
         "system's)",
         {"default": "", "metavar": "FILE"},
     ),
+    *REPLAY_FLAGS,
 )
 
 

@@ -410,6 +410,12 @@ def _sim(args: argparse.Namespace) -> int:
     return FINE if good else REFUSED
 
 
+def _replay(args: argparse.Namespace) -> int:
+    from cli.replay.replay_command import ReplayOptions, replay
+
+    return FINE if replay(ReplayOptions.of(args), _line, _show) else REFUSED
+
+
 _SCALE_FLAGS = ("workers", "seconds", "policy", "trace", "replay")
 """Flags of `sim --requests`."""
 
@@ -483,6 +489,7 @@ _RUN = {
     "check": _check,
     "keys": _keys,
     "certs": _certs,
+    "replay": _replay,
     "sim": _sim,
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from bench.common.openai_client import Outcome
+from cli.replay.openai_client import Outcome
 
 PERCENTILES = (50, 90, 99)
 
@@ -24,12 +24,17 @@ class Slo:
 
     def holds(self, outcome: Outcome) -> bool:
         """A failed or wrongly counted answer is never good."""
-        if not outcome.ok or outcome.miscounted:
+        if not outcome.ok or _miscounted(outcome):
             return False
         tpot_s = outcome.tpot_s
         return (self.ttft_ms is None or outcome.ttft_s * 1e3 <= self.ttft_ms) and (
             self.tpot_ms is None or tpot_s is None or tpot_s * 1e3 <= self.tpot_ms
         )
+
+
+def _miscounted(outcome: Outcome) -> bool:
+    """Whether the answer is not as long as asked for, or its length is unknown."""
+    return outcome.completion_tokens != outcome.wanted_tokens
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ def summarize(outcomes: Sequence[Outcome], slo: Slo, wall_s: float, cpu_s: float
         succeeded=len(good),
         errors=dict(Counter(outcome.error or "" for outcome in failed).most_common()),
         notes=notes,
-        miscounted=sum(outcome.miscounted for outcome in good),
+        miscounted=sum(_miscounted(outcome) for outcome in good),
         wall_s=wall_s,
         ttft_ms=Spread.of(outcome.ttft_s for outcome in good),
         itl_ms=Spread.of(gap for outcome in good for gap in outcome.gaps_s),

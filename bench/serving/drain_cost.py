@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common.bench_cluster import serving
-from bench.common.openai_client import Endpoint, EndpointError
+from cli.replay.openai_client import Endpoint, EndpointError
 
 DRAIN_TIMEOUT_S = 600.0
 LOW, HIGH = 300, 2000

@@ -28,8 +28,9 @@ from rich.table import Table
 
 from bench.common import machine
 from bench.common.bench_cluster import serving
-from bench.common.openai_client import Endpoint, EndpointError, Outcome, stream
-from bench.common.workload import Ask, Content, LengthRange, synthetic
+from bench.common.workload import LengthRange, synthetic
+from cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
+from cli.replay.trace_prompts import Ask, Content
 
 WAYS = ("all", "bounded", "slo")
 TIMEOUT_S = 300.0

@@ -25,10 +25,10 @@ from rich.table import Table
 
 from bench.common import machine
 from bench.common.bench_cluster import serving
-from bench.common.openai_client import Endpoint, Outcome
 from bench.common.random_model import DEMO
-from bench.common.workload import Ask
 from bench.serving.serve_load import Target, run
+from cli.replay.openai_client import Endpoint, Outcome
+from cli.replay.trace_prompts import Ask
 
 LOW, HIGH = 300, 900
 """Ids of ordinary tokens of the demo."""

@@ -27,8 +27,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench.common.latency_report import Slo, Summary, ratios, summarize, table
-from bench.common.openai_client import Endpoint, EndpointError, Outcome, stream
-from bench.common.workload import Ask, Content, LengthRange, from_trace, synthetic
+from bench.common.workload import LengthRange, synthetic
+from cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
+from cli.replay.trace_prompts import Ask, Content, asks_of
 from sim.scale.trace_file import read_trace
 
 _CALIBRATION_WORDS = 256
@@ -127,7 +128,7 @@ def make_asks(args: argparse.Namespace, target: Target, seed: int) -> list[Ask]:
         inputs, outputs = LengthRange.parse(args.input_tokens), LengthRange.parse(args.output_tokens)
         return synthetic(content, args.requests or 100, inputs, outputs, args.shared_prefix, args.rate)
     lines = read_trace(args.trace, args.requests)
-    return from_trace(content, lines, args.scale_lengths, args.speed, args.max_context)
+    return list(asks_of(content, lines, args.scale_lengths, args.speed, args.max_context))
 
 
 async def measure(args: argparse.Namespace, console: Console) -> list[Target]:

@@ -41,8 +41,9 @@ from rich.table import Table
 
 from bench.common import machine
 from bench.common.bench_cluster import serving
-from bench.common.openai_client import Endpoint, EndpointError, Outcome, stream
-from bench.common.workload import Ask, Content, LengthRange, synthetic
+from bench.common.workload import LengthRange, synthetic
+from cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
+from cli.replay.trace_prompts import Ask, Content
 from contracts.key_file import KeyFile, TenantLimits, mint_key, write_key_file
 
 TIMEOUT_S = 300.0

@@ -21,6 +21,8 @@ class SseServer:
         assert all(way in WAYS for way in ways)
         self.ways = ways or ("fine",)
         self.bodies: list[dict[str, Any]] = []
+        self.heads: list[str] = []
+        """Of streamed requests, as `bodies`."""
         self.port = 0
         self.running = 0
         self.most_running = 0
@@ -64,6 +66,8 @@ class SseServer:
             body = json.loads(await reader.readexactly(length)) if length else {}
             self.running += 1
             self.most_running = max(self.most_running, self.running)
+            if body.get("stream"):
+                self.heads.append(head)
             await self._answer(head.split(" ")[1], body, reader, writer)
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.common.workload import Ask, Content, LengthRange, from_trace, synthetic
+from bench.common.workload import LengthRange, synthetic
+from cli.replay.trace_prompts import Ask, Content, asks_of
 from sim.scale.trace_file import TraceLine, read_trace
 
 CONTENT = Content(seed=1, low=300, high=2000)
@@ -52,7 +53,7 @@ def test_equal_hash_ids_are_equal_content_whatever_the_scale() -> None:
         TraceLine(14.0, 1300, 5, (9, 1, 2)),
     ]
     for scale in (1.0, 0.1, 0.013, 2.0):
-        first, second, third = from_trace(CONTENT, lines, scale=scale)
+        first, second, third = asks_of(CONTENT, lines, scale=scale)
         assert len(first.tokens) == round(1300 * scale)
         assert 2 * round(512 * scale) <= common(first, second) <= 2 * round(512 * scale) + 2
         assert common(first, third) <= 2
@@ -60,11 +61,11 @@ def test_equal_hash_ids_are_equal_content_whatever_the_scale() -> None:
 
 def test_speed_divides_the_gaps_and_the_first_is_due_at_once() -> None:
     lines = [TraceLine(10.0, 5, 5, (0,)), TraceLine(14.0, 5, 5, (1,))]
-    assert [a.at_s for a in from_trace(CONTENT, lines, speed=8.0)] == [0.0, 0.5]
+    assert [a.at_s for a in asks_of(CONTENT, lines, speed=8.0)] == [0.0, 0.5]
 
 
 def test_a_trace_cut_to_a_context_fits_it() -> None:
-    asks = from_trace(CONTENT, read_trace(SLICE), max_context=256)
+    asks = list(asks_of(CONTENT, read_trace(SLICE), max_context=256))
     assert len(asks) == 200
     assert all(len(a.tokens) >= 1 and len(a.tokens) + a.output_tokens <= 256 for a in asks)
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import uvloop
 
-from bench.common.openai_client import Outcome
 from bench.serving import early_refusal, router_speed
+from cli.replay.openai_client import Outcome
 
 
 def outcome(ttft_s: float | None, error: str | None = None) -> Outcome:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from bench.common.latency_report import Slo, summarize
-from bench.common.openai_client import Outcome
 from bench.serving import serve_load as serve
+from cli.replay.openai_client import Outcome
 
 _spec = importlib.util.spec_from_file_location("sse_server", Path(__file__).with_name("sse_server.py"))
 assert _spec is not None
@@ -51,7 +51,7 @@ def test_a_good_run_counts_everything_once(tmp_path: Path) -> None:
     ("way", "kind"),
     [
         ("cut", "cut"),
-        ("no done", "cut"),
+        ("no done", "no [DONE]"),
         ("error event", "error event (worker_died)"),
         ("refused", "http 429"),
         ("not json", "bad event"),

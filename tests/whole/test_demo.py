@@ -218,6 +218,18 @@ def test_one_process_serves_and_ends_without_ray(tmp_path: Path) -> None:
         assert "reaper.py" in " ".join(reaper.cmdline())
         answers = cluster.complete_all(["It was a fine morning"] * 8, max_tokens=16)
         assert len({tuple(answer.tokens) for answer in answers}) == 1
+        trace = (
+            "replay",
+            str(ROOT / "bench/traces/conversation_200.jsonl"),
+            "--limit",
+            "12",
+            "--scale-lengths",
+            "0.01",
+        )
+        replayed = cluster.twinpool(*trace, "--url", cluster.url, "--json", str(tmp_path / "replay.json"))
+        assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+        figures = json.loads((tmp_path / "replay.json").read_text())["figures"]
+        assert (figures["answered"], figures["errors"], figures["wrong"]) == (12, {}, {})
         drained = cluster.twinpool("drain", "decode-1")
         assert drained.returncode == 0, drained.stderr
         assert cluster.status()["decode-1"]["state"] == "left"

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 import httptools
 import httpx
+import orjson
 
 _NOTE_CHARS = 200
 
@@ -57,7 +58,7 @@ class Endpoint:
 
     def encode(self, path: str, body: dict[str, Any]) -> bytes:
         """The request as bytes, ready to send."""
-        content = json.dumps(body, separators=(",", ":")).encode()
+        content = orjson.dumps(body)  # Quick: nothing else happens meanwhile, and tokens may be arriving.
         lines = [
             f"POST {self.path}{path} HTTP/1.1",
             f"Host: {self.host}:{self.port}",
@@ -109,6 +110,8 @@ class Outcome:
     error: str | None = None
     """The kind of error; None for an answer that ended as it should."""
     note: str = ""
+    held_s: float = 0.0
+    """Seconds for which it was due and waited, as too many others were under way."""
 
     @property
     def ok(self) -> bool:
@@ -117,6 +120,11 @@ class Outcome:
     @property
     def ttft_s(self) -> float:
         return self.arrivals_s[0] - self.sent_s
+
+    @property
+    def lag_s(self) -> float:
+        """Seconds by which the client itself was late."""
+        return self.sent_s - self.due_s - self.held_s
 
     @property
     def e2e_s(self) -> float:
@@ -137,11 +145,6 @@ class Outcome:
         if self.output_tokens < 2:
             return None
         return (self.arrivals_s[-1] - self.arrivals_s[0]) / (self.output_tokens - 1)
-
-    @property
-    def miscounted(self) -> bool:
-        """The answer is not as long as asked for, or its length is unknown."""
-        return self.completion_tokens != self.wanted_tokens
 
 
 class _Exchange(asyncio.Protocol):
@@ -199,6 +202,8 @@ class _Exchange(asyncio.Protocol):
             self._finish("not a stream", self._body.decode(errors="replace"))
         elif self._finished and not self._needs_done:
             self._finish_well()
+        elif self._finished:
+            self._finish("no [DONE]", "the stream said why it ended, and had no [DONE]")
         else:
             self._finish("cut", "the stream ended without [DONE]")
 

@@ -1,0 +1,16 @@
+"""One flag of the command line, for one or more commands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class CommandFlag:
+    """One flag or positional argument of one or more commands; `options` go to `argparse`."""
+
+    names: tuple[str, ...]
+    commands: tuple[str, ...]
+    help: str
+    options: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,109 @@
+"""When requests go out, and whose fault it is when they go out late: in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+import pytest
+
+from cli.replay.open_loop import OpenLoop
+from cli.replay.openai_client import Outcome
+from cli.replay.replay_figures import RecentFigures, figures_of
+from cli.replay.trace_prompts import Ask
+from sim.scale.cluster_plan import LatencyTarget
+
+
+class VirtualTime:
+    """A clock that jumps to the next thing that somebody sleeps for, once everybody waits."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self._waiting: list[tuple[float, int, asyncio.Event]] = []
+        self._count = 0
+
+    async def sleep(self, seconds: float) -> None:
+        event = asyncio.Event()
+        self._count += 1
+        self._waiting.append((self.now + seconds, self._count, event))
+        await event.wait()
+
+    async def drive(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        while not task.done():
+            for _ in range(20):
+                await asyncio.sleep(0)
+            if self._waiting:
+                self._waiting.sort(key=lambda one: one[:2])
+                at, _, event = self._waiting.pop(0)
+                self.now = max(self.now, at)
+                event.set()
+        await task
+
+
+def played(
+    at_s: Sequence[float], concurrency: int, takes_s: Callable[[int], float], encode_s: float = 0.0
+) -> list[Outcome]:
+    """The outcomes of requests that are due at `at_s`, whose answers take `takes_s`, and whose bytes take `encode_s`
+    to make, in which the client does nothing else."""
+    time = VirtualTime()
+
+    async def send(request: bytes, outcome: Outcome) -> Outcome:
+        outcome.sent_s = time.now
+        await time.sleep(takes_s(int(request)))
+        outcome.arrivals_s = [time.now]
+        outcome.end_s, outcome.completion_tokens, outcome.prompt_tokens = time.now, 1, 1
+        return outcome
+
+    def encode(ask: Ask, number: int) -> bytes:
+        time.now += encode_s
+        return b"%d" % number
+
+    loop = OpenLoop(send, encode, concurrency, lambda: time.now, time.sleep)
+    ended: list[Outcome] = []
+    asyncio.run(time.drive(loop.run([Ask(at, (1,), 1) for at in at_s], ended.append)))
+    assert len(ended) == loop.sent == len(at_s)
+    assert loop.running == 0
+    return loop.outcomes
+
+
+def test_requests_go_out_when_they_are_due_however_slow_answers_are() -> None:
+    outcomes = played([0.0, 1.0, 1.5], 100, lambda _: 50.0)
+    assert [one.sent_s - 100.0 for one in outcomes] == [0.0, 1.0, 1.5]
+    assert [(one.held_s, one.lag_s) for one in outcomes] == [(0.0, 0.0)] * 3
+
+
+def test_who_waits_for_a_place_is_held_and_so_are_those_behind_it() -> None:
+    outcomes = played([0.0, 1.0, 2.0, 30.0], 1, lambda _: 10.0)
+    assert [one.sent_s - 100.0 for one in outcomes] == [0.0, 10.0, 20.0, 30.0]
+    assert [one.held_s for one in outcomes] == [0.0, 9.0, 18.0, 0.0]
+    assert [one.lag_s for one in outcomes] == [0.0] * 4, "none of it is the client's"
+    figures = figures_of(outcomes, LatencyTarget(10.5, 1.0), 40.0, 1.0, counts_prompts=True, exact=True)
+    assert figures.ttft.p50 == pytest.approx((10.0 + 19.0) / 2), "held time is what a client waits, too"
+    assert (figures.good, figures.lagged) == (2, False)
+
+
+def test_a_place_that_is_free_again_is_taken_by_a_late_request_that_was_due_while_none_was() -> None:
+    outcomes = played([0.0, 1.0, 1.0, 1.0], 2, lambda number: 5.0 if number < 2 else 1.0)
+    assert [one.held_s for one in outcomes] == [0.0, 0.0, 4.0, 5.0]
+
+
+def test_a_client_that_does_not_keep_up_is_late_by_its_own_fault() -> None:
+    outcomes = played([0.0, 0.1, 0.2], 100, lambda _: 1.0, encode_s=0.5)
+    assert [round(one.lag_s, 6) for one in outcomes] == [0.5, 0.9, 1.3]
+    assert [one.held_s for one in outcomes] == [0.0] * 3
+    figures = figures_of(outcomes, LatencyTarget(), 3.0, 1.5, counts_prompts=True, exact=True)
+    assert figures.lagged
+    assert figures.client_ceiling == pytest.approx(2.0), "3 requests took 1.5 s of a core"
+    assert figures.ttft.p99 == pytest.approx(1.0), "its lateness isn't the endpoint's"
+
+
+def test_recent_figures_forget_and_count_all() -> None:
+    recent = RecentFigures(LatencyTarget(1.0, 1.0), seconds=10.0)
+    for second in range(30):
+        slow = second < 15
+        recent.add(Outcome(second, second, 1, 1, second + 0.5, [second + (5.0 if slow else 0.5)], 1, 0, 1))
+    recent.add(Outcome(30, 30, 1, 1, 30.0, error="cut"))
+    ttft, gaps, rate = recent.look(30.0)
+    assert (ttft.count, ttft.p99, gaps.count, rate) == (10, 0.5, 0, 1.0)
+    assert (recent.ended, recent.good, recent.errors) == (31, 15, {"cut": 1})
