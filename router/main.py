@@ -131,6 +131,7 @@ def serve(options: argparse.Namespace, config: Config, directory: ControllerDire
             control_plane=directory.control_plane,
             name=options.name,
             recorder=directory,
+            controller_up=directory.reachable,
         )
         log(
             "router listens",

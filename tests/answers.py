@@ -114,7 +114,7 @@ def expect_greedy(scene: Scene, seed: int, count: int = COUNT) -> None:
     assert cluster.metric("twinpool_prompt_tokens_computed_total", role="decode") == 0
     computed = sum(len(p) for p in prompts) - sum(a.cached for a in answers)
     assert cluster.metric("twinpool_prompt_tokens_computed_total", role="prefill") == computed
-    assert cluster.metric("twinpool_fallbacks_total") == cluster.metric("twinpool_damaged_total") == 0
+    assert cluster.metric("twinpool_fallbacks_total") == cluster.metric("twinpool_handovers_damaged_total") == 0
 
 
 def expect_seeded(scene: Scene) -> None:

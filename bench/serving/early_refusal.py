@@ -107,7 +107,9 @@ class Client:
     async def falsely(self) -> int:
         async with httpx.AsyncClient() as client:
             lines = (await client.get(f"{self.url}/metrics")).text.splitlines()
-        return int(float(next(line.split()[1] for line in lines if line.startswith("twinpool_refused_falsely_total"))))
+        return int(
+            float(next(line.split()[1] for line in lines if line.startswith("twinpool_requests_refused_falsely_total")))
+        )
 
 
 def measured(way: str, load: float, outcomes: Sequence[Outcome], falsely: int, slo_ms: int, seconds: float) -> Goodput:

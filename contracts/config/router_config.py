@@ -34,6 +34,9 @@ class RouterConfig:
     """Milliseconds to the first token beyond which answers are of no use: a request for which more are predicted is
     refused at once, and one that nothing has begun by then is not computed. 0: none. A tenant's own comes before it;
     the header x-slo-ttft-ms may name less."""
+    metrics_aliases: Literal["vllm", "none"] = "vllm"
+    """vllm: /metrics has vLLM's names, too, where they mean the same, for dashboards and autoscalers that look for
+    them."""
     replay_limit: int = 8
     """Attempts after the first before a request is failed."""
     concurrent_migrations: int = 4

@@ -370,7 +370,9 @@ async def _load(service: RouterService, exchange: HttpExchange) -> None:
 
 
 async def _metrics(service: RouterService, exchange: HttpExchange) -> None:
-    await exchange.answer(200, service.metrics.text(), kind=b"text/plain; version=0.0.4; charset=utf-8")
+    """Answer in Prometheus' text format, or in OpenMetrics to whoever asks for that."""
+    text, kind = service.metrics.text(exchange.header(b"accept"))
+    await exchange.answer(200, text, kind=kind.encode())
 
 
 async def _openapi(service: RouterService, exchange: HttpExchange) -> None:

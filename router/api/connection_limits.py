@@ -138,11 +138,11 @@ class ClientConnections:
 
     def metrics(self) -> Iterator[Metric]:
         have = GaugeMetricFamily("twinpool_http_connections", "Clients' connections", labels=["state"])
-        have.add_metric(["open"], len(self.all))
-        have.add_metric(["waiting"], len(self.waiting))
+        have.add_metric(["busy"], len(self.all) - len(self.waiting))
+        have.add_metric(["idle"], len(self.waiting))
         yield have
         text = "Connections closed: idle ones for others, late ones, those above every bound"
-        closed = CounterMetricFamily("twinpool_http_connections_closed", text, labels=["why"])
+        closed = CounterMetricFamily("twinpool_http_connections_closed", text, labels=["reason"])
         closed.add_metric(["idle"], self.closed_idle)
         closed.add_metric(["late"], self.closed_late)
         closed.add_metric(["refused"], self.refused)

@@ -92,6 +92,9 @@ class RouterCounts:
     local_prompts: Counter[str] = field(default_factory=Counter)
     """Attempts whose prompt a decode worker was given to compute, by why."""
 
+    placements: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Attempts that a worker was chosen for, by its name and the role that it has in them."""
+
     def charge(self, cost: AttemptCost) -> None:
         """Count a failed attempt by its cost."""
         self.replays += cost is AttemptCost.REPLAY

@@ -295,6 +295,7 @@ class RouterCore:
             choices = self._placement.explain(r, pair)
             self._placement.book(r, pair, now)
             self.counts.local_prompts.update([r.local] if r.local else ())
+            self.counts.placements.update((name, str(role)) for role, name in r.workers.items())
             submit = _submit(r, r.room, now)
             if pair.decode is not None and not pair.one:
                 self._actions.append(SendCommand(pair.decode.key, replace(submit, peer=pair.prefill.peer)))

@@ -191,6 +191,10 @@ class ControllerDirectory:
         """The controllers as they were told last; None where none has told."""
         return self._told and self._told._replace(away=self._stub is None)
 
+    def reachable(self) -> bool:
+        """Return whether a controller tells of its workers now."""
+        return self._stub is not None
+
     async def _ask(self, call: Callable[..., Any]) -> Any:
         """Make one call of the controller, on a connection of its own. Raises as `change_role` does."""
         metadata = access_metadata(cluster_secret())

@@ -8,18 +8,17 @@ from prometheus_client.core import CounterMetricFamily, Metric
 
 from router.state.worker_table import WorkerEntry
 
-_WHAT = {"made": "tokens_drafted", "accepted": "drafts_accepted"}
+_FAMILIES = {
+    "tokens_drafted": ("twinpool_draft_tokens", "Tokens that were drafted"),
+    "drafts_accepted": ("twinpool_draft_tokens_accepted", "Drafted tokens that were drawn"),
+}
 
 
 def draft_metrics(workers: Iterable[WorkerEntry]) -> Iterator[Metric]:
-    """Yield the family, with samples for each worker that runs decode."""
-    drafts = CounterMetricFamily(
-        "twinpool_draft_tokens",
-        "Tokens that were drafted, and those of them that were drawn",
-        labels=["worker", "what"],
-    )
+    """Yield the families, with samples for each worker that runs decode."""
+    families = {key: CounterMetricFamily(*named, labels=["worker"]) for key, named in _FAMILIES.items()}
     for entry in workers:
-        for what, key in _WHAT.items():
+        for key, family in families.items():
             if key in entry.status.counters:
-                drafts.add_metric([str(entry.record.name), what], entry.status.counters[key])
-    yield drafts
+                family.add_metric([str(entry.record.name)], entry.status.counters[key])
+    yield from families.values()

@@ -1,137 +1,63 @@
 """The router's Prometheus metrics. Counting is plain arithmetic on the event loop; families are made at each scrape.
 
 The library's own counters and histograms take a lock each time, which for every token would cost as much as all other
-work of the router on it.
+work of the router on it. docs/metrics.md, which is made from here, lists every family.
 """
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from contracts.ids import Role
-from contracts.messages.worker_events import LegReport
+from contracts.build_id import build_id, package_version
+from contracts.config.router_config import RouterConfig
 from router.core.local_prefill import LocalReason
 from router.core.router_core import RouterCore
 from router.metrics.cache_metrics import tier_metrics
 from router.metrics.draft_metrics import draft_metrics
+from router.metrics.exposition import expose
 from router.metrics.link_metrics import link_metrics
+from router.metrics.request_tally import RequestTally
 from router.metrics.verification_metrics import verification_metrics
-from router.openai.choice_output import ChoiceOutput
-from router.state.circuit_breaker import CircuitState
+from router.metrics.vllm_aliases import VllmAliases
+from router.metrics.worker_metrics import worker_metrics
 from router.verification.stream_watch import StreamWatch
-
-TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
-_BREAKER = {CircuitState.CLOSED: 0, CircuitState.HALF_OPEN: 1, CircuitState.OPEN: 2}
-E2E_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-
-
-class LatencyTally:
-    """A histogram of seconds; a bucket includes its upper bound."""
-
-    __slots__ = ("_bounds", "_counts", "sum_s")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self.sum_s = 0.0
-
-    def observe(self, seconds: float) -> None:
-        self._counts[bisect_left(self._bounds, seconds)] += 1
-        self.sum_s += seconds
-
-    def family(self, name: str, text: str) -> HistogramMetricFamily:
-        total = 0
-        buckets = []
-        for bound, count in zip((*map(str, map(float, self._bounds)), "+Inf"), self._counts, strict=True):
-            total += count
-            buckets.append((bound, float(total)))
-        return HistogramMetricFamily(name, text, buckets=buckets, sum_value=self.sum_s)
-
-
-class TargetTally:
-    """Counts of first tokens and later deliveries, and of those that missed the autoscaler's targets."""
-
-    __slots__ = ("_first_s", "_gap_s", "first_late", "first_tokens", "gaps", "gaps_late")
-
-    def __init__(self, first_s: float = math.inf, gap_s: float = math.inf) -> None:
-        self._first_s, self._gap_s = first_s, gap_s
-        self.first_tokens = self.first_late = self.gaps = self.gaps_late = 0
-
-    def first_token(self, seconds: float) -> None:
-        self.first_tokens += 1
-        self.first_late += seconds > self._first_s
-
-    def gap(self, seconds: float) -> None:
-        self.gaps += 1
-        self.gaps_late += seconds > self._gap_s
 
 
 class PrometheusMetrics(Collector):
     """The metrics of one router; used from its event loop."""
 
-    def __init__(self, core: RouterCore, plane: str, watch: StreamWatch | None = None, model: str = "") -> None:
-        self._core = core
+    def __init__(
+        self,
+        core: RouterCore,
+        plane: str,
+        watch: StreamWatch | None = None,
+        model: str = "",
+        config: RouterConfig = RouterConfig(),  # noqa: B008 (frozen)
+    ) -> None:
+        self._core, self._config = core, config
         self._plane = plane
         self._watch, self._model = watch, model
-        self._computed: Counter[tuple[str, str]] = Counter()
-        self._ttft, self._itl, self._e2e = (
-            LatencyTally(TTFT_BUCKETS_S),
-            LatencyTally(ITL_BUCKETS_S),
-            LatencyTally(E2E_BUCKETS_S),
-        )
-        self.transfer_bytes = 0
-        self.cached_tokens = 0
-        self.generated_tokens = 0
-        self.target = TargetTally()
+        self.tally = RequestTally()
         self.refused_full = 0
         self.disconnects = 0
         self.slow_clients = 0
         self.sources: list[Callable[[], Iterator[Metric]]] = []
         """Functions that yield further families at each scrape: of connections, bodies and readers."""
+        if config.metrics_aliases == "vllm":
+            self.sources.append(VllmAliases(core, self.tally, model).families)
         self._registry = CollectorRegistry()
         self._registry.register(self)
+        ProcessCollector(registry=self._registry)
 
-    def report(self, event: LegReport) -> None:
-        """Count what a leg reports, whether or not its request still runs."""
-        self._computed[event.worker, event.role] += event.computed_tokens
-        if event.role is Role.PREFILL:
-            self.cached_tokens += event.cached_tokens
-        else:
-            self.transfer_bytes += event.transfer_bytes
-
-    def tokens(self, choice: ChoiceOutput, count: int, now: float) -> None:
-        """Count tokens delivered to a choice at `now`, and set its `first_at` and `last_at`.
-
-        The inter-token histogram gets one value a delivery, however many tokens that has.
-        """
-        self.generated_tokens += count
-        if choice.first_at:
-            gap_s = now - choice.last_at
-            self._itl.observe(gap_s)
-            self.target.gap(gap_s)
-        else:
-            choice.first_at = now
-            first_s = now - choice.request.arrived + choice.tokenise_s
-            self._ttft.observe(first_s)
-            self.target.first_token(first_s)
-        choice.last_at = now
-
-    def ended(self, choice: ChoiceOutput) -> None:
-        """Count a choice's duration, unless it ended in an error; its `ended_at` must be set."""
-        if choice.error is None:
-            self._e2e.observe(choice.ended_at - choice.request.arrived + choice.tokenise_s)
-
-    def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+    def text(self, accept: str = "") -> tuple[bytes, str]:
+        """Return all metrics, and their content type: OpenMetrics where the header `accept` asks for it, else
+        Prometheus' text format."""
+        return expose(self._registry, accept)
 
     # ------------------------------------------------------------ at the scrape
 
@@ -139,57 +65,105 @@ class PrometheusMetrics(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        counts = self._core.counts
+        yield from self._of_router()
+        yield from self._of_requests()
+        yield from self._of_attempts()
+        yield from self._of_migrations()
+        for source in self.sources:
+            yield from source()
+        yield from self._of_latencies()
+        yield from self._of_legs()
+        yield from worker_metrics(self._core)
+        yield from tier_metrics(self._core.workers)
+        yield from link_metrics(self._core.workers)
+        yield from draft_metrics(self._core.workers)
+        yield from verification_metrics(self._core.damage, self._core.audits, self._watch)
+
+    def _of_router(self) -> Iterator[Metric]:
+        labels = {"version": package_version(), "build": build_id(), "model": self._model}
+        build = GaugeMetricFamily("twinpool_build_info", "1, by what this router runs and serves", labels=list(labels))
+        build.add_metric(list(labels.values()), 1)
+        yield build
+        requests = self._core.requests
         for name, text, value in (
-            ("twinpool_prompt_tokens_cached", "Prompt tokens found in prefill's cache", self.cached_tokens),
-            ("twinpool_generated_tokens", "Tokens delivered to clients' answers", self.generated_tokens),
-            ("twinpool_refused_full", "Requests refused because the queue was full", self.refused_full),
-            ("twinpool_client_disconnects", "Requests whose client left", self.disconnects),
-            ("twinpool_slow_clients", "Requests cancelled because their client read too slowly", self.slow_clients),
+            ("twinpool_requests_in_flight", "Choices that have not ended", requests.in_flight),
+            ("twinpool_requests_waiting", "Choices waiting for workers", requests.waiting),
+            ("twinpool_requests_limit", "Choices that may be in flight (router.max_queue)", self._config.max_queue),
+            (
+                "twinpool_stalled_seconds",
+                "Since any request advanced while there is work; 0 without work",
+                self._core.progress.stalled_s,
+            ),
+        ):
+            yield GaugeMetricFamily(name, text, value=value)
+
+    def _of_requests(self) -> Iterator[Metric]:
+        counts, tally = self._core.counts, self.tally
+        for name, text, value in (
             ("twinpool_requests_submitted", "Choices admitted", counts.submitted),
             ("twinpool_requests_ended", "Choices that ended in their full answer", counts.ended),
             ("twinpool_requests_failed", "Choices that ended in an error", counts.failed),
             ("twinpool_requests_cancelled", "Choices taken back", counts.cancelled),
             ("twinpool_requests_detached", "Choices left to workers, as their clients may come back", counts.detached),
             ("twinpool_requests_adopted", "Choices that workers had kept and that went on here", counts.adopted),
+            (
+                "twinpool_requests_refused_falsely",
+                "Requests refused as late for which the worker would have had the time, by what it did since",
+                counts.refused_falsely,
+            ),
+            (
+                "twinpool_requests_shed",
+                "Choices not computed: nothing had begun them when their first token was due",
+                counts.shed,
+            ),
+            ("twinpool_client_disconnects", "Requests whose client left", self.disconnects),
+            ("twinpool_slow_clients", "Requests cancelled because their client read too slowly", self.slow_clients),
+            ("twinpool_prompt_tokens", "Tokens of prompts whose first token was delivered", tally.prompt_tokens),
+            ("twinpool_generated_tokens", "Tokens delivered to clients' answers", tally.generated_tokens),
+        ):
+            yield CounterMetricFamily(name, text, value=value)
+        refused = CounterMetricFamily(
+            "twinpool_requests_refused",
+            "Requests refused: the queue was full, or their first token was predicted to be late",
+            labels=["reason"],
+        )
+        refused.add_metric(["queue_full"], self.refused_full)
+        refused.add_metric(["late"], counts.refused_early)
+        yield refused
+        answers = CounterMetricFamily(
+            "twinpool_answers", "Choices that ended, but for those that were taken back", labels=["finish_reason"]
+        )
+        for reason, count in tally.answers.items():
+            answers.add_metric([reason], count)
+        yield answers
+
+    def _of_attempts(self) -> Iterator[Metric]:
+        counts = self._core.counts
+        for name, text, value in (
             ("twinpool_replays", "Attempts after a worker was lost or failed", counts.replays),
             (
-                "twinpool_recomputed",
+                "twinpool_attempts_recomputed",
                 "Attempts that decode had no memory for, gone on from their tokens",
                 counts.recomputed,
             ),
             ("twinpool_drain_refusals", "Attempts that a draining worker refused", counts.refusals),
-            ("twinpool_damaged", "Hand-overs with damaged bytes, detected and recomputed", counts.damaged),
+            ("twinpool_handovers_damaged", "Hand-overs with damaged bytes, detected and recomputed", counts.damaged),
             ("twinpool_fallbacks", "Legs in which decode computed prompt tokens itself", counts.fallbacks),
-            (
-                "twinpool_refused_early",
-                "Requests refused: their first token was predicted to be late",
-                counts.refused_early,
-            ),
-            (
-                "twinpool_refused_falsely",
-                "Those of them for which the worker would have had the time, by what it did since",
-                counts.refused_falsely,
-            ),
-            (
-                "twinpool_shed",
-                "Choices not computed: nothing had begun them when their first token was due",
-                counts.shed,
-            ),
             ("twinpool_late_events", "Events of ended requests or earlier attempts, dropped", counts.late_events),
         ):
             yield CounterMetricFamily(name, text, value=value)
-        yield from self._of_migrations()
-        for source in self.sources:
-            yield from source()
-        yield self._ttft.family("twinpool_time_to_first_token_seconds", "From arrival to the first token")
-        yield self._itl.family(
-            "twinpool_inter_token_seconds",
-            "Between deliveries of an answer's tokens, of one token each unless several came at once",
+        local = CounterMetricFamily(
+            "twinpool_local_prompts", "Attempts whose prompt a decode worker was given to compute", labels=["reason"]
         )
-        yield self._e2e.family("twinpool_request_seconds", "From arrival to the end of an answer")
-        yield from self._of_legs()
-        yield from self._of_workers()
+        for reason in LocalReason:
+            local.add_metric([reason], counts.local_prompts[reason])
+        yield local
+        placed = CounterMetricFamily(
+            "twinpool_placements", "Times that the policy chose a worker", labels=["policy", "worker", "role"]
+        )
+        for (worker, role), count in sorted(counts.placements.items()):
+            placed.add_metric([self._config.policy, worker, role], count)
+        yield placed
 
     def _of_migrations(self) -> Iterator[Metric]:
         counts, offered = self._core.migrations.counts, float(self._core.migrations.offers.bytes)
@@ -216,6 +190,24 @@ class PrometheusMetrics(Collector):
         text = "The longest that a stream stood still for a move"
         yield GaugeMetricFamily("twinpool_migration_pause_longest_seconds", text, value=counts.longest_pause_s)
 
+    def _of_latencies(self) -> Iterator[Metric]:
+        tally = self.tally
+        for name, text, histogram in (
+            ("twinpool_time_to_first_token_seconds", "From arrival to the first token", tally.ttft),
+            (
+                "twinpool_inter_token_latency_seconds",
+                "Between deliveries of an answer's tokens, of one token each unless several came at once",
+                tally.itl,
+            ),
+            ("twinpool_request_duration_seconds", "From arrival to the end of an answer", tally.duration),
+            ("twinpool_request_queue_seconds", "From admission until a worker began the prompt", tally.queue),
+            ("twinpool_request_prefill_seconds", "From a prompt's begin to the first token", tally.prefill),
+            ("twinpool_request_decode_seconds", "From the first token to the last", tally.decode),
+            ("twinpool_request_prompt_tokens", "Tokens of a choice's prompt", tally.prompt_length),
+            ("twinpool_request_generated_tokens", "Tokens of a choice's answer", tally.answer_length),
+        ):
+            yield histogram.family(name, text)
+
     def _of_legs(self) -> Iterator[Metric]:
         computed = CounterMetricFamily(
             "twinpool_prompt_tokens_computed",
@@ -224,60 +216,14 @@ class PrometheusMetrics(Collector):
         )
         # Workers that have computed nothing have a sample too: a decode worker must visibly stay at 0.
         known = {(str(e.record.name), str(e.record.role)): 0 for e in self._core.workers}
-        for labels, value in sorted({**known, **self._computed}.items()):
+        for labels, value in sorted({**known, **self.tally.computed}.items()):
             computed.add_metric(labels, value)
         yield computed
+        yield CounterMetricFamily(
+            "twinpool_prompt_tokens_cached", "Prompt tokens found in prefill's cache", value=self.tally.cached.total()
+        )
         moved = CounterMetricFamily(
             "twinpool_transfer_bytes", "Bytes of pages received and verified by decode", labels=["plane"]
         )
-        moved.add_metric([self._plane], self.transfer_bytes)
+        moved.add_metric([self._plane], self.tally.transfer_bytes)
         yield moved
-
-    def _of_breakers(self) -> Iterator[Metric]:
-        labels = ["worker", "role"]
-        state = GaugeMetricFamily(
-            "twinpool_breaker_state", "Circuit breaker: 0 closed, 1 half-open, 2 open", labels=labels
-        )
-        opened = CounterMetricFamily("twinpool_breaker_opened", "Times it has opened", labels=labels)
-        for entry in self._core.workers:
-            values = [entry.record.name, str(entry.record.role)]
-            state.add_metric(values, _BREAKER.get(entry.breaker.state, 0))
-            opened.add_metric(values, entry.breaker.opened)
-        yield state
-        yield opened
-
-    def _of_workers(self) -> Iterator[Metric]:
-        core = self._core
-        yield GaugeMetricFamily(
-            "twinpool_requests_in_flight", "Choices that have not ended", value=core.requests.in_flight
-        )
-        yield GaugeMetricFamily("twinpool_requests_waiting", "Choices waiting for workers", value=core.requests.waiting)
-        serving = GaugeMetricFamily("twinpool_workers_serving", "Workers that take requests", labels=["role"])
-        for role in core.workers.roles:
-            serving.add_metric([role], len(core.serving(role)))
-        yield serving
-        local = CounterMetricFamily(
-            "twinpool_local_prompts", "Attempts whose prompt a decode worker was given to compute", labels=["reason"]
-        )
-        for reason in LocalReason:
-            local.add_metric([reason], core.counts.local_prompts[reason])
-        yield local
-        load = GaugeMetricFamily(
-            "twinpool_worker_load",
-            "Prompt tokens (prefill), sequences (decode), or both in flight",
-            labels=["worker", "role"],
-        )
-        free = GaugeMetricFamily(
-            "twinpool_worker_pages_free", "Free pages, as last reported", labels=["worker", "role"]
-        )
-        for entry in core.workers:
-            labels = [entry.record.name, str(entry.record.role)]
-            load.add_metric(labels, entry.load)
-            free.add_metric(labels, entry.status.pages_free)
-        yield load
-        yield free
-        yield from self._of_breakers()
-        yield from tier_metrics(core.workers)
-        yield from link_metrics(core.workers)
-        yield from draft_metrics(core.workers)
-        yield from verification_metrics(core.damage, core.audits, self._watch, self._model)

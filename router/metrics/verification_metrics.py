@@ -13,9 +13,7 @@ from router.verification.damage_totals import DamageTotals
 from router.verification.stream_watch import FlagReason, StreamWatch
 
 
-def verification_metrics(
-    damage: DamageTotals, audits: Audits, watch: StreamWatch | None, model: str
-) -> Iterator[Metric]:
+def verification_metrics(damage: DamageTotals, audits: Audits, watch: StreamWatch | None) -> Iterator[Metric]:
     """Yield all families; audit results and reasons of flags that never occurred are there as 0."""
     found = CounterMetricFamily(
         "twinpool_state_damage",
@@ -29,7 +27,7 @@ def verification_metrics(
     yield found
     yield from _of_audits(audits)
     if watch is not None:
-        yield from _of_streams(watch, model)
+        yield from _of_streams(watch)
 
 
 def _of_audits(audits: Audits) -> Iterator[Metric]:
@@ -45,25 +43,18 @@ def _of_audits(audits: Audits) -> Iterator[Metric]:
         "twinpool_audit_damaged_tokens", "Tokens of damaged answers that came out otherwise", value=counts.differing
     )
     yield GaugeMetricFamily(
-        "twinpool_audit_damage_rate",
+        "twinpool_audit_damage_ratio",
         "Damaged answers among those with a clear result, since the start",
         value=counts.damage_rate,
     )
     yield GaugeMetricFamily("twinpool_audits_waiting", "Answers that wait for an idle worker", value=audits.queued)
 
 
-def _of_streams(watch: StreamWatch, model: str) -> Iterator[Metric]:
-    flagged = CounterMetricFamily(
-        "twinpool_streams_flagged", "Streams that look broken, by model and reason", labels=["model", "why"]
-    )
+def _of_streams(watch: StreamWatch) -> Iterator[Metric]:
+    flagged = CounterMetricFamily("twinpool_streams_flagged", "Streams that look broken, by why", labels=["reason"])
     for why in FlagReason:
-        flagged.add_metric([model, why], watch.flagged[why])
+        flagged.add_metric([why], watch.flagged[why])
     yield flagged
-    watched = CounterMetricFamily("twinpool_streams_watched", "Streams watched to their end", labels=["model"])
-    watched.add_metric([model], watch.ended)
-    yield watched
-    rare = GaugeMetricFamily(
-        "twinpool_rare_token_rate", "Share of rare tokens in what the model says lately", labels=["model"]
-    )
-    rare.add_metric([model], watch.rare_rate)
-    yield rare
+    yield CounterMetricFamily("twinpool_streams_watched", "Streams watched to their end", value=watch.ended)
+    text = "Share of rare tokens in what the model says lately"
+    yield GaugeMetricFamily("twinpool_rare_token_ratio", text, value=watch.rare_rate)

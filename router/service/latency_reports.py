@@ -16,7 +16,8 @@ from contracts.clock import Clock
 from contracts.config.autoscaling_config import AutoscalingConfig
 from contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts
 from router.core.router_actions import RouterCounts
-from router.metrics.prometheus_metrics import PrometheusMetrics, TargetTally
+from router.metrics.prometheus_metrics import PrometheusMetrics
+from router.metrics.request_tally import TargetTally
 from router.state.router_log import log
 
 REPORT_S = 1.0
@@ -43,7 +44,7 @@ class LatencyReports:
         config: AutoscalingConfig,
     ) -> None:
         self._metrics, self._counts, self._listener, self._name, self._clock = metrics, counts, listener, name, clock
-        metrics.target = TargetTally(config.ttft_target_s, config.itl_target_s)
+        metrics.tally.target = TargetTally(config.ttft_target_s, config.itl_target_s)
         self._call: asyncio.Task[None] | None = None
         self._next = clock.now()
         self._away = False
@@ -52,7 +53,7 @@ class LatencyReports:
 
     def counts(self) -> LatencyCounts:
         """What was counted until now. A request that was refused or dropped for want of time or room is late."""
-        target, counts = self._metrics.target, self._counts
+        target, counts = self._metrics.tally.target, self._counts
         refused = counts.refused_early + self._metrics.refused_full
         lost = refused + counts.shed
         return LatencyCounts(
@@ -106,11 +107,12 @@ class LatencyReports:
         yield changes
         wanted = GaugeMetricFamily("twinpool_autoscaler_workers", "Workers that a pool is to have", labels=["role"])
         need = GaugeMetricFamily(
-            "twinpool_autoscaler_need", "Workers that the load needs; -1 while unknown", labels=["role"]
+            "twinpool_autoscaler_need", "Workers that the load needs, while that is known", labels=["role"]
         )
         for pool in self.view.pools:
             wanted.add_metric([pool.role], pool.wanted)
-            need.add_metric([pool.role], pool.need)
+            if pool.need >= 0:
+                need.add_metric([pool.role], pool.need)
         yield wanted
         yield need
         yield GaugeMetricFamily(

@@ -36,6 +36,7 @@ from router.core.router_actions import DeliverScores, DeliverTokens, EndRequest,
 from router.core.router_core import RouterCore
 from router.kv_indexer.told_prefixes import ToldPrefixes
 from router.links.worker_links import WorkerLinks
+from router.metrics.control_plane_metrics import control_plane_metrics
 from router.metrics.index_metrics import index_metrics
 from router.metrics.prometheus_metrics import PrometheusMetrics
 from router.openai.api_errors import ClientGone, QueueFull, SloUnreachable
@@ -112,6 +113,7 @@ class RouterService:
         recorder: RecordListener | None = None,
         span_sender: SpanSender | None = None,
         wall: Callable[[], float] = time.time,
+        controller_up: Callable[[], bool] | None = None,
     ) -> None:
         """`kv_index`: where the table of this host's KV index is; None: there is none. `control_plane` returns what is
         known of the controllers, None where there is one that nobody replaces. `name`: this router's, in its records.
@@ -156,9 +158,11 @@ class RouterService:
         self.limits = RequestLimits(spec, config.router, self.core.workers)
         watch = StreamWatch(config.watch, spec.vocab_size)
         self.watch = watch if watch.on else None
-        self.metrics = PrometheusMetrics(self.core, config.transfer.plane, self.watch, spec.name)
+        self.metrics = PrometheusMetrics(self.core, config.transfer.plane, self.watch, spec.name, config.router)
         self.metrics.sources += [self._of_bodies, self.tenants.metrics]
         self.control_plane = control_plane
+        if controller_up is not None:
+            self.metrics.sources.append(lambda: control_plane_metrics(controller_up(), control_plane()))
         self.latency: LatencyReports | None = None
         """None: no autoscaler is told what requests meet."""
         if reporter is not None and config.autoscaling.enabled:
@@ -467,7 +471,7 @@ class RouterService:
     def _on_events(self, key: WorkerKey, events: Sequence[Event]) -> None:
         for event in events:
             if type(event) is LegReport:
-                self.metrics.report(event)
+                self.metrics.tally.report(event)
             self.core.on_event(key, event)
         self._act()
 
@@ -508,7 +512,7 @@ class RouterService:
             return
         stream, choice = owner
         now = self.clock.now()
-        self.metrics.tokens(choice, len(action.tokens), now)
+        self.metrics.tally.tokens(choice, len(action.tokens), now)
         if stream.tenant:
             self.tenants.spend(stream.tenant, len(action.tokens))
         if self.watch is not None:
@@ -551,7 +555,7 @@ class RouterService:
 
     def _close_choice(self, stream: ResponseStream, choice: ChoiceOutput) -> None:
         choice.ended_at = self.clock.now()
-        self.metrics.ended(choice)
+        self.metrics.tally.ended(choice)
         self._release(choice)
         if choice.error is not None:
             log("request failed", error=choice.error.error, reason=choice.error.message, **stream.facts())
@@ -579,11 +583,9 @@ class RouterService:
 
     def _of_bodies(self) -> Iterator[Metric]:
         text = "Memory of bodies that are being received, their first 64 KiB left out"
-        yield GaugeMetricFamily("twinpool_body_bytes_held", text, value=self.buffer.held)
-        readers = GaugeMetricFamily("twinpool_readers", "Readers that run, and bodies that wait", labels=["state"])
-        readers.add_metric(["running"], len(self.readers.pids))
-        readers.add_metric(["waiting"], self.readers.waiting)
-        yield readers
+        yield GaugeMetricFamily("twinpool_body_buffer_bytes", text, value=self.buffer.held)
+        yield GaugeMetricFamily("twinpool_reader_processes", "Readers that run", value=len(self.readers.pids))
+        yield GaugeMetricFamily("twinpool_bodies_waiting", "Bodies that wait for a reader", value=self.readers.waiting)
 
     def check(self) -> list[str]:
         """Recount the router's books; returns a sentence for each disagreement."""

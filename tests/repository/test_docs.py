@@ -25,6 +25,10 @@ def test_the_page_of_configuration_is_what_the_source_says() -> None:
     assert printed("configuration.py") == (ROOT / "docs" / "configuration.md").read_text(), AGAIN
 
 
+def test_the_page_of_metrics_is_what_the_source_says() -> None:
+    assert printed("metrics.py") == (ROOT / "docs" / "metrics.md").read_text(), AGAIN
+
+
 def test_the_page_of_states_is_drawn_from_the_tables() -> None:
     page = printed("state_diagrams.py")
     assert page == (ROOT / "docs" / "states.md").read_text(), AGAIN

@@ -43,7 +43,7 @@ def expect_oracle(family: Family, cluster: Serving, seed: int) -> None:
             assert seen["transfer_bytes"] == bytes_due(spec, len(prompt))
         family.expect(prompt, answer.tokens)
     assert sum(a.cached for a in answers) > 0, "prefixes are shared"
-    assert cluster.metric("twinpool_fallbacks_total") == cluster.metric("twinpool_damaged_total") == 0
+    assert cluster.metric("twinpool_fallbacks_total") == cluster.metric("twinpool_handovers_damaged_total") == 0
 
 
 def expect_table(family: Family, cluster: Serving) -> None:

@@ -35,6 +35,6 @@ def test_every_answer_of_an_undisturbed_cluster_is_exact(tmp_path: Path) -> None
         until(lambda: results("exact") + results("dropped") == ASKED, "all audits to end")
         assert results("exact") > 0
         assert cluster.metric("twinpool_audit_tokens_total") == 24 * results("exact")
-        assert cluster.metric("twinpool_state_damage_total") == cluster.metric("twinpool_audit_damage_rate") == 0
+        assert cluster.metric("twinpool_state_damage_total") == cluster.metric("twinpool_audit_damage_ratio") == 0
         assert cluster.metric("twinpool_streams_watched_total") == ASKED
         cluster.settle()

@@ -132,7 +132,7 @@ def test_d5_a_worker_killed_under_load_costs_no_answer_and_comes_back(scene: Sce
 
             def struck() -> bool:
                 """Whether it has requests, or had when its lease ended."""
-                load = cluster.metric("twinpool_worker_load", worker=victim)
+                load = cluster.metric("twinpool_worker_booked_requests", worker=victim)
                 return load > 0 or cluster.metric("twinpool_replays_total") > replays
 
             async def kill() -> None:

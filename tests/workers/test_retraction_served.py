@@ -47,5 +47,5 @@ def test_streams_go_on_as_if_nothing_had_happened(model: Path, way: str) -> None
     assert counters["retractions"] > 3
     assert (counters["recomputed"] > 0) is (way == "recompute")
     assert (counters["resumptions"] > 0) is (way == "copy")
-    assert f"twinpool_recomputed_total {counters['recomputed']}" in metrics
+    assert f"twinpool_attempts_recomputed_total {counters['recomputed']}" in metrics
     assert "twinpool_replays_total 0.0" in metrics, "being retracted is nobody's failure"

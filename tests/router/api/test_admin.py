@@ -75,13 +75,13 @@ def test_metrics_count_what_legs_report() -> None:
         assert metric(server, "twinpool_prompt_tokens_cached_total") == 2
         assert metric(server, "twinpool_generated_tokens_total") == 5
         assert metric(server, "twinpool_time_to_first_token_seconds_count") == 2
-        assert metric(server, "twinpool_inter_token_seconds_count") == 3
-        assert metric(server, "twinpool_request_seconds_count") == 2
+        assert metric(server, "twinpool_inter_token_latency_seconds_count") == 3
+        assert metric(server, "twinpool_request_duration_seconds_count") == 2
         assert metric(server, "twinpool_requests_in_flight") == 0
         assert metric(server, 'twinpool_workers_serving{role="decode"}') == 1
         server.cluster["decode-0"].refusals = [ErrorKind.DAMAGED]
         server.complete(max_tokens=4)
-        assert metric(server, "twinpool_damaged_total") == 1
+        assert metric(server, "twinpool_handovers_damaged_total") == 1
         assert metric(server, "twinpool_replays_total") == 1
 
 
@@ -100,13 +100,13 @@ def test_what_the_tiers_did_is_in_status_and_metrics(server: Server) -> None:
     for sample, value in (
         (f'twinpool_cache_hit_tokens_total{{{of_prefill},tier="host",worker="prefill-0"}}', 64),
         (f'twinpool_state_damage_total{{{of_prefill},where="storage",worker="prefill-0"}}', 2),
-        (f'twinpool_cache_pages{{{of_prefill},tier="host",what="total",worker="prefill-0"}}', 9),
+        (f'twinpool_kv_capacity_pages{{{of_prefill},tier="host",worker="prefill-0"}}', 9),
         (f'twinpool_cache_moved_pages_total{{{of_prefill},tier="device",what="loaded",worker="prefill-0"}}', 4),
         ('twinpool_state_damage_total{role="decode",where="handover",worker="decode-0"}', 1),
-        ('twinpool_retracted_requests_total{role="decode",what="retractions",worker="decode-0"}', 5),
-        ('twinpool_retracted_requests_total{role="decode",what="resumptions",worker="decode-0"}', 3),
+        ('twinpool_retractions_total{role="decode",worker="decode-0"}', 5),
+        ('twinpool_retractions_ended_total{outcome="resumed",role="decode",worker="decode-0"}', 3),
         ('twinpool_retracted_bytes_total{role="decode",way="back",worker="decode-0"}', 640),
-        ('twinpool_requests_retracted_now{role="decode",worker="decode-0"}', 2),
+        ('twinpool_requests_retracted{role="decode",worker="decode-0"}', 2),
     ):
         assert metric(server, sample) == value
     assert 'worker="prefill-1"' not in "".join(

@@ -100,10 +100,10 @@ def test_beyond_the_bound_the_connection_goes_that_has_waited_longest_and_no_str
     assert b"[DONE]" in busy.until(b"[DONE]")
     assert len(bounded.uvicorn.connections.all) == 4
     newest[0].send("GET", "/metrics")
-    shown = newest[0].until(b"twinpool_requests_waiting").decode()
-    assert 'twinpool_http_connections{state="open"} 4.0' in shown
-    assert 'twinpool_http_connections_closed_total{why="idle"} 2.0' in shown
-    assert "twinpool_body_bytes_held 0.0" in shown
+    shown = newest[0].until(b"twinpool_audits_waiting").decode()
+    assert 'twinpool_http_connections{state="idle"}' in shown
+    assert 'twinpool_http_connections_closed_total{reason="idle"} 2.0' in shown
+    assert "twinpool_body_buffer_bytes 0.0" in shown
 
 
 def test_a_connection_that_was_answered_waits_behind_those_that_never_asked(bounded: Server) -> None:

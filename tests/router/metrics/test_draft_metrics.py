@@ -15,7 +15,7 @@ def test_workers_that_draft_have_a_sample_for_what_was_made_and_what_was_accepte
         SimpleNamespace(record=SimpleNamespace(name="prefill-0"), status=SimpleNamespace(counters={"steps": 3.0})),
     ]
     samples = [s for family in draft_metrics(cast(Any, workers)) for s in family.samples]
-    assert {(s.name, s.labels["worker"], s.labels["what"]): s.value for s in samples} == {
-        ("twinpool_draft_tokens_total", "decode-0", "made"): 7.0,
-        ("twinpool_draft_tokens_total", "decode-0", "accepted"): 5.0,
+    assert {(s.name, s.labels["worker"]): s.value for s in samples} == {
+        ("twinpool_draft_tokens_total", "decode-0"): 7.0,
+        ("twinpool_draft_tokens_accepted_total", "decode-0"): 5.0,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from router.metrics.link_metrics import link_metrics
+from router.metrics.link_metrics import MOST_LINKS, link_metrics
 
 
 def test_each_link_has_its_own_samples_and_other_counters_have_none() -> None:
@@ -25,3 +25,14 @@ def test_each_link_has_its_own_samples_and_other_counters_have_none() -> None:
         ("twinpool_link_in_flight_bytes", "prefill-0", "decode-1"): 9.0,
         ("twinpool_link_waiting", "prefill-0", "decode-1"): 4.0,
     }
+
+
+def test_so_many_links_that_their_series_would_be_too_many_are_summed_by_worker() -> None:
+    def entries(links: int) -> Any:
+        counters = {f"link_{what}:decode-{i}": 2.0 for i in range(links) for what in ("writes", "plane_shm")}
+        return [SimpleNamespace(record=SimpleNamespace(name="prefill-0"), status=SimpleNamespace(counters=counters))]
+
+    each = [s for family in link_metrics(entries(MOST_LINKS)) for s in family.samples]
+    assert len(each) == 2 * MOST_LINKS
+    summed = [s for family in link_metrics(entries(MOST_LINKS + 1)) for s in family.samples]
+    assert [(s.labels, s.value) for s in summed] == [({"worker": "prefill-0", "to": ""}, 2.0 * (MOST_LINKS + 1))]

@@ -69,7 +69,7 @@ def test_messages_are_the_same_on_the_other_side() -> None:
 
 def test_late_is_what_came_after_its_target_and_what_never_came() -> None:
     scene = Scene()
-    target = scene.metrics.target
+    target = scene.metrics.tally.target
     for seconds in (1.9, 2.0, 2.1):
         target.first_token(seconds)
     for seconds in (0.5, 0.6):
@@ -97,7 +97,7 @@ def test_metrics_say_what_the_autoscaler_does() -> None:
     scene = Scene()
     scene.reports.view = VIEW
     scene.metrics.sources.append(scene.reports.families)
-    text = scene.metrics.text().decode()
+    text = scene.metrics.text()[0].decode()
     assert 'twinpool_autoscaler_changes_total{kind="grown"} 3.0' in text
     assert 'twinpool_autoscaler_workers{role="decode"} 2.0' in text
     assert 'twinpool_autoscaler_need{role="decode"} 1.5' in text

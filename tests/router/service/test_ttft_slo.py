@@ -55,7 +55,7 @@ def test_a_first_token_that_would_be_late_is_a_429_at_once(server: Server, path:
     assert "within 500 ms" in answer.json()["error"]["message"]
     assert server.post(path, body, **{SLO_HEADER: "60000"}).status_code == 200
     metrics = server.client.get("/metrics").text
-    assert "twinpool_refused_early_total 1.0" in metrics
+    assert 'twinpool_requests_refused_total{reason="late"} 1.0' in metrics
     assert "twinpool_requests_submitted_total 1.0" in metrics
 
 
@@ -116,4 +116,4 @@ def test_a_prompt_that_no_worker_could_begin_in_time_is_a_429_too(server: Server
     assert answer.status_code == 429
     assert answer.headers["retry-after"] == "1"
     assert answer.json()["error"]["code"] == "slo_unreachable"
-    assert "twinpool_shed_total 1.0" in server.client.get("/metrics").text
+    assert "twinpool_requests_shed_total 1.0" in server.client.get("/metrics").text

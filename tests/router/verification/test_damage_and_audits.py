@@ -136,7 +136,7 @@ def test_a_damaged_answer_is_in_metrics_and_in_the_log_with_who_served_it(caplog
         assert metric(server, 'twinpool_audit_answers_total{result="damaged"}') == 1
         assert metric(server, 'twinpool_audit_answers_total{result="exact"}') == 0
         assert metric(server, 'twinpool_state_damage_total{role="decode",where="audit",worker="decode-0"}') == 1
-        assert metric(server, "twinpool_audit_damage_rate") == 1
+        assert metric(server, "twinpool_audit_damage_ratio") == 1
         assert metric(server, "twinpool_audit_tokens_total") == 4
         (line,) = [vars(r)["fields"] for r in caplog.records if r.getMessage() == "state damage"]
         assert line["where"] == "audit"
@@ -160,10 +160,10 @@ def test_a_stream_that_repeats_itself_is_flagged_and_audited_first(
     config = config_from_dict({"audit": {"fraction": 1e-12}, "watch": {"repetition_tokens": 12}})
     with serving(FakeCluster(1, 1), config=config) as server, caplog.at_level(logging.INFO):
         server.complete(max_tokens=40)
-        assert metric(server, 'twinpool_streams_flagged_total{model="demo",why="repetition"}') == 0
+        assert metric(server, 'twinpool_streams_flagged_total{reason="repetition"}') == 0
         server.complete(max_tokens=40, seed=2)
-        assert metric(server, 'twinpool_streams_flagged_total{model="demo",why="repetition"}') == 1
-        assert metric(server, 'twinpool_streams_watched_total{model="demo"}') == 2
+        assert metric(server, 'twinpool_streams_flagged_total{reason="repetition"}') == 1
+        assert metric(server, "twinpool_streams_watched_total") == 2
         (line,) = [vars(r)["fields"] for r in caplog.records if r.getMessage() == "stream looks broken"]
         assert line["why"] == "repetition"
         assert line["workers"] == {"prefill": "prefill-0", "decode": "decode-0"}

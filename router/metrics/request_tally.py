@@ -1,0 +1,116 @@
+"""The router's counts of tokens, latencies and ends of its own requests: plain arithmetic on the event loop."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from contracts.ids import Role
+from contracts.messages.worker_events import LegReport
+from router.metrics.histogram_tally import (
+    E2E_BUCKETS_S,
+    ITL_BUCKETS_S,
+    TOKEN_BUCKETS,
+    TTFT_BUCKETS_S,
+    HistogramTally,
+)
+from router.openai.choice_output import ChoiceOutput
+
+FINISH_REASONS = ("stop", "length", "error")
+TIERS = ("device", "host", "storage")
+
+
+class TargetTally:
+    """Counts of first tokens and later deliveries, and of those that missed the autoscaler's targets."""
+
+    __slots__ = ("_first_s", "_gap_s", "first_late", "first_tokens", "gaps", "gaps_late")
+
+    def __init__(self, first_s: float = math.inf, gap_s: float = math.inf) -> None:
+        self._first_s, self._gap_s = first_s, gap_s
+        self.first_tokens = self.first_late = self.gaps = self.gaps_late = 0
+
+    def first_token(self, seconds: float) -> None:
+        self.first_tokens += 1
+        self.first_late += seconds > self._first_s
+
+    def gap(self, seconds: float) -> None:
+        self.gaps += 1
+        self.gaps_late += seconds > self._gap_s
+
+
+class RequestTally:
+    """The counts of one router. A choice whose prompt was computed twice, after a replay, counts in the tokens of
+    prompts that were looked up twice, and in all else once."""
+
+    def __init__(self) -> None:
+        self.computed: Counter[tuple[str, str]] = Counter()
+        """Prompt tokens whose state a worker computed, by its name and role."""
+        self.cached: Counter[str] = Counter(dict.fromkeys(TIERS, 0))
+        """Prompt tokens that a prefill worker's cache had, by tier."""
+        self.looked_up = 0
+        """Prompt tokens that were looked for in prefill workers' caches."""
+        self.transfer_bytes = 0
+        self.prompt_tokens = 0
+        self.generated_tokens = 0
+        self.answers: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
+        """Choices that ended, by why."""
+        self.target = TargetTally()
+        self.ttft, self.itl, self.duration = map(HistogramTally, (TTFT_BUCKETS_S, ITL_BUCKETS_S, E2E_BUCKETS_S))
+        self.queue, self.prefill = HistogramTally(TTFT_BUCKETS_S), HistogramTally(TTFT_BUCKETS_S)
+        self.inference, self.decode = HistogramTally(E2E_BUCKETS_S), HistogramTally(E2E_BUCKETS_S)
+        self.prompt_length, self.answer_length = HistogramTally(TOKEN_BUCKETS), HistogramTally(TOKEN_BUCKETS)
+
+    def report(self, event: LegReport) -> None:
+        """Count what a leg reports, whether or not its request still runs."""
+        self.computed[event.worker, event.role] += event.computed_tokens
+        if event.role is Role.PREFILL:
+            self.looked_up += event.computed_tokens + event.cached_tokens
+            by_tier = event.cached_by_tier or {"device": event.cached_tokens}
+            for tier in TIERS:
+                self.cached[tier] += by_tier.get(tier, 0)
+        else:
+            self.transfer_bytes += event.transfer_bytes
+
+    def tokens(self, choice: ChoiceOutput, count: int, now: float) -> None:
+        """Count tokens delivered to a choice at `now`, and set its `first_at` and `last_at`.
+
+        The inter-token histogram gets one value a delivery, however many tokens that has.
+        """
+        self.generated_tokens += count
+        if choice.first_at:
+            gap_s = now - choice.last_at
+            self.itl.observe(gap_s)
+            self.target.gap(gap_s)
+        else:
+            choice.first_at = now
+            first_s = now - choice.request.arrived + choice.tokenise_s
+            self.prompt_tokens += len(choice.request.prompt)
+            self.ttft.observe(first_s)
+            self.target.first_token(first_s)
+        choice.last_at = now
+
+    def ended(self, choice: ChoiceOutput) -> None:
+        """Count a choice's end and, unless that is an error, its times and lengths; its `ended_at` must be set."""
+        request = choice.request
+        if choice.error is not None:
+            self.answers["error"] += 1
+            return
+        self.answers[choice.finish or "stop"] += 1
+        self.duration.observe(choice.ended_at - request.arrived + choice.tokenise_s)
+        self.prompt_length.observe(len(request.prompt))
+        self.answer_length.observe(len(choice.tokens))
+        begun = _begun(choice)
+        if begun is not None and choice.first_at:
+            self.queue.observe(begun - request.arrived)
+            self.prefill.observe(max(0.0, choice.first_at - begun))
+            self.inference.observe(max(0.0, choice.last_at - begun))
+            self.decode.observe(choice.last_at - choice.first_at)
+
+
+def _begun(choice: ChoiceOutput) -> float | None:
+    """Return when a worker first took the choice's prompt out of its queue; None where none has said so."""
+    request = choice.request
+    for report in request.progress:
+        if report.role is Role.PREFILL and "queue" in report.marks and request.first_placed is not None:
+            return request.first_placed + report.marks["queue"]
+    return None
