@@ -1,6 +1,6 @@
 """The form in which metrics are written: OpenMetrics where the scraper would rather have it, else Prometheus' text.
 
-The library's own choice replaces the colon of names such as ``vllm:...`` in OpenMetrics, as if it weren't allowed there.
+The library's own choice replaces the colon of ``vllm:...`` in OpenMetrics, as if it weren't allowed there.
 """
 
 from __future__ import annotations
