@@ -27,6 +27,7 @@ from cluster.controller.controller_ledger import LeasedLedger
 from cluster.controller.controller_server import ControllerServer
 from cluster.controller.leadership import Leadership
 from cluster.controller.open_ledger import open_ledger
+from cluster.processes.service_manager import ServiceManager
 from contracts.clock import Clock, SystemClock
 from contracts.cluster_secret import cluster_secret
 from contracts.config.cluster_config import Config
@@ -87,6 +88,7 @@ class ControllerProcess:
             certificate.check()
         self._config, self._place, self._ended = config, place, ended
         self._ready_fd = place.ready_fd
+        self._manager, self._does = ServiceManager.adopt(), ""
         self._told: tuple[str, int, tuple[str, ...]] | None = None
         self._clock = SystemClock()
         ledger = place.ledger or config.cluster.ledger
@@ -107,9 +109,10 @@ class ControllerProcess:
                 if self._leadership.take():
                     self._lead()
                 else:
-                    self._ready()
+                    self._ready("stands by")
                     self._ended.wait(self._leadership.pause_s)
         finally:
+            self._manager.stopping()
             self._ledger.close()
 
     def _lead(self) -> None:
@@ -126,7 +129,7 @@ class ControllerProcess:
         try:
             log.info("controller listens", extra={"endpoint": server.endpoint, "workers": len(core.table.rows)})
             self._say_losses()
-            self._ready()
+            self._ready("leads")
             ticks = ControllerTicks(core, server, self._clock)
             while not self._ended.wait(TICK_S):
                 self._leadership.renew()
@@ -167,7 +170,11 @@ class ControllerProcess:
         except OSError as error:
             log.warning(str(error))
 
-    def _ready(self) -> None:
+    def _ready(self, what: str) -> None:
+        """Tell who keeps this process that it is ready, and whenever it does something else than before."""
+        if what != self._does:
+            self._does = what
+            self._manager.ready(f"{what} at {self._place.endpoint}")
         fd, self._ready_fd = self._ready_fd, None
         if fd is not None:
             os.write(fd, b"ready\n")

@@ -30,6 +30,7 @@ from cluster.processes.log_files import last_words
 from cluster.processes.process_ids import start_time
 from cluster.processes.restart_policy import RestartHistory
 from cluster.processes.run_folder import RunFiles, RunFolder
+from cluster.processes.service_manager import ServiceManager
 from cluster.ray_nodes.node_drains import NodeDrains, draining_ray_nodes
 from cluster.serve.changed_settings import SettingsChanger, digest_of
 from cluster.serve.child_service import ROUTER
@@ -91,7 +92,8 @@ class ServeCluster:
         self._router_command = router_command
         self._clock = clock or SystemClock()
         self._terminal = Terminal(self._clock, out, began)
-        self._stopping = ShutdownSignal(prepared.config.cluster.stop_timeout_s)
+        self._manager = ServiceManager.adopt()
+        self._stopping = ShutdownSignal(prepared.config.cluster.stop_timeout_s, self._manager)
         self._ray: OwnRay | None = None
         self._launcher: RayLauncher | None = None
         self._agents: ArenaAgents = NoArenaAgents()
@@ -157,6 +159,7 @@ class ServeCluster:
         self._stopping.ready()
         self._terminal.table(self._prepared, self._controller.views())
         self._terminal.line(f"Twinpool is ready: {url}")
+        self._manager.ready(f"serves at {url}")
         if operators != url:
             self._terminal.line(f"operators' paths: {operators}")
         self._terminal.line(curl_line(url, prepared.spec.name, key=bool(security.keys_file), ca=security.tls_ca))

@@ -17,6 +17,7 @@ from typing import TextIO
 
 from cluster.assembly.build_worker import build_worker
 from cluster.processes.run_folder import RunFolder
+from cluster.processes.service_manager import ServiceManager
 from cluster.serve.local_directory import LocalDirectory
 from cluster.serve.preflight import ServePlan
 from cluster.serve.security_check import open_ways
@@ -68,7 +69,8 @@ class ServeOneProcess:
         self._folder = folder
         self._clock = SystemClock()
         self._terminal = Terminal(self._clock, out, began)
-        self._stopping = ShutdownSignal(prepared.config.cluster.stop_timeout_s)
+        self._manager = ServiceManager.adopt()
+        self._stopping = ShutdownSignal(prepared.config.cluster.stop_timeout_s, self._manager)
         self._directory: LocalDirectory | None = None
 
     def run(self) -> int:
@@ -138,6 +140,7 @@ class ServeOneProcess:
         self._stopping.ready()
         self._terminal.table(prepared, directory.views())
         self._terminal.line(f"Twinpool is ready: {url}")
+        self._manager.ready(f"serves at {url}")
         if operators != url:
             self._terminal.line(f"operators' paths: {operators}")
         self._terminal.line(curl_line(url, prepared.spec.name, key=bool(security.keys_file), ca=security.tls_ca))

@@ -13,18 +13,22 @@ import signal
 import threading
 from types import FrameType
 
+from cluster.processes.service_manager import ServiceManager
+
 START_DEADLINE_S = 1.5
 """The longest that an orderly end takes while the cluster is still starting: no client waits for an answer yet."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+NOBODY = ServiceManager()
 
 
 class ShutdownSignal:
     """The first Ctrl-C or SIGTERM asks for an end within `timeout_s` (`cluster.stop_timeout_s`); a second one ends it
     at once. After the timeout this process kills itself, and the reaper takes the rest."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, manager: ServiceManager = NOBODY) -> None:
+        """`manager` is told of an end that was asked for."""
         self._asked = threading.Event()
-        self._timeout_s = timeout_s
+        self._timeout_s, self._manager = timeout_s, manager
         self.deadline_s = min(timeout_s, START_DEADLINE_S)
         self._listener: threading.Thread | None = None
 
@@ -72,6 +76,7 @@ class ShutdownSignal:
             _die()
         self._asked.set()
         self.promise()
+        self._manager.stopping()
 
 
 def _give_up(deadline_s: float) -> None:

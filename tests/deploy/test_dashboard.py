@@ -3,6 +3,7 @@ Prometheus takes, and shows something where there is something."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -83,18 +84,17 @@ def test_every_query_is_answered_by_a_real_prometheus(tmp_path: Path) -> None:
                 router.cluster[worker].counters = dict.fromkeys(names, value)
             router.call(router.cluster.changed)
 
+        values = itertools.count(1.0)
+
         def all_shown() -> bool:
             router.complete(max_tokens=4)
-            nonlocal value
-            value += 1.0
-            count_on(value)
+            count_on(next(values))
             return not unanswered()
 
         def unanswered() -> list[str]:
             due = [text for _, text in queries() if not any(name in text for name in EMPTY)]
             return [text for text in due if not prometheus.query(text)]
 
-        value = 1.0
         try:
             prometheus.wait(all_shown, "an answer to every query", 30.0)
         except AssertionError:
