@@ -185,6 +185,7 @@ def run(*arguments: str, cwd: Path) -> None:
 
 def test_the_configuration_is_one_that_prometheus_takes() -> None:
     run("check", "config", "prometheus.yml", cwd=FOLDER)
+    assert yaml.safe_load((FOLDER / "prometheus.yml").read_text())["rule_files"] == list(RULES)
 
 
 def test_each_alert_fires_on_its_series_and_not_on_what_is_as_it_should_be(tmp_path: Path) -> None:
