@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,15 @@ def names(script: str) -> list[str]:
     return re.findall(r"^def (claim_\w+)", Path(__file__).with_name(script).read_text(), re.MULTILINE)
 
 
-def run_script(script: Path, cache: Path) -> Said:
+def run_script(script: Path, cache: Path, claims: Collection[str] = ()) -> Said:
     """The JSON that a script of this folder prints: one that compiles for a GPU, by its name, or one for the
-    interpreter. `cache`: an empty folder for what is compiled."""
+    interpreter. `cache`: an empty folder for what is compiled. `claims`: those that are tried; none: all of them."""
     assert importlib.util.find_spec("triton"), "triton is missing: install the development requirements"
     interpreted = "0" if script.name.startswith("compiled") else "1"
     environment = {**os.environ, "TRITON_INTERPRET": interpreted, "TRITON_CACHE_DIR": str(cache)}
     done = subprocess.run(
-        [sys.executable, str(script)], cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True,
-        text=True, timeout=800, check=False,
+        [sys.executable, str(script), *claims], cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=800, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     out: Said = json.loads(done.stdout)
@@ -44,12 +44,13 @@ def run_script(script: Path, cache: Path) -> Said:
 
 
 def answer(namespace: Mapping[str, Any]) -> None:
-    """What such a script does in the end: try each claim, print the verdicts as JSON."""
+    """What such a script does in the end: try each claim, or those that its arguments name, print the verdicts as
+    JSON."""
     torch.set_num_threads(1)
     use_ordered_dot()
     verdicts: Said = {}
     for name, claim in list(namespace.items()):
-        if name.startswith("claim_"):
+        if name.startswith("claim_") and (name in sys.argv or len(sys.argv) == 1):
             try:
                 claim()
                 verdicts[name] = None

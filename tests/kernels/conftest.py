@@ -1,8 +1,8 @@
 """What the scripts of this folder say, each run once a session in a process of its own, as many at a time as there are
 cores: most of the time of these tests is theirs.
 
-A test names its script by the marker `runs`. From the first test that asks on, all scripts that the session's tests
-will ask for are on their way.
+A test names its script by the marker `runs`, and a claim of it by its parameter. From the first test that asks on, all
+scripts that the session's tests will ask for are on their way, with those claims alone.
 """
 
 from __future__ import annotations
@@ -30,13 +30,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def scripts(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[str], Said]]:
-    marks = [item.get_closest_marker("runs") for item in request.session.items]
-    wanted = dict.fromkeys(mark.args[0] for mark in marks if mark is not None)
+    wanted: dict[str, list[str]] = {}
+    for item in request.session.items:
+        if (mark := item.get_closest_marker("runs")) is not None:
+            claims = wanted.setdefault(mark.args[0], [])
+            if (parameters := getattr(item, "callspec", None)) is not None and "claim" in parameters.params:
+                claims.append(parameters.params["claim"])
     others = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) - 1
     pool = ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) - others))
     runs = {
-        name: pool.submit(run_script, Path(__file__).with_name(name), tmp_path_factory.mktemp("triton"))
-        for name in wanted
+        name: pool.submit(run_script, Path(__file__).with_name(name), tmp_path_factory.mktemp("triton"), claims)
+        for name, claims in wanted.items()
     }
     yield lambda name: runs[name].result()
     pool.shutdown(cancel_futures=True)

@@ -21,8 +21,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
 
 CHANGES = (
     changing.kill_controller,
-    changing.grow_and_shrink,
-    changing.apply_settings,
+    changing.apply_settings,  # A pool grows by it, and shrinks.
     changing.kill_router,
     changing.kill_supervisor,
     changing.upgrade,
