@@ -20,6 +20,8 @@ from contracts.config.load_config import read_config_file
 from contracts.config.security_config import FILES
 from contracts.errors import ConfigError
 
+POLL_S = 0.5
+"""Seconds between two looks at whether services are replaced."""
 LACKED = "the file's settings: see whether another operator has changed them, and apply again"
 """What a worker doesn't have that comes back as it was, and what to do about it."""
 
@@ -56,21 +58,32 @@ class ApplyPlan:
     """Workers of each role that serve."""
     starting: list[str]
     """Workers that are starting: what settings they have is known once they serve."""
+    behind: int = 0
+    """Routers and controllers that have other settings still."""
+    trouble: str = ""
+    """Why some of them keep those, in words."""
 
     @property
     def nothing(self) -> bool:
-        return not (self.changed or self.old or self.sizes)
+        return not (self.changed or self.old or self.sizes or self.behind)
 
     def lines(self) -> list[str]:
         """What will be done, in words."""
-        found = [f"{one['key']}: {one['before']} -> {one['after']}{_taken_up(one['roles'])}" for one in self.changed]
+        found = [f"{one['key']}: {one['before']} -> {one['after']}{_taken_up(one)}" for one in self.changed]
         found += [f"{role} workers: {now} -> {then}" for role, (now, then) in self.sizes.items()]
         if self.old:
             found.append(f"restarts one by one: {', '.join(self.old)}")
+        if self.behind and not self.changed:
+            why = self.trouble or "they are being replaced"
+            found.append(f"{self.behind} routers and controllers have other settings: {why}")
         return found
 
 
-def _taken_up(roles: list[str]) -> str:
+def _taken_up(one: Mapping[str, Any]) -> str:
+    if one.get("by"):
+        services = "routers and controllers" if one["by"] == "controllers" else "routers"
+        return f" (by {services}, which are replaced one by one)"
+    roles = one["roles"]
     return f" (by {' and '.join(role for role in roles)} workers as they start)" if roles else ""
 
 
@@ -104,6 +117,7 @@ class ApplyCommand:
         if plan.changed:
             self._order(dry_run=False)
             self._say("the settings are changed")
+        self._await_services()
         self._scale({role: then for role, (now, then) in plan.sizes.items() if then > now})
         self._rolling.run(self._unfinished, LACKED)
         self._scale({role: then for role, (now, then) in plan.sizes.items() if then < now})
@@ -141,6 +155,8 @@ class ApplyCommand:
             sizes=sizes,
             serving=serving,
             starting=[row["name"] for row in rows if row["state"] == "starting"],
+            behind=answer.get("behind", 0),
+            trouble=answer.get("trouble", ""),
         )
 
     def _is_old(self, row: Mapping[str, Any], digests: Mapping[str, str]) -> bool:
@@ -152,6 +168,17 @@ class ApplyCommand:
         if not self._force:
             asked = {role: plan.sizes.get(role, (0, 0))[1] for role in plan.serving}
             check_others_serve(plan.old, {role: max(now, asked[role]) for role, now in plan.serving.items()})
+
+    def _await_services(self) -> None:
+        """Wait until no router or controller has settings of before. Raises `CommandRefused` where one keeps them."""
+        began = self._operator.clock()
+        while (plan := self._plan(self._order(dry_run=True))).behind:
+            if plan.trouble:
+                raise CommandRefused(f"{plan.trouble}; what was changed stays changed")
+            if self._operator.clock() - began > self._timeout_s:
+                behind = f"{plan.behind} routers and controllers"
+                raise CommandRefused(f"{behind} have settings of before after {self._timeout_s:g} s")
+            self._operator.sleep(POLL_S)
 
     def _scale(self, counts: Mapping[str, int]) -> None:
         if counts:

@@ -293,16 +293,28 @@ def grow_and_shrink(cluster: Serving) -> None:
     command(cluster, "scale", "prefill=2", "decode=2")
 
 
+def _routers(cluster: Serving) -> set[int]:
+    """The processes of a detached cluster's routers that aren't replaced."""
+    if not isinstance(cluster, Detached):
+        return set()
+    state = json.loads((cluster.folder / "cluster.state").read_text())
+    return {state["services"][f"router-{number}"][0] for number in range(2)}
+
+
 def apply_settings(cluster: Serving) -> None:
-    """A setting of each role and the size of a pool change; every worker restarts once, and has the new settings."""
+    """A setting of each role, of routers and of controllers and the size of a pool change; every worker restarts once,
+    and has the new settings, and each router is another process."""
     before = cluster.status()
+    routers = _routers(cluster)
     chunk = 64 + 16 * (before["prefill-0"]["incarnation"] % 8)
     file = cluster.runtime / "apply.yaml"
     sections = {
-        "pools": {"decode": 3}, "prefill": {"chunk_tokens": chunk}, "decode": {"max_batch_tokens": chunk // 2}
+        "pools": {"decode": 3}, "prefill": {"chunk_tokens": chunk}, "decode": {"max_batch_tokens": chunk // 2},
+        "router": {"write_timeout_s": chunk}, "autoscaling": {"prefill": {"max_workers": chunk}},
     }  # fmt: skip
     file.write_text(json.dumps(sections))
     command(cluster, "apply", str(file))
+    assert not routers & _routers(cluster)
     after = cluster.status()
     for name, row in before.items():
         if row["state"] == "ready":

@@ -17,7 +17,15 @@ from cluster.assembly.node_shares import MemoryShort
 from cluster.serve.preflight import ServePlan, check_tiers, plan_again
 from contracts.config.cluster_config import Config
 from contracts.config.load_config import config_from_dict
-from contracts.config.setting_effects import Effect, effect_of, merged, roles_of, settings_digest, settings_of
+from contracts.config.setting_effects import (
+    Effect,
+    effect_of,
+    merged,
+    roles_of,
+    services_of,
+    settings_digest,
+    settings_of,
+)
 from contracts.errors import ConfigError, TwinpoolError
 from contracts.ids import Role, WorkerName
 from contracts.messages.settings_change import ChangedSetting, SettingsAnswer, SettingsChange
@@ -35,12 +43,15 @@ class SettingsChanger:
         workers: Callable[[], list[tuple[WorkerName, Role]]],
         free: Callable[[], int],
         *,
+        behind: Callable[[], tuple[int, str]],
         arenas: bool,
     ) -> None:
         """`plan` is the plan as it is, `keep` replaces it so that it outlives this process where the cluster does;
-        `workers` are those that run, `free` the bytes of this machine's memory that are free now. `arenas`: whether
-        agents that lend host memory were started."""
+        `workers` are those that run, `free` the bytes of this machine's memory that are free now. `behind`: how many
+        services have settings of before, and why they keep them (`ClusterServices.behind`). `arenas`: whether agents
+        that lend host memory were started."""
         self._plan, self._keep, self._workers, self._free, self._arenas = plan, keep, workers, free, arenas
+        self._behind = behind
 
     def change(self, order: SettingsChange) -> SettingsAnswer:
         """Make a change, or say what it would do; what is refused changes nothing, and the answer says why."""
@@ -59,7 +70,8 @@ class SettingsChanger:
         except Exception as error:  # Our own bug, which must not end a cluster that serves.
             log.exception("a change of settings failed")
             return SettingsAnswer(order.number, refusal=f"it can't be made: {type(error).__name__}: {error!s:.200}")
-        return SettingsAnswer(order.number, changed=changed, digests=digests(plan))
+        behind, trouble = self._behind()
+        return SettingsAnswer(order.number, changed=changed, digests=digests(plan), behind=behind, trouble=trouble)
 
     def _check_room(self, before: ServePlan, plan: ServePlan) -> None:
         if lends_host_memory(plan.config) and not self._arenas:
@@ -127,7 +139,7 @@ def differences(before: Config, after: Config) -> tuple[ChangedSetting, ...]:
     """The settings whose values differ."""
     old, new = settings_of(before), settings_of(after)
     return tuple(
-        ChangedSetting(key, json.dumps(old[key]), json.dumps(new[key]), roles_of(key, after))
+        ChangedSetting(key, json.dumps(old[key]), json.dumps(new[key]), roles_of(key, after), services_of(key))
         for key in old
         if old[key] != new[key]
     )

@@ -51,6 +51,7 @@ class ChildService:
         self._log = logs / f"{name}.log"
         self._environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
+        self._began = 0
         self._ready_fd: int | None = None
 
     def start(self) -> tuple[int, int]:
@@ -71,7 +72,8 @@ class ChildService:
                 )
         finally:
             os.close(writing)
-        return self._process.pid, start_time(self._process.pid) or 0
+        self._began = start_time(self._process.pid) or 0
+        return self._process.pid, self._began
 
     def adopt(self, pid: int, started: int) -> None:
         """Take over a process that an earlier one like this has started."""
@@ -91,6 +93,14 @@ class ChildService:
         if not said:
             raise ServiceFailed(f"the {self.name} ended before it listened")
         return True
+
+    @property
+    def process(self) -> tuple[int, int]:
+        """Pid and start time of its latest process."""
+        if self._adopted is not None:
+            return self._adopted
+        assert self._process is not None, "it was started"
+        return self._process.pid, self._began
 
     def ended(self) -> str | None:
         """How the process ended, or None while it runs."""

@@ -23,7 +23,7 @@ FORMAT = 1
 STATE_FILE = "cluster.state"
 READY_FILE = "ready"
 """Made once the cluster serves: until then a supervisor that ends ends the cluster."""
-KEPT = ("secrets", "secret", "arena", "controller_port", "standby_ports", "ray", "ray_build")
+KEPT = ("secrets", "secret", "arena", "controller_port", "standby_ports", "ray", "ray_build", "marks")
 """Fields that are kept as they are."""
 
 
@@ -60,6 +60,10 @@ class DetachedState:
     """The Ray and the Python of the Ray that this cluster is on (`ray_cluster.ray_build`)."""
     services: dict[str, ServiceProcess] = field(default_factory=dict)
     """The latest process of each service."""
+    marks: dict[str, str] = field(default_factory=dict)
+    """Build and settings of each router (`cluster.serve.local_routers`), by name."""
+    replaced: dict[str, ServiceProcess] = field(default_factory=dict)
+    """Routers that others replace and that finish their answers, by name and mark."""
     rest: dict[str, Any] = field(default_factory=dict, repr=False)
     """What other builds have in the file, as it is."""
 
@@ -81,12 +85,14 @@ class DetachedState:
     @classmethod
     def _read(cls, folder: Path, tree: dict[str, Any]) -> DetachedState:
         services = {name: ServiceProcess(*mark) for name, mark in tree["services"].items()}
-        known = {"format", "logs", "plan", "services", *KEPT}
+        replaced = {key: ServiceProcess(*mark) for key, mark in tree.get("replaced", {}).items()}
+        known = {"format", "logs", "plan", "services", "replaced", *KEPT}
         return cls(
             folder,
             Path(tree["logs"]),
             plan_from_tree(tree["plan"]),
             services=services,
+            replaced=replaced,
             rest={key: value for key, value in tree.items() if key not in known},
             **{key: tree[key] for key in KEPT if key in tree},
         )
@@ -99,6 +105,7 @@ class DetachedState:
             "logs": str(self.logs),
             "plan": plan_to_tree(self.prepared),
             "services": self.services,
+            "replaced": self.replaced,
             **{key: getattr(self, key) for key in KEPT},
         }
         fresh = self.folder / f"{STATE_FILE}.new"
@@ -132,20 +139,22 @@ class DetachedState:
         process = self.services.get(service)
         return process if process is not None and same_process(process.pid, process.started) else None
 
-    def leaves(self, service: str, process: ServiceProcess) -> None:
-        """Note a process that another one has replaced, and that goes on until its answers are finished."""
-        self.services[f"{service}.{process.build}"] = process
+    def leaves(self, key: str, process: ServiceProcess) -> None:
+        """Note a router that another one replaces, and that goes on until its answers are finished; `key` is its name
+        and mark."""
+        self.replaced[key] = process
         self.save()
+
+    def stays(self, name: str, key: str, mark: str) -> None:
+        """Take that back: the router of this name and mark goes on."""
+        self.marks[name] = mark
+        self.started(name, self.replaced.pop(key))
 
     @property
     def leaving(self) -> dict[str, ServiceProcess]:
-        """Replaced processes that still run, by service and build. What has ended is forgotten with the next `save`."""
-        replaced = [name for name, process in self.services.items() if name.endswith(f".{process.build}")]
-        found = {name: process for name in replaced if (process := self.running(name)) is not None}
-        for name in replaced:
-            if name not in found:
-                del self.services[name]
-        return found
+        """Replaced routers that still run. What has ended is forgotten with the next `save`."""
+        self.replaced = {key: one for key, one in self.replaced.items() if same_process(one.pid, one.started)}
+        return dict(self.replaced)
 
     def started(self, service: str, process: ServiceProcess) -> None:
         """Note the process of a service that was started."""

@@ -352,7 +352,12 @@ class ServeCluster:
         self._node_drains = NodeDrains(draining_ray_nodes)
         stack.callback(self._node_drains.close)
         settings = SettingsChanger(
-            lambda: self._prepared, self._keep_plan, self._running, free_bytes, arenas=bool(self._arena)
+            lambda: self._prepared,
+            self._keep_plan,
+            self._running,
+            free_bytes,
+            behind=self._services.behind,
+            arenas=bool(self._arena),
         )
         self._supervisor = Supervisor(self._controller, launcher, self._plan, self._terminal.line, settings.change)
         if self._state is not None and self._state.begun:
@@ -382,7 +387,8 @@ class ServeCluster:
             self._state.prepared = plan
             self._state.save()
         self._prepared = plan
-        self._terminal.line("the settings were changed: workers that start from now on have the new ones")
+        self._services.change(plan)
+        self._terminal.line("the settings were changed: what starts from now on has the new ones")
 
     def _running(self) -> list[tuple[WorkerName, Role]]:
         """The workers that have a process, or should have one. Raises `ControllerAway`."""
@@ -481,7 +487,7 @@ class ServeCluster:
 
     def _keep_alive(self, stack: ExitStack) -> None:
         self._node_drains.start()
-        self._services.probe(stack)
+        self._services.probe()
         while not self._stopping.asked:
             self._tend_agents()
             self._supervisor.poll(POLL_S)

@@ -1,12 +1,14 @@
 """What a change of each setting of a running cluster takes: the one table of it.
 
-A setting is named by its key, or with all keys below a section that have no line of their own. Three effects:
+A setting is named by its key, or with all keys below a section that have no line of their own. The effects:
 
 - *live*: it takes effect without any worker starting again;
 - *rolls*: workers of some roles read it when they start, so these are restarted one by one;
-- *new cluster*: it can't be changed while the cluster runs. Routers, the controller or the supervisor read it when they
-  start, or workers with the old and the new value could never hand over to each other (layout and numerics of
-  `contracts.messages.fingerprint`), so that a pool could not be restarted one by one without losing requests.
+- *routers*: routers read it when they start, so each is replaced by one that takes its port over;
+- *controllers*: so do they and the controllers, which are ended and started again without anybody's notice;
+- *new cluster*: it can't be changed while the cluster runs. Several parts must have it alike, or workers with the old
+  and the new value could never hand over to each other (layout and numerics of `contracts.messages.fingerprint`), so
+  that a pool could not be restarted one by one without losing requests.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ class Effect(StrEnum):
 
     LIVE = "live"
     ROLLS = "rolls"
+    ROUTERS = "routers"
+    CONTROLLERS = "controllers"
     NEW_CLUSTER = "new cluster"
 
 
@@ -53,7 +57,10 @@ def _new(reason: str) -> SettingEffect:
 
 
 _PAIRS = _new("workers with the old and the new value can't hand over to each other")
-_ROUTERS = _new("the routers read it when they start, and the streams of a router end with it")
+_ROUTERS = SettingEffect(Effect.ROUTERS)
+_CONTROLLERS = SettingEffect(Effect.CONTROLLERS)
+_MODE = _new("routers and decode workers must have the same, and they start one after the other")
+_WHERE = _new("clients were told it when the cluster started")
 _SERVICES = _new("the controller and the supervisor read it when they start")
 _SOCKETS = _new("both ends of a connection must have it, and open connections have the old value")
 _EVENTS = _new("who follows KV events was told where when the cluster started")
@@ -91,16 +98,23 @@ EFFECTS: Mapping[str, SettingEffect] = {
     "engine.numerics_class": _PAIRS,
     "engine.device": _PAIRS,
     "disaggregation": _ROUTERS,
+    "disaggregation.mode": _MODE,
+    "disaggregation.step_tokens": _MODE,
     "transfer": _ALL,
     "transfer.plane": _PAIRS,
     "transfer.link_timeout_s": _SOCKETS,
     "transfer.control_frame_bytes": _SOCKETS,
     "router": _ROUTERS,
+    "router.served_model_name": _WHERE,
+    "router.kv_index": _SERVICES,
     "security": _SOCKETS,
     "audit": _ROUTERS,
+    "audit.chunk_tokens": _PREFILL,
+    "audit.margin": _PREFILL,
     "watch": _ROUTERS,
     "tracing": _ROUTERS,
-    "autoscaling": _SERVICES,
+    "autoscaling": _CONTROLLERS,
+    "autoscaling.enabled": _SERVICES,
     "cluster": _SERVICES,
     "cluster.nonfinite_rows": _ALL,
     "cluster.nonfinite_window_s": _ALL,
@@ -127,6 +141,26 @@ def entry_of(key: str) -> str:
 def effect_of(key: str) -> SettingEffect:
     """What a change of the setting `key` takes."""
     return EFFECTS[entry_of(key)]
+
+
+def services_of(key: str) -> str:
+    """Which services are replaced with a change of `key`; empty: none."""
+    effect = effect_of(key).effect
+    return effect.value if effect in (Effect.ROUTERS, Effect.CONTROLLERS) else ""
+
+
+def routers_digest(config: Config) -> str:
+    """Digest of all settings that routers read when they start, and that can be changed."""
+    return _digest([_read_by(Effect.ROUTERS, config), _read_by(Effect.CONTROLLERS, config)])
+
+
+def controllers_read(before: Config, after: Config) -> bool:
+    """Whether a change concerns what controllers read when they start."""
+    return _read_by(Effect.CONTROLLERS, before) != _read_by(Effect.CONTROLLERS, after)
+
+
+def _read_by(effect: Effect, config: Config) -> dict[str, Any]:
+    return {key: value for key, value in settings_of(config).items() if effect_of(key).effect is effect}
 
 
 def roles_of(key: str, config: Config) -> tuple[Role, ...]:
@@ -177,5 +211,8 @@ def settings_digest(config: Config, role: Role, share: object = None) -> str:
     node (a dataclass) where that is the same wherever it starts."""
     read = {key: value for key, value in settings_of(config).items() if role in roles_of(key, config)}
     share_tree = dataclasses.asdict(share) if dataclasses.is_dataclass(share) and not isinstance(share, type) else None
-    text = json.dumps([read, share_tree], sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+    return _digest([read, share_tree])
+
+
+def _digest(tree: list[Any]) -> str:
+    return hashlib.blake2b(json.dumps(tree, sort_keys=True, default=str).encode(), digest_size=4).hexdigest()

@@ -31,7 +31,9 @@ class ChangedSetting:
     before: str
     after: str
     roles: tuple[Role, ...] = ()
-    """Whose workers take it up when they start; none: it needs no start."""
+    """Whose workers take it up when they start; none: it needs no start of theirs."""
+    by: str = ""
+    """Which services are replaced for it: ``routers``, or ``controllers`` and routers; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +47,7 @@ class SettingsAnswer:
     digests: Mapping[Role, str] = field(default_factory=dict)
     """Digest of the settings that a worker of each role is started with from now on: one that registered with another
     has old ones."""
+    behind: int = 0
+    """How many routers and controllers have old settings still; they are replaced one after the other."""
+    trouble: str = ""
+    """Why some of them aren't replaced, in words; empty where they are, or will be."""

@@ -753,19 +753,21 @@ class SettingsChange(_message.Message):
     def __init__(self, number: _Optional[int] = ..., settings: _Optional[str] = ..., dry_run: _Optional[bool] = ...) -> None: ...
 
 class ChangedSetting(_message.Message):
-    __slots__ = ("key", "before", "after", "roles")
+    __slots__ = ("key", "before", "after", "roles", "by")
     KEY_FIELD_NUMBER: _ClassVar[int]
     BEFORE_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
+    BY_FIELD_NUMBER: _ClassVar[int]
     key: str
     before: str
     after: str
     roles: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, key: _Optional[str] = ..., before: _Optional[str] = ..., after: _Optional[str] = ..., roles: _Optional[_Iterable[str]] = ...) -> None: ...
+    by: str
+    def __init__(self, key: _Optional[str] = ..., before: _Optional[str] = ..., after: _Optional[str] = ..., roles: _Optional[_Iterable[str]] = ..., by: _Optional[str] = ...) -> None: ...
 
 class SettingsAnswer(_message.Message):
-    __slots__ = ("number", "refusal", "changed", "digests")
+    __slots__ = ("number", "refusal", "changed", "digests", "behind", "trouble")
     class DigestsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -777,11 +779,15 @@ class SettingsAnswer(_message.Message):
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     CHANGED_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    BEHIND_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
     number: int
     refusal: str
     changed: _containers.RepeatedCompositeFieldContainer[ChangedSetting]
     digests: _containers.ScalarMap[str, str]
-    def __init__(self, number: _Optional[int] = ..., refusal: _Optional[str] = ..., changed: _Optional[_Iterable[_Union[ChangedSetting, _Mapping]]] = ..., digests: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    behind: int
+    trouble: str
+    def __init__(self, number: _Optional[int] = ..., refusal: _Optional[str] = ..., changed: _Optional[_Iterable[_Union[ChangedSetting, _Mapping]]] = ..., digests: _Optional[_Mapping[str, str]] = ..., behind: _Optional[int] = ..., trouble: _Optional[str] = ...) -> None: ...
 
 class StartWorker(_message.Message):
     __slots__ = ("name", "role", "incarnation", "avoid", "only", "successor_of")

@@ -17,15 +17,25 @@ def change_from_proto(m: pb.SettingsChange) -> SettingsChange:
 
 def answer_to_proto(answer: SettingsAnswer) -> pb.SettingsAnswer:
     changed = [
-        pb.ChangedSetting(key=one.key, before=one.before, after=one.after, roles=one.roles) for one in answer.changed
+        pb.ChangedSetting(key=one.key, before=one.before, after=one.after, roles=one.roles, by=one.by)
+        for one in answer.changed
     ]
     digests = {str(role): digest for role, digest in answer.digests.items()}
-    return pb.SettingsAnswer(number=answer.number, refusal=answer.refusal, changed=changed, digests=digests)
+    return pb.SettingsAnswer(
+        number=answer.number,
+        refusal=answer.refusal,
+        changed=changed,
+        digests=digests,
+        behind=answer.behind,
+        trouble=answer.trouble,
+    )
 
 
 def answer_from_proto(m: pb.SettingsAnswer) -> SettingsAnswer:
     """Read an answer. Raises `ValueError` for a role that there isn't."""
     changed = tuple(
-        ChangedSetting(one.key, one.before, one.after, tuple(Role(role) for role in one.roles)) for one in m.changed
+        ChangedSetting(one.key, one.before, one.after, tuple(Role(role) for role in one.roles), one.by)
+        for one in m.changed
     )
-    return SettingsAnswer(m.number, m.refusal, changed, {Role(role): digest for role, digest in m.digests.items()})
+    digests = {Role(role): digest for role, digest in m.digests.items()}
+    return SettingsAnswer(m.number, m.refusal, changed, digests, m.behind, m.trouble)

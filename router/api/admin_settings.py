@@ -3,8 +3,9 @@
     POST /cluster/apply?dry_run=true      with JSON: sections of keys, as in a configuration file
 
 The supervisor has the settings and decides; this router passes the change on by the controller. It answers with the
-settings that were changed, or would be, each with the roles whose workers take it up when they start, and the digest of
-the settings that a worker of each role is started with from now on: `/cluster/status` says which each was started with.
+settings that were changed, or would be, each with the roles whose workers take it up when they start and the services
+that are replaced for it; the digest of the settings that a worker of each role is started with from now on
+(`/cluster/status` says which each was started with); and how many routers and controllers are behind.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ async def apply(service: RouterService, exchange: HttpExchange) -> None:
 
 def _shown(answer: SettingsAnswer) -> dict[str, Any]:
     changed = [
-        {"key": one.key, "before": one.before, "after": one.after, "roles": list(one.roles)} for one in answer.changed
+        {"key": one.key, "before": one.before, "after": one.after, "roles": list(one.roles), "by": one.by}
+        for one in answer.changed
     ]
-    return {"changed": changed, "digests": {str(role): digest for role, digest in answer.digests.items()}}
+    digests = {str(role): digest for role, digest in answer.digests.items()}
+    return {"changed": changed, "digests": digests, "behind": answer.behind, "trouble": answer.trouble}

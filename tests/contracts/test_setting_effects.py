@@ -14,10 +14,13 @@ from contracts.config.load_config import config_from_dict
 from contracts.config.setting_effects import (
     EFFECTS,
     Effect,
+    controllers_read,
     effect_of,
     entry_of,
     merged,
     roles_of,
+    routers_digest,
+    services_of,
     settings_digest,
     settings_of,
 )
@@ -56,14 +59,34 @@ def test_only_what_rolls_names_roles_and_only_what_is_refused_says_why() -> None
     "key",
     [
         "cache.page_tokens", "prefill.cache.page_tokens", "cache.index_dtype", "engine.dtype", "engine.attention",
-        "engine.numerics", "engine.numerics_class", "engine.device", "transfer.plane", "decode.tp", "router.stall_s",
-        "security.cluster_ca", "cluster.controller_port", "cache.events.endpoint", "autoscaling.max_workers",
-        "disaggregation.mode", "disaggregation.local_tokens",
+        "engine.numerics", "engine.numerics_class", "engine.device", "transfer.plane", "decode.tp", "router.kv_index",
+        "security.cluster_ca", "cluster.controller_port", "cache.events.endpoint", "autoscaling.enabled",
+        "disaggregation.mode", "disaggregation.step_tokens", "router.served_model_name",
         "cache.storage.backend", "cache.storage.path", "cache.storage.url", "cache.storage.group_access",
     ],
 )  # fmt: skip
 def test_what_workers_must_have_in_common_or_services_read_needs_a_new_cluster(key: str) -> None:
     assert effect_of(key).effect is Effect.NEW_CLUSTER
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "services"),
+    [
+        ("router.stall_s", 7, "routers"),
+        ("disaggregation.local_tokens", 7, "routers"),
+        ("audit.fraction", 0.5, "routers"),
+        ("autoscaling.max_workers", 7, "controllers"),
+        ("audit.chunk_tokens", 64, ""),
+        ("prefill.chunk_tokens", 64, ""),
+        ("cluster.lease_s", 7, ""),
+    ],
+)
+def test_services_are_replaced_for_what_they_read(key: str, value: float, services: str) -> None:
+    assert services_of(key) == services
+    section, name = key.split(".")
+    before, after = Config(), config_from_dict({section: {name: value}})
+    assert (routers_digest(after) != routers_digest(before)) == bool(services)
+    assert controllers_read(before, after) == (services == "controllers")
 
 
 @pytest.mark.parametrize("key", ["prefill.chunk_tokens", "prefill.short_share", "colocate.mixed_steps"])

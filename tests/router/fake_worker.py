@@ -445,7 +445,8 @@ class FakeCluster:
         self.settings.append(change)
         if isinstance(self.answer, str):
             raise RequestError(self.answer)
-        return SettingsAnswer(1, changed=(ChangedSetting("a.b", "1", "2", (Role.DECODE,)),), digests={Role.DECODE: "d"})
+        changed = (ChangedSetting("a.b", "1", "2", (Role.DECODE,), "routers"),)
+        return SettingsAnswer(1, "", changed, {Role.DECODE: "d"}, 2, "it is stuck")
 
     def heal(self) -> None:
         """Every worker serves again, nothing planted; for the next test."""

@@ -24,9 +24,9 @@ from router.links.controller_directory import ControllerDirectory
 CHANGE = SettingsChange('{"decode": {"retract_limit": 4}}', dry_run=True)
 CHANGED = (
     ChangedSetting("decode.retract_limit", "3", "4", (Role.DECODE, Role.COLOCATED)),
-    ChangedSetting("x", '""', "null"),
+    ChangedSetting("x", '""', "null", by="routers"),
 )
-ANSWER = SettingsAnswer(0, "", CHANGED, {Role.PREFILL: "0a", Role.DECODE: "1b"})
+ANSWER = SettingsAnswer(0, "", CHANGED, {Role.PREFILL: "0a", Role.DECODE: "1b"}, 2, "it is stuck")
 WAIT_S = 20.0
 
 

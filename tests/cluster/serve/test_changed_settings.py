@@ -35,7 +35,9 @@ class Keeper:
 
     def __init__(self, plan: ServePlan, workers: list[tuple[WorkerName, Role]] | None = None, free: int = GIB) -> None:
         self.plan, self.kept = plan, 0
-        self.changer = SettingsChanger(lambda: self.plan, self._keep, lambda: workers or [], lambda: free, arenas=True)
+        self.changer = SettingsChanger(
+            lambda: self.plan, self._keep, lambda: workers or [], lambda: free, behind=lambda: (2, "why"), arenas=True
+        )
 
     def _keep(self, plan: ServePlan) -> None:
         self.plan = plan
@@ -100,7 +102,7 @@ def test_a_share_that_another_roles_key_changes_makes_its_workers_old_too() -> N
     [
         ({"engine": {"dtype": "bfloat16"}}, r"engine\.dtype can't be changed .* new cluster"),
         ({"cache": {"page_tokens": 32}}, r"cache\.page_tokens can't be changed"),
-        ({"router": {"stall_s": 3}}, r"router\.stall_s can't be changed"),
+        ({"router": {"kv_index": "none"}}, r"router\.kv_index can't be changed"),
         ({"decode": {"tp": 2}}, r"decode\.tp can't be changed"),
         ({"security": {"admin_port": 9}}, r"security\.admin_port can't be changed"),
         ({"decode": {"max_batch": 3}}, r"unknown config key decode\.max_batch"),
@@ -178,7 +180,9 @@ def test_a_change_that_fails_in_a_way_that_nobody_foresaw_is_refused_and_ends_no
         raise ZeroDivisionError("division by zero")
 
     keeper = Keeper(plan())
-    keeper.changer = SettingsChanger(lambda: keeper.plan, keeper._keep, broken, lambda: GIB, arenas=True)
+    keeper.changer = SettingsChanger(
+        lambda: keeper.plan, keeper._keep, broken, lambda: GIB, behind=lambda: (0, ""), arenas=True
+    )
     answer = keeper.change(prefill={"chunk_tokens": 64})
     assert answer.refusal == "it can't be made: ZeroDivisionError: division by zero"
     assert (answer.number, keeper.kept) == (7, 0)

@@ -40,6 +40,8 @@ def state(folder: Path, prepared: ServePlan) -> DetachedState:
         ray="127.0.0.1:6379",
         ray_build="Ray 1, Python 2",
         services={"controller": ServiceProcess(7, 8, "0.1+abc")},
+        marks={"router": "0.1+abc.12"},
+        replaced={"router.0.1+abc.11": ServiceProcess(9, 10, "0.1+abc")},
     )
 
 

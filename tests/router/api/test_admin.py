@@ -526,8 +526,10 @@ def test_settings_are_passed_on_and_the_answer_is_the_supervisors(server: Server
     assert (answer.status_code, answer.json()) == (
         200,
         {
-            "changed": [{"key": "a.b", "before": "1", "after": "2", "roles": ["decode"]}],
+            "changed": [{"key": "a.b", "before": "1", "after": "2", "roles": ["decode"], "by": "routers"}],
             "digests": {"decode": "d"},
+            "behind": 2,
+            "trouble": "it is stuck",
         },
     )
     server.client.post("/cluster/apply", json={})

@@ -1,0 +1,296 @@
+"""The routers on the machine of `serve`: started or taken over, kept alive, and replaced where their settings change.
+
+A router of another build, or with other settings, is replaced by one that takes its port over
+(`router.api.port_handover`), one after the other: no connection is refused, and the one before finishes its answers. A
+router's *mark* is its build and the digest of the settings that routers read; its sockets for that are named by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from cluster.processes.process_ids import kill_process, same_process
+from cluster.processes.run_folder import RunFiles
+from cluster.serve.child_service import ChildService, ServiceFailed
+from cluster.serve.detached_state import DetachedState, ServiceProcess
+from cluster.serve.kept_service import KeptService, PartFailed
+from cluster.serve.preflight import ServePlan
+from cluster.serve.router_probe import RouterProbe
+from contracts.build_id import build_id
+from contracts.clock import Clock
+from contracts.config.setting_effects import routers_digest
+
+POLL_S = 0.1
+REPLACE_S = 90.0
+"""Seconds in which a router that takes over the port of another one must serve."""
+
+
+class MakeService(Protocol):
+    """Makes a service that isn't started yet; it ends with `stack`."""
+
+    def __call__(
+        self, name: str, command: Sequence[str], arguments: list[str], environment: Mapping[str, str], stack: ExitStack
+    ) -> KeptService: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RouterCommand:
+    """What the routers of a cluster are started with."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    controllers: str
+    """The controllers' endpoints."""
+    settings: Path
+    """The file with the settings; whoever changes them writes it first."""
+    kv_index: Path | None
+    """The KV index's table."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ServingRouter:
+    kept: KeptService
+    probe: RouterProbe
+    mark: str
+
+
+@dataclass(frozen=True, slots=True)
+class _LeavingRouter:
+    """A router that another one has replaced, and that finishes its answers."""
+
+    process: ServiceProcess
+    probe: RouterProbe
+    service: ChildService | None
+    """Its service where this process has started it or taken it over."""
+
+    @property
+    def there(self) -> bool:
+        if self.service is not None:
+            return self.service.ended() is None
+        return same_process(self.process.pid, self.process.started)
+
+
+@dataclass(frozen=True, slots=True)
+class _Successor:
+    """A router that is to take another one's port over."""
+
+    number: int
+    router: _ServingRouter
+    deadline: float
+
+
+class LocalRouters:
+    """The routers' processes. Use it from the main thread only (`ChildService`)."""
+
+    def __init__(
+        self,
+        prepared: ServePlan,
+        folder: RunFiles,
+        clock: Clock,
+        say: Callable[[str], None],
+        words: Callable[[str], str],
+        make: MakeService,
+        state: DetachedState | None,
+    ) -> None:
+        """`say` and `words` as of `KeptService`; `state` is the detached cluster's."""
+        self._prepared, self._folder, self._clock, self._say, self._words = prepared, folder, clock, say, words
+        self._make, self._state = make, state
+        self._build = build_id()
+        self._routers: list[_ServingRouter] = []
+        self._leaving: dict[str, _LeavingRouter] = {}
+        """By name and mark."""
+        self._due: list[int] = []
+        """Numbers of the routers that are to be replaced, in turn."""
+        self._successor: _Successor | None = None
+        self._trouble = ""
+
+    def start(self, how: RouterCommand, stack: ExitStack) -> None:
+        """Start all of them, or take over those that run; they end with `stack`. Raises `PartFailed` where one of
+        another mark can't be replaced; it goes on then."""
+        self._how, self._stack = how, stack
+        stack.callback(self._end_leaving)
+        if self._state is not None:
+            for key, process in self._state.leaving.items():
+                self._leaving[key] = _LeavingRouter(process, RouterProbe(self._live(key), self._clock), None)
+        self._routers = [self._begin(number) for number in range(self._prepared.options.routers)]
+
+    def services(self) -> list[tuple[KeptService, RouterProbe]]:
+        """Each router with the probe that asks it."""
+        return [(router.kept, router.probe) for router in self._routers]
+
+    def probe(self) -> None:
+        """Ask the routers from now on whether they live, until the cluster ends."""
+        for probe in (*(one.probe for one in self._routers), *(one.probe for one in self._leaving.values())):
+            self._stack.callback(probe.stop)
+            probe.start()
+
+    def change(self, prepared: ServePlan) -> None:
+        """Go by another plan: routers that read other settings then are replaced, one after the other."""
+        self._prepared, self._trouble = prepared, ""
+        self._due = [number for number, router in enumerate(self._routers) if router.mark != self._mark]
+
+    def behind(self) -> tuple[int, str]:
+        """How many routers have other settings than the plan's still, and what keeps them so, in words."""
+        return len([router for router in self._routers if router.mark != self._mark]), self._trouble
+
+    def tend(self) -> None:
+        """Kill routers that hang, start again what has ended, and go on replacing. Raises `PartFailed` where one ends
+        too often."""
+        stall_s = self._prepared.config.router.stall_s
+        for router in self._routers:
+            was_down = router.kept.down
+            if not was_down and router.probe.silent_s >= stall_s:
+                self._say(
+                    f"{router.kept.service.name} hung: no answer for {router.probe.silent_s:.0f} s (router.stall_s)"
+                )
+                router.kept.service.kill()
+            if failed := router.kept.tend():
+                raise PartFailed(failed)
+            if was_down and not router.kept.down:
+                router.probe.started_again()
+        self._tend_leaving(stall_s)
+        self._replace_next()
+
+    # ------------------------------------------------------------ inside
+
+    @property
+    def _mark(self) -> str:
+        return f"{self._build}.{routers_digest(self._prepared.config)}"
+
+    def _name(self, number: int) -> str:
+        return f"router-{number}" if self._prepared.options.routers > 1 else "router"
+
+    def _live(self, key: str) -> Path:
+        """Where a router is asked whether it lives, by its name and mark."""
+        return self._folder.temporary / f"{key}.live"
+
+    def _handover(self, key: str) -> Path:
+        """Where a router hands its port over."""
+        return self._folder.temporary / f"{key}.handover"
+
+    def _begin(self, number: int) -> _ServingRouter:
+        """Start a router, or take it over; one of another mark is replaced."""
+        name, state = self._name(number), self._state
+        old = state.running(name) if state is not None else None
+        if old is None or state is None:
+            router = self._made(number, "")
+            router.kept.start()
+            return router
+        before = state.marks.get(name, old.build)
+        if before == self._mark:
+            router = self._made(number, "")
+            router.kept.service.adopt(old.pid, old.started)
+            return router
+        key = f"{name}.{before}"
+        probe = RouterProbe(self._live(key), self._clock)
+        if not probe.lives(self._prepared.config.router.stall_s):
+            self._say(f"{name} hung: it is ended, not replaced in order")
+            kill_process(old.pid, old.started)
+            router = self._made(number, "")
+            router.kept.start()
+            return router
+        state.leaves(key, old)
+        router = self._made(number, before)
+        router.kept.start()
+        try:
+            self._await(router.kept)
+        except (ServiceFailed, PartFailed) as error:
+            router.kept.service.stop(0.0)
+            state.stays(name, key, before)
+            raise PartFailed(f"{error}{self._words(name)}") from None
+        self._leaving[key] = _LeavingRouter(old, probe, None)
+        self._say(f"{name} is replaced; the one before finishes its answers")
+        return router
+
+    def _made(self, number: int, takes_over: str) -> _ServingRouter:
+        """A router of the plan that isn't started yet. `takes_over`: the mark of the one that it replaces; empty:
+        none."""
+        prepared, how = self._prepared, self._how
+        several, security = prepared.options.routers > 1, prepared.config.security
+        name = self._name(number)
+        key = f"{name}.{self._mark}"
+        live = self._live(key)
+        arguments = [
+            *("--model", str(prepared.spec.path), "--controller", how.controllers),
+            *("--host", prepared.options.host, "--port", str(prepared.port)),
+            *("--name", name, "--config-json", str(how.settings), "--live-socket", str(live)),
+            *("--handover-socket", str(self._handover(key))),
+            *(("--take-over", str(self._handover(f"{name}.{takes_over}"))) if takes_over else ()),
+            *(("--kv-index", str(how.kv_index)) if how.kv_index is not None else ()),
+            *(("--reuse-port", "--admin-port", str(security.admin_port + number)) if several else ()),
+        ]
+        kept = self._make(name, how.command, arguments, how.environment, self._stack)
+        if self._state is not None:
+            self._state.marks[name] = self._mark  # Saved with its start.
+        return _ServingRouter(kept, RouterProbe(live, self._clock), self._mark)
+
+    def _await(self, kept: KeptService) -> None:
+        """Wait until a router has taken the port over. Raises `PartFailed` and `ServiceFailed`."""
+        deadline = self._clock.now() + REPLACE_S
+        while not kept.service.listening(POLL_S):
+            if self._clock.now() > deadline:
+                raise PartFailed(f"the {kept.service.name} of this build doesn't serve within {REPLACE_S:g} s")
+
+    def _replace_next(self) -> None:
+        """Begin to replace the next router that is due, or look at the one that is on its way."""
+        if self._successor is not None:
+            return self._look_at(self._successor)
+        while self._due and self._routers[self._due[0]].mark == self._mark:
+            del self._due[0]
+        if not self._due or self._routers[self._due[0]].kept.down:
+            return None  # One that is down comes back first.
+        number = self._due.pop(0)
+        old = self._routers[number]
+        if self._state is not None:
+            self._state.leaves(f"{self._name(number)}.{old.mark}", self._process(old))
+        router = self._made(number, old.mark)
+        router.kept.start()
+        self._successor = _Successor(number, router, self._clock.now() + REPLACE_S)
+        return None
+
+    def _look_at(self, successor: _Successor) -> None:
+        name, old = self._name(successor.number), self._routers[successor.number]
+        key = f"{name}.{old.mark}"
+        service = successor.router.kept.service
+        try:
+            if not service.listening(0.0):
+                if self._clock.now() <= successor.deadline:
+                    return
+                raise ServiceFailed(f"the {name} with other settings doesn't serve within {REPLACE_S:g} s")
+        except ServiceFailed as error:
+            self._successor, self._due = None, []
+            service.stop(0.0)
+            self._trouble = f"{error}{self._words(name)}; it goes on with the settings of before"
+            self._say(self._trouble)
+            if self._state is not None:
+                self._state.stays(name, key, old.mark)
+            return
+        self._successor = None
+        self._leaving[key] = _LeavingRouter(self._process(old), old.probe, old.kept.service)
+        self._routers[successor.number] = successor.router
+        self._stack.callback(successor.router.probe.stop)
+        successor.router.probe.start()
+        self._say(f"{name} has other settings; the one before finishes its answers")
+
+    def _process(self, router: _ServingRouter) -> ServiceProcess:
+        return ServiceProcess(*router.kept.service.process, self._build)
+
+    def _tend_leaving(self, stall_s: float) -> None:
+        """Kill replaced routers that hang: their sockets listen still, so the kernel would give them connections."""
+        for key, one in list(self._leaving.items()):
+            if not one.there:
+                one.probe.stop()
+                del self._leaving[key]
+            elif one.probe.silent_s >= stall_s:
+                self._say(f"{key}, which is replaced, hung: no answer for {one.probe.silent_s:.0f} s (router.stall_s)")
+                kill_process(one.process.pid, one.process.started)
+
+    def _end_leaving(self) -> None:
+        for one in self._leaving.values():
+            one.probe.stop()
+            if one.there:
+                kill_process(one.process.pid, one.process.started)

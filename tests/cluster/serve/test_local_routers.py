@@ -1,0 +1,213 @@
+"""Routers that are replaced: by those of another build, or with other settings; watched until they have ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from cluster.processes.process_ids import same_process, start_time
+from cluster.processes.run_folder import RunFolder
+from cluster.serve import local_routers
+from cluster.serve.child_service import ChildService
+from cluster.serve.detached_state import DetachedState, ServiceProcess
+from cluster.serve.kept_service import KeptService
+from cluster.serve.local_routers import LocalRouters, RouterCommand
+from cluster.serve.preflight import ServePlan
+from cluster.serve.router_probe import RouterProbe
+from contracts.build_id import build_id
+from contracts.clock import ManualClock
+from contracts.config.cluster_config import ClusterConfig
+from tests.cluster.serve.test_detached_state import plan, state
+from tests.serving import until
+
+STALL_S = 15.0
+ROUTER = """
+import os, sys, time
+from pathlib import Path
+def given(name):
+    return sys.argv[sys.argv.index(name) + 1]
+stuck = Path(given("--config-json")).read_text()
+if stuck == "dies":
+    sys.exit(1)
+if stuck != "never listens":
+    os.write(int(given("--ready-fd")), b"ready")
+time.sleep(600)
+"""
+"""What `serve` sees of a router: it listens, or doesn't, by what the settings' file says."""
+
+
+@pytest.fixture(scope="module")
+def prepared() -> ServePlan:
+    return plan(f"router.stall_s={STALL_S}", routers=2)
+
+
+@pytest.fixture
+def old() -> Iterator[ServiceProcess]:
+    """A router that answers nobody."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield ServiceProcess(process.pid, start_time(process.pid) or 0, "another")
+        process.kill()
+
+
+def lives(process: ServiceProcess) -> bool:
+    return same_process(process.pid, process.started)
+
+
+class Scene:
+    """One supervisor after the other, of one detached cluster."""
+
+    def __init__(self, folder: Path, prepared: ServePlan, stack: ExitStack) -> None:
+        self.folder, self.prepared, self.stack = folder, prepared, stack
+        self.clock, self.said = ManualClock(), list[str]()
+        self.settings = folder / "settings"
+        self.settings.touch()
+        if not (folder / "cluster.state").exists():
+            state(folder, prepared).save()
+        self.state = DetachedState.load(folder)
+        run = RunFolder.__new__(RunFolder)
+        run.temporary, run.logs = folder, folder
+        self.routers = LocalRouters(
+            prepared, run, self.clock, self.said.append, lambda name: "", self._make, self.state
+        )
+
+    def _make(
+        self, name: str, command: Sequence[str], arguments: list[str], environment: Mapping[str, str], stack: ExitStack
+    ) -> KeptService:
+        service = ChildService(name, command, arguments, self.folder, environment, tied=True)
+        stack.callback(service.stop, 0.0)
+
+        def started(pid: int, began: int) -> None:
+            self.state.started(name, ServiceProcess(pid, began, build_id()))
+
+        return KeptService(service, ClusterConfig(), self.clock, self.said.append, started, lambda name: "")
+
+    def start(self) -> None:
+        command = RouterCommand((sys.executable, "-c", ROUTER), dict(os.environ), "127.0.0.1:1", self.settings, None)
+        self.routers.start(command, self.stack)
+        for kept, _ in self.routers.services():
+            assert kept.service.listening(60.0)
+
+    def change(self, **router: float) -> None:
+        """Go by a plan with other settings of routers."""
+        config = self.prepared.config
+        config = dataclasses.replace(config, router=dataclasses.replace(config.router, **router))  # type: ignore[arg-type]
+        self.prepared = dataclasses.replace(self.prepared, config=config)
+        self.routers.change(self.prepared)
+
+    def tended(self) -> tuple[int, str]:
+        self.routers.tend()
+        return self.routers.behind()
+
+    def pids(self) -> list[int]:
+        return [kept.service.process[0] for kept, _ in self.routers.services()]
+
+
+@pytest.fixture
+def scene(tmp_path: Path, prepared: ServePlan) -> Iterator[Scene]:
+    with ExitStack() as stack:
+        yield Scene(tmp_path, prepared, stack)
+
+
+def test_one_that_hangs_is_killed_by_whoever_supervises_then(scene: Scene, old: ServiceProcess) -> None:
+    scene.state.leaves("router-0.another", old)
+    scene.start()
+    scene.routers.probe()
+    scene.clock.advance(STALL_S - 1)
+    for _, probe in scene.routers.services():
+        probe.started_again()
+    scene.routers.tend()
+    assert lives(old)
+    scene.clock.advance(1.0)
+    scene.routers.tend()
+    until(lambda: not lives(old), "its end")
+    scene.routers.tend()
+    assert scene.said == ["router-0.another, which is replaced, hung: no answer for 15 s (router.stall_s)"]
+    assert not scene.routers._leaving
+
+
+def test_the_end_of_the_cluster_is_theirs(tmp_path: Path, prepared: ServePlan, old: ServiceProcess) -> None:
+    with ExitStack() as stack:
+        scene = Scene(tmp_path, prepared, stack)
+        scene.state.leaves("router-0.another", old)
+        scene.start()
+        assert lives(old)
+    until(lambda: not lives(old), "its end")
+
+
+def test_what_has_ended_is_forgotten(tmp_path: Path, prepared: ServePlan, old: ServiceProcess) -> None:
+    kept = state(tmp_path, prepared)
+    kept.leaves("router-0.another", old)
+    kept.leaves("router-1.another", old._replace(started=old.started + 1))
+    assert kept.leaving == {"router-0.another": old}
+    kept.save()
+    assert set(DetachedState.load(tmp_path).replaced) == {"router-0.another"}
+
+
+@pytest.mark.slow
+def test_routers_with_other_settings_are_replaced_one_after_the_other(scene: Scene) -> None:
+    scene.start()
+    before = scene.pids()
+    scene.change(worker_wait_s=77.0)
+    assert scene.routers.behind() == (2, "")
+    scene.routers.tend()  # The first successor is started.
+    assert scene.routers.behind() == (2, "")
+    until(lambda: scene.tended() == (0, ""), "both to be replaced")
+    after = scene.pids()
+    assert set(after).isdisjoint(before)
+    assert {one.pid for one in scene.state.leaving.values()} == set(before), "they finish their answers"
+    assert [scene.state.marks[f"router-{number}"] for number in range(2)] == [scene.routers._mark] * 2
+    arguments = scene.routers._routers[0].kept.service._command
+    assert "--take-over" in arguments
+    scene.change(worker_wait_s=77.0)
+    assert scene.routers.behind() == (0, ""), "nothing has changed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["dies", "never listens"])
+def test_a_router_stays_where_its_successor_does_not_serve(scene: Scene, how: str) -> None:
+    scene.start()
+    before = scene.pids()
+    scene.settings.write_text(how)
+    scene.change(worker_wait_s=77.0)
+    scene.routers.tend()
+    if how == "never listens":
+        scene.routers.tend()
+        assert scene.routers.behind() == (2, "")
+        scene.clock.advance(local_routers.REPLACE_S + 0.1)
+        for _, probe in scene.routers.services():
+            probe.started_again()
+    until(lambda: scene.tended()[1] != "", "the trouble")
+    behind, trouble = scene.routers.behind()
+    assert behind == 2
+    assert trouble.endswith("; it goes on with the settings of before")
+    assert scene.pids() == before
+    assert scene.state.services["router-0"].pid == before[0]
+    assert not scene.state.leaving
+
+
+@pytest.mark.slow
+def test_the_next_supervisor_goes_on_replacing(
+    tmp_path: Path, prepared: ServePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExitStack() as stack:
+        first = Scene(tmp_path, prepared, stack)
+        first.start()
+        before = first.pids()
+        second = Scene(tmp_path, prepared, stack)
+        second.start()
+        assert second.pids() == before, "they are taken over"
+        config = dataclasses.replace(prepared.config.router, worker_wait_s=77.0)
+        changed = dataclasses.replace(prepared, config=dataclasses.replace(prepared.config, router=config))
+        monkeypatch.setattr(RouterProbe, "lives", lambda self, within_s: True)
+        third = Scene(tmp_path, changed, stack)
+        third.start()
+        assert set(third.pids()).isdisjoint(before)
+        assert third.routers.behind() == (0, "")
+        assert {one.pid for one in third.state.leaving.values()} == set(before)
