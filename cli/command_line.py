@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from cli.command_flag import CommandFlag
+from cli.plan.plan_flags import PLAN_FLAGS
 from cli.replay.replay_flags import REPLAY_FLAGS
 
 COMMANDS = {
@@ -30,6 +31,7 @@ COMMANDS = {
     "keys": "make, list or revoke API keys in a key file (security.keys_file)",
     "certs": "make, renew or check the certificates and keys of a cluster of your own",
     "replay": "send a trace's requests to an OpenAI endpoint, as they came once, and measure what clients see",
+    "plan": "say what pools a load needs to keep latency targets, by measured costs and a simulated cluster",
     "sim": "run simulated clusters under a virtual clock, with faults, and check every answer",
 }
 _LAUNCH = ("serve", "doctor")
@@ -285,6 +287,7 @@ FLAGS = (
         {"default": "", "metavar": "FILE"},
     ),
     *REPLAY_FLAGS,
+    *PLAN_FLAGS,
 )
 
 

@@ -416,6 +416,12 @@ def _replay(args: argparse.Namespace) -> int:
     return FINE if replay(ReplayOptions.of(args), _line, _show) else REFUSED
 
 
+def _plan(args: argparse.Namespace) -> int:
+    from cli.plan.plan_command import PlanOptions, plan
+
+    return FINE if plan(PlanOptions.of(args), _line, _show) else REFUSED
+
+
 _SCALE_FLAGS = ("workers", "seconds", "policy", "trace", "replay")
 """Flags of `sim --requests`."""
 
@@ -490,6 +496,7 @@ _RUN = {
     "keys": _keys,
     "certs": _certs,
     "replay": _replay,
+    "plan": _plan,
     "sim": _sim,
 }
 

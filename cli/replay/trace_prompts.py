@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from sim.scale.trace_file import TRACE_BLOCK_TOKENS, TraceLine
+from sim.scale.trace_file import TRACE_BLOCK_TOKENS, TraceLine, scaled_lengths
 
 _CONTENT = 3
 """The stream of randomness; the load of a bench has further ones."""
@@ -80,11 +80,7 @@ def asks_of(
     """
     block_items = content.items(round(TRACE_BLOCK_TOKENS * scale))
     for line in lines:
-        output = max(1, round(line.output_length * scale))
-        length = max(1, round(line.input_length * scale))
-        if max_context is not None:
-            output = min(output, max(1, max_context // 2))
-            length = min(length, max_context - output)
+        length, output = scaled_lengths(line, scale, max_context)
         wanted = content.items(length)
         tokens: list[int] = []
         for name in line.hash_ids:

@@ -25,6 +25,10 @@ class StepCosts:
     """Of each row."""
     decode_context_s: float = 5e-8
     """Of each position that a row attends to."""
+    draft_rows: int = 0
+    """Rows up to which decode makes drafts (`decode.draft_requests`); 0: it makes none."""
+    draft_gain: float = 1.0
+    """What a token of so few rows takes, as a part of what the step takes: steps with drafts bring several."""
     handover_base_s: float = 0.002
     """From the end of a prompt's last chunk until decode has its pages, beside its tokens."""
     handover_token_s: float = 1e-7
@@ -45,6 +49,8 @@ class StepCosts:
                 raise ConfigError(f"the cost {name} must be 0 seconds or more, got {getattr(self, name)}")
         if not (self.prefill_base_s and self.decode_base_s):
             raise ConfigError("prefill_base_s and decode_base_s must be above 0: a step takes time")
+        if not 0 < self.draft_gain <= 1:
+            raise ConfigError(f"draft_gain is a part of a step, above 0 and at most 1; got {self.draft_gain}")
 
     def prefill_s(self, tokens: int, pairs: float) -> float:
         """Seconds of a step that computes `tokens` of prompts, which attend to `pairs` positions in all."""
@@ -52,7 +58,14 @@ class StepCosts:
 
     def decode_s(self, rows: int, context: int) -> float:
         """Seconds of a step of `rows` rows, which attend to `context` positions in all."""
-        return self.decode_base_s + self.decode_row_s * rows + self.decode_context_s * context
+        return self._drafted(rows) * (self.decode_base_s + self.decode_row_s * rows + self.decode_context_s * context)
+
+    def decode_growth_s(self, rows: int) -> float:
+        """Seconds by which a step of `rows` rows takes longer than the one before it."""
+        return self._drafted(rows) * self.decode_context_s * rows
+
+    def _drafted(self, rows: int) -> float:
+        return self.draft_gain if rows <= self.draft_rows else 1.0
 
     def handover_s(self, tokens: int) -> float:
         return self.handover_base_s + self.handover_token_s * tokens

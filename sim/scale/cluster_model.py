@@ -146,6 +146,11 @@ class ClusterModel:
         """What it came to. `since_s`: requests that came earlier aren't in quantiles and shares."""
         return summary(self.figures, self.plan.target, self._last_end, since_s)
 
+    @property
+    def decode_peak(self) -> int:
+        """The most positions that a decode worker has held so far, of those that are there now."""
+        return max((one.decode.peak for one in self.pools.workers.values() if one.decode is not None), default=0)
+
     def check(self) -> list[str]:
         """What doesn't add up: lines, none where all is well."""
         found = [line for core in self.cores for line in core.check()]

@@ -78,6 +78,8 @@ class DecodeModel:
         self._context = 0
         self._held = 0
         """Tokens of the pages that are granted; of the batch's growth, those that were drawn."""
+        self.peak = 0
+        """The most that it was."""
         self._at_most = 0
         """Tokens of all requests with pages, once they are as long as they may be."""
         self._since, self._run, self._steps = 0.0, StepRun(1.0), 0
@@ -179,6 +181,7 @@ class DecodeModel:
         self.steps += steps
         self._context += tokens
         self._held += tokens
+        self.peak = max(self.peak, self._held)
         self.generated += tokens
 
     def _plan(self, now: float) -> None:
@@ -205,7 +208,7 @@ class DecodeModel:
             rows = len(batch)
         most = max(1, (pool.device_tokens - self._held) // rows) if rows > 1 else batch[0][0] - self._step
         self._since, self._steps = now, min(batch[0][0] - self._step, most)
-        self._run = StepRun(self._costs.decode_s(rows, self._context), self._costs.decode_context_s * rows)
+        self._run = StepRun(self._costs.decode_s(rows, self._context), self._costs.decode_growth_s(rows))
         if now < back < inf:
             self._steps = min(self._steps, self._run.steps(back - now) + 1)
         self.due = now + self._run.seconds(self._steps)
@@ -228,6 +231,7 @@ class DecodeModel:
 
     def _take(self, row: DecodeRow, generated: int) -> None:
         self._held += self._pages(row.prompt + 1) + generated - 1
+        self.peak = max(self.peak, self._held)
         self._at_most += self._pages(row.prompt + row.most)
         row.granted = True
 

@@ -46,3 +46,14 @@ def _trace_line(raw: dict[str, Any]) -> TraceLine:
     if line.input_length < 1 or line.output_length < 1 or len(line.hash_ids) < needed:
         raise ValueError(f"{line.input_length} tokens in, {line.output_length} out, {len(line.hash_ids)} hash ids")
     return line
+
+
+def scaled_lengths(line: TraceLine, scale: float, max_context: int | None) -> tuple[int, int]:
+    """Tokens of a line's prompt and answer, multiplied by `scale`. To fit `max_context`, answers are cut to half of it
+    and prompts to the rest."""
+    output = max(1, round(line.output_length * scale))
+    length = max(1, round(line.input_length * scale))
+    if max_context is not None:
+        output = min(output, max(1, max_context // 2))
+        length = min(length, max_context - output)
+    return length, output

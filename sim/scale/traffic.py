@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from contracts.errors import ConfigError
-from sim.scale.trace_file import TRACE_BLOCK_TOKENS, TraceLine
+from sim.scale.trace_file import TRACE_BLOCK_TOKENS, TraceLine, scaled_lengths
 
 CHAT_PROMPTS = (
     *(898, 974, 1202, 1865, 2180, 3013, 5029, 6056, 7285, 8469),
@@ -178,14 +178,29 @@ def _times(shape: TrafficShape, rng: random.Random) -> Iterator[float]:
             yield at
 
 
-def replayed(lines: Sequence[TraceLine], *, speed: float = 1.0, answer_limit: int = 2048) -> Iterator[SimRequest]:
-    """Yield a trace's own requests. `speed` divides the gaps between them; `answer_limit` as in `TrafficShape`."""
+def replayed(
+    lines: Sequence[TraceLine],
+    *,
+    speed: float = 1.0,
+    answer_limit: int = 2048,
+    scale: float = 1.0,
+    max_context: int | None = None,
+) -> Iterator[SimRequest]:
+    """Yield a trace's own requests. `speed` divides the gaps between them; `answer_limit` as in `TrafficShape`. `scale`
+    and `max_context` as in `scaled_lengths`: blocks shrink with the prompts (`scaled_block`)."""
+    size = scaled_block(scale)
     for number, line in enumerate(lines):
+        prompt, answer = scaled_lengths(line, scale, max_context)
         keys: list[int] = []
-        for content in line.hash_ids[: line.input_length // TRACE_BLOCK_TOKENS]:
+        for content in line.hash_ids[: prompt // size]:
             keys.append(chained(keys[-1] if keys else 0, content))
         at = (line.at_s - lines[0].at_s) / speed
         # A trace names no sessions: what has a long beginning in common counts as one.
         session = f"session-{line.hash_ids[1]}" if len(line.hash_ids) > 1 else f"session-of-{number}"
-        most = max(line.output_length, answer_limit)
-        yield SimRequest(at, line.input_length, line.output_length, most, keys, session)
+        # One that may have no second token gets no decode worker, and the models have none without.
+        yield SimRequest(at, prompt, answer, max(2, answer, answer_limit), keys, session)
+
+
+def scaled_block(scale: float) -> int:
+    """Tokens of a trace's block, where its lengths are multiplied by `scale`."""
+    return max(1, round(TRACE_BLOCK_TOKENS * scale))

@@ -80,7 +80,7 @@ class SseServer:
         self, path: str, body: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         if path == "/v1/models":
-            return self._plain(writer, 200, {"data": [{"id": "tiny"}]})
+            return self._plain(writer, 200, {"data": [{"id": "tiny", "max_model_len": 512}]})
         if not body.get("stream"):
             words = len(json.dumps(body).split())
             return self._plain(writer, 200, {"usage": {"prompt_tokens": 2 * words}})

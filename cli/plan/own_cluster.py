@@ -1,0 +1,61 @@
+"""A cluster of one worker of each role, for as long as it is measured."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import IO
+
+from cluster.processes.process_ids import TIED
+from contracts.errors import TwinpoolError
+
+START_S = 300.0
+STOP_S = 20.0
+LOOK_S = 0.2
+_READY = re.compile(r"^Twinpool is ready: (\S+)", re.MULTILINE)
+_SHOWN = 400
+
+
+class ClusterFailed(TwinpoolError):
+    """Raised when the cluster doesn't become ready; the text is the end of what it said."""
+
+
+@contextmanager
+def own_cluster(flags: Sequence[str]) -> Iterator[str]:
+    """Run `twinpool serve` with `flags` on a free port until the block ends; yields its URL.
+
+    It dies with this process. Raises `ClusterFailed`.
+    """
+    command = [*TIED, sys.executable, "-m", "cli.commands", "serve", "--port", "0", *flags]
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            yield _url(process, said)
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _url(process: subprocess.Popen[bytes], said: IO[bytes]) -> str:
+    """Wait for the line that says where it serves."""
+    deadline = time.monotonic() + START_S
+    while True:
+        said.seek(0)
+        text = said.read().decode(errors="replace")
+        if ready := _READY.search(text):
+            return ready[1]
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise ClusterFailed(f"the cluster did not become ready: {' '.join(text.split())[-_SHOWN:]}")
+        time.sleep(LOOK_S)

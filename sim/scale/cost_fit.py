@@ -1,0 +1,121 @@
+"""Costs of steps from what a client measures of a cluster that serves nobody else.
+
+Each measured time is a sum of costs with known coefficients: a first token takes the steps of its prompt and two
+messages, a token of a batch one step. The sums are solved for the costs by least squares of relative errors, with costs
+of at least 0: of so few unknowns every subset is tried, and the best that needs no negative one is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from contracts.errors import ConfigError
+from sim.fabric.step_costs import StepCosts, pairs_of
+
+LEAST_BASE_S = 1e-5
+"""Seconds of the quickest step that is believed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptProbe:
+    """A prompt that was computed alone, nothing of it held before."""
+
+    tokens: int
+    ttft_s: float
+    gap_s: float
+    """From its first token to the second: the hand-over, and a step of decode."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchProbe:
+    """Answers that ran beside each other, and no prompt with them."""
+
+    rows: int
+    context: int
+    """Positions that a row attended to, on average."""
+    token_s: float
+    """From a token of an answer to its next, on average."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostFit:
+    """Costs, and how far they are from what they were made of."""
+
+    costs: StepCosts
+    prompt_error: float
+    """The mean of relative errors of first tokens."""
+    batch_error: float
+    """Of tokens in batches."""
+
+
+def fit_costs(
+    prompts: Sequence[PromptProbe], batches: Sequence[BatchProbe], chunk_tokens: int, draft_rows: int = 0
+) -> CostFit:
+    """The costs that explain the probes best. `chunk_tokens`: of a prefill step. `draft_rows`: rows up to which decode
+    makes drafts. Raises `ConfigError` for too few probes."""
+    plain = [probe for probe in batches if probe.rows > draft_rows]
+    if len({probe.tokens for probe in prompts}) < 3 or len({probe.rows for probe in plain}) < 2:
+        raise ConfigError(
+            "costs need prompts of three lengths, and batches of two sizes that are large enough to have no drafts; "
+            "the machine may have been too busy for answers to run beside each other: measure again"
+        )
+    decode, batch_error = _solved([_of_batch(probe) for probe in plain], [probe.token_s for probe in plain])
+    drafted = [probe for probe in batches if probe.rows <= draft_rows]
+    parts = [probe.token_s / max(LEAST_BASE_S, float(np.dot(decode, _of_batch(probe)))) for probe in drafted]
+    gain = min(1.0, float(np.median(parts))) if parts else 1.0
+    if parts:
+        off = [abs(gain / part - 1) for part in parts]
+        batch_error = (batch_error * len(plain) + sum(off)) / len(batches)
+    prompt_rows = [
+        (1.0, -(-probe.tokens // chunk_tokens), probe.tokens, pairs_of(0, probe.tokens)) for probe in prompts
+    ]
+    prefill, prompt_error = _solved(prompt_rows, [probe.ttft_s for probe in prompts])
+    steps = [float(np.dot(decode, (1.0, 1, probe.tokens))) for probe in prompts]
+    over = [max(LEAST_BASE_S, probe.gap_s - step) for probe, step in zip(prompts, steps, strict=True)]
+    handover, _ = _solved([(1.0, probe.tokens) for probe in prompts], over)
+    # What a first token takes besides its steps is two messages in the model: from the router, and back to it.
+    costs = StepCosts(
+        prefill_base_s=max(LEAST_BASE_S, prefill[1]),
+        prefill_token_s=prefill[2],
+        prefill_pair_s=prefill[3],
+        decode_base_s=max(LEAST_BASE_S, decode[0]),
+        decode_row_s=decode[1],
+        decode_context_s=decode[2],
+        draft_rows=draft_rows if parts else 0,
+        draft_gain=gain,
+        handover_base_s=handover[0],
+        handover_token_s=handover[1],
+        message_s=prefill[0] / 2,
+    )
+    return CostFit(costs, prompt_error, batch_error)
+
+
+def _of_batch(probe: BatchProbe) -> tuple[float, int, int]:
+    """Coefficients of the costs of a decode step: base, row, context."""
+    return 1.0, probe.rows, probe.rows * probe.context
+
+
+def _solved(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[list[float], float]:
+    """Coefficients of at least 0 for which `rows` come closest to `seconds`, and the mean of relative errors."""
+    weights = 1 / np.maximum(np.array(seconds), LEAST_BASE_S)
+    matrix: NDArray[np.float64] = np.array(rows, np.float64) * weights[:, None]
+    scale = np.maximum(np.abs(matrix).max(axis=0), 1e-30)
+    wanted = np.array(seconds) * weights
+    width, best, least = matrix.shape[1], np.zeros(matrix.shape[1]), float("inf")
+    for count in range(1, width + 1):
+        for chosen in combinations(range(width), count):
+            columns = list(chosen)
+            found = np.linalg.lstsq(matrix[:, columns] / scale[columns], wanted, rcond=None)[0]
+            if (found < 0).any():
+                continue
+            left = float(np.square(matrix[:, columns] / scale[columns] @ found - wanted).sum())
+            if left < least - 1e-12:
+                least, best = left, np.zeros(width)
+                best[columns] = found / scale[columns]
+    errors = np.abs(matrix @ best - wanted)
+    return [float(value) for value in best], float(errors.mean())
