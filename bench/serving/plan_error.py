@@ -1,7 +1,11 @@
 """How far plans are from real runs: costs are measured on a cluster, loads are predicted by them and then replayed.
 
     python -m bench.serving.plan_error
-    python -m bench.serving.plan_error --speeds 1 2 4 --set decode.speculation=off
+    python -m bench.serving.plan_error --set faults.step_delay_s=0.2 --set decode.speculation=off \
+        --scale-lengths 0.03125 --requests 100 --speeds 0.5 1 1.25 --slo ttft=2,itl=0.3
+
+The second makes each step of both workers take 0.2 s longer, so that a machine that is busy with other things is little
+of what is measured: what is compared then is who waits for what, in real queues, batches and hand-overs.
 
 One cluster of one worker of each role serves throughout. It is calibrated as `twinpool plan --measure` does, then the
 first requests of a trace are replayed at several speeds, each with prompts that no cache has, and simulated with the
@@ -69,10 +73,17 @@ def compare(url: str, costs: MeasuredCosts, args: argparse.Namespace, speed: flo
     """Predict a load, then run it."""
     target = read_target(args.slo)
     lines = read_trace(args.trace, args.requests)
-    load = PlannedLoad(lines, target, speed, SCALE, CONTEXT, answer_limit=2)
+    load = PlannedLoad(lines, target, speed, args.scale_lengths, CONTEXT, answer_limit=2)
     predicted = load.predict(costs, 1, 1).report
     options = ReplayOptions(
-        args.trace, url, target, speed=speed, limit=args.requests, scale_lengths=SCALE, max_context=CONTEXT, seed=seed
+        args.trace,
+        url,
+        target,
+        speed=speed,
+        limit=args.requests,
+        scale_lengths=args.scale_lengths,
+        max_context=CONTEXT,
+        seed=seed,
     )
 
     async def run() -> ReplayFigures:
@@ -106,6 +117,7 @@ def main(argv: list[str] | None = None) -> int:
     flags.add_argument("--trace", type=Path, default=TRACE)
     flags.add_argument("--requests", type=int, default=200)
     flags.add_argument("--speeds", type=float, nargs="+", default=[1.0, 2.0, 3.0])
+    flags.add_argument("--scale-lengths", type=float, default=SCALE)
     flags.add_argument("--slo", default="ttft=1.0,itl=0.05")
     flags.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     flags.add_argument("--seed", type=int, default=1)

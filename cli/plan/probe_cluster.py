@@ -21,7 +21,9 @@ REPEATS = 5
 PROMPTS = (16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Tokens of prompts, as far as the context reaches."""
 ROWS = (1, 2, 4, 8, 16, 32)
-ANSWER_TOKENS = 256
+ANSWER_TOKENS = (48, 256)
+"""Tokens of the answers of a batch, at least and at most: as many as take `BATCH_S`."""
+BATCH_S = 6.0
 LEAST_EVENTS = 16
 """Tokens that each answer of a batch must have had beside all others, to be counted."""
 _LAST = 8
@@ -42,11 +44,13 @@ class ClusterProbes:
         self._endpoint, self._model, self._context = endpoint, model, context
         self._content, self._say = content, say
         self._number = 0
+        self._gap_s = 0.0
+        """Seconds of the quickest token after a first one."""
 
     async def prompts(self) -> list[PromptProbe]:
         """Each length some times, alone; the median of each."""
         await self._ask(self._fresh(64), 8)  # What is compiled or opened once isn't a cost of every request.
-        found = []
+        found: list[PromptProbe] = []
         longest = self._context - 8
         lengths = sorted({*(tokens for tokens in PROMPTS if tokens < longest), longest} - {0})
         for tokens in lengths[: len(PROMPTS)]:
@@ -55,12 +59,14 @@ class ClusterProbes:
             ttft = statistics.median(outcome.ttft_s for outcome in outcomes)
             found.append(PromptProbe(tokens, ttft, statistics.median(gaps) if gaps else 0.0))
             self._say(f"a prompt of {tokens:,} tokens: first token after {1e3 * ttft:,.1f} ms")
+        self._gap_s = min(probe.gap_s for probe in found)
         return found
 
     async def batches(self) -> list[BatchProbe]:
         """Batches of several sizes and lengths. Their prompts have their beginning in common, so that computing them
         takes next to nothing of the time that is measured."""
-        answer = min(ANSWER_TOKENS, self._context // 4)
+        least, most = ANSWER_TOKENS
+        answer = min(self._context // 4, max(least, min(most, int(BATCH_S / max(self._gap_s, 1e-3)))))
         found = []
         for prompt in sorted({min(64, self._context // 4), self._context // 2}):
             common = self._fresh(prompt - _LAST)
