@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
-from cluster.assembly.build_parts import event_rank
 from cluster.doctor.doctor_case import DoctorCase
 from cluster.doctor.finding import Finding, error, fine
-from cluster.processes.run_file import newest_live_run
-from cluster.serve.memory_fit import named
+from cluster.processes.run_file import live_run_of, newest_live_run
 from cluster.serve.preflight import free_port
 from cluster.serve.terminal import url_of
 from contracts.errors import ConfigError
@@ -18,6 +17,9 @@ from contracts.errors import ConfigError
 def check_ports(case: DoctorCase) -> Iterator[Finding]:
     """The endpoint's port, the operators', the controller's, and those of KV events."""
     taken, free = 0, list[str]()
+    if case.options.file and (run := live_run_of(Path(case.options.file))) is not None:
+        yield fine(f"{run.url} was launched with this file: up brings it to what the file says now")
+        return
     for setting, host, port in _ports(case):
         try:
             free_port(host, port)
@@ -54,6 +56,9 @@ def _ports(case: DoctorCase) -> Iterator[tuple[str, str, int]]:
         ("cache.events.endpoint", events.endpoint),
         ("cache.events.replay_endpoint", events.replay_endpoint),
     ):
+        from cluster.assembly.build_parts import event_rank  # These import torch.
+        from cluster.serve.memory_fit import named
+
         parts = urlsplit(endpoint)
         if parts.scheme != "tcp" or not parts.port:
             continue

@@ -11,7 +11,6 @@ from cluster.assembly.node_shares import NodeFacts, cores, free_bytes, measured
 from cluster.doctor.doctor_case import DoctorCase
 from cluster.doctor.finding import Finding, error, fine, from_refusal, sized, warning
 from cluster.ray_nodes.ray_cluster import OBJECT_STORE_BYTES
-from cluster.serve.memory_fit import most_bytes
 from cluster.serve.preflight import ServePlan, check_ranks, check_tiers, on_device, plan_again
 from contracts.config.plane_choice import with_plane
 from contracts.errors import TwinpoolError
@@ -53,6 +52,8 @@ def _facts(case: DoctorCase) -> NodeFacts:
 
 def _need(plan: ServePlan) -> int:
     """Bytes of this machine's memory that all workers take at most, host tiers filled."""
+    from cluster.serve.memory_fit import most_bytes  # It imports torch.
+
     here = plan.here
     if here.facts.cards:
         return sum(here.host_bytes[role] * count for role, count in plan.wanted.items())

@@ -16,6 +16,8 @@ from cluster.processes.run_file import runs_folder
 
 _RUN = re.compile(r"twinpool-\w{8}")
 """The name of a run's temporary folder."""
+MOST_RUNS = 32
+"""Folders that are looked at: each costs a look at all processes."""
 YOUNG_S = 120.0
 """A run that began so lately may have no processes yet."""
 LEAST_SEGMENT = 1 << 20
@@ -48,7 +50,8 @@ def _run_files() -> Iterator[Finding]:
 def _folders(case: DoctorCase) -> Iterator[Finding]:
     """Temporary folders of runs of which no process is left."""
     now, dead = case.host.now().timestamp(), list[Path]()
-    for folder in sorted(one for one in case.host.temporary.glob("twinpool-*") if _RUN.fullmatch(one.name)):
+    runs = sorted(one for one in case.host.temporary.glob("twinpool-*") if _RUN.fullmatch(one.name))
+    for folder in runs[:MOST_RUNS]:
         try:
             there = folder.stat()
         except OSError:

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from importlib.metadata import entry_points
+from itertools import islice
 from pathlib import Path
 
 from cache.storage.backends.backend_factory import ENTRY_POINTS
@@ -16,6 +17,8 @@ from contracts.config.ledger_place import without_password
 from contracts.errors import ConfigError
 
 ASK_S = 2.0
+MOST_FILES = 20_000
+"""Files of a folder that are looked at: the doctor is to be quick."""
 
 
 def check_storage(case: DoctorCase) -> Iterator[Finding]:
@@ -45,8 +48,11 @@ def _folder(storage: StorageConfig) -> Iterator[Finding]:
         yield error(f"cache.storage.path {folder} can't be written: {problem}", "name a folder that can be")
         return
     room = shutil.disk_usage(there).free
-    held = sum(file.stat().st_size for file in folder.glob("*/*") if file.is_file()) if folder.is_dir() else 0
-    if room + held < storage.max_bytes:
+    files = list(islice(folder.glob("*/*"), MOST_FILES)) if folder.is_dir() else []
+    held = sum(file.stat().st_size for file in files if file.is_file())
+    if len(files) == MOST_FILES:
+        yield fine(f"{folder} can be written, and holds many pages already; {sized(room)} free")
+    elif room + held < storage.max_bytes:
         yield warning(
             f"{folder} has room for {sized(room + held)}, and cache.storage.max_bytes is {sized(storage.max_bytes)}",
             "lower cache.storage.max_bytes, or make room",

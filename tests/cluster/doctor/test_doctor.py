@@ -33,6 +33,7 @@ from cluster.ray_nodes.ray_facts import RayFacts, RayNode
 from cluster.serve.preflight import ServeOptions
 from contracts.checkpoint.safetensors_headers import INDEX, SINGLE, read_headers
 from tests.certificates import TestAuthority
+from tests.redis_servers import LedgerServer
 from tests.serving import ROOT
 
 
@@ -93,6 +94,24 @@ def test_a_port_that_a_cluster_of_ones_own_has_is_told_with_its_name(tmp_path: P
         write_run_file(url, tmp_path, "demo")
         found = only(look("ports", case(tmp_path, port=taken.getsockname()[1])))
     assert f"twinpool down --url {url}" in found.advice
+
+
+def test_the_port_of_the_cluster_that_the_file_is_for_is_no_problem(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        file.write_text(f"launch: {{port: {port}}}\n")
+        examined = case(tmp_path, config=file, port=port)
+        assert len(look("ports", examined)) == 1
+        write_run_file(f"http://127.0.0.1:{port}", tmp_path, "demo", config=str(file))
+        assert look("ports", examined) == []
+
+
+def test_without_torch_the_other_checks_are_made() -> None:
+    """Nothing imports it before the checks that need it."""
+    script = "import sys, cluster.doctor.examine; print([name for name in ('torch', 'ray') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_a_taken_port_of_one_workers_events_is_found(tmp_path: Path) -> None:
@@ -336,6 +355,28 @@ def test_a_ledger_that_can_not_be_written_is_found(tmp_path: Path) -> None:
     store.close()
 
 
+def test_what_a_real_server_may_lose_and_its_clock_are_found(tmp_path: Path) -> None:
+    server = LedgerServer(tmp_path, "--maxmemory", "100mb", "--maxmemory-policy", "noeviction", "--save", "")
+    server.start()
+    try:
+        keys = ("cluster.name=c", "cache.storage.backend=redis")
+        settings = (f"cluster.ledger={server.url}", f"cache.storage.url={server.url}", *keys)
+        examined = case(tmp_path, *settings)
+        loss = look("ledger", examined)[0]
+        assert (loss.severity, "may lose" in loss.found or "disk" in loss.found) == (Severity.WARNING, True)
+        assert "evicts nothing" in only(look("storage", examined)).found
+        assert look("clock", examined) == []
+        late = host(tmp_path, now=lambda: datetime.now(UTC) - timedelta(hours=1))
+        assert "3600.0 s behind" in only(look("clock", case(tmp_path, *settings, at=late))).found
+        server.client.config_set("maxmemory", "0")
+        server.client.config_set("appendonly", "yes")
+        server.client.config_set("appendfsync", "always")
+        assert look("ledger", examined) == look("storage", examined) == []
+        assert server.client.dbsize() == 0, "nothing is written"
+    finally:
+        server.close()
+
+
 @pytest.mark.slow
 def test_a_ledger_and_a_storage_on_a_server_that_is_away_are_found(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
@@ -425,6 +466,24 @@ def test_gpus_that_are_busy_old_or_behind_a_torch_without_cuda_are_found(tmp_pat
     (proc / "version").write_text("NVRM version: 570.1")
     at = host(tmp_path, proc=tmp_path / "proc", version=lambda name: "2.13.0+cpu")
     assert "built without CUDA" in only(look("GPUs", case(tmp_path, at=at))).found
+
+
+def test_a_driver_that_is_too_old_and_one_that_is_unloaded_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text('#!/bin/sh\nif [ "$1" = -q ]; then echo "CUDA Version : 11.8"; else echo Disabled; fi\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr("torch.version.cuda", "12.8")
+    card = CardFacts(0, "card", 80 << 30, 79 << 30, 90, ())
+    at = host(tmp_path, cards=lambda _: (card,), version=lambda name: "2.13.0+cu128")
+    old, unloaded = look("GPUs", case(tmp_path, at=at))
+    assert "built for CUDA 12.8, and the driver runs 11.8" in old.found
+    assert "persistence mode is off" in unloaded.found
+    tool.write_text('#!/bin/sh\nif [ "$1" = -q ]; then echo "CUDA Version : 12.9"; else echo Enabled; fi\n')
+    assert look("GPUs", case(tmp_path, at=at)) == []
 
 
 def test_rdma_ports_that_are_down_and_little_locked_memory_are_found(tmp_path: Path) -> None:
