@@ -61,7 +61,7 @@ def measure_costs(source: CostSource, say: Callable[[str], None]) -> MeasuredCos
             config, sizes = _planned(source, say)
             say("starting a worker of each role")
             url = stack.enter_context(own_cluster(source.serve_flags()))
-        model, prompts, batches = asyncio.run(_probed(url, source, say))
+        model, prompts, batches = asyncio.run(_probed(url, source, config.prefill.chunk_tokens, say))
     drafts = 0 if config.decode.speculation == "off" else config.decode.draft_requests
     fit = fit_costs(prompts, batches, config.prefill.chunk_tokens, drafts)
     return MeasuredCosts(
@@ -83,11 +83,11 @@ def measure_costs(source: CostSource, say: Callable[[str], None]) -> MeasuredCos
 
 
 async def _probed(
-    url: str, source: CostSource, say: Callable[[str], None]
+    url: str, source: CostSource, chunk_tokens: int, say: Callable[[str], None]
 ) -> tuple[str, Sequence[PromptProbe], Sequence[BatchProbe]]:
     endpoint, model, context = await find_endpoint(url, os.environ.get(KEY_VARIABLE, ""))
     content = Content(random.SystemRandom().randrange(1, 1 << 30), *source.token_range)
-    probes = ClusterProbes(endpoint, model, context, content, say)
+    probes = ClusterProbes(endpoint, model, context, content, say, chunk_tokens)
     return model, await probes.prompts(), await probes.batches()
 
 

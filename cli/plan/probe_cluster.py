@@ -20,6 +20,8 @@ TIMEOUT_S = 120.0
 REPEATS = 5
 PROMPTS = (16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Tokens of prompts, as far as the context reaches."""
+TOGETHER = (2, 4, 8)
+"""Prompts that come at once."""
 ROWS = (1, 2, 4, 8, 16, 32)
 ANSWER_TOKENS = (48, 256)
 """Tokens of the answers of a batch, at least and at most: as many as take `BATCH_S`."""
@@ -38,9 +40,17 @@ class ClusterProbes:
     """The calibration of one cluster."""
 
     def __init__(
-        self, endpoint: Endpoint, model: str, context: int, content: Content, say: Callable[[str], None]
+        self,
+        endpoint: Endpoint,
+        model: str,
+        context: int,
+        content: Content,
+        say: Callable[[str], None],
+        chunk_tokens: int = 512,
     ) -> None:
-        """`context`: positions that a request may have. `content`: of prompts that no cache has."""
+        """`context`: positions that a request may have. `content`: of prompts that no cache has. `chunk_tokens`: of a
+        prefill step."""
+        self._chunk = min(chunk_tokens, context - 8)
         self._endpoint, self._model, self._context = endpoint, model, context
         self._content, self._say = content, say
         self._number = 0
@@ -48,7 +58,7 @@ class ClusterProbes:
         """Seconds of the quickest token after a first one."""
 
     async def prompts(self) -> list[PromptProbe]:
-        """Each length some times, alone; the median of each."""
+        """Each length some times, alone, and then several at once; the median of each."""
         await self._ask(self._fresh(64), 8)  # What is compiled or opened once isn't a cost of every request.
         found: list[PromptProbe] = []
         longest = self._context - 8
@@ -60,7 +70,17 @@ class ClusterProbes:
             found.append(PromptProbe(tokens, ttft, statistics.median(gaps) if gaps else 0.0))
             self._say(f"a prompt of {tokens:,} tokens: first token after {1e3 * ttft:,.1f} ms")
         self._gap_s = min(probe.gap_s for probe in found)
-        return found
+        return found + [await self._together(count) for count in TOGETHER]
+
+    async def _together(self, count: int) -> PromptProbe:
+        """Prompts at once that fill a step each; the median of when the last one has its first token."""
+        last = []
+        for _ in range(REPEATS):
+            outcomes = await asyncio.gather(*(self._ask(self._fresh(self._chunk), 1) for _ in range(count)))
+            last.append(max(outcome.ttft_s for outcome in outcomes))
+        seconds = statistics.median(last)
+        self._say(f"{count} prompts of {self._chunk:,} tokens at once: all first tokens after {1e3 * seconds:,.1f} ms")
+        return PromptProbe(self._chunk, seconds, prompts=count)
 
     async def batches(self) -> list[BatchProbe]:
         """Batches of several sizes and lengths. Their prompts have their beginning in common, so that computing them

@@ -23,12 +23,17 @@ LEAST_BASE_S = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class PromptProbe:
-    """A prompt that was computed alone, nothing of it held before."""
+    """A prompt that was computed alone, or several alike that came at once; nothing of them was held before."""
 
     tokens: int
+    """Of each."""
     ttft_s: float
-    gap_s: float
-    """From its first token to the second: the hand-over, and a step of decode."""
+    """To the first token; of several, to the last one's."""
+    gap_s: float = 0.0
+    """From its first token to the second: the hand-over, and a step of decode. Of one alone."""
+    prompts: int = 1
+    """How many came at once. Of several that fill a step each, steps add up and what a request takes besides doesn't:
+    by that the two are told apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +76,12 @@ def fit_costs(
     if parts:
         off = [abs(gain / part - 1) for part in parts]
         batch_error = (batch_error * len(plain) + sum(off)) / len(batches)
-    prompt_rows = [
-        (1.0, -(-probe.tokens // chunk_tokens), probe.tokens, pairs_of(0, probe.tokens)) for probe in prompts
-    ]
+    prompt_rows = [_of_prompts(probe, chunk_tokens) for probe in prompts]
     prefill, prompt_error = _solved(prompt_rows, [probe.ttft_s for probe in prompts])
-    steps = [float(np.dot(decode, (1.0, 1, probe.tokens))) for probe in prompts]
-    over = [max(LEAST_BASE_S, probe.gap_s - step) for probe, step in zip(prompts, steps, strict=True)]
-    handover, _ = _solved([(1.0, probe.tokens) for probe in prompts], over)
+    alone = [probe for probe in prompts if probe.prompts == 1]
+    steps = [float(np.dot(decode, (1.0, 1, probe.tokens))) for probe in alone]
+    over = [max(LEAST_BASE_S, probe.gap_s - step) for probe, step in zip(alone, steps, strict=True)]
+    handover, _ = _solved([(1.0, probe.tokens) for probe in alone], over)
     # What a first token takes besides its steps is two messages in the model: from the router, and back to it.
     costs = StepCosts(
         prefill_base_s=max(LEAST_BASE_S, prefill[1]),
@@ -93,6 +97,12 @@ def fit_costs(
         message_s=prefill[0] / 2,
     )
     return CostFit(costs, prompt_error, batch_error)
+
+
+def _of_prompts(probe: PromptProbe, chunk_tokens: int) -> tuple[float, int, int, float]:
+    """Coefficients of the costs of first tokens: what isn't of steps, then base, token and pair of prefill's steps."""
+    count = probe.prompts
+    return 1.0, count * -(-probe.tokens // chunk_tokens), count * probe.tokens, count * pairs_of(0, probe.tokens)
 
 
 def _of_batch(probe: BatchProbe) -> tuple[float, int, int]:

@@ -117,7 +117,8 @@ def test_the_calibration_asks_prompts_alone_and_answers_together() -> None:
     said: list[str] = []
     with SseServer().serving() as server:
         prompts, batches = probed(server, said)
-    assert [probe.tokens for probe in prompts] == [16, 64, 256, 504]
+    assert [probe.tokens for probe in prompts if probe.prompts == 1] == [16, 64, 256, 504]
+    assert [(probe.prompts, probe.tokens) for probe in prompts[4:]] == [(2, 504), (4, 504), (8, 504)]
     assert {probe.context for probe in batches} <= {128, 320}
     assert len(said) == len(prompts) + len(batches)
     whole = [tuple(body["prompt"]) for body in server.bodies]

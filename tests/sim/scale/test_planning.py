@@ -36,6 +36,9 @@ def probes(costs: StepCosts) -> tuple[list[PromptProbe], list[BatchProbe]]:
             ttft += costs.prefill_s(chunk, pairs_of(at, chunk))
             at += chunk
         prompts.append(PromptProbe(tokens, ttft, costs.handover_s(tokens) + costs.decode_s(1, tokens)))
+    for count in (2, 4):  # They fill a step each, so one is computed after the other.
+        step_s = costs.prefill_s(CHUNK, pairs_of(0, CHUNK))
+        prompts.append(PromptProbe(CHUNK, 2 * costs.message_s + count * step_s, prompts=count))
     batches = [
         BatchProbe(rows, context, costs.decode_s(rows, rows * context))
         for rows in (1, 2, 4, 8, 16)
@@ -84,6 +87,20 @@ def test_noise_makes_no_cost_negative_and_is_told() -> None:
     fit = fit_costs(noisy, batches, CHUNK)
     assert 0.01 < fit.prompt_error < 0.3
     assert fit.costs.prefill_token_s == pytest.approx(1e-4, rel=0.4)
+
+
+def test_what_a_request_takes_besides_its_steps_is_told_apart_by_prompts_that_come_at_once() -> None:
+    """Short prompts alone can't tell: each is one step and one request."""
+    costs = StepCosts(0.2, 1e-4, 0.0, 0.2, 1e-4, 0.0, message_s=0.001)
+    prompts, batches = probes(costs)
+    short = [probe for probe in prompts if probe.tokens <= CHUNK]
+    fit = fit_costs(short, batches, CHUNK)
+    assert fit.costs.prefill_base_s == pytest.approx(0.2, rel=1e-3)
+    assert fit.costs.message_s == pytest.approx(0.001, rel=0.01)
+    blind = fit_costs([probe for probe in short if probe.prompts == 1], batches, CHUNK)
+    assert blind.costs.prefill_base_s + 2 * blind.costs.message_s == pytest.approx(0.202, rel=0.01), (
+        "their sum is known"
+    )
 
 
 def test_too_few_probes_are_refused() -> None:
