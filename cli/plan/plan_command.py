@@ -12,7 +12,7 @@ from typing import Any
 
 from cli.latency_target import read_target, shown_target
 from cli.plan.measure_costs import CostSource, measure_costs
-from cli.plan.plan_report import plan_lines, plan_table
+from cli.plan.plan_report import doubt, plan_lines, plan_table
 from contracts.config.load_config import config_from_dict
 from contracts.errors import ConfigError
 from sim.scale.cluster_model import ClusterModel
@@ -131,6 +131,8 @@ def plan(options: PlanOptions, say: Callable[[str], None], show: Callable[[Any],
     else:
         costs = read_costs(options.costs)
     if load is None:
+        if costs.doubtful:
+            say(doubt(costs))
         return True
     search = PoolSearch(
         lambda prefill, decode: load.predict(costs, prefill, decode), options.share, options.max_workers

@@ -65,7 +65,18 @@ def plan_lines(shown: PoolPrediction, costs: MeasuredCosts, *, enough: bool, opt
         f"a decode worker holds {peak:,} positions at most{size}, of the {costs.decode_tokens:,} that it has: "
         f"decode.cache.device_tokens={peak} is enough for this load{room}"
     )
+    if costs.doubtful:
+        yield doubt(costs)
     yield (
         f"by costs of {costs.model}, measured {costs.measured_at} on {costs.machine}: workers are taken to be such "
         "machines, each for itself"
+    )
+
+
+def doubt(costs: MeasuredCosts) -> str:
+    """A warning about costs that explain badly what they were made of."""
+    return (
+        f"DON'T BELIEVE IT: the costs are {costs.prompt_error:.0%} off the first tokens that were measured, and "
+        f"{costs.batch_error:.0%} off the batches: the machine did other things, or its steps aren't linear in what "
+        "they compute; measure again on one that does nothing else"
     )

@@ -14,6 +14,8 @@ from sim.scale.cluster_plan import DecodePool, PrefillPool
 from sim.scale.cost_fit import BatchProbe, PromptProbe
 
 FORMAT = 1
+DOUBTFUL = 0.15
+"""A mean relative error of the fit beyond which plans aren't to be believed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,11 @@ class MeasuredCosts:
     """How far the costs are from the probes, as means of relative errors."""
     prompts: tuple[PromptProbe, ...] = ()
     batches: tuple[BatchProbe, ...] = ()
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether the costs explain what was measured too badly to plan by."""
+        return max(self.prompt_error, self.batch_error) > DOUBTFUL
 
     def prefill_pool(self, workers: int) -> PrefillPool:
         return PrefillPool(workers, device_tokens=self.prefill_tokens, chunk_tokens=self.chunk_tokens)

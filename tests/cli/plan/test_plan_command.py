@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from cli.plan.probe_cluster import ClusterProbes, ProbeFailed, find_endpoint, to
 from cli.replay.openai_client import Outcome
 from cli.replay.trace_prompts import Content
 from sim.fabric.step_costs import StepCosts
-from sim.scale.cost_file import MeasuredCosts
+from sim.scale.cost_file import MeasuredCosts, read_costs
 from tests.bench.sse_server import SseServer
 
 QUICK = StepCosts(0.25, 0.0, 0.0, 0.01, 0.0, 0.0, handover_base_s=0.001, handover_token_s=0.0, message_s=0.0)
@@ -63,6 +64,18 @@ def test_a_target_that_no_pools_keep_is_said_to_be_one(tmp_path: Path, capsys: p
     said = capsys.readouterr().out
     assert "NO POOLS of up to 4 workers each" in said
     assert "too slow from token to token" in said
+
+
+def test_costs_that_explain_badly_what_was_measured_are_not_to_be_believed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--trace", trace(tmp_path, 4, 1.0), "--costs", costs(tmp_path)]
+    assert plan(*words) == 0
+    assert "DON'T BELIEVE IT" not in capsys.readouterr().out
+    doubtful = replace(read_costs(tmp_path / "costs.json"), batch_error=0.57)
+    doubtful.write(tmp_path / "costs.json")
+    assert plan(*words) == 0
+    assert "DON'T BELIEVE IT: the costs are 0% off the first tokens" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
