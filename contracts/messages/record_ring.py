@@ -75,10 +75,14 @@ class RecordRing(Generic[R]):
 
 
 def in_order(records: Iterable[RequestRecord]) -> list[RequestRecord]:
-    """Sort the records of one request: by the choices' numbers, which end their ids."""
+    """Sort the records that one id asks for: by request, then by the choices' numbers, which end their ids."""
+    some = list(records)
+    came: dict[str, float] = {}
+    for record in some:
+        came[record.answer_id] = min(record.arrived, came.get(record.answer_id, record.arrived))
 
-    def key(record: RequestRecord) -> tuple[float, str, int, str]:
-        head, _, number = record.request_id.rpartition("-")
-        return (record.arrived, head, int(number), "") if number.isdigit() else (record.arrived, head, 0, number)
+    def key(record: RequestRecord) -> tuple[float, str, int]:
+        number = record.request_id.rpartition("-")[2]
+        return came[record.answer_id], record.answer_id, int(number) if number.isdigit() else 0
 
-    return sorted(records, key=key)
+    return sorted(some, key=key)

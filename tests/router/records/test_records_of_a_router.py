@@ -62,7 +62,8 @@ def test_a_request_that_still_runs_says_where_it_is_and_one_whose_client_left_th
         lines = response.iter_lines()
         next(lines)
         (running,) = server.service.core.requests
-        server.wait_until(lambda: running.reported)
+        # The fakes make their times up: prefill's are over once so much time has passed.
+        server.wait_until(lambda: running.reported and server.service.clock.now() > running.arrived + 0.01)
         (one,) = records(server, "left")
         assert (one["outcome"], one["generated"]) == ("running", 1)
         assert one["spans"][-1]["worker"].startswith("decode-")
@@ -165,7 +166,7 @@ def controlled() -> Iterator[tuple[Server, Controller]]:
 
 def test_what_another_router_has_is_found_by_the_controller(controlled: tuple[Server, Controller]) -> None:
     server, controller = controlled
-    others = [record("there-1", arrived=5.0), record("there-0", arrived=5.0)]
+    others = [record(f"there-{at}", answer_id="there", arrived=5.0 - at) for at in (1, 0)]
     controller.found = FoundRecords(others, 60.0, 2, 2)
     assert [one["request_id"] for one in records(server, "there")] == ["there-0", "there-1"]
     controller.found = FoundRecords((), 60.0, 3, 2)
