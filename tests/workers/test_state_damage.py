@@ -58,7 +58,8 @@ def test_damage_in_a_hand_over(name: str, caplog: pytest.LogCaptureFixture) -> N
         assert cell.damage() == {("decode", "handover"): 1}
         assert len(cell.replays) == 1
         (line,) = lines(caplog, DamageSite.HANDOVER)
-        assert vars(line)["room"] == "cell-room-0"
+        assert vars(line)["room"] == "cell-0/cell-room-0"
+        assert vars(line)["request_id"] == "cell-0"
         assert "don't match their tags" in vars(line)["what"]
         assert "damaged" in cell.replays[0].reason
 
