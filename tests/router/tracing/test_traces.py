@@ -127,7 +127,8 @@ def test_a_client_decides_for_its_own_request_and_the_ratio_for_the_rest() -> No
         server.post("/v1/completions", body, traceparent=f"00-{TRACE}-{PARENT}-01")
         collector.root(TRACE)
         assert len([span for _, span in collector.spans() if span.name == "request demo"]) == 1
-        server.wait_until(lambda: 'exported"} 1.0' in server.service.metrics.text().decode())
+        traces = server.service.records._traces
+        server.wait_until(lambda: traces is not None and traces.exported == 1)
         text = server.client.get("/metrics").text
     assert 'twinpool_traces_total{outcome="exported"} 1.0' in text
     sampling = TraceSampling(0.25, random.Random(1))
