@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from itertools import accumulate
+from typing import Protocol, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -19,6 +20,8 @@ from router.records.kept_records import KeptRecords
 from router.records.make_record import make_record
 from router.records.record_draft import RecordDraft
 from router.state.router_log import log
+
+R = TypeVar("R", RecordDraft, RequestRecord)
 
 REPORT_S = 1.0
 """Seconds between two reports."""
@@ -94,12 +97,7 @@ class RecordReports:
         slow = sorted(usual, key=lambda one: -one.first_s)[: -(-room // SLOWEST)]
         newest = [record for record in reversed(usual) if not any(record is one for one in slow)][: room - len(slow)]
         self._waiting = {record.request_id: record for record in notable[self._most :]}
-        fitting, nbytes = list[RecordDraft](), 0
-        for record in taken + slow + newest:
-            nbytes += record.nbytes
-            if nbytes > REPORT_BYTES:
-                break
-            fitting.append(record)
+        fitting = _fitting(taken + slow + newest)
         self.left_out += len(taken) + len(usual) - len(fitting)
         return fitting
 
@@ -129,8 +127,9 @@ class RecordReports:
         task.add_done_callback(self._answers.discard)
 
     async def _answer(self, number: int, request_id: str) -> None:
+        found = _fitting(self._kept.find(request_id))
         try:
-            await self._listener.report_records(self._kept.router, (), ((number, self._kept.find(request_id)),))
+            await self._listener.report_records(self._kept.router, (), ((number, found),))
         except ConnectionError:
             self.unanswered += 1  # Who asks is told that a router did not answer.
 
@@ -145,3 +144,9 @@ class RecordReports:
         text = "Questions of the controller about a request that this router did not answer"
         yield CounterMetricFamily("twinpool_record_asks_unanswered", text, value=self.unanswered)
         yield GaugeMetricFamily("twinpool_records_kept", "Records that this router keeps", value=len(self._kept.ring))
+
+
+def _fitting(records: Sequence[R]) -> list[R]:
+    """The first of the records, as many as have `REPORT_BYTES` together."""
+    sizes = accumulate(record.nbytes for record in records)
+    return [record for record, size in zip(records, sizes, strict=True) if size <= REPORT_BYTES]

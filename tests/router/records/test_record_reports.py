@@ -125,6 +125,21 @@ async def test_a_router_answers_about_any_request_that_it_keeps_by_every_id_that
     assert known == {0: True, 1: True, 2: True, 3: True, 4: True, 5: True, 6: False, 7: False}
 
 
+@pytest.mark.asyncio
+async def test_reports_and_answers_have_so_many_bytes_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.records.record_reports.REPORT_BYTES", 2 * draft(1).nbytes)
+    scene = Scene(most=4)
+    for number in range(4):
+        scene.end(draft(number, outcome="worker"))
+    await scene.tick()
+    assert scene.listener.heard == [["r0-0", "r1-0"]]
+    assert scene.reports.left_out == 2
+    monkeypatch.setattr("router.records.record_reports.REPORT_BYTES", 1)
+    scene.listener.ask(7, "r1")
+    await scene.tick()
+    assert scene.listener.answers == [(7, [])]
+
+
 def test_a_ring_is_bounded_by_records_and_by_bytes_and_the_oldest_go_first() -> None:
     size = record("r-0").nbytes
     ring: RecordRing[RequestRecord] = RecordRing(10, 4 * size)
