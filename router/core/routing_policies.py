@@ -133,6 +133,8 @@ class CacheAware:
 
     def __init__(self, rates: PoolRates, prefetch: PrefetchConfig) -> None:
         self._rates, self._prefetch = rates, prefetch
+        self._latest: tuple[RoutingAsk, AbleWorkers, NDArray[Any]] | None = None
+        """The costs of the latest choice of a prefill worker, for whoever asks about it."""
 
     prefill_unit = "prompt tokens to be computed before its first token"
     decode_unit = "sequences in flight, less what it holds of the prompt"
@@ -143,6 +145,8 @@ class CacheAware:
         return some.least(self.prefill_cost(some, ask), uncached, some.column("turn"))
 
     def prefill_cost(self, able: AbleWorkers, ask: RoutingAsk) -> NDArray[Any]:
+        if self._latest is not None and self._latest[0] is ask and self._latest[1] is able:
+            return self._latest[2]
         some = able
         slowness, load_share, per_s = self._rates.of(some).T
         here, measured = ask.hits.held_of(some), per_s > 0
@@ -157,6 +161,7 @@ class CacheAware:
                 tokens -= np.where(measured, stored, 0.0)
             loaded = (here - ask.hits.device_of(some)) * load_share
             tokens = np.where(measured, tokens * slowness + loaded, tokens)
+        self._latest = ask, able, tokens
         return tokens
 
     def decode(self, able: Sequence[WorkerEntry], ask: RoutingAsk) -> WorkerEntry:

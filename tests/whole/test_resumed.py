@@ -40,7 +40,10 @@ ENDPOINTS = {
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    sections = {"faults": {"step_delay_s": 0.01}, "cluster": {"lease_s": 3}, "engine": {"threads": 1}}
+    sections = {
+        "faults": {"step_delay_s": 0.01}, "cluster": {"lease_s": 3}, "engine": {"threads": 1},
+        "router": {"reported_records": 0},
+    }  # fmt: skip
     folder = tmp_path_factory.mktemp("resumed")
     flags = ("--routers", "2", "--prefill", "1", "--decode", "2")
     with serving("demo", folder / "run", *flags, sections=sections) as running:
@@ -107,6 +110,31 @@ def shape(events: list[bytes]) -> bytes:
     whole = re.sub(rb'"(created|created_at|completed_at)":\d+', b'"time":0', whole)
     whole = re.sub(rb"[0-9a-f]{24}", b"ID", whole)
     return re.sub(rb'"(cached_tokens|input_tokens|cache_read_input_tokens)":\d+', b'"cached":0', whole)
+
+
+@pytest.mark.slow
+def test_whichever_router_is_asked_knows_what_became_of_a_request(cluster: Serving) -> None:
+    body = {**COMPLETION, "stream": False, "stream_options": None, "max_tokens": 4}
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    asked, told = set[int](), list[dict[str, Any]]()
+
+    def both_were_asked() -> bool:
+        with httpx.stream("GET", f"{cluster.url}/cluster/requests/{answer.json()['id']}", timeout=20) as response:
+            asked.add(its_router(cluster, response).pid)
+            response.read()
+        assert response.status_code == 200, response.text
+        told.extend(response.json()["records"])
+        return len(asked) == 2
+
+    # Nobody reports here: what one router lacks, the controller must ask the other for.
+    until(both_were_asked, "both routers to be asked")
+    assert {(one["request_id"], one["router"], one["total_s"]) for one in told} == {
+        (told[0]["request_id"], told[0]["router"], told[0]["total_s"])
+    }
+    nobody = httpx.get(f"{cluster.url}/cluster/requests/nobody", timeout=20)
+    assert nobody.status_code == 404
+    assert "nor have other routers" in nobody.json()["error"]["message"]
 
 
 @pytest.mark.slow
