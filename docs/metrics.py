@@ -279,7 +279,7 @@ NOTES = {
 
 
 def families() -> dict[str, Metric]:
-    """Return every family of a router, by its name; none has a sample of a worker."""
+    """Return every family of a router but those of its process, by name; none has a sample of a worker."""
     config = config_from_dict(EVERYTHING)
     directory = cast(Any, SimpleNamespace())
     service = RouterService(
@@ -295,7 +295,8 @@ def families() -> dict[str, Metric]:
     told = SimpleNamespace(fresh=lambda now: True, memory=SimpleNamespace(header=header, slots={"live": np.zeros(1)}))
     service.metrics.sources.append(lambda: index_metrics(cast(Any, told), service.clock))
     service.metrics.sources.append(ClientConnections(config.router, 1024).metrics)
-    return {family.name: family for family in service.metrics.collect()}
+    found = (*service.metrics.collect(), *service.metrics.seen())
+    return {family.name: family for family in found if not family.name.startswith("process_")}
 
 
 def main() -> str:

@@ -371,7 +371,7 @@ async def _load(service: RouterService, exchange: HttpExchange) -> None:
 
 async def _metrics(service: RouterService, exchange: HttpExchange) -> None:
     """Answer in Prometheus' text format, or in OpenMetrics to whoever asks for that."""
-    text, kind = service.metrics.text(exchange.header(b"accept"))
+    text, kind = await service.metrics.scrapes.answer(exchange.header(b"accept"))
     await exchange.answer(200, text, kind=kind.encode())
 
 

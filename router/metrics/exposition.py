@@ -5,24 +5,38 @@ The library's own choice replaces the colon of ``vllm:...`` in OpenMetrics, as i
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any, Protocol, cast
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
+from prometheus_client.core import Metric
 from prometheus_client.openmetrics import exposition as openmetrics
 
 OPENMETRICS = "application/openmetrics-text"
 OPENMETRICS_KIND = f"{OPENMETRICS}; version=1.0.0; charset=utf-8"
 TEXT_KIND = "text/plain; version=0.0.4; charset=utf-8"
-_encode = partial(openmetrics.generate_latest, escaping=openmetrics.ALLOWUTF8)
+# Both ask nothing of a registry but `collect`.
+_plain = cast(Callable[[Any], bytes], generate_latest)
+_encode = cast(Callable[[Any], bytes], partial(openmetrics.generate_latest, escaping=openmetrics.ALLOWUTF8))
 
 
-def expose(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
-    """Return all metrics and their content type. `accept`: the header of the scrape, which may be empty."""
+class Families(Protocol):
+    """What has metrics to write."""
+
+    def collect(self) -> Iterable[Metric]: ...
+
+
+def wants_openmetrics(accept: str) -> bool:
+    """Return whether a scrape would rather have OpenMetrics; `accept`: its header, which may be empty."""
     wanted = {kind: weight for kind, weight in map(_weighed, accept.split(",")) if kind}
     text = max(wanted.get(kind, 0.0) for kind in ("text/plain", "text/*", "*/*"))
-    if wanted.get(OPENMETRICS, 0.0) > 0 and wanted[OPENMETRICS] >= text:
-        return _encode(registry), OPENMETRICS_KIND
-    return generate_latest(registry), TEXT_KIND
+    return wanted.get(OPENMETRICS, 0.0) > 0 and wanted[OPENMETRICS] >= text
+
+
+def expose(families: Families, *, opened: bool) -> tuple[bytes, str]:
+    """Return all metrics and their content type. `opened`: in OpenMetrics."""
+    return (_encode(families), OPENMETRICS_KIND) if opened else (_plain(families), TEXT_KIND)
 
 
 def _weighed(accepted: str) -> tuple[str, float]:

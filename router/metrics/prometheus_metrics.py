@@ -6,12 +6,11 @@ work of the router on it. docs/metrics.md, which is made from here, lists every 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
-from prometheus_client.registry import Collector
 
 from contracts.build_id import build_id, package_version
 from contracts.config.router_config import RouterConfig
@@ -19,16 +18,16 @@ from router.core.local_prefill import LocalReason
 from router.core.router_core import RouterCore
 from router.metrics.cache_metrics import tier_metrics
 from router.metrics.draft_metrics import draft_metrics
-from router.metrics.exposition import expose
 from router.metrics.link_metrics import link_metrics
 from router.metrics.request_tally import RequestTally
+from router.metrics.scrapes import Scrapes
 from router.metrics.verification_metrics import verification_metrics
 from router.metrics.vllm_aliases import VllmAliases
 from router.metrics.worker_metrics import worker_metrics
 from router.verification.stream_watch import StreamWatch
 
 
-class PrometheusMetrics(Collector):
+class PrometheusMetrics:
     """The metrics of one router; used from its event loop."""
 
     def __init__(
@@ -50,21 +49,14 @@ class PrometheusMetrics(Collector):
         """Functions that yield further families at each scrape: of connections, bodies and readers."""
         if config.metrics_aliases == "vllm":
             self.sources.append(VllmAliases(core, self.tally, model).families)
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-        ProcessCollector(registry=self._registry)
-
-    def text(self, accept: str = "") -> tuple[bytes, str]:
-        """Return all metrics, and their content type: OpenMetrics where the header `accept` asks for it, else
-        Prometheus' text format."""
-        return expose(self._registry, accept)
+        self._process = ProcessCollector(registry=None)
+        self.scrapes = Scrapes(self.collect, self.seen)
 
     # ------------------------------------------------------------ at the scrape
 
-    def describe(self) -> list[Metric]:
-        return []
-
     def collect(self) -> Iterator[Metric]:
+        """Yield every family but those of `seen`. Between two of them other work may have its turn."""
+        yield from self._process.collect()
         yield from self._of_router()
         yield from self._of_requests()
         yield from self._of_attempts()
@@ -74,10 +66,13 @@ class PrometheusMetrics(Collector):
         yield from self._of_latencies()
         yield from self._of_legs()
         yield from worker_metrics(self._core)
-        yield from tier_metrics(self._core.workers)
-        yield from link_metrics(self._core.workers)
-        yield from draft_metrics(self._core.workers)
         yield from verification_metrics(self._core.damage, self._core.audits, self._watch)
+
+    def seen(self) -> Iterator[Metric]:
+        """Return the families of what workers reported last, as they are known now; they may be made in a thread, as a
+        report never changes. Of many workers with many links they are the most of a scrape."""
+        workers = list(self._core.workers)
+        return itertools.chain.from_iterable(family(workers) for family in (tier_metrics, link_metrics, draft_metrics))
 
     def _of_router(self) -> Iterator[Metric]:
         labels = {"version": package_version(), "build": build_id(), "model": self._model}

@@ -97,7 +97,7 @@ def test_metrics_say_what_the_autoscaler_does() -> None:
     scene = Scene()
     scene.reports.view = VIEW
     scene.metrics.sources.append(scene.reports.families)
-    text = scene.metrics.text()[0].decode()
+    text = asyncio.run(scene.metrics.scrapes.answer(""))[0].decode()
     assert 'twinpool_autoscaler_changes_total{kind="grown"} 3.0' in text
     assert 'twinpool_autoscaler_workers{role="decode"} 2.0' in text
     assert 'twinpool_autoscaler_need{role="decode"} 1.5' in text

@@ -1,0 +1,70 @@
+"""Scrapes of one router: its metrics are collected in pieces between other work, and written in a thread.
+
+With a thousand workers a scrape is ten thousands of lines. Made in one go on the event loop it would stop every stream
+for seconds, and whoever asks for /metrics again and again would stop them for good. So one is made at a time, and all
+who come while it is made share the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import Metric
+
+from router.metrics.exposition import expose, wants_openmetrics
+
+PIECE_S = 0.002
+"""Seconds of collecting after which other work has its turn."""
+
+
+class Collected:
+    """Families that were collected, as what writes them takes them."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
+
+
+def nothing() -> Iterator[Metric]:
+    return iter(())
+
+
+class Scrapes:
+    """Answers to scrapes; on one event loop."""
+
+    def __init__(self, collect: Callable[[], Iterator[Metric]], seen: Callable[[], Iterator[Metric]] = nothing) -> None:
+        """`collect` yields families on the loop, and holds nothing between two of them that the loop's other work
+        changes. `seen` is called on the loop and yields its families in a thread: it reads what doesn't change."""
+        self._collect, self._seen = collect, seen
+        self._turn = asyncio.Lock()
+        self._next: dict[bool, asyncio.Task[tuple[bytes, str]]] = {}
+        """The answers that are not begun yet, by whether they are in OpenMetrics."""
+
+    async def answer(self, accept: str) -> tuple[bytes, str]:
+        """Return all metrics, and their content type, as the header `accept` asks for it."""
+        opened = wants_openmetrics(accept)
+        task = self._next.get(opened)
+        if task is None:
+            task = self._next[opened] = asyncio.get_running_loop().create_task(self._make(opened))
+        return await asyncio.shield(task)  # A client that leaves takes the answer from nobody else.
+
+    async def _make(self, opened: bool) -> tuple[bytes, str]:
+        async with self._turn:
+            del self._next[opened]
+            families: list[Metric] = []
+            seen = self._seen()
+            began = time.perf_counter()
+            for family in self._collect():
+                families.append(family)
+                if time.perf_counter() - began > PIECE_S:
+                    await asyncio.sleep(0)
+                    began = time.perf_counter()
+            return await asyncio.to_thread(_write, families, seen, opened=opened)
+
+
+def _write(families: list[Metric], seen: Iterator[Metric], *, opened: bool) -> tuple[bytes, str]:
+    return expose(Collected([*families, *seen]), opened=opened)
