@@ -112,7 +112,8 @@ def openapi_document() -> dict[str, Any]:
     for path, (summary, name) in _OPEN.items():
         paths[path] = {"get": _operation(path, summary, answers(name, OPEN))}
     metrics = answers("Operation", OPEN)
-    metrics["200"] = {"description": "Prometheus metrics", "content": {"text/plain": {"schema": TEXT}}}
+    forms = {kind: {"schema": TEXT} for kind in ("text/plain", "application/openmetrics-text")}
+    metrics["200"] = {"description": "Prometheus metrics", "content": forms}
     paths["/metrics"] = {"get": _operation("/metrics", "Prometheus metrics", metrics)}
     paths["/cluster/status"] = {
         "get": _operation("/cluster/status", "The workers (operators only)", answers("Workers", OPERATION))
