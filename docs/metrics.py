@@ -3,6 +3,7 @@ output."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -17,6 +18,7 @@ from contracts.messages.control_plane import ControlPlane
 from router.api.connection_limits import ClientConnections
 from router.metrics.index_metrics import index_metrics
 from router.service.router_service import RouterService
+from router.tracing.otlp_exporter import TraceExporter
 
 DEMO = Path(__file__).parents[1] / "cluster" / "demo"
 EVERYTHING = {"watch": {"repetition_tokens": 64}, "autoscaling": {"enabled": True}}
@@ -41,6 +43,7 @@ SECTIONS = {
         "reader_",
     ),
     "Requests": ("requests_in", "requests_wait", "requests_", "answers", "client_", "slow_", "tenant_"),
+    "Records and traces": ("request_records", "record", "traces"),
     "Times and lengths": ("time_to", "inter_token", "request_", "first_tokens", "gaps"),
     "Tokens": ("prompt_tokens", "generated_tokens", "draft_"),
     "Workers": ("workers", "worker_", "breaker_", "placements", "preemptions", "autoscaler_"),
@@ -152,6 +155,11 @@ NOTES = {
     "twinpool_first_tokens_late": Note(R, "grows: the prefill pool is at its `most`, or workers can't be placed"),
     "twinpool_gaps_judged": Note(R, ""),
     "twinpool_gaps_late": Note(R, "grows: the decode pool is at its `most`, or workers can't be placed"),
+    "twinpool_request_records": Note(R, "`left_out` grows: `router.reported_records` is less than what ends meanwhile"),
+    "twinpool_record_asks_unanswered": Note(R, "grows: this router doesn't reach the controller: as `controller_up`"),
+    "twinpool_records_kept": Note(R, ""),
+    "twinpool_traces": Note(R, "`failed` or `dropped` grows: the collector of traces doesn't answer, or is too slow"),
+    "twinpool_traces_waiting": Note(R, "near its bound: as `traces`"),
     "twinpool_prompt_tokens": Note(R, ""),
     "twinpool_prompt_tokens_computed": Note(R, "on a decode worker above 0 only where it may compute prompts"),
     "twinpool_prompt_tokens_cached": Note(
@@ -288,12 +296,15 @@ def families() -> dict[str, Metric]:
         directory,
         clock=ManualClock(100.0),
         reporter=cast(Any, SimpleNamespace()),
+        recorder=cast(Any, SimpleNamespace(on_record_ask=lambda asked: None)),
         control_plane=lambda: ControlPlane("10.0.0.1:7000", 1, ()),
         controller_up=lambda: True,
     )
     header = {"entries": np.zeros(1), "evicted": np.zeros(1), "crowded": np.zeros(1)}
     told = SimpleNamespace(fresh=lambda now: True, memory=SimpleNamespace(header=header, slots={"live": np.zeros(1)}))
     service.metrics.sources.append(lambda: index_metrics(cast(Any, told), service.clock))
+    exporter = TraceExporter(cast(Any, SimpleNamespace()), config.tracing, random.Random)
+    service.metrics.sources.append(exporter.families)
     service.metrics.sources.append(ClientConnections(config.router, 1024).metrics)
     found = (*service.metrics.collect(), *service.metrics.seen())
     return {family.name: family for family in found if not family.name.startswith("process_")}

@@ -29,6 +29,13 @@ def test_the_page_of_metrics_is_what_the_source_says() -> None:
     assert printed("metrics.py") == (ROOT / "docs" / "metrics.md").read_text(), AGAIN
 
 
+def test_the_page_of_metrics_has_every_family_that_the_router_names() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    for path in sorted((ROOT / "router").rglob("*.py")):
+        for name in re.findall(r'"(twinpool_[a-z_]+|vllm:[a-z_0-9]+)"', path.read_text()):
+            assert re.search(rf"`{name}(_total)?`", page), f"{path.name}: {name}"
+
+
 def test_the_page_of_states_is_drawn_from_the_tables() -> None:
     page = printed("state_diagrams.py")
     assert page == (ROOT / "docs" / "states.md").read_text(), AGAIN
