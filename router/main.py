@@ -132,6 +132,7 @@ def serve(options: argparse.Namespace, config: Config, directory: ControllerDire
             name=options.name,
             recorder=directory,
             controller_up=directory.reachable,
+            dashboard=directory.dashboard,
         )
         log(
             "router listens",

@@ -141,6 +141,8 @@ class KVCacheManager:
         for part in (self.supply, self.sharing, self.planner, self.table):
             out |= part.counters
         out["device_pages_kept"] = self.tree.accounts.sizes[Tier.DEVICE, self.full]
+        out["device_pages_unused"] = self.pools.allocators[self.full].free
+        out["host_pages_swapped"] = self.swap_out.leased(self.full)
         return out | self.planner.rates | self.tiers.stats()
 
     def check(self, others: Mapping[str, int] = {}) -> list[str]:

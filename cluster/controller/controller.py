@@ -81,6 +81,8 @@ class Controller:
         self._supervised = supervised
         self.late_messages = 0
         """Messages of incarnations that had already ended; dropped."""
+        self.deaths = 0
+        """Workers that have died, since this controller's start."""
         self.shutting_down = False
 
     @property
@@ -345,6 +347,7 @@ class Controller:
         """Count a death, and decide whether and when the worker starts again."""
         now = self._clock.now()
         was_draining = row.state is WorkerState.DRAINING
+        self.deaths += 1
         row.state = advance(row.state, WorkerEvent.DIED)
         row.last_reason, row.waits = reason, ""
         row.status = row.own_status()

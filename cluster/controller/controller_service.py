@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import logging
 import math
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,13 +23,17 @@ from cluster.controller.autoscaler import Autoscaler
 from cluster.controller.controller import Controller
 from cluster.controller.controller_actions import LeaseGrant
 from cluster.controller.controller_ledger import LedgerLost
+from cluster.controller.dashboard_source import dashboard_of
 from cluster.controller.quota_ledger import SAVE_S, QuotaLedger
 from cluster.controller.record_board import ID_CHARS, MOST_RECENT, RecordBoard, TooManyAsks
 from cluster.controller.settings_orders import SettingsOrders
 from cluster.controller.supervisor_wire import action_to_proto, ended_from_proto, node_from_proto, placed_from_proto
+from cluster.dashboard.dashboard_feed import TooManyWatch
+from cluster.dashboard.event_log import EventKind
 from contracts.clock import SystemClock
 from contracts.errors import ConfigError, WireError
 from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages.control_plane import ControlPlane
 from contracts.messages.quota import MOST_CLAIMS
 from contracts.messages.worker_status import EndedWorker, WorkerView
 from contracts.proto import worker_pb2 as pb
@@ -37,6 +42,7 @@ from contracts.wire.autoscaler_protobuf import autoscaler_to_proto, counts_from_
 from contracts.wire.controller_turns import NOT_LEADING
 from contracts.wire.quota_protobuf import claim_from_proto, slice_to_proto
 from contracts.wire.record_protobuf import record_from_proto, record_to_proto
+from contracts.wire.router_report_protobuf import router_report_from_proto
 from contracts.wire.settings_protobuf import answer_from_proto, answer_to_proto, change_from_proto
 from contracts.wire.unknown_kinds import known
 from contracts.wire.worker_protobuf import record_from_proto as worker_from_proto
@@ -127,6 +133,7 @@ class ControllerService(pb_grpc.ControllerServicer):
         self._settings = SettingsOrders()
         self.records = RecordBoard()
         """What routers tell of requests."""
+        self._dashboard = dashboard_of(core, autoscaler, self._plane, self._clock)
         core.on_change(self._wake)
 
     async def Register(self, request: pb.Registration, context: Context) -> pb.LeaseGrant:
@@ -154,17 +161,19 @@ class ControllerService(pb_grpc.ControllerServicer):
     async def ChangeRole(self, request: pb.RoleChange, context: Context) -> pb.Empty:
         name = await _name(request.name, context)
         await self._operate(lambda: self._core.pools.change_role(WorkerName(name), Role(request.role)), context)
-        self._hold(f"an operator has {name} become a {request.role} worker")
+        self._done(f"an operator has {name} become a {request.role} worker", holds=True)
         return pb.Empty()
 
     async def Drain(self, request: pb.DrainTarget, context: Context) -> pb.WorkerNames:
         name = await _name(request.name, context)
-        return await self._operate(lambda: self._core.pools.drain(name), context)
+        names = await self._operate(lambda: self._core.pools.drain(name), context)
+        self._done(f"an operator drains {name}")
+        return names
 
     async def Undrain(self, request: pb.DrainTarget, context: Context) -> pb.WorkerNames:
         name = await _name(request.name, context)
         names = await self._operate(lambda: self._core.pools.undrain(name), context)
-        self._hold(f"an operator has undrained {name}")
+        self._done(f"an operator has undrained {name}", holds=True)
         return names
 
     async def Add(self, request: pb.PoolSize, context: Context) -> pb.WorkerNames:
@@ -172,7 +181,7 @@ class ControllerService(pb_grpc.ControllerServicer):
         add = self._core.pools.add_some
         names = await self._operate(lambda: add(Role(request.role), request.count, node), context)
         if request.operator:
-            self._hold(f"an operator has added {', '.join(names.workers)}")
+            self._done(f"an operator has added {', '.join(names.workers)}", holds=True)
         return names
 
     async def Scale(self, request: pb.PoolSizes, context: Context) -> pb.WorkerNames:
@@ -182,20 +191,26 @@ class ControllerService(pb_grpc.ControllerServicer):
 
         names = await self._operate(scale, context)
         sizes = ", ".join(f"{pool.role} to {pool.count}" for pool in request.pools)
-        self._hold(f"an operator has scaled {sizes}")
+        self._done(f"an operator has scaled {sizes}", holds=True)
         return names
 
     async def Restart(self, request: pb.DrainTarget, context: Context) -> pb.WorkerNames:
         name = await _name(request.name, context)
-        return await self._operate(lambda: self._core.pools.restart(WorkerName(name)), context)
+        names = await self._operate(lambda: self._core.pools.restart(WorkerName(name)), context)
+        self._done(f"an operator restarts {name}")
+        return names
 
     async def Cordon(self, request: pb.DrainTarget, context: Context) -> pb.WorkerNames:
         name = await _name(request.name, context)
-        return await self._operate(lambda: self._core.pools.cordon(name), context)
+        names = await self._operate(lambda: self._core.pools.cordon(name), context)
+        self._done(f"an operator has cordoned {name}")
+        return names
 
     async def Uncordon(self, request: pb.DrainTarget, context: Context) -> pb.WorkerNames:
         name = await _name(request.name, context)
-        return await self._operate(lambda: self._core.pools.uncordon(name), context)
+        names = await self._operate(lambda: self._core.pools.uncordon(name), context)
+        self._done(f"an operator has uncordoned {name}")
+        return names
 
     async def ChangeSettings(self, request: pb.SettingsChange, context: Context) -> pb.SettingsAnswer:
         try:
@@ -208,9 +223,10 @@ class ControllerService(pb_grpc.ControllerServicer):
         self._core.shut_down()
         return pb.Empty()
 
-    def _hold(self, what: str) -> None:
-        """Have the autoscaler leave the pools alone after an operator's change of them."""
-        if self._autoscaler is not None:
+    def _done(self, what: str, *, holds: bool = False) -> None:
+        """Have what an operator has done seen. `holds`: the autoscaler leaves the pools alone after it."""
+        self._dashboard.frames.log.add(time.time(), EventKind.OPERATOR, what)
+        if holds and self._autoscaler is not None:
             self._autoscaler.hold(what)
 
     async def _operate(self, change: Callable[[], tuple[WorkerName, ...] | None], context: Context) -> pb.WorkerNames:
@@ -229,6 +245,7 @@ class ControllerService(pb_grpc.ControllerServicer):
         is told by `ControllerTable.failed`."""
         if not self._leads():
             return
+        self._dashboard.tick()
         with contextlib.suppress(OSError, LedgerLost):
             if self._autoscaler is not None:
                 self._tick_autoscaler(self._autoscaler)
@@ -356,6 +373,23 @@ class ControllerService(pb_grpc.ControllerServicer):
             line.more.set()
         return len(lines)
 
+    async def ReportRouter(self, request: pb.RouterReport, context: Context) -> pb.RouterReportAnswer:
+        try:
+            return pb.RouterReportAnswer(next_s=self._dashboard.report(router_report_from_proto(request)))
+        except WireError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            raise AssertionError from error  # `abort` has raised.
+
+    async def WatchDashboard(self, request: pb.Empty, context: Context) -> AsyncIterator[pb.DashboardFrame]:
+        try:
+            async for frame in self._dashboard.watch():
+                yield pb.DashboardFrame(json=frame)
+        except TooManyWatch as error:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+
+    async def DashboardPast(self, request: pb.Empty, context: Context) -> pb.DashboardFrame:
+        return pb.DashboardFrame(json=self._dashboard.past())
+
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.ClusterView]:
         if len(self._watchers) >= MOST_WATCHERS:
             text = f"{MOST_WATCHERS} routers watch already"
@@ -379,6 +413,10 @@ class ControllerService(pb_grpc.ControllerServicer):
         if told != self._control_plane:
             self._control_plane = told
             self._core.table.changed()
+
+    def _plane(self) -> ControlPlane:
+        told = self._control_plane
+        return ControlPlane(told.leader, told.term, tuple(told.standbys))
 
     def _wake(self) -> None:
         """Have what has changed published soon, with whatever changes until then."""
@@ -440,7 +478,7 @@ class ControllerService(pb_grpc.ControllerServicer):
         """A grant as a message; `known`: the mark of the list of ended incarnations that the worker has."""
         if grant.ended != self._ended[0]:
             self._ended = grant.ended, _mark(grant.ended)
-        return grant_message(grant, self._ended[1], known, self.stream)
+        return grant_message(grant, self._ended[1], known, self.stream, self._dashboard.counters_s)
 
 
 def _view_message(view: WorkerView) -> pb.WorkerView:
@@ -467,9 +505,11 @@ async def _name(name: str, context: Context) -> str:
     return name
 
 
-def grant_message(grant: LeaseGrant, mark: int = 0, known: int = 0, stream: str = "") -> pb.LeaseGrant:
+def grant_message(
+    grant: LeaseGrant, mark: int = 0, known: int = 0, stream: str = "", counters_s: float = 0.0
+) -> pb.LeaseGrant:
     """A grant as a message. `mark` names its list of ended incarnations, which is left out where the worker has named
-    it (`known`)."""
+    it (`known`). `counters_s`: seconds between two heartbeats with counters, 0: as the worker has it."""
     ended = () if mark and mark == known else grant.ended
     return pb.LeaseGrant(
         incarnation=grant.incarnation,
@@ -482,4 +522,5 @@ def grant_message(grant: LeaseGrant, mark: int = 0, known: int = 0, stream: str 
         ended_mark=mark,
         stream=stream,
         renew_s=grant.renew_s,
+        counters_s=counters_s,
     )

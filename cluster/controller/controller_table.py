@@ -54,6 +54,7 @@ class ControllerTable:
         """Why the ledger can't be written any more; empty while it can. A controller whose ledger has failed must end:
         its table may be ahead of what its successor will read."""
         self._listeners: list[Callable[[], None]] = []
+        self._note_listeners: list[Callable[[str], None]] = []
         kept = ledger.begin()
         self.autoscaler = kept.get(AUTOSCALER_KEY, "")
         """What an earlier controller's autoscaler has kept (`cluster.controller.autoscaler`); empty where it kept
@@ -123,7 +124,7 @@ class ControllerTable:
         self.version += 1
         row.numbers_at = self.version
         if counters:
-            row.counters_at = self.version
+            row.counters_at, row.counters_said = self.version, self.clock.now()
         self._tell()
 
     def _tell(self) -> None:
@@ -141,6 +142,12 @@ class ControllerTable:
         """Tell the operator a line."""
         log.warning(text)
         self.act(OperatorNote(text))
+        for listener in self._note_listeners:
+            listener(text)
+
+    def on_note(self, listener: Callable[[str], None]) -> None:
+        """Call `listener` with each line that the operator is told, on the caller's thread."""
+        self._note_listeners.append(listener)
 
     def note_end(self, row: WantedWorker, *, closed: bool = False) -> None:
         """Have grants say that a worker's incarnation has ended; the one before its first never was. `closed`: by its

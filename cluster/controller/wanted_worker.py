@@ -59,6 +59,8 @@ class WantedWorker:
     """The table's version at the latest change of its status."""
     counters_at: int = 0
     """The table's version when its counters were last said."""
+    counters_said: float = 0.0
+    """When they were, in seconds of the clock."""
     waiting: Incarnation = NO_INCARNATION
     """The incarnation whose process waits to go on as the next one, which is due; 0: none does."""
     process_since: Incarnation = NO_INCARNATION

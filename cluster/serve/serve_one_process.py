@@ -18,6 +18,7 @@ from typing import TextIO
 from cluster.assembly.build_worker import build_worker
 from cluster.processes.run_folder import RunFolder
 from cluster.processes.service_manager import ServiceManager
+from cluster.serve.local_dashboard import LocalDashboard
 from cluster.serve.local_directory import LocalDirectory
 from cluster.serve.preflight import ServePlan
 from cluster.serve.security_check import open_ways
@@ -91,7 +92,8 @@ class ServeOneProcess:
             admin = stack.enter_context(listen_for_operators(prepared.config))
             workers = [self._start_worker(stack, name, role) for name, role in prepared.workers]
             directory = self._directory = LocalDirectory(workers)
-            service = RouterService(spec, prepared.config, directory)
+            dashboard = LocalDashboard(directory, prepared.config.cluster.name, self._clock)
+            service = RouterService(spec, prepared.config, directory, dashboard=dashboard)
             server = _Server(service, admin, lambda: self._ready(directory))
             # The server handles the other two signals while it runs.
             signal.signal(signal.SIGHUP, lambda number, frame: signal.raise_signal(signal.SIGTERM))

@@ -61,7 +61,8 @@ def longest_absence_s(config: ClusterConfig, workers: int = 1) -> float:
 RENEWALS_A_SECOND = 512
 """Heartbeats that the controller is to have a second at most."""
 COUNTERS_S = 5.0
-"""Seconds between two heartbeats that carry the worker's counters, which are most of a status's bytes."""
+"""Seconds between two heartbeats that carry the worker's counters, which are most of a status's bytes; the controller
+may say otherwise, as while somebody looks at the dashboard."""
 
 
 class LeaseRefused(TwinpoolError):
@@ -132,6 +133,7 @@ class LeaseKeeper:
         self._stream: LeaseStream | None = None
         self._counters_at = clock.now()
         """When the counters are said next."""
+        self._counters_s = COUNTERS_S
         self._ended_mark = 0
         self._renewing: asyncio.Task[None] | None = None
 
@@ -203,6 +205,7 @@ class LeaseKeeper:
                 if grant.drain and self._undrains() == undrains:
                     self._on_drain()
                 await self._open_stream(grant.stream)
+                self._pace_counters(grant.counters_s or COUNTERS_S)
                 pause_s = grant.renew_s or pause_s
             await asyncio.sleep(pause_s)
 
@@ -246,6 +249,12 @@ class LeaseKeeper:
             stream.close()
         self._counters_at = self._clock.now()  # The next controller may know none.
         await self._close_channel()
+
+    def _pace_counters(self, seconds: float) -> None:
+        """Say the counters every `seconds` from now on."""
+        if seconds != self._counters_s:
+            self._counters_s = seconds
+            self._counters_at = min(self._counters_at, self._clock.now() + seconds)
 
     def _tell_ended(self, grant: pb.LeaseGrant) -> None:
         ended = tuple(
@@ -300,7 +309,7 @@ class LeaseKeeper:
         if self._clock.now() < self._counters_at:
             status = replace(status, counters={}, counters_left_out=True)
         else:
-            self._counters_at = self._clock.now() + COUNTERS_S
+            self._counters_at = self._clock.now() + self._counters_s
         return pb.Renewal(
             name=self._record.name,
             incarnation=self._record.incarnation,

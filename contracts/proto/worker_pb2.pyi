@@ -595,7 +595,7 @@ class Fingerprint(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., layout: _Optional[str] = ..., numerics: _Optional[str] = ..., weights: _Optional[str] = ...) -> None: ...
 
 class LeaseGrant(_message.Message):
-    __slots__ = ("incarnation", "lease_s", "fenced", "drain", "ended", "stream", "renew_s", "ended_mark")
+    __slots__ = ("incarnation", "lease_s", "fenced", "drain", "ended", "stream", "renew_s", "ended_mark", "counters_s")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     FENCED_FIELD_NUMBER: _ClassVar[int]
@@ -604,6 +604,7 @@ class LeaseGrant(_message.Message):
     STREAM_FIELD_NUMBER: _ClassVar[int]
     RENEW_S_FIELD_NUMBER: _ClassVar[int]
     ENDED_MARK_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_S_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     lease_s: float
     fenced: bool
@@ -612,7 +613,8 @@ class LeaseGrant(_message.Message):
     stream: str
     renew_s: float
     ended_mark: int
-    def __init__(self, incarnation: _Optional[int] = ..., lease_s: _Optional[float] = ..., fenced: _Optional[bool] = ..., drain: _Optional[bool] = ..., ended: _Optional[_Iterable[_Union[EndedWorker, _Mapping]]] = ..., stream: _Optional[str] = ..., renew_s: _Optional[float] = ..., ended_mark: _Optional[int] = ...) -> None: ...
+    counters_s: float
+    def __init__(self, incarnation: _Optional[int] = ..., lease_s: _Optional[float] = ..., fenced: _Optional[bool] = ..., drain: _Optional[bool] = ..., ended: _Optional[_Iterable[_Union[EndedWorker, _Mapping]]] = ..., stream: _Optional[str] = ..., renew_s: _Optional[float] = ..., ended_mark: _Optional[int] = ..., counters_s: _Optional[float] = ...) -> None: ...
 
 class EndedWorker(_message.Message):
     __slots__ = ("name", "incarnation", "closed_from")
@@ -1170,3 +1172,50 @@ class FoundRecords(_message.Message):
     asked: int
     answered: int
     def __init__(self, records: _Optional[_Iterable[_Union[RequestRecord, _Mapping]]] = ..., kept_s: _Optional[float] = ..., asked: _Optional[int] = ..., answered: _Optional[int] = ...) -> None: ...
+
+class DashboardFrame(_message.Message):
+    __slots__ = ("json",)
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    json: bytes
+    def __init__(self, json: _Optional[bytes] = ...) -> None: ...
+
+class RouterReport(_message.Message):
+    __slots__ = ("router", "node", "pid", "build", "model", "in_flight", "waiting", "counters", "first_tokens", "gaps", "open_breakers", "viewers")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    BUILD_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GAPS_FIELD_NUMBER: _ClassVar[int]
+    OPEN_BREAKERS_FIELD_NUMBER: _ClassVar[int]
+    VIEWERS_FIELD_NUMBER: _ClassVar[int]
+    router: str
+    node: str
+    pid: int
+    build: str
+    model: str
+    in_flight: int
+    waiting: int
+    counters: _containers.ScalarMap[str, int]
+    first_tokens: _containers.RepeatedScalarFieldContainer[int]
+    gaps: _containers.RepeatedScalarFieldContainer[int]
+    open_breakers: _containers.RepeatedScalarFieldContainer[str]
+    viewers: int
+    def __init__(self, router: _Optional[str] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., build: _Optional[str] = ..., model: _Optional[str] = ..., in_flight: _Optional[int] = ..., waiting: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., first_tokens: _Optional[_Iterable[int]] = ..., gaps: _Optional[_Iterable[int]] = ..., open_breakers: _Optional[_Iterable[str]] = ..., viewers: _Optional[int] = ...) -> None: ...
+
+class RouterReportAnswer(_message.Message):
+    __slots__ = ("next_s",)
+    NEXT_S_FIELD_NUMBER: _ClassVar[int]
+    next_s: float
+    def __init__(self, next_s: _Optional[float] = ...) -> None: ...

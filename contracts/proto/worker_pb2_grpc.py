@@ -331,6 +331,21 @@ class ControllerStub:
                 request_serializer=contracts_dot_proto_dot_worker__pb2.SupervisorReport.SerializeToString,
                 response_deserializer=contracts_dot_proto_dot_worker__pb2.SupervisorOrders.FromString,
                 _registered_method=True)
+        self.WatchDashboard = channel.unary_stream(
+                '/twinpool.Controller/WatchDashboard',
+                request_serializer=contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+                response_deserializer=contracts_dot_proto_dot_worker__pb2.DashboardFrame.FromString,
+                _registered_method=True)
+        self.DashboardPast = channel.unary_unary(
+                '/twinpool.Controller/DashboardPast',
+                request_serializer=contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+                response_deserializer=contracts_dot_proto_dot_worker__pb2.DashboardFrame.FromString,
+                _registered_method=True)
+        self.ReportRouter = channel.unary_unary(
+                '/twinpool.Controller/ReportRouter',
+                request_serializer=contracts_dot_proto_dot_worker__pb2.RouterReport.SerializeToString,
+                response_deserializer=contracts_dot_proto_dot_worker__pb2.RouterReportAnswer.FromString,
+                _registered_method=True)
 
 
 class ControllerServicer:
@@ -466,6 +481,27 @@ class ControllerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchDashboard(self, request, context):
+        """What the dashboard shows now, about once a second: the same frame for all who watch.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DashboardPast(self, request, context):
+        """What the dashboard shows of the last minutes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportRouter(self, request, context):
+        """Tell the dashboard what a router has counted since its start; answers when it is to tell again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControllerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -563,6 +599,21 @@ def add_ControllerServicer_to_server(servicer, server):
                     servicer.Supervise,
                     request_deserializer=contracts_dot_proto_dot_worker__pb2.SupervisorReport.FromString,
                     response_serializer=contracts_dot_proto_dot_worker__pb2.SupervisorOrders.SerializeToString,
+            ),
+            'WatchDashboard': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchDashboard,
+                    request_deserializer=contracts_dot_proto_dot_worker__pb2.Empty.FromString,
+                    response_serializer=contracts_dot_proto_dot_worker__pb2.DashboardFrame.SerializeToString,
+            ),
+            'DashboardPast': grpc.unary_unary_rpc_method_handler(
+                    servicer.DashboardPast,
+                    request_deserializer=contracts_dot_proto_dot_worker__pb2.Empty.FromString,
+                    response_serializer=contracts_dot_proto_dot_worker__pb2.DashboardFrame.SerializeToString,
+            ),
+            'ReportRouter': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportRouter,
+                    request_deserializer=contracts_dot_proto_dot_worker__pb2.RouterReport.FromString,
+                    response_serializer=contracts_dot_proto_dot_worker__pb2.RouterReportAnswer.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1078,6 +1129,87 @@ class Controller:
             '/twinpool.Controller/Supervise',
             contracts_dot_proto_dot_worker__pb2.SupervisorReport.SerializeToString,
             contracts_dot_proto_dot_worker__pb2.SupervisorOrders.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchDashboard(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/twinpool.Controller/WatchDashboard',
+            contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+            contracts_dot_proto_dot_worker__pb2.DashboardFrame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DashboardPast(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.Controller/DashboardPast',
+            contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+            contracts_dot_proto_dot_worker__pb2.DashboardFrame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportRouter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.Controller/ReportRouter',
+            contracts_dot_proto_dot_worker__pb2.RouterReport.SerializeToString,
+            contracts_dot_proto_dot_worker__pb2.RouterReportAnswer.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,6 +10,7 @@ from typing import Any
 
 from contracts.build_id import package_version
 from contracts.errors import TwinpoolError
+from router.api import admin_dashboard as dashboard
 from router.api import admin_drain as drains
 from router.api import admin_pools as pools
 from router.api import admin_requests as requests
@@ -50,7 +51,7 @@ def create_app(service: RouterService) -> App:
 
     Where operators have a port of their own, it has no `OPERATORS` paths.
     """
-    routes = CLIENT_ROUTES if service.security.admin_port else ROUTES
+    routes = CLIENT_ROUTES if service.security.admin_port else {**ROUTES, **PAGE_ROUTES}
     prefixes = CLIENT_PREFIX_ROUTES if service.security.admin_port else PREFIX_ROUTES
 
     async def app(scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
@@ -121,7 +122,8 @@ async def _serve(
 
 def _refusal(service: RouterService, exchange: HttpExchange) -> ApiError | None:
     """Return why a request may not pass, None where it may; notes who asks. Operators have a token of their own."""
-    if service.keys is None or exchange.path in WITHOUT_KEY or exchange.path.startswith("/cluster/"):
+    without = exchange.path in WITHOUT_KEY or exchange.path in PAGE_ROUTES
+    if service.keys is None or without or exchange.path.startswith("/cluster/"):
         return None
     given = exchange.header(b"authorization")
     secret = given[7:].strip() if given[:7].lower() == "bearer " else exchange.header(b"x-api-key")
@@ -141,7 +143,8 @@ def _refusal(service: RouterService, exchange: HttpExchange) -> ApiError | None:
 
 def _admin_refusal(service: RouterService, exchange: HttpExchange) -> ApiError | None:
     """Return why a request to the operators' port may not pass, None where it may."""
-    return None if exchange.path in OPEN_PATHS - OPERATORS else admin.forbidden(service, exchange)
+    is_open = exchange.path in OPEN_PATHS - OPERATORS or exchange.path in PAGE_ROUTES
+    return None if is_open else admin.forbidden(service, exchange)
 
 
 def _find(exchange: HttpExchange, routes: Routes, prefixes: Routes) -> Handler | ApiError:
@@ -399,6 +402,7 @@ ROUTES: Routes = {
     "/metrics": {"GET": _metrics},
     "/openapi.json": {"GET": _openapi},
     "/cluster/status": {"GET": admin.status},
+    "/cluster/dashboard": {"GET": dashboard.events},
     "/cluster/check": {"POST": admin.check},
     "/cluster/add": {"POST": pools.add},
     "/cluster/scale": {"POST": pools.scale},
@@ -416,11 +420,15 @@ PREFIX_ROUTES: Routes = {
     requests.PREFIX: {"GET": requests.explain},
 }
 
+PAGE_ROUTES: Routes = {path: {"GET": dashboard.page} for path in dashboard.page_files()}
+"""The files of the dashboard's page, which say nothing of the cluster; it asks for `/cluster/dashboard`."""
 OPERATORS = frozenset({"/metrics", "/load"}) | {
     path for path in (*ROUTES, *PREFIX_ROUTES) if path.startswith("/cluster/")
 }
 """Paths that only the operators' port has, where there is one: they name tenants, workers and nodes."""
 CLIENT_ROUTES = {path: methods for path, methods in ROUTES.items() if path not in OPERATORS}
 CLIENT_PREFIX_ROUTES = {path: methods for path, methods in PREFIX_ROUTES.items() if path not in OPERATORS}
-ADMIN_ROUTES = {path: methods for path, methods in ROUTES.items() if path in OPERATORS | OPEN_PATHS | {"/version"}}
+ADMIN_ROUTES = {
+    path: methods for path, methods in ROUTES.items() if path in OPERATORS | OPEN_PATHS | {"/version"}
+} | PAGE_ROUTES
 ADMIN_PREFIX_ROUTES = {path: methods for path, methods in PREFIX_ROUTES.items() if path in OPERATORS}

@@ -121,6 +121,11 @@ def openapi_document() -> dict[str, Any]:
     requests = "/cluster/requests/{request}"
     summary = "What became of a request, by its id (operators only)"
     paths[requests] = {"get": _operation(requests, summary, answers("Records", (400, *OPERATION)))}
+    frames = answers("Operation", (*OPERATION, 503))
+    frames["200"] = {"description": "Events of the dashboard", "content": {"text/event-stream": {}}}
+    paths["/cluster/dashboard"] = {
+        "get": _operation("/cluster/dashboard", "What the dashboard shows (operators only)", frames)
+    }
     for path, (summary, name, flags) in _OPERATIONS.items():
         statuses = (400, *OPERATION) if path in _CHECKED else OPERATION
         statuses = (*statuses, 413) if path in _WITH_BODY else statuses

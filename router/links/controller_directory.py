@@ -34,6 +34,7 @@ from contracts.wire.secure_grpc import open_channel
 from contracts.wire.settings_protobuf import answer_from_proto, change_to_proto
 from contracts.wire.unknown_kinds import known
 from contracts.wire.worker_protobuf import status_from_proto, view_from_proto
+from router.links.controller_dashboard import ControllerDashboard
 from router.links.grpc_worker import LINK_TIMEOUT_S, GrpcWorkerClient
 from router.state.router_log import log
 
@@ -72,6 +73,11 @@ class ControllerDirectory:
         self._answer: Callable[[int, str], None] | None = None
         self._stub: Any = None
         """The controller, while its table is being watched."""
+
+    @property
+    def dashboard(self) -> ControllerDashboard:
+        """The controller's dashboard, over the connection by which its table is watched."""
+        return ControllerDashboard(lambda: self._stub)
 
     def watch(self, on_change: Callable[[tuple[WorkerView, ...]], None]) -> Callable[[], None]:
         self._listeners.append(on_change)

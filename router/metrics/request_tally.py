@@ -6,6 +6,7 @@ import math
 from collections import Counter
 
 from contracts.ids import Role
+from contracts.messages.latency_shape import LatencyShape
 from contracts.messages.worker_events import LegReport
 from router.metrics.histogram_tally import (
     E2E_BUCKETS_S,
@@ -55,6 +56,8 @@ class RequestTally:
         self.answers: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
         """Choices that ended, by why."""
         self.target = TargetTally()
+        self.first_token_shape, self.gap_shape = LatencyShape(), LatencyShape()
+        """The times of `ttft` and `itl` in finer buckets, for percentiles of the latest seconds."""
         self.ttft, self.itl, self.duration = map(HistogramTally, (TTFT_BUCKETS_S, ITL_BUCKETS_S, E2E_BUCKETS_S))
         self.queue, self.prefill = HistogramTally(TTFT_BUCKETS_S), HistogramTally(TTFT_BUCKETS_S)
         self.inference, self.decode = HistogramTally(E2E_BUCKETS_S), HistogramTally(E2E_BUCKETS_S)
@@ -81,12 +84,14 @@ class RequestTally:
             gap_s = now - choice.last_at
             self.itl.observe(gap_s)
             self.target.gap(gap_s)
+            self.gap_shape.observe(gap_s)
         else:
             choice.first_at = now
             first_s = now - choice.request.arrived + choice.tokenise_s
             self.prompt_tokens += len(choice.request.prompt)
             self.ttft.observe(first_s)
             self.target.first_token(first_s)
+            self.first_token_shape.observe(first_s)
         choice.last_at = now
 
     def ended(self, choice: ChoiceOutput) -> None:

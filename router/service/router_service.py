@@ -52,12 +52,15 @@ from router.security.api_keys import ApiKeys
 from router.security.tenant_accounts import TenantAccounts
 from router.service.answer_claims import SUPERSEDED, AnswerClaims
 from router.service.body_buffer import BodyBuffer
+from router.service.dashboard_relay import DashboardRelay
+from router.service.dashboard_source import DashboardSource
 from router.service.latency_reports import LatencyListener, LatencyReports
 from router.service.quota_leases import QuotaLeases, QuotaLessor
 from router.service.record_keeping import RecordKeeping
 from router.service.request_limits import RequestLimits
 from router.service.restored_choice import HASHED_INLINE_BYTES, KeyedRequest, check_headers, usable
 from router.service.routed_choices import OpenedRequest, RequestTimes
+from router.service.router_reports import RouterReports
 from router.state.routed_request import RoutedRequest
 from router.state.router_log import log
 from router.state.tenant_share import TenantShare
@@ -114,11 +117,12 @@ class RouterService:
         span_sender: SpanSender | None = None,
         wall: Callable[[], float] = time.time,
         controller_up: Callable[[], bool] | None = None,
+        dashboard: DashboardSource | None = None,
     ) -> None:
         """`kv_index`: where the table of this host's KV index is; None: there is none. `control_plane` returns what is
         known of the controllers, None where there is one that nobody replaces. `name`: this router's, in its records.
         `recorder`: who is told of its requests; None: nobody. `span_sender`: takes traces in place of OpenTelemetry's
-        exporter. `wall`: seconds since 1970."""
+        exporter. `wall`: seconds since 1970. `dashboard`: where the dashboard's numbers are; None: there is none."""
         spec = self.spec = served_as(spec, config.router.served_model_name)
         self.config, self.security = config.router, config.security
         self.started = int(time.time())
@@ -170,6 +174,14 @@ class RouterService:
                 self.metrics, self.core.counts, reporter, mint(), self.clock, config.autoscaling
             )
             self.metrics.sources.append(self.latency.families)
+        self.dashboard_reports: RouterReports | None = None
+        self.dashboard: DashboardRelay | None = None
+        if dashboard is not None:
+            watched, model = self.watch, spec.name
+            self.dashboard_reports = RouterReports(
+                dashboard, self.metrics, self.core, watched, mint(), model, self.clock
+            )
+            self.dashboard = DashboardRelay(dashboard, self.clock, self.dashboard_reports.seen_by)
         if told is not None:
             self.metrics.sources.append(lambda: index_metrics(told, self.clock))
         self.worker_links = WorkerLinks(
@@ -207,6 +219,10 @@ class RouterService:
             self.quotas.close()
         if self.latency is not None:
             self.latency.close()
+        if self.dashboard_reports is not None:
+            self.dashboard_reports.close()
+        if self.dashboard is not None:
+            self.dashboard.close()
         await self.readers.close()
         await self.worker_links.close()
         await self.records.close()
@@ -223,6 +239,8 @@ class RouterService:
                 if self.latency is not None:
                     self.latency.tick()
                 self.records.tick()
+                if self.dashboard_reports is not None:
+                    self.dashboard_reports.tick()
                 self.core.tick()
                 self._act()
             except Exception:  # Our own bug; without further ticks no deadline would be kept.

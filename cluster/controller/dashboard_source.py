@@ -1,0 +1,51 @@
+"""The controller's table and autoscaler as the dashboard's state."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+
+from cluster.controller.autoscaler import Autoscaler
+from cluster.controller.controller import Controller
+from cluster.dashboard.cluster_frames import ClusterFrames, ClusterState
+from cluster.dashboard.dashboard_feed import DashboardFeed
+from cluster.dashboard.event_log import EventKind
+from cluster.dashboard.worker_rates import WorkerSample
+from contracts.build_id import build_id
+from contracts.clock import Clock
+from contracts.messages.control_plane import ControlPlane
+
+SCALING = "autoscaler: "
+"""How the autoscaler's lines for the operator begin."""
+
+
+def dashboard_of(
+    core: Controller,
+    autoscaler: Autoscaler | None,
+    plane: Callable[[], ControlPlane],
+    clock: Clock,
+    wall: Callable[[], float] = time.time,
+) -> DashboardFeed:
+    """The feed of a controller; what the operator is told from now on is in its log, too. `plane` returns who leads the
+    controllers."""
+
+    def state() -> ClusterState:
+        rows = core.table.rows.values()
+        return ClusterState(
+            [WorkerSample(row.view(core.cordoned(row.node)), row.counters_said) for row in rows],
+            autoscaler.view() if autoscaler is not None else None,
+            plane(),
+            supervised=core.can_start or core.shutting_down,
+            shutting_down=core.shutting_down,
+            deaths=core.deaths,
+        )
+
+    def noted(text: str) -> None:
+        kind = EventKind.SCALE if text.startswith(SCALING) else EventKind.WORKER
+        frames.log.add(wall(), kind, text.removeprefix(SCALING))
+
+    frames = ClusterFrames(core.table.config.name, secrets.token_hex(8), build_id(), clock.now())
+    frames.log.add(wall(), EventKind.CONTROL, "a controller has begun to lead; what was before is with the one before")
+    core.table.on_note(noted)
+    return DashboardFeed(frames, state, clock, wall)

@@ -1,0 +1,254 @@
+"""The dashboard's frames: what there is to see of a cluster now, and of its last quarter of an hour.
+
+The logic alone: whoever has the cluster's state hands it in (`take`), as often as somebody watches, or every few
+seconds where nobody does, and asks for frames. What has happened between two states becomes entries of the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.dashboard.event_log import EventKind, EventLog
+from cluster.dashboard.history import SAMPLE_S, History
+from cluster.dashboard.router_totals import Lately, RouterTotals
+from cluster.dashboard.worker_rates import HITS, WorkerRates, WorkerSample
+from cluster.dashboard.worker_rows import GONE, SERVING, link_rows, ordered, pool_rows, worker_row
+from contracts.damage import DamageSite
+from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages.autoscaler_messages import AutoscalerView
+from contracts.messages.control_plane import ControlPlane
+from contracts.messages.latency_shape import percentile
+from contracts.messages.router_report import RouterReport
+from router.verification.damage_totals import DamageTotals
+
+VERSION = 1
+WINDOW_S = 5.0
+"""Seconds that rates are of."""
+LATENCY_WINDOW_S = 15.0
+"""Seconds that percentiles are of."""
+EARLY_S = 0.5
+"""Seconds by which a row of the history may be early, so that none is missed for a tick's sake."""
+FRAME_EVENTS = 24
+"""Entries of the log in each frame: one that was missed comes with the next."""
+MOST_ROUTERS_SHOWN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterState:
+    """A cluster at one moment."""
+
+    workers: Sequence[WorkerSample]
+    autoscaler: AutoscalerView | None = None
+    """None: there is none."""
+    control: ControlPlane | None = None
+    """None: there are no controllers, as in one process."""
+    supervised: bool = True
+    """Whether somebody starts workers."""
+    shutting_down: bool = False
+    deaths: int = 0
+    """Workers that have died since the controller's start."""
+
+
+class ClusterFrames:
+    """Makes frames of one cluster. Not thread-safe: one loop owns it."""
+
+    def __init__(self, name: str, boot: str, build: str, now: float) -> None:
+        """`name`: the cluster's. `boot`: of this start of the controller, by which viewers see that another one makes
+        the frames. `now`: seconds of the clock that `take` is given."""
+        self._name, self._boot, self._build, self._began = name, boot, build, now
+        self.log = EventLog()
+        self._routers = RouterTotals(LATENCY_WINDOW_S)
+        self._rates = WorkerRates(WINDOW_S)
+        self._damage = DamageTotals()
+        self._damaged = 0.0
+        self._history, self._sample_at = History(), now
+        self._states: dict[WorkerName, tuple[Incarnation, str, Role]] = {}
+        self._known = False
+        self._count = 0
+        self._now = self._wall = now
+        self._state = ClusterState(())
+        self._here: set[str] = set()
+
+    # ------------------------------------------------------------ what it hears
+
+    def report(self, report: RouterReport, now: float, wall: float) -> None:
+        """Take in a router's report. `wall`: seconds since 1970."""
+        if self._routers.report(report, now):
+            self.log.add(wall, EventKind.ROUTER, f"{_router_name(report)} reports")
+        self._here.add(report.router)
+
+    def take(self, state: ClusterState, now: float, wall: float) -> None:
+        """Take in the cluster's state."""
+        self._state, self._now, self._wall = state, now, wall
+        self._rates.take(state.workers, now)
+        self._routers.take(now)
+        self._note_changes(wall)
+        self._note_routers(now, wall)
+        self._damage.on_statuses(sample.view.status for sample in state.workers)
+        self._note_damage(wall)
+        if now >= self._sample_at - EARLY_S:
+            self._sample_at = now + SAMPLE_S
+            self._history.add(self._history_row())
+
+    def _note_changes(self, wall: float) -> None:
+        before, self._states = self._states, {}
+        for view, _ in self._state.workers:
+            name, status = view.record.name, view.status
+            state = self._states[name] = view.record.incarnation, status.state, view.record.role
+            old = before.get(name)
+            if old == state or not self._known:
+                continue
+            if status.state not in GONE:  # Of those the controller has told, with the reason.
+                self.log.add(wall, EventKind.WORKER, _change(name, old, *state))
+        self._known = True
+
+    def _note_routers(self, now: float, wall: float) -> None:
+        here = {report.router for report in self._routers.here(now)}
+        for _ in self._here - here:
+            self.log.add(wall, EventKind.ROUTER, "a router has been silent for 15 s: it has ended, or is cut off")
+        self._here = here
+
+    def _note_damage(self, wall: float) -> None:
+        found = sum(sample.count for sample in self._damage.samples())
+        if found > self._damaged:
+            text = f"workers have found damaged state {found - self._damaged:.0f} times; it is computed again"
+            self.log.add(wall, EventKind.DAMAGE, text)
+        self._damaged = found
+
+    # ------------------------------------------------------------ what it shows
+
+    def frame(self) -> dict[str, Any]:
+        """What there is to see now; numbers in seconds, bytes, tokens and pages, rates a second."""
+        self._count += 1
+        state, reports = self._state, self._routers.here(self._now)
+        rows = [worker_row(sample.view, self._rates) for sample in ordered(state.workers)]
+        links, left_out = link_rows(self._rates.links())
+        scaler = state.autoscaler
+        return {
+            "v": VERSION,
+            "n": self._count,
+            "at": round(self._wall, 3),
+            "boot": self._boot,
+            "up_s": round(self._now - self._began, 1),
+            "cluster": self._name,
+            "models": sorted({report.model for report in reports}),
+            "control": self._control(),
+            "now": self._numbers(self._routers.lately(WINDOW_S), self._routers.lately(LATENCY_WINDOW_S)),
+            "pools": pool_rows(rows, scaler),
+            "autoscaler": None if scaler is None else {"held_s": round(scaler.held_s, 1), "counters": scaler.counters},
+            "workers": rows,
+            "links": links,
+            "links_left_out": left_out,
+            "routers": [self._router_row(report) for report in reports[:MOST_ROUTERS_SHOWN]],
+            "totals": self._routers.totals(),
+            "damage": self._damage_by_site(),
+            "deaths": state.deaths,
+            "events": self.log.latest(FRAME_EVENTS),
+        }
+
+    def past(self) -> dict[str, Any]:
+        """What there was to see: numbers every `SAMPLE_S` seconds, and the whole log."""
+        return {
+            "v": VERSION,
+            "boot": self._boot,
+            "sample_s": SAMPLE_S,
+            "history": self._history.columns(),
+            "events": self.log.latest(),
+        }
+
+    def _control(self) -> dict[str, Any] | None:
+        plane = self._state.control
+        if plane is None:
+            return None
+        return {
+            "leader": plane.leader,
+            "term": plane.term,
+            "standbys": list(plane.standbys),
+            "build": self._build,
+            "supervised": self._state.supervised,
+            "shutting_down": self._state.shutting_down,
+        }
+
+    def _router_row(self, report: RouterReport) -> dict[str, Any]:
+        return {
+            "name": _router_name(report),
+            "node": report.node,
+            "pid": report.pid,
+            "build": report.build,
+            "in_flight": report.in_flight,
+            "waiting": report.waiting,
+            "tokens_s": round(self._routers.rate_of(report.router, "generated_tokens", WINDOW_S), 1),
+            "requests_s": round(self._routers.rate_of(report.router, "requests_submitted", WINDOW_S), 2),
+            "open_breakers": list(report.open_breakers),
+            "viewers": report.viewers,
+        }
+
+    def _damage_by_site(self) -> dict[str, int]:
+        found: dict[str, int] = dict.fromkeys(DamageSite, 0)
+        for sample in self._damage.samples():
+            found[sample.where] = found.get(sample.where, 0) + int(sample.count)
+        found[DamageSite.AUDIT] += self._routers.totals()["audits_damaged"]
+        return found
+
+    def _numbers(self, lately: Lately, latencies: Lately) -> dict[str, Any]:
+        reports = self._routers.here(self._now)
+        serving = [view for view, _ in self._state.workers if view.status.state in SERVING]
+        rates = [self._rates.of(view.record.name, view.record.incarnation) for view in serving]
+        computed = sum(one.get("prompt_tokens_computed", 0.0) for one in rates)
+        hits = sum(one.get(name, 0.0) for one in rates for name in HITS)
+        return {
+            "requests_s": round(lately.rate("requests_submitted"), 2),
+            "tokens_s": round(lately.rate("generated_tokens"), 1),
+            "prompt_tokens_s": round(computed, 1),
+            "hit_share": round(hits / (hits + computed), 4) if hits + computed > 0 else None,
+            "bytes_s": round(sum(link.bytes_s for link in self._rates.links())),
+            "in_flight": sum(report.in_flight for report in reports),
+            "queued": sum(report.waiting for report in reports) + sum(view.status.waiting for view in serving),
+            "running": sum(view.status.running for view in serving),
+            "ttft": _percentiles(latencies.first_tokens),
+            "itl": _percentiles(latencies.gaps),
+        }
+
+    def _history_row(self) -> dict[str, float | None]:
+        stretch = self._routers.since_last()
+        numbers = self._numbers(stretch, stretch)
+        row: dict[str, float | None] = {"at": round(self._wall, 1)}
+        row |= {name: numbers[name] for name in ("requests_s", "tokens_s", "prompt_tokens_s", "hit_share")}
+        row |= {name: numbers[name] for name in ("bytes_s", "running", "queued")}
+        for kind in ("ttft", "itl"):
+            row |= {f"{kind}_{name}": numbers[kind][name] for name in ("p50", "p99")}
+        for role in (Role.PREFILL, Role.DECODE):
+            roles = (role, Role.COLOCATED) if role is Role.DECODE else (role,)
+            own = [v.status for v, _ in self._state.workers if v.record.role in roles and v.status.state in SERVING]
+            total = sum(status.pages_total for status in own)
+            held = total - sum(status.pages_free for status in own)
+            row[f"pages_{role}"] = round(held / total, 4) if total else None
+            row[f"serving_{role}"] = len(own)
+        return row
+
+
+def _percentiles(counts: Sequence[int]) -> dict[str, float | int | None]:
+    found: dict[str, float | int | None] = {"count": sum(counts)}
+    for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
+        seconds = percentile(counts, share)
+        found[name] = round(seconds, 5) if seconds is not None else None
+    return found
+
+
+def _router_name(report: RouterReport) -> str:
+    return f"router {report.pid} on {report.node}"
+
+
+def _change(
+    name: WorkerName, old: tuple[Incarnation, str, Role] | None, incarnation: Incarnation, state: str, role: Role
+) -> str:
+    what = {
+        "starting": "starts",
+        "ready": "drains no more" if old is not None and old[1] == "draining" else "serves",
+        "draining": "drains: it takes nothing new, and what runs goes to others",
+    }.get(state, f"is {state}")
+    again = f", incarnation {incarnation}" if incarnation > 1 and state in ("starting", "ready") else ""
+    changed = f", as a {role} worker" if old is not None and old[2] is not role else ""
+    return f"{name} {what}{changed}{again}"

@@ -1,0 +1,59 @@
+"""What a router tells the controller of itself, for the dashboard: its counts, and what it has under way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+COUNTERS = (
+    "requests_submitted",
+    "requests_ended",
+    "requests_failed",
+    "requests_cancelled",
+    "generated_tokens",
+    "prompt_tokens_cached",
+    "transfer_bytes",
+    "replays",
+    "recomputed",
+    "damaged",
+    "fallbacks",
+    "refused_full",
+    "refused_early",
+    "shed",
+    "client_disconnects",
+    "slow_clients",
+    "migrated",
+    "audits_equal",
+    "audits_damaged",
+    "streams_flagged",
+)
+"""The names of a report's counters. Those that `/metrics` has are called as there, without ``twinpool_`` and
+``_total``."""
+NAME_CHARS = 253
+MOST_BREAKERS = 64
+"""Workers whose open circuit breakers a report names at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterReport:
+    """One router as it is now."""
+
+    router: str
+    """Names one start of the router; the counts are since then."""
+    node: str
+    pid: int
+    build: str
+    model: str
+    in_flight: int
+    """Choices that have not ended."""
+    waiting: int
+    """Those of them that wait for workers."""
+    counters: dict[str, int] = field(default_factory=dict)
+    """By the names in `COUNTERS`."""
+    first_tokens: tuple[int, ...] = ()
+    """Times from arrival to the first token, a count for each bucket of `contracts.messages.latency_shape`."""
+    gaps: tuple[int, ...] = ()
+    """Times between deliveries of an answer's tokens, likewise."""
+    open_breakers: tuple[str, ...] = ()
+    """Workers that get nothing from this router, as they have failed."""
+    viewers: int = 0
+    """Browsers that look at its dashboard."""

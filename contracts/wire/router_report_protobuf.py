@@ -1,0 +1,49 @@
+"""Routers' reports to protobuf and back."""
+
+from __future__ import annotations
+
+from contracts.errors import WireError
+from contracts.messages.latency_shape import BUCKETS
+from contracts.messages.router_report import COUNTERS, MOST_BREAKERS, NAME_CHARS, RouterReport
+from contracts.proto import worker_pb2 as pb
+
+
+def router_report_to_proto(r: RouterReport) -> pb.RouterReport:
+    return pb.RouterReport(
+        router=r.router,
+        node=r.node,
+        pid=r.pid,
+        build=r.build,
+        model=r.model,
+        in_flight=r.in_flight,
+        waiting=r.waiting,
+        counters=r.counters,
+        first_tokens=r.first_tokens,
+        gaps=r.gaps,
+        open_breakers=r.open_breakers[:MOST_BREAKERS],
+        viewers=r.viewers,
+    )
+
+
+def router_report_from_proto(m: pb.RouterReport) -> RouterReport:
+    """Read a report; counters of names that this build doesn't know are left out. Raises `WireError` for one that makes
+    no sense."""
+    texts = (m.router, m.node, m.build, m.model, *m.open_breakers)
+    if not m.router or any(len(text) > NAME_CHARS for text in texts) or len(m.open_breakers) > MOST_BREAKERS:
+        raise WireError(f"a report names its router, and no name has more than {NAME_CHARS} characters")
+    if len(m.first_tokens) not in (0, BUCKETS) or len(m.gaps) not in (0, BUCKETS):
+        raise WireError(f"a histogram of latencies has {BUCKETS} buckets")
+    return RouterReport(
+        m.router,
+        m.node,
+        m.pid,
+        m.build,
+        m.model,
+        m.in_flight,
+        m.waiting,
+        {name: m.counters[name] for name in COUNTERS if name in m.counters},
+        tuple(m.first_tokens),
+        tuple(m.gaps),
+        tuple(m.open_breakers),
+        m.viewers,
+    )

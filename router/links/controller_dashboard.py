@@ -1,0 +1,68 @@
+"""The controller's dashboard over gRPC: its frames, its past, and what this router reports to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc.aio
+
+from contracts.cluster_secret import access_metadata, cluster_secret
+from contracts.messages.router_report import RouterReport
+from contracts.proto import worker_pb2 as pb
+from contracts.wire.router_report_protobuf import router_report_to_proto
+
+T = TypeVar("T")
+CALL_S = 2.0
+"""Seconds that a call waits for the controller."""
+
+
+class ControllerDashboard:
+    """Implements `router.service.dashboard_source.DashboardSource` over the connection to the controller."""
+
+    def __init__(self, stub: Callable[[], Any]) -> None:
+        """`stub` returns the controller's client, None while the controller is away."""
+        self._stub = stub
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        stream = self._there().WatchDashboard(pb.Empty(), metadata=access_metadata(cluster_secret()))
+        frames = aiter(stream)
+        try:
+            while (frame := await _reached(anext(frames, None))) is not None:
+                yield frame.json
+            raise ConnectionError("the controller closed the stream")
+        finally:
+            stream.cancel()
+
+    async def past(self) -> bytes:
+        call = self._there().DashboardPast(pb.Empty(), timeout=CALL_S, metadata=access_metadata(cluster_secret()))
+        answer: pb.DashboardFrame = await _reached(call)
+        return answer.json
+
+    async def report(self, report: RouterReport) -> float:
+        call = self._there().ReportRouter(
+            router_report_to_proto(report), timeout=CALL_S, metadata=access_metadata(cluster_secret())
+        )
+        answer: pb.RouterReportAnswer = await _reached(call)
+        return answer.next_s
+
+    def _there(self) -> Any:
+        stub = self._stub()
+        if stub is None:
+            raise ConnectionError("the controller is away")
+        return stub
+
+
+async def _reached(call: Awaitable[T]) -> T:
+    """Await a call. Raises `ConnectionError` where it failed, also where the connection was closed under it: then
+    grpc.aio cancels the call, which isn't a cancellation of whoever awaits it."""
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise ConnectionError(f"{error.code().name}: {error.details()}") from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise ConnectionError("the connection to the controller was closed") from None

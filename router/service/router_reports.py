@@ -1,0 +1,117 @@
+"""What the dashboard is told by a router of itself: its counts, the times of first tokens and gaps, its breakers.
+
+One call is under way at a time. Counts are since the router's start, so a call whose answer was lost costs nothing. How
+often is the controller's to say: about once a second while somebody looks, else every few seconds, for the history.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+
+from contracts.build_id import build_id
+from contracts.clock import Clock
+from contracts.messages.router_report import MOST_BREAKERS, RouterReport
+from router.core.router_core import RouterCore
+from router.metrics.prometheus_metrics import PrometheusMetrics
+from router.service.dashboard_source import DashboardSource
+from router.state.circuit_breaker import CircuitState
+from router.state.router_log import log
+from router.verification.audit_cases import AuditResult
+from router.verification.stream_watch import StreamWatch
+
+RETRY_S = 1.0
+"""Seconds until a report that failed is made again."""
+LEAST_S, MOST_S = 0.5, 30.0
+"""Bounds of what the controller may ask for."""
+
+
+class RouterReports:
+    """The reports of one router; on its event loop. `name` is of this start of the router."""
+
+    def __init__(
+        self,
+        source: DashboardSource,
+        metrics: PrometheusMetrics,
+        core: RouterCore,
+        watch: StreamWatch | None,
+        name: str,
+        model: str,
+        clock: Clock,
+    ) -> None:
+        self._source, self._metrics, self._core, self._watch = source, metrics, core, watch
+        self._name, self._model, self._clock = name, model, clock
+        self._call: asyncio.Task[None] | None = None
+        self._next = clock.now()
+        self._away = False
+        self._viewers = 0
+
+    def tick(self) -> None:
+        """Report if it is time; to be called every 100 ms or so."""
+        if self._call is None and self._clock.now() >= self._next:
+            self._call = asyncio.get_running_loop().create_task(self._report())
+            self._call.add_done_callback(self._done)
+
+    def seen_by(self, viewers: int) -> None:
+        """Note how many browsers look at this router's dashboard, and report with the next tick."""
+        self._viewers, self._next = viewers, self._clock.now()
+
+    def close(self) -> None:
+        if self._call is not None:
+            self._call.cancel()
+
+    def _done(self, call: asyncio.Task[None]) -> None:
+        self._call = None
+
+    async def _report(self) -> None:
+        began = self._clock.now()
+        try:
+            pause_s = await self._source.report(self.report())
+        except ConnectionError as error:
+            if not self._away:
+                log("dashboard away", reason=str(error))
+            self._away, self._next = True, self._clock.now() + RETRY_S
+        else:
+            self._away, self._next = False, began + min(max(pause_s, LEAST_S), MOST_S)
+
+    def report(self) -> RouterReport:
+        """This router as it is now."""
+        core, metrics = self._core, self._metrics
+        counts, results = core.counts, core.audits.counts.results
+        breakers = [e.record.name for e in core.workers if e.breaker.state is not CircuitState.CLOSED]
+        return RouterReport(
+            self._name,
+            platform.node(),
+            os.getpid(),
+            build_id(),
+            self._model,
+            core.requests.in_flight,
+            core.requests.waiting,
+            {
+                "requests_submitted": counts.submitted,
+                "requests_ended": counts.ended,
+                "requests_failed": counts.failed,
+                "requests_cancelled": counts.cancelled,
+                "generated_tokens": metrics.generated_tokens,
+                "prompt_tokens_cached": metrics.cached_tokens,
+                "transfer_bytes": metrics.transfer_bytes,
+                "replays": counts.replays,
+                "recomputed": counts.recomputed,
+                "damaged": counts.damaged,
+                "fallbacks": counts.fallbacks,
+                "refused_full": metrics.refused_full,
+                "refused_early": counts.refused_early,
+                "shed": counts.shed,
+                "client_disconnects": metrics.disconnects,
+                "slow_clients": metrics.slow_clients,
+                "migrated": core.migrations.counts.migrated,
+                "audits_equal": results[AuditResult.EXACT],
+                "audits_damaged": results[AuditResult.DAMAGED],
+                "streams_flagged": sum(self._watch.flagged.values()) if self._watch is not None else 0,
+            },
+            tuple(metrics.first_token_shape.counts),
+            tuple(metrics.gap_shape.counts),
+            tuple(breakers[:MOST_BREAKERS]),
+            self._viewers,
+        )
