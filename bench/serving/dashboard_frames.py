@@ -16,6 +16,7 @@ import secrets
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from cluster.dashboard.cluster_frames import ClusterFrames, ClusterState
 from cluster.dashboard.dashboard_feed import DashboardFeed
 from cluster.dashboard.event_log import EventKind
 from cluster.dashboard.history import KEPT_S
+from cluster.dashboard.request_rows import SHOWN
 from cluster.dashboard.worker_rates import WorkerSample
 from cluster.serve.local_directory import LocalDirectory
 from contracts.checkpoint.model_spec import read_model_spec
@@ -32,6 +34,7 @@ from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.autoscaler_messages import AutoscalerView, PoolSizing
 from contracts.messages.control_plane import ControlPlane
 from contracts.messages.latency_shape import LatencyShape
+from contracts.messages.request_record import RecordEvent, RecordSpan, RequestRecord
 from contracts.messages.router_report import COUNTERS, RouterReport
 from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 from router.api.app import create_app
@@ -95,13 +98,17 @@ class MadeUpCluster:
             (f"start-{i}", dict.fromkeys(COUNTERS, 0), LatencyShape(), LatencyShape()) for i in range(routers)
         ]
         self._scale = (prefill + decode) / 8
+        self._requests: deque[RequestRecord] = deque(maxlen=SHOWN)
+        self._count_requests = 0
         self.load = 0.0
 
-    def step(self, now: float, seconds: float) -> None:
-        """Let `seconds` pass."""
+    def step(self, now: float, seconds: float, wall: float) -> None:
+        """Let `seconds` pass. `wall`: seconds since 1970."""
         rng, scale = self._rng, self._scale
         wave = 0.62 + 0.25 * math.sin(now / 140) + 0.11 * math.sin(now / 31) + rng.gauss(0, 0.02)
         self.load = max(0.05, wave)
+        for _ in range(2):
+            self._finish(wall)
         prompts = [w for w in self.workers if w.role is Role.PREFILL and w.state == "ready"]
         answers = [w for w in self.workers if w.role is Role.DECODE and w.state in ("ready", "draining")]
         requests = 9.0 * scale * self.load
@@ -160,7 +167,55 @@ class MadeUpCluster:
             ),
             counters={"grown": 2, "shrunk": 1, "role_changes": 1},
         )
-        return ClusterState([WorkerSample(w.view(), now) for w in self.workers], scaler, control, deaths=1)
+        workers = [WorkerSample(w.view(), now) for w in self.workers]
+        return ClusterState(workers, scaler, control, deaths=1, requests=list(self._requests)[::-1])
+
+    def _finish(self, wall: float) -> None:
+        """Add the record of a request that ends now."""
+        rng = self._rng
+        prefill = rng.choice([w.name for w in self.workers if w.role is Role.PREFILL] or [""])
+        decode = rng.choice([w.name for w in self.workers if w.role is Role.DECODE] or [""])
+        prompt, generated = rng.randint(200, 6000), rng.randint(20, 400)
+        at, spans = 0.0, list[RecordSpan]()
+        parts = [
+            ("tokenise", rng.uniform(0.001, 0.003), "", ""),
+            ("prefill_queue", rng.expovariate(1 / (0.05 * self.load)), prefill, ""),
+            (
+                "prefill",
+                prompt / 9000,
+                prefill,
+                f"{prompt * 6 // 10} tokens computed, cached: {prompt * 4 // 10} of device",
+            ),
+            ("handover", rng.uniform(0.001, 0.02), decode, f"{prompt // PAGE_TOKENS * PAGE_BYTES} bytes"),
+            ("decode", generated * rng.uniform(0.017, 0.024), decode, ""),
+            ("answer", 0.002, "", ""),
+        ]
+        for name, seconds, worker, detail in parts:
+            spans.append(RecordSpan(name, round(at, 5), round(at + seconds, 5), worker, detail))
+            at += seconds
+        begins, ends = spans[2].start_s + 0.02, spans[3].start_s
+        if ends > begins:
+            spans.append(RecordSpan("transfer", begins, ends, decode, parts[3][3], hidden=True))
+        self._count_requests += 1
+        self._requests.append(
+            RequestRecord(
+                f"{self._rng.getrandbits(64):016x}-0",
+                "",
+                "",
+                f"router-{self._count_requests % len(self._routers)}",
+                "Qwen3-30B-A3B",
+                rng.choice(("", "search", "batch")),
+                wall - at,
+                at,
+                spans[4].start_s + 0.02,
+                rng.choice(("stop", "stop", "length")),
+                prompt_tokens=prompt,
+                cached_tokens={"device": prompt * 4 // 10},
+                generated=generated,
+                spans=tuple(spans),
+                events=(RecordEvent(0.0, "placed", prefill), RecordEvent(spans[3].end_s, "handed over", decode)),
+            )
+        )
 
     def reports(self) -> list[RouterReport]:
         running = sum(w.running for w in self.workers if w.role is Role.DECODE)
@@ -220,7 +275,7 @@ class MadeUpDashboard:
                     worker.counts = dict.fromkeys(worker.counts, 0.0)
                     worker.last_end = "no heartbeat for 10 s"
                 worker.state = state
-        self._cluster.step(now, seconds)
+        self._cluster.step(now, seconds, wall)
         for report in self._cluster.reports():
             self._feed.frames.report(report, now, wall)
 

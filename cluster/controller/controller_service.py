@@ -133,7 +133,7 @@ class ControllerService(pb_grpc.ControllerServicer):
         self._settings = SettingsOrders()
         self.records = RecordBoard()
         """What routers tell of requests."""
-        self._dashboard = dashboard_of(core, autoscaler, self._plane, self._clock)
+        self._dashboard = dashboard_of(core, autoscaler, self._plane, self.records, self._clock)
         core.on_change(self._wake)
 
     async def Register(self, request: pb.Registration, context: Context) -> pb.LeaseGrant:

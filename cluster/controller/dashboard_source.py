@@ -8,9 +8,11 @@ from collections.abc import Callable
 
 from cluster.controller.autoscaler import Autoscaler
 from cluster.controller.controller import Controller
+from cluster.controller.record_board import RecordBoard
 from cluster.dashboard.cluster_frames import ClusterFrames, ClusterState
 from cluster.dashboard.dashboard_feed import DashboardFeed
 from cluster.dashboard.event_log import EventKind
+from cluster.dashboard.request_rows import SHOWN
 from cluster.dashboard.worker_rates import WorkerSample
 from contracts.build_id import build_id
 from contracts.clock import Clock
@@ -24,11 +26,12 @@ def dashboard_of(
     core: Controller,
     autoscaler: Autoscaler | None,
     plane: Callable[[], ControlPlane],
+    records: RecordBoard,
     clock: Clock,
     wall: Callable[[], float] = time.time,
 ) -> DashboardFeed:
     """The feed of a controller; what the operator is told from now on is in its log, too. `plane` returns who leads the
-    controllers."""
+    controllers; `records` has what routers tell of requests."""
 
     def state() -> ClusterState:
         rows = core.table.rows.values()
@@ -39,6 +42,7 @@ def dashboard_of(
             supervised=core.can_start or core.shutting_down,
             shutting_down=core.shutting_down,
             deaths=core.deaths,
+            requests=records.recent(SHOWN),
         )
 
     def noted(text: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from cluster.dashboard.event_log import EventKind, EventLog
 from cluster.dashboard.history import SAMPLE_S, History
+from cluster.dashboard.request_rows import SHOWN, request_row
 from cluster.dashboard.router_totals import Lately, RouterTotals
 from cluster.dashboard.worker_rates import HITS, WorkerRates, WorkerSample
 from cluster.dashboard.worker_rows import GONE, SERVING, link_rows, ordered, pool_rows, worker_row
@@ -20,6 +21,7 @@ from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.autoscaler_messages import AutoscalerView
 from contracts.messages.control_plane import ControlPlane
 from contracts.messages.latency_shape import percentile
+from contracts.messages.request_record import RequestRecord
 from contracts.messages.router_report import RouterReport
 from router.verification.damage_totals import DamageTotals
 
@@ -49,6 +51,8 @@ class ClusterState:
     shutting_down: bool = False
     deaths: int = 0
     """Workers that have died since the controller's start."""
+    requests: Sequence[RequestRecord] = ()
+    """The latest ones that are known of, the newest first."""
 
 
 class ClusterFrames:
@@ -146,6 +150,7 @@ class ClusterFrames:
             "damage": self._damage_by_site(),
             "deaths": state.deaths,
             "events": self.log.latest(FRAME_EVENTS),
+            "requests": [request_row(record) for record in state.requests[:SHOWN]],
         }
 
     def past(self) -> dict[str, Any]:

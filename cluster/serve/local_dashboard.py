@@ -6,15 +6,17 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from cluster.dashboard.cluster_frames import ClusterFrames, ClusterState
 from cluster.dashboard.dashboard_feed import DashboardFeed, TooManyWatch
 from cluster.dashboard.event_log import EventKind
+from cluster.dashboard.request_rows import SHOWN
 from cluster.dashboard.worker_rates import WorkerSample
 from cluster.serve.local_directory import LocalDirectory
 from contracts.build_id import build_id
 from contracts.clock import Clock
+from contracts.messages.request_record import RequestRecord
 from contracts.messages.router_report import RouterReport
 
 TICK_S = 0.1
@@ -31,6 +33,8 @@ class LocalDashboard:
         frames.log.add(time.time(), EventKind.CONTROL, "router and workers run in one process: none is started again")
         self._feed = DashboardFeed(frames, self._state, clock, time.time)
         self._ticker: asyncio.Task[None] | None = None
+        self.recent: Callable[[int], Sequence[RequestRecord]] = lambda count: ()
+        """Returns the router's latest records; set once there is a router."""
 
     async def frames(self) -> AsyncIterator[bytes]:
         try:
@@ -57,4 +61,4 @@ class LocalDashboard:
         now = self._clock.now()
         views = self._directory.views()
         dead = sum(view.status.state == "dead" for view in views)
-        return ClusterState([WorkerSample(view, now) for view in views], deaths=dead)
+        return ClusterState([WorkerSample(view, now) for view in views], deaths=dead, requests=self.recent(SHOWN))

@@ -3,7 +3,11 @@
 import { by, clock, count, el, joined, Keyed, mark, say, seconds, table } from "./words.js";
 
 const MOST = 24;
-const SHADES = 7;
+const SPANS = { // By name: in words, and how much of the accent its tint has; waits are hatched.
+  tokenise: ["tokenise", 25], queue: ["waits at the router", 30, true], prefill_queue: ["waits for prefill", 45, true], prefill: ["prefill", 100],
+  decode_queue: ["waits for decode", 45, true], handover: ["hand-over, exposed", 70, true], transfer: ["hand-over, hidden", 70], decode: ["decode", 40],
+  retracted: ["retracted", 60, true], move: ["move", 80, true], answer: ["answer", 15],
+};
 
 export class Waterfall {
   constructor() {
@@ -11,19 +15,29 @@ export class Waterfall {
     by("requests").append(this.list);
     this.rows = new Keyed(this.list, (record) => this.#make(record));
     this.names = [];
-    this.open = null;
+    this.first = false; // Whether requests are drawn to their first token alone.
+    for (const [id, first] of [["to-end", false], ["to-first", true]]) {
+      by(id).addEventListener("click", () => {
+        this.first = first;
+        mark(by("to-end"), "aria-pressed", !first);
+        mark(by("to-first"), "aria-pressed", first);
+        this.draw(this.frame);
+      });
+    }
   }
 
   draw(frame) {
-    const records = (frame.requests ?? []).slice(-MOST).reverse();
+    this.frame = frame;
+    const records = frame.requests.slice(0, MOST);
     by("requests-section").hidden = !records.length;
     if (!records.length) return;
     for (const record of records) for (const one of record.spans) if (!this.names.includes(one.name)) this.names.push(one.name);
     const legend = by("span-legend");
     if (legend.children.length !== this.names.length) {
-      legend.replaceChildren(...this.names.map((name, i) => { const item = el("li", { text: name }); item.style.setProperty("--swatch", shade(i)); return item; }));
+      legend.replaceChildren(...this.names.map((name) => { const item = el("li", { text: words(name) }); item.style.setProperty("--swatch", shade(name)); return item; }));
     }
-    const longest = Math.max(...records.map((record) => record.total_s), 1e-6);
+    const ends = records.map((record) => (this.first ? (record.first_token_s ?? record.total_s) * 1.04 : record.total_s));
+    const longest = Math.max(...ends, 1e-6);
     this.rows.update(records, (record) => record.request_id, (row, record) => this.#draw(row, record, longest));
   }
 
@@ -40,17 +54,19 @@ export class Waterfall {
   }
 
   #draw(row, record, longest) {
-    if (row.record === record && row.longest === longest) return;
+    const drawn = `${record.total_s} ${record.events.length} ${longest} ${this.first} ${this.names.length}`;
     row.record = record;
-    row.longest = longest;
+    if (row.drawn === drawn) return; // A record changes only where an audit of it has ended.
+    row.drawn = drawn;
     const [name, bars, total] = row.children;
     say(name.firstChild, record.request_id);
-    say(name.lastChild, [`${count(record.prompt_tokens)} + ${count(record.generated)} tokens`, record.cached_tokens && `${count(record.cached_tokens)} cached`, record.tenant].filter(Boolean).join(" · "));
+    say(name.lastChild, [`${count(record.prompt_tokens)} + ${count(record.generated)} tokens`, record.cached_tokens && `${count(record.cached_tokens)} cached`, record.attempts > 1 && `${record.attempts} attempts`,
+      record.migrations && "moved", record.retractions && "retracted", record.tenant].filter(Boolean).join(" · "));
     const part = (one) => {
-      const bar = el("i", { title: `${one.name}: ${joined(seconds(one.end_s - one.start_s))}${one.worker ? `, ${one.worker}` : ""}`, class: one.hidden ? "hidden-work" : null });
+      const bar = el("i", { title: `${words(one.name)}: ${joined(seconds(one.end_s - one.start_s))}${one.worker ? `, ${one.worker}` : ""}`, class: one.hidden ? "hidden-work" : null });
       bar.style.left = `${(100 * one.start_s) / longest}%`;
       bar.style.width = `${(100 * (one.end_s - one.start_s)) / longest}%`;
-      bar.style.setProperty("--swatch", shade(this.names.indexOf(one.name)));
+      bar.style.setProperty("--swatch", shade(one.name));
       return bar;
     };
     const parts = record.spans.map(part);
@@ -60,24 +76,28 @@ export class Waterfall {
       parts.push(first);
     }
     bars.replaceChildren(...parts);
-    mark(bars, "aria-label", record.spans.map((one) => `${one.name} ${joined(seconds(one.end_s - one.start_s))}`).join(", "));
-    const bad = !["ended", "stop", "length", "tool_calls", "ok"].includes(record.outcome);
-    mark(row, "data-bad", bad);
-    say(total, bad ? record.outcome : joined(seconds(record.total_s)));
+    mark(bars, "aria-label", record.spans.map((one) => `${words(one.name)} ${joined(seconds(one.end_s - one.start_s))}`).join(", "));
+    mark(row, "data-bad", !record.well);
+    const took = this.first ? record.first_token_s : record.total_s;
+    say(total, ["stop", "length"].includes(record.outcome) ? joined(seconds(took)) : record.outcome);
   }
 }
 
 function detail(record) {
   const [spans, body] = table(["Part", "From", "Takes", "Worker", "Detail"], [1, 2]);
   for (const one of record.spans) {
-    const cells = [joined(seconds(one.start_s)), joined(seconds(one.end_s - one.start_s)), one.worker, one.detail];
-    body.append(el("tr", {}, el("th", { scope: "row", text: one.name }), ...cells.map((text, i) => el("td", { class: i < 2 ? "n" : null, text: text ?? "" }))));
+    const cells = [joined(seconds(one.start_s)), joined(seconds(one.end_s - one.start_s)), one.worker, [one.hidden && "beside the others", one.detail].filter(Boolean).join(": ")];
+    body.append(el("tr", {}, el("th", { scope: "row", text: words(one.name) }), ...cells.map((text, i) => el("td", { class: i < 2 ? "n" : null, text: text ?? "" }))));
   }
-  return el("div", { class: "detail" }, el("p", { class: "sub", text: `came at ${clock(record.arrived)} by ${record.router}; ${record.outcome}` }), spans);
+  return el("div", { class: "detail" }, el("p", { class: "sub", text: `came at ${clock(record.arrived)} by ${record.router}; ${record.outcome} ${record.message}` }), spans,
+    el("ol", { class: "story" }, ...record.events.map((one) => el("li", {}, el("span", { class: "n", text: joined(seconds(one.at_s)) }), el("span", { text: [one.kind, one.worker, one.text].filter(Boolean).join(" · ") })))));
 }
 
-// Tints of the one hue, told apart by lightness and order; the legend names them.
-function shade(i) {
-  const k = ((i * 3) % SHADES) / (SHADES - 1);
-  return `color-mix(in oklab, var(--accent) ${Math.round(100 - 72 * k)}%, var(--tint))`;
+const words = (name) => SPANS[name]?.[0] ?? name.replaceAll("_", " ");
+
+// Tints of the one hue, told apart by lightness and, for what is a wait, by hatching; the legend names them.
+function shade(name) {
+  const [, part, hatched] = SPANS[name] ?? ["", 25];
+  const tint = `color-mix(in oklab, var(--accent) ${part}%, var(--tint))`;
+  return hatched ? `repeating-linear-gradient(135deg, ${tint} 0 3px, color-mix(in oklab, ${tint} 45%, var(--card)) 3px 6px)` : tint;
 }
