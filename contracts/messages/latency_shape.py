@@ -1,4 +1,4 @@
-"""Histograms of seconds that can be added up: quarter octaves, from which any percentile can be read within 10 %.
+"""Histograms of seconds that can be added up: quarter octaves, from which any percentile can be read within 19 %.
 
 `/metrics` has few buckets, as monitoring systems want them; these are for showing percentiles of the latest seconds.
 """

@@ -62,7 +62,7 @@ async def events(service: RouterService, exchange: HttpExchange) -> None:
     if failure := forbidden(service, exchange) or _cross_site(exchange):
         return await exchange.fail(failure)
     if service.dashboard is None:
-        return await exchange.fail(ApiError(503, "this router has no controller to ask", "server_error", "down"))
+        return await exchange.fail(ApiError(409, "this router shows no dashboard", "conflict_error", "conflict"))
     try:
         viewer = service.dashboard.open()
     except NoViewer as error:

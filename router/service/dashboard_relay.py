@@ -92,6 +92,11 @@ class DashboardRelay:
         self.stream = 0
         """How many streams of frames there were that have brought one."""
 
+    @property
+    def viewers(self) -> int:
+        """How many look."""
+        return len(self._viewers)
+
     def open(self) -> DashboardViewer:
         """A viewer more; its `close` must be called. Raises `NoViewer`."""
         if self._closed:

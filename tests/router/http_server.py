@@ -27,6 +27,7 @@ from router.api.port_handover import Predecessor
 from router.api.router_server import AdminListener, RouterListeners, RouterServer
 from router.main import listen, listen_at
 from router.records.record_reports import RecordListener
+from router.service.dashboard_source import DashboardSource
 from router.service.quota_leases import QuotaLessor
 from router.service.router_service import RouterService
 from router.tracing.otlp_exporter import SpanSender
@@ -161,12 +162,14 @@ def serving(
     take_over: Path | None = None,
     recorder: RecordListener | None = None,
     span_sender: SpanSender | None = None,
+    dashboard: DashboardSource | None = None,
 ) -> Iterator[Server]:
     """A router on a free port that serves until the end of the block. Where `config` has an operators' port, that is a
     free one too. `handover` and `take_over`: where it hands its ports over, and where it gets another router's."""
     config = config or Config()
     service = RouterService(
-        spec or demo_spec(), config, directory or cluster, lessor=lessor, recorder=recorder, span_sender=span_sender
+        spec or demo_spec(), config, directory or cluster, lessor=lessor, recorder=recorder, span_sender=span_sender,
+        dashboard=dashboard,
     )
     reading, writing = os.pipe()
     predecessor = Predecessor.reach(take_over) if take_over is not None else None

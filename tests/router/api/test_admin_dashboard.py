@@ -1,0 +1,154 @@
+"""The dashboard over HTTP: who may load the page, who may see numbers, and what the page can't be made to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cli.keys_command import new_key
+from contracts.config.cluster_config import Config
+from contracts.config.security_config import SecurityConfig
+from router.api.admin_dashboard import FOLDER, page_files
+from router.api.admin_status import TOKEN_VARIABLE
+from router.service.dashboard_relay import MOST_VIEWERS
+from tests.router.fake_worker import FakeCluster
+from tests.router.http_server import Server, serving
+from tests.router.service.fake_dashboard import FakeDashboard
+
+EVENTS = "/cluster/dashboard"
+
+
+@pytest.fixture(scope="module")
+def shown() -> Iterator[Server]:
+    with serving(FakeCluster(), dashboard=FakeDashboard()) as server:
+        yield server
+
+
+def events(client: httpx.Client, most: int = 2, **headers: str) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    with client.stream("GET", EVENTS, headers=headers) as answer:
+        assert answer.status_code == 200, answer.read()
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        kind = ""
+        for line in answer.iter_lines():
+            if line.startswith("event: "):
+                kind = line[7:]
+            elif line.startswith("data: "):
+                found.append((kind, line[6:]))
+                if len(found) == most:
+                    break
+    return found
+
+
+def test_the_whole_page_is_small_and_loads_nothing_from_elsewhere() -> None:
+    files = page_files()
+    assert sum(len(body) for _, body in files.values()) < 200_000
+    assert {path for path in files if path.endswith(".html")} == set()
+    assert len(files) == len(list(FOLDER.iterdir()))
+    for path, (_, body) in files.items():
+        text = body.decode()
+        outside = text.replace("http://www.w3.org/2000/svg", "")
+        assert not [mark for mark in ("http:", "https:", '"//') if mark in outside], path
+
+
+@pytest.mark.parametrize("path", sorted(page_files()))
+def test_anybody_may_load_the_page_which_runs_no_script_but_its_own(shown: Server, path: str) -> None:
+    answer = shown.client.get(path)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == page_files()[path][0].decode()
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert "frame-ancestors 'none'" in policy
+    assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_there_is_no_way_out_of_the_pages_folder(shown: Server) -> None:
+    for path in ("/dashboard/../app.py", "/dashboard/%2e%2e/app.py", "/dashboard/", "/dashboard/index.html"):
+        assert shown.client.get(path).status_code == 404
+
+
+def test_events_begin_with_the_past_and_go_on_with_frames(shown: Server) -> None:
+    (first, past), (second, frame) = events(shown.client)
+    assert (first, second) == ("past", "frame")
+    assert json.loads(past) == {"v": 1}
+    assert json.loads(frame)["v"] == 1
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": "https://elsewhere.example"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "same-site"}, 403),
+        ({"Host": "attacker.example"}, 403),
+        ({"X-Forwarded-For": "10.0.0.1"}, 403),
+    ],
+)
+def test_no_other_sites_page_gets_events_or_a_viewers_place(
+    shown: Server, headers: dict[str, str], status: int
+) -> None:
+    assert shown.client.get(EVENTS, headers=headers).status_code == status
+    assert shown.service.dashboard is not None
+    assert events(shown.client, **{"Sec-Fetch-Site": "same-origin"})
+
+
+def test_where_there_is_a_token_events_need_it_and_the_page_does_not(
+    shown: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    assert shown.client.get(EVENTS).status_code == 403
+    assert shown.client.get(EVENTS, headers={"Authorization": "Bearer wrong"}).status_code == 403
+    assert shown.client.get("/dashboard").status_code == 200
+    assert events(shown.client, Authorization="Bearer secret")
+
+
+def test_with_a_port_of_their_own_operators_have_the_page_there_alone(tmp_path: Path) -> None:
+    file = tmp_path / "operators.json"
+    secret = new_key(file, "operator")
+    config = Config(security=SecurityConfig(admin_port=1, admin_keys_file=str(file)))
+    with (
+        serving(FakeCluster(), config=config, dashboard=FakeDashboard()) as server,
+        httpx.Client(base_url=server.admin_url, timeout=10, trust_env=False) as operator,
+    ):
+        assert server.client.get("/dashboard").status_code == 404
+        assert server.client.get(EVENTS).status_code == 404
+        assert operator.get("/dashboard").status_code == 200
+        assert operator.get("/dashboard/app.js").status_code == 200
+        assert operator.get(EVENTS).status_code == 403
+        assert events(operator, Authorization=f"Bearer {secret}")
+
+
+def test_a_router_that_has_no_dashboard_says_so() -> None:
+    with serving(FakeCluster()) as server:
+        answer = server.client.get(EVENTS)
+        assert answer.status_code == 409
+        assert "no dashboard" in answer.json()["error"]["message"]
+
+
+def test_no_more_look_than_may_and_one_who_leaves_makes_room(shown: Server) -> None:
+    relay = shown.service.dashboard
+    assert relay is not None
+    held = [shown.call(relay.open) for _ in range(MOST_VIEWERS)]
+    answer = shown.client.get(EVENTS)
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "10"
+    for viewer in held[1:]:
+        shown.call(viewer.close)
+    assert events(shown.client)
+    shown.call(held[0].close)
+    shown.wait_until(lambda: not relay.viewers)
+
+
+def test_a_client_that_leaves_is_a_viewer_no_more(shown: Server) -> None:
+    relay = shown.service.dashboard
+    assert relay is not None
+    with shown.client.stream("GET", EVENTS) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        shown.wait_until(lambda: relay.viewers == 1)
+    shown.wait_until(lambda: relay.viewers == 0)
