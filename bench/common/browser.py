@@ -114,10 +114,10 @@ class Tab:
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
 
-    def picture(self, path: Path, *, whole: bool = True) -> None:
-        """Save what there is to see as PNG, the whole page or the window alone."""
-        answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(answer["data"]))
+    def image(self, **options: Any) -> bytes:
+        """What there is to see as PNG; `options` as the protocol has them: ``clip``."""
+        answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, **options)
+        return base64.b64decode(answer["data"])
 
 
 class Browser:

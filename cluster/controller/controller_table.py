@@ -55,6 +55,7 @@ class ControllerTable:
         its table may be ahead of what its successor will read."""
         self._listeners: list[Callable[[], None]] = []
         self._note_listeners: list[Callable[[str], None]] = []
+        self._row_listeners: list[Callable[[WantedWorker], None]] = []
         kept = ledger.begin()
         self.autoscaler = kept.get(AUTOSCALER_KEY, "")
         """What an earlier controller's autoscaler has kept (`cluster.controller.autoscaler`); empty where it kept
@@ -117,6 +118,9 @@ class ControllerTable:
         self.version += 1
         for row in rows or self.rows.values():
             row.changed_at = self.version
+        for row in rows:
+            for listener in self._row_listeners:
+                listener(row)
         self._tell()
 
     def numbers_changed(self, row: WantedWorker, *, counters: bool) -> None:
@@ -134,6 +138,10 @@ class ControllerTable:
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` after each change of the table, on the caller's thread."""
         self._listeners.append(listener)
+
+    def on_row(self, listener: Callable[[WantedWorker], None]) -> None:
+        """Call `listener` with each row of which more than numbers has changed, on the caller's thread."""
+        self._row_listeners.append(listener)
 
     def act(self, *actions: ControllerAction) -> None:
         self.actions += actions

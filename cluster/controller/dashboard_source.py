@@ -9,6 +9,7 @@ from collections.abc import Callable
 from cluster.controller.autoscaler import Autoscaler
 from cluster.controller.controller import Controller
 from cluster.controller.record_board import RecordBoard
+from cluster.controller.wanted_worker import WantedWorker
 from cluster.dashboard.cluster_frames import ClusterFrames, ClusterState
 from cluster.dashboard.dashboard_feed import DashboardFeed
 from cluster.dashboard.event_log import EventKind
@@ -49,7 +50,11 @@ def dashboard_of(
         kind = EventKind.SCALE if text.startswith(SCALING) else EventKind.WORKER
         frames.log.add(wall(), kind, text.removeprefix(SCALING))
 
+    def changed(row: WantedWorker) -> None:
+        frames.changed(row.name, row.incarnation, row.state, row.role, wall())
+
     frames = ClusterFrames(core.table.config.name, secrets.token_hex(8), build_id(), clock.now())
     frames.log.add(wall(), EventKind.CONTROL, "a controller has begun to lead; what was before is with the one before")
     core.table.on_note(noted)
+    core.table.on_row(changed)
     return DashboardFeed(frames, state, clock, wall)

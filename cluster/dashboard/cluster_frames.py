@@ -88,7 +88,9 @@ class ClusterFrames:
         self._state, self._now, self._wall = state, now, wall
         self._rates.take(state.workers, now)
         self._routers.take(now)
-        self._note_changes(wall)
+        for view, _ in state.workers:
+            self.changed(view.record.name, view.record.incarnation, view.status.state, view.record.role, wall)
+        self._known = True
         self._note_routers(now, wall)
         self._damage.on_statuses(sample.view.status for sample in state.workers)
         self._note_damage(wall)
@@ -96,17 +98,12 @@ class ClusterFrames:
             self._sample_at = now + SAMPLE_S
             self._history.add(self._history_row())
 
-    def _note_changes(self, wall: float) -> None:
-        before, self._states = self._states, {}
-        for view, _ in self._state.workers:
-            name, status = view.record.name, view.status
-            state = self._states[name] = view.record.incarnation, status.state, view.record.role
-            old = before.get(name)
-            if old == state or not self._known:
-                continue
-            if status.state not in GONE:  # Of those the controller has told, with the reason.
-                self.log.add(wall, EventKind.WORKER, _change(name, old, *state))
-        self._known = True
+    def changed(self, name: WorkerName, incarnation: Incarnation, state: str, role: Role, wall: float) -> None:
+        """Note a worker's state, which may last for less than there is between two calls of `take`."""
+        old, new = self._states.get(name), (incarnation, state, role)
+        self._states[name] = new
+        if self._known and old != new and state not in GONE:  # Of those the controller tells, with the reason.
+            self.log.add(wall, EventKind.WORKER, _change(name, old, *new))
 
     def _note_routers(self, now: float, wall: float) -> None:
         here = {report.router for report in self._routers.here(now)}

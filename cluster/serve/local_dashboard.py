@@ -32,7 +32,7 @@ class LocalDashboard:
         frames = ClusterFrames(name, secrets.token_hex(8), build_id(), clock.now())
         frames.log.add(time.time(), EventKind.CONTROL, "router and workers run in one process: none is started again")
         self._feed = DashboardFeed(frames, self._state, clock, time.time)
-        self._ticker: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self.recent: Callable[[int], Sequence[RequestRecord]] = lambda count: ()
         """Returns the router's latest records; set once there is a router."""
 
@@ -48,14 +48,13 @@ class LocalDashboard:
         return self._feed.past()
 
     async def report(self, report: RouterReport) -> float:
-        if self._ticker is None:  # The first report comes once the router's loop runs.
-            self._ticker = asyncio.get_running_loop().create_task(self._tick())
+        if self._timer is None:  # The first report comes once the router's loop runs.
+            self._tick()
         return self._feed.report(report)
 
-    async def _tick(self) -> None:
-        while True:
-            self._feed.tick()
-            await asyncio.sleep(TICK_S)
+    def _tick(self) -> None:
+        self._feed.tick()
+        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def _state(self) -> ClusterState:
         now = self._clock.now()

@@ -28,7 +28,7 @@ def shown() -> Iterator[Server]:
         yield server
 
 
-def events(client: httpx.Client, most: int = 2, **headers: str) -> list[tuple[str, str]]:
+def events(client: httpx.Client, **headers: str) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     with client.stream("GET", EVENTS, headers=headers) as answer:
         assert answer.status_code == 200, answer.read()
@@ -39,7 +39,7 @@ def events(client: httpx.Client, most: int = 2, **headers: str) -> list[tuple[st
                 kind = line[7:]
             elif line.startswith("data: "):
                 found.append((kind, line[6:]))
-                if len(found) == most:
+                if len(found) == 2:
                     break
     return found
 

@@ -1,0 +1,147 @@
+"""The dashboard in a real browser, over workers in this process: its numbers, its keys, and what it asks of whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+from urllib.parse import urlparse
+
+import pytest
+
+from bench.common.browser import Browser, Tab, browsing, chromium
+from cluster.assembly.build_worker import build_worker
+from cluster.serve.local_dashboard import LocalDashboard
+from cluster.serve.local_directory import LocalDirectory
+from cluster.worker_process.worker_thread import WorkerThread
+from contracts.checkpoint.model_spec import read_model_spec
+from contracts.clock import SystemClock
+from contracts.config.load_config import config_from_dict
+from contracts.ids import PAIR, Incarnation, Role, WorkerName
+from contracts.messages.worker_status import WorkerRecord
+from router.api.admin_status import TOKEN_VARIABLE
+from tests.dashboard.page_numbers import differences, numbers
+from tests.pair import counts_for
+from tests.router.fake_worker import FakeCluster
+from tests.router.http_server import DEMO, Server, serving
+from tests.serving import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(chromium() is None, reason="no Chromium")]
+
+CONFIG = config_from_dict({"transfer": {"plane": "local"}, "cache": {"device_tokens": 2048}})
+FRAME = "document.body?.dataset.frame > 0"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """A router over a prefill and a decode worker of the demo, which have a thread each."""
+    spec, pairs = read_model_spec(DEMO), []
+    with ExitStack() as stack:
+        for role in PAIR:
+            counts = counts_for(DEMO, CONFIG, role, 2048)
+            name = WorkerName(f"{role}-0")
+            worker = build_worker(role, name, Incarnation(1), spec, CONFIG, host="127.0.0.1", counts=counts)
+            host = WorkerThread(worker)
+            host.start()
+            stack.callback(host.stop, 5.0)
+            pairs.append((WorkerRecord(name, Role(role), Incarnation(1), 1, "here", "", host.control, host.fits), host))
+        directory = LocalDirectory(pairs)
+        dashboard = LocalDashboard(directory, "north", SystemClock())
+        with serving(FakeCluster(), spec=spec, config=CONFIG, directory=directory, dashboard=dashboard) as found:
+            dashboard.recent = found.service.records.recent
+            yield found
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with browsing() as found:
+        yield found
+
+
+@pytest.fixture
+def tab(browser: Browser, server: Server) -> Iterator[Tab]:
+    found = browser.tab()
+    found.look(1400, 900)
+    found.go(f"{server.url}/dashboard")
+    yield found
+    assert {urlparse(url).netloc for url in found.requests} <= {f"127.0.0.1:{server.port}", ""}, found.requests
+    found.call("Page.close")
+
+
+def metrics(server: Server) -> dict[str, float]:
+    lines = [line.rpartition(" ") for line in server.client.get("/metrics").text.splitlines() if line[:1] != "#"]
+    return {name: float(value) for name, _, value in lines}
+
+
+def status(server: Server) -> Mapping[str, Mapping[str, Any]]:
+    return {row["name"]: row for row in server.client.get("/cluster/status").json()["workers"]}
+
+
+def test_every_number_is_that_of_the_metrics_and_of_the_status(server: Server, tab: Tab) -> None:
+    for length in (3, 40, 200):
+        server.complete(prompt=list(range(5, 5 + length)), max_tokens=24, ignore_eos=True)
+    tab.until(FRAME)
+    until(lambda: not differences(tab, metrics(server), status(server)), "the page to show it all", 10, 0.2)
+    assert numbers(tab)["totals.generated_tokens"].text != "0"
+    assert tab.run("document.getElementById('verdict').textContent").startswith("All is well")
+    drawn = tab.run(
+        "[...document.querySelectorAll('.waterfall > li')].map((row) => row.querySelectorAll('.bars i').length)"
+    )
+    assert len(drawn) == 3
+    assert min(drawn) >= 3, "the parts of each request"
+    assert tab.complaints == []
+
+
+def test_all_of_it_can_be_reached_by_keys_and_charts_look_back_by_arrows(tab: Tab) -> None:
+    tab.until(FRAME)
+    reached = []
+    for _ in range(14):
+        tab.press("Tab")
+        reached.append(
+            tab.run("document.activeElement.getAttribute('aria-label') ?? document.activeElement.textContent")
+        )
+    assert reached[0] == "Skip to the state of the cluster"
+    charts = [text for text in reached if text and "Arrow keys look back" in text]
+    assert len(charts) == 8
+    tab.run("document.querySelector('.multiple svg').focus()")
+    tab.press("ArrowLeft")
+    assert tab.run("document.getElementById('moment').textContent").startswith("at ")
+    tab.press("Escape")
+    assert tab.run("document.getElementById('moment').textContent") == ""
+    unnamed = tab.run(
+        "[...document.querySelectorAll('svg[role=img], [role=region], [role=img], button, input')].filter((node) =>"
+        " !node.getAttribute('aria-label') && !node.textContent.trim() && !node.labels?.length)"
+        ".map((node) => node.outerHTML)"
+    )
+    assert unnamed == []
+
+
+@pytest.mark.parametrize(("width", "dark", "still"), [(390, True, False), (1600, False, True)])
+def test_it_fits_a_phone_and_a_wall_and_stands_still_for_who_wants_that(
+    tab: Tab, width: int, dark: bool, still: bool
+) -> None:
+    tab.look(width, 900, dark=dark, still=still)
+    tab.until(FRAME)
+    assert tab.run("document.documentElement.scrollWidth") == width
+    assert tab.run("getComputedStyle(document.querySelector('.link i')).animationName") == ("none" if still else "beat")
+    light = tab.run("getComputedStyle(document.documentElement).backgroundColor")
+    assert (sum(map(int, light[4:-1].split(","))) < 200) is dark
+
+
+def test_where_a_key_is_needed_the_page_asks_and_keeps_it_for_the_tab(
+    server: Server, browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "an operator's")
+    tab = browser.tab()
+    tab.go(f"{server.url}/dashboard")
+    tab.until("document.getElementById('key')?.hidden === false")
+    enter = "document.getElementById('key-field').value = {!r}; document.querySelector('#key button').click()"
+    tab.run(enter.format("wrong"))
+    tab.until("document.getElementById('key').hidden === false && document.getElementById('key-field').value === ''")
+    assert tab.run("document.getElementById('main').hidden")
+    tab.run(enter.format("an operator's"))
+    tab.until(f"{FRAME} && !document.getElementById('main').hidden")
+    tab.go(f"{server.url}/dashboard")
+    tab.until(f"{FRAME} && !document.getElementById('main').hidden && document.getElementById('key').hidden")
+    assert not [one for one in tab.complaints if "403" not in one]
+    tab.call("Page.close")
