@@ -1,0 +1,90 @@
+"""What a router tells the dashboard of itself: what is in it, how often it comes, and who may be away."""
+
+from __future__ import annotations
+
+import pytest
+
+from contracts.clock import ManualClock
+from contracts.config.cluster_config import Config
+from contracts.messages.router_report import COUNTERS, RouterReport
+from router.core.router_core import RouterCore
+from router.metrics.prometheus_metrics import PrometheusMetrics
+from router.service.router_reports import LEAST_S, MOST_S, RETRY_S, RouterReports
+from tests.router.fake_worker import FakeCluster
+from tests.router.http_server import eventually, serving
+from tests.router.service.fake_dashboard import FakeDashboard
+
+
+class Source(FakeDashboard):
+    """A controller that may be away, and asks for reports as often as the test says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pause_s, self.away = 1.0, False
+
+    async def report(self, report: RouterReport) -> float:
+        self.reports.append(report)
+        if self.away:
+            raise ConnectionError("it is away")
+        return self.pause_s
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.clock, self.source = ManualClock(50.0), Source()
+        core = RouterCore(Config().router, self.clock, lambda: "room")
+        self.metrics = PrometheusMetrics(core, "shm")
+        self.reports = RouterReports(self.source, self.metrics, core, None, "start-1", "demo", self.clock)
+
+    async def tick(self) -> bool:
+        """Whether a tick made a report."""
+        before = len(self.source.reports)
+        self.reports.tick()
+        await eventually(lambda: self.reports._call is None)
+        return len(self.source.reports) > before
+
+
+@pytest.mark.asyncio
+async def test_reports_come_as_often_as_they_are_asked_for_within_bounds() -> None:
+    scene = Scene()
+    for asked, waited in ((1.0, 1.0), (5.0, 5.0), (0.0, LEAST_S), (1e9, MOST_S)):
+        scene.source.pause_s = asked
+        assert await scene.tick()
+        scene.clock.advance(waited - 0.01)
+        assert not await scene.tick()
+        scene.clock.advance(0.02)
+    assert await scene.tick()
+
+
+@pytest.mark.asyncio
+async def test_a_controller_that_is_away_is_tried_again_and_a_viewer_hurries_the_next_report() -> None:
+    scene = Scene()
+    scene.source.away = True
+    assert await scene.tick()
+    assert not await scene.tick()
+    scene.clock.advance(RETRY_S)
+    scene.source.away, scene.source.pause_s = False, 5.0
+    assert await scene.tick()
+    assert not await scene.tick()
+    scene.reports.seen_by(2)
+    assert await scene.tick()
+    assert scene.source.reports[-1].viewers == 2
+    scene.reports.close()
+
+
+def test_a_report_has_what_the_metrics_have() -> None:
+    dashboard = FakeDashboard()
+    with serving(FakeCluster(), dashboard=dashboard) as server:
+        for _ in range(3):
+            server.complete(max_tokens=5)
+        lines = [line.rpartition(" ") for line in server.client.get("/metrics").text.splitlines() if line[:1] != "#"]
+        metrics = {name: float(value) for name, _, value in lines}
+        assert server.service.dashboard_reports is not None
+        report = server.call(server.service.dashboard_reports.report)
+        server.wait_until(lambda: bool(dashboard.reports))
+    assert set(report.counters) == set(COUNTERS)
+    for name in ("requests_submitted", "requests_ended", "generated_tokens", "replays", "refused_full", "shed"):
+        assert report.counters[name] == metrics[f"twinpool_{name}_total"], name
+    assert sum(report.first_tokens) == metrics["twinpool_time_to_first_token_seconds_count"] == 3
+    assert sum(report.gaps) == metrics["twinpool_inter_token_seconds_count"]
+    assert (report.model, report.in_flight, report.open_breakers) == ("demo", 0, ())
