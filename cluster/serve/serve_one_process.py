@@ -94,7 +94,7 @@ class ServeOneProcess:
             directory = self._directory = LocalDirectory(workers)
             dashboard = LocalDashboard(directory, prepared.config.cluster.name, self._clock)
             service = RouterService(spec, prepared.config, directory, dashboard=dashboard)
-            dashboard.recent = service.records.recent
+            dashboard.recent = service.records.kept.recent
             server = _Server(service, admin, lambda: self._ready(directory))
             # The server handles the other two signals while it runs.
             signal.signal(signal.SIGHUP, lambda number, frame: signal.raise_signal(signal.SIGTERM))

@@ -78,7 +78,7 @@ class RouterReports:
     def report(self) -> RouterReport:
         """This router as it is now."""
         core, metrics = self._core, self._metrics
-        counts, results = core.counts, core.audits.counts.results
+        counts, results, tally = core.counts, core.audits.counts.results, metrics.tally
         breakers = [e.record.name for e in core.workers if e.breaker.state is not CircuitState.CLOSED]
         return RouterReport(
             self._name,
@@ -93,16 +93,16 @@ class RouterReports:
                 "requests_ended": counts.ended,
                 "requests_failed": counts.failed,
                 "requests_cancelled": counts.cancelled,
-                "generated_tokens": metrics.generated_tokens,
-                "prompt_tokens_cached": metrics.cached_tokens,
-                "transfer_bytes": metrics.transfer_bytes,
+                "generated_tokens": tally.generated_tokens,
+                "prompt_tokens_cached": tally.cached.total(),
+                "transfer_bytes": tally.transfer_bytes,
                 "replays": counts.replays,
-                "recomputed": counts.recomputed,
-                "damaged": counts.damaged,
+                "attempts_recomputed": counts.recomputed,
+                "handovers_damaged": counts.damaged,
                 "fallbacks": counts.fallbacks,
                 "refused_full": metrics.refused_full,
                 "refused_early": counts.refused_early,
-                "shed": counts.shed,
+                "requests_shed": counts.shed,
                 "client_disconnects": metrics.disconnects,
                 "slow_clients": metrics.slow_clients,
                 "migrated": core.migrations.counts.migrated,
@@ -110,8 +110,8 @@ class RouterReports:
                 "audits_damaged": results[AuditResult.DAMAGED],
                 "streams_flagged": sum(self._watch.flagged.values()) if self._watch is not None else 0,
             },
-            tuple(metrics.first_token_shape.counts),
-            tuple(metrics.gap_shape.counts),
+            tuple(tally.first_token_shape.counts),
+            tuple(tally.gap_shape.counts),
             tuple(breakers[:MOST_BREAKERS]),
             self._viewers,
         )

@@ -48,7 +48,7 @@ def server() -> Iterator[Server]:
         directory = LocalDirectory(pairs)
         dashboard = LocalDashboard(directory, "north", SystemClock())
         with serving(FakeCluster(), spec=spec, config=CONFIG, directory=directory, dashboard=dashboard) as found:
-            dashboard.recent = found.service.records.recent
+            dashboard.recent = found.service.records.kept.recent
             yield found
 
 

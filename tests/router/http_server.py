@@ -168,7 +168,12 @@ def serving(
     free one too. `handover` and `take_over`: where it hands its ports over, and where it gets another router's."""
     config = config or Config()
     service = RouterService(
-        spec or demo_spec(), config, directory or cluster, lessor=lessor, recorder=recorder, span_sender=span_sender,
+        spec or demo_spec(),
+        config,
+        directory or cluster,
+        lessor=lessor,
+        recorder=recorder,
+        span_sender=span_sender,
         dashboard=dashboard,
     )
     reading, writing = os.pipe()

@@ -11,9 +11,9 @@ const TOTALS = {
   prompt_tokens_cached: "prompt tokens from cache", migrated: "moved while running",
 };
 const FAULTS = {
-  requests_failed: ["failed", "bad"], replays: ["started over", "notice"], recomputed: ["recomputed", "notice"], damaged: ["damaged hand-overs", "bad"],
+  requests_failed: ["failed", "bad"], replays: ["started over", "notice"], attempts_recomputed: ["recomputed", "notice"], handovers_damaged: ["damaged hand-overs", "bad"],
   fallbacks: ["prompts computed by decode", "notice"], refused_full: ["refused: full", "notice"], refused_early: ["refused: too late", "notice"],
-  shed: ["dropped: too late", "notice"], client_disconnects: ["clients left", ""], slow_clients: ["clients too slow", "notice"], streams_flagged: ["streams flagged", "notice"],
+  requests_shed: ["dropped: too late", "notice"], client_disconnects: ["clients left", ""], slow_clients: ["clients too slow", "notice"], streams_flagged: ["streams flagged", "notice"],
 };
 
 export class Health {

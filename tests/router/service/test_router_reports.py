@@ -83,8 +83,8 @@ def test_a_report_has_what_the_metrics_have() -> None:
         report = server.call(server.service.dashboard_reports.report)
         server.wait_until(lambda: bool(dashboard.reports))
     assert set(report.counters) == set(COUNTERS)
-    for name in ("requests_submitted", "requests_ended", "generated_tokens", "replays", "refused_full", "shed"):
+    for name in ("requests_submitted", "requests_ended", "generated_tokens", "replays", "fallbacks", "requests_shed"):
         assert report.counters[name] == metrics[f"twinpool_{name}_total"], name
     assert sum(report.first_tokens) == metrics["twinpool_time_to_first_token_seconds_count"] == 3
-    assert sum(report.gaps) == metrics["twinpool_inter_token_seconds_count"]
+    assert sum(report.gaps) == metrics["twinpool_inter_token_latency_seconds_count"]
     assert (report.model, report.in_flight, report.open_breakers) == ("demo", 0, ())
