@@ -22,7 +22,7 @@ from bench.common.browser import Browser, Tab, browsing
 
 FOLDER = Path(__file__).parent / "dashboard"
 MOST_BYTES = 150_000
-COLOURS = 96
+COLOURS = 40
 LIVE_S = 8.0
 """Seconds for which a page is watched before its picture, so that its latest numbers are of frames."""
 SIZES = {"one": (0, 1, 1), "eight": (4, 4, 2), "sixty-four": (24, 40, 4)}
