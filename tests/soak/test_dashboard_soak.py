@@ -22,6 +22,7 @@ from tests.serving import Serving, family, serving, until
 pytestmark = [
     pytest.mark.soak,
     pytest.mark.slow,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(chromium() is None, reason="no Chromium"),
 ]
 

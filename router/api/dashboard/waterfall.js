@@ -36,9 +36,13 @@ export class Waterfall {
     if (legend.children.length !== this.names.length) {
       legend.replaceChildren(...this.names.map((name) => { const item = el("li", { text: words(name) }); item.style.setProperty("--swatch", shade(name)); return item; }));
     }
-    const ends = records.map((record) => (this.first ? (record.first_token_s ?? record.total_s) * 1.04 : record.total_s));
-    const longest = Math.max(...ends, 1e-6);
+    const longest = Math.max(...records.map((record) => this.#end(record)), 1e-6);
     this.rows.update(records, (record) => record.request_id, (row, record) => this.#draw(row, record, longest));
+  }
+
+  // Up to when a request is drawn.
+  #end(record) {
+    return this.first ? Math.min(record.total_s, (record.first_token_s ?? record.total_s) * 1.03) : record.total_s;
   }
 
   #make(record) {
@@ -62,14 +66,15 @@ export class Waterfall {
     say(name.firstChild, record.request_id);
     say(name.lastChild, [`${count(record.prompt_tokens)} + ${count(record.generated)} tokens`, record.cached_tokens && `${count(record.cached_tokens)} cached`, record.attempts > 1 && `${record.attempts} attempts`,
       record.migrations && "moved", record.retractions && "retracted", record.tenant].filter(Boolean).join(" · "));
+    const end = this.#end(record);
     const part = (one) => {
       const bar = el("i", { title: `${words(one.name)}: ${joined(seconds(one.end_s - one.start_s))}${one.worker ? `, ${one.worker}` : ""}`, class: one.hidden ? "hidden-work" : null });
       bar.style.left = `${(100 * one.start_s) / longest}%`;
-      bar.style.width = `${(100 * (one.end_s - one.start_s)) / longest}%`;
+      bar.style.width = `${(100 * (Math.min(one.end_s, end) - one.start_s)) / longest}%`;
       bar.style.setProperty("--swatch", shade(one.name));
       return bar;
     };
-    const parts = record.spans.map(part);
+    const parts = record.spans.filter((one) => one.start_s < end).map(part);
     if (record.first_token_s) {
       const first = el("span", { class: "first", title: `first token after ${joined(seconds(record.first_token_s))}` });
       first.style.left = `${(100 * record.first_token_s) / longest}%`;
