@@ -162,6 +162,7 @@ class ServeCluster:
         self._manager.ready(f"serves at {url}")
         if operators != url:
             self._terminal.line(f"operators' paths: {operators}")
+        self._terminal.line(f"dashboard: {operators}/dashboard")
         self._terminal.line(curl_line(url, prepared.spec.name, key=bool(security.keys_file), ca=security.tls_ca))
         if self._ray is not None and self._ray.dashboard:
             token = os.environ["RAY_AUTH_TOKEN_PATH"]

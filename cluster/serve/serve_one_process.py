@@ -146,6 +146,7 @@ class ServeOneProcess:
         self._manager.ready(f"serves at {url}")
         if operators != url:
             self._terminal.line(f"operators' paths: {operators}")
+        self._terminal.line(f"dashboard: {operators}/dashboard")
         self._terminal.line(curl_line(url, prepared.spec.name, key=bool(security.keys_file), ca=security.tls_ca))
 
     def _on_end(self, name: WorkerName, end: WorkerEnd, reason: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from router.service.dashboard_relay import MOST_VIEWERS
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, serving
 from tests.router.service.fake_dashboard import FakeDashboard
+from tests.serving import ROOT
 
 EVENTS = "/cluster/dashboard"
 
@@ -142,6 +145,16 @@ def test_no_more_look_than_may_and_one_who_leaves_makes_room(shown: Server) -> N
     assert events(shown.client)
     shown.call(held[0].close)
     shown.wait_until(lambda: not relay.viewers)
+
+
+def test_what_the_page_of_docs_types_shows_events(shown: Server) -> None:
+    page = (ROOT / "docs" / "dashboard.md").read_text()
+    (code,) = re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    code = code.replace("http://127.0.0.1:8000", shown.url)
+    done = subprocess.run(["bash", "-euc", code], capture_output=True, text=True, timeout=30, check=True)
+    kinds = [line for line in done.stdout.splitlines() if line.startswith("event: ")]
+    assert kinds[:2] == ["event: past", "event: frame"]
+    assert len(kinds) > 5
 
 
 def test_a_client_that_leaves_is_a_viewer_no_more(shown: Server) -> None:
