@@ -13,7 +13,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from cluster.controller.dashboard_source import dashboard_of
 from cluster.controller.quota_ledger import SAVE_S, QuotaLedger
 from cluster.controller.record_board import ID_CHARS, MOST_RECENT, RecordBoard, TooManyAsks
 from cluster.controller.settings_orders import SettingsOrders
+from cluster.controller.stream_lines import SupervisorLine, WatcherLine
 from cluster.controller.supervisor_wire import action_to_proto, ended_from_proto, node_from_proto, placed_from_proto
 from cluster.dashboard.dashboard_feed import TooManyWatch
 from cluster.dashboard.event_log import EventKind
@@ -62,48 +63,6 @@ NAME_CHARS = 253
 """The most characters of a worker's or a node's name in a request."""
 MOST_CHANGES = 16
 """Messages that may wait for a watcher, before the whole table takes their place."""
-MOST_ORDERS = 64 * 1024
-"""Orders that may wait for a supervisor that doesn't read, before its stream is ended."""
-
-
-class SupervisorLine:
-    """Orders on their way to one supervisor."""
-
-    def __init__(self) -> None:
-        self._orders: list[pb.SupervisorOrder] = []
-        self._more = asyncio.Event()
-        self.ended = ""
-        """Why the line is over; empty while it is not."""
-
-    def send(self, orders: Sequence[pb.SupervisorOrder]) -> None:
-        self._orders += orders
-        if len(self._orders) > MOST_ORDERS:
-            self.end("the supervisor doesn't read its orders")
-        elif orders:
-            self._more.set()
-
-    def end(self, reason: str) -> None:
-        self.ended = self.ended or reason
-        self._more.set()
-
-    async def next(self) -> list[pb.SupervisorOrder]:
-        """The orders since the last call, once there are some; none when the line has ended."""
-        await self._more.wait()
-        self._more.clear()
-        orders, self._orders = self._orders, []
-        return [] if self.ended else orders
-
-
-class WatcherLine:
-    """Changes of the table on their way to one watcher."""
-
-    def __init__(self, takes_changes: bool, answers: bool = False) -> None:
-        self.answers = answers
-        """Whether it answers questions about requests."""
-        self.takes_changes = takes_changes
-        """Whether changes will do; else the watcher gets the whole table each time."""
-        self.changes: list[pb.ClusterView] = []
-        self.more = asyncio.Event()
 
 
 class ControllerService(pb_grpc.ControllerServicer):

@@ -21,16 +21,17 @@ from google.protobuf.message import Message as Proto
 
 from cache.pool.pool_set import PoolSet
 from cluster.controller.controller_actions import LeaseGrant
-from cluster.controller.controller_service import ControllerService, WatcherLine
+from cluster.controller.controller_service import ControllerService
 from cluster.controller.controller_table import RowChange
 from cluster.controller.quota_ledger import QuotaLedger
+from cluster.controller.stream_lines import WatcherLine
 from cluster.ranks.follower_channel import FollowerChannel
 from cluster.ranks.leader_channel import LeaderChannel
 from cluster.worker_process.grpc_service import WorkerService
 from cluster.worker_process.lease_keeper import LeaseKeeper
 from cluster.worker_process.router_streams import RouterStreams
 from contracts.clock import ManualClock
-from contracts.config.cluster_config import FaultsConfig
+from contracts.config.cluster_config import ClusterConfig, FaultsConfig
 from contracts.errors import WireError
 from contracts.ids import Incarnation, Role, RoomId, WorkerName
 from contracts.messages import rank_order_codec, rank_orders, router_commands, worker_events, worker_status
@@ -230,6 +231,12 @@ class Brain:
         self.service: Any = None
         self.version, self.shutting_down = 1, False
         self.listener: Callable[[], None] = lambda: None
+        self.config = ClusterConfig()
+
+    def on_note(self, listener: object) -> None:
+        """Nothing is told to the operator here."""
+
+    on_row = on_note
 
     def on_change(self, listener: Callable[[], None]) -> None:
         self.listener = listener
@@ -450,6 +457,7 @@ def test_every_field_of_the_controllers_protocol_is_filled(cls: type[Proto]) -> 
             ),
             mark=7,
             stream="here:1",
+            counters_s=2.0,
         ),
         _both(ControllerService(core)),  # type: ignore[arg-type]
         keeper._renewal(closed=True),
