@@ -22,6 +22,8 @@ from contracts.errors import ConfigError
 
 POLL_S = 0.5
 """Seconds between two looks at whether services are replaced."""
+AWAY_S = 60.0
+"""How long calls may fail in a row while they are."""
 LACKED = "the file's settings: see whether another operator has changed them, and apply again"
 """What a worker doesn't have that comes back as it was, and what to do about it."""
 
@@ -170,12 +172,23 @@ class ApplyCommand:
             check_others_serve(plan.old, {role: max(now, asked[role]) for role, now in plan.serving.items()})
 
     def _await_services(self) -> None:
-        """Wait until no router or controller has settings of before. Raises `CommandRefused` where one keeps them."""
-        began = self._operator.clock()
-        while (plan := self._plan(self._order(dry_run=True))).behind:
+        """Wait until no router or controller has settings of before; calls fail while they are replaced. Raises
+        `CommandRefused` where one keeps them."""
+        began = heard = self._operator.clock()
+        while True:
+            try:
+                plan = self._plan(self._order(dry_run=True))
+            except (RouterAway, CommandRefused):
+                if self._operator.clock() - heard > AWAY_S:
+                    raise
+                self._operator.sleep(POLL_S)
+                continue
+            heard = self._operator.clock()
+            if not plan.behind:
+                return
             if plan.trouble:
                 raise CommandRefused(f"{plan.trouble}; what was changed stays changed")
-            if self._operator.clock() - began > self._timeout_s:
+            if heard - began > self._timeout_s:
                 behind = f"{plan.behind} routers and controllers"
                 raise CommandRefused(f"{behind} have settings of before after {self._timeout_s:g} s")
             self._operator.sleep(POLL_S)

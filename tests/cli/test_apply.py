@@ -29,6 +29,8 @@ class Cluster(RouterStub):
         self.changed = list(CHANGED)
         self.orders: list[str] = []
         self.refusals = 0
+        self.behind: list[tuple[int, str]] = []
+        """Routers and controllers that have other settings, and why, at each look after the change."""
         self.starts_with: dict[str, str] = NEW
 
     def answer(self, method: str, path: str) -> tuple[int, dict[str, Any]]:
@@ -36,7 +38,12 @@ class Cluster(RouterStub):
         if what == "status":
             return 200, {"workers": [dict(worker) for worker in self.workers.values()]}
         if what == "apply":
-            answer = {"changed": list(self.changed), "digests": NEW}
+            answer: dict[str, Any] = {"changed": list(self.changed), "digests": NEW}
+            if query and "apply" in self.orders and self.behind:
+                count, trouble = self.behind.pop(0)
+                if count < 0:
+                    return 503, {"error": {"message": trouble}}
+                answer |= {"behind": count, "trouble": trouble}
             if not query:
                 self.orders.append("apply")
                 self.changed = []
@@ -235,3 +242,24 @@ def test_files_of_security_are_absolute_as_serve_takes_them(tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     Path("c.yaml").write_text("security: {keys_file: keys.json, tls_cert: ''}\n")
     assert read_settings(Path("c.yaml")) == {"security": {"keys_file": str(tmp_path / "keys.json"), "tls_cert": ""}}
+
+
+def test_services_are_waited_for_while_they_are_replaced() -> None:
+    with router_stub(Cluster()) as cluster:
+        away = (-1, "the controller can't be reached")
+        cluster.behind = [(3, ""), away, away, (1, ""), (0, "")]
+        cluster.changed[0] = {"key": "router.stall_s", "before": "3", "after": "4", "roles": [], "by": "routers"}
+        scene = Scene(cluster.url, {"router": {"stall_s": 4}})
+        assert "router.stall_s: 3 -> 4 (by routers, which are replaced one by one)" in scene.command.plan().lines()
+        scene.run()
+        assert not cluster.behind
+        assert cluster.orders[0] == "apply"
+
+
+@pytest.mark.parametrize("trouble", ["router-0 ended before it listened", ""])
+def test_who_is_not_replaced_is_named(trouble: str) -> None:
+    with router_stub(Cluster()) as cluster:
+        cluster.behind = [(2, trouble)] * 1000
+        with pytest.raises(CommandRefused, match=trouble or "2 routers and controllers have settings of before"):
+            Scene(cluster.url, {"router": {"stall_s": 4}}).run()
+        assert cluster.orders == ["apply"], "no worker restarts"
