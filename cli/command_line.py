@@ -32,6 +32,7 @@ COMMANDS = {
     "certs": "make, renew or check the certificates and keys of a cluster of your own",
     "replay": "send a trace's requests to an OpenAI endpoint, as they came once, and measure what clients see",
     "plan": "say what pools a load needs to keep latency targets, by measured costs and a simulated cluster",
+    "demo": "show what this is: serve the built-in model, ask it on and on, and with --chaos kill and drain workers",
     "sim": "run simulated clusters under a virtual clock, with faults, and check every answer",
 }
 _LAUNCH = ("serve", "doctor")
@@ -286,6 +287,15 @@ FLAGS = (
         "system's)",
         {"default": "", "metavar": "FILE"},
     ),
+    CommandFlag(("--chaos",), ("demo",), "kill, stop, drain and move workers meanwhile", {"action": "store_true"}),
+    CommandFlag(
+        ("--minutes",),
+        ("demo",),
+        "how long; 0: until Ctrl-C (default: 2)",
+        {"type": float, "default": 2.0, "metavar": "N"},
+    ),
+    CommandFlag(("--port",), ("demo",), "the endpoint's port (default: 8000, or a free one)", {"type": int}),
+    CommandFlag(("--seed",), ("demo",), "of questions and strikes", {"type": int, "default": 1}),
     *REPLAY_FLAGS,
     *PLAN_FLAGS,
 )

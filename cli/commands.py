@@ -467,6 +467,14 @@ def _certs(args: argparse.Namespace) -> int:
     return FINE
 
 
+def _demo(args: argparse.Namespace) -> int:
+    from cli.demo.demo_command import DemoOptions, demo
+
+    if args.minutes < 0:
+        raise ConfigError(f"--minutes must not be less than 0, got {args.minutes:g}")
+    return demo(DemoOptions(args.chaos, args.minutes, args.port, args.seed))
+
+
 def _show(table: Any) -> None:
     from rich.console import Console
 
@@ -497,6 +505,7 @@ _RUN = {
     "certs": _certs,
     "replay": _replay,
     "plan": _plan,
+    "demo": _demo,
     "sim": _sim,
 }
 
