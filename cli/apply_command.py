@@ -15,7 +15,7 @@ from typing import Any
 
 from cli.admin_client import AdminClient, CommandRefused, RouterAway
 from cli.pool_commands import ROLES, follow, order
-from cli.rolling_restart import RollingRestart, check_others_serve
+from cli.rolling_restart import RollingRestart
 from contracts.config.load_config import read_config_file
 from contracts.config.security_config import FILES
 from contracts.errors import ConfigError
@@ -115,7 +115,7 @@ class ApplyCommand:
         """Do it, saying a line as each worker has; returns the seconds. Raises `CommandRefused` with what isn't done,
         and `ConfigError`."""
         began = self._operator.clock()
-        self._check_pairs(plan)
+        self._check_pairs()
         if plan.changed:
             self._order(dry_run=False)
             self._say("the settings are changed")
@@ -165,11 +165,16 @@ class ApplyCommand:
         other = row["role"] in digests and row.get("settings") != digests[row["role"]]
         return other and not self._rolling.stale(row) and row["state"] in ("ready", "unreachable")
 
-    def _check_pairs(self, plan: ApplyPlan) -> None:
-        """Refuse to restart a role's only worker, before anything is changed."""
-        if not self._force:
+    def _check_pairs(self) -> None:
+        """Refuse to restart a role's only worker, before anything is changed; one that is on its way is waited for."""
+
+        def look() -> tuple[dict[str, str], dict[str, int]]:
+            plan = self.plan()
             asked = {role: plan.sizes.get(role, (0, 0))[1] for role in plan.serving}
-            check_others_serve(plan.old, {role: max(now, asked[role]) for role, now in plan.serving.items()})
+            return plan.old, {role: max(now, asked[role]) for role, now in plan.serving.items()}
+
+        if not self._force:
+            self._rolling.await_others(look)
 
     def _await_services(self) -> None:
         """Wait until no router or controller has settings of before; calls fail while they are replaced. Raises

@@ -16,6 +16,10 @@ REFUSED_S = 10.0
 """Seconds for which a restart that is refused is ordered again: a router may not know yet that another serves."""
 
 
+OTHERS_S = 60.0
+"""Seconds for which a role's only worker waits for another one that is on its way."""
+
+
 class Unfinished(Protocol):
     """What a rolling restart has left to do, by the workers' rows."""
 
@@ -58,6 +62,23 @@ class RollingRestart:
         self._operator, self._say, self._timeout_s, self._force = operator, say, timeout_s, force
         self._restarted: dict[str, int] = {}
         """The incarnation of each worker before its restart."""
+
+    def await_others(self, look: Callable[[], tuple[Mapping[str, str], Mapping[str, int]]]) -> None:
+        """Wait until no role's only worker is to restart, while others are on their way. `look` returns the workers
+        that are to restart, and how many of each role serve. Raises `CommandRefused` where none comes."""
+        began, said = self._operator.clock(), ""
+        while True:
+            rows = self._operator.rows()  # Before the look, since one may come between the two.
+            coming = ", ".join(row["name"] for row in rows if row["state"] in ("starting", "dead", "draining"))
+            try:
+                return check_others_serve(*look())
+            except CommandRefused:
+                if not coming or self._operator.clock() - began >= OTHERS_S:
+                    raise
+                if coming != said:
+                    self._say(f"waits for {coming}")
+                said = coming
+                self._operator.sleep(POLL_S)
 
     def stale(self, row: Mapping[str, Any]) -> bool:
         """Whether a worker's row is of before its restart: the router doesn't know the next incarnation yet."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cli.admin_client import POLL_S, AdminClient, CommandRefused, RouterAway
-from cli.rolling_restart import RollingRestart, check_others_serve
+from cli.rolling_restart import RollingRestart
 from cluster.processes.run_file import RunFile
 from cluster.serve.supervisor_upgrade import CheckedBuild, replace_supervisor, services_build
 
@@ -85,13 +85,17 @@ class UpgradeCommand:
         what isn't done."""
         began = self._operator.clock()
         if not self._force:
-            check_others_serve(plan.old, plan.serving)
+            self._rolling.await_others(self._pools)
         if plan.services != plan.build:
             replace_supervisor(self._build, self._run, self._operator.sleep)
             self._say(f"the supervisor, the controller and the routers are of build {plan.build}")
             self._await_router()
         self._rolling.run(self.plan, f"build {plan.build}: it starts from {self._build.python}")
         return self._operator.clock() - began
+
+    def _pools(self) -> tuple[dict[str, str], dict[str, int]]:
+        plan = self.plan()
+        return plan.old, plan.serving
 
     def left(self) -> str:
         """What an interrupted run has left to be done, in words."""

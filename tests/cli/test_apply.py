@@ -11,7 +11,7 @@ from cli import command_line
 from cli import commands as cli
 from cli.admin_client import AdminClient, CommandRefused
 from cli.apply_command import ApplyCommand, read_settings
-from cli.rolling_restart import RollingRestart
+from cli.rolling_restart import OTHERS_S, RollingRestart
 from contracts.clock import ManualClock
 from contracts.errors import ConfigError
 from tests.cluster.router_stub import RouterStub, router_stub, row
@@ -29,6 +29,8 @@ class Cluster(RouterStub):
         self.changed = list(CHANGED)
         self.orders: list[str] = []
         self.refusals = 0
+        self.looks = self.comes_after = 0
+        """Looks at the status, and after how many decode-1 serves; 0: it stays as it is."""
         self.behind: list[tuple[int, str]] = []
         """Routers and controllers that have other settings, and why, at each look after the change."""
         self.starts_with: dict[str, str] = NEW
@@ -36,6 +38,9 @@ class Cluster(RouterStub):
     def answer(self, method: str, path: str) -> tuple[int, dict[str, Any]]:
         what, _, query = path.removeprefix("/cluster/").partition("?")
         if what == "status":
+            self.looks += 1
+            if self.comes_after and self.looks >= self.comes_after:
+                self.workers["decode-1"]["state"] = "ready"
             return 200, {"workers": [dict(worker) for worker in self.workers.values()]}
         if what == "apply":
             answer: dict[str, Any] = {"changed": list(self.changed), "digests": NEW}
@@ -125,6 +130,23 @@ def test_a_role_with_one_worker_is_refused_before_anything_is_changed() -> None:
         assert cluster.orders == []
         Scene(cluster.url, {"pools": {"decode": 2}}).run()
         assert cluster.orders[:2] == ["apply", "scale?decode=2"]
+
+
+@pytest.mark.parametrize("state", ["starting", "dead", "draining"])
+def test_a_worker_that_is_on_its_way_is_waited_for_a_minute(state: str) -> None:
+    with router_stub(Cluster()) as cluster:
+        cluster.workers["decode-1"]["state"] = state
+        scene = Scene(cluster.url, {"decode": {"retract_limit": 4}})
+        began = scene.command._operator.clock()
+        with pytest.raises(CommandRefused, match="decode-0 is the only decode worker"):
+            scene.run()
+        assert scene.command._operator.clock() - began >= OTHERS_S
+        assert scene.said == ["waits for decode-1"]
+        assert cluster.orders == []
+        cluster.comes_after, cluster.looks = 5, 0
+        scene.run()
+        assert cluster.orders[0] == "apply"
+        assert "restart/decode-0" in cluster.orders
 
 
 def test_force_restarts_the_only_worker_too() -> None:
