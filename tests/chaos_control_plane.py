@@ -127,7 +127,7 @@ class Operators:
     def put_right(self) -> list[str]:
         """Once nothing strikes any more, have the pools as they were, in one build with one set of settings: an
         operator who repeats what failed must succeed. Returns what didn't."""
-        node = next(iter(self._cluster.status().values()))["node"]
+        node = next(row["node"] for row in self._cluster.status().values() if row["node"])
         builds = {row["build"] for row in self._cluster.status().values() if row["state"] not in ("left", "dead")}
         commands = [("uncordon", node), ("scale", *SIZES), ("apply", str(self._settings()))]
         if len(builds) > 1:
@@ -179,14 +179,16 @@ class Operators:
 
     async def _cordon(self) -> None:
         rows = await asyncio.to_thread(self._rows)
-        for row in list(rows.values())[:1]:
+        for row in [row for row in rows.values() if row["node"]][:1]:
             await self._command("cordon", row["node"])
             await asyncio.sleep(self._random.uniform(0.5, 4.0))
             await self._command("uncordon", row["node"])
 
     def _settings(self) -> Path:
         file = self._base / "apply.yaml"
-        file.write_text(json.dumps({"prefill": {"chunk_tokens": self._chunk}}))
+        file.write_text(
+            json.dumps({"prefill": {"chunk_tokens": self._chunk}, "router": {"write_timeout_s": self._chunk}})
+        )
         return file
 
     async def _apply(self) -> None:
