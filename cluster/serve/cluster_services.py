@@ -65,6 +65,9 @@ class ClusterServices:
         self._table = folder.temporary / f"kv-index.{self._build}"
         self.endpoint = self._local.endpoints
         """Where the controllers are reached, ``host:port``, several with commas."""
+        self._controllers: list[KeptService] = []
+        self._controllers_due: list[KeptService] = []
+        """Those that have settings of before."""
         self._routers = LocalRouters(prepared, folder, clock, say, words, self._service, state)
 
     def start(self, stack: ExitStack) -> None:
@@ -78,7 +81,6 @@ class ClusterServices:
         if self._state is not None:
             self._state.ports = self._local.ports
             self._state.save()
-        self._controllers_due: list[KeptService] = []
         self._controllers = [
             self._kept(
                 name,

@@ -52,7 +52,9 @@ class RouterCommand:
 
 
 @dataclass(frozen=True, slots=True)
-class _ServingRouter:
+class ServingRouter:
+    """A router that isn't replaced."""
+
     kept: KeptService
     probe: RouterProbe
     mark: str
@@ -79,7 +81,7 @@ class _Successor:
     """A router that is to take another one's port over."""
 
     number: int
-    router: _ServingRouter
+    router: ServingRouter
     deadline: float
 
 
@@ -100,7 +102,7 @@ class LocalRouters:
         self._prepared, self._folder, self._clock, self._say, self._words = prepared, folder, clock, say, words
         self._make, self._state = make, state
         self._build = build_id()
-        self._routers: list[_ServingRouter] = []
+        self._routers: list[ServingRouter] = []
         self._leaving: dict[str, _LeavingRouter] = {}
         """By name and mark."""
         self._due: list[int] = []
@@ -172,7 +174,7 @@ class LocalRouters:
         """Where a router hands its port over."""
         return self._folder.temporary / f"{key}.handover"
 
-    def _begin(self, number: int) -> _ServingRouter:
+    def _begin(self, number: int) -> ServingRouter:
         """Start a router, or take it over; one of another mark is replaced."""
         name, state = self._name(number), self._state
         old = state.running(name) if state is not None else None
@@ -206,7 +208,7 @@ class LocalRouters:
         self._say(f"{name} is replaced; the one before finishes its answers")
         return router
 
-    def _made(self, number: int, takes_over: str) -> _ServingRouter:
+    def _made(self, number: int, takes_over: str) -> ServingRouter:
         """A router of the plan that isn't started yet. `takes_over`: the mark of the one that it replaces; empty:
         none."""
         prepared, how = self._prepared, self._how
@@ -226,7 +228,7 @@ class LocalRouters:
         kept = self._make(name, how.command, arguments, how.environment, self._stack)
         if self._state is not None:
             self._state.marks[name] = self._mark  # Saved with its start.
-        return _ServingRouter(kept, RouterProbe(live, self._clock), self._mark)
+        return ServingRouter(kept, RouterProbe(live, self._clock), self._mark)
 
     def _await(self, kept: KeptService) -> None:
         """Wait until a router has taken the port over. Raises `PartFailed` and `ServiceFailed`."""
@@ -276,7 +278,7 @@ class LocalRouters:
         successor.router.probe.start()
         self._say(f"{name} has other settings; the one before finishes its answers")
 
-    def _process(self, router: _ServingRouter) -> ServiceProcess:
+    def _process(self, router: ServingRouter) -> ServiceProcess:
         return ServiceProcess(*router.kept.service.process, self._build)
 
     def _tend_leaving(self, stall_s: float) -> None:

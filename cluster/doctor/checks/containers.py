@@ -60,7 +60,7 @@ def _tried(case: DoctorCase) -> Iterator[Finding]:
         yield from _child_seen(case, child)
     finally:
         child.kill()
-        child.communicate()
+        child.communicate(timeout=TRY_S)
 
 
 def _child_seen(case: DoctorCase, child: subprocess.Popen[str]) -> Iterator[Finding]:
@@ -95,6 +95,7 @@ def _child_seen(case: DoctorCase, child: subprocess.Popen[str]) -> Iterator[Find
 def _line(child: subprocess.Popen[str]) -> str | None:
     """The child's one line; None where it doesn't come in time."""
     assert child.stdout is not None
-    ready, _, _ = select.select([child.stdout], [], [], TRY_S)
-    text = child.stdout.readline().strip() if ready else ""
+    poller = select.poll()
+    poller.register(child.stdout, select.POLLIN)
+    text = child.stdout.readline().strip() if poller.poll(1000 * TRY_S) else ""
     return text or None

@@ -11,8 +11,8 @@ import pytest
 
 from cluster.arena.local_agent import LocalArenaAgent
 from cluster.processes.restart_policy import RestartHistory
-from cluster.serve.cluster_services import ClusterServices
 from cluster.serve.kept_service import KeptService, PartFailed
+from cluster.serve.local_routers import LocalRouters, ServingRouter
 from contracts.clock import ManualClock
 from contracts.config.cluster_config import ClusterConfig, Config
 
@@ -86,17 +86,19 @@ def keep_alive(router: Router, clock: ManualClock, hangs: bool = False) -> list[
     """What is done about the router until it has been started so often, or it is given up."""
     lines: list[str] = []
     kept: Any = KeptService(router, CONFIG, clock, lines.append, lambda *mark: None, lambda name: "")  # type: ignore[arg-type]
-    services: Any = ClusterServices.__new__(ClusterServices)
-    services.__dict__ |= {
+    probe: Any = type("P", (Probe,), {"hangs": hangs})()
+    routers: Any = LocalRouters.__new__(LocalRouters)
+    routers.__dict__ |= {
         "_prepared": types.SimpleNamespace(config=Config(cluster=CONFIG)),
         "_say": lines.append,
-        "_controllers": [types.SimpleNamespace(tend=lambda: "")],
-        "_kv_index": None,
-        "routers": [(kept, type("P", (Probe,), {"hangs": hangs})())],
+        "_leaving": {},
+        "_due": [],
+        "_successor": None,
+        "_routers": [ServingRouter(kept, probe, "a mark")],
     }
     while len(router.started) <= router.most:
         clock.advance(0.1)
-        services.tend()
+        routers.tend()
     return lines
 
 
