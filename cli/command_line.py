@@ -294,7 +294,9 @@ FLAGS = (
         "how long; 0: until Ctrl-C (default: 2)",
         {"type": float, "default": 2.0, "metavar": "N"},
     ),
-    CommandFlag(("--port",), ("demo",), "the endpoint's port (default: 8000, or a free one)", {"type": int}),
+    CommandFlag(
+        ("--port",), ("demo",), "the endpoint's port; 0: a free one (default: 8000)", {"type": int, "default": 8000}
+    ),
     CommandFlag(("--seed",), ("demo",), "of questions and strikes", {"type": int, "default": 1}),
     *REPLAY_FLAGS,
     *PLAN_FLAGS,

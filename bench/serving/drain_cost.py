@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common.bench_cluster import serving
+from cli.own_cluster import ClusterFailed
 from cli.replay.openai_client import Endpoint, EndpointError
 
 DRAIN_TIMEOUT_S = 600.0
@@ -221,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if broken := [s.error for s in calm.streams if s.error]:
                 raise EndpointError(f"{len(broken)} streams failed before anything was drained: {broken[0]}")
             drained = asyncio.run(run(endpoint.url, bodies, args.victim, args.after_tokens))
-    except (EndpointError, RuntimeError) as error:
+    except (EndpointError, ClusterFailed) as error:
         console.print(f"error: {error}")
         return 1
     found = compare(calm, drained)

@@ -31,8 +31,8 @@ from rich.table import Table
 
 from bench.common import machine
 from cli.latency_target import read_target
+from cli.own_cluster import own_cluster
 from cli.plan.measure_costs import CostSource, measure_costs
-from cli.plan.own_cluster import own_cluster
 from cli.plan.plan_command import PlannedLoad
 from cli.replay.openai_client import Endpoint
 from cli.replay.replay_command import ReplayOptions, ReplayRun

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common.bench_cluster import serving
+from cli.own_cluster import ClusterFailed
 
 WORKER = "decode-1"
 TIMEOUT_S = 300.0
@@ -108,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with serving(args.model, args.set, ["--prefill", "1", "--decode", "2"]) as url:
             found = asyncio.run(run(url, args.changes, args.look))
-    except (ChangeFailed, RuntimeError, httpx.HTTPError) as error:
+    except (ChangeFailed, ClusterFailed, httpx.HTTPError) as error:
         console.print(f"error: {error}")
         return 1
     console.print(table(found))

@@ -26,6 +26,7 @@ from rich.table import Table
 
 from bench.common.bench_cluster import serving
 from bench.serving.role_change import TIMEOUT_S, WORKER, ChangeFailed, away
+from cli.own_cluster import ClusterFailed
 
 LOOK_S = 0.01
 WAYS = {"own": "off", "shared": "auto"}
@@ -49,7 +50,7 @@ async def measured(url: str, restarts: int, tokens: int) -> dict[str, float]:
 
 
 def run(model: str, settings: Sequence[str], rounds: int, restarts: int, tokens: int) -> dict[str, dict[str, float]]:
-    """The medians of all rounds, by way. Raises `ChangeFailed`, `RuntimeError` and `httpx.HTTPError`."""
+    """The medians of all rounds, by way. Raises `ChangeFailed`, `ClusterFailed` and `httpx.HTTPError`."""
     found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     for _ in range(rounds):
         for way, value in WAYS.items():
@@ -89,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         found = run(args.model, args.set, args.rounds, args.restarts, args.tokens)
-    except (ChangeFailed, RuntimeError, httpx.HTTPError, psutil.Error) as error:
+    except (ChangeFailed, ClusterFailed, httpx.HTTPError, psutil.Error) as error:
         console.print(f"error: {error}")
         return 1
     console.print(table(found))

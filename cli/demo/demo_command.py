@@ -8,37 +8,33 @@ The dashboard shows the same from inside.
 from __future__ import annotations
 
 import asyncio
-import re
 import signal
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 import httpx
 
 from cli.admin_client import AdminClient, ClusterNotFound, CommandRefused
-from cli.demo.demo_load import TIMEOUT_S, DemoLoad, questions
-from cli.demo.demo_strikes import DemoStrikes, why_not
+from cli.demo.demo_load import TIMEOUT_S, Answers, DemoLoad, questions
+from cli.demo.demo_strikes import DemoStrikes
+from cli.own_cluster import own_cluster
 from contracts.errors import TwinpoolError
 
-READY = re.compile(r"^Twinpool is ready: (\S+)", re.MULTILINE)
-START_S = 180.0
-STOP_S = 30.0
 SETTLE_S = 120.0
 """How long the pools may take to be whole again in the end."""
-SETTINGS = ("audit.fraction=1", "cluster.lease_s=4", "router.stall_s=10")
+SERVE = (
+    "--model", "demo", "--prefill", "2", "--decode", "2",
+    "--set", "audit.fraction=1", "--set", "cluster.lease_s=4", "--set", "router.stall_s=10",
+)  # fmt: skip
 QUESTIONS, CLIENTS = 24, 6
 EVERY_S = 6.0
 """Seconds between two strikes, where the pools are whole."""
 
 
 class DemoFailed(TwinpoolError):
-    """Raised where the cluster doesn't start, or answers aren't exact; the text says which."""
+    """Raised where answers aren't exact, or the books don't agree; the text says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,40 +44,8 @@ class DemoOptions:
     chaos: bool
     minutes: float
     """How long; 0: until Ctrl-C."""
-    port: int | None
+    port: int
     seed: int
-
-
-@contextmanager
-def served(port: int | None) -> Iterator[str]:
-    """The demo's cluster as a child process; yields its URL. Raises `DemoFailed` with what it said."""
-    command = [sys.executable, "-m", "cli.commands", "serve", "--model", "demo", "--prefill", "2", "--decode", "2"]
-    command += ["--port", str(port)] if port is not None else []
-    command += [part for setting in SETTINGS for part in ("--set", setting)]
-    with tempfile.TemporaryFile() as said:
-        # A session of its own: a Ctrl-C is this command's, which ends the cluster in order.
-        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            yield _ready(process, said)
-        finally:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _ready(process: subprocess.Popen[bytes], said: IO[bytes]) -> str:
-    deadline = time.monotonic() + START_S
-    while True:
-        said.seek(0)
-        text = said.read().decode(errors="replace")
-        if found := READY.search(text):
-            return found[1]
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise DemoFailed(f"the demo's cluster did not start; it said:\n{text[-2000:]}")
-        time.sleep(0.1)
 
 
 class DemoCommand:
@@ -127,13 +91,13 @@ class DemoCommand:
                 self._say(line)
             if time.monotonic() - told >= EVERY_S:
                 told = time.monotonic()
-                self._say(_so_far(load))
+                self._say(_so_far(load.answers))
 
     async def _strike(self) -> str:
         try:
             return await asyncio.to_thread(self._strikes.strike)
         except CommandRefused as error:
-            return why_not(error)
+            return f"refused: {str(error)[:100]}"
         except (ClusterNotFound, ProcessLookupError):
             return ""  # The router is asked again; a process that has ended by itself is none to kill.
 
@@ -167,10 +131,10 @@ class DemoCommand:
         return found
 
 
-def _so_far(load: DemoLoad) -> str:
-    answers = load.answers
-    bad = f", {len(answers.wrong)} WRONG, {len(answers.failed)} FAILED" if answers.wrong or answers.failed else ""
-    return f"{answers.exact} answers, all exact{bad}" if not bad else f"{answers.exact} exact{bad}"
+def _so_far(answers: Answers) -> str:
+    if answers.wrong or answers.failed:
+        return f"{answers.exact} answers exact, {len(answers.wrong)} WRONG, {len(answers.failed)} FAILED"
+    return f"{answers.exact} answers, all exact"
 
 
 def demo(options: DemoOptions) -> int:
@@ -181,7 +145,7 @@ def demo(options: DemoOptions) -> int:
         print(f"{time.monotonic() - began:7.1f} s  {line}", flush=True)
 
     say("starting two prefill and two decode workers")
-    with served(options.port) as url:
+    with own_cluster([*SERVE, "--port", str(options.port)]) as url:
         say(f"serves at {url}; look at {url}/dashboard")
         found = _until_interrupted(DemoCommand(url, options, say))
         for name, value in found.items():
@@ -191,12 +155,16 @@ def demo(options: DemoOptions) -> int:
 
 
 def _until_interrupted(command: DemoCommand) -> dict[str, Any]:
+    """Run it; a signal cancels it. Raises `KeyboardInterrupt` where that comes before there is anything to judge."""
+
     async def run() -> dict[str, Any]:
         task = asyncio.current_task()
         assert task is not None
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, task.cancel)
-        loop.add_signal_handler(signal.SIGTERM, task.cancel)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
         return await command.run()
 
-    return asyncio.run(run())
+    try:
+        return asyncio.run(run())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None

@@ -10,7 +10,7 @@ import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cli.admin_client import AdminClient, CommandRefused
+from cli.admin_client import AdminClient
 
 Row = Mapping[str, Any]
 Ready = Mapping[str, Sequence[Row]]
@@ -87,7 +87,3 @@ class DemoStrikes:
         wanted = 3 if (len(ready["prefill"]), len(ready["decode"])) == (2, 2) else 2
         self._operator.call("POST", f"/cluster/scale?prefill=2&decode={wanted}")
         return f"scaled to 2 prefill and {wanted} decode workers"
-
-
-def why_not(error: CommandRefused) -> str:
-    return f"refused: {str(error)[:100]}"

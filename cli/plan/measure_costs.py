@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from cli.admin_client import AdminClient
-from cli.plan.own_cluster import own_cluster
+from cli.own_cluster import own_cluster
 from cli.plan.probe_cluster import ClusterProbes, find_endpoint
 from cli.replay.replay_command import KEY_VARIABLE
 from cli.replay.trace_prompts import Content

@@ -21,7 +21,8 @@ PAUSE_S = 0.1
 
 
 class SharedImages:
-    """`ModelImages` of one process, from the agent of this node. What was mapped stays so until the process ends."""
+    """`ModelImages` of one process, from the agent of this node. What was mapped stays so until the process ends, and
+    is offered to the next agent as long."""
 
     def __init__(self, token: str, wait_s: float, clock: Clock, pause: Callable[[float], None]) -> None:
         """`token`: the agent's, in hex; empty: there is no agent. `wait_s`: how long another process may take to load a
@@ -65,12 +66,6 @@ class SharedImages:
         message = {"verb": "alone", "token": self._token, "key": key, "reason": reason[:1000]}
         with contextlib.suppress(ImageUnfit), self._reached() as connection:
             ask(connection, message)
-
-    def close(self) -> None:
-        """End the threads that would hand the images to another agent. What is mapped stays. Idempotent."""
-        for loan in self._loans:
-            loan.end()
-        self._loans.clear()
 
     def _mapped(self, key: str, fd: int) -> memoryview:
         """The image in this file, which is kept open: it is offered to the next agent when this one dies."""

@@ -79,9 +79,14 @@ class SettingsChanger:
                 "this gives workers host memory, which no worker here has, so no agents that lend it were started "
                 "(cache.host_bytes, cluster.host_memory_share, cache.arena): start a new cluster with it"
             )
+        from cluster.serve.memory_fit import most_bytes, shares_weights
+
+        if shares_weights(plan.config) and not self._arenas:
+            raise ConfigError(
+                "engine.share_weights=on needs the nodes' agents, and this cluster was started without: start a new one"
+            )
         if "" not in plan.shares:
             return
-        from cluster.serve.memory_fit import most_bytes
 
         planned, more = set(plan.workers), 0
         for name, role in self._workers():

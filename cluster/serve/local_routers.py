@@ -58,6 +58,7 @@ class ServingRouter:
     kept: KeptService
     probe: RouterProbe
     mark: str
+    build: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +106,11 @@ class LocalRouters:
         self._routers: list[ServingRouter] = []
         self._leaving: dict[str, _LeavingRouter] = {}
         """By name and mark."""
-        self._due: list[int] = []
-        """Numbers of the routers that are to be replaced, in turn."""
         self._successor: _Successor | None = None
         self._trouble = ""
+        """Why nothing is replaced until the next change; empty: nothing stands in the way."""
+        self._probes = False
+        """Whether routers are asked if they live."""
 
     def start(self, how: RouterCommand, stack: ExitStack) -> None:
         """Start all of them, or take over those that run; they end with `stack`. Raises `PartFailed` where one of
@@ -117,8 +119,12 @@ class LocalRouters:
         stack.callback(self._end_leaving)
         if self._state is not None:
             for key, process in self._state.leaving.items():
-                self._leaving[key] = _LeavingRouter(process, RouterProbe(self._live(key), self._clock), None)
+                self._leaving[key] = _LeavingRouter(process, self._probe(key), None)
         self._routers = [self._begin(number) for number in range(self._prepared.options.routers)]
+        while self.behind()[0] and not self._trouble:
+            self._replace_next(POLL_S)
+        if self._trouble:
+            raise PartFailed(self._trouble)
 
     def services(self) -> list[tuple[KeptService, RouterProbe]]:
         """Each router with the probe that asks it."""
@@ -126,14 +132,13 @@ class LocalRouters:
 
     def probe(self) -> None:
         """Ask the routers from now on whether they live, until the cluster ends."""
-        for probe in (*(one.probe for one in self._routers), *(one.probe for one in self._leaving.values())):
-            self._stack.callback(probe.stop)
-            probe.start()
+        self._probes = True
+        for probe in [one.probe for one in self._routers] + [one.probe for one in self._leaving.values()]:
+            self._ask(probe)
 
     def change(self, prepared: ServePlan) -> None:
         """Go by another plan: routers that read other settings then are replaced, one after the other."""
         self._prepared, self._trouble = prepared, ""
-        self._due = [number for number, router in enumerate(self._routers) if router.mark != self._mark]
 
     def behind(self) -> tuple[int, str]:
         """How many routers have other settings than the plan's still, and what keeps them so, in words."""
@@ -163,6 +168,13 @@ class LocalRouters:
     def _mark(self) -> str:
         return f"{self._build}.{routers_digest(self._prepared.config)}"
 
+    def _ask(self, probe: RouterProbe) -> None:
+        self._stack.callback(probe.stop)
+        probe.start()
+
+    def _probe(self, key: str) -> RouterProbe:
+        return RouterProbe(self._live(key), self._clock)
+
     def _name(self, number: int) -> str:
         return f"router-{number}" if self._prepared.options.routers > 1 else "router"
 
@@ -175,98 +187,70 @@ class LocalRouters:
         return self._folder.temporary / f"{key}.handover"
 
     def _begin(self, number: int) -> ServingRouter:
-        """Start a router, or take it over; one of another mark is replaced."""
+        """Start a router, or take over the one that runs, whatever its mark; one that hangs is ended first."""
         name, state = self._name(number), self._state
         old = state.running(name) if state is not None else None
-        if old is None or state is None:
-            router = self._made(number, "")
-            router.kept.start()
-            return router
-        before = state.marks.get(name, old.build)
-        if before == self._mark:
-            router = self._made(number, "")
-            router.kept.service.adopt(old.pid, old.started)
-            return router
-        key = f"{name}.{before}"
-        probe = RouterProbe(self._live(key), self._clock)
-        if not probe.lives(self._prepared.config.router.stall_s):
+        if old is not None and state is not None:
+            mark = state.marks.get(name, old.build)
+            router = ServingRouter(self._made(number).kept, self._probe(f"{name}.{mark}"), mark, old.build)
+            if mark == self._mark or router.probe.lives(self._prepared.config.router.stall_s):
+                router.kept.service.adopt(old.pid, old.started)
+                return router
             self._say(f"{name} hung: it is ended, not replaced in order")
             kill_process(old.pid, old.started)
-            router = self._made(number, "")
-            router.kept.start()
-            return router
-        state.leaves(key, old)
-        router = self._made(number, before)
+        return self._started(self._made(number))
+
+    def _started(self, router: ServingRouter) -> ServingRouter:
+        if self._state is not None:
+            self._state.marks[router.kept.service.name] = router.mark  # Saved with its start.
         router.kept.start()
-        try:
-            self._await(router.kept)
-        except (ServiceFailed, PartFailed) as error:
-            router.kept.service.stop(0.0)
-            state.stays(name, key, before)
-            raise PartFailed(f"{error}{self._words(name)}") from None
-        self._leaving[key] = _LeavingRouter(old, probe, None)
-        self._say(f"{name} is replaced; the one before finishes its answers")
         return router
 
-    def _made(self, number: int, takes_over: str) -> ServingRouter:
-        """A router of the plan that isn't started yet. `takes_over`: the mark of the one that it replaces; empty:
-        none."""
+    def _made(self, number: int, takes_over: str = "") -> ServingRouter:
+        """A router of the plan that isn't started yet. `takes_over`: the mark of the one that it replaces."""
         prepared, how = self._prepared, self._how
         several, security = prepared.options.routers > 1, prepared.config.security
         name = self._name(number)
         key = f"{name}.{self._mark}"
-        live = self._live(key)
         arguments = [
             *("--model", str(prepared.spec.path), "--controller", how.controllers),
             *("--host", prepared.options.host, "--port", str(prepared.port)),
-            *("--name", name, "--config-json", str(how.settings), "--live-socket", str(live)),
+            *("--name", name, "--config-json", str(how.settings), "--live-socket", str(self._live(key))),
             *("--handover-socket", str(self._handover(key))),
             *(("--take-over", str(self._handover(f"{name}.{takes_over}"))) if takes_over else ()),
             *(("--kv-index", str(how.kv_index)) if how.kv_index is not None else ()),
             *(("--reuse-port", "--admin-port", str(security.admin_port + number)) if several else ()),
         ]
         kept = self._make(name, how.command, arguments, how.environment, self._stack)
-        if self._state is not None:
-            self._state.marks[name] = self._mark  # Saved with its start.
-        return ServingRouter(kept, RouterProbe(live, self._clock), self._mark)
+        return ServingRouter(kept, self._probe(key), self._mark, self._build)
 
-    def _await(self, kept: KeptService) -> None:
-        """Wait until a router has taken the port over. Raises `PartFailed` and `ServiceFailed`."""
-        deadline = self._clock.now() + REPLACE_S
-        while not kept.service.listening(POLL_S):
-            if self._clock.now() > deadline:
-                raise PartFailed(f"the {kept.service.name} of this build doesn't serve within {REPLACE_S:g} s")
-
-    def _replace_next(self) -> None:
-        """Begin to replace the next router that is due, or look at the one that is on its way."""
+    def _replace_next(self, wait_s: float = 0.0) -> None:
+        """Begin to replace the next router that is due, or wait so long for the one that is on its way."""
         if self._successor is not None:
-            return self._look_at(self._successor)
-        while self._due and self._routers[self._due[0]].mark == self._mark:
-            del self._due[0]
-        if not self._due or self._routers[self._due[0]].kept.down:
-            return None  # One that is down comes back first.
-        number = self._due.pop(0)
-        old = self._routers[number]
+            return self._look_at(self._successor, wait_s)
+        due = [number for number, one in enumerate(self._routers) if one.mark != self._mark and not one.kept.down]
+        if not due or self._trouble:
+            return None
+        number, old = due[0], self._routers[due[0]]
         if self._state is not None:
             self._state.leaves(f"{self._name(number)}.{old.mark}", self._process(old))
-        router = self._made(number, old.mark)
-        router.kept.start()
+        router = self._started(self._made(number, old.mark))
         self._successor = _Successor(number, router, self._clock.now() + REPLACE_S)
         return None
 
-    def _look_at(self, successor: _Successor) -> None:
+    def _look_at(self, successor: _Successor, wait_s: float) -> None:
         name, old = self._name(successor.number), self._routers[successor.number]
         key = f"{name}.{old.mark}"
         service = successor.router.kept.service
         try:
-            if not service.listening(0.0):
+            if not service.listening(wait_s):
                 if self._clock.now() <= successor.deadline:
                     return
-                raise ServiceFailed(f"the {name} with other settings doesn't serve within {REPLACE_S:g} s")
+                raise ServiceFailed(f"the next {name} doesn't serve within {REPLACE_S:g} s")
         except ServiceFailed as error:
-            self._successor, self._due = None, []
+            self._successor = None
             service.stop(0.0)
-            self._trouble = f"{error}{self._words(name)}; it goes on with the settings of before"
+            self._trouble = f"{error}{self._words(name)}; the one before goes on"
             self._say(self._trouble)
             if self._state is not None:
                 self._state.stays(name, key, old.mark)
@@ -274,12 +258,12 @@ class LocalRouters:
         self._successor = None
         self._leaving[key] = _LeavingRouter(self._process(old), old.probe, old.kept.service)
         self._routers[successor.number] = successor.router
-        self._stack.callback(successor.router.probe.stop)
-        successor.router.probe.start()
-        self._say(f"{name} has other settings; the one before finishes its answers")
+        if self._probes:
+            self._ask(successor.router.probe)
+        self._say(f"{name} is replaced; the one before finishes its answers")
 
     def _process(self, router: ServingRouter) -> ServiceProcess:
-        return ServiceProcess(*router.kept.service.process, self._build)
+        return ServiceProcess(*router.kept.service.process, router.build)
 
     def _tend_leaving(self, stall_s: float) -> None:
         """Kill replaced routers that hang: their sockets listen still, so the kernel would give them connections."""

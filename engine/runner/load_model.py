@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ def model_key(model: Model, config: EngineConfig, device: torch.device, ranks: T
         spec.fingerprint,
         type(model),
         dtype_for(spec, config),
-        config,
+        replace(config, share_weights="auto"),  # Wherever weights lie, they are the same.
         device,
         ranks.rank,
         ranks.size,
@@ -135,21 +135,26 @@ def _shared(
     this process's own, unless sharing is required."""
     named = f"{build_id()} {class_of(config, dtype_for(model.spec, config), device)} {key!r}"
     digest = hashlib.blake2b(named.encode(), digest_size=16).hexdigest()
+    kernels = kernels_for_config(config, device)
     try:
         image = images.find(digest)
-        if image is None:
-            decoder, numerics = _read(model, config, device, ranks)
-            try:
-                unwritten = image_of(decoder, numerics)
-            except ImageUnfit as error:
-                images.give_up(digest, str(error))
-                _must_not(config, str(error))
-                return decoder, numerics
-            image = images.keep(digest, unwritten)
-        return model_of(image, kernels_for_config(config, device))
+        if image is not None:
+            return model_of(image, kernels)
     except ImageUnfit as error:
         _must_not(config, str(error))
-    return _read(model, config, device, ranks)
+        return _read(model, config, device, ranks)
+    decoder, numerics = _read(model, config, device, ranks)
+    try:
+        unwritten = image_of(decoder, numerics)
+    except ImageUnfit as error:
+        images.give_up(digest, str(error))
+        _must_not(config, str(error))
+        return decoder, numerics
+    try:
+        return model_of(images.keep(digest, unwritten), kernels)
+    except ImageUnfit as error:
+        _must_not(config, str(error))
+        return _read(model, config, device, ranks)  # What was read is emptied.
 
 
 def _must_not(config: EngineConfig, reason: str) -> None:

@@ -33,7 +33,8 @@ def sharing(token: str, wait_s: float = 0.1) -> Iterator[SharedImages]:
     try:
         yield images
     finally:
-        images.close()
+        for loan in images._loans:
+            loan.end()
 
 
 class Text:

@@ -92,10 +92,11 @@ def keep_alive(router: Router, clock: ManualClock, hangs: bool = False) -> list[
         "_prepared": types.SimpleNamespace(config=Config(cluster=CONFIG)),
         "_say": lines.append,
         "_leaving": {},
-        "_due": [],
+        "_trouble": "",
+        "_build": "a build",
         "_successor": None,
-        "_routers": [ServingRouter(kept, probe, "a mark")],
     }
+    routers._routers = [ServingRouter(kept, probe, routers._mark, "a build")]
     while len(router.started) <= router.most:
         clock.advance(0.1)
         routers.tend()

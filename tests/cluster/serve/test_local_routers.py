@@ -170,6 +170,17 @@ def test_routers_with_other_settings_are_replaced_one_after_the_other(scene: Sce
 
 
 @pytest.mark.slow
+def test_a_change_that_is_taken_back_meanwhile_is_undone(scene: Scene) -> None:
+    scene.start()
+    before = scene.pids()
+    scene.change(worker_wait_s=77.0)
+    scene.routers.tend()  # The first successor is on its way.
+    scene.change(worker_wait_s=60.0)
+    until(lambda: scene.tended() == (0, "") and scene.pids()[0] != before[0], "the first one to be replaced again")
+    assert scene.pids()[1] == before[1], "the second one was never due"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["dies", "never listens"])
 def test_a_router_stays_where_its_successor_does_not_serve(scene: Scene, how: str) -> None:
     scene.start()
@@ -186,7 +197,7 @@ def test_a_router_stays_where_its_successor_does_not_serve(scene: Scene, how: st
     until(lambda: scene.tended()[1] != "", "the trouble")
     behind, trouble = scene.routers.behind()
     assert behind == 2
-    assert trouble.endswith("; it goes on with the settings of before")
+    assert trouble.endswith("; the one before goes on")
     assert scene.pids() == before
     assert scene.state.services["router-0"].pid == before[0]
     assert not scene.state.leaving

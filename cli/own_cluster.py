@@ -1,4 +1,4 @@
-"""A cluster of one worker of each role, for as long as it is measured."""
+"""A cluster of one's own: `twinpool serve` as a child process, for as long as a command or a bench needs it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class ClusterFailed(TwinpoolError):
 
 @contextmanager
 def own_cluster(flags: Sequence[str]) -> Iterator[str]:
-    """Run `twinpool serve` with `flags` on a free port until the block ends; yields its URL.
+    """Run `twinpool serve` with `flags`, on a free port unless they name one, until the block ends; yields its URL.
 
-    It dies with this process. Raises `ClusterFailed`.
+    It dies with this process, and a Ctrl-C is this process's alone. Raises `ClusterFailed`.
     """
     command = [*TIED, sys.executable, "-m", "cli.commands", "serve", "--port", "0", *flags]
     with tempfile.TemporaryFile() as said:
