@@ -17,6 +17,7 @@ from contracts.config.load_config import config_from_dict
 from contracts.messages.control_plane import ControlPlane
 from router.api.connection_limits import ClientConnections
 from router.metrics.index_metrics import index_metrics
+from router.service.controller_ports import ControllerPorts
 from router.service.router_service import RouterService
 from router.tracing.otlp_exporter import TraceExporter
 
@@ -295,10 +296,12 @@ def families() -> dict[str, Metric]:
         config,
         directory,
         clock=ManualClock(100.0),
-        reporter=cast(Any, SimpleNamespace()),
-        recorder=cast(Any, SimpleNamespace(on_record_ask=lambda asked: None)),
-        control_plane=lambda: ControlPlane("10.0.0.1:7000", 1, ()),
-        controller_up=lambda: True,
+        ports=ControllerPorts(
+            reporter=cast(Any, SimpleNamespace()),
+            recorder=cast(Any, SimpleNamespace(on_record_ask=lambda asked: None)),
+            control_plane=lambda: ControlPlane("10.0.0.1:7000", 1, ()),
+            reachable=lambda: True,
+        ),
     )
     header = {"entries": np.zeros(1), "evicted": np.zeros(1), "crowded": np.zeros(1)}
     told = SimpleNamespace(fresh=lambda now: True, memory=SimpleNamespace(header=header, slots={"live": np.zeros(1)}))

@@ -30,6 +30,7 @@ from router.api.connection_limits import raise_descriptor_limit
 from router.api.port_handover import Predecessor
 from router.api.router_server import LIVE_CONNECTIONS, AdminListener, RouterListeners, RouterServer
 from router.links.controller_directory import ControllerDirectory
+from router.service.controller_ports import ControllerPorts
 from router.service.router_service import RouterService
 from router.state.router_log import log
 from router.tokenizer_pool.c_heap import map_large_buffers
@@ -125,14 +126,16 @@ def serve(options: argparse.Namespace, config: Config, directory: ControllerDire
             spec,
             config,
             directory,
-            lessor=directory,
-            reporter=directory,
+            ports=ControllerPorts(
+                lessor=directory,
+                reporter=directory,
+                recorder=directory,
+                dashboard=directory.dashboard,
+                control_plane=directory.control_plane,
+                reachable=directory.reachable,
+            ),
             kv_index=options.kv_index,
-            control_plane=directory.control_plane,
             name=options.name,
-            recorder=directory,
-            controller_up=directory.reachable,
-            dashboard=directory.dashboard,
         )
         log(
             "router listens",

@@ -40,6 +40,7 @@ from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerS
 from router.api.app import create_app
 from router.api.router_server import RouterServer
 from router.main import listen
+from router.service.controller_ports import ControllerPorts
 from router.service.router_service import RouterService
 
 PAGES, HOST_PAGES = 4096, 16384
@@ -304,7 +305,10 @@ class MadeUpDashboard:
 def router_of(made_up: MadeUpCluster) -> RouterService:
     """A real router whose dashboard shows the made-up cluster, and which has no workers."""
     return RouterService(
-        read_model_spec(DEMO), Config(), LocalDirectory([]), dashboard=MadeUpDashboard(made_up, SystemClock())
+        read_model_spec(DEMO),
+        Config(),
+        LocalDirectory([]),
+        ports=ControllerPorts(dashboard=MadeUpDashboard(made_up, SystemClock())),
     )
 
 

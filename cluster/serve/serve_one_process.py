@@ -33,6 +33,7 @@ from contracts.messages.worker_status import WorkerRecord
 from router.api.app import create_admin_app, create_app
 from router.api.router_server import AdminListener, RouterListeners, RouterServer
 from router.main import listen, listen_for_operators
+from router.service.controller_ports import ControllerPorts
 from router.service.router_service import RouterService
 
 HOST = "127.0.0.1"
@@ -93,7 +94,7 @@ class ServeOneProcess:
             workers = [self._start_worker(stack, name, role) for name, role in prepared.workers]
             directory = self._directory = LocalDirectory(workers)
             dashboard = LocalDashboard(directory, prepared.config.cluster.name, self._clock)
-            service = RouterService(spec, prepared.config, directory, dashboard=dashboard)
+            service = RouterService(spec, prepared.config, directory, ports=ControllerPorts(dashboard=dashboard))
             dashboard.recent = service.records.kept.recent
             server = _Server(service, admin, lambda: self._ready(directory))
             # The server handles the other two signals while it runs.

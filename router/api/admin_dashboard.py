@@ -61,10 +61,10 @@ async def events(service: RouterService, exchange: HttpExchange) -> None:
     """Answer with the dashboard's events until the client leaves."""
     if failure := forbidden(service, exchange) or _cross_site(exchange):
         return await exchange.fail(failure)
-    if service.dashboard is None:
+    if service.controller.dashboard is None:
         return await exchange.fail(ApiError(409, "this router shows no dashboard", "conflict_error", "conflict"))
     try:
-        viewer = service.dashboard.open()
+        viewer = service.controller.dashboard.open()
     except NoViewer as error:
         return await exchange.fail(ApiError(503, str(error), "server_error", "no_viewer", retry_after_s=10))
     try:

@@ -95,8 +95,9 @@ async def status(service: RouterService, exchange: HttpExchange) -> None:
     lines = await asyncio.gather(*(_status_of(service, view) for view in views))
     pairs = sorted(zip(lines, views, strict=True), key=lambda pair: _order(pair[0]))
     shown = [status_line(line) | _breaker_of(service, line) | node_of(view) for line, view in pairs]
-    scaler = {"autoscaler": _autoscaler_of(service.latency.view)} if service.latency is not None else {}
-    plane = service.control_plane()
+    latency = service.controller.latency
+    scaler = {"autoscaler": _autoscaler_of(latency.view)} if latency is not None else {}
+    plane = service.controller.control_plane()
     controllers = {"controllers": plane._asdict()} if plane is not None else {}
     await exchange.answer_json(200, {"workers": shown, "router_build": build_id(), **scaler, **controllers})
 

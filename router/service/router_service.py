@@ -27,7 +27,6 @@ from contracts.errors import ErrorKind, RequestError
 from contracts.ids import RequestId, Role
 from contracts.interfaces.discovery import WorkerDirectory
 from contracts.key_file import TenantLimits
-from contracts.messages.control_plane import ControlPlane
 from contracts.messages.router_commands import Command
 from contracts.messages.worker_events import Done, Event, LegReport
 from router.core.answer_asks import AskEnded, FoundAnswer
@@ -36,7 +35,6 @@ from router.core.router_actions import DeliverScores, DeliverTokens, EndRequest,
 from router.core.router_core import RouterCore
 from router.kv_indexer.told_prefixes import ToldPrefixes
 from router.links.worker_links import WorkerLinks
-from router.metrics.control_plane_metrics import control_plane_metrics
 from router.metrics.index_metrics import index_metrics
 from router.metrics.prometheus_metrics import PrometheusMetrics
 from router.openai.api_errors import ClientGone, QueueFull, SloUnreachable
@@ -46,21 +44,17 @@ from router.openai.response_stream import ResponseStream
 from router.openai.resume_headers import ResumeHeaders
 from router.openai.structured_output import may_need_grammar
 from router.openai_responses.responses_request import renamed
-from router.records.record_reports import RecordListener
 from router.security.answer_identity import AnswerIdentity, identity_of
 from router.security.api_keys import ApiKeys
 from router.security.tenant_accounts import TenantAccounts
 from router.service.answer_claims import SUPERSEDED, AnswerClaims
 from router.service.body_buffer import BodyBuffer
-from router.service.dashboard_relay import DashboardRelay
-from router.service.dashboard_source import DashboardSource
-from router.service.latency_reports import LatencyListener, LatencyReports
-from router.service.quota_leases import QuotaLeases, QuotaLessor
+from router.service.controller_calls import ControllerCalls
+from router.service.controller_ports import NO_CONTROLLER, ControllerPorts
 from router.service.record_keeping import RecordKeeping
 from router.service.request_limits import RequestLimits
 from router.service.restored_choice import HASHED_INLINE_BYTES, KeyedRequest, check_headers, usable
 from router.service.routed_choices import OpenedRequest, RequestTimes
-from router.service.router_reports import RouterReports
 from router.state.routed_request import RoutedRequest
 from router.state.router_log import log
 from router.state.tenant_share import TenantShare
@@ -95,8 +89,7 @@ class RouterService:
     """The router's service. Call `start` on the event loop, `close` at the end.
 
     The class has more than twenty methods: it stands between the endpoints, the router core and the links, and each of
-    the three calls it. `mint` makes the ids of requests and rooms.
-    `lessor`: where tenants' limits hold for several routers together.
+    the three calls it.
     """
 
     def __init__(
@@ -107,22 +100,16 @@ class RouterService:
         *,
         model_tokenizer: ModelTokenizer | None = None,
         clock: Clock | None = None,
-        lessor: QuotaLessor | None = None,
-        reporter: LatencyListener | None = None,
+        ports: ControllerPorts = NO_CONTROLLER,
         mint: Callable[[], str] = lambda: secrets.token_hex(12),
         kv_index: Path | None = None,
-        control_plane: Callable[[], ControlPlane | None] = lambda: None,
         name: str = "router",
-        recorder: RecordListener | None = None,
         span_sender: SpanSender | None = None,
         wall: Callable[[], float] = time.time,
-        controller_up: Callable[[], bool] | None = None,
-        dashboard: DashboardSource | None = None,
     ) -> None:
-        """`kv_index`: where the table of this host's KV index is; None: there is none. `control_plane` returns what is
-        known of the controllers, None where there is one that nobody replaces. `name`: this router's, in its records.
-        `recorder`: who is told of its requests; None: nobody. `span_sender`: takes traces in place of OpenTelemetry's
-        exporter. `wall`: seconds since 1970. `dashboard`: where the dashboard's numbers are; None: there is none."""
+        """`ports`: what it has of the controller. `mint` makes the ids of requests and rooms. `kv_index`: where the
+        table of this host's KV index is; None: there is none. `name`: this router's, in its records. `span_sender`:
+        takes traces in place of OpenTelemetry's exporter. `wall`: seconds since 1970."""
         spec = self.spec = served_as(spec, config.router.served_model_name)
         self.config, self.security = config.router, config.security
         self.started = int(time.time())
@@ -144,9 +131,7 @@ class RouterService:
         admins = config.security.admin_keys_file
         self.admin_keys = ApiKeys(Path(admins)) if admins else None
         self.clock = clock if clock is not None else SystemClock()
-        self.tenants = TenantAccounts(leased=lessor is not None)
-        self.quotas = QuotaLeases(self.tenants, lessor, mint(), self.clock) if lessor is not None else None
-        """None: tenants' limits are this router's alone."""
+        self.tenants = TenantAccounts(leased=ports.lessor is not None)
         told = ToldPrefixes(kv_index) if kv_index is not None else None
         self.core = RouterCore(
             config.router,
@@ -164,24 +149,9 @@ class RouterService:
         self.watch = watch if watch.on else None
         self.metrics = PrometheusMetrics(self.core, config.transfer.plane, self.watch, spec.name, config.router)
         self.metrics.sources += [self._of_bodies, self.tenants.metrics]
-        self.control_plane = control_plane
-        if controller_up is not None:
-            self.metrics.sources.append(lambda: control_plane_metrics(controller_up(), control_plane()))
-        self.latency: LatencyReports | None = None
-        """None: no autoscaler is told what requests meet."""
-        if reporter is not None and config.autoscaling.enabled:
-            self.latency = LatencyReports(
-                self.metrics, self.core.counts, reporter, mint(), self.clock, config.autoscaling
-            )
-            self.metrics.sources.append(self.latency.families)
-        self.dashboard_reports: RouterReports | None = None
-        self.dashboard: DashboardRelay | None = None
-        if dashboard is not None:
-            watched, model = self.watch, spec.name
-            self.dashboard_reports = RouterReports(
-                dashboard, self.metrics, self.core, watched, mint(), model, self.clock
-            )
-            self.dashboard = DashboardRelay(dashboard, self.clock, self.dashboard_reports.seen_by)
+        self.controller = ControllerCalls(
+            ports, config, self.core, self.tenants, self.metrics, self.watch, spec.name, mint, self.clock
+        )
         if told is not None:
             self.metrics.sources.append(lambda: index_metrics(told, self.clock))
         self.worker_links = WorkerLinks(
@@ -193,9 +163,9 @@ class RouterService:
         )
         self.claims = AnswerClaims(self.core)
         self._owners: dict[RequestId, tuple[ResponseStream, ChoiceOutput]] = {}
-        router = f"{name}-{mint()[:8]}" if recorder is not None else name
+        router = f"{name}-{mint()[:8]}" if ports.recorder is not None else name
         self.records = RecordKeeping(
-            router, spec.name, config, self.clock, wall, self._owners.values, recorder, span_sender
+            router, spec.name, config, self.clock, wall, self._owners.values, ports.recorder, span_sender
         )
         self.metrics.sources.append(self.records.families)
         self._mint = mint
@@ -215,14 +185,7 @@ class RouterService:
         if self._ticker is not None:
             self._ticker.cancel()
             self._ticker = None
-        if self.quotas is not None:
-            self.quotas.close()
-        if self.latency is not None:
-            self.latency.close()
-        if self.dashboard_reports is not None:
-            self.dashboard_reports.close()
-        if self.dashboard is not None:
-            self.dashboard.close()
+        self.controller.close()
         await self.readers.close()
         await self.worker_links.close()
         await self.records.close()
@@ -234,13 +197,8 @@ class RouterService:
                 for keys in (self.keys, self.admin_keys):
                     if keys is not None:
                         keys.refresh()
-                if self.quotas is not None:
-                    self.quotas.tick()
-                if self.latency is not None:
-                    self.latency.tick()
+                self.controller.tick()
                 self.records.tick()
-                if self.dashboard_reports is not None:
-                    self.dashboard_reports.tick()
                 self.core.tick()
                 self._act()
             except Exception:  # Our own bug; without further ticks no deadline would be kept.
@@ -258,9 +216,13 @@ class RouterService:
     async def check_tenant(self, tenant: str) -> None:
         """Raise `TenantLimited` where a tenant may not even ask for the least request. Books nothing."""
         if self.keys is not None:
-            if self.quotas is not None:
-                await self.quotas.ensure(tenant, self._allowed(tenant), 1, 1)
+            await self._leased(tenant, 1, 1)
             self.tenants.check(tenant, self._allowed(tenant), 1, 1, self.clock.now())
+
+    async def _leased(self, tenant: str, choices: int, tokens: int) -> None:
+        """Have slices of a tenant's limits for so much, where they hold for several routers together."""
+        if self.controller.quotas is not None:
+            await self.controller.quotas.ensure(tenant, self._allowed(tenant), choices, tokens)
 
     def _allowed(self, tenant: str) -> TenantLimits:
         return self.keys.limits(tenant) if self.keys is not None else TenantLimits()
@@ -306,8 +268,8 @@ class RouterService:
         request = replace(prepared.request, session=session) if session else prepared.request
         timeout_s, allowed = self.limits.timeout_s(request), self._allowed(tenant)
         prompt_tokens = sum(len(prompt.tokens) for prompt in prepared.prompts)
-        if self.keys is not None and self.quotas is not None:
-            await self.quotas.ensure(tenant, allowed, request.choices, prompt_tokens)
+        if self.keys is not None:
+            await self._leased(tenant, request.choices, prompt_tokens)
         self.check_room(request.choices)
         try:
             limits = [self.limits.answer_tokens(request, len(p.tokens)) for p in prepared.prompts]

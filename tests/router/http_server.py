@@ -27,6 +27,7 @@ from router.api.port_handover import Predecessor
 from router.api.router_server import AdminListener, RouterListeners, RouterServer
 from router.main import listen, listen_at
 from router.records.record_reports import RecordListener
+from router.service.controller_ports import ControllerPorts
 from router.service.dashboard_source import DashboardSource
 from router.service.quota_leases import QuotaLessor
 from router.service.router_service import RouterService
@@ -171,10 +172,8 @@ def serving(
         spec or demo_spec(),
         config,
         directory or cluster,
-        lessor=lessor,
-        recorder=recorder,
+        ports=ControllerPorts(lessor=lessor, recorder=recorder, dashboard=dashboard),
         span_sender=span_sender,
-        dashboard=dashboard,
     )
     reading, writing = os.pipe()
     predecessor = Predecessor.reach(take_over) if take_over is not None else None

@@ -137,7 +137,7 @@ def test_a_router_that_has_no_dashboard_says_so() -> None:
 
 
 def test_no_more_look_than_may_and_one_who_leaves_makes_room(shown: Server) -> None:
-    relay = shown.service.dashboard
+    relay = shown.service.controller.dashboard
     assert relay is not None
     held = [shown.call(relay.open) for _ in range(MOST_VIEWERS)]
     answer = shown.client.get(EVENTS)
@@ -161,7 +161,7 @@ def test_what_the_page_of_docs_types_shows_events(shown: Server) -> None:
 
 
 def test_a_client_that_leaves_is_a_viewer_no_more(shown: Server) -> None:
-    relay = shown.service.dashboard
+    relay = shown.service.controller.dashboard
     assert relay is not None
     with shown.client.stream("GET", EVENTS) as answer:
         lines = answer.iter_lines()

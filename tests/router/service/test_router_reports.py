@@ -79,8 +79,8 @@ def test_a_report_has_what_the_metrics_have() -> None:
             server.complete(max_tokens=5)
         lines = [line.rpartition(" ") for line in server.client.get("/metrics").text.splitlines() if line[:1] != "#"]
         metrics = {name: float(value) for name, _, value in lines}
-        assert server.service.dashboard_reports is not None
-        report = server.call(server.service.dashboard_reports.report)
+        assert server.service.controller.reports is not None
+        report = server.call(server.service.controller.reports.report)
         server.wait_until(lambda: bool(dashboard.reports))
     assert set(report.counters) == set(COUNTERS)
     for name in ("requests_submitted", "requests_ended", "generated_tokens", "replays", "fallbacks", "requests_shed"):
