@@ -19,7 +19,7 @@ from contracts.messages.request_record import FoundRecords, RequestRecord
 from router.records.kept_records import KeptRecords
 from router.records.make_record import make_record
 from router.records.record_draft import RecordDraft
-from router.state.router_log import log
+from router.state.report_calls import ReportCalls
 
 R = TypeVar("R", RecordDraft, RequestRecord)
 
@@ -58,10 +58,9 @@ class RecordReports:
         self._kept, self._listener, self._clock, self._most = kept, listener, clock, most
         self._waiting: dict[str, RecordDraft] = {}
         """By their requests' ids, the oldest first."""
-        self._call: asyncio.Task[None] | None = None
+        self._calls = ReportCalls("records not reported")
         self._answers: set[asyncio.Task[None]] = set()
         self._next = clock.now()
-        self._away = False
         self.reported = self.left_out = self.unanswered = 0
         if most:
             kept.listeners.append(self._add)
@@ -78,15 +77,14 @@ class RecordReports:
     def tick(self) -> None:
         """Report if it is time; to be called every 100 ms or so."""
         now = self._clock.now()
-        if self._waiting and self._call is None and now >= self._next:
+        if self._waiting and not self._calls.busy and now >= self._next:
             self._next = now + REPORT_S
-            self._call = asyncio.get_running_loop().create_task(self._report(self._take()))
-            self._call.add_done_callback(self._done)
+            self._calls.begin(self._report(self._take()))
 
     def close(self) -> None:
-        for task in (self._call, *self._answers):
-            if task is not None:
-                task.cancel()
+        self._calls.close()
+        for task in self._answers:
+            task.cancel()
 
     def _take(self) -> list[RecordDraft]:
         """Take what the next report says. What is usual and not taken is left out; what is notable waits."""
@@ -101,20 +99,13 @@ class RecordReports:
         self.left_out += len(taken) + len(usual) - len(fitting)
         return fitting
 
-    def _done(self, call: asyncio.Task[None]) -> None:
-        self._call = None
-
     async def _report(self, records: list[RecordDraft]) -> None:
         try:
             await self._listener.report_records(self._kept.router, list(map(make_record, records)), ())
-        except ConnectionError as error:
+        except ConnectionError:
             self.left_out += len(records)
-            if not self._away:
-                log("records not reported", reason=str(error))
-            self._away = True
-        else:
-            self.reported += len(records)
-            self._away = False
+            raise
+        self.reported += len(records)
 
     # ------------------------------------------------------------ what the controller asks
 

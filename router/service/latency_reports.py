@@ -6,7 +6,6 @@ was lost costs nothing. The answer says what the autoscaler does, for `twinpool 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -18,7 +17,7 @@ from contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts
 from router.core.router_actions import RouterCounts
 from router.metrics.prometheus_metrics import PrometheusMetrics
 from router.metrics.request_tally import TargetTally
-from router.state.router_log import log
+from router.state.report_calls import ReportCalls
 
 REPORT_S = 1.0
 """Seconds between two reports."""
@@ -45,9 +44,8 @@ class LatencyReports:
     ) -> None:
         self._metrics, self._counts, self._listener, self._name, self._clock = metrics, counts, listener, name, clock
         metrics.tally.target = TargetTally(config.ttft_target_s, config.itl_target_s)
-        self._call: asyncio.Task[None] | None = None
+        self._calls = ReportCalls("autoscaler away")
         self._next = clock.now()
-        self._away = False
         self.view = AutoscalerView()
         """What the autoscaler has told of itself last."""
 
@@ -67,27 +65,15 @@ class LatencyReports:
     def tick(self) -> None:
         """Report if it is time; to be called every 100 ms or so."""
         now = self._clock.now()
-        if self._call is None and now >= self._next:
+        if not self._calls.busy and now >= self._next:
             self._next = now + REPORT_S
-            self._call = asyncio.get_running_loop().create_task(self._report())
-            self._call.add_done_callback(self._done)
+            self._calls.begin(self._report())
 
     def close(self) -> None:
-        if self._call is not None:
-            self._call.cancel()
-
-    def _done(self, call: asyncio.Task[None]) -> None:
-        self._call = None
+        self._calls.close()
 
     async def _report(self) -> None:
-        try:
-            self.view = await self._listener.report_latency(self._name, self.counts())
-        except ConnectionError as error:
-            if not self._away:
-                log("autoscaler away", reason=str(error))
-            self._away = True
-        else:
-            self._away = False
+        self.view = await self._listener.report_latency(self._name, self.counts())
 
     def families(self) -> Iterator[Metric]:
         """The metrics of targets and of the autoscaler."""

@@ -6,7 +6,6 @@ often is the controller's to say: about once a second while somebody looks, else
 
 from __future__ import annotations
 
-import asyncio
 import os
 import platform
 
@@ -17,7 +16,7 @@ from router.core.router_core import RouterCore
 from router.metrics.prometheus_metrics import PrometheusMetrics
 from router.service.dashboard_source import DashboardSource
 from router.state.circuit_breaker import CircuitState
-from router.state.router_log import log
+from router.state.report_calls import ReportCalls
 from router.verification.audit_cases import AuditResult
 from router.verification.stream_watch import StreamWatch
 
@@ -42,38 +41,30 @@ class RouterReports:
     ) -> None:
         self._source, self._metrics, self._core, self._watch = source, metrics, core, watch
         self._name, self._model, self._clock = name, model, clock
-        self._call: asyncio.Task[None] | None = None
+        self._calls = ReportCalls("dashboard away")
         self._next = clock.now()
-        self._away = False
         self._viewers = 0
 
     def tick(self) -> None:
         """Report if it is time; to be called every 100 ms or so."""
-        if self._call is None and self._clock.now() >= self._next:
-            self._call = asyncio.get_running_loop().create_task(self._report())
-            self._call.add_done_callback(self._done)
+        if not self._calls.busy and self._clock.now() >= self._next:
+            self._calls.begin(self._report())
 
     def seen_by(self, viewers: int) -> None:
         """Note how many browsers look at this router's dashboard, and report with the next tick."""
         self._viewers, self._next = viewers, self._clock.now()
 
     def close(self) -> None:
-        if self._call is not None:
-            self._call.cancel()
-
-    def _done(self, call: asyncio.Task[None]) -> None:
-        self._call = None
+        self._calls.close()
 
     async def _report(self) -> None:
         began = self._clock.now()
         try:
             pause_s = await self._source.report(self.report())
-        except ConnectionError as error:
-            if not self._away:
-                log("dashboard away", reason=str(error))
-            self._away, self._next = True, self._clock.now() + RETRY_S
-        else:
-            self._away, self._next = False, began + min(max(pause_s, LEAST_S), MOST_S)
+        except ConnectionError:
+            self._next = self._clock.now() + RETRY_S
+            raise
+        self._next = began + min(max(pause_s, LEAST_S), MOST_S)
 
     def report(self) -> RouterReport:
         """This router as it is now."""

@@ -40,7 +40,7 @@ class Scene:
         """Whether a tick made a report."""
         before = len(self.source.reports)
         self.reports.tick()
-        await eventually(lambda: self.reports._call is None)
+        await eventually(lambda: not self.reports._calls.busy)
         return len(self.source.reports) > before
 
 
