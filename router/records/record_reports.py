@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Protocol, TypeVar
 
@@ -79,7 +80,7 @@ class RecordReports:
         now = self._clock.now()
         if self._waiting and not self._calls.busy and now >= self._next:
             self._next = now + REPORT_S
-            self._calls.begin(self._report(self._take()))
+            self._calls.begin(partial(self._report, self._take()))
 
     def close(self) -> None:
         self._calls.close()

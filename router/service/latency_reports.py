@@ -67,7 +67,7 @@ class LatencyReports:
         now = self._clock.now()
         if not self._calls.busy and now >= self._next:
             self._next = now + REPORT_S
-            self._calls.begin(self._report())
+            self._calls.begin(self._report)
 
     def close(self) -> None:
         self._calls.close()

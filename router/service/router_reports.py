@@ -48,7 +48,7 @@ class RouterReports:
     def tick(self) -> None:
         """Report if it is time; to be called every 100 ms or so."""
         if not self._calls.busy and self._clock.now() >= self._next:
-            self._calls.begin(self._report())
+            self._calls.begin(self._report)
 
     def seen_by(self, viewers: int) -> None:
         """Note how many browsers look at this router's dashboard, and report with the next tick."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable
 
 from router.state.router_log import log
 
@@ -20,8 +20,9 @@ class ReportCalls:
     def busy(self) -> bool:
         return self._call is not None
 
-    def begin(self, report: Coroutine[object, object, None]) -> None:
-        """Make a call, which raises `ConnectionError` where the controller doesn't answer. None may be under way."""
+    def begin(self, report: Callable[[], Awaitable[None]]) -> None:
+        """Make a call by `report`, which raises `ConnectionError` where the controller doesn't answer. None may be
+        under way."""
         self._call = asyncio.get_running_loop().create_task(self._make(report))
         self._call.add_done_callback(self._done)
 
@@ -30,9 +31,9 @@ class ReportCalls:
         if self._call is not None:
             self._call.cancel()
 
-    async def _make(self, report: Coroutine[object, object, None]) -> None:
+    async def _make(self, report: Callable[[], Awaitable[None]]) -> None:
         try:
-            await report
+            await report()
         except ConnectionError as error:
             if not self._away:
                 log(self._words, reason=str(error))
