@@ -105,7 +105,9 @@ def test_d5_it_goes_on_for_nobody_and_another_router_has_the_rest(
         assert found.running
         assert (found.index, found.created, found.max_tokens, found.prompt_len) == (0, 7, 24, len(PROMPT))
         assert list(found.tokens) == calm["tokens"][: len(found.tokens)]
-        assert len(found.tokens) >= tokens
+        # A first token that prefill has told may be ahead of the state that decode waits for.
+        assert len(found.tokens) >= (tokens if found.started else 0)
+        assert found.started or tokens <= 1
         assert [one.token for one in found.logprobs] == list(found.tokens)
         rest = rest_of(c, said, len(PROMPT) + len(found.tokens))
         assert list(found.tokens) + rest == calm["tokens"]
