@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from cluster.arena.local_agent import ArenaAgents, LocalArenaAgent, NoArenaAgents, wanted
-from cluster.assembly.node_shares import MemoryShort, WorkerShare, free_bytes
+from cluster.assembly.node_shares import WorkerShare, free_bytes
 from cluster.controller.controller_actions import EndedProcess, StartWorker
 from cluster.controller.controller_client import ControllerAway, ControllerClient
 from cluster.controller.open_ledger import PASSWORD_VARIABLE
 from cluster.controller.supervisor import Supervisor
 from cluster.processes.log_files import last_words
 from cluster.processes.process_ids import start_time
-from cluster.processes.restart_policy import RestartHistory
 from cluster.processes.run_folder import RunFiles, RunFolder
 from cluster.processes.service_manager import ServiceManager
 from cluster.ray_nodes.node_drains import NodeDrains, draining_ray_nodes
@@ -38,7 +37,7 @@ from cluster.serve.cluster_services import ClusterServices
 from cluster.serve.detached_state import DetachedState
 from cluster.serve.kept_service import PartFailed
 from cluster.serve.kv_index_process import with_kv_events
-from cluster.serve.preflight import ServePlan, free_port, on_device
+from cluster.serve.preflight import ServePlan
 from cluster.serve.security_check import open_ways
 from cluster.serve.shutdown_signal import ShutdownSignal
 from cluster.serve.terminal import Terminal, curl_line, take_over_output, urls_of
@@ -46,7 +45,7 @@ from cluster.worker_process.worker_plan import WorkerPlan, node_name
 from contracts.build_id import build_id
 from contracts.clock import Clock, SystemClock
 from contracts.cluster_secret import SECRET_VARIABLE
-from contracts.config.plane_choice import PlaneOfOneHost, check_hosts, why, with_plane
+from contracts.config.plane_choice import why
 from contracts.errors import ConfigError, TwinpoolError
 from contracts.ids import Role, WorkerName
 from contracts.json_logs import log_to_stream
@@ -55,6 +54,7 @@ from contracts.messages.worker_status import WorkerView
 if TYPE_CHECKING:
     from cluster.ray_nodes.ray_cluster import OwnRay
     from cluster.ray_nodes.worker_actors import RayLauncher
+    from cluster.serve.joined_nodes import JoinedNodes
 
 
 log = logging.getLogger("twinpool.serve")
@@ -98,8 +98,7 @@ class ServeCluster:
         self._launcher: RayLauncher | None = None
         self._agents: ArenaAgents = NoArenaAgents()
         self._arena = ""
-        self._small: set[str] = set()
-        """Nodes that are too small for a worker, or out of the plane's reach, by Ray id."""
+        self._nodes: JoinedNodes | None = None
         self._secrets = {name: value for name in SECRETS if (value := os.environ.pop(name, None))}
         if state is not None:
             self._secrets = state.secrets
@@ -194,6 +193,7 @@ class ServeCluster:
     def _join(self, stack: ExitStack) -> str:
         from cluster.ray_nodes.ray_cluster import authenticated, join_ray, leave_ray, missing_places, ray_build
         from cluster.ray_nodes.worker_resources import resource_example
+        from cluster.serve.joined_nodes import JoinedNodes
 
         options = self._prepared.options
         config = self._prepared.config
@@ -220,6 +220,7 @@ class ServeCluster:
                 self._terminal.step("ray", f"waiting for nodes: {missing}")
                 said = missing
             self._stopping.wait(POLL_S)
+        self._nodes = JoinedNodes()
         for reason in self._measure_nodes():
             raise PartFailed(reason)
         self._terminal.nodes(self._prepared)
@@ -228,60 +229,15 @@ class ServeCluster:
     def _measure_nodes(self) -> list[str]:
         """Measure and divide nodes that have joined since the last call; returns a line for each that can't take a
         worker."""
-        from cluster.ray_nodes.ray_cluster import measure_nodes
-
-        prepared, refused = self._prepared, []
-        nodes = measure_nodes({*prepared.shares, *self._small}, prepared.config.engine.device)
-        if nodes:
-            # The first nodes decide: numerics of a GPU and of a CPU are of two classes.
-            config = with_plane(on_device(prepared.config, all(facts.cards for facts in nodes)), one_host=False)
-            prepared = dataclasses.replace(prepared, config=config)
-        for facts in nodes:
-            try:
-                check_hosts(prepared.config, {facts.host, *(share.facts.host for share in prepared.shares.values())})
-                share = prepared.divide(facts)
-            except (MemoryShort, PlaneOfOneHost) as error:
-                self._small.add(facts.node_id)
-                refused.append(f"node {facts.host} ({facts.node_id[:8]}) takes no worker: {error}")
-            else:
-                prepared = dataclasses.replace(prepared, shares={**prepared.shares, facts.node_id: share})
-        self._prepared = prepared
+        assert self._nodes is not None, "only of a Ray that was joined"
+        self._prepared, refused = self._nodes.measure(self._prepared)
         return refused
 
     def _own_ray(self, stack: ExitStack) -> None:
-        from cluster.ray_nodes.ray_cluster import (
-            end_kept_ray,
-            join_kept_ray,
-            leave_ray,
-            ray_build,
-            start_kept_ray,
-            start_own_ray,
-        )
+        from cluster.serve.own_ray import own_ray
 
-        config = self._prepared.config.cluster
-        if config.ray_storage:
-            stack.callback(self._try, lambda: end_kept_ray(self._folder.temporary, config.ray_storage))
-        stack.callback(leave_ray)
-        if self._state is not None:
-            dashboard = self._prepared.options.dashboard
-            if self._state.ray:
-                self._ray = join_kept_ray(self._folder.temporary, self._state.ray, self._python, RestartHistory(config))
-            if self._ray is None:
-                self._state.ray, self._ray = start_kept_ray(
-                    self._folder.temporary,
-                    free_port(self._address, 0),
-                    dashboard,
-                    config.ray_storage,
-                    RestartHistory(config),
-                )
-                self._state.ray_build = ray_build()
-                self._state.save()
-            stack.callback(self._ray.close)
-            self._terminal.step("ray", "runs on loopback")
-            return
-        self._ray = start_own_ray(self._folder.temporary, self._prepared.options.dashboard)
-        self._folder.owns_children()
-        self._terminal.step("ray", "started on loopback")
+        self._ray = own_ray(self._prepared, self._folder, self._state, self._address, self._python, stack)
+        self._terminal.step("ray", "started on loopback" if self._state is None else "runs on loopback")
 
     def _start_services(self, stack: ExitStack) -> None:
         """Start the controller and the routers, or take them over, and connect to the controller."""
@@ -372,13 +328,9 @@ class ServeCluster:
                     self._controller.add(role, count - there[role])
 
     def _announce_end(self) -> None:
-        self._try(self._controller.shut_down)
-
-    @staticmethod
-    def _try(end: Callable[[], None]) -> None:
-        """Do a part of the end that may fail: the rest of it must not wait for that."""
+        """Tell the controller. The rest of the end must not wait for that."""
         try:
-            end()
+            self._controller.shut_down()
         except (ControllerAway, ConfigError) as error:
             log.warning(str(error))
 
