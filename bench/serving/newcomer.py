@@ -5,8 +5,9 @@
 
 The first start finds nothing: no model, no compiled kernels (both go into a folder of the bench's); the second finds
 both. Then one client and eight at a time have answers of a set length to passages of novels, over HTTP. Beside it, on
-the same file: the server of llama-cpp-python (an environment of its own with `llama-cpp-python[server]`), and
-transformers' `generate` on its reading of the file in bfloat16, called directly, with eight prompts as one batch.
+the same file: llama.cpp's server, which computes on the four bits themselves (an environment of its own with
+`xllamacpp`, which has it compiled; `llama-cpp-python` has to be, and serves one request at a time), and transformers'
+`generate` on its reading of the file in bfloat16, called directly, with eight prompts as one batch.
 """
 
 from __future__ import annotations
@@ -40,6 +41,17 @@ _CHAT = {
     "max_tokens": 40,
 }
 _ASK_TIMEOUT_S = 900.0
+_LLAMA_CPP = """
+import os, sys, threading
+import xllamacpp
+
+params = xllamacpp.CommonParams()
+params.model.path, params.port = sys.argv[1], int(sys.argv[2])
+params.n_parallel, params.n_ctx, params.kv_unified = 8, 8192, True
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = os.cpu_count()
+server = xllamacpp.Server(params)
+threading.Event().wait()
+"""
 _ALONE, _TOGETHER = 2, 8
 """Prompts of one measurement of one client, and of eight at a time."""
 
@@ -90,12 +102,10 @@ class OverHttp:
 
 @contextmanager
 def llama_cpp(python: str, file: Path) -> Iterator[str]:
-    """llama-cpp-python's server of the file, in its own environment; yields its URL, and ends it."""
+    """llama.cpp's server of the file, eight requests at a time, in its own environment; yields its URL, and ends it."""
     port = free_port()
-    command = [python, "-m", "llama_cpp.server", "--model", str(file), "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--n_ctx", "4096", "--verbose", "False"]
     url = f"http://127.0.0.1:{port}"
-    with child_server(command, f"{url}/v1/models"):
+    with child_server([python, "-c", _LLAMA_CPP, str(file), str(port)], f"{url}/health"):
         yield url
 
 
@@ -153,8 +163,7 @@ def _sides(stack: ExitStack, options: argparse.Namespace) -> dict[str, Side]:
         sides[name] = OverHttp(stack.enter_context(serving(SMOLLM2.name, settings, flags)), endless)
     if options.llama_cpp:
         url = stack.enter_context(llama_cpp(options.llama_cpp, SMOLLM2.place))
-        # It knows no ignore_eos: these tokens end an answer.
-        sides["llama-cpp-python"] = OverHttp(url, {"logit_bias": {"0": -100, "2": -100}})
+        sides["llama.cpp"] = OverHttp(url, endless)
     if options.transformers:
         sides["transformers generate"] = ByTransformers(SMOLLM2.place)
     return sides
@@ -162,7 +171,7 @@ def _sides(stack: ExitStack, options: argparse.Namespace) -> dict[str, Side]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--llama-cpp", metavar="PYTHON", help="the interpreter of an environment with llama-cpp-python")
+    parser.add_argument("--llama-cpp", metavar="PYTHON", help="the interpreter of an environment with xllamacpp")
     parser.add_argument("--transformers", action="store_true", help="measure transformers' generate, too")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each figure; the middle one is shown")

@@ -59,6 +59,7 @@ class LoadComparison:
         """What is compared: predicted, measured."""
         told, seen = self.predicted, self.measured
         return {
+            "hits, %": (100 * told.hit_rate, 100 * seen.cached_share),
             "TTFT p50, ms": (1e3 * told.ttft_p50_s, 1e3 * seen.ttft.p50),
             "TTFT p99, ms": (1e3 * told.ttft_p99_s, 1e3 * seen.ttft.p99),
             "ITL p50, ms": (1e3 * told.itl_p50_s, 1e3 * seen.itl.p50),

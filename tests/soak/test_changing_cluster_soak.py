@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +32,18 @@ def test_twenty_rounds_of_every_change_lose_no_answer(tmp_path: Path, plane: str
     oracle, answers = Oracle(folder), 0
     with detached(folder, tmp_path / "run", *flags, sections=sections) as cluster:
         for number in range(ROUNDS):
-            load = Load(cluster.url, cluster.model, some_prompts(number))
+            load, took = Load(cluster.url, cluster.model, some_prompts(number)), []
             with load.running():
                 for change in (*changing.CHANGES, *changing.DETACHED):
                     load.more()
+                    began = time.monotonic()
                     change(cluster)
                     ready(cluster, prefill=2, decode=2)
+                    took.append(f"{change.__name__} {time.monotonic() - began:.0f} s")
                 load.more()
             load.verify(oracle)
             cluster.settle()
             answers += len(load.answers)
-            print(f"round {number + 1}: {len(load.answers)} answers, {load.resumed} resumed, all exact")
+            told = f"{len(load.answers)} answers, {load.resumed} resumed, all exact"
+            print(f"round {number + 1}: {told}; {', '.join(took)}", flush=True)
     print(f"{answers} answers in {ROUNDS} rounds on {plane}")
