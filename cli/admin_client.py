@@ -25,6 +25,8 @@ WATCH_S = 1.0
 """Seconds between two looks of `status --watch`."""
 POLL_S = 0.2
 """How long a command waits between two looks at the workers."""
+ASKED_AGAIN = 3
+"""How often a look is asked for again whose connection breaks: another router of the port takes the next one."""
 SHOWN_DECISIONS = 5
 """The autoscaler's latest decisions that `status` shows."""
 SAY_EVERY_S = 5.0
@@ -42,6 +44,10 @@ class ClusterNotFound(TwinpoolError):
 
 class RouterAway(ClusterNotFound):
     """Raised when a router doesn't answer now but may soon: it answered before, broke off, or has only just started."""
+
+
+class _BrokenOff(RouterAway):
+    """Raised when the connection broke before the answer was there: its router has just died, or was replaced."""
 
 
 class CommandRefused(TwinpoolError):
@@ -119,8 +125,17 @@ class AdminClient:
         return rows
 
     def call(self, method: str, path: str, body: bytes | None = None) -> dict[str, Any]:
-        """Call an admin path, with a `body` of JSON if any, and return the JSON answer. Raises `CommandRefused` or
+        """Call an admin path, with a `body` of JSON if any, and return the JSON answer. What only looks is asked again
+        where the connection breaks; what changes something may have been done. Raises `CommandRefused` or
         `ClusterNotFound`."""
+        for _ in range(ASKED_AGAIN if method == "GET" else 0):
+            try:
+                return self._call(method, path, body)
+            except _BrokenOff:
+                self.sleep(POLL_S)
+        return self._call(method, path, body)
+
+    def _call(self, method: str, path: str, body: bytes | None) -> dict[str, Any]:
         headers = {"Accept": "application/json"}
         if token := os.environ.get("TWINPOOL_ADMIN_TOKEN"):
             headers["Authorization"] = f"Bearer {token}"
@@ -144,7 +159,11 @@ class AdminClient:
             raise ClusterNotFound(f"what answers at {self._url} is not a Twinpool router ({error.code})") from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
-            away = RouterAway if self._heard or not isinstance(reason, ConnectionRefusedError) else ClusterNotFound
+            away: type[ClusterNotFound] = RouterAway
+            if isinstance(reason, ConnectionResetError | BrokenPipeError | http.client.HTTPException):
+                away = _BrokenOff
+            elif isinstance(reason, ConnectionRefusedError) and not self._heard:
+                away = ClusterNotFound
             raise away(f"no router answers at {self._url} ({reason})") from None
         except ValueError:
             raise ClusterNotFound(f"what answers at {self._url} is not a Twinpool router") from None
