@@ -102,7 +102,7 @@ class TraceExporter:
         self._sender, self._most, self._rng = sender, config.queue, rng()
         self._waiting: deque[RecordDraft] = deque()
         self._change = threading.Condition()
-        self._closed = self._away = False
+        self._closed = self._away = self._told_drops = False
         self.exported = self.failed = self.dropped = 0
         """Requests whose traces the collector has taken, did not take, and that there was no room for."""
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
@@ -113,11 +113,14 @@ class TraceExporter:
         if not draft.sampled or draft.audits:  # An audit comes after the trace has gone.
             return
         with self._change:
-            if self._closed or len(self._waiting) >= self._most:
-                self.dropped += 1
+            if not self._closed and len(self._waiting) < self._most:
+                self._waiting.append(draft)
+                self._change.notify()
                 return
-            self._waiting.append(draft)
-            self._change.notify()
+            self.dropped += 1
+            told, self._told_drops = self._told_drops, True
+        if not told:  # Once, until the collector takes traces again.
+            log("traces dropped: as many as may wait do (tracing.queue)", level=logging.WARNING, queue=self._most)
 
     def close(self, within_s: float) -> None:
         """End, and send what waits for `within_s` seconds at most; what is left then is dropped. Idempotent."""
@@ -150,9 +153,12 @@ class TraceExporter:
             self.exported += len(drafts)
         else:
             self.failed += len(drafts)
-        if taken is self._away:
-            self._away = not taken
-            log("traces exported again" if taken else "traces not taken by the collector", dropped=self.failed)
+        if taken and (self._away or self._told_drops):
+            log("traces exported again", failed=self.failed, dropped=self.dropped)
+        elif not taken and not self._away:
+            log("traces not taken by the collector", level=logging.WARNING)
+        self._away = not taken
+        self._told_drops = self._told_drops and not taken
 
     def families(self) -> Iterator[Metric]:
         """The metrics of traces."""

@@ -5,15 +5,14 @@ What a collector may do to the router is played by senders that hang, refuse and
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from contracts.config.cluster_config import Config
@@ -28,67 +27,17 @@ from router.tracing.trace_spans import TraceSpan
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, serving
 from tests.router.records.test_record_reports import draft
+from tests.router.tracing.otlp_server import OtlpServer, attributes_of
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
-class Collector:
-    """A server of OTLP over HTTP that keeps what it is sent."""
-
-    def __init__(self) -> None:
-        self.requests: list[ExportTraceServiceRequest] = []
-        self.came = threading.Semaphore(0)
-        collector = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                assert self.path == "/v1/traces"
-                assert self.headers["content-type"] == "application/x-protobuf"
-                collector.requests.append(ExportTraceServiceRequest.FromString(body))
-                self.send_response(200)
-                self.end_headers()
-                collector.came.release()
-
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}/v1/traces"
-
-    def spans(self) -> list[tuple[str, Span]]:
-        """All spans, each with the process that its resource names."""
-        return [
-            (_named(resource.resource.attributes)["service.instance.id"], span)
-            for request in self.requests
-            for resource in request.resource_spans
-            for scope in resource.scope_spans
-            for span in scope.spans
-        ]
-
-    def root(self, trace_id: str) -> Span:
-        self.came.acquire(timeout=10)
-        (root,) = [span for _, span in self.spans() if span.trace_id.hex() == trace_id and span.name == "request demo"]
-        return root
-
-
-def _named(attributes: Any) -> dict[str, Any]:
-    return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in attributes}
-
-
 @contextmanager
-def collecting(**tracing: Any) -> Iterator[tuple[Collector, Server]]:
-    collector = Collector()
-    thread = threading.Thread(target=collector.server.serve_forever)
-    thread.start()
-    try:
+def collecting(**tracing: Any) -> Iterator[tuple[OtlpServer, Server]]:
+    with OtlpServer() as collector:
         config = config_from_dict({"tracing": {"endpoint": collector.url, **tracing}})
         with serving(FakeCluster(1, 1), config=config) as server:
             yield collector, server
-    finally:
-        collector.server.shutdown()
-        thread.join()
-        collector.server.server_close()
 
 
 def test_one_trace_tells_of_all_processes_and_its_spans_add_up_to_the_request() -> None:
@@ -102,7 +51,7 @@ def test_one_trace_tells_of_all_processes_and_its_spans_add_up_to_the_request() 
     assert record["trace_id"] == TRACE
     assert root.parent_span_id.hex() == PARENT
     assert root.kind == Span.SPAN_KIND_SERVER
-    told = _named(root.attributes)
+    told = attributes_of(root.attributes)
     assert (told["gen_ai.request.model"], told["gen_ai.response.id"]) == ("demo", record["answer_id"])
     assert (told["gen_ai.usage.input_tokens"], told["gen_ai.usage.output_tokens"]) == (3, 4)
     assert told["twinpool.outcome"] == "length"
@@ -155,7 +104,7 @@ def test_an_error_is_the_status_of_its_trace() -> None:
         root = collector.root(TRACE)
     assert root.status.code == Status.STATUS_CODE_ERROR
     assert "deadline" in root.status.message
-    assert _named(root.attributes)["twinpool.outcome"] == "deadline"
+    assert attributes_of(root.attributes)["twinpool.outcome"] == "deadline"
 
 
 @pytest.mark.parametrize(
@@ -245,6 +194,32 @@ def test_a_collector_that_refuses_and_an_exporter_that_fails_are_counted_and_tra
     shown = {sample.labels["outcome"]: sample.value for family in traces.families() for sample in family.samples
              if "outcome" in sample.labels}  # fmt: skip
     assert shown == {"exported": 1, "failed": 2, "dropped": 0}
+
+
+def test_lost_traces_are_told_once_until_the_collector_takes_some_again(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    sender = Sender()
+    traces = exporter(sender, queue=1)
+    number = 0
+    for taken in (False, False, True, True, False):
+        sender.taken = taken
+        traces.add(traced(number := number + 1))
+        assert sender.began.acquire(timeout=10)
+        for _ in range(3):  # One waits, two are dropped.
+            traces.add(traced(number := number + 1))
+        sender.go.set()
+        assert sender.ended.acquire(timeout=10)
+        assert sender.ended.acquire(timeout=10)
+        assert sender.began.acquire(timeout=10)
+        sender.go.clear()
+    sender.go.set()
+    traces.close(10.0)
+    assert (traces.exported, traces.failed, traces.dropped) == (4, 6, 10)
+    said = [record.getMessage().partition(":")[0] for record in caplog.records if "traces" in record.getMessage()]
+    lost = ["traces dropped", "traces not taken by the collector"]
+    # What the collector takes while others are being dropped ends that spell; the next drop is told again.
+    assert said[:3] == [*lost, "traces exported again"]
+    assert (said.count("traces not taken by the collector"), said[-2:]) == (2, lost)
 
 
 def test_so_many_traces_go_in_one_call() -> None:
