@@ -188,6 +188,7 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
             outgoing=self._sender.rooms,
             counters=self._counters(),
             prompt_tokens=self._prompt_tokens,
+            ungranted=len(self._scheduler.waiting),
         )
 
     @property

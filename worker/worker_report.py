@@ -34,10 +34,18 @@ class WorkerReport:
         self._pages = manager.pools.allocators[manager.full]
 
     def status(
-        self, *, running: int, steps: int, outgoing: int, counters: Mapping[str, float], prompt_tokens: int = 0
+        self,
+        *,
+        running: int,
+        steps: int,
+        outgoing: int,
+        counters: Mapping[str, float],
+        prompt_tokens: int = 0,
+        ungranted: int = 0,
     ) -> WorkerStatus:
         """Return the status. `running`: how many requests run, the others wait. `outgoing`: open rooms in which this
-        worker is the sender. `prompt_tokens`: of its prompts that are still to be computed."""
+        worker is the sender. `prompt_tokens`: of its prompts that are still to be computed. `ungranted`: requests that
+        wait for pages."""
         return WorkerStatus(
             name=self._name,
             role=self._role,
@@ -60,6 +68,7 @@ class WorkerReport:
             kv_events=self._manager.tiers.events.endpoint,
             kv_replay=self._manager.tiers.events.replay_endpoint,
             prompt_tokens=prompt_tokens,
+            ungranted=ungranted,
         )
 
     def check(self, found: Sequence[str], allocations: int, *, rooms: int, slots: int = 0) -> CheckReport:

@@ -295,7 +295,7 @@ class AutoscalingModel:
                 counters["compute_tokens_per_s"] = self.costs.compute_per_s
         prefill = worker.role is Role.PREFILL
         if tells and not prefill:
-            counters = {"ungranted": float(len(worker.waiting)), "tokens_generated": worker.computed}
+            counters = {"tokens_generated": worker.computed}
         return WorkerStatus(
             worker.name,
             worker.role,
@@ -309,6 +309,7 @@ class AutoscalingModel:
             pages_free=self.costs.pages - worker.held,
             steps=self._steps,
             prompt_tokens=round(sum(request.left for request in worker.prompts)),
+            ungranted=len(worker.waiting),
             counters=counters,
             counters_left_out=not tells,
         )

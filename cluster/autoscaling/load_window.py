@@ -67,7 +67,7 @@ class MeasuredLoad:
     """Tokens a second that decode generates."""
     lacking: float
     """Requests that wait for pages of decode workers, now, without as many as wait for prefill to compute."""
-    ungranted: float
+    ungranted: int
     """Requests that wait for pages of decode workers, now."""
     lacked: bool
     """Whether there were such requests within the window."""

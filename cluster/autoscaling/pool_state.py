@@ -31,7 +31,7 @@ class WorkerLoad:
     """Counter: requests put off for want of pages."""
     retracted: float = 0.0
     """Requests that are put off now."""
-    ungranted: float = 0.0
+    ungranted: int = 0
     """Requests that wait for pages now."""
 
     @property

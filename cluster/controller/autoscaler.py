@@ -166,7 +166,7 @@ class Autoscaler:
             compute_rate=counters.get("compute_tokens_per_s", 0.0),
             retractions=counters.get("retractions", 0.0),
             retracted=counters.get("retracted", 0.0),
-            ungranted=counters.get("ungranted", 0.0),
+            ungranted=status.ungranted,
         )
 
     def _pool(self, role: Role) -> PoolState:

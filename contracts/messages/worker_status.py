@@ -99,6 +99,8 @@ class WorkerStatus:
     """Whether `counters` are empty because they are said more seldom than the rest."""
     waits: str = ""
     """What the start of its next incarnation waits for, as far as the controller knows; empty where it doesn't wait."""
+    ungranted: int = 0
+    """Its requests that wait for pages."""
 
 
 @dataclass(frozen=True, slots=True)

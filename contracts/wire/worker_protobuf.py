@@ -36,6 +36,7 @@ def status_to_proto(s: WorkerStatus) -> pb.WorkerStatus:
         prompt_tokens=s.prompt_tokens,
         counters_left_out=s.counters_left_out,
         waits=s.waits,
+        ungranted=s.ungranted,
     )
 
 
@@ -64,6 +65,7 @@ def status_from_proto(m: pb.WorkerStatus) -> WorkerStatus:
         m.prompt_tokens,
         m.counters_left_out,
         m.waits,
+        m.ungranted,
     )
 
 

@@ -174,7 +174,6 @@ class SimPools:
         if tells:
             counters = {
                 "tokens_generated": float(decode.generated),
-                "ungranted": float(decode.ungranted),
                 "retractions": float(decode.retractions),
                 "retracted": float(decode.retracted),
             }
@@ -193,6 +192,7 @@ class SimPools:
             counters=counters,
             counters_left_out=not tells,
             routers=self._plan.routers,
+            ungranted=decode.ungranted,
         )
 
     def _prefill_status(

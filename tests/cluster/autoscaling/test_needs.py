@@ -16,7 +16,7 @@ from contracts.messages.autoscaler_messages import LatencyCounts
 CONFIG = AutoscalingConfig(enabled=True)
 CALM = MeasuredLoad(
     prefill=2, decode=2, offered=1000.0, computed=1000.0, rate=1000.0, requests=0.0, backlog=0, pages=2000,
-    used_pages=800, running=2, generated=50.0, lacking=0.0, ungranted=0.0, lacked=False, put_off=0, first=Outcomes(),
+    used_pages=800, running=2, generated=50.0, lacking=0.0, ungranted=0, lacked=False, put_off=0, first=Outcomes(),
     gaps=Outcomes(),
 )  # fmt: skip
 
@@ -51,7 +51,7 @@ def test_late_first_tokens_are_prefills_lack_only_where_it_works_and_decode_had_
 
 
 def test_prefill_that_stands_still_for_want_of_pages_needs_no_more_workers() -> None:
-    stuck = {"backlog": 30_000, "ungranted": 5.0, "computed": 10.0}
+    stuck = {"backlog": 30_000, "ungranted": 5, "computed": 10.0}
     assert prefill(**stuck) == prefill()
     assert decode(**stuck) == 3.0
 
@@ -123,7 +123,7 @@ def test_prompts_in_the_queue_are_told_from_requests_that_lack_pages() -> None:
     for second in range(0, 25, 5):
         rows = [
             worker(Role.PREFILL, second, computed=200.0 * second, prompt_tokens=2000),
-            worker(Role.DECODE, second, ungranted=25.0),
+            worker(Role.DECODE, second, ungranted=25),
         ]
         load = window.take(float(second), rows, LatencyCounts(requests=2 * second))
     assert load.lacking == pytest.approx(5.0), "the queue is 20 prompts of 100 tokens"

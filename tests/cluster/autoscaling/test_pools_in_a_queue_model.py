@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from bench.serving.autoscaling_model import AutoscalingModel, changes
+from bench.serving.autoscaling_model import AutoscalingModel, ModelAsk, ModelCosts, changes
 from cluster.controller.controller_actions import StartWorker
 from contracts.ids import Role
 from tests.scaling import COSTS, model, poisson, scaling, sizes_at, told, turns
@@ -69,6 +69,19 @@ def test_noisy_load_makes_no_pool_go_to_and_fro() -> None:
     assert turns(run, 0) <= 1
     assert turns(run, 1) <= 1
     assert changes(run.figures.sizes) <= 6
+
+
+def test_requests_that_wait_for_pages_for_less_than_two_decisions_grow_nothing() -> None:
+    """Eight come together where six have room, every 20 s, just before workers tell their counters."""
+    costs = ModelCosts(compute_per_s=4000.0, step_s=0.04, step_each_s=0.0, pages=18, start_s=10.0)
+    asks = [ModelAsk(20.0 * group + 19.5, 8, 36) for group in range(12) for _ in range(8)]
+    run = model(scaling(period_s=2), asks, prefill=1, decode=1, costs=costs)
+    waited = 0
+    while run.now < 250.0:
+        run.step()
+        waited = max(waited, *(len(worker.waiting) for worker in run.pool(Role.DECODE)))
+    assert waited == 2
+    assert run.size(Role.DECODE) == 1, told(run)
 
 
 def test_bounds_hold_at_all_times() -> None:
