@@ -167,7 +167,7 @@ def roles_of(key: str, config: Config) -> tuple[Role, ...]:
     """The roles whose workers start again with a change of `key`: those that read it when they start. A decode worker
     that computes prompts reads what a prefill and a colocated worker do, but for their ranks and caches."""
     roles, (section, *rest) = effect_of(key).roles, key.split(".")
-    own = section in ("prefill", "colocate") and "cache" not in rest
+    own = section in ("prefill", "colocate", "audit") and "cache" not in rest
     if roles and own and config.conditional and Role.DECODE not in roles:
         return (*roles, Role.DECODE)
     return roles

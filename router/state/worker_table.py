@@ -220,6 +220,11 @@ class WorkerTable:
         """The roles without which no request can be answered: where decode workers compute prompts, decode alone."""
         return (Role.DECODE,) if self._conditional and not self.colocated else self.roles
 
+    @property
+    def computing(self) -> tuple[Role, ...]:
+        """The roles whose workers compute prompts, those that have nothing else to do first."""
+        return PAIR if self._conditional and not self.colocated else self.roles[:1]
+
     def named(self, name: str) -> WorkerEntry | None:
         return self._entries.get(WorkerName(name))
 

@@ -5,7 +5,8 @@ preempted or its worker was lost. One that was begun too often, timed out or fel
 finding (docs/states.md draws it).
 
 Answers are chosen by a hash of their request's id, so the choice doesn't depend on load; answers that the stream watch
-has flagged are chosen as well. They wait in a bounded queue for a prefill worker on which nothing runs or waits.
+has flagged are chosen as well. They wait in a bounded queue for a prefill worker on which nothing runs or waits; where
+decode workers compute prompts too, and no prefill worker serves that could compute the answer, for one of those.
 Requests come first everywhere: a full queue leaves its oldest audits out, and a worker sends its audit back when a
 request arrives.
 
@@ -23,7 +24,7 @@ from dataclasses import replace
 
 from contracts.clock import Clock
 from contracts.config.router_config import AuditConfig
-from contracts.ids import RequestId, Role
+from contracts.ids import RequestId
 from contracts.messages.router_commands import Audit, Cancel, InvalidatePrefix
 from contracts.messages.worker_events import Audited, AuditEnd
 from router.state.routed_request import AttemptLeg, RoutedRequest
@@ -169,26 +170,28 @@ class Audits:
 
     def pump(self) -> None:
         """Send waiting audits, the oldest first, to idle workers that compute prompts; none while requests wait for
-        workers."""
+        workers. Decode workers get those that no prefill worker could compute."""
         waiting = [case for case in self._cases.values() if case.state is AuditCaseState.QUEUED]
         if not waiting or len(self._clients):
             return
         now = self._clock.now()
         taken = {case.worker for case in self._cases.values()}
-        idle = [
-            e
-            for e in self._workers.serving(self._workers.roles[0], now)
+        pools = [self._workers.serving(role, now) for role in self._workers.computing]
+        idle = {
+            e.key
+            for pool in pools
+            for e in pool
             if _idle(e) and e.key not in taken and self._paused.get(e.key, 0.0) <= now
-        ]
+        }
         for case in waiting:
-            able = [
-                e for e in idle if e.record.fits.max_positions >= len(case.audit.tokens) and e.numerics == case.numerics
-            ]
-            if able:
+            if not idle:
+                return
+            able = next((found for pool in pools if (found := [e for e in pool if _can_compute(e, case)])), [])
+            if free := [e for e in able if e.key in idle]:
                 # Workers that have computed the audit come last, and before them those that served the answer.
-                served = {leg.workers.get(Role.PREFILL) for leg in case.legs}
-                entry = min(able, key=lambda e: (e.record.name in case.auditors, e.record.name in served, e.turn))
-                idle.remove(entry)
+                served = {name for leg in case.legs for name in leg.workers.values()}
+                entry = min(free, key=lambda e: (e.record.name in case.auditors, e.record.name in served, e.turn))
+                idle.remove(entry.key)
                 self._send(case, entry.key, now)
 
     def _send(self, case: AuditCase, worker: WorkerKey, now: float) -> None:
@@ -267,6 +270,11 @@ class Audits:
 def _idle(entry: WorkerEntry) -> bool:
     """Whether a worker has no requests, by what was sent to it and by its latest status."""
     return not (entry.load or entry.status.running or entry.status.waiting)
+
+
+def _can_compute(entry: WorkerEntry, case: AuditCase) -> bool:
+    """Whether a worker has pages for an answer, and would draw the same bits."""
+    return entry.record.fits.max_positions >= len(case.audit.tokens) and entry.numerics == case.numerics
 
 
 def _leg_at(legs: tuple[AttemptLeg, ...], position: int) -> AttemptLeg | None:

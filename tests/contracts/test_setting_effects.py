@@ -89,14 +89,14 @@ def test_services_are_replaced_for_what_they_read(key: str, value: float, servic
     assert controllers_read(before, after) == (services == "controllers")
 
 
-@pytest.mark.parametrize("key", ["prefill.chunk_tokens", "prefill.short_share", "colocate.mixed_steps"])
+@pytest.mark.parametrize("key", ["prefill.chunk_tokens", "prefill.short_share", "colocate.mixed_steps", "audit.margin"])
 def test_what_prefill_reads_rolls_decode_workers_too_that_compute_prompts(key: str) -> None:
     section, name = key.split(".")
     always = config_from_dict({})
     conditional = config_from_dict({"disaggregation": {"mode": "conditional"}})
     assert Role.DECODE not in roles_of(key, always)
     assert Role.DECODE in roles_of(key, conditional)
-    changed = {section: {name: {"chunk_tokens": 64, "short_share": 0.5, "mixed_steps": False}[name]}}
+    changed = {section: {name: {"chunk_tokens": 64, "short_share": 0.5, "mixed_steps": False, "margin": 0.7}[name]}}
     for config, differs in ((always, False), (conditional, True)):
         after = config_from_dict(merged(config, changed))
         assert (settings_digest(after, Role.DECODE) != settings_digest(config, Role.DECODE)) == differs

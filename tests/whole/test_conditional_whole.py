@@ -25,6 +25,7 @@ def test_requests_are_answered_while_prefill_is_dead_by_decode_and_afterwards_by
         "disaggregation": {"mode": "conditional", "step_tokens": 64},
         "cache": {"device_tokens": 8192, "page_tokens": 16},
         "cluster": {"lease_s": 3},
+        "audit": {"fraction": 1.0},
         # Steps take their time, so that requests are in their middle when it happens.
         "faults": {"step_delay_s": 0.01},
     }
@@ -51,9 +52,16 @@ def test_requests_are_answered_while_prefill_is_dead_by_decode_and_afterwards_by
         assert left.returncode == 0, left.stderr
         health = httpx.get(f"{cluster.url}/health").json()
         assert (health["status"], health["serving"]) == ("ok", {"prefill": 0, "decode": 1})
+        # What was answered so far is audited by decode, now that there is nobody else, and so is what follows.
+        until(lambda: cluster.metric("twinpool_audits_waiting") == 0, "all audits to be over")
+        audited = cluster.metric("twinpool_audit_answers_total", result="exact")
         prompt = [rng.randrange(300) for _ in range(400)]
         (answer,) = cluster.complete_all([prompt], max_tokens=8)
         assert compare(oracle, prompt, answer.tokens).equal
         told = answer.twinpool
         assert (told["prefill_worker"], told["local_prompt"], told["transfer_bytes"]) == ("decode-0", "no_prefill", 0)
+        until(
+            lambda: cluster.metric("twinpool_audit_answers_total", result="exact") == audited + 1, "decode-0 to audit it"
+        )
+        assert cluster.metric("twinpool_audit_answers_total", result="damaged") == 0
         cluster.settle()

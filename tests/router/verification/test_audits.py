@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+from contracts.config.worker_config import DisaggregationConfig
 from contracts.errors import ErrorKind
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
 from contracts.messages.router_commands import Audit
 from contracts.messages.worker_events import Audited, AuditEnd, Done
 from contracts.sampling_params import TokenDifference
+from router.core.local_prefill import LocalPrefill
 from router.state.worker_table import WorkerKey
 from router.verification.audit_cases import STATES, AuditResult
 from router.verification.audits import TRIES, chosen
@@ -308,6 +310,65 @@ def test_an_audit_without_an_answer_is_taken_back_in_time() -> None:
     say(on)
     assert results(on) == {AuditResult.DROPPED: 1}
     assert on.core.counts.late_events == late + 1
+
+
+# ---------------------------------------------------------------- prompts that decode computes
+
+
+def conditional(prefill: int, decode: int) -> Stage:
+    return Stage(prefill, decode, audit={"fraction": 1.0}, local=LocalPrefill(DisaggregationConfig(), 16))
+
+
+def test_where_decode_computes_prompts_it_audits_what_no_prefill_worker_can_by_another_than_answered() -> None:
+    on = conditional(1, 2)
+    on.kill("prefill-0")
+    for answers in (1, 2):
+        rid = answered(on)
+        (leg,) = on.requests[rid].legs
+        idle(on)
+        assert len(on.audits) == answers
+        worker, audit = last(on)
+        assert audit.tokens == (*on.requests[rid].prompt, *on.answer(rid))
+        assert worker[0].startswith("decode-")
+        assert worker[0] not in leg.workers.values()
+        say(on)
+    assert results(on) == {AuditResult.EXACT: 2}
+
+
+def test_a_decode_worker_that_is_alone_audits_what_it_has_answered() -> None:
+    on = conditional(1, 1)
+    on.kill("prefill-0")
+    answered(on)
+    idle(on)
+    assert last(on)[0][0] == "decode-0"
+    say(on, AuditEnd.COMPUTED, TokenDifference(5, 77, 0.5))
+    idle(on)
+    assert last(on)[1].attempt == 1, "where there is nobody else it computes it again"
+    say(on, AuditEnd.COMPUTED, TokenDifference(5, 77, 0.5))
+    assert results(on) == {AuditResult.DAMAGED: 1}
+    assert {worker[0] for worker, _ in on.forgets} == {"decode-0"}
+
+
+def test_while_a_prefill_worker_serves_that_could_compute_it_decode_audits_nothing() -> None:
+    on = conditional(1, 2)
+    rid = answered(on)
+    idle(on)
+    assert on.requests[rid].legs[0].workers[PREFILL] == "prefill-0"
+    assert [worker[0] for worker, _ in on.audits] == ["prefill-0"]
+    answered(on)
+    idle(on)
+    assert len(on.audits) == 1, "prefill-0 has one under way"
+    say(on)
+    assert [worker[0] for worker, _ in on.audits] == ["prefill-0"] * 2
+
+
+def test_decode_workers_that_compute_no_prompts_audit_nothing() -> None:
+    on = stage()
+    answered(on)
+    on.kill("prefill-0")
+    idle(on)
+    assert not on.audits
+    assert on.core.audits.queued == 1
 
 
 def test_a_flagged_stream_is_audited_whatever_its_id() -> None:
