@@ -63,6 +63,8 @@ class MeasuredLoad:
     """Those of them that requests hold, now."""
     running: int
     """Requests that run on decode, now."""
+    granted: int
+    """Requests that have pages on decode and don't run yet: their prompts are computed, or on their way."""
     generated: float
     """Tokens a second that decode generates."""
     lacking: float
@@ -187,6 +189,7 @@ class LoadWindow:
             pages=pages,
             used_pages=used_pages,
             running=sum(row.running for row in decode),
+            granted=sum(row.granted for row in decode),
             generated=self._generated.rate,
             lacking=lacking,
             ungranted=ungranted,

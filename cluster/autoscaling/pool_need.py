@@ -8,9 +8,9 @@ prefill has work and decode had pages for all prompts.
 
 *Decode.* Requests hold pages; the pool needs so many workers that these are `decode_use` of their pages. Pages that
 are held for prompts which prefill has yet to compute are prefill's lack, not decode's, and are left out; requests
-whose prompts are computed and that wait for pages count as much as those that run. One worker more is needed where
-requests were put off for want of pages, where prefill stands still because decode has no pages for its prompts, and
-where tokens come late and workers run several requests.
+whose prompts are computed and that wait for pages count as much as those that have some. One worker more is needed
+where requests were put off for want of pages, where prefill stands still because decode has no pages for its prompts,
+and where tokens come late and workers run several requests.
 
 A need that asks for one more is counted from the workers that serve: it asks for nothing further while one is starting.
 """
@@ -77,8 +77,8 @@ def decode_need(config: AutoscalingConfig, load: MeasuredLoad, page_tokens: int)
     stuck = _stands_still(config, load)
     promised = 0 if stuck else min(load.used_pages, load.backlog // page_tokens)
     held = load.used_pages - promised
-    if load.lacking and load.running:
-        held = round(held * (load.running + load.lacking) / load.running)
+    if load.lacking and (holders := load.running + load.granted):
+        held += round(load.lacking * load.used_pages / holders)
     each = load.pages / load.decode
     found = [(held / (each * config.decode_use), f"requests ask for {held / load.pages:.0%} of its pages")]
     one_more, running = load.decode + 1.0, load.running / load.decode

@@ -33,6 +33,8 @@ class WorkerLoad:
     """Requests that are put off now."""
     ungranted: int = 0
     """Requests that wait for pages now."""
+    granted: int = 0
+    """Requests that have pages and don't run yet."""
 
     @property
     def key(self) -> tuple[WorkerName, Incarnation]:

@@ -152,6 +152,7 @@ class Autoscaler:
         status = row.status
         assert status is not None, "those that haven't told their load are waited for"
         counters = status.counters
+        retracted = counters.get("retracted", 0.0)
         return WorkerLoad(
             row.name,
             row.incarnation,
@@ -165,8 +166,9 @@ class Autoscaler:
             generated=counters.get("tokens_generated", 0.0),
             compute_rate=counters.get("compute_tokens_per_s", 0.0),
             retractions=counters.get("retractions", 0.0),
-            retracted=counters.get("retracted", 0.0),
+            retracted=retracted,
             ungranted=status.ungranted,
+            granted=max(0, status.waiting - status.ungranted - round(retracted)),
         )
 
     def _pool(self, role: Role) -> PoolState:

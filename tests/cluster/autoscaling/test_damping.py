@@ -140,7 +140,7 @@ def test_no_worker_changes_to_a_role_whose_starts_fail(failed: bool) -> None:
     rules = SizingRules(replace(CONFIG, max_workers=6, backoff_s=100.0), 16)
     load = MeasuredLoad(
         prefill=3, decode=3, offered=6000.0, computed=3000.0, rate=1000.0, requests=0.0, backlog=90_000, pages=3000,
-        used_pages=300, running=3, generated=50.0, lacking=0.0, ungranted=0, lacked=False, put_off=0,
+        used_pages=300, running=3, granted=0, generated=50.0, lacking=0.0, ungranted=0, lacked=False, put_off=0,
         first=Outcomes(), gaps=Outcomes(),
     )  # fmt: skip
     if failed:

@@ -16,8 +16,8 @@ from contracts.messages.autoscaler_messages import LatencyCounts
 CONFIG = AutoscalingConfig(enabled=True)
 CALM = MeasuredLoad(
     prefill=2, decode=2, offered=1000.0, computed=1000.0, rate=1000.0, requests=0.0, backlog=0, pages=2000,
-    used_pages=800, running=2, generated=50.0, lacking=0.0, ungranted=0, lacked=False, put_off=0, first=Outcomes(),
-    gaps=Outcomes(),
+    used_pages=800, running=2, granted=0, generated=50.0, lacking=0.0, ungranted=0, lacked=False, put_off=0,
+    first=Outcomes(), gaps=Outcomes(),
 )  # fmt: skip
 
 
@@ -68,6 +68,8 @@ def test_pages_for_prompts_that_prefill_has_yet_to_compute_are_not_decodes_lack(
 def test_requests_that_wait_for_pages_count_as_those_that_run() -> None:
     assert decode(used_pages=1600, running=10, lacking=10.0) == pytest.approx(3.2 / 0.8)
     assert decode(running=10, lacking=1.0) == 3.0
+    few = {"used_pages": 1600, "running": 1, "lacking": 10.0}
+    assert decode(granted=9, **few) == pytest.approx(3.2 / 0.8), "those that have pages and don't run hold some, too"
 
 
 def test_requests_that_were_put_off_ask_for_one_more() -> None:
