@@ -107,6 +107,8 @@ class Outcome:
     cached_tokens: int = 0
     """Prompt tokens that the server says it did not have to compute."""
     completion_tokens: int | None = None
+    token_ids: list[int] = field(default_factory=list)
+    """The answer's tokens, where the server was asked for them (``return_token_ids``)."""
     error: str | None = None
     """The kind of error; None for an answer that ended as it should."""
     note: str = ""
@@ -218,6 +220,7 @@ class _Exchange(asyncio.Protocol):
             failed = event.get("error")
             carried = not failed and carries_tokens(event)
             self._finished |= any(choice.get("finish_reason") for choice in event.get("choices") or ())
+            tokens = [token for choice in event.get("choices") or () for token in choice.get("token_ids") or ()]
         except (ValueError, AttributeError, LookupError, TypeError) as error:
             self._finish("bad event", f"{error!r} in {data[:80]!r}")
             return
@@ -227,6 +230,7 @@ class _Exchange(asyncio.Protocol):
             return
         if carried:
             self._outcome.arrivals_s.append(self._now)
+            self._outcome.token_ids += tokens
         usage = event.get("usage")
         if usage:
             self._outcome.prompt_tokens = usage.get("prompt_tokens")

@@ -126,6 +126,8 @@ class SseServer:
             if number == count // 2 and way == "not json":
                 yield "data: {oops\n\n"
             choice = {"delta": {"content": "é "}} if chat else {"text": "é "}
+            if body.get("return_token_ids"):
+                choice["token_ids"] = [number]
             reason = "length" if number == count - 1 else None
             yield _event({"choices": [{**choice, "finish_reason": reason}]})
         prompt = body.get("prompt") or body["messages"][0]["content"]
