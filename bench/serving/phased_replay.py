@@ -43,7 +43,7 @@ class Lengths:
 
     prompts: float = 0.02
     answers: float = 0.1
-    most: int = 1024
+    most: int = 512
 
 
 def asks_in_phases(lines: Sequence[TraceLine], phases: Sequence[Phase], lengths: Lengths, seed: int = 1) -> list[Ask]:

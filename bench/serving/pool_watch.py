@@ -71,8 +71,8 @@ class PoolWatch:
 
     def steps(self, which: int) -> list[tuple[float, int]]:
         """When, and by how many workers, the wanted size of a pool (0: prefill) changed."""
-        pairs = itertools.pairwise((size[0], size[1 + which]) for size in self.wanted)
-        return [(at, after - before) for (_, before), (at, after) in pairs if after != before]
+        sizes = [(at, pools[which]) for at, *pools in self.wanted]
+        return [(at, size - before) for (_, before), (at, size) in itertools.pairwise(sizes) if size != before]
 
     def turns(self) -> list[float]:
         """Seconds between two changes of which one undid the other's direction, of both pools."""

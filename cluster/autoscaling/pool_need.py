@@ -85,7 +85,8 @@ def decode_need(config: AutoscalingConfig, load: MeasuredLoad, page_tokens: int)
     if load.put_off:
         found.append((one_more, f"{load.put_off} requests were put off for want of pages"))
     if load.lacking >= 1 or stuck:
-        found.append((max(one_more, found[0][0]), f"{load.lacking:.0f} requests wait for its pages"))
+        wait = load.ungranted if stuck else round(load.lacking)
+        found.append((max(one_more, found[0][0]), f"{wait} requests wait for its pages"))
     late = load.gaps.missed(config.attainment)
     several = running >= SEVERAL
     if late and several:

@@ -125,7 +125,7 @@ class SseServer:
                 return
             if number == count // 2 and way == "not json":
                 yield "data: {oops\n\n"
-            choice = {"delta": {"content": "é "}} if chat else {"text": "é "}
+            choice: dict[str, Any] = {"delta": {"content": "é "}} if chat else {"text": "é "}
             if body.get("return_token_ids"):
                 choice["token_ids"] = [number]
             reason = "length" if number == count - 1 else None
