@@ -80,8 +80,10 @@ def _launch_options(args: argparse.Namespace) -> ServeOptions:
 
     from cluster.serve.preflight import ServeOptions
     from contracts.config.launch_config import LaunchConfig
+    from contracts.config.ledger_place import refuse_shown_password
     from contracts.ids import Role
 
+    refuse_shown_password(args.set)
     sizes = {Role.PREFILL: args.prefill, Role.DECODE: args.decode, Role.COLOCATED: args.colocate}
     flags = {one.name: getattr(args, one.name) for one in fields(LaunchConfig)}
     given = {name: value for name, value in flags.items() if value is not None and value is not False}  # 0 is a port.
@@ -143,8 +145,10 @@ def _up(args: argparse.Namespace) -> int:
 
 def _controller(args: argparse.Namespace) -> int:
     from cluster.controller.controller_process import ControllerPlace, keep_controller
+    from contracts.config.ledger_place import refuse_shown_password
     from contracts.config.load_config import load_config
 
+    refuse_shown_password(args.set)
     config = load_config(args.config, args.set)
     if not config.cluster.ledger:
         raise ConfigError("a controller that serve doesn't start needs cluster.ledger, and a server there cluster.name")

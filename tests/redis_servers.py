@@ -13,6 +13,7 @@ import pytest
 import redis
 
 from tests.cache.storage.rigs import Server, die_with_parent
+from tests.certificates import TestAuthority
 
 WAIT_S = 30.0
 
@@ -20,18 +21,37 @@ WAIT_S = 30.0
 class LedgerServer:
     """A server on a port of its own, with its files in `folder`; it can be stopped, killed, and started again."""
 
-    def __init__(self, folder: Path, *options: str, password: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        password: str = "",
+        tls: TestAuthority | None = None,
+        settings: Path | None = None,
+    ) -> None:
+        """`tls`: whose certificate it has, and whose it asks clients for; it takes TLS alone then. `settings`: a file
+        that it may write to."""
         binary = Server.binary()
         if binary is None:
             pytest.skip("neither valkey-server nor redis-server is installed")
         self.port = free_port()
-        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.url = f"{'rediss' if tls else 'redis'}://127.0.0.1:{self.port}/0"
         self._command = [
-            *(binary, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder)),
+            *(
+                binary,
+                *([str(settings)] if settings else []),
+                *_ports(self.port, tls),
+                "--bind",
+                "127.0.0.1",
+                "--dir",
+                str(folder),
+            ),
             *(["--requirepass", password] if password else []),
             *options,
         ]
-        self.client = redis.Redis.from_url(self.url, password=password or None, socket_timeout=WAIT_S)
+        own = tls.node("client") if tls else None
+        files = {"ssl_ca_certs": str(own.ca), "ssl_certfile": str(own.cert), "ssl_keyfile": str(own.key)} if own else {}
+        self.client = redis.Redis.from_url(self.url, password=password or None, socket_timeout=WAIT_S, **files)
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> LedgerServer:
@@ -63,6 +83,14 @@ class LedgerServer:
     def close(self) -> None:
         self.kill()
         self.client.close()
+
+
+def _ports(port: int, tls: TestAuthority | None) -> list[str]:
+    if tls is None:
+        return ["--port", str(port)]
+    own = tls.node("server")
+    files = ("--tls-cert-file", str(own.cert), "--tls-key-file", str(own.key), "--tls-ca-cert-file", str(own.ca))
+    return ["--port", "0", "--tls-port", str(port), *files]
 
 
 def free_port() -> int:

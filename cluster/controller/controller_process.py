@@ -95,11 +95,25 @@ class ControllerProcess:
         if not ledger:
             raise ConfigError("a controller needs a ledger: set cluster.ledger, or give --ledger")
         _check_port(place.address, place.port)
-        self._ledger: LeasedLedger = open_ledger(ledger, config.cluster.name, config.cluster.ledger_replicas)
+        self._ledger: LeasedLedger = open_ledger(
+            ledger, config.cluster.name, config.cluster.ledger_replicas, security=config.security
+        )
+        self._check_ledger()
         lease_s = config.cluster.leader_lease_s
         self._leadership = Leadership(
             self._ledger, self._clock, place.endpoint, os.uname().nodename, lease_s, first=not place.standby
         )
+
+    def _check_ledger(self) -> None:
+        """Refuse a ledger that will never do, by its certificates, its password or what it is; one that isn't there yet
+        is waited for. Raises `ConfigError`."""
+        try:
+            self._ledger.check()
+        except OSError as error:
+            log.warning("%s; it is waited for", error)
+        except ConfigError:
+            self._ledger.close()
+            raise
 
     def run(self) -> None:
         """Wait and lead in turn until told to end. Raises `TwinpoolError` where another controller has taken over, and

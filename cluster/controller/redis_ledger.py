@@ -17,10 +17,12 @@ from typing import Any
 import redis
 
 from cluster.controller.controller_ledger import LedgerLeader, LedgerLost
-from contracts.config.ledger_place import without_password
+from contracts.config.ledger_place import NO_SENTINEL, without_password
 from contracts.errors import ConfigError
-from contracts.wire.redis_connection import open_redis
+from contracts.wire.redis_connection import RedisAccess, open_redis
+from contracts.wire.tls_diagnosis import tls_trouble
 
+SETTING = "cluster.ledger"
 TIMEOUT_S = 1.0
 """Seconds for which the server may be silent; a call fails then, at most a second one of the same kind later."""
 PREFIX = "twinpool-ledger"
@@ -65,6 +67,15 @@ _LEADER = """
 local leader = redis.call('HMGET', KEYS[3], 'endpoint', 'host')
 return {leader[1] or '', leader[2] or '', redis.call('GET', KEYS[1]) or '0', redis.call('PTTL', KEYS[3])}
 """
+_TRY = """
+redis.call('HSET', KEYS[6], 'tried', 1)
+redis.call('SET', KEYS[7], 1)
+redis.call('INCR', KEYS[7])
+redis.call('ZADD', KEYS[8], 1, 'tried')
+redis.call('PEXPIRE', KEYS[8], 1000)
+return redis.call('DEL', KEYS[6], KEYS[7], KEYS[8])
+"""
+"""Writes as the others do, to keys that it removes."""
 _MS = "local now = redis.call('TIME') now = now[1] * 1000 + math.floor(now[2] / 1000)\n"
 _STAND_BY = (
     _MS
@@ -80,14 +91,17 @@ _STANDBYS = _MS + "return redis.call('ZRANGEBYSCORE', KEYS[5], '(' .. now, '+inf
 class RedisLedger:
     """The ledger of the cluster `name` on the server at `url`."""
 
-    def __init__(self, url: str, name: str, *, password: str = "", replicas: int = 0) -> None:
-        """The server need not be there yet. `password` is used where the URL has none. With `replicas` a write counts
-        as stored once so many of the server's replicas have it. Raises `ConfigError` for a URL that can't be
-        understood."""
+    def __init__(self, url: str, name: str, *, access: RedisAccess | None = None, replicas: int = 0) -> None:
+        """The server need not be there yet. `access`: by what it lets controllers in. With `replicas` a write counts
+        as stored once so many of the server's replicas have it. Raises `ConfigError` for a URL or files that can't be
+        used."""
         self._place, self._replicas = without_password(url), replicas
-        self._client = open_redis(url, TIMEOUT_S, "cluster.ledger", password)
+        self._url, self._access = url, access or RedisAccess()
+        self._client = open_redis(url, TIMEOUT_S, SETTING, self._access)
         # Braces: on a server of several shards all keys of a cluster are on one.
-        self._keys = [f"{PREFIX}:{{{name}}}:{part}" for part in ("term", "writer", "leader", "rows", "standbys")]
+        parts = ("term", "writer", "leader", "rows", "standbys")
+        self._keys = [f"{PREFIX}:{{{name}}}:{part}" for part in parts]
+        self._tried = [f"{PREFIX}:{{{name}}}:tried-{secrets.token_hex(4)}-{kind}" for kind in "abc"]
         self._writer = secrets.token_hex(16)
         self._endpoint = self._host = ""
         self._taken: Mapping[str, str] | None = None
@@ -95,22 +109,54 @@ class RedisLedger:
     def check(self) -> list[str]:
         """What the server may lose, in words, one line each; none where what it says is on disk.
 
-        Raises `ConfigError` where the server refuses to be used, or may throw the table away to make room, and
-        `OSError` where it can't be reached.
+        Writes as a controller does, and removes it. Raises `ConfigError` where the server refuses to be used, can't be
+        reached because of TLS, is a replica or a Sentinel, or may throw the table away to make room, and `OSError`
+        where it can't be reached.
         """
         try:
-            memory, disk = self._call(self._client.info, "memory"), self._call(self._client.info, "persistence")
+            about = self._info("server") | self._info("replication") | self._info("memory") | self._info("persistence")
+            self._check_role(about)
+            self._call(self._client.eval, _TRY, len(self._keys) + len(self._tried), *self._keys, *self._tried)
+            if self._replicas:
+                self._call(self._client.wait, 0, 1)
         except redis.AuthenticationError as error:
-            raise ConfigError(f"{self._place} refuses the password of cluster.ledger: {error}") from None
+            raise ConfigError(
+                f"{self._place} refuses the password of cluster.ledger: {error}. The user is in the address "
+                "(redis://USER@HOST), its password in the file of security.ledger_password_file or in "
+                "TWINPOOL_LEDGER_PASSWORD"
+            ) from None
         except redis.ResponseError as error:
-            raise ConfigError(f"{self._place} can't keep the controller's table: {error}") from None
-        policy = str(memory.get("maxmemory_policy", ""))
-        if int(memory.get("maxmemory", 0)) and policy.startswith("allkeys"):
+            raise ConfigError(
+                f"{self._place} can't keep the controller's table: {error}; the user of cluster.ledger needs "
+                f"~{PREFIX}:* +@read +@write +@scripting +@connection +info +time +wait"
+            ) from None
+        except OSError:
+            if trouble := tls_trouble(self._url, self._access, TIMEOUT_S, SETTING):
+                raise ConfigError(f"{self._place} can't keep the controller's table: {trouble}") from None
+            raise
+        policy = str(about.get("maxmemory_policy", ""))
+        if int(about.get("maxmemory", 0)) and policy.startswith("allkeys"):
             raise ConfigError(
                 f"{self._place} may throw the controller's table away (maxmemory-policy {policy}): give cluster.ledger "
                 "a server of its own, or set noeviction or a volatile policy"
             )
-        return list(_losses(self._place, bool(int(disk.get("aof_enabled", 0))), self._settings()))
+        return list(_losses(self._place, bool(int(about.get("aof_enabled", 0))), self._settings()))
+
+    def _info(self, section: str) -> dict[str, Any]:
+        found: dict[str, Any] = self._call(self._client.info, section)
+        return found
+
+    def _check_role(self, about: Mapping[str, Any]) -> None:
+        """Check that the server may be written to, by what it says of itself. Raises `ConfigError`."""
+        mode = about.get("redis_mode", about.get("server_mode"))
+        if mode == "sentinel":
+            raise ConfigError(
+                f"{self._place} is a Sentinel, which keeps nothing: {NO_SENTINEL}, and set cluster.ledger_replicas to "
+                "the number of replicas that must have a change"
+            )
+        if about.get("role") == "slave":
+            primary = f"{about.get('master_host')}:{about.get('master_port')}"
+            raise ConfigError(f"{self._place} is a replica of {primary}, which takes no writes: name the primary")
 
     def _settings(self) -> dict[str, str]:
         """The server's settings of persistence; empty where it tells nobody, as managed ones do."""
@@ -195,6 +241,10 @@ class RedisLedger:
     def _asked(self, call: Any, *arguments: Any) -> Any:
         try:
             return self._call(call, *arguments)
+        except redis.ReadOnlyError:
+            # Another server is the primary now: the address may lead there, once it is looked up again.
+            self._client.connection_pool.disconnect()
+            raise OSError(f"{self._place} has become a replica, which takes no writes") from None
         except redis.RedisError as error:
             raise OSError(f"{self._place} answered: {error}") from None
 
@@ -206,6 +256,8 @@ class RedisLedger:
             raise
         except (redis.ConnectionError, redis.TimeoutError) as error:
             raise OSError(f"{self._place} can't be reached: {error}") from None
+        except ConfigError as error:  # Of the file of the password, which is read for each connection.
+            raise OSError(str(error)) from None
 
 
 def _losses(place: str, on_disk: bool, settings: Mapping[str, str]) -> Iterable[str]:

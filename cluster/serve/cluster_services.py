@@ -76,7 +76,7 @@ class ClusterServices:
         self._write_settings()
         environment = {**self._environment, **self._ledger_secret}
         if self._state is None or not self._state.begun:
-            for line in self._local.check(environment):
+            for line in self._local.check(environment, prepared.config.security):
                 self._say(line)
         if self._state is not None:
             self._state.ports = self._local.ports

@@ -11,6 +11,7 @@ from cluster.controller.open_ledger import open_ledger
 from cluster.worker_process.lease_keeper import longest_absence_s
 from contracts.config.cluster_config import ClusterConfig, Config
 from contracts.config.ledger_place import controller_endpoints, on_server, without_password
+from contracts.config.security_config import SecurityConfig
 from contracts.errors import ConfigError
 
 FIND_S = 1.0
@@ -79,12 +80,12 @@ class LocalControllers:
             return f"where it led, another one takes over within {self.config.leader_lease_s + FIND_S:g} s"
         return f"the workers serve on without it for {longest_absence_s(self.config):g} s"
 
-    def check(self, environment: Mapping[str, str]) -> list[str]:
-        """What the ledger may lose, in words. `environment`: the controllers'. Raises `ConfigError` where it can't be
-        used, or reached: a cluster isn't begun without its ledger."""
+    def check(self, environment: Mapping[str, str], security: SecurityConfig) -> list[str]:
+        """What the ledger may lose, in words. `environment` and `security`: the controllers'. Raises `ConfigError`
+        where it can't be used, or reached: a cluster isn't begun without its ledger."""
         if not on_server(self.ledger):
             return []
-        ledger = open_ledger(self.ledger, self.config.name, self.config.ledger_replicas, environment)
+        ledger = open_ledger(self.ledger, self.config.name, self.config.ledger_replicas, environment, security)
         try:
             return ledger.check()
         except OSError as error:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
-from urllib.parse import urlsplit
+from collections.abc import Iterable
+from urllib.parse import parse_qs, urlsplit
 
+from contracts.config.security_config import SecurityConfig
 from contracts.errors import ConfigError
 
 SERVERS = ("redis", "rediss", "unix")
 """Schemes of a server's address; whatever has no scheme is a path."""
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+NO_SENTINEL = (
+    "name an address that leads to the primary, and moves with it (a name in DNS, a virtual IP, a proxy), since "
+    "controllers don't ask Sentinels"
+)
 ENDPOINT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})")
 
 
@@ -20,7 +26,7 @@ def on_server(ledger: str) -> bool:
 
 def without_password(ledger: str) -> str:
     """The address of a server as it may be shown, or the path of a file."""
-    return re.sub(r"(?<=://)[^/]*@", "", ledger)
+    return re.sub(r"(?<=://).*@", "", ledger)
 
 
 def check_ledger(ledger: str, key: str = "config key cluster.ledger") -> None:
@@ -33,8 +39,15 @@ def check_ledger(ledger: str, key: str = "config key cluster.ledger") -> None:
         port = parts.port
     except ValueError:
         raise ConfigError(f"{key} is {expected}; the port or host of {shown} can't be read") from None
+    if "sentinel" in parts.scheme:
+        raise ConfigError(f"{key} is {expected}; got {shown}: {NO_SENTINEL}")
     if parts.scheme not in SERVERS:
         raise ConfigError(f"{key} is {expected}; got {shown}")
+    if set(parse_qs(parts.query, keep_blank_values=True)) - ({"db"} if parts.scheme == "unix" else set()):
+        raise ConfigError(
+            f"{key}: what follows the ? of the address isn't taken: a password belongs into the file of "
+            "security.ledger_password_file, certificates are security.ledger_ca, ledger_cert and ledger_key"
+        )
     if parts.scheme == "unix":
         if not parts.path:
             raise ConfigError(f"{key}: {shown} names no socket: unix:///path/of/the/socket")
@@ -42,6 +55,34 @@ def check_ledger(ledger: str, key: str = "config key cluster.ledger") -> None:
         raise ConfigError(f"{key} is {expected}; {shown} names no host, or port 0")
     elif not re.fullmatch(r"/?\d*", parts.path):
         raise ConfigError(f"{key}: the path of {shown} is the number of its database, such as /0")
+
+
+def check_ledger_files(ledger: str, security: SecurityConfig) -> None:
+    """Check that what `security` has for the ledger's server is of use there. Raises `ConfigError`."""
+    for key in ("ledger_ca", "ledger_cert"):
+        if getattr(security, key) and urlsplit(ledger).scheme != "rediss":
+            raise ConfigError(
+                f"config key security.{key} is for a ledger over TLS: write cluster.ledger as rediss://HOST:PORT/0"
+            )
+    if security.ledger_password_file and not on_server(ledger):
+        raise ConfigError("config key security.ledger_password_file needs cluster.ledger on a server")
+
+
+def refuse_shown_password(assignments: Iterable[str]) -> None:
+    """Refuse a ledger's password among `--set` assignments. Raises `ConfigError`, which doesn't show it."""
+    for assignment in assignments:
+        key, _, value = assignment.partition("=")
+        if key.strip() == "cluster.ledger" and has_password(value):
+            raise ConfigError(
+                "--set cluster.ledger has a password, and every user of this machine can read a command line: put it "
+                "into the file of security.ledger_password_file or into TWINPOOL_LEDGER_PASSWORD"
+            )
+
+
+def has_password(ledger: str) -> bool:
+    """Whether a server's address has a password."""
+    user, at, _ = ledger.partition("://")[2].rpartition("@")
+    return bool(at) and ":" in user
 
 
 def check_ray_storage(url: str) -> None:

@@ -22,6 +22,7 @@ import yaml
 from contracts.config.autoscaling_config import check_autoscaling
 from contracts.config.cluster_config import Config
 from contracts.config.controllers_check import check_controllers
+from contracts.config.ledger_place import check_ledger_files
 from contracts.config.security_config import SecurityConfig
 from contracts.config.tracing_config import TracingConfig
 from contracts.errors import ConfigError
@@ -104,6 +105,7 @@ def _check_together(config: Config) -> None:
     _check_security(config.security)
     _check_tracing(config.tracing)
     check_controllers(config.cluster)
+    check_ledger_files(config.cluster.ledger, config.security)
     _check_disaggregation(config)
     check_autoscaling(config.autoscaling)
     router = config.router
@@ -168,7 +170,8 @@ def _check_tracing(tracing: TracingConfig) -> None:
 
 
 def _check_security(security: SecurityConfig) -> None:
-    for keys in (("tls_cert", "tls_key"), ("cluster_ca", "cluster_cert", "cluster_key")):
+    together = ("tls_cert", "tls_key"), ("cluster_ca", "cluster_cert", "cluster_key"), ("ledger_cert", "ledger_key")
+    for keys in together:
         missing = [key for key in keys if not getattr(security, key)]
         if missing and len(missing) < len(keys):
             raise ConfigError(f"config key security.{missing[0]} is missing: {' and '.join(keys)} go together")

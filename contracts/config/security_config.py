@@ -9,7 +9,7 @@ from contracts.credentials.certificate_files import CertificateFiles
 
 FILES = (
     "keys_file", "tls_cert", "tls_key", "tls_ca", "cluster_ca", "cluster_cert", "cluster_key", "curve_key",
-    "admin_keys_file",
+    "admin_keys_file", "ledger_ca", "ledger_cert", "ledger_key", "ledger_password_file",
 )  # fmt: skip
 """Keys that are paths."""
 
@@ -45,6 +45,16 @@ class SecurityConfig:
     """Address that `admin_port` listens on."""
     admin_keys_file: str = ""
     """File of operators' keys, made by `twinpool keys`; `admin_port` needs one of them for all but its health."""
+    ledger_ca: str = ""
+    """PEM file of the authority of the certificate that a `cluster.ledger` of rediss:// has, for one that this system
+    doesn't know. Where controllers run."""
+    ledger_cert: str = ""
+    """PEM file of the certificate that the ledger's server asks controllers for. Empty: it asks for none."""
+    ledger_key: str = ""
+    """PEM file of the key of `ledger_cert`."""
+    ledger_password_file: str = ""
+    """File whose first line is the password at the ledger's server, of the user that `cluster.ledger` names
+    (rediss://USER@HOST) or of the default one. It is read for each connection. Empty: TWINPOOL_LEDGER_PASSWORD."""
     cors_origins: str = ""
     """Origins whose pages may call the endpoint from a browser, separated by commas; *: every one. Empty: none."""
     log_prompts: bool = False

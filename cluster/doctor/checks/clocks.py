@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
-from cluster.controller.open_ledger import PASSWORD_VARIABLE
+from cluster.controller.open_ledger import ledger_access
 from cluster.doctor.doctor_case import DoctorCase
 from cluster.doctor.finding import Finding, fine, warning
 from contracts.config.ledger_place import on_server
@@ -56,7 +56,7 @@ def _skew(case: DoctorCase) -> float | None:
 
         from contracts.wire.redis_connection import open_redis
 
-        client = open_redis(place, ASK_S, "cluster.ledger", case.host.environment.get(PASSWORD_VARIABLE, ""))
+        client = open_redis(place, ASK_S, "cluster.ledger", ledger_access(case.config.security, case.host.environment))
     except (ImportError, ConfigError):
         return None
     try:

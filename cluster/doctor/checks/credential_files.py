@@ -16,7 +16,7 @@ from contracts.key_file import read_key_file
 
 SOON = timedelta(days=14)
 """A certificate that ends within this time is told of."""
-_SECRETS = ("tls_key", "cluster_key", "curve_key", "keys_file", "admin_keys_file")
+_SECRETS = ("tls_key", "cluster_key", "curve_key", "keys_file", "admin_keys_file", "ledger_key", "ledger_password_file")
 """Keys of `security` whose files nobody else should read."""
 
 
@@ -32,12 +32,16 @@ def check_credentials(case: DoctorCase) -> Iterator[Finding]:
         wrong = True
         yield finding
     if not wrong:
-        named = [name for name in (*_SECRETS, "tls_cert", "cluster_cert", "cluster_ca") if getattr(security, name)]
+        named = [
+            name
+            for name in (*_SECRETS, "tls_cert", "cluster_cert", "cluster_ca", "ledger_ca")
+            if getattr(security, name)
+        ]
         yield fine(f"in order: {', '.join(named)}" if named else "no certificates or keys are configured")
 
 
 def _ends(case: DoctorCase) -> Iterator[Finding]:
-    for name in ("tls_cert", "cluster_cert", "cluster_ca"):
+    for name in ("tls_cert", "cluster_cert", "cluster_ca", "ledger_cert", "ledger_ca"):
         path = getattr(case.config.security, name)
         if not path:
             continue
@@ -48,7 +52,9 @@ def _ends(case: DoctorCase) -> Iterator[Finding]:
         if timedelta() < ends - case.host.now() < SOON:
             yield warning(
                 f"security.{name} {path} ends in {(ends - case.host.now()).days} days ({ends:%Y-%m-%d %H:%M} UTC)",
-                "twinpool certs renew FOLDER; servers take the new one while they run",
+                "have a new one made in its place; new connections take it"
+                if name.startswith("ledger")
+                else "twinpool certs renew FOLDER; servers take the new one while they run",
             )
 
 

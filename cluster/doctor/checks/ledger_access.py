@@ -31,7 +31,9 @@ def check_ledger_access(case: DoctorCase) -> Iterator[Finding]:
 def _server(case: DoctorCase) -> Iterator[Finding]:
     cluster, shown = case.config.cluster, without_password(case.config.cluster.ledger)
     try:
-        ledger = open_ledger(cluster.ledger, cluster.name, cluster.ledger_replicas, case.host.environment)
+        ledger = open_ledger(
+            cluster.ledger, cluster.name, cluster.ledger_replicas, case.host.environment, case.config.security
+        )
     except TwinpoolError as refused:
         yield from_refusal(refused)
         return
@@ -42,7 +44,8 @@ def _server(case: DoctorCase) -> Iterator[Finding]:
     except OSError as problem:
         yield error(
             f"cluster.ledger {shown}: {' '.join(str(problem).split())}",
-            f"start the server, or name another; its password may be in {PASSWORD_VARIABLE}",
+            "start the server, or name another; its password may be in the file of security.ledger_password_file or in "
+            f"{PASSWORD_VARIABLE}",
             "no controller leads, and no worker is granted anything, until it answers",
         )
     else:
