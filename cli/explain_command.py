@@ -36,6 +36,11 @@ def _parts(record: Mapping[str, Any]) -> Iterator[Any]:
 
     for line in _heading(record):
         yield Text(line)
+    if record["refused_status"]:
+        yield _events(record)
+        yield _numbers(record["numbers"])
+        yield Text("")
+        return
     yield _spans(record)
     yield _events(record)
     for choice in record["choices"]:
@@ -56,6 +61,9 @@ def _heading(record: Mapping[str, Any]) -> Iterator[str]:
     if record["client_id"]:
         yield f"x-request-id {record['client_id']}" + (f", trace {record['trace_id']}" if record["trace_id"] else "")
     total, first = _seconds(record["total_s"]), record["first_token_s"]
+    if record["refused_status"]:
+        yield f"refused after {total} with {record['refused_status']} ({record['outcome']}); it was placed nowhere"
+        return
     token = f"first token after {_seconds(first)}" if first is not None else "no token was delivered"
     if record["outcome"] == "running":
         yield f"runs since {total}: {_now(record)}; {token}"
@@ -107,6 +115,14 @@ def _events(record: Mapping[str, Any]) -> Any:
     table.add_column("")
     for event in record["events"]:
         table.add_row(event["kind"], event["worker"] or "router", _seconds(event["at_s"]), Text(event["text"]))
+    return table
+
+
+def _numbers(numbers: Mapping[str, float]) -> Any:
+    """The numbers that decided about a refused request."""
+    table = plain_table("number", "then")
+    for name, number in numbers.items():
+        table.add_row(name.replace("_", " "), f"{number:g}")
     return table
 
 

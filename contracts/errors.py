@@ -6,7 +6,9 @@ errors for the rest of the world: a client's request, an operator's configuratio
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
+from types import MappingProxyType
 
 
 class ErrorKind(StrEnum):
@@ -58,6 +60,9 @@ class ErrorKind(StrEnum):
 
 class TwinpoolError(Exception):
     """Base of all errors that Twinpool raises on purpose."""
+
+    numbers: Mapping[str, float] = MappingProxyType({})
+    """The numbers that decided, by name, where a request is refused by them."""
 
 
 class ConfigError(TwinpoolError):

@@ -260,7 +260,7 @@ _MAY_BE_ZERO = {
     "watch.repetition_tokens", "watch.rare_factor", "cluster.host_memory_share", "cluster.host_memory_bytes",
     "autoscaling.max_workers", "autoscaling.tolerance", "autoscaling.hold_s",
     "pools.prefill", "pools.decode", "pools.colocated",
-    "router.kept_records", "router.reported_records", "tracing.ratio",
+    "router.kept_records", "router.kept_refusals", "router.reported_records", "tracing.ratio",
 }  # fmt: skip
 
 

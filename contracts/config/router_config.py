@@ -107,6 +107,9 @@ class RouterConfig:
     """Memory that a reader may take for one body beyond what it has at its start."""
     client_buffer_events: int = 4096
     """Undelivered stream events of a slow client after which its request is cancelled."""
+    kept_refusals: int = 4000
+    """Requests refused before they were placed of which this router can say why (about 1 kB each); the oldest go, those
+    of a tenant that has more than its share first. They take no room from records."""
     kept_records: int = 2000
     """Records of requests that have ended, for `twinpool explain`, which each router keeps; 0: none."""
     kept_record_bytes: int = 32 * 1024**2

@@ -79,10 +79,12 @@ def in_order(records: Iterable[RequestRecord]) -> list[RequestRecord]:
     some = list(records)
     came: dict[str, float] = {}
     for record in some:
-        came[record.answer_id] = min(record.arrived, came.get(record.answer_id, record.arrived))
+        answer = record.answer_id or record.request_id
+        came[answer] = min(record.arrived, came.get(answer, record.arrived))
 
     def key(record: RequestRecord) -> tuple[float, str, int]:
         number = record.request_id.rpartition("-")[2]
-        return came[record.answer_id], record.answer_id, int(number) if number.isdigit() else 0
+        answer = record.answer_id or record.request_id
+        return came[answer], answer, int(number) if number.isdigit() else 0
 
     return sorted(some, key=key)

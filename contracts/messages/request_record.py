@@ -100,7 +100,7 @@ class RequestRecord:
     request_id: str
     """The choice's id among workers; it begins with `answer_id`."""
     answer_id: str
-    """The id of the answer that the client gets, without what the endpoint puts before it."""
+    """The id of the answer that the client gets, without what the endpoint puts before it; empty for a refused one."""
     client_id: str
     """The client's X-Request-Id, or the one that it was given."""
     router: str
@@ -112,7 +112,8 @@ class RequestRecord:
     first_token_s: float | None
     """None: no token was delivered."""
     outcome: str
-    """``stop`` or ``length``; the kind of an error; ``abandoned``; or `RUNNING`."""
+    """``stop`` or ``length``; the kind of an error; ``abandoned``; `RUNNING`; or why it was refused, as its client was
+    told."""
     message: str = ""
     """An error's text."""
     prompt_tokens: int = 0
@@ -134,6 +135,10 @@ class RequestRecord:
     choices: tuple[PlacementChoice, ...] = ()
     left_out: int = 0
     """Events that there was no room for."""
+    refused_status: int = 0
+    """The HTTP status with which the request was refused before it was placed; 0: it was not."""
+    numbers: dict[str, float] = field(default_factory=dict)
+    """Of a refused request: the numbers that decided, by name."""
 
     @property
     def running(self) -> bool:

@@ -1077,7 +1077,7 @@ class PlacementChoice(_message.Message):
     def __init__(self, at_s: _Optional[float] = ..., attempt: _Optional[int] = ..., role: _Optional[str] = ..., chosen: _Optional[str] = ..., unit: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[WorkerCandidate, _Mapping]]] = ..., others: _Optional[int] = ..., refused: _Optional[_Iterable[_Union[RefusedWorkers, _Mapping]]] = ..., why: _Optional[str] = ...) -> None: ...
 
 class RequestRecord(_message.Message):
-    __slots__ = ("request_id", "answer_id", "client_id", "router", "model", "tenant", "arrived", "total_s", "first_token_s", "outcome", "message", "prompt_tokens", "cached_tokens", "held_tokens", "generated", "transfer_bytes", "attempts", "migrations", "retractions", "uncertainty_s", "trace_id", "spans", "events", "choices", "left_out")
+    __slots__ = ("request_id", "answer_id", "client_id", "router", "model", "tenant", "arrived", "total_s", "first_token_s", "outcome", "message", "prompt_tokens", "cached_tokens", "held_tokens", "generated", "transfer_bytes", "attempts", "migrations", "retractions", "uncertainty_s", "trace_id", "spans", "events", "choices", "left_out", "refused_status", "numbers")
     class CachedTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -1085,6 +1085,13 @@ class RequestRecord(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class NumbersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ANSWER_ID_FIELD_NUMBER: _ClassVar[int]
     CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -1110,6 +1117,8 @@ class RequestRecord(_message.Message):
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_STATUS_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     answer_id: str
     client_id: str
@@ -1135,7 +1144,9 @@ class RequestRecord(_message.Message):
     events: _containers.RepeatedCompositeFieldContainer[RecordEvent]
     choices: _containers.RepeatedCompositeFieldContainer[PlacementChoice]
     left_out: int
-    def __init__(self, request_id: _Optional[str] = ..., answer_id: _Optional[str] = ..., client_id: _Optional[str] = ..., router: _Optional[str] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., arrived: _Optional[float] = ..., total_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., outcome: _Optional[str] = ..., message: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[_Mapping[str, int]] = ..., held_tokens: _Optional[int] = ..., generated: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., attempts: _Optional[int] = ..., migrations: _Optional[int] = ..., retractions: _Optional[int] = ..., uncertainty_s: _Optional[float] = ..., trace_id: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[RecordSpan, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[RecordEvent, _Mapping]]] = ..., choices: _Optional[_Iterable[_Union[PlacementChoice, _Mapping]]] = ..., left_out: _Optional[int] = ...) -> None: ...
+    refused_status: int
+    numbers: _containers.ScalarMap[str, float]
+    def __init__(self, request_id: _Optional[str] = ..., answer_id: _Optional[str] = ..., client_id: _Optional[str] = ..., router: _Optional[str] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., arrived: _Optional[float] = ..., total_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., outcome: _Optional[str] = ..., message: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[_Mapping[str, int]] = ..., held_tokens: _Optional[int] = ..., generated: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., attempts: _Optional[int] = ..., migrations: _Optional[int] = ..., retractions: _Optional[int] = ..., uncertainty_s: _Optional[float] = ..., trace_id: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[RecordSpan, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[RecordEvent, _Mapping]]] = ..., choices: _Optional[_Iterable[_Union[PlacementChoice, _Mapping]]] = ..., left_out: _Optional[int] = ..., refused_status: _Optional[int] = ..., numbers: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class RecordAnswer(_message.Message):
     __slots__ = ("number", "records")

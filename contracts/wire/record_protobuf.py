@@ -61,6 +61,8 @@ def record_to_proto(record: RequestRecord) -> pb.RequestRecord:
         ],
         choices=[_choice_to_proto(choice) for choice in record.choices],
         left_out=record.left_out,
+        refused_status=record.refused_status,
+        numbers=record.numbers,
     )
 
 
@@ -91,6 +93,7 @@ def record_from_proto(m: pb.RequestRecord) -> RequestRecord:
     times = [m.arrived, m.total_s, m.first_token_s, m.uncertainty_s, *(event.at_s for event in m.events)]
     times += [at for span in m.spans for at in (span.start_s, span.end_s)]
     times += [at for choice in m.choices for at in (choice.at_s, *(one.cost for one in choice.candidates))]
+    times += m.numbers.values()
     if not all(map(math.isfinite, times)):
         raise WireError("a request record's times and costs are finite numbers")
     return RequestRecord(
@@ -119,6 +122,8 @@ def record_from_proto(m: pb.RequestRecord) -> RequestRecord:
         tuple(RecordEvent(e.at_s, e.kind, e.worker, e.text) for e in m.events),
         tuple(map(_choice_from_proto, m.choices)),
         m.left_out,
+        m.refused_status,
+        dict(m.numbers),
     )
 
 

@@ -53,5 +53,6 @@ def _unknown(service: RouterService, asked: str, kept_s: float, elsewhere: str) 
     return (
         f"nothing is known of a request {asked!r}{elsewhere}. Each router keeps its latest {config.kept_records} "
         f"records (router.kept_records) in {config.kept_record_bytes // 1024**2} MiB (router.kept_record_bytes), "
-        f"and {held}. Give the id of an answer, or what it has in the header x-request-id"
+        f"and {held}; of requests that were refused it keeps the latest {config.kept_refusals} (router.kept_refusals). "
+        f"Give the id of an answer, or what it has in the header x-request-id"
     )

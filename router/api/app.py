@@ -24,6 +24,7 @@ from router.openai.api_errors import ApiError, BufferFull, ClientGone, QueueFull
 from router.openai.parse_request import check_model
 from router.openai.response_stream import ResponseStream, StreamHeartbeat
 from router.openai.resume_headers import KEY_HEADER, SEEN_HEADER, read_resume_headers
+from router.records.refusals import RefusedRequest
 from router.security.tenant_accounts import TenantLimited
 from router.service.request_limits import SESSION_HEADER, SLO_HEADER
 from router.service.router_service import RouterService
@@ -105,8 +106,7 @@ async def _serve(
     except ClientGone:
         pass
     except BodyTooLarge as error:
-        failure = ApiError(413, str(error), "invalid_request_error", "body_too_large")
-        await exchange.refuse_body(failure)
+        await exchange.refuse_body(_failure(error))
     except (BufferFull, QueueFull, TenantLimited) as error:
         await (exchange.fail if exchange.body_done else exchange.refuse_body)(failure_of(error))
     except TwinpoolError as error:
@@ -183,6 +183,26 @@ async def _responses(service: RouterService, exchange: HttpExchange) -> None:
 
 
 async def _generate(service: RouterService, exchange: HttpExchange, kind: FrameKind) -> None:
+    """Answer a request for text; of one that is refused before it is placed, keep why."""
+    began = service.clock.now()
+    try:
+        await _placed(service, exchange, kind)
+    except ClientGone:
+        raise
+    except TwinpoolError as error:
+        trace = read_traceparent(exchange.header(TRACE_HEADER.encode()))
+        refused = RefusedRequest(exchange.client_id, exchange.tenant, trace, service.clock.now() - began)
+        service.refused(refused, error, _failure(error))
+        raise
+
+
+def _failure(error: TwinpoolError) -> ApiError:
+    if isinstance(error, BodyTooLarge):
+        return ApiError(413, str(error), "invalid_request_error", "body_too_large")
+    return failure_of(error)
+
+
+async def _placed(service: RouterService, exchange: HttpExchange, kind: FrameKind) -> None:
     if not exchange.declares_json:
         return await exchange.refuse_body(NOT_JSON)
     service.check_room()  # Before the body takes memory, and time to read.

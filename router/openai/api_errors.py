@@ -15,6 +15,11 @@ from router.security.tenant_accounts import TenantLimited
 class QueueFull(TwinpoolError):
     """Raised when `router.max_queue` choices are in flight."""
 
+    def __init__(self, message: str, asked: int = 1) -> None:
+        """`asked`: choices that there is no room for."""
+        super().__init__(message)
+        self.numbers = {"answers_asked": asked}
+
 
 class SloUnreachable(TwinpoolError):
     """Raised where a request's first token is predicted to come later than it is of use.
@@ -27,6 +32,7 @@ class SloUnreachable(TwinpoolError):
             f"its first token is expected after {predicted_ms:,.0f} ms, and of use within {slo_ms:,.0f} ms; try later"
         )
         self.retry_after_s = max(1, math.ceil((predicted_ms - slo_ms) / 1000))
+        self.numbers = {"expected_ms": round(predicted_ms, 3), "allowed_ms": slo_ms}
 
 
 class KeyReused(TwinpoolError):
@@ -39,6 +45,11 @@ class Superseded(TwinpoolError):
 
 class BufferFull(TwinpoolError):
     """Raised while reading a body when those being received hold `router.body_buffer_bytes`."""
+
+    def __init__(self, message: str, asked: int = 0, held: int = 0, limit: int = 0) -> None:
+        """All in bytes."""
+        super().__init__(message)
+        self.numbers = {"body_bytes_asked": asked, "body_bytes_held": held, "body_buffer_bytes": limit}
 
 
 class ClientGone(TwinpoolError):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from contracts.clock import Clock
 from contracts.messages.record_ring import RecordRing, in_order
 from contracts.messages.request_record import RecordEvent, RequestRecord
+from router.openai.api_errors import ApiError
 from router.openai.choice_output import ChoiceOutput
 from router.openai.response_stream import ResponseStream
 from router.records.make_record import make_record
 from router.records.record_draft import RecordDraft
+from router.records.refusals import KeptRefusals, Refusal, RefusedRequest
 from router.verification.audit_cases import AuditEnded
 
 
@@ -25,11 +27,15 @@ class KeptRecords:
         clock: Clock,
         wall: Callable[[], float],
         in_flight: Callable[[], Iterable[tuple[ResponseStream, ChoiceOutput]]],
+        refusals: int = 0,
     ) -> None:
         """`router`: this router's name, of this start of it. `wall`: seconds since 1970. `in_flight`: the choices that
-        have not ended."""
+        have not ended. `refusals`: requests that were refused of which it is kept why, at most."""
         self.router, self.ring = router, ring
         self._model, self._clock, self._wall, self._in_flight = model, clock, wall, in_flight
+        self.refusals = KeptRefusals(refusals)
+        self.refusal_listeners: list[Callable[[Refusal], None]] = []
+        """Called for each refusal; they must be quick."""
         self.listeners: list[Callable[[RecordDraft], None]] = []
         """Called at each request's end, and again when its audit is over; they must be quick."""
 
@@ -43,6 +49,15 @@ class KeptRecords:
     def _draft(self, stream: ResponseStream, choice: ChoiceOutput, *, ended: bool) -> RecordDraft:
         now, wall = self._clock.now(), self._wall()
         return RecordDraft.of(self.router, self._model, stream, choice, now, wall, ended=ended)
+
+    def refused(self, request: RefusedRequest, failure: ApiError, numbers: Mapping[str, float]) -> None:
+        """Keep why a request was refused before it was placed, with the numbers that decided."""
+        refusal = Refusal.of(
+            self.router, self._model, self.refusals.total, request, failure, numbers, self._wall()
+        )  # fmt: skip
+        self.refusals.put(refusal)
+        for listener in self.refusal_listeners:
+            listener(refusal)
 
     def audited(self, audit: AuditEnded) -> None:
         """Add to a record what became of the audit of its answer, which comes after its end."""
@@ -65,7 +80,7 @@ class KeptRecords:
             if asked == stream.client_id or stream.id in asked or choice.request.id in asked
         ]
         found = [*self.ring.find(asked), *(draft for draft in running if draft.is_of(asked))]
-        return in_order(make_record(draft) for draft in found)
+        return in_order([*map(make_record, found), *self.refusals.find(asked)])
 
     @property
     def kept_s(self) -> float:

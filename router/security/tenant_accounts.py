@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -24,9 +24,10 @@ MINUTE_S = 60.0
 class TenantLimited(TwinpoolError):
     """Raised where a tenant asks for more than it may; `retry_after_s`: when it may again, in whole seconds."""
 
-    def __init__(self, message: str, retry_after_s: float) -> None:
+    def __init__(self, message: str, retry_after_s: float, numbers: Mapping[str, float]) -> None:
         super().__init__(message)
         self.retry_after_s = max(1, math.ceil(retry_after_s))
+        self.numbers = numbers
 
 
 @dataclass(slots=True)
@@ -208,12 +209,12 @@ def _refusal(
     known = held is None or held.known(now)
     most = held.may_get(now) if held is not None else limits.concurrent
     if limits.concurrent and account.in_flight + choices > most:
-        return _too_many(tenant, limits, account.in_flight + limits.concurrent - most)
+        return _too_many(tenant, limits, account.in_flight + limits.concurrent - most, choices)
     for what, (amount, limit) in _wanted(limits, prompt_tokens).items():
         budget = account.budget(what, limit, now)
         budget.refill(limit, now)
         if known and (wait_s := budget.wait_s(amount, limit)):
-            return _too_fast(tenant, limit, what, wait_s)
+            return _too_fast(tenant, limit, what, wait_s, amount, budget)
     return None
 
 
@@ -225,20 +226,28 @@ def _short(
     if held is None:
         return None
     if account.in_flight + choices > held.most_in_flight:
-        return _too_many(tenant, limits, account.in_flight + limits.concurrent - held.most_in_flight)
+        return _too_many(tenant, limits, account.in_flight + limits.concurrent - held.most_in_flight, choices)
     for what, (amount, limit) in _wanted(limits, prompt_tokens).items():
-        if held.budget(what).lacks(amount, limit):
-            return _too_fast(tenant, limit, what, 1)
+        budget = held.budget(what)
+        if budget.lacks(amount, limit):
+            return _too_fast(tenant, limit, what, 1, amount, budget)
     return None
 
 
-def _too_many(tenant: str, limits: TenantLimits, in_flight: int) -> TenantLimited:
+def _too_many(tenant: str, limits: TenantLimits, in_flight: int, choices: int) -> TenantLimited:
     text = f"{tenant} has {in_flight} answers in flight; {limits.concurrent} are allowed at a time"
-    return TenantLimited(text, 1)
+    numbers = {
+        "answers_asked": choices, "tenant_answers_in_flight": in_flight, "tenant_answers_allowed": limits.concurrent
+    }  # fmt: skip
+    return TenantLimited(text, 1, numbers)
 
 
-def _too_fast(tenant: str, limit: int, what: str, wait_s: float) -> TenantLimited:
-    return TenantLimited(f"{tenant} may ask for {limit} {what} a minute", wait_s)
+def _too_fast(
+    tenant: str, limit: int, what: str, wait_s: float, amount: int, budget: RateBudget | LeasedBudget
+) -> TenantLimited:
+    left = max(0.0, budget.level + (budget.left or 0.0 if isinstance(budget, LeasedBudget) else 0.0))
+    numbers = {f"{what}_asked": amount, f"{what}_left": round(left, 3), f"{what}_a_minute": limit}
+    return TenantLimited(f"{tenant} may ask for {limit} {what} a minute", wait_s, numbers)
 
 
 def _wanted(limits: TenantLimits, prompt_tokens: int) -> dict[str, tuple[int, int]]:

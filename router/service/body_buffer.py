@@ -15,7 +15,8 @@ class BodyBuffer:
     def take(self, size: int) -> None:
         """Book `size` bytes. Raises `BufferFull`, with nothing booked, where they go beyond the limit."""
         if self.held + size > self.limit:
-            raise BufferFull(f"bodies of {self.held} bytes are being received; try again later")
+            text = f"bodies of {self.held} bytes are being received; try again later"
+            raise BufferFull(text, size, self.held, self.limit)
         self.held += size
 
     def give_back(self, size: int) -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client.core import Metric
 
 from contracts.clock import Clock
 from contracts.config.cluster_config import Config
 from contracts.messages.record_ring import RecordRing
+from router.openai.api_errors import ApiError
 from router.openai.choice_output import ChoiceOutput
 from router.openai.response_stream import ResponseStream
 from router.records.kept_records import KeptRecords
 from router.records.record_reports import RecordListener, RecordReports
+from router.records.refusals import RefusedRequest
 from router.state.router_log import log
 from router.state.trace_context import TraceContext
 from router.tracing.otlp_exporter import OtlpSender, SpanSender, TraceExporter
@@ -43,7 +45,13 @@ class RecordKeeping:
         The others are as of `KeptRecords`. Raises `ConfigError` where traces are wanted and its packages lack."""
         options = config.router
         self.kept = KeptRecords(
-            router, model, RecordRing(options.kept_records, options.kept_record_bytes), clock, wall, in_flight
+            router,
+            model,
+            RecordRing(options.kept_records, options.kept_record_bytes),
+            clock,
+            wall,
+            in_flight,
+            options.kept_refusals,
         )
         self.recorder = recorder
         self._reports: RecordReports | None = None
@@ -55,6 +63,7 @@ class RecordKeeping:
             sender = sender if sender is not None else OtlpSender(config.tracing)
             self._traces = TraceExporter(sender, config.tracing, random.Random)
             self.kept.listeners.append(self._traces.add)
+            self.kept.refusal_listeners.append(self._traces.add_refusal)
 
     def traced(self, context: TraceContext) -> TraceContext:
         """The trace of a request that comes with this context."""
@@ -66,6 +75,13 @@ class RecordKeeping:
             self.kept.ended(stream, choice)
         except Exception:  # Our own bug; the request has ended well, and others go on.
             log("no record", level=logging.ERROR, trace=True, request_id=choice.request.id)
+
+    def refused(self, request: RefusedRequest, failure: ApiError, numbers: Mapping[str, float]) -> None:
+        """Take in a request that was refused before it was placed; see `KeptRecords.refused`."""
+        try:
+            self.kept.refused(request, failure, numbers)
+        except Exception:  # Our own bug; the client is told what it must be told.
+            log("no record", level=logging.ERROR, trace=True, client_id=request.client_id)
 
     def tick(self) -> None:
         """Report if it is time; to be called every 100 ms or so."""

@@ -23,7 +23,7 @@ from contracts.checkpoint.model_spec import ModelSpec, served_as
 from contracts.clock import Clock, SystemClock
 from contracts.cluster_secret import cluster_secret
 from contracts.config.cluster_config import Config
-from contracts.errors import ErrorKind, RequestError
+from contracts.errors import ErrorKind, RequestError, TwinpoolError
 from contracts.ids import RequestId, Role
 from contracts.interfaces.discovery import WorkerDirectory
 from contracts.key_file import TenantLimits
@@ -37,13 +37,14 @@ from router.kv_indexer.told_prefixes import ToldPrefixes
 from router.links.worker_links import WorkerLinks
 from router.metrics.index_metrics import index_metrics
 from router.metrics.prometheus_metrics import PrometheusMetrics
-from router.openai.api_errors import ClientGone, QueueFull, SloUnreachable
+from router.openai.api_errors import ApiError, ClientGone, QueueFull, SloUnreachable
 from router.openai.choice_output import ChoiceOutput
 from router.openai.generate_request import GenerateRequest
 from router.openai.response_stream import ResponseStream
 from router.openai.resume_headers import ResumeHeaders
 from router.openai.structured_output import may_need_grammar
 from router.openai_responses.responses_request import renamed
+from router.records.refusals import RefusedRequest
 from router.security.answer_identity import AnswerIdentity, identity_of
 from router.security.api_keys import ApiKeys
 from router.security.tenant_accounts import TenantAccounts
@@ -211,7 +212,17 @@ class RouterService:
         limit = self.config.max_queue
         if self._reserved + choices > limit:
             self.metrics.refused_full += 1
-            raise QueueFull(f"the queue is full: {self._reserved} of {limit} answers are in flight; try again later")
+            text = f"the queue is full: {self._reserved} of {limit} answers are in flight; try again later"
+            raise QueueFull(text, choices)
+
+    def refused(self, request: RefusedRequest, error: TwinpoolError, failure: ApiError) -> None:
+        """Keep why a request was refused before it was placed."""
+        now = self.clock.now()
+        workers = self.core.workers
+        ready = {f"{role}_workers_ready": len(workers.serving(role, now)) for role in workers.needed}
+        here = {"answers_in_flight": self._reserved, "max_queue": self.config.max_queue, **ready}
+        traced = replace(request, trace=self.records.traced(request.trace))
+        self.records.refused(traced, failure, {**error.numbers, **here})
 
     async def check_tenant(self, tenant: str) -> None:
         """Raise `TenantLimited` where a tenant may not even ask for the least request. Books nothing."""

@@ -20,6 +20,7 @@ from contracts.config.tracing_config import TracingConfig
 from contracts.errors import ConfigError
 from router.records.make_record import make_record
 from router.records.record_draft import RecordDraft
+from router.records.refusals import Refusal
 from router.state.router_log import log
 from router.tracing.trace_spans import TraceSource, TraceSpan, TraceSpanKind, trace_spans
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 MOST_AT_ONCE = 64
 """Requests whose traces go in one call."""
+REFUSED_SHARE = 4
+"""Refused requests' traces wait in so much of the queue at most: in one part of so many."""
 SERVICE = "twinpool"
 
 
@@ -94,13 +97,18 @@ def readable(span: TraceSpan) -> ReadableSpan:
     )
 
 
+def parent_of(draft: RecordDraft | Refusal) -> str:
+    """The client's span, of its trace; empty where it named none."""
+    return draft.trace.parent_id if isinstance(draft, Refusal) else draft.parent_id
+
+
 class TraceExporter:
     """The traces of one router's requests. `add` may be called from its event loop, and never waits."""
 
     def __init__(self, sender: SpanSender, config: TracingConfig, rng: Callable[[], random.Random]) -> None:
         """`rng`: makes the source of span ids, for the thread."""
         self._sender, self._most, self._rng = sender, config.queue, rng()
-        self._waiting: deque[RecordDraft] = deque()
+        self._waiting: deque[RecordDraft | Refusal] = deque()
         self._change = threading.Condition()
         self._closed = self._away = self._told_drops = False
         self.exported = self.failed = self.dropped = 0
@@ -112,8 +120,16 @@ class TraceExporter:
         """Export the trace of a request that has ended, if it is one that is traced."""
         if not draft.sampled or draft.audits:  # An audit comes after the trace has gone.
             return
+        self._put(draft, self._most)
+
+    def add_refusal(self, refusal: Refusal) -> None:
+        """Export the trace of a request that was refused, if it is one that is traced. A flood of them leaves room."""
+        if refusal.trace.sampled:
+            self._put(refusal, self._most // REFUSED_SHARE)
+
+    def _put(self, draft: RecordDraft | Refusal, most: int) -> None:
         with self._change:
-            if not self._closed and len(self._waiting) < self._most:
+            if not self._closed and len(self._waiting) < most:
                 self._waiting.append(draft)
                 self._change.notify()
                 return
@@ -136,15 +152,15 @@ class TraceExporter:
         finally:
             self._sender.close()
 
-    def _next(self) -> list[RecordDraft]:
+    def _next(self) -> list[RecordDraft | Refusal]:
         """Those to be sent next, once there are some; none at the end."""
         with self._change:
             self._change.wait_for(lambda: self._waiting or self._closed)
             return [self._waiting.popleft() for _ in range(min(MOST_AT_ONCE, len(self._waiting)))]
 
-    def _send(self, drafts: Sequence[RecordDraft]) -> None:
+    def _send(self, drafts: Sequence[RecordDraft | Refusal]) -> None:
         try:
-            sources = [TraceSource(make_record(draft), draft.parent_id, self._rng) for draft in drafts]
+            sources = [TraceSource(make_record(draft), parent_of(draft), self._rng) for draft in drafts]
             taken = self._sender.send([span for source in sources for span in trace_spans(source)])
         except Exception:  # Our own bug, or the exporter's: requests go on without traces.
             log("traces failed", level=logging.ERROR, trace=True)

@@ -121,6 +121,9 @@ def _attributes(record: RequestRecord) -> dict[str, Any]:
         **_without_empty(client_id=record.client_id, tenant=record.tenant),
         **{f"twinpool.cached_tokens.{tier}": count for tier, count in record.cached_tokens.items() if count},
     }
+    if record.refused_status:
+        found["http.response.status_code"] = record.refused_status
+        found.update({f"twinpool.{name}": number for name, number in record.numbers.items()})
     if record.outcome in USUAL:
         found["gen_ai.response.finish_reasons"] = (record.outcome,)
     if record.first_token_s is not None:

@@ -146,3 +146,14 @@ def test_what_is_not_known_is_said_with_how_long_records_are_kept(cluster: Servi
     assert done.returncode == 1
     assert "nothing is known of a request 'no-such-request'" in done.stderr
     assert "router.kept_records" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_request_that_was_refused_is_explained_as_well(cluster: Serving) -> None:
+    answer = httpx.post(
+        f"{cluster.url}/v1/completions", json=cluster.body([7] * 40, max_tokens=10**6), headers={"X-Request-Id": "much"}
+    )
+    assert (answer.status_code, answer.headers["x-request-id"]) == (400, "much")
+    text = cluster.twinpool("explain", "much").stdout
+    assert "with 400 (invalid_request_error); it was placed nowhere" in text
+    assert re.search(r"decode workers ready +\d", text), text
