@@ -61,7 +61,8 @@ def test_requests_are_answered_while_prefill_is_dead_by_decode_and_afterwards_by
         told = answer.twinpool
         assert (told["prefill_worker"], told["local_prompt"], told["transfer_bytes"]) == ("decode-0", "no_prefill", 0)
         until(
-            lambda: cluster.metric("twinpool_audit_answers_total", result="exact") == audited + 1, "decode-0 to audit it"
+            lambda: cluster.metric("twinpool_audit_answers_total", result="exact") == audited + 1,
+            "decode-0 to audit it",
         )
         assert cluster.metric("twinpool_audit_answers_total", result="damaged") == 0
         cluster.settle()
