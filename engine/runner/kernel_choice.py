@@ -18,6 +18,7 @@ from engine.attention.torch_backend.torch_attention import TorchAttention
 from engine.gpu.gpu_capability import device_capability
 from engine.native import compile_kernels, current_kernels, native_kernels
 from engine.native.layer_kernels import LayerKernels
+from engine.runner.computing_code import code_digest
 from engine.runner.numerics_class import numerics_class
 from engine.tensors.row_exact_linear import Numerics
 
@@ -69,7 +70,12 @@ def kernels_name(config: EngineConfig, device: torch.device) -> str:
 
 @cache
 def class_of(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> str:
-    """The numerics class (`engine.runner.numerics_class`) of an engine of this process that computes in `dtype`."""
+    """The numerics class of an engine of this process that computes in `dtype`: of machine and libraries
+    (`engine.runner.numerics_class`), of Triton where it computes, and of this build's code."""
+    return f"{_class_of_kernels(config, dtype, device)}/code-{code_digest()}"
+
+
+def _class_of_kernels(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> str:
     named = kernels_name(config, device)
     kernels = current_kernels.available(native_level(config)) if named == "native" else None
     if named == "triton" and device.type != "cuda":

@@ -1,4 +1,5 @@
-"""The numerics class of a process: all that the bits of its results depend on besides weights and tokens.
+"""The numerics class of a process: all that the bits of its results depend on besides weights, tokens and the engine's
+code (`engine.runner.computing_code`).
 
 Within one class equal inputs give equal bits, on any machine; across classes they differ by rounding. The class is a
 line that people can read, made of what is really in use. On CPUs it ends in a digest of results: products, exponentials

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from contracts.config.worker_config import EngineConfig
 from contracts.errors import ConfigError
 from engine.native import compile_kernels as build
 from engine.native import compile_kernels as native
+from engine.runner.computing_code import COMPUTES, ENGINE, code_digest, digest_of
 from engine.runner.kernel_choice import class_of, hold_to_class
 from engine.runner.numerics_class import digest
 from tests.engine.native import BUILDS, kernels_or_skip
@@ -30,6 +32,7 @@ import hashlib, json, sys
 import torch
 from pathlib import Path
 from contracts.config.worker_config import EngineConfig
+from engine.runner.computing_code import COMPUTES, ENGINE, code_digest, digest_of
 from engine.runner.kernel_choice import class_of, hold_to_class
 from tests.engine.harness import Bench
 
@@ -155,9 +158,27 @@ def test_the_class_of_a_gpu_names_the_compiler_and_the_tiles_of_the_kernels(monk
     gpu, config = torch.device("cuda"), EngineConfig(attention="triton")
     class_of.cache_clear()
     named = class_of(config, torch.bfloat16, gpu)
-    assert named == f"cuda/a-gpu/bfloat16/triton-{triton.__version__}/tiles-{tile_shapes.order_key(90)}"
+    code = f"code-{code_digest()}"
+    assert named == f"cuda/a-gpu/bfloat16/triton-{triton.__version__}/tiles-{tile_shapes.order_key(90)}/{code}"
     monkeypatch.setattr(tile_shapes, "SEGMENT_TOKENS", 8192)
     class_of.cache_clear()
     assert class_of(config, torch.bfloat16, gpu) != named
     assert tile_shapes.order_key(80) != tile_shapes.order_key(90)
     class_of.cache_clear()
+
+
+@pytest.mark.parametrize("folder", COMPUTES)
+def test_a_build_whose_code_computes_otherwise_is_of_another_class(folder: str, tmp_path: Path) -> None:
+    engine = tmp_path / "engine"
+    shutil.copytree(ENGINE, engine, ignore=shutil.ignore_patterns("__pycache__"))
+    assert digest_of(engine) == code_digest()
+    assert class_of(EngineConfig(attention="torch"), torch.bfloat16, CPU).endswith(f"/code-{code_digest()}")
+    changed = next(
+        path for path in sorted((engine / folder).rglob("*")) if path.suffix in (".py", ".h") and path.stat().st_size
+    )
+    changed.write_bytes(changed.read_bytes().replace(b"a", b"b", 1))
+    assert digest_of(engine) != code_digest()
+
+
+def test_all_folders_of_the_engine_compute_but_those_that_are_named_otherwise() -> None:
+    assert {path.parent.name for path in ENGINE.glob("*/__init__.py")} == {*COMPUTES, "structured_output"}
