@@ -34,7 +34,7 @@ SAY_EVERY_S = 5.0
 STATUS_KEYS = (
     "name", "role", "state", "pid", "node", "incarnation", "running", "waiting", "pages_total", "pages_free",
     "counters", "stalled_s", "last_end", "waits", "breaker", "node_id", "cordoned", "plane", "settings",
-    "build",
+    "build", "fingerprint", "unlinked",
 )  # fmt: skip
 
 
@@ -104,10 +104,13 @@ class AdminClient:
 
     def status(self) -> dict[str, Any]:
         """Return ``workers``, a row for each with the keys of `STATUS_KEYS` only (a key that the router lacks is None),
-        ``autoscaler`` where there is one, and ``controllers``: who leads them, and who stands by."""
+        ``autoscaler`` where there is one, ``controllers``: who leads them, and who stands by, and ``routers``: a row
+        for each that the controller hears of."""
         answer = self.call("GET", "/cluster/status")
         rows = [{key: row.get(key) for key in STATUS_KEYS} for row in answer["workers"]]
-        return {"workers": rows} | {key: answer[key] for key in ("autoscaler", "controllers") if key in answer}
+        return {"workers": rows} | {
+            key: answer[key] for key in ("autoscaler", "controllers", "routers") if key in answer
+        }
 
     def check(self) -> dict[str, Any]:
         """Have all books recounted; returns ``{"ok", "workers": [{"name", "checked", "violations"}]}``."""
@@ -211,6 +214,8 @@ def _troubles(row: Mapping[str, Any]) -> list[str]:
         found.append(f", waits for {row['waits']}")
     if row.get("stalled_s"):
         found.append(f", no progress for {row['stalled_s']:.0f} s")
+    if row.get("unlinked"):
+        found.append(f", the router has no link to it: {row['unlinked']}")
     if row.get("last_end"):
         found.append(f", last ended: {row['last_end']}")
     if row.get("breaker", "closed") != "closed":
@@ -244,7 +249,10 @@ def status_view(status: Mapping[str, Any]) -> Any:
     from rich.console import Group
     from rich.text import Text
 
+    from cli.router_marks import router_lines
+
     parts = [status_table(status["workers"]), *builds_view(status["workers"])]
+    parts += map(Text, router_lines(status.get("routers", ())))
     if "controllers" in status:
         parts.append(Text(controllers_line(status["controllers"])))
     if "autoscaler" in status:

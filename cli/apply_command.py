@@ -16,6 +16,7 @@ from typing import Any
 from cli.admin_client import AdminClient, CommandRefused, RouterAway
 from cli.pool_commands import ROLES, follow, order
 from cli.rolling_restart import RollingRestart
+from cli.router_marks import left_alone, routers_of, wanted_marks
 from contracts.config.load_config import read_config_file
 from contracts.config.security_config import FILES
 from contracts.errors import ConfigError
@@ -60,6 +61,8 @@ class ApplyPlan:
     """Workers of each role that serve."""
     starting: list[str]
     """Workers that are starting: what settings they have is known once they serve."""
+    leaving: list[str]
+    """Workers with other settings that drain already, as an earlier command has told them to."""
     behind: int = 0
     """Routers and controllers that have other settings still."""
     trouble: str = ""
@@ -67,7 +70,7 @@ class ApplyPlan:
 
     @property
     def nothing(self) -> bool:
-        return not (self.changed or self.old or self.sizes or self.behind)
+        return not (self.changed or self.old or self.sizes or self.behind or self.leaving)
 
     def lines(self) -> list[str]:
         """What will be done, in words."""
@@ -75,6 +78,8 @@ class ApplyPlan:
         found += [f"{role} workers: {now} -> {then}" for role, (now, then) in self.sizes.items()]
         if self.old:
             found.append(f"restarts one by one: {', '.join(self.old)}")
+        if self.leaving:
+            found.append(f"waits for what drains already: {', '.join(self.leaving)}")
         if self.behind and not self.changed:
             why = self.trouble or "they are being replaced"
             found.append(f"{self.behind} routers and controllers have other settings: {why}")
@@ -120,6 +125,9 @@ class ApplyCommand:
             self._order(dry_run=False)
             self._say("the settings are changed")
         self._await_services()
+        routers = routers_of(self._operator)
+        if left := left_alone(routers, "settings", wanted_marks(routers)[1]):
+            self._say(left)
         self._scale({role: then for role, (now, then) in plan.sizes.items() if then > now})
         self._rolling.run(self._unfinished, LACKED)
         self._scale({role: then for role, (now, then) in plan.sizes.items() if then < now})
@@ -157,13 +165,18 @@ class ApplyCommand:
             sizes=sizes,
             serving=serving,
             starting=[row["name"] for row in rows if row["state"] == "starting"],
+            leaving=[row["name"] for row in rows if row["state"] == "draining" and self._differs(row, digests)],
             behind=answer.get("behind", 0),
             trouble=answer.get("trouble", ""),
         )
 
     def _is_old(self, row: Mapping[str, Any], digests: Mapping[str, str]) -> bool:
-        other = row["role"] in digests and row.get("settings") != digests[row["role"]]
+        other = self._differs(row, digests)
         return other and not self._rolling.stale(row) and row["state"] in ("ready", "unreachable")
+
+    @staticmethod
+    def _differs(row: Mapping[str, Any], digests: Mapping[str, str]) -> bool:
+        return row["role"] in digests and row.get("settings") != digests[row["role"]]
 
     def _check_pairs(self) -> None:
         """Refuse to restart a role's only worker, before anything is changed; one that is on its way is waited for."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from cli.admin_client import POLL_S, SAY_EVERY_S, AdminClient, CommandRefused, RouterAway
 from cli.drain_command import AWAY_S, quoted
+from cli.handover_classes import draining
 from contracts.errors import ConfigError
 
 ROLES = ("prefill", "decode", "colocated")
@@ -83,21 +84,23 @@ def follow(
         if waiting and now - start >= timeout_s:
             raise CommandRefused(
                 f"not done after {timeout_s:g} s, and goes on: "
-                + "; ".join(_state(worker, rows.get(name)) for name, worker in waiting.items())
+                + "; ".join(_state(worker, rows.get(name), rows) for name, worker in waiting.items())
             )
         if waiting and now - said >= SAY_EVERY_S:
             said = now
             for name, worker in waiting.items():
-                say(_state(worker, rows.get(name)))
+                say(_state(worker, rows.get(name), rows))
         if waiting:
             operator.sleep(POLL_S)
     return operator.clock() - start
 
 
-def _state(worker: OrderedWorker, row: Mapping[str, Any] | None) -> str:
-    """What a worker is waited for, in words."""
+def _state(worker: OrderedWorker, row: Mapping[str, Any] | None, rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """What a worker is waited for, in words; `rows`: of all workers."""
     if row is None:
         return f"{worker.name} isn't in the table yet"
+    if row["state"] == "draining":
+        return draining(row, rows.values())
     why = f" (last ended: {row['last_end']})" if row.get("last_end") else ""
     return f"{worker.name} is {row['state']}{why} and {'has not left' if worker.outcome == LEAVES else 'should serve'}"
 

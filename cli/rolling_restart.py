@@ -6,18 +6,19 @@ over to those before them, either side has workers of each role.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from cli.admin_client import POLL_S, AdminClient, CommandRefused
+from cli.admin_client import POLL_S, SAY_EVERY_S, AdminClient, CommandRefused
+from cli.handover_classes import draining
 from cli.pool_commands import follow, order, restart_path
 
 REFUSED_S = 10.0
 """Seconds for which a restart that is refused is ordered again: a router may not know yet that another serves."""
-
-
 OTHERS_S = 60.0
 """Seconds for which a role's only worker waits for another one that is on its way."""
+COMING = ("starting", "dead", "draining")
+"""States of workers that are on their way back."""
 
 
 class Unfinished(Protocol):
@@ -30,6 +31,10 @@ class Unfinished(Protocol):
     @property
     def starting(self) -> list[str]:
         """Workers that are starting: whether they are to restart is known once they serve."""
+
+    @property
+    def leaving(self) -> list[str]:
+        """Workers that are to restart and drain already, as an earlier command or an operator has told them to."""
 
 
 def next_in_turn(old: Mapping[str, str], pools: Mapping[str, int]) -> str:
@@ -54,6 +59,11 @@ def check_others_serve(old: Mapping[str, str], serving: Mapping[str, int]) -> No
             )
 
 
+def _coming(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """What is waited for of a worker that is on its way back, in words; `rows`: of all workers."""
+    return draining(row, rows) if row["state"] == "draining" else f"waits for {row['name']}, which is {row['state']}"
+
+
 class RollingRestart:
     """One rolling restart; a run that was interrupted is gone on with by another."""
 
@@ -65,18 +75,23 @@ class RollingRestart:
 
     def await_others(self, look: Callable[[], tuple[Mapping[str, str], Mapping[str, int]]]) -> None:
         """Wait until no role's only worker is to restart, while others are on their way. `look` returns the workers
-        that are to restart, and how many of each role serve. Raises `CommandRefused` where none comes."""
+        that are to restart, and how many of each role serve. One that drains is waited for like each worker's restart,
+        one that starts for `OTHERS_S`. Raises `CommandRefused` where none comes."""
         began, said = self._operator.clock(), ""
         while True:
             rows = self._operator.rows()  # Before the look, since one may come between the two.
-            coming = ", ".join(row["name"] for row in rows if row["state"] in ("starting", "dead", "draining"))
+            coming = "; ".join(_coming(row, rows) for row in rows if row["state"] in COMING)
+            drains = any(row["state"] == "draining" for row in rows)
             try:
                 return check_others_serve(*look())
-            except CommandRefused:
-                if not coming or self._operator.clock() - began >= OTHERS_S:
+            except CommandRefused as error:
+                waited, most = self._operator.clock() - began, self._timeout_s if drains else OTHERS_S
+                if coming and waited >= most:
+                    raise CommandRefused(f"{error}. After {most:g} s: {coming}") from None
+                if not coming:
                     raise
                 if coming != said:
-                    self._say(f"waits for {coming}")
+                    self._say(coming)
                 said = coming
                 self._operator.sleep(POLL_S)
 
@@ -95,7 +110,10 @@ class RollingRestart:
                 pools[role] = max(pools.get(role, 0), sum(its == role for its in left.old.values()))
             if others := [name for name in left.old if name in self._restarted]:
                 raise CommandRefused(f"{', '.join(others)} came back without {lacks}")
-            if left.old:
+            if left.leaving:
+                self._await_back(left.leaving)
+                waited_from = self._operator.clock()
+            elif left.old:
                 self._restart(next_in_turn(left.old, pools))
                 waited_from = self._operator.clock()
             elif not left.starting:
@@ -104,6 +122,23 @@ class RollingRestart:
                 raise CommandRefused(f"{', '.join(left.starting)} should serve, after {self._timeout_s:g} s")
             else:
                 self._operator.sleep(POLL_S)
+
+    def _await_back(self, names: Collection[str]) -> None:
+        """Wait until workers that drain have come back, or have left for good; the next restart would find too few that
+        serve. Raises `CommandRefused` with what they wait for."""
+        began = said = self._operator.clock()
+        while True:
+            rows = self._operator.rows()
+            coming = [row for row in rows if row["name"] in names and row["state"] in COMING]
+            if not coming:
+                return
+            now, words = self._operator.clock(), "; ".join(_coming(row, rows) for row in coming)
+            if now - began >= self._timeout_s:
+                raise CommandRefused(f"not done after {self._timeout_s:g} s, and goes on: {words}")
+            if now - said >= SAY_EVERY_S:
+                said = now
+                self._say(words)
+            self._operator.sleep(POLL_S)
 
     def _restart(self, name: str) -> None:
         began = self._operator.clock()

@@ -7,12 +7,14 @@ command goes on with what an earlier one has left, and does nothing once all is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cli.admin_client import POLL_S, AdminClient, CommandRefused, RouterAway
+from cli.handover_classes import between_builds
 from cli.rolling_restart import RollingRestart
+from cli.router_marks import left_alone, routers_of
 from cluster.processes.run_file import RunFile
 from cluster.serve.supervisor_upgrade import CheckedBuild, replace_supervisor, services_build
 
@@ -33,10 +35,14 @@ class UpgradePlan:
     """Workers of each role that serve."""
     starting: list[str]
     """Workers that are starting: which build they run is known once they serve."""
+    leaving: list[str]
+    """Workers of another build that drain already, as an earlier command has told them to."""
+    routers: str = ""
+    """What is said of routers of another build that nobody replaces."""
 
     @property
     def nothing(self) -> bool:
-        return self.services == self.build and not self.old
+        return self.services == self.build and not self.old and not self.leaving
 
     def lines(self) -> list[str]:
         """What will be done, in words."""
@@ -45,7 +51,9 @@ class UpgradePlan:
             found.append(f"supervisor, controller and routers: {self.services or 'another build'} -> {self.build}")
         if self.old:
             found.append(f"restarts one by one: {', '.join(self.old)}")
-        return found
+        if self.leaving:
+            found.append(f"waits for what drains already: {', '.join(self.leaving)}")
+        return [*found, self.routers] if self.routers else found
 
 
 class UpgradeCommand:
@@ -65,12 +73,14 @@ class UpgradeCommand:
         new build compute in another numerics class, is waited for so long. `force`: restart even the last worker of a
         role."""
         self._operator, self._run, self._build, self._say = operator, run, build, say
-        self._timeout_s, self._force = timeout_s, force
+        self._timeout_s, self._force, self._said_apart = timeout_s, force, False
         self._rolling = RollingRestart(operator, say, timeout_s=timeout_s, force=force)
 
     def plan(self) -> UpgradePlan:
         """What is to be done now."""
-        rows = self._operator.rows()
+        answer = self._operator.call("GET", "/cluster/status")
+        rows = answer["workers"]
+        self._say_apart(rows)
         ready = [row for row in rows if row["state"] in ("ready", "unreachable")]
         return UpgradePlan(
             build=self._build.build,
@@ -78,6 +88,10 @@ class UpgradeCommand:
             old={row["name"]: row["role"] for row in ready if self._is_old(row)},
             serving={role: sum(row["role"] == role for row in ready) for role in {row["role"] for row in ready}},
             starting=[row["name"] for row in rows if row["state"] == "starting"],
+            leaving=[
+                row["name"] for row in rows if row["state"] == "draining" and row.get("build") != self._build.build
+            ],
+            routers=left_alone(answer.get("routers", []), "build", self._build.build),
         )
 
     def run(self, plan: UpgradePlan) -> float:
@@ -90,12 +104,25 @@ class UpgradeCommand:
             replace_supervisor(self._build, self._run, self._operator.sleep)
             self._say(f"the supervisor, the controller and the routers are of build {plan.build}")
             self._await_router()
-        self._rolling.run(self.plan, f"build {plan.build}: it starts from {self._build.python}")
+        try:
+            self._rolling.run(self.plan, f"build {plan.build}: it starts from {self._build.python}")
+        except CommandRefused as error:
+            raise CommandRefused(f"{error}\n{self._advice()}") from None
+        if left := left_alone(routers_of(self._operator), "build", plan.build):
+            self._say(left)
         return self._operator.clock() - began
 
     def _pools(self) -> tuple[dict[str, str], dict[str, int]]:
         plan = self.plan()
         return plan.old, plan.serving
+
+    def _advice(self) -> str:
+        """What an operator can do about an upgrade that isn't done, in words."""
+        return (
+            f"the cluster serves on, with workers of both builds; {self.left()}, and waits longer with --timeout (an "
+            "answer ends after router.request_timeout_s or its own timeout). The way back is an upgrade to the build "
+            "of before"
+        )
 
     def left(self) -> str:
         """What an interrupted run has left to be done, in words."""
@@ -104,6 +131,17 @@ class UpgradeCommand:
         except RouterAway as error:
             return f"what is left can't be said: {error}"
         return f"left to do: {rest}. The same command goes on with it"
+
+    def _say_apart(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Say once that the workers of the two builds can't go on with each other's requests, as soon as that is
+        known."""
+        if self._said_apart or not (differ := between_builds(rows, self._build.build)):
+            return
+        self._said_apart = True
+        self._say(
+            f"the two builds can't go on with each other's requests ({differ}): answers end in the build that they "
+            f"began in, and each worker's restart waits for its own, up to {self._timeout_s:g} s"
+        )
 
     def _is_old(self, row: Mapping[str, Any]) -> bool:
         return row.get("build") != self._build.build and not self._rolling.stale(row)

@@ -23,8 +23,10 @@ from contracts.build_id import build_id
 from contracts.checkpoint.model_spec import read_model_spec
 from contracts.config.cluster_config import Config
 from contracts.config.load_config import read_config_json
+from contracts.config.setting_effects import routers_digest
 from contracts.errors import ConfigError, TwinpoolError
 from contracts.json_logs import log_to_stream
+from contracts.messages.router_report import RouterIdentity
 from router.api.app import create_admin_app, create_app
 from router.api.connection_limits import raise_descriptor_limit
 from router.api.port_handover import Predecessor
@@ -50,6 +52,7 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
     parser.add_argument("--live-socket", type=Path, help="Unix socket at which it is asked whether it lives")
     parser.add_argument("--handover-socket", type=Path, help="Unix socket at which another router replaces it")
     parser.add_argument("--take-over", type=Path, help="the --handover-socket of a router that this one replaces")
+    parser.add_argument("--kept", action="store_true", help="a supervisor keeps it, and replaces it")
     parser.add_argument("--config-json", type=Path, help="the whole configuration as JSON")
     parser.add_argument("--kv-index", type=Path, help="the table of this host's KV index")
     parser.add_argument("--ready-fd", type=int, help="inherited descriptor that is told when the router listens")
@@ -121,7 +124,7 @@ def serve(options: argparse.Namespace, config: Config, directory: ControllerDire
             admin = stack.enter_context(listen_for_operators(config, options.admin_port))
         live = stack.enter_context(listen_at(options.live_socket))
         handover = stack.enter_context(listen_at(options.handover_socket))
-        spec = read_model_spec(options.model)
+        spec, address = read_model_spec(options.model), "{}:{}".format(*bound.getsockname()[:2])
         service = RouterService(
             spec,
             config,
@@ -133,13 +136,14 @@ def serve(options: argparse.Namespace, config: Config, directory: ControllerDire
                 dashboard=directory.dashboard,
                 control_plane=directory.control_plane,
                 reachable=directory.reachable,
+                identity=RouterIdentity(options.name, address, routers_digest(config), options.kept),
             ),
             kv_index=options.kv_index,
             name=options.name,
         )
         log(
             "router listens",
-            address="{}:{}".format(*bound.getsockname()[:2]),
+            address=address,
             model=service.spec.name,
             pid=os.getpid(),
             build=build_id(),

@@ -54,6 +54,8 @@ class Load:
     access: Access = field(default_factory=Access)
     tokens: int = TOKENS
     """Of each answer."""
+    more_fields: Mapping[str, Any] = field(default_factory=dict)
+    """Of each request's body."""
     answers: list[tuple[int, Answer]] = field(default_factory=list)
     resumed: int = 0
     """How often a client's connection broke and it came back with its key."""
@@ -82,6 +84,7 @@ class Load:
             body = {
                 "model": self.model, "prompt": self.prompts[which], "temperature": 0, "ignore_eos": True,
                 "return_token_ids": True, "max_tokens": self.tokens, "stream": number % 3 > 0,
+                **self.more_fields,
             }  # fmt: skip
             try:
                 self.answers.append((which, await self._again_and_again(client, body, f"{number}-{rng.random()}")))
@@ -371,8 +374,23 @@ def _builds(cluster: Serving) -> set[str]:
     return {row["build"] for row in json.loads(done.stdout)["workers"] if row["state"] != "left"}
 
 
-def another_build(folder: Path) -> Path:
-    """An environment in `folder` with a copy of this source that differs; returns its interpreter."""
+@dataclass(frozen=True)
+class SourceEdit:
+    """A change of one file of a build."""
+
+    path: str
+    before: str
+    after: str
+
+    def make(self, source: Path) -> None:
+        text = (source / self.path).read_text()
+        assert text.count(self.before) == 1, f"{self.path} has other lines than it had"
+        (source / self.path).write_text(text.replace(self.before, self.after))
+
+
+def another_build(folder: Path, *edits: SourceEdit, at_start: str = "") -> Path:
+    """An environment in `folder` with a copy of this source that differs, in a comment and by `edits`; returns its
+    interpreter. `at_start`: Python that each of its processes runs first."""
     python = folder / "venv" / "bin" / "python"
     if not python.exists():
         for package in PACKAGES:
@@ -380,12 +398,16 @@ def another_build(folder: Path) -> Path:
             shutil.copytree(ROOT / package, folder / "source" / package, ignore=leave)
         with (folder / "source" / "contracts" / "build_id.py").open("a") as file:
             file.write("\n# Another build.\n")
+        for edit in edits:
+            edit.make(folder / "source")
         subprocess.run(
             [sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True, timeout=WAIT_S
         )
         (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
         # The libraries of this environment, but not this source.
         (packages / "twinpool.pth").write_text(f"{folder / 'source'}\n{sysconfig.get_path('purelib')}\n")
+        if at_start:
+            (packages / "sitecustomize.py").write_text(at_start)
     return python
 
 

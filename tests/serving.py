@@ -225,18 +225,24 @@ def serving(
     orderly: bool = True,
     temporary: Path | None = None,
     access: Access | None = None,
+    python: Path | None = None,
 ) -> Iterator[Serving]:
     """`twinpool serve` on a free port with `sections` as --set flags, ended by Ctrl-C. `prefix`: a command
     that becomes it. `orderly`: False where the machine may be too busy for an end within its deadline, which is longer
-    than an operator's. `temporary`: where its temporary files go. `access`: by what its clients are let in."""
+    than an operator's. `temporary`: where its temporary files go. `access`: by what its clients are let in.
+    `python`: the interpreter of an environment that has another build."""
     runtime.mkdir(parents=True, exist_ok=True)
     sections = {"cluster": {}, **(sections or {})}
     sections["cluster"] = {"stop_timeout_s": 25, **sections["cluster"]}
     settings = [f"{s}.{key}={value}" for s, keys in sections.items() for key, value in keys.items()]
-    command = [*prefix, *COMMAND, "serve", "--model", str(model), "--port", "0", *flags]
+    twinpool = COMMAND if python is None else (str(python), *COMMAND[1:])
+    command = [*prefix, *twinpool, "serve", "--model", str(model), "--port", "0", *flags]
     command += [part for setting in settings for part in ("--set", setting)]
+    variables = environment(runtime) | ({"TMPDIR": str(temporary)} if temporary is not None else {})
+    if python is not None:
+        del variables["PYTHONPATH"]  # It has this build.
     process = subprocess.Popen(
-        command, env=environment(runtime) | ({"TMPDIR": str(temporary)} if temporary is not None else {}), cwd=runtime,
+        command, env=variables, cwd=runtime,
         text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     lines: list[str] = []

@@ -43,7 +43,7 @@ from contracts.wire.autoscaler_protobuf import autoscaler_to_proto, counts_from_
 from contracts.wire.controller_turns import NOT_LEADING
 from contracts.wire.quota_protobuf import claim_from_proto, slice_to_proto
 from contracts.wire.record_protobuf import record_from_proto, record_to_proto
-from contracts.wire.router_report_protobuf import router_report_from_proto
+from contracts.wire.router_report_protobuf import router_report_from_proto, router_report_to_proto
 from contracts.wire.settings_protobuf import answer_from_proto, answer_to_proto, change_from_proto
 from contracts.wire.unknown_kinds import known
 from contracts.wire.worker_protobuf import record_from_proto as worker_from_proto
@@ -338,6 +338,9 @@ class ControllerService(pb_grpc.ControllerServicer):
         except WireError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             raise AssertionError from error  # `abort` has raised.
+
+    async def Routers(self, request: pb.Empty, context: Context) -> pb.RouterReports:
+        return pb.RouterReports(routers=map(router_report_to_proto, self._dashboard.routers()))
 
     async def WatchDashboard(self, request: pb.Empty, context: Context) -> AsyncIterator[pb.DashboardFrame]:
         try:

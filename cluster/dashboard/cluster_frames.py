@@ -77,6 +77,10 @@ class ClusterFrames:
 
     # ------------------------------------------------------------ what it hears
 
+    def routers(self, now: float) -> list[RouterReport]:
+        """The last report of each router that is there."""
+        return self._routers.here(now)
+
     def report(self, report: RouterReport, now: float, wall: float) -> None:
         """Take in a router's report. `wall`: seconds since 1970."""
         if self._routers.report(report, now):

@@ -16,7 +16,7 @@ from cluster.dashboard.history import SAMPLE_S
 from contracts.clock import Clock
 from contracts.compact_json import compact_json
 from contracts.errors import TwinpoolError
-from contracts.messages.router_report import RouterReport
+from contracts.messages.router_report import RouterReport, bare
 
 log = logging.getLogger("twinpool.dashboard")
 
@@ -84,6 +84,10 @@ class DashboardFeed:
         """Take in a router's report; returns the seconds until it is to report again."""
         self.frames.report(report, self._clock.now(), self._wall())
         return self.report_s
+
+    def routers(self) -> list[RouterReport]:
+        """The routers that are there, each with who it is and what it has under way."""
+        return [bare(report) for report in self.frames.routers(self._clock.now())]
 
     def tick(self) -> None:
         """Take in the cluster's state, and give those who watch a frame, if it is time."""

@@ -47,6 +47,9 @@ class LocalDashboard:
     async def past(self) -> bytes:
         return self._feed.past()
 
+    async def routers(self) -> list[RouterReport]:
+        return self._feed.routers()
+
     async def report(self, report: RouterReport) -> float:
         if self._timer is None:  # The first report comes once the router's loop runs.
             self._tick()

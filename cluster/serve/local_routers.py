@@ -216,7 +216,7 @@ class LocalRouters:
             *("--model", str(prepared.spec.path), "--controller", how.controllers),
             *("--host", prepared.options.host, "--port", str(prepared.port)),
             *("--name", name, "--config-json", str(how.settings), "--live-socket", str(self._live(key))),
-            *("--handover-socket", str(self._handover(key))),
+            *("--handover-socket", str(self._handover(key)), "--kept"),
             *(("--take-over", str(self._handover(f"{name}.{takes_over}"))) if takes_over else ()),
             *(("--kv-index", str(how.kv_index)) if how.kv_index is not None else ()),
             *(("--reuse-port", "--admin-port", str(security.admin_port + number)) if several else ()),

@@ -24,6 +24,7 @@ from contracts.cluster_secret import access_token
 from contracts.credentials.certificate_files import CertificateFiles
 from contracts.credentials.node_tls import NodeTls
 from contracts.interfaces.worker_interface import SessionId
+from contracts.messages.stream_protocol import refusal
 from contracts.messages.worker_events import Event
 from contracts.proto import worker_pb2 as pb
 from contracts.wire.command_protobuf import command_from_proto
@@ -181,6 +182,9 @@ class RouterStreams:
             return "this stream lacks the cluster's token"
         if opening.incarnation != self._incarnation:
             return f"this is incarnation {self._incarnation}, the call is for incarnation {opening.incarnation}"
+        if too_old := refusal("this router", opening.protocol):
+            log.warning("a router was refused: %s", too_old)
+            return too_old
         if len(self._routers) >= MOST_ROUTERS:
             return f"{MOST_ROUTERS} routers are served already"
         return ""

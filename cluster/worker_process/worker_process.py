@@ -35,6 +35,7 @@ from cluster.worker_process.worker_thread import WorkerEnd, WorkerThread
 from contracts.build_id import build_id
 from contracts.clock import SystemClock
 from contracts.errors import TwinpoolError
+from contracts.messages.stream_protocol import STREAM_PROTOCOL
 from contracts.messages.worker_status import WorkerRecord
 from transfer.net.fault_injection import via_proxy
 
@@ -97,6 +98,7 @@ class WorkerProcess:
             stream=via_proxy(server.stream, "serve", plan.name, proxy),
             settings=plan.settings,
             build=build_id(),
+            stream_protocol=STREAM_PROTOCOL,
         )
         try:
             heartbeat_s = plan.config.cluster.heartbeat_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 COUNTERS = (
     "requests_submitted",
@@ -34,6 +34,24 @@ MOST_BREAKERS = 64
 
 
 @dataclass(frozen=True, slots=True)
+class RouterIdentity:
+    """What an operator knows a router by."""
+
+    name: str = ""
+    """What its logs call it."""
+    address: str = ""
+    """Where it listens, ``host:port``."""
+    settings: str = ""
+    """Digest of the settings that routers read (`contracts.config.setting_effects.routers_digest`)."""
+    kept: bool = False
+    """Whether a supervisor keeps it: it is replaced where its build or settings change. Another one is replaced by
+    whoever started it."""
+
+
+UNNAMED = RouterIdentity()
+
+
+@dataclass(frozen=True, slots=True)
 class RouterReport:
     """One router as it is now."""
 
@@ -57,3 +75,9 @@ class RouterReport:
     """Workers that get nothing from this router, as they have failed."""
     viewers: int = 0
     """Browsers that look at its dashboard."""
+    identity: RouterIdentity = UNNAMED
+
+
+def bare(report: RouterReport) -> RouterReport:
+    """A report without its counts."""
+    return replace(report, counters={}, first_tokens=(), gaps=())

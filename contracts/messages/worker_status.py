@@ -32,6 +32,8 @@ class WorkerRecord:
     """Digest of the settings that it was started with; empty in one process."""
     build: str = ""
     """The build that it runs (`contracts.build_id`); empty in one process, and of builds that don't say."""
+    stream_protocol: int = 0
+    """Version of its messages with routers (`contracts.messages.stream_protocol`); 0: of builds that don't say."""
 
 
 @dataclass(frozen=True, slots=True)

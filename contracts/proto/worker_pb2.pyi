@@ -11,12 +11,14 @@ class Empty(_message.Message):
     def __init__(self) -> None: ...
 
 class StreamOpening(_message.Message):
-    __slots__ = ("incarnation", "access")
+    __slots__ = ("incarnation", "access", "protocol")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ACCESS_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     access: str
-    def __init__(self, incarnation: _Optional[int] = ..., access: _Optional[str] = ...) -> None: ...
+    protocol: int
+    def __init__(self, incarnation: _Optional[int] = ..., access: _Optional[str] = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class RouterFrame(_message.Message):
     __slots__ = ("commands",)
@@ -553,7 +555,7 @@ class CheckReport(_message.Message):
     def __init__(self, name: _Optional[str] = ..., pages: _Optional[int] = ..., slots: _Optional[int] = ..., leases: _Optional[int] = ..., rooms: _Optional[int] = ..., violations: _Optional[_Iterable[str]] = ..., kept_answers: _Optional[int] = ...) -> None: ...
 
 class Registration(_message.Message):
-    __slots__ = ("name", "role", "pid", "node", "endpoint", "control", "max_positions", "context", "incarnation", "stream", "node_id", "fingerprint", "settings", "build")
+    __slots__ = ("name", "role", "pid", "node", "endpoint", "control", "max_positions", "context", "incarnation", "stream", "node_id", "fingerprint", "settings", "build", "stream_protocol")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -568,6 +570,7 @@ class Registration(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     BUILD_FIELD_NUMBER: _ClassVar[int]
+    STREAM_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     pid: int
@@ -582,7 +585,8 @@ class Registration(_message.Message):
     fingerprint: Fingerprint
     settings: str
     build: str
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., endpoint: _Optional[str] = ..., control: _Optional[str] = ..., max_positions: _Optional[int] = ..., context: _Optional[int] = ..., incarnation: _Optional[int] = ..., stream: _Optional[str] = ..., node_id: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., settings: _Optional[str] = ..., build: _Optional[str] = ...) -> None: ...
+    stream_protocol: int
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., endpoint: _Optional[str] = ..., control: _Optional[str] = ..., max_positions: _Optional[int] = ..., context: _Optional[int] = ..., incarnation: _Optional[int] = ..., stream: _Optional[str] = ..., node_id: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., settings: _Optional[str] = ..., build: _Optional[str] = ..., stream_protocol: _Optional[int] = ...) -> None: ...
 
 class Fingerprint(_message.Message):
     __slots__ = ("protocol", "layout", "numerics", "weights")
@@ -1193,7 +1197,7 @@ class DashboardFrame(_message.Message):
     def __init__(self, json: _Optional[bytes] = ...) -> None: ...
 
 class RouterReport(_message.Message):
-    __slots__ = ("router", "node", "pid", "build", "model", "in_flight", "waiting", "counters", "first_tokens", "gaps", "open_breakers", "viewers")
+    __slots__ = ("router", "node", "pid", "build", "model", "in_flight", "waiting", "counters", "first_tokens", "gaps", "open_breakers", "viewers", "name", "address", "settings", "kept")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -1213,6 +1217,10 @@ class RouterReport(_message.Message):
     GAPS_FIELD_NUMBER: _ClassVar[int]
     OPEN_BREAKERS_FIELD_NUMBER: _ClassVar[int]
     VIEWERS_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     router: str
     node: str
     pid: int
@@ -1225,7 +1233,17 @@ class RouterReport(_message.Message):
     gaps: _containers.RepeatedScalarFieldContainer[int]
     open_breakers: _containers.RepeatedScalarFieldContainer[str]
     viewers: int
-    def __init__(self, router: _Optional[str] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., build: _Optional[str] = ..., model: _Optional[str] = ..., in_flight: _Optional[int] = ..., waiting: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., first_tokens: _Optional[_Iterable[int]] = ..., gaps: _Optional[_Iterable[int]] = ..., open_breakers: _Optional[_Iterable[str]] = ..., viewers: _Optional[int] = ...) -> None: ...
+    name: str
+    address: str
+    settings: str
+    kept: bool
+    def __init__(self, router: _Optional[str] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., build: _Optional[str] = ..., model: _Optional[str] = ..., in_flight: _Optional[int] = ..., waiting: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., first_tokens: _Optional[_Iterable[int]] = ..., gaps: _Optional[_Iterable[int]] = ..., open_breakers: _Optional[_Iterable[str]] = ..., viewers: _Optional[int] = ..., name: _Optional[str] = ..., address: _Optional[str] = ..., settings: _Optional[str] = ..., kept: _Optional[bool] = ...) -> None: ...
+
+class RouterReports(_message.Message):
+    __slots__ = ("routers",)
+    ROUTERS_FIELD_NUMBER: _ClassVar[int]
+    routers: _containers.RepeatedCompositeFieldContainer[RouterReport]
+    def __init__(self, routers: _Optional[_Iterable[_Union[RouterReport, _Mapping]]] = ...) -> None: ...
 
 class RouterReportAnswer(_message.Message):
     __slots__ = ("next_s",)

@@ -346,6 +346,11 @@ class ControllerStub:
                 request_serializer=contracts_dot_proto_dot_worker__pb2.RouterReport.SerializeToString,
                 response_deserializer=contracts_dot_proto_dot_worker__pb2.RouterReportAnswer.FromString,
                 _registered_method=True)
+        self.Routers = channel.unary_unary(
+                '/twinpool.Controller/Routers',
+                request_serializer=contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+                response_deserializer=contracts_dot_proto_dot_worker__pb2.RouterReports.FromString,
+                _registered_method=True)
 
 
 class ControllerServicer:
@@ -502,6 +507,13 @@ class ControllerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Routers(self, request, context):
+        """The latest report of each router that is there, without its counts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControllerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -614,6 +626,11 @@ def add_ControllerServicer_to_server(servicer, server):
                     servicer.ReportRouter,
                     request_deserializer=contracts_dot_proto_dot_worker__pb2.RouterReport.FromString,
                     response_serializer=contracts_dot_proto_dot_worker__pb2.RouterReportAnswer.SerializeToString,
+            ),
+            'Routers': grpc.unary_unary_rpc_method_handler(
+                    servicer.Routers,
+                    request_deserializer=contracts_dot_proto_dot_worker__pb2.Empty.FromString,
+                    response_serializer=contracts_dot_proto_dot_worker__pb2.RouterReports.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1210,6 +1227,33 @@ class Controller:
             '/twinpool.Controller/ReportRouter',
             contracts_dot_proto_dot_worker__pb2.RouterReport.SerializeToString,
             contracts_dot_proto_dot_worker__pb2.RouterReportAnswer.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Routers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.Controller/Routers',
+            contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+            contracts_dot_proto_dot_worker__pb2.RouterReports.FromString,
             options,
             channel_credentials,
             insecure,

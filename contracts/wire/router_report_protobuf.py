@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contracts.errors import WireError
 from contracts.messages.latency_shape import BUCKETS
-from contracts.messages.router_report import COUNTERS, MOST_BREAKERS, NAME_CHARS, RouterReport
+from contracts.messages.router_report import COUNTERS, MOST_BREAKERS, NAME_CHARS, RouterIdentity, RouterReport
 from contracts.proto import worker_pb2 as pb
 
 
@@ -22,13 +22,17 @@ def router_report_to_proto(r: RouterReport) -> pb.RouterReport:
         gaps=r.gaps,
         open_breakers=r.open_breakers[:MOST_BREAKERS],
         viewers=r.viewers,
+        name=r.identity.name[:NAME_CHARS],
+        address=r.identity.address[:NAME_CHARS],
+        settings=r.identity.settings,
+        kept=r.identity.kept,
     )
 
 
 def router_report_from_proto(m: pb.RouterReport) -> RouterReport:
     """Read a report; counters of names that this build doesn't know are left out. Raises `WireError` for one that makes
     no sense."""
-    texts = (m.router, m.node, m.build, m.model, *m.open_breakers)
+    texts = (m.router, m.node, m.build, m.model, m.name, m.address, m.settings, *m.open_breakers)
     if not m.router or any(len(text) > NAME_CHARS for text in texts) or len(m.open_breakers) > MOST_BREAKERS:
         raise WireError(f"a report names its router, and no name has more than {NAME_CHARS} characters")
     if len(m.first_tokens) not in (0, BUCKETS) or len(m.gaps) not in (0, BUCKETS):
@@ -46,4 +50,5 @@ def router_report_from_proto(m: pb.RouterReport) -> RouterReport:
         tuple(m.gaps),
         tuple(m.open_breakers),
         m.viewers,
+        RouterIdentity(m.name, m.address, m.settings, m.kept),
     )

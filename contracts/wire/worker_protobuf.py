@@ -126,6 +126,7 @@ def record_from_proto(m: pb.Registration) -> WorkerRecord:
         stream=m.stream,
         settings=m.settings,
         build=m.build,
+        stream_protocol=m.stream_protocol,
     )
 
 
@@ -146,4 +147,5 @@ def record_to_proto(record: WorkerRecord) -> pb.Registration:
         stream=record.stream,
         settings=record.settings,
         build=record.build,
+        stream_protocol=record.stream_protocol,
     )

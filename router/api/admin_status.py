@@ -13,12 +13,13 @@ import hmac
 import ipaddress
 import os
 import socket
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from contracts.build_id import build_id
 from contracts.ids import Role
 from contracts.messages.autoscaler_messages import AutoscalerView
+from contracts.messages.router_report import RouterReport
 from contracts.messages.worker_status import CheckReport, WorkerStatus, WorkerView
 from router.api.asgi_exchange import HttpExchange
 from router.openai.api_errors import ApiError
@@ -86,20 +87,49 @@ def unknown_as_yet(service: RouterService) -> ApiError | None:
 
 
 async def status(service: RouterService, exchange: HttpExchange) -> None:
-    """Answer with a row for each worker that the controller knows, asked now, prefill first, then by name; and with the
-    build of this router."""
+    """Answer with a row for each worker that the controller knows, asked now, prefill first, then by name; with the
+    build of this router, and a row for each router that the controller hears of."""
     if failure := forbidden(service, exchange) or unknown_as_yet(service):
         await exchange.fail(failure)
         return
     views = service.worker_links.views
-    lines = await asyncio.gather(*(_status_of(service, view) for view in views))
+    routers, *lines = await asyncio.gather(_routers(service), *(_status_of(service, view) for view in views))
     pairs = sorted(zip(lines, views, strict=True), key=lambda pair: _order(pair[0]))
-    shown = [status_line(line) | _breaker_of(service, line) | node_of(view) for line, view in pairs]
+    shown = [
+        status_line(line) | _breaker_of(service, line) | node_of(view) | _link_of(service, view) for line, view in pairs
+    ]
     latency = service.controller.latency
     scaler = {"autoscaler": _autoscaler_of(latency.view)} if latency is not None else {}
     plane = service.controller.control_plane()
     controllers = {"controllers": plane._asdict()} if plane is not None else {}
-    await exchange.answer_json(200, {"workers": shown, "router_build": build_id(), **scaler, **controllers})
+    known = {"routers": [router_row(report) for report in routers]} if routers is not None else {}
+    await exchange.answer_json(200, {"workers": shown, "router_build": build_id(), **known, **scaler, **controllers})
+
+
+async def _routers(service: RouterService) -> list[RouterReport] | None:
+    """The routers that the controller hears of; None where it doesn't answer, or is of a build that doesn't tell."""
+    source = service.controller.source
+    if source is None:
+        return None
+    try:
+        async with asyncio.timeout(STATUS_DEADLINE_S):
+            return await source.routers()
+    except (ConnectionError, TimeoutError):
+        return None
+
+
+def router_row(report: RouterReport) -> dict[str, Any]:
+    """Return the row of a router, by its latest report."""
+    return {
+        "name": report.identity.name,
+        "node": report.node,
+        "pid": report.pid,
+        "address": report.identity.address,
+        "build": report.build,
+        "settings": report.identity.settings,
+        "kept": report.identity.kept,
+        "in_flight": report.in_flight,
+    }
 
 
 async def _status_of(service: RouterService, view: WorkerView) -> WorkerStatus:
@@ -137,7 +167,7 @@ def _autoscaler_of(view: AutoscalerView) -> dict[str, Any]:
 
 
 def node_of(view: WorkerView) -> dict[str, Any]:
-    """Return a row's keys about the worker's node, settings and build, which the controller knows."""
+    """Return a row's keys about the worker's node, settings, build and fingerprint, which the controller knows."""
     record = view.record
     return {
         "node": record.node,
@@ -145,6 +175,7 @@ def node_of(view: WorkerView) -> dict[str, Any]:
         "cordoned": view.cordoned,
         "settings": record.settings,
         "build": record.build,
+        "fingerprint": asdict(record.fingerprint) if record.fingerprint is not None else None,
     }
 
 
@@ -174,6 +205,11 @@ def _breaker_of(service: RouterService, s: WorkerStatus) -> dict[str, str]:
     """Return a row's key about this router's circuit breaker for the worker; empty for a worker it doesn't know."""
     entry = service.core.workers.get((s.name, s.incarnation))
     return {"breaker": str(entry.breaker.state)} if entry is not None else {}
+
+
+def _link_of(service: RouterService, view: WorkerView) -> dict[str, str]:
+    """Return a row's key about why this router has no link to the worker; empty text where it has."""
+    return {"unlinked": service.worker_links.refused((view.record.name, view.record.incarnation))}
 
 
 def _order(s: WorkerStatus) -> tuple[bool, tuple[str, int]]:

@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 import grpc.aio
 
 from contracts.cluster_secret import access_metadata, cluster_secret
+from contracts.errors import WireError
 from contracts.messages.router_report import RouterReport
 from contracts.proto import worker_pb2 as pb
-from contracts.wire.router_report_protobuf import router_report_to_proto
+from contracts.wire.router_report_protobuf import router_report_from_proto, router_report_to_proto
 
 T = TypeVar("T")
 CALL_S = 2.0
@@ -39,6 +40,14 @@ class ControllerDashboard:
         call = self._there().DashboardPast(pb.Empty(), timeout=CALL_S, metadata=access_metadata(cluster_secret()))
         answer: pb.DashboardFrame = await _reached(call)
         return answer.json
+
+    async def routers(self) -> list[RouterReport]:
+        call = self._there().Routers(pb.Empty(), timeout=CALL_S, metadata=access_metadata(cluster_secret()))
+        answer: pb.RouterReports = await _reached(call)
+        try:
+            return [router_report_from_proto(one) for one in answer.routers]
+        except WireError as error:
+            raise ConnectionError(f"the controller's routers make no sense: {error}") from None
 
     async def report(self, report: RouterReport) -> float:
         call = self._there().ReportRouter(

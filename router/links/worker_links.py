@@ -25,12 +25,14 @@ REACHABLE = frozenset({"ready", "draining"})
 class WorkerLink:
     """The link to one incarnation of a worker: its client, the session while connected, the task that reconnects it."""
 
-    __slots__ = ("port", "record", "session", "task")
+    __slots__ = ("port", "record", "refused", "session", "task")
 
     def __init__(self, record: WorkerRecord, port: WorkerClient) -> None:
         self.record = record
         self.port = port
         self.session: WorkerSession | None = None
+        self.refused = ""
+        """Why the latest try to connect failed; empty while it is connected, or hasn't been tried."""
         self.task: asyncio.Task[None] | None = None
 
 
@@ -82,6 +84,11 @@ class WorkerLinks:
         link = self._links.get(key)
         return link.port if link is not None else None
 
+    def refused(self, key: WorkerKey) -> str:
+        """Why this incarnation has no link, in words; empty where it has one, or none was tried."""
+        link = self._links.get(key)
+        return link.refused if link is not None else ""
+
     def _changed(self, views: tuple[WorkerView, ...]) -> None:
         self.views, self.known = views, True
         wanted = {(v.record.name, v.record.incarnation): v.record for v in views if v.status.state in REACHABLE}
@@ -122,12 +129,13 @@ class WorkerLinks:
             try:
                 session = await link.port.connect(lambda events: self._on_events(key, events), closed)
             except (OSError, TimeoutError) as error:  # ConnectionError is an OSError
+                link.refused = str(error)
                 log("link refused", worker=key[0], incarnation=key[1], reason=str(error))
             except Exception:  # our own bug: try again rather than lose the worker
                 log("link failed", level=logging.ERROR, trace=True, worker=key[0], incarnation=key[1])
             else:
                 if not ended.done():
-                    link.session = session
+                    link.session, link.refused = session, ""
                     pause = RETRY_FIRST_S
                     log("link open", worker=key[0], incarnation=key[1])
                     self._on_linked(key)

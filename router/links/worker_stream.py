@@ -17,6 +17,7 @@ from contracts.credentials.node_tls import NodeTls
 from contracts.errors import WireError
 from contracts.ids import Incarnation
 from contracts.messages.router_commands import Command
+from contracts.messages.stream_protocol import STREAM_PROTOCOL, refusal
 from contracts.messages.worker_events import Event
 from contracts.messages.worker_status import WorkerRecord
 from contracts.proto import worker_pb2 as pb
@@ -118,13 +119,17 @@ async def open_stream(
 ) -> WorkerStream:
     """Open the stream to a worker; `silence_s`: seconds after which a worker that says nothing counts as gone.
 
-    Raises `ConnectionError` where the worker can't be reached, refuses, or hasn't answered after `timeout_s`.
+    Raises `ConnectionError` where the worker can't be reached, is too old for this build, refuses, or hasn't answered
+    after `timeout_s`.
     """
     loop = asyncio.get_running_loop()
     host, _, port = record.stream.rpartition(":")
     connection = FrameConnection(silence_s)
     stream = WorkerStream(connection, record.incarnation, on_events, on_closed)
-    opening = pb.StreamOpening(incarnation=record.incarnation, access=access_token(cluster_secret()))
+    if too_old := refusal(record.name, record.stream_protocol, record.build):
+        raise ConnectionError(too_old)
+    access = access_token(cluster_secret())
+    opening = pb.StreamOpening(incarnation=record.incarnation, access=access, protocol=STREAM_PROTOCOL)
     context, name = (tls.client(), NODE_NAME) if tls is not None else (None, None)
     try:
         async with asyncio.timeout(timeout_s):

@@ -13,6 +13,7 @@ from router.metrics.prometheus_metrics import PrometheusMetrics
 from router.security.tenant_accounts import TenantAccounts
 from router.service.controller_ports import ControllerPorts
 from router.service.dashboard_relay import DashboardRelay
+from router.service.dashboard_source import DashboardSource
 from router.service.latency_reports import LatencyReports
 from router.service.quota_leases import QuotaLeases
 from router.service.router_reports import RouterReports
@@ -46,10 +47,13 @@ class ControllerCalls:
             self.latency = LatencyReports(metrics, core.counts, ports.reporter, mint(), clock, config.autoscaling)
             metrics.sources.append(self.latency.families)
         self.reports: RouterReports | None = None
+        self.source: DashboardSource | None = None
+        """Who knows the cluster's routers; None: nobody."""
         self.dashboard: DashboardRelay | None = None
         """Where browsers are shown the dashboard; None: there is none."""
         if ports.dashboard is not None:
-            self.reports = RouterReports(ports.dashboard, metrics, core, watch, mint(), model, clock)
+            self.reports = RouterReports(ports.dashboard, metrics, core, watch, mint(), model, ports.identity, clock)
+            self.source = ports.dashboard
             self.dashboard = DashboardRelay(ports.dashboard, clock, self.reports.seen_by)
 
     def tick(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from contracts.messages.control_plane import ControlPlane
+from contracts.messages.router_report import UNNAMED, RouterIdentity
 from router.records.record_reports import RecordListener
 from router.service.dashboard_source import DashboardSource
 from router.service.latency_reports import LatencyListener
@@ -28,6 +29,8 @@ class ControllerPorts:
     """Returns what is known of the controllers; None where there is one that nobody replaces."""
     reachable: Callable[[], bool] | None = None
     """Returns whether a controller answers."""
+    identity: RouterIdentity = UNNAMED
+    """Who this router is, as the controller is told."""
 
 
 NO_CONTROLLER = ControllerPorts()

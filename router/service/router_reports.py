@@ -11,7 +11,7 @@ import platform
 
 from contracts.build_id import build_id
 from contracts.clock import Clock
-from contracts.messages.router_report import MOST_BREAKERS, RouterReport
+from contracts.messages.router_report import MOST_BREAKERS, RouterIdentity, RouterReport
 from router.core.router_core import RouterCore
 from router.metrics.prometheus_metrics import PrometheusMetrics
 from router.service.dashboard_source import DashboardSource
@@ -27,7 +27,8 @@ LEAST_S, MOST_S = 0.5, 30.0
 
 
 class RouterReports:
-    """The reports of one router; on its event loop. `name` is of this start of the router."""
+    """The reports of one router; on its event loop. `name` is of this start of the router, `identity` what operators
+    know it by."""
 
     def __init__(
         self,
@@ -37,10 +38,12 @@ class RouterReports:
         watch: StreamWatch | None,
         name: str,
         model: str,
+        identity: RouterIdentity,
         clock: Clock,
     ) -> None:
         self._source, self._metrics, self._core, self._watch = source, metrics, core, watch
         self._name, self._model, self._clock = name, model, clock
+        self._identity = identity
         self._calls = ReportCalls("dashboard away")
         self._next = clock.now()
         self._viewers = 0
@@ -105,4 +108,5 @@ class RouterReports:
             tuple(tally.gap_shape.counts),
             tuple(breakers[:MOST_BREAKERS]),
             self._viewers,
+            self._identity,
         )

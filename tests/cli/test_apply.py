@@ -17,6 +17,7 @@ from contracts.errors import ConfigError
 from tests.cluster.router_stub import RouterStub, router_stub, row
 
 NEW = {"prefill": "p2", "decode": "d2"}
+TIMEOUT_S = 30.0
 CHANGED = [{"key": "decode.retract_limit", "before": "3", "after": "4", "roles": ["decode"]}]
 
 
@@ -34,6 +35,7 @@ class Cluster(RouterStub):
         self.behind: list[tuple[int, str]] = []
         """Routers and controllers that have other settings, and why, at each look after the change."""
         self.starts_with: dict[str, str] = NEW
+        self.routers: list[dict[str, Any]] = []
 
     def answer(self, method: str, path: str) -> tuple[int, dict[str, Any]]:
         what, _, query = path.removeprefix("/cluster/").partition("?")
@@ -41,7 +43,7 @@ class Cluster(RouterStub):
             self.looks += 1
             if self.comes_after and self.looks >= self.comes_after:
                 self.workers["decode-1"]["state"] = "ready"
-            return 200, {"workers": [dict(worker) for worker in self.workers.values()]}
+            return 200, {"workers": [dict(worker) for worker in self.workers.values()], "routers": self.routers}
         if what == "apply":
             answer: dict[str, Any] = {"changed": list(self.changed), "digests": NEW}
             if query and "apply" in self.orders and self.behind:
@@ -86,7 +88,7 @@ class Scene:
         clock = ManualClock()
         self.said: list[str] = []
         client = AdminClient(url, clock.now, clock.advance)
-        self.command = ApplyCommand(client, settings, self.said.append, timeout_s=30.0, force=force)
+        self.command = ApplyCommand(client, settings, self.said.append, timeout_s=TIMEOUT_S, force=force)
 
     def run(self) -> None:
         self.command.run(self.command.plan())
@@ -140,13 +142,26 @@ def test_a_worker_that_is_on_its_way_is_waited_for_a_minute(state: str) -> None:
         began = scene.command._operator.clock()
         with pytest.raises(CommandRefused, match="decode-0 is the only decode worker"):
             scene.run()
-        assert scene.command._operator.clock() - began >= OTHERS_S
-        assert scene.said == ["waits for decode-1"]
+        drains = state == "draining"
+        assert scene.command._operator.clock() - began >= (TIMEOUT_S if drains else OTHERS_S)
+        waits = "decode-1 drains and waits for its last frames" if drains else f"waits for decode-1, which is {state}"
+        assert scene.said == [waits]
         assert cluster.orders == []
         cluster.comes_after, cluster.looks = 5, 0
         scene.run()
         assert cluster.orders[0] == "apply"
         assert "restart/decode-0" in cluster.orders
+
+
+def test_routers_with_settings_of_their_own_are_named() -> None:
+    with router_stub(Cluster()) as cluster:
+        one = {"name": "router-0", "node": "host-a", "address": "h:1", "build": "b", "settings": "s2", "kept": True}
+        cluster.routers = [one, one | {"name": "edge", "node": "host-b", "settings": "s1", "kept": False}]
+        scene = Scene(cluster.url, {"router": {"write_timeout_s": 9}})
+        scene.run()
+        (said,) = [line for line in scene.said if "serve doesn't keep" in line]
+        assert "edge at h:1 on host-b (build b, settings s1)" in said
+        assert "--take-over" in said
 
 
 def test_force_restarts_the_only_worker_too() -> None:

@@ -11,6 +11,7 @@ import pytest
 from cli import command_line, upgrade_command
 from cli import commands as cli
 from cli.admin_client import AdminClient, CommandRefused, status_view
+from cli.handover_classes import apart
 from cli.rolling_restart import next_in_turn
 from cli.upgrade_command import UpgradeCommand
 from cluster.processes.keeper import FAILED, NEXT, TAKEN_OVER, NextSupervisor
@@ -24,6 +25,7 @@ from cluster.serve.supervisor_upgrade import (
 )
 from contracts.clock import ManualClock
 from contracts.errors import ConfigError
+from contracts.messages.fingerprint import Fingerprint, mismatch
 from tests.cluster.router_stub import RouterStub, router_stub, row
 
 OLD, NEW = "0.1.0+old", "0.1.0+new"
@@ -40,11 +42,13 @@ class Cluster(RouterStub):
         self.workers = {name: row(name, build=OLD) for name in names}
         self.starts_with, self.router_build = NEW, NEW
         self.orders: list[str] = []
+        self.routers: list[dict[str, Any]] = []
 
     def answer(self, method: str, path: str) -> tuple[int, dict[str, Any]]:
         what, _, query = path.removeprefix("/cluster/").partition("?")
         if what == "status":
-            return 200, {"workers": [dict(one) for one in self.workers.values()], "router_build": self.router_build}
+            rows = [dict(one) for one in self.workers.values()]
+            return 200, {"workers": rows, "router_build": self.router_build, "routers": self.routers}
         worker = self.workers[what.removeprefix("restart/")]
         self.orders.append(f"{worker['name']}{'!' * bool(query)}")
         rows = [{"name": worker["name"], "incarnation": worker["incarnation"], "outcome": "leaves and starts again"}]
@@ -97,6 +101,121 @@ def test_what_an_earlier_command_has_left_is_gone_on_with(tmp_path: Path, monkey
         cluster.workers["prefill-0"]["build"] = cluster.workers["decode-1"]["build"] = NEW
         scene.run()
         assert (scene.replaced, cluster.orders) == (0, ["prefill-1", "decode-0"])
+
+
+def test_routers_that_nobody_keeps_are_named_before_and_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with router_stub(Cluster()) as cluster:
+        by_hand = {"name": "edge", "node": "host-b", "address": "10.0.0.2:80", "settings": "s", "kept": False}
+        cluster.routers = [by_hand | {"build": OLD}, by_hand | {"name": "kept", "build": OLD, "kept": True}]
+        scene = Scene(cluster.url, tmp_path, monkeypatch)
+        before = scene.command.plan().lines()[-1]
+        scene.run()
+        for said in (before, scene.said[-1]):
+            assert said.startswith("not replaced, since serve doesn't keep them: edge at 10.0.0.2:80 on host-b")
+            assert "kept at" not in said
+        cluster.routers = [by_hand | {"build": NEW}]
+        assert scene.command.plan().lines() == []
+
+
+FINGERPRINT = {"protocol": 4, "layout": "l", "weights": "w", "numerics": "invariant:cpu/code-1"}
+
+
+class DrainingCluster(Cluster):
+    """A cluster whose decode-1 drains as an upgrade that timed out has left it: a long answer of the build before runs
+    there, and decode-0, which is of the new one, can't go on with it."""
+
+    def __init__(self, comes_back_after: int, **differs: Any) -> None:
+        super().__init__()
+        for name in ("prefill-0", "prefill-1", "decode-0"):
+            self.workers[name] |= {"build": NEW, "fingerprint": FINGERPRINT | differs}
+        self.workers["decode-1"] |= {"state": "draining", "running": 1, "fingerprint": FINGERPRINT}
+        self.looks, self._comes_back_after = 0, comes_back_after
+
+    def answer(self, method: str, path: str) -> tuple[int, dict[str, Any]]:
+        self.looks += 1
+        left = self._comes_back_after - self.looks
+        if left in (0, 1, 2):
+            state = ("ready", "starting", "dead")[left]
+            self.workers["decode-1"] |= {"state": state, "running": 0, "incarnation": 1 if left == 2 else 2}
+            if not left:
+                self.workers["decode-1"] |= {"build": NEW, "fingerprint": self.workers["decode-0"]["fingerprint"]}
+        return super().answer(method, path)
+
+
+def test_a_worker_that_still_drains_is_not_done_and_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with router_stub(DrainingCluster(60, numerics="invariant:cpu/code-2")) as cluster:
+        scene = Scene(cluster.url, tmp_path, monkeypatch)
+        scene.services(NEW)
+        plan = scene.command.plan()
+        assert not plan.nothing
+        assert plan.lines() == ["waits for what drains already: decode-1"]
+        scene.run()
+        assert cluster.orders == []
+        assert cluster.workers["decode-1"]["build"] == NEW, "it is done when that one serves again"
+        assert scene.command.plan().nothing
+        apart, *waits = scene.said
+        assert apart.startswith("the two builds can't go on with each other's requests (numerics)")
+        assert waits[0] == (
+            "decode-1 drains and waits for 1 running: none of the decode workers that serve can go on with them "
+            "(they differ in numerics), so they end where they are"
+        )
+
+
+def test_an_answer_longer_than_the_bound_ends_the_command_with_what_can_be_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with router_stub(DrainingCluster(10**6, protocol=5)) as cluster:
+        scene = Scene(cluster.url, tmp_path, monkeypatch)
+        scene.services(NEW)
+        with pytest.raises(CommandRefused) as refused:
+            scene.run()
+        said = str(refused.value)
+        for part in (
+            "not done after 30 s, and goes on: decode-1 drains and waits for 1 running",
+            "(they differ in protocol)",
+            "the cluster serves on",
+            "The same command goes on with it",
+            "--timeout",
+        ):
+            assert part in said
+        assert "(protocol 4 -> 5)" in scene.said[0]
+        assert cluster.orders == []
+
+
+def test_no_other_worker_restarts_before_the_one_that_drains_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with router_stub(DrainingCluster(40)) as cluster:
+        cluster.workers["decode-2"] = row("decode-2", build=OLD)
+        scene = Scene(cluster.url, tmp_path, monkeypatch)
+        scene.services(NEW)
+        scene.run()
+        assert cluster.orders == ["decode-2"]
+        assert cluster.workers["decode-1"]["state"] == "ready"
+        assert not any("can't go on" in line for line in scene.said), "workers of one class take its answers over"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "parts"),
+    [
+        ({}, {}, ()),
+        ({}, {"numerics": "invariant:b"}, ("numerics",)),
+        ({"numerics": "fast:a"}, {"numerics": "fast:b"}, ()),
+        ({"numerics": "fast:a"}, {"numerics": "invariant:a"}, ("numerics",)),
+        ({"layout": "a", "protocol": 3}, {}, ("protocol", "layout")),
+    ],
+)
+def test_rows_are_apart_where_workers_refuse_each_other(
+    ours: dict[str, Any], theirs: dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    """Held to what workers themselves compare."""
+    one, other = FINGERPRINT | ours, FINGERPRINT | theirs
+    assert apart({"fingerprint": one}, {"fingerprint": other}) == parts
+    refused = mismatch(Fingerprint(**one), Fingerprint(**other), "a", "b")
+    assert (refused is not None) == bool(parts)
+    assert apart({"fingerprint": None}, {"fingerprint": other}) == ()
 
 
 def test_a_role_with_one_worker_is_refused_before_anything_is_done(

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
@@ -22,7 +23,7 @@ from contracts.config.cluster_config import ClusterConfig
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.latency_shape import BUCKETS
 from contracts.messages.pool_changes import AddWorkers
-from contracts.messages.router_report import COUNTERS, MOST_BREAKERS, RouterReport
+from contracts.messages.router_report import COUNTERS, MOST_BREAKERS, RouterIdentity, RouterReport, bare
 from contracts.messages.worker_status import WorkerLimits, WorkerRecord
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
@@ -33,6 +34,7 @@ from tests.cluster.fake_worker import FakeWorker
 REPORT = RouterReport(
     "start-1", "node", 7, "build", "demo", 3, 1, {name: i for i, name in enumerate(COUNTERS)},
     tuple(range(BUCKETS)), tuple(range(BUCKETS)), ("decode-0",), 2,
+    RouterIdentity("router-0", "10.0.0.1:8000", "a-digest", True),
 )  # fmt: skip
 WAIT_S = 10.0
 
@@ -188,6 +190,7 @@ async def test_the_stream_ends_with_its_controller_and_says_so(site: Site) -> No
     [
         pb.RouterReport(),
         pb.RouterReport(router="x" * 300),
+        pb.RouterReport(router="a", address="x" * 300),
         pb.RouterReport(router="a", gaps=[1, 2, 3]),
         pb.RouterReport(router="a", open_breakers=["b"] * (MOST_BREAKERS + 1)),
     ],
@@ -204,3 +207,16 @@ def test_a_report_survives_the_wire_and_counters_that_nobody_knows_are_left_out(
     message = router_report_to_proto(REPORT)
     message.counters["invented"] = 3
     assert router_report_from_proto(pb.RouterReport.FromString(message.SerializeToString())) == REPORT
+
+
+@pytest.mark.asyncio
+async def test_routers_are_told_of_each_other_without_their_counts(site: Site) -> None:
+    async with site.linked() as directory:
+        other = replace(REPORT, router="start-2", identity=RouterIdentity("by-hand", "10.0.0.2:8000"))
+        assert await directory.dashboard.routers() == []
+        for report in (REPORT, other):
+            await directory.dashboard.report(report)
+        assert await directory.dashboard.routers() == [bare(REPORT), bare(other)]
+        await asyncio.to_thread(site.server.close)
+        with pytest.raises(ConnectionError):
+            await directory.dashboard.routers()

@@ -41,8 +41,8 @@ def secured(ours: TestAuthority, tmp_path_factory: pytest.TempPathFactory) -> It
     (line,) = re.findall(r"^user twinpool .*$", (ROOT / "docs" / "control-plane.md").read_text(), re.MULTILINE)
     rights = line.replace(">PASSWORD", f">{PASSWORD}").removeprefix("user ").split()
     server = LedgerServer(folder, "--appendonly", "yes", "--appendfsync", "always", tls=ours).start()
-    server.client.execute_command("ACL", "SETUSER", *rights)
-    server.client.execute_command("ACL", "SETUSER", "nobody", "on", ">pw", "~other:*", "+@all")
+    server.client.execute_command("ACL", "SETUSER", *rights)  # type: ignore[no-untyped-call]
+    server.client.execute_command("ACL", "SETUSER", "nobody", "on", ">pw", "~other:*", "+@all")  # type: ignore[no-untyped-call]
     yield server
     server.close()
 
@@ -98,7 +98,7 @@ def test_a_new_password_in_the_file_is_taken_up_by_the_next_connection(
     secret.write_text(PASSWORD)
     ledger = open_ledger(as_user(secured), "a-cluster", 0, {}, files(ours, password=secret))
     assert ledger.leader() is None
-    secured.client.execute_command("ACL", "SETUSER", USER, f"<{PASSWORD}", ">another")
+    secured.client.execute_command("ACL", "SETUSER", USER, f"<{PASSWORD}", ">another")  # type: ignore[no-untyped-call]
     try:
         secured.client.client_kill_filter(user=USER)
         with pytest.raises(OSError, match="answered"):
@@ -110,7 +110,7 @@ def test_a_new_password_in_the_file_is_taken_up_by_the_next_connection(
         with pytest.raises(OSError, match="can't read its password"):
             ledger.leader()
     finally:
-        secured.client.execute_command("ACL", "SETUSER", USER, "<another", f">{PASSWORD}")
+        secured.client.execute_command("ACL", "SETUSER", USER, "<another", f">{PASSWORD}")  # type: ignore[no-untyped-call]
         ledger.close()
 
 

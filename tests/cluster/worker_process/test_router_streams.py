@@ -12,6 +12,7 @@ from cluster.worker_process import router_streams
 from cluster.worker_process.router_streams import RouterStreams
 from cluster.worker_process.worker_thread import WorkerThread
 from contracts.cluster_secret import access_token
+from contracts.messages import stream_protocol
 from contracts.messages.worker_events import Event, Tokens
 from contracts.proto import worker_pb2 as pb
 from contracts.wire import frame_listener
@@ -78,6 +79,28 @@ def test_d3_another_incarnation_is_refused_with_both_numbers(served: Served, oth
         return said
 
     assert asyncio.run(talk()) == f"this is incarnation 3, the call is for incarnation {other}"
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_a_router_of_an_older_protocol_is_refused_with_what_to_do(
+    served: Served, told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Version 0: of a build that tells none."""
+    monkeypatch.setattr(stream_protocol, "OLDEST", 2)
+    monkeypatch.setattr(stream_protocol, "STREAM_PROTOCOL", 3)
+
+    async def talk(protocol: int) -> str:
+        stream = await RawStream.connect(served.server.stream)
+        stream.write(pb.StreamOpening(incarnation=3, protocol=protocol).SerializeToString())
+        said = (await stream.read()).ended
+        stream.abort()
+        return said
+
+    refused = asyncio.run(talk(told))
+    assert "this router speaks version 1 of the messages between routers and workers, and this build 2 to 3" in refused
+    assert "replace it" in refused
+    assert asyncio.run(talk(2)) == "", "one that this build knows is served"
+    assert asyncio.run(talk(9)) == "", "a newer one judges by itself"
 
 
 def test_a_router_that_goes_away_has_its_session_dropped(served: Served) -> None:

@@ -24,6 +24,9 @@ class FakeDashboard:
     async def past(self) -> bytes:
         return b'{"v":1}'
 
+    async def routers(self) -> list[RouterReport]:
+        return self.reports[-1:]
+
     async def report(self, report: RouterReport) -> float:
         self.reports.append(report)
         return 1.0

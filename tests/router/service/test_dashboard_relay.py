@@ -41,6 +41,9 @@ class FakeSource:
         self.pasts += 1
         return b"past %d" % self.streams
 
+    async def routers(self) -> list[RouterReport]:
+        return []
+
     async def report(self, report: RouterReport) -> float:
         return 1.0
 

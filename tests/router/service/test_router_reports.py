@@ -6,7 +6,7 @@ import pytest
 
 from contracts.clock import ManualClock
 from contracts.config.cluster_config import Config
-from contracts.messages.router_report import COUNTERS, RouterReport
+from contracts.messages.router_report import COUNTERS, UNNAMED, RouterReport
 from router.core.router_core import RouterCore
 from router.metrics.prometheus_metrics import PrometheusMetrics
 from router.service.router_reports import LEAST_S, MOST_S, RETRY_S, RouterReports
@@ -34,7 +34,7 @@ class Scene:
         self.clock, self.source = ManualClock(50.0), Source()
         core = RouterCore(Config().router, self.clock, lambda: "room")
         self.metrics = PrometheusMetrics(core, "shm")
-        self.reports = RouterReports(self.source, self.metrics, core, None, "start-1", "demo", self.clock)
+        self.reports = RouterReports(self.source, self.metrics, core, None, "start-1", "demo", UNNAMED, self.clock)
 
     async def tick(self) -> bool:
         """Whether a tick made a report."""

@@ -1,0 +1,77 @@
+"""The version of the messages between routers and workers: who is refused before anything is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages import stream_protocol
+from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
+from contracts.proto import worker_pb2 as pb
+from contracts.wire.worker_protobuf import record_from_proto, record_to_proto
+from router.links.controller_directory import ControllerDirectory
+from router.links.worker_links import WorkerLinks
+from router.links.worker_stream import open_stream
+from tests.router.http_server import eventually
+
+WAIT_S = 10.0
+
+
+def record(stream: str, protocol: int) -> WorkerRecord:
+    return WorkerRecord(
+        WorkerName("decode-0"), Role.DECODE, Incarnation(1), 7, "n", stream, "", WorkerLimits(64, 64), stream=stream,
+        build="0.1.0+old", stream_protocol=protocol,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_a_worker_that_is_too_old_isnt_even_connected_to(told: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_protocol, "OLDEST", 2)
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        nobody.settimeout(0.0)
+        old = record(f"127.0.0.1:{nobody.getsockname()[1]}", told)
+
+        async def opened() -> None:
+            await open_stream(old, 1.0, None, lambda events: None, lambda reason: None, timeout_s=WAIT_S)
+
+        with pytest.raises(ConnectionError, match=r"decode-0 of build 0\.1\.0\+old speaks version 1 .* replace it"):
+            asyncio.run(opened())
+        with pytest.raises(BlockingIOError):
+            nobody.accept()
+
+
+def test_versions_that_both_know_are_talked() -> None:
+    assert stream_protocol.refusal("a worker", stream_protocol.UNTOLD) == ""
+    assert stream_protocol.refusal("a worker", stream_protocol.STREAM_PROTOCOL + 5) == ""
+    assert stream_protocol.OLDEST <= stream_protocol.STREAM_PROTOCOL
+
+
+def test_a_record_carries_the_version_over_the_wire() -> None:
+    one = record("127.0.0.1:1", 3)
+    assert record_from_proto(pb.Registration.FromString(record_to_proto(one).SerializeToString())) == one
+
+
+@pytest.mark.asyncio
+async def test_an_operator_is_told_why_a_worker_has_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_protocol, "OLDEST", 2)
+    directory = ControllerDirectory("127.0.0.1:1")
+    links = WorkerLinks(
+        directory,
+        on_view=lambda views: None,
+        on_linked=lambda key: None,
+        on_unlinked=lambda key, reason: None,
+        on_events=lambda key, events: None,
+    )
+    old = record("127.0.0.1:1", 1)
+    status = WorkerStatus(old.name, old.role, "ready", 7, "n", old.incarnation, 0, 0, 0, 0)
+    links._changed((WorkerView(old, status),))
+    key = (old.name, old.incarnation)
+    assert links.refused(key) == ""
+    await eventually(lambda: bool(links.refused(key)))
+    assert "replace it" in links.refused(key)
+    links._changed(())
+    assert links.refused(key) == ""
+    await links.close()
