@@ -287,6 +287,9 @@ class MadeUpDashboard:
     async def past(self) -> bytes:
         return self._feed.past()
 
+    async def routers(self) -> list[RouterReport]:
+        return []
+
     async def report(self, report: RouterReport) -> float:
         if self._ticker is None:
             self._ticker = asyncio.get_running_loop().create_task(self._tick())

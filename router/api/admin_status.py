@@ -93,7 +93,8 @@ async def status(service: RouterService, exchange: HttpExchange) -> None:
         await exchange.fail(failure)
         return
     views = service.worker_links.views
-    routers, *lines = await asyncio.gather(_routers(service), *(_status_of(service, view) for view in views))
+    asked = asyncio.gather(*(_status_of(service, view) for view in views))
+    routers, lines = await asyncio.gather(_routers(service), asked)
     pairs = sorted(zip(lines, views, strict=True), key=lambda pair: _order(pair[0]))
     shown = [
         status_line(line) | _breaker_of(service, line) | node_of(view) | _link_of(service, view) for line, view in pairs

@@ -211,7 +211,8 @@ def test_rows_are_apart_where_workers_refuse_each_other(
     ours: dict[str, Any], theirs: dict[str, Any], parts: tuple[str, ...]
 ) -> None:
     """Held to what workers themselves compare."""
-    one, other = FINGERPRINT | ours, FINGERPRINT | theirs
+    one: dict[str, Any] = FINGERPRINT | ours
+    other: dict[str, Any] = FINGERPRINT | theirs
     assert apart({"fingerprint": one}, {"fingerprint": other}) == parts
     refused = mismatch(Fingerprint(**one), Fingerprint(**other), "a", "b")
     assert (refused is not None) == bool(parts)

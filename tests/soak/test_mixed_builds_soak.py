@@ -25,12 +25,15 @@ from tests.serving import Answer, Serving, serving, until
 STEP_S = 0.02
 LONG = 7500
 """Tokens of a long answer: `STEP_S` each, minutes."""
+LONG_S = 1200.0
+"""Seconds that such an answer may take on a busy machine."""
 SHORT_BOUND = 20
 """Seconds that a command waits for a worker: more than a restart takes, and less than a long answer."""
 SECTIONS: dict[str, dict[str, Any]] = {
     "cache": {"device_tokens": 24576},
     "prefill": {"chunk_tokens": 128},
     "cluster": {"lease_s": 8},
+    "router": {"request_timeout_s": LONG_S},
 }
 FLAGS = ("--prefill", "2", "--decode", "2", "--routers", "2")
 _LANES = "    x += rotated<{}>(x);\n"
@@ -92,7 +95,7 @@ class LongAnswers:
     def _ask(self, cluster: Serving, number: int, prompt: Sequence[int]) -> None:
         body = cluster.body(prompt, max_tokens=LONG, logprobs=0)
         try:
-            response = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=UPGRADE_S)
+            response = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=LONG_S)
             assert response.status_code == 200, response.text
             choice = response.json()["choices"][0]
             self.ended[number] = tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"])
@@ -110,7 +113,7 @@ class LongAnswers:
             yield
         finally:
             for thread in self._threads:
-                thread.join(UPGRADE_S)
+                thread.join(LONG_S)
 
     @staticmethod
     def _running(cluster: Serving) -> list[int]:
