@@ -23,7 +23,7 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -44,15 +44,15 @@ from sim.scale.trace_file import read_trace
 TRACE = Path("bench/traces/conversation_200.jsonl")
 SHIFT = 4.0
 """What the shift makes of answers, times their tokens, and of prompts, divided by it."""
-TARGET = LatencyTarget(ttft_s=4.0, tpot_s=0.2)
+TARGET = LatencyTarget(ttft_s=6.0, tpot_s=0.3)
 WORKERS = (
     "engine.threads=1", "cache.page_tokens=16", "prefill.chunk_tokens=32", "prefill.cache.device_tokens=8192",
-    "decode.cache.device_tokens=2048", "decode.speculation=off", "faults.step_delay_s=0.05",
+    "decode.cache.device_tokens=2048", "decode.speculation=off", "faults.step_delay_s=0.1",
 )  # fmt: skip
-"""A prefill worker computes about 550 tokens/s, a decode worker has 128 pages."""
+"""A prefill worker computes about 300 tokens/s, a decode worker has 128 pages."""
 SCALING = (
     "autoscaling.enabled=true", f"autoscaling.ttft_target_s={TARGET.ttft_s}",
-    f"autoscaling.itl_target_s={TARGET.tpot_s}", "autoscaling.queue_target_s=2", "autoscaling.period_s=2",
+    f"autoscaling.itl_target_s={TARGET.tpot_s}", "autoscaling.queue_target_s=3", "autoscaling.period_s=2",
     "autoscaling.window_s=15", "autoscaling.shrink_window_s=40", "autoscaling.grow_cooldown_s=6",
     "autoscaling.shrink_cooldown_s=10", "autoscaling.role_window_s=12", "autoscaling.role_cooldown_s=40",
 )  # fmt: skip
@@ -152,34 +152,46 @@ def table(title: str, figures: Sequence[ClusterFigures]) -> Table:
     return out
 
 
-def compare(
-    title: str,
-    asks: Sequence[Ask],
-    seconds: float,
-    begin: tuple[int, int],
-    scaling: Sequence[str],
-    fixed: Sequence[tuple[int, int]],
-    console: Console,
-) -> tuple[list[ClusterFigures], int]:
-    """The autoscaler's run, then those of fixed sizes; returns figures, and how many answers had other tokens."""
-    first = run_on(asks, seconds, begin, scaling)
-    found, different = [figures_of(FOLLOW, first, seconds)], 0
-    for at, text in found[0].decisions:
-        console.print(f"{at:6.1f} s  {text}")
-    console.print("ready:", ", ".join(f"{at:.0f} s {p}+{d}" for at, p, d in found[0].sizes))
-    for sizes in fixed:
-        run = run_on(asks, seconds, sizes)
-        found.append(figures_of(f"{sizes[0]} + {sizes[1]}", run, seconds))
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What is run: the same asks of a cluster whose pools follow the load, and of some of fixed sizes."""
+
+    title: str
+    asks: list[Ask]
+    seconds: float
+    begin: tuple[int, int]
+    scaling: tuple[str, ...]
+    fixed: list[tuple[int, int]]
+
+
+def compare(plan: Comparison, console: Console, save: Callable[[list[ClusterFigures]], None]) -> bool:
+    """The autoscaler's run, then those of fixed sizes; figures are saved and shown after each. Returns whether all went
+    well: every answer came, and was the same tokens. Raises `ClusterFailed` and `EndpointError`."""
+    first: Replayed | None = None
+    found, different = list[ClusterFigures](), 0
+    for sizes in (None, *plan.fixed):
+        run = run_on(plan.asks, plan.seconds, sizes or plan.begin, () if sizes else plan.scaling)
+        found.append(figures_of(f"{sizes[0]} + {sizes[1]}" if sizes else FOLLOW, run, plan.seconds))
+        save(found)
+        first = first or run
         different += unlike(first.outcomes, run.outcomes)
-        console.print(f"{found[-1].workers} is done")
-    console.print(table(f"{title}, {len(asks):,} requests in {seconds:g} s", found))
-    turns = ", ".join(f"{seconds:.0f} s" for seconds in found[0].turns)
-    console.print(f"turned after: {turns or 'never'}; the longest drain: {found[0].drained_s:.1f} s")
+        console.print(table(f"{plan.title}, {len(plan.asks):,} requests in {plan.seconds:g} s", found))
+        if sizes is None:
+            tell(found[0], console)
     console.print(f"answers with other tokens than the first run's: {different}")
     for one in found:
         if one.failed or one.died:
             console.print(f"{one.workers}: {one.failed} {', '.join(one.died)}")
-    return found, different
+    return not different and not any(one.failed or one.died for one in found)
+
+
+def tell(found: ClusterFigures, console: Console) -> None:
+    """What the autoscaler did."""
+    for at, text in found.decisions:
+        console.print(f"{at:6.1f} s  {text}")
+    console.print("ready:", ", ".join(f"{at:.0f} s {p}+{d}" for at, p, d in found.sizes))
+    turns = ", ".join(f"{seconds:.0f} s" for seconds in found.turns)
+    console.print(f"turned after: {turns or 'never'}; the longest drain: {found.drained_s:.1f} s")
 
 
 def pairs(text: str) -> list[tuple[int, int]]:
@@ -199,9 +211,9 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--trace", type=Path, default=TRACE)
     out.add_argument("--groups", action="store_true", help="requests of one time all at once, as the trace has them")
     out.add_argument("--seconds", type=float, default=240.0, help="of a run")
-    out.add_argument("--calm", type=float, default=0.4, help="times the trace's rate")
-    out.add_argument("--burst", type=float, default=2.0, help="times the trace's rate")
-    out.add_argument("--steady", type=float, default=1.6, help="times the trace's rate in the shift")
+    out.add_argument("--calm", type=float, default=0.2, help="times the trace's rate")
+    out.add_argument("--burst", type=float, default=1.0, help="times the trace's rate")
+    out.add_argument("--steady", type=float, default=0.8, help="times the trace's rate in the shift")
     out.add_argument("--most", type=int, default=3, help="workers of each role under the burst")
     out.add_argument("--together", type=int, default=4, help="workers in all of the shift")
     out.add_argument("--fixed", type=pairs, default=pairs("1+1,2+2,3+3"), help="sizes beside the burst")
@@ -234,11 +246,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 begin, scaling = (total // 2, total - total // 2), bounds(total - 1, total)
                 fixed = [begin] if args.quick else [(count, total - count) for count in range(1, total)]
             asks = asks_in_phases(lines, phases, Lengths())
-            found, different = compare(f"a {part}", asks, seconds, begin, scaling, fixed, console)
-            out[part] = [asdict(one) for one in found]
-            well = well and not different and not any(one.failed or one.died for one in found)
-            if args.json is not None:
-                args.json.write_text(json.dumps(out, indent=1) + "\n")
+            plan = Comparison(f"a {part}", asks, seconds, begin, scaling, fixed)
+
+            def save(found: list[ClusterFigures], part: str = part) -> None:
+                out[part] = [asdict(one) for one in found]
+                if args.json is not None:
+                    args.json.write_text(json.dumps(out, indent=1) + "\n")
+
+            well = compare(plan, console, save) and well
     except (ClusterFailed, EndpointError, OSError, ValueError) as error:
         console.print(f"error: {error}")
         return 1

@@ -17,7 +17,7 @@ from tests.checkpoints import Oracle, compare, make_checkpoint
 from tests.serving import ROOT, serving
 
 TRACE = ROOT / "bench" / "traces" / "conversation_200.jsonl"
-CALM, BURST = Phase(40.0, 0.1), Phase(50.0, 2.0)
+CALM, BURST = Phase(40.0, 0.05), Phase(50.0, 1.0)
 LENGTHS = Lengths(prompts=0.02, answers=0.1, most=512)
 SHRINK_WINDOW_S = 20.0
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -25,10 +25,10 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "prefill": {"chunk_tokens": 32, "cache.device_tokens": 8192},
     "decode": {"cache.device_tokens": 1024, "speculation": "off"},
     "engine": {"threads": 1},
-    "faults": {"step_delay_s": 0.05},
+    "faults": {"step_delay_s": 0.1},
     "autoscaling": {
-        "enabled": "true", "prefill.max_workers": 3, "decode.max_workers": 3, "ttft_target_s": 6, "itl_target_s": 1,
-        "queue_target_s": 2, "period_s": 2, "window_s": 10, "shrink_window_s": SHRINK_WINDOW_S, "grow_cooldown_s": 4,
+        "enabled": "true", "prefill.max_workers": 3, "decode.max_workers": 3, "ttft_target_s": 8, "itl_target_s": 2,
+        "queue_target_s": 4, "period_s": 2, "window_s": 10, "shrink_window_s": SHRINK_WINDOW_S, "grow_cooldown_s": 4,
         "shrink_cooldown_s": 4, "role_window_s": 600,
     },
 }  # fmt: skip
@@ -76,5 +76,5 @@ def test_a_short_run_of_the_bench_loses_nothing_and_both_clusters_answer_the_sam
     assert autoscaling_cluster.main(["--quick", "--part", "burst", "--json", str(file)]) == 0
     follows, fixed = json.loads(file.read_text())["burst"]
     assert (follows["workers"], fixed["workers"]) == ("follow the load", "1 + 1")
-    assert follows["asked"] == fixed["asked"] > 50
+    assert follows["asked"] == fixed["asked"] > 20
     assert follows["grown"] > 0 == fixed["grown"]
