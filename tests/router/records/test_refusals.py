@@ -55,7 +55,7 @@ def refused(server: Server, status: int, code: str, body: Any = ASK, **headers: 
 
 
 def possible(one: dict[str, Any]) -> str:
-    return next(event["text"] for event in one["events"] if event["kind"] == "possible")
+    return str(next(event["text"] for event in one["events"] if event["kind"] == "possible"))
 
 
 def shown(one: dict[str, Any]) -> str:
