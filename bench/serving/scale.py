@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from typing import Any
@@ -54,18 +55,37 @@ class ScaleFigures:
 
 
 def measured(
-    name: str, plan: ClusterPlan, shape: TrafficShape, *, index: bool = True, since_s: float = 0.0
+    name: str, plan: ClusterPlan, shape: TrafficShape, *, index: bool = True, since_s: float = 0.0, say_s: float = inf
 ) -> ScaleFigures:
-    """Run one cluster. Raises `RuntimeError` where its books don't add up."""
+    """Run one cluster, with a line after every `say_s` virtual seconds. Raises `RuntimeError` where its books don't add
+    up."""
     model, began = ClusterModel(plan, drawn(shape), shape.seed, index=index), time.process_time()
     try:
-        model.run()
-        spent = time.process_time() - began
+        spent, sent, until_s = 0.0, 0, say_s
+        while not model.over:
+            model.run(until_s)
+            before, spent = spent, time.process_time() - began
+            if not model.over:
+                told = model.report(since_s)
+                each, ended = 1e6 * (spent - before) / max(1, told.sent - sent), max(1, told.answered + told.refused)
+                print(
+                    f"{until_s:,.0f} s: {told.sent:,} requests, {told.answered:,} answered, of those "
+                    f"{told.good * told.sent / ended:.1%} good; TTFT p50 {told.ttft_p50_s:.3f} s, "
+                    f"p99 {told.ttft_p99_s:.3f} s; {told.hit_rate:.1%} hits; since the last line {each:,.0f} us of the "
+                    f"processor a request; {_rss_mib():,.0f} MiB at most",
+                    flush=True,
+                )
+                sent = told.sent
+            until_s += say_s
         if wrong := model.check():
             raise RuntimeError(f"{name}: {'; '.join(wrong)}")
-        return ScaleFigures(name, model.report(since_s), spent, getrusage(RUSAGE_SELF).ru_maxrss / 1024)
+        return ScaleFigures(name, model.report(since_s), spent, _rss_mib())
     finally:
         model.close()
+
+
+def _rss_mib() -> float:
+    return getrusage(RUSAGE_SELF).ru_maxrss / 1024
 
 
 def planned(args: argparse.Namespace, prefill: int, decode: int, **sections: Any) -> ClusterPlan:
@@ -78,7 +98,7 @@ def hour(args: argparse.Namespace) -> list[ScaleFigures]:
     prefill = round(args.workers * args.prefill_part)
     shape = shape_of(read_trace(TRACE), args.requests, args.seconds, args.seed)
     name = f"{args.workers:,} workers, {args.requests:,} requests"
-    return [measured(name, planned(args, prefill, args.workers - prefill), shape)]
+    return [measured(name, planned(args, prefill, args.workers - prefill), shape, say_s=args.say_every or inf)]
 
 
 def routing(args: argparse.Namespace) -> list[ScaleFigures]:
@@ -151,6 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prefill-part", type=float, default=0.6, help="of the workers")
     parser.add_argument("--requests", type=int, default=1_000_000, help="of `hour`")
     parser.add_argument("--seconds", type=float, default=3600.0, help="of `hour`, virtual")
+    parser.add_argument("--say-every", type=float, default=0.0, help="virtual seconds of `hour` between lines; 0: none")
     parser.add_argument(
         "--rates", type=float, nargs="+", default=[2.0, 3.0, 4.0], help="requests a second of `routing`"
     )

@@ -38,7 +38,7 @@ class NodeTable:
 
     def cordoned(self, node: NodePlace) -> bool:
         """Whether no worker may be placed on this node."""
-        return any(node.named(name) for name in self.names)
+        return bool(self.names) and any(node.named(name) for name in self.names)
 
     def cordon(self, name: str) -> None:
         self.names.add(name)

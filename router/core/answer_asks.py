@@ -151,6 +151,8 @@ class AnswerAsks:
         return ended
 
     def _go_on(self) -> None:
+        if not self._asks:
+            return
         asked = [
             e for e in self._workers if e.record.role in (Role.DECODE, Role.COLOCATED) and e.status.state not in GONE
         ]

@@ -222,12 +222,12 @@ class Placement:
         return min(found, key=lambda one: one.prediction.seconds, default=None)
 
     def _predicted(
-        self, first: RoutedRequest, prompts: Collection[RoutedRequest], able: Sequence[WorkerEntry], now: float
+        self, first: RoutedRequest, prompts: Collection[RoutedRequest], able: AbleWorkers, now: float
     ) -> list[PredictedTtft]:
         """The predictions of those workers of which enough was seen."""
         found: list[PredictedTtft] = []
-        for entry in able:
-            sizes = [self._uncached(r, entry, now) for r in prompts]
+        uncached = [(r.next_position - self._indexes.hits(r.hashes, now).held_of(able)).tolist() for r in prompts]
+        for entry, *sizes in zip(able, *uncached, strict=True):
             tokens = max(*sizes, sum(sizes) // len(able))
             predicted = entry.prompts.predict(tokens, first.priority, now, first.share)
             if predicted is not None:

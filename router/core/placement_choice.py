@@ -45,10 +45,12 @@ def explained(seen: Considered, r: RoutedRequest, policy: RoutingPolicy) -> Plac
     able, ask = seen.able, seen.ask
     prompts = seen.role is not Role.DECODE
     costs = np.asarray((policy.prefill_cost if prompts else policy.decode_cost)(able, ask), np.float64)
-    loads, held = able.column("whole_load"), (ask.hits.held_of if prompts else ask.hits.device_of)(able)
-    best = np.argsort(costs, kind="stable")[:MOST_CANDIDATES].tolist()
+    best = np.argsort(costs, kind="stable")[:MOST_CANDIDATES]
+    some = AbleWorkers(able.columns, able.at.take(best))
+    loads, held = some.column("whole_load"), (ask.hits.held_of if prompts else ask.hits.device_of)(some)
     named = [
-        WorkerCandidate(able[at].record.name, round(float(costs[at]), 3), int(held[at]), int(loads[at])) for at in best
+        WorkerCandidate(entry.record.name, round(cost, 3), here, load)
+        for entry, cost, here, load in zip(some, costs.take(best).tolist(), held.tolist(), loads.tolist(), strict=True)
     ]
     return PlacementChoice(
         0.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, KeysView
+from math import inf
 
 from contracts.ids import RequestId
 from router.state.routed_request import RoutedRequest, RoutingPhase
@@ -16,6 +17,8 @@ class RoutedRequests:
         self._requests: dict[RequestId, RoutedRequest] = {}
         self.queued: dict[RequestId, RoutedRequest] = {}
         self.held: dict[RequestId, RoutedRequest] = {}
+        self._first_deadline = inf
+        """No request's deadline is earlier."""
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._requests
@@ -23,6 +26,15 @@ class RoutedRequests:
     def __iter__(self) -> Iterator[RoutedRequest]:
         """Iterate over a copy, since the loop's body may end requests."""
         return iter(list(self._requests.values()))
+
+    def due(self, now: float) -> list[RoutedRequest]:
+        """The requests whose deadline is over, and all that are queued: in order of arrival. All are looked through
+        only when a deadline may be over."""
+        if now < self._first_deadline:
+            return list(self.queued.values())
+        over = [r for rid, r in self._requests.items() if now >= r.deadline or rid in self.queued]
+        self._first_deadline = min((r.deadline for r in self._requests.values() if now < r.deadline), default=inf)
+        return over
 
     @property
     def in_flight(self) -> int:
@@ -47,11 +59,13 @@ class RoutedRequests:
         assert request.id not in self._requests, "request ids are minted once"
         self._requests[request.id] = request
         self.queued[request.id] = request
+        self._first_deadline = min(self._first_deadline, request.deadline)
 
     def adopt(self, request: RoutedRequest) -> None:
         """Add a request that a worker has already: it waits for none."""
         assert request.id not in self._requests, "its former owner here has given it up"
         self._requests[request.id] = request
+        self._first_deadline = min(self._first_deadline, request.deadline)
 
     def remove(self, request: RoutedRequest) -> None:
         """Remove a request that has ended."""

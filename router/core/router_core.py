@@ -23,7 +23,7 @@ from contracts.config.router_config import AuditConfig, RouterConfig
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, Role, RoomId, room_of
 from contracts.messages.kept_answers import Attached, Detach
-from contracts.messages.router_commands import Cancel, Submit
+from contracts.messages.router_commands import Cancel, PeerRef, Submit
 from contracts.messages.worker_events import Audited, Done, Event, LegReport, PromptScores, Tokens
 from contracts.messages.worker_status import WorkerStatus, WorkerView
 from contracts.sampling_params import TokenLogprob
@@ -261,8 +261,9 @@ class RouterCore:
         """Act on the time: deadlines, waits for workers, back-offs, held requests, migrations and audits."""
         now = self._clock.now()
         for entry in self.workers:
-            self.counts.refused_falsely += entry.prompts.take_false_refusals(now)
-        for r in self.requests:
+            if entry.prompts.judges:
+                self.counts.refused_falsely += entry.prompts.take_false_refusals(now)
+        for r in self.requests.due(now):
             if r.id in self.requests.queued and r.late(now):
                 self._end(r, _failed(r, ErrorKind.LATE, "no worker could begin it before its first token was due"))
             elif now >= r.deadline:
@@ -296,12 +297,12 @@ class RouterCore:
             self._placement.book(r, pair, now)
             self.counts.local_prompts.update([r.local] if r.local else ())
             self.counts.placements.update((name, str(role)) for role, name in r.workers.items())
-            submit = _submit(r, r.room, now)
             if pair.decode is not None and not pair.one:
-                self._actions.append(SendCommand(pair.decode.key, replace(submit, peer=pair.prefill.peer)))
-                submit = replace(submit, peer=pair.decode.peer)
-            elif pair.decode is None:
-                submit = replace(submit, name=None)  # Nobody keeps what prefill answers alone.
+                to_decode = _submit(r, r.room, now, pair.prefill.peer)
+                self._actions.append(SendCommand(pair.decode.key, to_decode))
+            peer = pair.decode.peer if pair.decode is not None and not pair.one else None
+            # Nobody keeps what prefill answers alone.
+            submit = _submit(r, r.room, now, peer, named=pair.decode is not None)
             self._actions.append(SendCommand(pair.prefill.key, submit))
             r.legs.append(AttemptLeg(r.attempt, r.next_position, dict(r.workers)))
             r.journal.note(now, JournalKind.PLACED, r.attempt, workers=dict(r.workers), text=r.local)
@@ -449,8 +450,9 @@ class RouterCore:
         r.step("end")
 
 
-def _submit(r: RoutedRequest, room: RoomId, now: float) -> Submit:
-    """The command that begins an attempt on a worker; the caller sets its `peer`."""
+def _submit(r: RoutedRequest, room: RoomId, now: float, peer: PeerRef | None, *, named: bool = True) -> Submit:
+    """The command that begins an attempt on a worker. `peer`: the other worker of its pair. `named`: whether the worker
+    is told the request's name."""
     sampling = r.sampling
     if r.attempt and r.scores_in and sampling.prompt_logprobs is not None:
         sampling = replace(sampling, prompt_logprobs=None)  # delivered by an earlier attempt
@@ -463,14 +465,14 @@ def _submit(r: RoutedRequest, room: RoomId, now: float) -> Submit:
         tokens=r.tokens,
         prompt_len=len(r.prompt),
         sampling=sampling,
-        peer=None,
+        peer=peer,
         salt=r.salt,
         deadline_s=left_s,
         priority=r.priority,
         first_token_s=first_s,
         tenant=r.share.tenant,
         weight=r.share.weight,
-        name=r.full_name,
+        name=r.full_name if named else None,
     )
 
 

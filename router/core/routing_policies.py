@@ -135,6 +135,7 @@ class CacheAware:
         self._rates, self._prefetch = rates, prefetch
         self._latest: tuple[RoutingAsk, AbleWorkers, NDArray[Any]] | None = None
         """The costs of the latest choice of a prefill worker, for whoever asks about it."""
+        self._latest_decode: tuple[RoutingAsk, AbleWorkers, NDArray[Any]] | None = None
 
     prefill_unit = "prompt tokens to be computed before its first token"
     decode_unit = "sequences in flight, less what it holds of the prompt"
@@ -171,8 +172,11 @@ class CacheAware:
         return some.least(short, self.decode_cost(some, ask), some.column("turn"))
 
     def decode_cost(self, able: AbleWorkers, ask: RoutingAsk) -> NDArray[Any]:
+        if self._latest_decode is not None and self._latest_decode[0] is ask and self._latest_decode[1] is able:
+            return self._latest_decode[2]
         here = ask.hits.device_of(able)
         cost: NDArray[Any] = able.column("whole_load") - np.minimum(1.0, here / max(1, ask.positions))
+        self._latest_decode = ask, able, cost
         return cost
 
     def local(self, able: Sequence[WorkerEntry], ask: RoutingAsk) -> WorkerEntry:

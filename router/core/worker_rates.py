@@ -39,6 +39,8 @@ class PoolRates:
 
     def __init__(self) -> None:
         self.known: Mapping[WorkerKey, WorkerRates] = {}
+        self._told: dict[WorkerKey, tuple[float, float]] = {}
+        """What `known` was made of: tokens a second that each worker computes, and that it loads."""
         self._keys: list[WorkerKey] = []
         self._rows = _rows((), {})
 
@@ -51,21 +53,29 @@ class PoolRates:
 
     def follow(self, workers: Iterable[WorkerEntry]) -> None:
         """Take in the table of workers, with their latest counters."""
-        told = {}
+        told: dict[WorkerKey, tuple[float, float]] = {}
         for entry in workers:
-            computed = entry.status.counters.get("compute_tokens_per_s", 0.0)
-            if entry.record.role is not Role.DECODE and computed > 0:
-                told[entry.key] = computed, entry.status.counters.get("load_tokens_per_s", 0.0)
+            counters = entry.status.counters
+            computed = counters.get("compute_tokens_per_s", 0.0)
+            if computed > 0 and entry.record.role is not Role.DECODE:
+                told[entry.key] = computed, counters.get("load_tokens_per_s", 0.0)
         usual = median(computed for computed, _ in told.values()) if told else 1.0
-        self.known = {
-            key: WorkerRates(
-                slowness=2.0 ** round(log2(usual / computed)),
-                load_share=min(1.0, usual / loaded) if loaded > 0 else LOAD_SHARE,
-                tokens_per_s=computed,
-            )
-            for key, (computed, loaded) in told.items()
-        }
-        self._keys = workers.keys if isinstance(workers, WorkerTable) else []
+        keys = workers.keys if isinstance(workers, WorkerTable) else []
+        if keys is self._keys and told == self._told and keys:
+            return
+        self._keys, self._told = keys, told
+        alike: dict[tuple[float, float], WorkerRates] = {}
+        known: dict[WorkerKey, WorkerRates] = {}
+        for key, rates in told.items():
+            if rates not in alike:
+                computed, loaded = rates
+                alike[rates] = WorkerRates(
+                    slowness=2.0 ** round(log2(usual / computed)),
+                    load_share=min(1.0, usual / loaded) if loaded > 0 else LOAD_SHARE,
+                    tokens_per_s=computed,
+                )
+            known[key] = alike[rates]
+        self.known = known
         self._rows = _rows(self._keys, self.known)
 
 

@@ -33,6 +33,8 @@ SLOTS_AT_MOST = 16_382
 EMPTY = 0
 """The value without holders."""
 _ROW = ROW_MARK << 48
+ROWS_FROM = np.uint64(_ROW)
+"""Values from here on name a row."""
 
 assert sys.byteorder == "little", "lanes are read from the bytes of values"
 
@@ -124,9 +126,9 @@ class HolderSets:
     def count(self, old: NDArray[np.uint64], new: NDArray[np.uint64]) -> None:
         """Note that blocks with the values `old` have the values `new` now, and no reader can take them for the old
         ones any more: rows that no block names are free."""
-        gone, come = _rows_in(old), _rows_in(new)
-        if not (len(gone) or len(come)):
+        if not (np.maximum(old, new) >= ROWS_FROM).any():
             return
+        gone, come = _rows_in(old), _rows_in(new)
         np.add.at(self._refs, come, 1)
         np.subtract.at(self._refs, gone, 1)
         for row in np.unique(gone).tolist():
@@ -186,7 +188,7 @@ class HolderSets:
 
 
 def _rows_in(values: NDArray[np.uint64]) -> NDArray[np.int64]:
-    rows: NDArray[np.int64] = (values[values >> np.uint64(48) == ROW_MARK] & np.uint64(0xFFFF_FFFF)).astype(np.int64)
+    rows: NDArray[np.int64] = (values[values >= ROWS_FROM] & np.uint64(0xFFFF_FFFF)).astype(np.int64)
     return rows
 
 

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from router.kv_indexer.holder_sets import DEVICE, EMPTY, HOST, LANES, ROW_MARK, HolderSets, is_row
+from router.kv_indexer.holder_sets import DEVICE, EMPTY, HOST, LANES, ROW_MARK, ROWS_FROM, HolderSets, is_row
 from router.kv_indexer.table_memory import WAYS, TableMemory
 
 TRIES = 16
@@ -53,16 +53,16 @@ class HeldDepths(NamedTuple):
 
 
 def _buckets(keys: Keys, count: int) -> NDArray[np.int64]:
-    """Return the two buckets of each key: (keys, 2)."""
-    halves = np.empty((len(keys), 2), np.uint64)
-    halves[:, 0] = keys >> np.uint64(32)
-    halves[:, 1] = keys & np.uint64(0xFFFF_FFFF)
-    return (halves * np.uint64(count) >> np.uint64(32)).astype(np.int64)
+    """Return the two buckets of each key, one after the other: (keys * 2,)."""
+    halves = keys.view(np.uint32).reshape(-1, 2)[:, ::-1].astype(np.uint64).reshape(-1)
+    halves *= np.uint64(count)
+    halves >>= np.uint64(32)
+    return halves.view(np.int64)
 
 
 def _stored(keys: Keys) -> Keys:
     """Return keys as they stand in a table, where 0 is a free entry."""
-    return np.where(keys == 0, np.uint64(1), keys)
+    return np.maximum(keys, np.uint64(1))
 
 
 class HolderReader:
@@ -83,59 +83,78 @@ class HolderReader:
             if not len(keys):
                 return found
             again = self._read(keys, depths, found)
+            if again is None:
+                return found
             keys, depths = keys[again], depths[again]
         self.unread += len(keys)
         return found
 
-    def _read(self, keys: Keys, depths: NDArray[np.int32], found: HeldDepths) -> NDArray[np.bool_]:
-        """Enter what is read of these blocks into `found`; returns which have to be read again."""
+    def _read(self, keys: Keys, depths: NDArray[np.int32], found: HeldDepths) -> NDArray[np.bool_] | None:
+        """Enter what is read of these blocks into `found`; returns which have to be read again, None where none has."""
         memory = self.memory
         buckets = _buckets(keys, memory.size.buckets)
         stripes = buckets >> memory.stripe_shift
-        before = memory.versions[stripes]
-        # (blocks, 2 * WAYS): the entries of both buckets.
-        same = (memory.keys[buckets] == keys[:, None, None]).reshape(len(keys), -1)
-        way = same.argmax(axis=1)
-        at = np.arange(len(keys))
-        values = memory.holders[buckets[at, way // WAYS], way % WAYS]
-        values[~same[at, way]] = EMPTY
-        in_rows = values >> np.uint64(48) == ROW_MARK
-        content = which = None
+        before = memory.versions.take(stripes)
+        same = _matches(memory.keys.take(buckets, axis=0), keys)
+        values = memory.holders.reshape(-1).take(_entries(buckets, same))
+        in_rows = values >= ROWS_FROM
+        rows: list[int] = []
+        content: NDArray[np.uint8] | None = None
         if in_rows.any():
-            rows, which = np.unique(values[in_rows] & np.uint64(0xFFFF_FFFF), return_inverse=True)
             # A value that was being changed may name no row that there is.
-            content = memory.rows[np.minimum(rows, np.uint64(memory.size.rows - 1)).astype(np.int64)]
-        again: NDArray[np.bool_] = ((before != memory.versions[stripes]) | (before & np.uint64(1) == 1)).any(axis=1)
-        good = ~again
-        alone = good & ~in_rows
-        _enter_lanes(values[alone], depths[alone], found)
-        if content is not None and which is not None:
-            kept = good[in_rows]
-            _enter_rows(content, which[kept], depths[in_rows][kept], found)
+            last = np.uint64(memory.size.rows - 1)
+            rows = np.minimum(values[in_rows] & np.uint64(0xFFFF_FFFF), last).tolist()
+            content = memory.rows.take(list(dict.fromkeys(rows)), axis=0)
+        torn = memory.versions.take(stripes)
+        torn ^= before
+        torn |= before & np.uint64(1)
+        again: NDArray[np.bool_] | None = None
+        if torn.any():
+            again = (torn != 0).reshape(-1, 2).any(axis=1)
+        which = same // (2 * WAYS)
+        ends = depths.take(which)
+        if again is not None:
+            ends[again.take(which)] = 0  # As if nobody held it.
+        if content is None:
+            _enter_lanes(values, ends, found)
+        else:
+            deepest = dict.fromkeys(rows, 0)
+            for row, end in zip(rows, ends[in_rows].tolist(), strict=True):
+                deepest[row] = max(deepest[row], end)
+            _enter_rows(content, np.fromiter(deepest.values(), np.int32, len(deepest)), found)
+            _enter_lanes(values[~in_rows], ends[~in_rows], found)
         return again
 
 
+def _matches(entries: Keys, keys: Keys) -> NDArray[np.intp]:
+    """Return where the entries of the keys' buckets have these keys: places in the (keys, 2 * `WAYS`) entries. Both
+    buckets of a key may be one: then its entry is found twice."""
+    return np.flatnonzero(entries.reshape(len(keys), -1) == keys[:, None])
+
+
+def _entries(buckets: NDArray[np.int64], same: NDArray[np.intp]) -> NDArray[np.int64]:
+    """Return the numbers of the entries that were found at these places."""
+    return buckets.take(same // WAYS) * WAYS + same % WAYS
+
+
 def _enter_lanes(values: Keys, depths: NDArray[np.int32], found: HeldDepths) -> None:
-    codes = np.ascontiguousarray(values).view(np.uint16).astype(np.int64)
+    codes = np.ascontiguousarray(values).view(np.uint16)
     at = np.flatnonzero(codes)
     if not len(at):
         return
-    codes, depths = codes[at], depths[at // LANES]
-    slots = (codes >> 2) - 1
+    codes, depths = codes.take(at), depths.take(at // LANES)
+    slots = (codes >> np.uint16(2)).astype(np.intp) - 1
     np.maximum.at(found.held, slots, depths)
-    there = (codes & DEVICE) != 0
+    there = (codes & np.uint16(DEVICE)) != 0
     np.maximum.at(found.device, slots[there], depths[there])
 
 
-def _enter_rows(
-    content: NDArray[np.uint8], which: NDArray[np.intp], depths: NDArray[np.int32], found: HeldDepths
-) -> None:
-    deepest = np.zeros(len(content), np.int32)
-    np.maximum.at(deepest, which, depths)
+def _enter_rows(content: NDArray[np.uint8], deepest: NDArray[np.int32], found: HeldDepths) -> None:
+    """Enter rows of holders and the deepest block that names each."""
     if len(content) == 1:  # As of a beginning that all prompts have.
-        planes = np.unpackbits(content[0], axis=1, bitorder="little").astype(np.bool_)
-        for there, into in ((planes[0], found.device), (planes[0] | planes[1], found.held)):
-            into[there] = np.maximum(into[there], deepest[0])
+        device, held = content[0, 0], content[0, 0] | content[0, 1]
+        for bits, into in ((device, found.device), (held, found.held)):
+            np.maximum(into, np.unpackbits(bits, bitorder="little") * deepest[0], out=into)
         return
     # The deepest row first: a slot counts where it is met for the first time. There may be as many rows as workers.
     order = np.argsort(-deepest, kind="stable")
@@ -168,8 +187,13 @@ class HolderTable(HolderReader):
 
     def holds(self, slot: int, key: np.uint64) -> bool:
         """Whether a slot holds this block on any tier."""
-        (at,) = self._locate(_stored(np.array([key], np.uint64))).tolist()
-        return at >= 0 and slot in self._sets.holders(int(self.memory.holders.reshape(-1)[at]))
+        memory, wanted = self.memory, int(key) or 1
+        for half in (wanted >> 32, wanted & 0xFFFF_FFFF):
+            bucket = half * memory.size.buckets >> 32
+            ways = memory.keys[bucket].tolist()
+            if wanted in ways:
+                return slot in self._sets.holders(int(memory.holders[bucket, ways.index(wanted)]))
+        return False
 
     def add(self, slot: int, tiers: int, keys: Keys) -> None:
         """Note that a slot holds these blocks on these tiers."""
@@ -245,28 +269,33 @@ class HolderTable(HolderReader):
 
     @staticmethod
     def _parts(keys: Keys) -> list[Keys]:
-        unique = np.unique(_stored(keys))
+        unique = np.sort(_stored(keys))
+        if len(unique) > 1 and not (more := unique[1:] != unique[:-1]).all():
+            unique = unique[np.append(True, more)]
         return [unique[first : first + BATCH] for first in range(0, len(unique), BATCH)]
 
     def _locate(self, keys: Keys) -> NDArray[np.int64]:
         """Return the number of each key's entry, -1 for one that isn't there."""
         buckets = _buckets(keys, self.memory.size.buckets)
-        same = (self.memory.keys[buckets] == keys[:, None, None]).reshape(len(keys), -1)
-        way, at = same.argmax(axis=1), np.arange(len(keys))
-        return np.where(same[at, way], buckets[at, way // WAYS] * WAYS + way % WAYS, -1)
+        same = _matches(self.memory.keys.take(buckets, axis=0), keys)
+        found = np.full(len(keys), -1, np.int64)
+        found[same // (2 * WAYS)] = _entries(buckets, same)
+        return found
 
     def _change(self, at: NDArray[np.int64], slot: int, tiers: int, *, add: bool) -> None:
         """Add tiers of a slot to entries, or take them out."""
         if not len(at):
             return
         self._tick += 1
-        values, which = np.unique(self.memory.holders.reshape(-1)[at], return_inverse=True)
+        values = self.memory.holders.reshape(-1).take(at)
+        listed = values.tolist()
         change = self._sets.plus if add else self._sets.minus
-        new = np.array([change(value, slot, tiers) for value in values.tolist()], np.uint64)
+        changes = {value: change(value, slot, tiers) for value in sorted(set(listed))}
+        new = np.array([changes[value] for value in listed], np.uint64)
         if add:
             self.memory.stamps.reshape(-1)[at] = self._tick & 0xFFFF_FFFF
-        changed = (new != values)[which]
-        self._write(at[changed], new[which][changed])
+        changed = new != values
+        self._write(at[changed], new[changed])
         self._sets.drop_unused()
 
     def _insert(self, keys: Keys, slot: int, tiers: int) -> None:
@@ -276,23 +305,28 @@ class HolderTable(HolderReader):
         flat_keys, flat_stamps = self.memory.keys.reshape(-1), self.memory.stamps.reshape(-1)
         while len(keys):
             buckets = _buckets(keys, self.memory.size.buckets)
-            used = self.memory.keys[buckets] != 0
-            emptier = used.sum(axis=2).argmin(axis=1)
-            row = np.arange(len(keys))
-            free = ~used[row, emptier]
-            way = free.argmax(axis=1)
-            at = buckets[row, emptier] * WAYS + way
-            full = ~free[row, way]
+            used = self.memory.keys.take(buckets, axis=0) != 0
+            counts = np.bitwise_count(used.view(np.uint64)[:, 0])
+            # The places of the emptier of each key's two buckets.
+            emptier = np.arange(0, len(buckets), 2) + (counts[1::2] < counts[::2])
+            at = buckets.take(emptier) * WAYS + used.take(emptier, axis=0).argmin(axis=1)
+            full = counts.take(emptier) == WAYS
             if full.any():
-                both = buckets[full]
+                both = buckets.reshape(-1, 2)[full]
                 # In ticks before now, so that the count may begin again at 0.
                 ages = (np.uint32(self._tick & 0xFFFF_FFFF) - self.memory.stamps[both]).reshape(len(both), -1)
                 oldest = ages.argmax(axis=1)
                 at[full] = both[np.arange(len(both)), oldest // WAYS] * WAYS + oldest % WAYS
             # Keys of one batch may have chosen the same entry: one has it, the others choose again.
-            at, first = np.unique(at, return_index=True)
-            self.evicted += int((flat_keys[at] != 0).sum())
-            self._write(at, np.full(len(at), value, np.uint64), keys[first])
+            first = at.argsort(kind="stable")
+            at = at.take(first)
+            again = at[1:] == at[:-1]
+            if again.any():
+                one = np.append(True, ~again)
+                at, first = at[one], first[one]
+            if full.any():
+                self.evicted += int(np.count_nonzero(flat_keys.take(at)))
+            self._write(at, np.full(len(at), value, np.uint64), keys.take(first))
             flat_stamps[at] = self._tick & 0xFFFF_FFFF
             if len(first) == len(keys):
                 return
@@ -304,14 +338,16 @@ class HolderTable(HolderReader):
         if not len(at):
             return
         memory, flat_keys, flat_holders = self.memory, self.memory.keys.reshape(-1), self.memory.holders.reshape(-1)
-        old = flat_holders[at]
-        stripes = np.unique((at // WAYS) >> memory.stripe_shift)
-        memory.versions[stripes] += np.uint64(1)
-        self.entries -= int((flat_keys[at] != 0).sum())
+        old = flat_holders.take(at)
+        stripes = (at // WAYS) >> memory.stripe_shift
+        memory.versions[stripes] += np.uint64(1)  # Once, however often a stripe is named.
         if keys is not None:
+            self.entries += len(at) - int(np.count_nonzero(flat_keys.take(at)))
             flat_keys[at] = keys
-        flat_keys[at[holders == EMPTY]] = 0
+        free = at[holders == EMPTY]
+        if len(free):
+            self.entries -= int(np.count_nonzero(flat_keys.take(free)))
+            flat_keys[free] = 0
         flat_holders[at] = holders
-        self.entries += int((flat_keys[at] != 0).sum())
         memory.versions[stripes] += np.uint64(1)
         self._sets.count(old, holders)

@@ -8,7 +8,7 @@ else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,6 +25,28 @@ KEEP_S = 0.05
 """Seconds for which the answer about a prompt is good for its other choices."""
 
 
+class HeldBy(Mapping[WorkerKey, int]):
+    """Positions by worker, as an array has them; workers that hold nothing are left out."""
+
+    __slots__ = ("_depths", "_places")
+
+    def __init__(self, places: Mapping[WorkerKey, int], depths: NDArray[np.int64]) -> None:
+        """`depths`: (workers,), which may change; `places`: where each of them is."""
+        self._places, self._depths = places, depths
+
+    def __getitem__(self, worker: WorkerKey) -> int:
+        depth = int(self._depths[self._places[worker]])
+        if not depth:
+            raise KeyError(worker)
+        return depth
+
+    def __iter__(self) -> Iterator[WorkerKey]:
+        return (worker for worker, at in self._places.items() if self._depths[at])
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self._depths))
+
+
 @dataclass(frozen=True, slots=True)
 class HitRows:
     """What workers hold of one prompt, in positions: a row a worker, in the order of `keys`."""
@@ -38,9 +60,9 @@ class HitRows:
 class PromptHits:
     """What workers hold of one prompt, in positions."""
 
-    device: dict[WorkerKey, int] = field(default_factory=dict)
+    device: Mapping[WorkerKey, int] = field(default_factory=dict)
     """On the device; workers that hold nothing are left out."""
-    held: dict[WorkerKey, int] = field(default_factory=dict)
+    held: Mapping[WorkerKey, int] = field(default_factory=dict)
     """On the device or in host memory."""
     storage: int = 0
     """What storage holds, which workers share."""
@@ -52,13 +74,13 @@ class PromptHits:
     def device_of(self, able: AbleWorkers) -> NDArray[np.int64]:
         """What each of these workers holds on its device: (workers,)."""
         if self.rows is not None and self.rows.keys is able.columns.keys:
-            return self.rows.device[able.at]
+            return self.rows.device.take(able.at)
         return np.array([self.device.get(e.key, 0) for e in able], np.int64)
 
     def held_of(self, able: AbleWorkers) -> NDArray[np.int64]:
         """What each of these workers holds on its device or in host memory: (workers,)."""
         if self.rows is not None and self.rows.keys is able.columns.keys:
-            return self.rows.held[able.at]
+            return self.rows.held.take(able.at)
         return np.array([self.held.get(e.key, 0) for e in able], np.int64)
 
 
@@ -104,12 +126,10 @@ class PrefixIndexes:
             self._last = None
         if hits is None or hits.device.get(worker, 0) < hits.whole:
             self.sent_prefixes.sent(worker, hashes, now)
-        if hits is not None:
-            hits.device[worker] = max(hits.device.get(worker, 0), sent)
-            hits.held[worker] = max(hits.held.get(worker, 0), sent)
-            if hits.rows is not None:
-                at = self._places[worker]
-                hits.rows.device[at], hits.rows.held[at] = hits.device[worker], hits.held[worker]
+        if hits is not None and hits.rows is not None:
+            at = self._places[worker]
+            for depths in (hits.rows.device, hits.rows.held):
+                depths[at] = max(depths[at], sent)
 
     def hits(self, hashes: PrefixHashes, now: float) -> PromptHits:
         """Return what workers hold of a prompt."""
@@ -125,10 +145,10 @@ class PrefixIndexes:
             sent = self._of_workers(self.sent_prefixes.find(hashes))
             return self._hits(sent, sent, hashes.blocks_end)
         slots = self._slots_in(told)
-        live = told.live[slots] & (slots > 0)
+        live = told.live.take(slots) & (slots > 0)
         recent = self._of_workers(self.sent_prefixes.find_recent(hashes, now))
-        device = np.maximum(told.depths.device[slots], recent)
-        held = np.maximum(told.depths.held[slots], device)
+        device = np.maximum(told.depths.device.take(slots), recent)
+        held = np.maximum(told.depths.held.take(slots), device)
         if (self._remembered & ~live).any():
             sent = self._of_workers(self.sent_prefixes.find(hashes))
             device, held = np.where(live, device, sent), np.where(live, held, sent)
@@ -137,17 +157,12 @@ class PrefixIndexes:
 
     def _hits(self, device: NDArray[np.int32], held: NDArray[np.int32], whole: int, storage: int = 0) -> PromptHits:
         rows = HitRows(self._keys, device.astype(np.int64), held.astype(np.int64))
-        return PromptHits(self._positive(device), self._positive(held), storage, whole, rows)
-
-    def _positive(self, depths: NDArray[np.int32]) -> dict[WorkerKey, int]:
-        at = np.flatnonzero(depths)
-        if len(at) == len(self._keys):
-            return dict(zip(self._keys, depths.tolist(), strict=True))
-        return {self._keys[i]: depth for i, depth in zip(at.tolist(), depths[at].tolist(), strict=True)}
+        of_device, of_held = HeldBy(self._places, rows.device), HeldBy(self._places, rows.held)
+        return PromptHits(of_device, of_held, storage, whole, rows)
 
     def _of_workers(self, depths: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return depths by place in `_keys` from depths by slot of what was sent."""
-        found: NDArray[np.int32] = np.append(depths, np.int32(0))[self._sent_slots]
+        found: NDArray[np.int32] = np.append(depths, np.int32(0)).take(self._sent_slots)
         for at, slot in self._more_slots:
             found[at] = max(found[at], depths[slot])
         return found

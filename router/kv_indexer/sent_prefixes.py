@@ -2,8 +2,8 @@
 
 It is a guess: a worker has every block that it was sent. Placement needs it where a worker tells nothing of its cache
 (no KV events, or an index that is dead), and for prompts that were sent a moment ago, whose pages no event confirms
-yet. So there are two memories in tables of a fixed size (`router.kv_indexer.holder_table`): one of all that was sent,
-in which the oldest gives way, and one of the last `RECENT_S` seconds, in two halves that take turns.
+yet. So there are two memories: one of all that was sent, in a table of a fixed size (`router.kv_indexer.holder_table`)
+in which the oldest gives way, and one of the last seconds (`router.kv_indexer.recent_prefixes`).
 
 What was sent dies with the worker's incarnation, as its cache does, unless the next incarnation reports that it has
 adopted the last one's host memory.
@@ -20,16 +20,13 @@ from numpy.typing import NDArray
 from contracts.ids import Incarnation, Role, WorkerName
 from router.kv_indexer.holder_sets import DEVICE
 from router.kv_indexer.holder_table import HolderTable
+from router.kv_indexer.recent_prefixes import RECENT_BLOCKS, RecentPrefixes
 from router.kv_indexer.table_memory import TableMemory, TableSize
 from router.state.prefix_hashes import PrefixHashes
 from router.state.worker_table import WorkerEntry, WorkerKey
 
 SENT_BYTES = 32 * 1024**2
 """Memory for all that was sent: 1.6 million blocks of 64 tokens, whichever workers they were sent to."""
-RECENT_BYTES = 4 * 1024**2
-"""Memory of each half for what was sent lately."""
-RECENT_S = 10.0
-"""Seconds for which a prompt that was sent counts as there, whatever the worker's events say; at most twice as long."""
 ADOPTED_AT_MOST = 4
 """Incarnations whose blocks one may have adopted, one from the other."""
 
@@ -51,14 +48,13 @@ class SentPrefixes:
     """What was sent to the workers of the table. Times are seconds of the router core's clock."""
 
     def __init__(
-        self, sent_bytes: int = SENT_BYTES, recent_bytes: int = RECENT_BYTES, *, of_decode: bool = False
+        self, sent_bytes: int = SENT_BYTES, recent_blocks: int = RECENT_BLOCKS, *, of_decode: bool = False
     ) -> None:
-        """`of_decode`: whether what decode workers are sent is remembered, too."""
+        """`recent_blocks`: the most of each half of what was sent lately. `of_decode`: whether what decode workers are
+        sent is remembered, too."""
         self._of_decode = of_decode
         self._sent = HolderTable(TableMemory.private(TableSize.of_bytes(sent_bytes)))
-        self._halves = [HolderTable(TableMemory.private(TableSize.of_bytes(recent_bytes))) for _ in range(2)]
-        self._turned = 0.0
-        """When the halves took turns last."""
+        self._recent = RecentPrefixes(self._sent.memory.size.slots, recent_blocks)
         self._workers: dict[WorkerName, SentWorker] = {}
         self._free = list(reversed(range(self._sent.memory.size.slots)))
         self._left: list[int] = []
@@ -97,12 +93,12 @@ class SentPrefixes:
     def sent(self, worker: WorkerKey, hashes: PrefixHashes, now: float) -> None:
         """Enter the blocks of a prompt that goes to a worker of the table."""
         if slots := self.slots(worker):
-            self._turn(now)
             self._workers[worker[0]].used = True
-            for table in (self._sent, self._halves[0]):
-                # Who was sent a prompt's last block was sent all of it.
-                if not table.holds(slots[0], hashes.blocks[-1]):
-                    table.add(slots[0], DEVICE, hashes.blocks)
+            blocks = hashes.blocks
+            # Who was sent a prompt's last block was sent all of it.
+            if not self._sent.holds(slots[0], blocks[-1]):
+                self._sent.add(slots[0], DEVICE, blocks)
+            self._recent.sent(slots[0], blocks, now)
 
     def find(self, hashes: PrefixHashes) -> NDArray[np.int32]:
         """Return how many positions of a prompt each slot was sent: int32 (slots,)."""
@@ -110,27 +106,13 @@ class SentPrefixes:
 
     def find_recent(self, hashes: PrefixHashes, now: float) -> NDArray[np.int32]:
         """Return how many each slot was sent lately."""
-        self._turn(now)
-        found = np.zeros(self._sent.memory.size.slots, np.int32)
-        for half in self._halves:
-            if half.entries:
-                np.maximum(found, half.find(*hashes.asked_blocks).held, out=found)
-        return found
-
-    def _turn(self, now: float) -> None:
-        """Empty the older half when it is time to."""
-        if now - self._turned >= RECENT_S:
-            self._halves.reverse()
-            stale = self._halves if now - self._turned >= 2 * RECENT_S else self._halves[:1]
-            for half in stale:
-                half.empty()
-            self._turned = now
+        return self._recent.find(*hashes.asked_blocks, now)
 
     def _take(self) -> tuple[int, ...]:
         if not self._free:
             # Slots are taken out together, as that looks through all of the tables.
-            for table in (self._sent, *self._halves):
-                table.forget(self._left)
+            self._sent.forget(self._left)
+            self._recent.forget(self._left)
             self._free, self._left = self._left, []
         return (self._free.pop(),) if self._free else ()
 

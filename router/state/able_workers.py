@@ -19,6 +19,8 @@ from router.state.circuit_breaker import CircuitState
 if TYPE_CHECKING:
     from router.state.worker_table import WorkerEntry, WorkerKey
 
+FEW_ROWS = 16
+"""Rows up to which one is entered after the other: arrays of so few cost more."""
 UNKNOWN_ROOM = np.iinfo(np.int64).max
 """The headroom of a worker that has said nothing of its pages."""
 _ROLES = {role: number for number, role in enumerate(Role)}
@@ -57,12 +59,20 @@ class WorkerColumns:
     def __getitem__(self, name: str) -> NDArray[Any]:
         """The column of a name, up to date: (workers,)."""
         if self._stale:
-            self._refresh()
+            self.follow()
         return self._columns[name]
 
-    def _refresh(self) -> None:
+    def follow(self) -> None:
+        """Bring all columns up to date."""
+        if not self._stale:
+            return
         at = list(self._stale)
         self._stale.clear()
+        if len(at) <= FEW_ROWS:
+            for one in at:
+                for column, value in zip(self._columns.values(), self._row(self.entries[one]), strict=True):
+                    column[one] = value
+            return
         rows = [self._row(self.entries[one]) for one in at]
         for name, values in zip(self._columns, zip(*rows, strict=True), strict=True):
             self._columns[name][at] = values
@@ -164,24 +174,24 @@ class AbleWorkers(Sequence["WorkerEntry"]):
 
     def column(self, name: str) -> NDArray[Any]:
         """What these workers have in the column `name`: (workers,)."""
-        found: NDArray[Any] = self.columns[name][self.at]
+        found: NDArray[Any] = self.columns[name].take(self.at)
         return found
 
     def classes(self) -> set[str]:
         """The hand-over classes of these workers."""
-        codes = self.column("handover")
+        self.columns.follow()
         names = self.columns.handovers
-        if len(names) == 1 and len(codes):
+        if len(names) == 1 and len(self):
             return set(names)
-        return {names[code] for code in np.unique(codes).tolist()}
+        return {names[code] for code in np.unique(self.column("handover")).tolist()}
 
     def of_class(self, classes: Container[str]) -> AbleWorkers:
         """Those of the hand-over classes `classes`."""
-        codes = self.column("handover")
+        self.columns.follow()
         wanted = self.columns.codes(classes)
         if len(wanted) == len(self.columns.handovers):
             return self
-        return AbleWorkers(self.columns, self.at[np.isin(codes, wanted)])
+        return AbleWorkers(self.columns, self.at[np.isin(self.column("handover"), wanted)])
 
     def where(self, wanted: Callable[[WorkerEntry], bool]) -> AbleWorkers:
         """Those that are wanted."""
@@ -191,10 +201,10 @@ class AbleWorkers(Sequence["WorkerEntry"]):
 
     def least(self, *keys: NDArray[Any]) -> WorkerEntry:
         """The worker with the lowest first key; among equals with the lowest second one, and so on."""
-        left = np.arange(len(self.at))
-        for key in keys:
-            some = key[left]
-            left = left[some == some.min()]
+        left = np.flatnonzero(keys[0] == keys[0].min())
+        for key in keys[1:]:
             if len(left) == 1:
                 break
+            some = key.take(left)
+            left = left[some == some.min()]
         return self[int(left[0])]

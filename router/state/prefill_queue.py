@@ -311,9 +311,14 @@ class PrefillQueue:
         self._refused.append(RefusedPrompt(self._came, priority, before, whose.tenant, up_to, last_s, due))
         self._judge(now)
 
+    @property
+    def judges(self) -> bool:
+        """Whether `take_false_refusals` may have any."""
+        return bool(self._refused or self._false_refusals)
+
     def take_false_refusals(self, now: float) -> int:
         """Return how many more refused prompts are known to have been refused for nothing."""
-        if not (self._refused or self._false_refusals):
+        if not self.judges:
             return 0
         self._work(now)
         self._judge(now)

@@ -35,10 +35,15 @@ class DamageTotals:
         self._before: dict[tuple[WorkerName, Role, str], float] = {}
         """The counts of earlier incarnations."""
         self._now: dict[WorkerName, tuple[Incarnation, Role, dict[str, float]]] = {}
+        self._seen: dict[WorkerName, WorkerStatus] = {}
+        """The latest status of each worker that was taken in: most tables bring it again."""
 
     def on_statuses(self, statuses: Iterable[WorkerStatus]) -> None:
         """Take in workers' statuses; that of an older incarnation than the one known is ignored."""
         for status in statuses:
+            if status is self._seen.get(status.name):
+                continue
+            self._seen[status.name] = status
             incarnation, role, known = self._now.get(status.name, (status.incarnation, status.role, {}))
             if incarnation > status.incarnation:
                 continue

@@ -41,6 +41,9 @@ class StepCosts:
     """From a change of a worker's cache until the index of KV events has it."""
     start_s: float = 30.0
     """From the start of a worker until it registers."""
+    role_change_s: float = 2.0
+    """From the end of a worker that changes its role until it registers in the other: its process goes on, and keeps
+    the weights."""
 
     def __post_init__(self) -> None:
         """Raises `ConfigError` for seconds below 0, and for steps that take none."""

@@ -138,6 +138,11 @@ class ClusterModel:
             self.figures.events += 1
             run(*given)
 
+    @property
+    def over(self) -> bool:
+        """Whether all requests have come and ended."""
+        return not (self._arriving or self._flights)
+
     def close(self) -> None:
         if self._index is not None:
             self._index.close()

@@ -2,7 +2,8 @@
 
 Workers register, renew their leases as often as the controller says, tell their counters as seldom as real ones, drain
 and leave. A worker that drains takes nothing new and ends what it has; nothing migrates, so a drain takes as long as
-its longest answer. Starts take `StepCosts.start_s`, and wait while nodes have no place.
+its longest answer. Starts take `StepCosts.start_s`, and wait while nodes have no place. A worker that changes its role
+keeps its process, and with it its place: once it is drained, it is ready again after `StepCosts.role_change_s`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,15 @@ from sim.scale.scale_figures import RunFigures
 NODE = NodePlace("n" * 12, "node")
 MOST_POSITIONS = 1 << 20
 _READY, _DRAINING = "ready", "draining"
+
+
+@dataclass(slots=True)
+class PendingStart:
+    """A start that isn't over."""
+
+    order: StartWorker
+    over: float | None = None
+    """When it is; None while it waits for a place."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,8 +76,9 @@ class SimPools:
         self.core.set_nodes([NODE])
         self.autoscaler = Autoscaler(self.core, clock, config) if config.autoscaling.enabled else None
         self.workers: dict[WorkerKey, ModelWorker] = {}
-        self._starting: list[tuple[StartWorker, float | None]] = []
-        """Starts, and when they are over; None while they wait for a place."""
+        self._starting: list[PendingStart] = []
+        self._closed: set[WorkerKey] = set()
+        """Incarnations that have closed to change their role, and whose processes wait for their next plan."""
         self._turned = clock.now()
         self.on_join: Callable[[ModelWorker], None] = lambda worker: None
         self.on_leave: Callable[[ModelWorker], None] = lambda worker: None
@@ -91,9 +102,7 @@ class SimPools:
         """Do what is due of heartbeats, the autoscaler and starts; to be called some times a second. `counts`: what
         routers report of latencies."""
         now = self._clock.now()
-        self._figures.worker_s += (now - self._turned) * (
-            len(self.workers) + sum(over is not None for _, over in self._starting)
-        )
+        self._figures.worker_s += (now - self._turned) * self._places_taken
         self._turned = now
         for worker in [one for one in self.workers.values() if now >= one.renews_at]:
             self._renew(worker, now)
@@ -103,26 +112,34 @@ class SimPools:
         for action in self.core.tick():
             match action:
                 case StartWorker():
-                    self._starting.append((action, None))
+                    self._starting.append(PendingStart(action))
+                    if (waits := (action.name, action.successor_of)) in self._closed:
+                        self._closed.remove(waits)
+                        self._begin_start(self._starting[-1], now + self._plan.costs.role_change_s)
                 case KillWorker():
                     key = action.name, action.incarnation
-                    self._starting = [one for one in self._starting if (one[0].name, one[0].incarnation) != key]
+                    self._starting = [one for one in self._starting if (one.order.name, one.order.incarnation) != key]
         if self._starting:
-            self._start(now)
+            self._go_on_starting(now)
 
-    def _start(self, now: float) -> None:
-        waiting, self._starting = self._starting, []
+    @property
+    def _places_taken(self) -> int:
+        return len(self.workers) + sum(one.over is not None for one in self._starting)
+
+    def _begin_start(self, start: PendingStart, over: float) -> None:
+        self.core.placed(start.order.name, start.order.incarnation, NODE)
+        start.over = over
+
+    def _go_on_starting(self, now: float) -> None:
+        """Begin the starts for which there is a place, and end those that are over."""
         places = self._plan.places or float("inf")
-        for start, over in waiting:
-            there = len(self.workers) + sum(end is not None for _, end in self._starting)
-            if over is None and there < places:
-                self.core.placed(start.name, start.incarnation, NODE)
-                self._starting.append((start, now + self._plan.costs.start_s))
-            elif over is None or now < over:
-                self._starting.append((start, over))
-            else:
-                self._register(start)
+        for start in list(self._starting):
+            if start.over is not None and now >= start.over:
+                self._starting.remove(start)
+                self._register(start.order)
                 self._count_sizes()
+            elif start.over is None and self._places_taken < places:
+                self._begin_start(start, now + self._plan.costs.start_s)
 
     def _register(self, start: StartWorker) -> None:
         plan, key, now = self._plan, (start.name, start.incarnation), self._clock.now()
@@ -155,7 +172,8 @@ class SimPools:
             worker.draining = True
             self._count_sizes()
         if worker.draining and worker.idle:
-            self.core.leave(name, incarnation)
+            if self.core.leave(name, incarnation, closed=True):
+                self._closed.add(worker.key)  # Its start is due with the controller's next tick, of this turn.
             del self.workers[worker.key]
             self.on_leave(worker)
 

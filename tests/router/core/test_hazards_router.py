@@ -21,7 +21,7 @@ def prompt(number: int, blocks: int = 4) -> tuple[int, ...]:
 
 
 def test_d8_what_was_sent_is_remembered_within_a_bound_and_the_oldest_is_forgotten() -> None:
-    memory = SentPrefixes(sent_bytes=6400, recent_bytes=6400)
+    memory = SentPrefixes(sent_bytes=6400, recent_blocks=320)
     stage = Stage()
     memory.follow(stage.core.workers)
     key = stage.key("prefill-0")

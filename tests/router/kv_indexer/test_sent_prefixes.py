@@ -6,7 +6,7 @@ from contracts.config.router_config import RouterConfig
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 from router.kv_indexer.prefix_indexes import PrefixIndexes
-from router.kv_indexer.sent_prefixes import RECENT_S
+from router.kv_indexer.recent_prefixes import RECENT_S
 from router.state.prefix_hashes import prefix_hashes
 from router.state.worker_table import WorkerTable
 

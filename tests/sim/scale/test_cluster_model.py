@@ -12,6 +12,7 @@ import pytest
 
 from contracts.config.load_config import config_from_dict
 from contracts.errors import ConfigError
+from contracts.ids import Incarnation, Role, WorkerName
 from sim.fabric.step_costs import StepCosts
 from sim.scale.cluster_model import ClusterModel
 from sim.scale.cluster_plan import ClusterPlan, DecodePool, LatencyTarget, PrefillPool
@@ -130,6 +131,33 @@ def test_the_autoscaler_sizes_the_pools() -> None:
     assert report.ttft_p50_s < still.ttft_p50_s / 3
     assert ended > 0
     assert len(sizes) > 3
+
+
+def test_a_worker_that_changes_its_role_keeps_its_process_and_its_place() -> None:
+    costs = StepCosts(start_s=40.0, role_change_s=3.0)
+    model, name = ClusterModel(replace(planned(), costs=costs, places=6), drawn(SHAPE)), WorkerName("prefill-3")
+    try:
+        end = 10.0
+        model.run(until_s=end)
+        pools = model.pools
+        worker = pools.workers[name, Incarnation(1)]
+        pools.core.pools.change_role(name, Role.DECODE)
+        pools.core.pools.add(WorkerName("prefill-9"), Role.PREFILL)
+        while worker.key in pools.workers:
+            model.run(until_s=(end := end + 0.25))
+        begun, next_one = end, (name, Incarnation(2))
+        assert worker.idle, "what it had has ended"
+        while next_one not in pools.workers and end < 100.0:
+            model.run(until_s=(end := end + 0.25))
+            assert len(pools.workers) == 5 + (next_one in pools.workers)
+        assert pools.workers[next_one].role is Role.DECODE
+        assert costs.role_change_s - 0.25 <= end - begun <= costs.role_change_s + 0.5
+        model.run()
+        assert (WorkerName("prefill-9"), Incarnation(1)) not in pools.workers, "no place has become free for it"
+        assert model.check() == []
+        assert model.report().answered == SHAPE.requests
+    finally:
+        model.close()
 
 
 def test_the_command_says_what_came_to_pass() -> None:
