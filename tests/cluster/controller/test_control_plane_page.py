@@ -36,7 +36,7 @@ def test_the_unit_starts_what_there_is_with_the_configuration_of_the_page(tmp_pa
     options = parser().parse_args(arguments)
     assert (options.command, options.standby) == ("controller", True)
     file = tmp_path / options.config.name
-    file.write_text(block("yaml", of=2))
+    file.write_text(block("yaml", of=3))
     config = load_config(file, options.set)
     assert f"{options.address}:{options.port}" in controller_endpoints(config.cluster.controllers)
     assert config.cluster.name == "prod"
@@ -49,7 +49,7 @@ def test_the_unit_is_started_again_when_another_controller_has_replaced_it() -> 
 
 def test_rays_storage_is_a_setting(tmp_path: Path) -> None:
     file = tmp_path / "ray.yaml"
-    file.write_text(block("yaml", 1, of=2))
+    file.write_text(block("yaml", 2, of=3))
     assert StoredTables(load_config(file).cluster.ray_storage, "a").environment["RAY_REDIS_ADDRESS"] == "10.0.0.9:6379"
 
 
@@ -57,6 +57,6 @@ def test_the_line_of_status_is_as_it_is_shown() -> None:
     shown = {
         "leader": "10.0.0.1:7401", "term": 3, "standbys": ["10.0.0.1:7402", "10.0.0.2:7400"], "away": False,
     }  # fmt: skip
-    assert controllers_line(shown) == block("text").strip()
+    assert controllers_line(shown) == block("text", 1, of=2).strip()
     assert controllers_line(shown | {"away": True}).startswith("no controller answers")
     assert controllers_line(shown | {"standbys": []}).endswith("none stands by")
