@@ -172,7 +172,11 @@ class Detached(Serving):
             found[:] = self.having(*words)
             return len(found) == 1
 
-        until(look, f"one process of {' '.join(words)}", WAIT_S)
+        try:
+            until(look, f"one process of {' '.join(words)}", WAIT_S)
+        except AssertionError as error:
+            said = "\n".join(self.said()[-20:])
+            raise AssertionError(f"{error}; there are {found}; the cluster said\n{said}") from None
         return found[0]
 
 
