@@ -97,7 +97,9 @@ def trace_spans(source: TraceSource) -> list[TraceSpan]:
             at(span.end_s),
             span.worker or record.router,
             TraceSpanKind.INTERNAL,
-            _without_empty(worker=span.worker, detail=span.detail) | {"twinpool.hidden": span.hidden},
+            # By the request's id a span leads to the log lines of its process, and a log line to its trace.
+            _without_empty(request_id=record.request_id, worker=span.worker, detail=span.detail)
+            | {"twinpool.hidden": span.hidden},
         )
         for span in record.spans
     ]

@@ -38,9 +38,9 @@ class World:
     collector: Rotel
     sink: OtlpServer
 
-    def post(self, name: str, tokens: int = 20, **more: Any) -> httpx.Response:
-        """One request of the client `name`, which has a trace of its own."""
-        body = self.cluster.body([7] * 40, max_tokens=tokens, **more)
+    def post(self, name: str, tokens: int = 20, prompt: int = 7, **more: Any) -> httpx.Response:
+        """One request of the client `name`, which has a trace of its own; `prompt`: the token that it repeats."""
+        body = self.cluster.body([prompt] * 40, max_tokens=tokens, **more)
         return httpx.post(f"{self.cluster.url}/v1/completions", json=body, timeout=60, headers=headers(name))
 
     def record(self, name: str) -> dict[str, Any]:
@@ -65,11 +65,19 @@ class World:
         names = ("exported", "failed", "dropped")
         return {name: int(self.cluster.metric("twinpool_traces_total", outcome=name)) for name in names}
 
+    def lines(self, word: str) -> list[tuple[str, dict[str, Any]]]:
+        """The log lines of all processes with a word in them, each with its process."""
+        folder = Path(next(line for line in self.cluster.lines if " logs " in line).split()[-1])
+        return [
+            (file.stem, json.loads(line))
+            for file in sorted(folder.glob("*.log"))
+            for line in file.read_text().splitlines()
+            if word in line
+        ]
+
     def said(self, event: str) -> list[dict[str, Any]]:
         """The router's log lines of an event."""
-        folder = Path(next(line for line in self.cluster.lines if " logs " in line).split()[-1])
-        lines = [line for line in (folder / "router.log").read_text().splitlines() if event in line]
-        return [json.loads(line) for line in lines]
+        return [line for process, line in self.lines(event) if process == "router"]
 
 
 def trace_of(name: str) -> str:
@@ -94,7 +102,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         sections = {
             "tracing": {"endpoint": collector.url, "timeout_s": 3, "queue": QUEUE},
             # Steps take their time, so that a request can be cut short or come too late.
-            "faults": {"step_delay_s": STEP_S},
+            "faults": {"step_delay_s": STEP_S, "corrupt_page": 1},
             "decode": {"speculation": "off"},
         }
         try:
@@ -125,6 +133,36 @@ def adds_up(root: Span, children: Sequence[tuple[str, Span]], record: dict[str, 
     assert [(span.name, process) for process, span in ordered] == [
         (span["name"], span["worker"] or record["router"]) for span in wanted
     ]
+
+
+def test_log_lines_of_all_processes_and_spans_lead_to_each_other_by_the_requests_id(world: World) -> None:
+    """The first hand-over arrives damaged, of which decode has a word in its log."""
+    answer = world.post("damaged", prompt=8)
+    assert answer.status_code == 200, answer.text
+    root, children = world.trace(trace_of("damaged"))
+    adds_up(root, children, world.record("damaged"))
+    told = attributes_of(root.attributes)
+    assert told["twinpool.attempts"] > 1
+    # From a span to the lines: all spans have the one id, and a process's lines have it.
+    request_id, answer_id = told["twinpool.request_id"], told["gen_ai.response.id"]
+    assert {attributes_of(span.attributes)["twinpool.request_id"] for _, span in children} == {request_id}
+    lines = world.lines(answer_id)
+    assert {process for process, _ in lines} >= {"router", "decode-0"}, lines
+    assert "state damage" in {line["event"] for process, line in lines if process == "decode-0"}, lines
+    for process, line in lines:
+        # From a line to its trace: by what it says of its request, among all that came out of the collector.
+        named = line.get("request_id") or line["room"].split("/")[0]
+        found = {
+            span.trace_id.hex()
+            for _, span in world.sink.spans()
+            if named in (attributes_of(span.attributes)["twinpool.request_id"], answer_id)
+        }
+        assert found >= {trace_of("damaged")}, (process, line)
+        if named == request_id:
+            assert found == {trace_of("damaged")}
+    assert {line["trace_id"] for process, line in lines if process == "router" and "trace_id" in line} == {
+        trace_of("damaged")
+    }
 
 
 def test_a_trace_of_each_request_comes_out_of_a_collector_and_is_whole(world: World) -> None:
@@ -202,7 +240,7 @@ def test_a_request_that_fails_has_a_trace_with_its_error(world: World) -> None:
 
 
 def test_a_collector_that_dies_and_comes_back_costs_traces_and_no_answers(world: World) -> None:
-    asked = 4
+    asked = 5
     until(lambda: world.outcomes()["exported"] == asked, "the traces of the other tests to be exported")
     world.collector.kill()
     answers = world.cluster.complete_all([[5, number % 50 + 1] * 20 for number in range(AWAY)], max_tokens=8)
