@@ -54,7 +54,7 @@ SCALING = (
     "autoscaling.enabled=true", f"autoscaling.ttft_target_s={TARGET.ttft_s}",
     f"autoscaling.itl_target_s={TARGET.tpot_s}", "autoscaling.queue_target_s=3", "autoscaling.period_s=2",
     "autoscaling.window_s=15", "autoscaling.shrink_window_s=40", "autoscaling.grow_cooldown_s=6",
-    "autoscaling.shrink_cooldown_s=10", "autoscaling.role_window_s=12", "autoscaling.role_cooldown_s=40",
+    "autoscaling.shrink_cooldown_s=10", "autoscaling.role_window_s=30", "autoscaling.role_cooldown_s=60",
 )  # fmt: skip
 FOLLOW = "follow the load"
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from bench.serving import autoscaling_cluster
@@ -14,12 +16,13 @@ from bench.serving.phased_replay import Lengths, Phase, asks_in_phases, replay_p
 from sim.scale.trace_file import read_trace
 from tests.changing import Load, some_prompts
 from tests.checkpoints import Oracle, compare, make_checkpoint
-from tests.serving import ROOT, serving
+from tests.serving import ROOT, serving, until
 
 TRACE = ROOT / "bench" / "traces" / "conversation_200.jsonl"
 CALM, BURST = Phase(40.0, 0.05), Phase(50.0, 1.0)
 LENGTHS = Lengths(prompts=0.02, answers=0.1, most=512)
 SHRINK_WINDOW_S = 20.0
+SHRINK_WITHIN_S = 300.0
 SECTIONS: dict[str, dict[str, Any]] = {
     "cache": {"page_tokens": 16},
     "prefill": {"chunk_tokens": 32, "cache.device_tokens": 8192},
@@ -40,15 +43,23 @@ def test_pools_grow_under_a_burst_of_recorded_traffic_and_shrink_by_drain_and_ev
     tmp_path: Path,
 ) -> None:
     folder = make_checkpoint(tmp_path / "model", "qwen3", seed=62, vocab=2000)
-    phases = [CALM, BURST, Phase(90.0, CALM.rate)]
+    phases = [CALM, BURST, Phase(40.0, CALM.rate)]
     asks = asks_in_phases(spread(read_trace(TRACE)), phases, LENGTHS)
     seconds = sum(phase.seconds for phase in phases)
     with serving(folder, tmp_path / "run", sections=SECTIONS, ready_within=200) as cluster:
         # Three streams never cease, so that on every decode worker that leaves something runs.
         streams = Load(cluster.url, cluster.model, [prompt[:40] for prompt in some_prompts(4)], streams=3)
         with streams.running():
+            began = time.monotonic()
             run = asyncio.run(replay_phases(cluster.url, asks, seconds))
-        watch = run.watch
+            watch = run.watch
+
+            def shrunk() -> bool:
+                watch.take(time.monotonic() - began, httpx.get(f"{cluster.url}/cluster/status").json())
+                return watch.sizes[-1][1:] == (1, 1)
+
+            # As long as it takes: a worker that is still starting keeps its pool from shrinking.
+            until(shrunk, f"both pools to shrink: {watch.decisions}", SHRINK_WITHIN_S)
         assert not watch.ends, "nobody died"
         for which in (0, 1):
             steps = watch.steps(which)
