@@ -22,8 +22,8 @@ from tests.changing import UPGRADE_S, WAIT_S, Load, SourceEdit, another_build, d
 from tests.checkpoints import Oracle, compare, make_checkpoint
 from tests.serving import Answer, Serving, serving, until
 
-STEP_S = 0.05
-LONG = 3000
+STEP_S = 0.15
+LONG = 2000
 """Tokens of a long answer: `STEP_S` each, minutes."""
 LONG_S = 1200.0
 """Seconds that such an answer may take on a busy machine."""
