@@ -31,10 +31,10 @@ READY = "Twinpool is ready: "
 
 
 def environment(runtime: Path) -> dict[str, str]:
-    """The environment of everything that is started: no transformers, run files apart from other runs'."""
+    """The environment of everything that is started: no transformers, run files and logs apart from other runs'."""
     path = os.pathsep.join([str(ROOT / "tests" / "unimportable"), str(ROOT)])
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("TWINPOOL_", "RAY_"))}
-    return kept | {"PYTHONPATH": path, "XDG_RUNTIME_DIR": str(runtime)}
+    return kept | {"PYTHONPATH": path, "XDG_RUNTIME_DIR": str(runtime), "XDG_STATE_HOME": str(runtime / "state")}
 
 
 @dataclass
