@@ -216,6 +216,12 @@ FLAGS = (
         {"type": Path, "metavar": "FILE", "nargs": "?"},
     ),
     CommandFlag(("--all",), ("doctor",), "show what is fine, too", {"action": "store_true"}),
+    CommandFlag(
+        ("--hosts",),
+        ("doctor",),
+        "join the Ray of --ray-address for a moment, and compare its hosts: a task runs on each",
+        {"action": "store_true"},
+    ),
     CommandFlag(("--watch",), ("drain",), "show what it waits for, live", {"action": "store_true"}),
     CommandFlag(
         ("request",),

@@ -108,7 +108,7 @@ def _doctor(args: argparse.Namespace) -> int:
         if args.config is not None:
             raise ConfigError("FILE and --config are the same: give one of them")
         args.config = args.file
-    findings = examine(DoctorCase(_launch_options(args)))
+    findings = examine(DoctorCase(_launch_options(args), compare_hosts=args.hosts))
     code = exit_code(findings)
     if args.json:
         print(as_json(findings, code))

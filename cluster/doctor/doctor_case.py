@@ -16,6 +16,7 @@ import yaml
 from cluster.assembly.device_cards import CardFacts, cards_of
 from cluster.assembly.node_shares import CGROUP
 from cluster.doctor.planned_model import PlannedModel, planned_model
+from cluster.ray_nodes.host_facts import HostFacts, ask_hosts
 from cluster.ray_nodes.ray_facts import RayFacts, ask_ray
 from cluster.serve.preflight import ServeOptions, with_settings
 from cluster.serve.security_check import with_absolute_paths
@@ -42,6 +43,7 @@ class DoctorHost:
     version: Callable[[str], str] = importlib.metadata.version
     """The installed version of a package; raises `PackageNotFoundError`."""
     ask_ray: Callable[[str], RayFacts] = ask_ray
+    ask_hosts: Callable[[str, str], tuple[HostFacts, ...]] = ask_hosts
     cards: Callable[[str], tuple[CardFacts, ...]] = cards_of
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
@@ -56,9 +58,10 @@ class DoctorHost:
 class DoctorCase:
     """A planned launch, read as far as it can be: what can't be read is a finding, and defaults stand in for it."""
 
-    def __init__(self, options: ServeOptions, host: DoctorHost | None = None) -> None:
-        """`options`: the flags, as `serve` is given them."""
-        self.host = host or DoctorHost()
+    def __init__(self, options: ServeOptions, host: DoctorHost | None = None, *, compare_hosts: bool = False) -> None:
+        """`options`: the flags, as `serve` is given them. `compare_hosts`: whether the Ray may be joined to ask its
+        hosts."""
+        self.host, self.compare_hosts = host or DoctorHost(), compare_hosts
         self.refused: TwinpoolError | None = None
         """Why the configuration can't be read; None where it was."""
         try:

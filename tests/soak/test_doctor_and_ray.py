@@ -5,17 +5,20 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cluster.doctor.doctor_case import DoctorCase
+from cluster.doctor.doctor_case import DoctorCase, DoctorHost
 from cluster.doctor.examine import CHECKS
 from cluster.doctor.finding import Severity
+from cluster.ray_nodes.host_facts import ask_hosts, facts_here
 from cluster.ray_nodes.ray_facts import ask_ray
 from cluster.serve.preflight import ServeOptions
 from contracts.errors import ConfigError
 from tests.serving import ROOT
+from tests.soak.test_ray_node import more_nodes, nodes, said
 
 START = """
 import sys
@@ -59,3 +62,26 @@ def test_a_real_ray_says_its_version_and_its_places(head: str, monkeypatch: pyte
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
     with pytest.raises(ConfigError, match=r"can't be asked|didn't answer"):
         ask_ray(head)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+def test_the_hosts_of_a_real_ray_tell_of_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes of this one machine, which has what this process sees of it, and whose clock is this one."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with nodes(tmp_path) as running:
+        address = str(said(running)["address"])
+        more_nodes(running)
+        said(running)
+        (there,) = told = ask_hosts(address, "cpu")
+        assert there.silent == ""
+        places = {"twinpool_prefill": 1.0, "twinpool_decode": 2.0}
+        assert replace(there, clock_s=0.0, clock_error_s=0.0) == replace(facts_here("cpu"), places=places)
+        assert abs(there.clock_s) <= there.clock_error_s < 5
+        host = DoctorHost(ask_hosts=lambda *_: told)
+        case = DoctorCase(ServeOptions(port=0, ray_address=address), host, compare_hosts=True)
+        (found,) = CHECKS["hosts"](case)
+        assert (found.severity, found.found) == (
+            Severity.FINE,
+            f"1 host that can hand over to each other: {there.host}",
+        )
