@@ -57,31 +57,37 @@ class ScaleFigures:
 def measured(
     name: str, plan: ClusterPlan, shape: TrafficShape, *, index: bool = True, since_s: float = 0.0, say_s: float = inf
 ) -> ScaleFigures:
-    """Run one cluster, with a line after every `say_s` virtual seconds. Raises `RuntimeError` where its books don't add
-    up."""
+    """Run one cluster, with a line at its end and after every `say_s` virtual seconds. Raises `RuntimeError` where its
+    books don't add up."""
     model, began = ClusterModel(plan, drawn(shape), shape.seed, index=index), time.process_time()
     try:
         spent, sent, until_s = 0.0, 0, say_s
         while not model.over:
             model.run(until_s)
             before, spent = spent, time.process_time() - began
-            if not model.over:
-                told = model.report(since_s)
-                each, ended = 1e6 * (spent - before) / max(1, told.sent - sent), max(1, told.answered + told.refused)
-                print(
-                    f"{until_s:,.0f} s: {told.sent:,} requests, {told.answered:,} answered, of those "
-                    f"{told.good * told.sent / ended:.1%} good; TTFT p50 {told.ttft_p50_s:.3f} s, "
-                    f"p99 {told.ttft_p99_s:.3f} s; {told.hit_rate:.1%} hits; since the last line {each:,.0f} us of the "
-                    f"processor a request; {_rss_mib():,.0f} MiB at most",
-                    flush=True,
-                )
-                sent = told.sent
+            told = model.report(since_s)
+            each = 1e6 * (spent - before) / max(1, told.sent - sent)
+            print(
+                f"{name}, {'over' if model.over else f'{until_s:,.0f} s'}: {_line(told)}; {each:,.0f} us each",
+                flush=True,
+            )
+            sent = told.sent
             until_s += say_s
         if wrong := model.check():
             raise RuntimeError(f"{name}: {'; '.join(wrong)}")
         return ScaleFigures(name, model.report(since_s), spent, _rss_mib())
     finally:
         model.close()
+
+
+def _line(told: RunReport) -> str:
+    """What a run has come to so far. Good answers are a part of the requests that have ended."""
+    good = told.good * told.sent / max(1, told.answered + told.refused + told.failed)
+    return (
+        f"{told.sent:,} requests, {told.answered:,} answered, {good:.1%} good; TTFT p50 {told.ttft_p50_s:.3f} s, p99 "
+        f"{told.ttft_p99_s:.3f} s; {told.hit_rate:.1%} hits; {told.worker_s:,.0f} worker-seconds; {told.reversals} "
+        f"reversals; {_rss_mib():,.0f} MiB at most"
+    )
 
 
 def _rss_mib() -> float:
