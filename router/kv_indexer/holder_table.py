@@ -113,16 +113,19 @@ class HolderReader:
             again = (torn != 0).reshape(-1, 2).any(axis=1)
         which = same // (2 * WAYS)
         ends = depths.take(which)
+        alone: NDArray[np.bool_] | None = None
         if again is not None:
             ends[again.take(which)] = 0  # As if nobody held it.
-        if content is None:
-            _enter_lanes(values, ends, found)
-        else:
+            alone = (ends > 0) & ~in_rows
+        if content is not None:
+            alone = ~in_rows if alone is None else alone
             deepest = dict.fromkeys(rows, 0)
             for row, end in zip(rows, ends[in_rows].tolist(), strict=True):
                 deepest[row] = max(deepest[row], end)
             _enter_rows(content, np.fromiter(deepest.values(), np.int32, len(deepest)), found)
-            _enter_lanes(values[~in_rows], ends[~in_rows], found)
+        if alone is not None:
+            values, ends = values[alone], ends[alone]
+        _enter_lanes(values, ends, found)
         return again
 
 
