@@ -10,6 +10,9 @@
 - A shrinking that was regretted, in that the pool grew again within `REGRET` windows, doubles the window, to
   `MOST_WINDOWS` times it at most, and that size is not gone back to while the load is what it was then. After
   `FORGIVEN` windows without regret all is as configured again.
+- Starts that wait for a node are withdrawn when nothing within `window_s` needed them. Where that was regretted, in
+  that the pool grew again within `REGRET` windows, further ones are withdrawn as late as workers leave: each start that
+  is begun anew waits from the beginning.
 - Bounds hold: a pool below its least grows at once, one above its most shrinks as above.
 """
 
@@ -41,6 +44,8 @@ class PoolDamping:
         """When, and the workers that were needed then; of the last `window_s`."""
         self._grown_at = self._changed_at = -math.inf
         self._shrunk_at = self._regretted_at = -math.inf
+        self._withdrawn_at = self._missed_at = -math.inf
+        """When starts were withdrawn last, and when one was that had to be begun again."""
         self._too_few: dict[int, float] = {}
         """Sizes that were regretted, each with the least load at which it was."""
         self._windows = 1.0
@@ -83,10 +88,16 @@ class PoolDamping:
             self._windows, self._regretted_at = min(MOST_WINDOWS, 2 * self._windows), now
             self._shrunk_at = -math.inf
             self._too_few[pool.wanted] = min(need.load, self._too_few.get(pool.wanted, math.inf))
+        if now - self._withdrawn_at <= REGRET * self._config.shrink_window_s:
+            self._missed_at = now
 
     def shrunk(self, now: float) -> None:
         """Note that workers were told to leave for want of work."""
         self._changed_at = self._shrunk_at = now
+
+    def withdrawn(self, now: float) -> None:
+        """Note that starts which waited for a node were taken back."""
+        self._withdrawn_at = now
 
     @property
     def window_s(self) -> float:
@@ -146,9 +157,11 @@ class PoolDamping:
 
     def not_wanted(self, now: float, pool: PoolState) -> int:
         """How many starts that wait for a node are no longer wanted: nothing within a window needed them."""
-        if not pool.unplaced or not self._needs or self._needs[0][0] > now - self._config.window_s:
+        missed = now <= self._missed_at + FORGIVEN * self._config.shrink_window_s
+        since = now - (self.window_s if missed else self._config.window_s)
+        if not pool.unplaced or not self._needs or self._needs[0][0] > since:
             return 0
-        target = max(self.least, min(self.most, self._least_lately(now - self._config.window_s)))
+        target = max(self.least, min(self.most, self._least_lately(since)))
         return min(pool.unplaced, max(0, pool.wanted - target))
 
     def _least_lately(self, since: float) -> int:

@@ -105,6 +105,7 @@ class SizingRules:
     def _fewer(self, now: float, role: Role, pool: PoolState) -> SizingChange | None:
         damping = self.pools[role]
         if (count := damping.not_wanted(now, pool)) > 0:
+            damping.withdrawn(now)
             return CancelStarts(role, count, "the load has fallen before a node had a place")
         if (count := damping.shrinkage(now, pool)) > 0:
             damping.shrunk(now)

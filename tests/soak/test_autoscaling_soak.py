@@ -59,7 +59,7 @@ def test_pools_grow_under_a_burst_of_recorded_traffic_and_shrink_by_drain_and_ev
                 return watch.sizes[-1][1:] == (1, 1)
 
             # As long as it takes: a worker that is still starting keeps its pool from shrinking.
-            until(shrunk, f"both pools to shrink: {watch.decisions}", SHRINK_WITHIN_S)
+            until(shrunk, f"both pools to shrink: {watch.decisions}", SHRINK_WITHIN_S, pause_s=1.0)
         assert not watch.ends, "nobody died"
         for which in (0, 1):
             steps = watch.steps(which)

@@ -45,6 +45,38 @@ class Pool:
             self.now += 5.0
 
 
+class Waiting(Pool):
+    """A pool whose starts find no place."""
+
+    def __init__(self, ready: int) -> None:
+        super().__init__(ready)
+        self.unplaced = 0
+
+    def run(self, need: PoolNeed, until_s: float) -> None:
+        while self.now < until_s:
+            pool = PoolState(Role.DECODE, ready=self.ready, unplaced=self.unplaced)
+            self.damping.observe(self.now, need, pool)
+            if count := self.damping.growth(self.now, need, pool):
+                self.damping.grown(self.now, need, pool)
+            elif count := -self.damping.not_wanted(self.now, pool):
+                self.damping.withdrawn(self.now)
+            if count:
+                self.changes.append((self.now, count))
+                self.unplaced += count
+            self.now += 5.0
+
+
+def test_starts_that_were_withdrawn_too_early_are_withdrawn_as_late_as_workers_leave() -> None:
+    enough, urgent = PoolNeed(1.0, "few", load=10.0), URGENT._replace(workers=3.0)
+    pool = Waiting(2)
+    for until_s in range(30, 301, 60):
+        pool.run(urgent, until_s)
+        pool.run(enough, until_s + 30.0)
+    assert pool.changes == [(5.0, 1), (50.0, -1), (65.0, 1)], "once it was missed it stays through lulls of 30 s"
+    pool.run(enough, 500.0)
+    assert pool.changes[3:] == [(370.0, -1)], "a shrinking's window after it was needed last"
+
+
 def test_it_grows_by_steps_with_pauses_between_once_two_decisions_would_have_it() -> None:
     pool = Pool(2)
     pool.run(URGENT, 60.0)
