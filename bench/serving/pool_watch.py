@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from contracts.ids import PAIR, Role
@@ -71,13 +71,17 @@ class PoolWatch:
 
     def steps(self, which: int) -> list[tuple[float, int]]:
         """When, and by how many workers, the wanted size of a pool (0: prefill) changed."""
-        sizes = [(at, pools[which]) for at, *pools in self.wanted]
-        return [(at, size - before) for (_, before), (at, size) in itertools.pairwise(sizes) if size != before]
+        return _steps(self.wanted, which)
 
     def turns(self) -> list[float]:
-        """Seconds between two changes of which one undid the other's direction, of both pools."""
-        changes = [itertools.pairwise(self.steps(which)) for which in range(len(PAIR))]
+        """Seconds between two changes of the ready workers of a pool of which one undid the other's direction."""
+        changes = [itertools.pairwise(_steps(self.sizes, which)) for which in range(len(PAIR))]
         return [at - before for pool in changes for (before, a), (at, b) in pool if (a > 0) != (b > 0)]
+
+
+def _steps(kept: Sequence[tuple[float, int, int]], which: int) -> list[tuple[float, int]]:
+    sizes = [(at, pools[which]) for at, *pools in kept]
+    return [(at, size - before) for (_, before), (at, size) in itertools.pairwise(sizes) if size != before]
 
 
 def _changed(kept: list[tuple[float, int, int]], now: tuple[float, int, int]) -> None:

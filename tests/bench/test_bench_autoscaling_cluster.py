@@ -73,7 +73,10 @@ def test_a_watch_tells_turns_by_pool_and_each_decision_once() -> None:
         (50.0, 2, 1, [(1.0, shrank), (41.0, grew)]),
         (60.0, 2, 2, [(0.0, grew), (11.0, shrank), (51.0, grew)]),
     ):
-        watch.take(at, {"workers": [], "autoscaler": told(prefill, decode, *decisions, grown=2)})
+        ready = [row(f"prefill-{n}", "prefill", "ready") for n in range(prefill)]
+        ready += [row(f"decode-{n}", "decode", "ready") for n in range(decode)]
+        watch.take(at, {"workers": ready, "autoscaler": told(prefill, decode, *decisions, grown=2)})
+    assert watch.steps(1) == [(10.0, 1), (50.0, -1), (60.0, 1)]
     assert watch.turns() == [40.0, 10.0]
     assert [(round(at), text) for at, text in watch.decisions] == [(9, grew), (49, shrank), (60, grew)]
     assert watch.counters == {"grown": 2}
