@@ -68,7 +68,6 @@ def test_pools_grow_under_a_burst_of_recorded_traffic_and_shrink_by_drain_and_ev
             assert any(by < 0 and at > CALM.seconds + BURST.seconds for at, by in steps), watch.decisions
         assert not [turn for turn in watch.turns() if turn < SHRINK_WINDOW_S], watch.decisions
         assert watch.counters["starts_failed"] == watch.counters["holds"] == watch.counters["role_changes"] == 0
-        assert all(any(kind in text for kind in ("starts", "drains")) for _, text in watch.decisions)
         assert cluster.metric("twinpool_migrations_total", outcome="migrated") > 0, "drains migrate what runs"
         cluster.settle()
         print(f"{len(run.outcomes)} answers; {watch.decisions}; drains took {watch.drain_s}")
