@@ -195,6 +195,9 @@ def _take(answer: Answer, event: dict[str, Any]) -> None:
     for choice in event["choices"]:
         answer.tokens += choice.get("token_ids") or []
         answer.text += choice["text"]
+        for key, values in (choice.get("logprobs") or {}).items():
+            answer.logprobs = answer.logprobs or {}
+            answer.logprobs[key] = [*answer.logprobs.get(key, ()), *values]
         answer.finish = choice["finish_reason"] or answer.finish
     answer.usage = event.get("usage") or answer.usage
     answer.twinpool = event.get("twinpool") or answer.twinpool
