@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cli.drain_command import DrainProgress
+from contracts.messages.fingerprint import REMEDIES, Fingerprint, differing
 
-PARTS = ("protocol", "layout", "weights", "numerics")
-"""The parts of a row's fingerprint, in which `contracts.messages.fingerprint` compares two workers."""
 SHOWN = 60
 """Characters of a part's value that are shown."""
 
@@ -19,12 +18,13 @@ Row = Mapping[str, Any]
 def apart(one: Row, other: Row) -> tuple[str, ...]:
     """In which parts the fingerprints of two workers differ, so that neither goes on with the other's requests; none
     where a row has no fingerprint, as with a router of an older build."""
-    mine, its = one.get("fingerprint"), other.get("fingerprint")
-    if not mine or not its:
-        return ()
-    differ = tuple(part for part in PARTS if mine.get(part) != its.get(part))
-    fast = all(str(two.get("numerics")).startswith("fast:") for two in (mine, its))
-    return tuple(part for part in differ if part != "numerics" or not fast)
+    mine, its = _fingerprint(one), _fingerprint(other)
+    return differing(mine, its) if mine is not None and its is not None else ()
+
+
+def _fingerprint(row: Row) -> Fingerprint | None:
+    told = row.get("fingerprint")
+    return Fingerprint(**{part: told[part] for part in REMEDIES}) if told else None
 
 
 def alone(row: Row, rows: Iterable[Row]) -> tuple[str, ...]:

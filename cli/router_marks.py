@@ -62,7 +62,6 @@ def left_alone(rows: Iterable[Row], what: str, wanted: str) -> str:
 def routers_of(operator: AdminClient) -> list[Row]:
     """The rows of routers; none where the router that answers, or the controller, doesn't tell."""
     try:
-        rows: list[Row] = operator.call("GET", "/cluster/status").get("routers", [])
+        return list(operator.status().get("routers", []))
     except RouterAway:
         return []
-    return rows

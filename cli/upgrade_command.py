@@ -78,8 +78,8 @@ class UpgradeCommand:
 
     def plan(self) -> UpgradePlan:
         """What is to be done now."""
-        answer = self._operator.call("GET", "/cluster/status")
-        rows = answer["workers"]
+        status = self._operator.status()
+        rows = status["workers"]
         self._say_apart(rows)
         ready = [row for row in rows if row["state"] in ("ready", "unreachable")]
         return UpgradePlan(
@@ -91,7 +91,7 @@ class UpgradeCommand:
             leaving=[
                 row["name"] for row in rows if row["state"] == "draining" and row.get("build") != self._build.build
             ],
-            routers=left_alone(answer.get("routers", []), "build", self._build.build),
+            routers=left_alone(status.get("routers", []), "build", self._build.build),
         )
 
     def run(self, plan: UpgradePlan) -> float:

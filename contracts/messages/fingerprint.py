@@ -28,32 +28,40 @@ class Fingerprint:
     """Digest of the checkpoint: the numbers of its `config.json`, its tensors' headers, and samples of their bytes."""
 
 
+REMEDIES = {
+    "protocol": "run builds that speak the same protocol",
+    "layout": "give both the same cache settings and model",
+    "weights": "give both the same checkpoint",
+    "numerics": (
+        "under engine.numerics=invariant both must be of one class: set engine.numerics_class to a level that both "
+        "machines run, and install the same build and libraries"
+    ),
+}
+"""What makes two workers alike in each part of their fingerprints."""
+
+
 def numerics_class(mode: str, computed_by: str) -> str:
     """The numerics class of a worker that computes in `mode` (``invariant`` or ``fast``); `computed_by` names kernels,
     instruction set and libraries."""
     return f"{mode}:{computed_by}"
 
 
-def mismatch(ours: Fingerprint, theirs: Fingerprint, our_name: str, their_name: str) -> str | None:
-    """Why the two workers can't hand over to each other, in one sentence that names both sides; None where they can.
+def differing(ours: Fingerprint, theirs: Fingerprint) -> tuple[str, ...]:
+    """The parts by which two workers can't hand over to each other; none where they can.
 
     Protocol, layout and weights must be equal. So must the numerics classes, unless both workers compute under
     ``fast``, whose results may differ by rounding.
     """
-    pairs = (
-        ("protocol", ours.protocol, theirs.protocol, "run builds that speak the same protocol"),
-        ("layout", ours.layout, theirs.layout, "give both the same cache settings and model"),
-        ("weights", ours.weights, theirs.weights, "give both the same checkpoint"),
-    )
-    for name, mine, its, remedy in pairs:
-        if mine != its:
-            return f"{name}: {our_name} has {mine}, {their_name} has {its}; {remedy}"
-    if ours.numerics != theirs.numerics and not (_fast(ours) and _fast(theirs)):
-        return (
-            f"numerics: {our_name} computes as {ours.numerics}, {their_name} as {theirs.numerics}; under "
-            "engine.numerics=invariant both must be of one class: set engine.numerics_class to a level that both "
-            "machines run, and install the same libraries"
-        )
+    free = "numerics" if _fast(ours) and _fast(theirs) else ""
+    return tuple(part for part in REMEDIES if part != free and getattr(ours, part) != getattr(theirs, part))
+
+
+def mismatch(ours: Fingerprint, theirs: Fingerprint, our_name: str, their_name: str) -> str | None:
+    """Why the two workers can't hand over to each other, in one sentence that names both sides; None where they can."""
+    for part in differing(ours, theirs):
+        verb = "computes as" if part == "numerics" else "has"
+        mine, its = getattr(ours, part), getattr(theirs, part)
+        return f"{part}: {our_name} {verb} {mine}, {their_name} {verb} {its}; {REMEDIES[part]}"
     return None
 
 
