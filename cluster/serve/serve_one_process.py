@@ -27,8 +27,10 @@ from cluster.serve.terminal import Terminal, curl_line, urls_of
 from cluster.worker_process.worker_plan import node_name, on_card
 from cluster.worker_process.worker_thread import WorkerEnd, WorkerThread
 from contracts.clock import SystemClock
+from contracts.config.setting_effects import routers_digest
 from contracts.errors import TwinpoolError
 from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages.router_report import RouterIdentity
 from contracts.messages.worker_status import WorkerRecord
 from router.api.app import create_admin_app, create_app
 from router.api.router_server import AdminListener, RouterListeners, RouterServer
@@ -94,7 +96,10 @@ class ServeOneProcess:
             workers = [self._start_worker(stack, name, role) for name, role in prepared.workers]
             directory = self._directory = LocalDirectory(workers)
             dashboard = LocalDashboard(directory, prepared.config.cluster.name, self._clock)
-            service = RouterService(spec, prepared.config, directory, ports=ControllerPorts(dashboard=dashboard))
+            address = "{}:{}".format(*bound.getsockname()[:2])
+            identity = RouterIdentity("router", address, routers_digest(prepared.config), kept=True)
+            ports = ControllerPorts(dashboard=dashboard, identity=identity)
+            service = RouterService(spec, prepared.config, directory, ports=ports)
             dashboard.recent = service.records.kept.recent
             server = _Server(service, admin, lambda: self._ready(directory))
             # The server handles the other two signals while it runs.

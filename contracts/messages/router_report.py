@@ -44,8 +44,8 @@ class RouterIdentity:
     settings: str = ""
     """Digest of the settings that routers read (`contracts.config.setting_effects.routers_digest`)."""
     kept: bool = False
-    """Whether a supervisor keeps it: it is replaced where its build or settings change. Another one is replaced by
-    whoever started it."""
+    """Whether `serve` keeps it, and replaces it where its build or settings change; one in its own process ends with
+    it. Any other is replaced by whoever started it."""
 
 
 UNNAMED = RouterIdentity()

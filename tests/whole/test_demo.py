@@ -233,6 +233,9 @@ def test_one_process_serves_and_ends_without_ray(tmp_path: Path) -> None:
         drained = cluster.twinpool("drain", "decode-1")
         assert drained.returncode == 0, drained.stderr
         assert cluster.status()["decode-1"]["state"] == "left"
+        (router,) = json.loads(cluster.twinpool("status", "--json").stdout)["routers"]
+        assert (router["name"], f"http://{router['address']}", router["kept"]) == ("router", cluster.url, True)
+        assert "not kept" not in cluster.twinpool("status").stdout
         assert cluster.check()["ok"]
         mark = mark_of(cluster.process.pid)
     nothing_is_left(cluster, mark, set())
