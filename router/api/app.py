@@ -17,10 +17,18 @@ from router.api import admin_requests as requests
 from router.api import admin_settings as settings
 from router.api import admin_status as admin
 from router.api.absent_endpoints import why_absent
-from router.api.asgi_exchange import AsgiReceive, AsgiScope, AsgiSend, BodyTooLarge, HttpExchange
+from router.api.asgi_exchange import AsgiReceive, AsgiScope, AsgiSend, HttpExchange
 from router.api.connection_limits import OPEN_PATHS
 from router.api.openapi import openapi_document
-from router.openai.api_errors import ApiError, BufferFull, ClientGone, QueueFull, failure_of, failure_of_done
+from router.openai.api_errors import (
+    ApiError,
+    BodyTooLarge,
+    BufferFull,
+    ClientGone,
+    QueueFull,
+    failure_of,
+    failure_of_done,
+)
 from router.openai.parse_request import check_model
 from router.openai.response_stream import ResponseStream, StreamHeartbeat
 from router.openai.resume_headers import KEY_HEADER, SEEN_HEADER, read_resume_headers
@@ -105,9 +113,7 @@ async def _serve(
             await handler(service, exchange)
     except ClientGone:
         pass
-    except BodyTooLarge as error:
-        await exchange.refuse_body(_failure(error))
-    except (BufferFull, QueueFull, TenantLimited) as error:
+    except (BodyTooLarge, BufferFull, QueueFull, TenantLimited) as error:
         await (exchange.fail if exchange.body_done else exchange.refuse_body)(failure_of(error))
     except TwinpoolError as error:
         await exchange.fail(failure_of(error))
@@ -192,14 +198,8 @@ async def _generate(service: RouterService, exchange: HttpExchange, kind: FrameK
     except TwinpoolError as error:
         trace = read_traceparent(exchange.header(TRACE_HEADER.encode()))
         refused = RefusedRequest(exchange.client_id, exchange.tenant, trace, service.clock.now() - began)
-        service.refused(refused, error, _failure(error))
+        service.refused(refused, error, failure_of(error))
         raise
-
-
-def _failure(error: TwinpoolError) -> ApiError:
-    if isinstance(error, BodyTooLarge):
-        return ApiError(413, str(error), "invalid_request_error", "body_too_large")
-    return failure_of(error)
 
 
 async def _placed(service: RouterService, exchange: HttpExchange, kind: FrameKind) -> None:

@@ -13,9 +13,8 @@ import secrets
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
-from contracts.errors import TwinpoolError
 from router.anthropic.messages_writer import error_body
-from router.openai.api_errors import ApiError, ClientGone
+from router.openai.api_errors import ApiError, BodyTooLarge, ClientGone
 from router.service.body_buffer import BodyBuffer
 
 AsgiScope = MutableMapping[str, Any]
@@ -45,10 +44,6 @@ PREFLIGHT_HEADERS = (
 )
 CLIENT_ID_CHARS = 64
 _UNCLEAN = re.compile(r"[^A-Za-z0-9._:\-]")
-
-
-class BodyTooLarge(TwinpoolError):
-    """Raised while reading a body that is larger than the limit (`router.max_body_bytes`)."""
 
 
 class HttpExchange:

@@ -43,6 +43,10 @@ class Superseded(TwinpoolError):
     """Raised where the client has come back for an answer on another connection, before this one had begun."""
 
 
+class BodyTooLarge(TwinpoolError):
+    """Raised while reading a body that is larger than the limit (`router.max_body_bytes`)."""
+
+
 class BufferFull(TwinpoolError):
     """Raised while reading a body when those being received hold `router.body_buffer_bytes`."""
 
@@ -107,6 +111,8 @@ def failure_of(error: TwinpoolError) -> ApiError:
             return ApiError(409, str(error), "invalid_request_error", "superseded")
         case QueueFull():
             return ApiError(429, str(error), "rate_limit_error", "queue_full", retry_after_s=1)
+        case BodyTooLarge():
+            return ApiError(413, str(error), "invalid_request_error", "body_too_large")
         case BufferFull():
             return ApiError(503, str(error), "server_error", "body_buffer_full", retry_after_s=5)
         case ReaderFailed():

@@ -52,9 +52,8 @@ class KeptRecords:
 
     def refused(self, request: RefusedRequest, failure: ApiError, numbers: Mapping[str, float]) -> None:
         """Keep why a request was refused before it was placed, with the numbers that decided."""
-        refusal = Refusal.of(
-            self.router, self._model, self.refusals.total, request, failure, numbers, self._wall()
-        )  # fmt: skip
+        number, now = self.refusals.total, self._wall()
+        refusal = Refusal(self.router, self._model, number, request, now, failure, numbers)
         self.refusals.put(refusal)
         for listener in self.refusal_listeners:
             listener(refusal)

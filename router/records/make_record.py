@@ -10,7 +10,6 @@ from contracts.messages.request_record import RUNNING, RecordEvent, RequestRecor
 from contracts.messages.worker_events import LegReport
 from router.records.leg_clocks import LegClocks
 from router.records.record_draft import RecordDraft
-from router.records.refusals import Refusal
 from router.records.request_spans import spans_of
 from router.state.request_journal import JournalKind
 
@@ -21,9 +20,7 @@ WORDS = {
 """Texts of entries that have none."""
 
 
-def make_record(draft: RecordDraft | Refusal) -> RequestRecord:
-    if isinstance(draft, Refusal):
-        return draft.record()
+def make_record(draft: RecordDraft) -> RequestRecord:
     clocks, began = LegClocks(draft.entries), draft.began
     events = sorted(_events(draft, clocks), key=lambda event: event.at_s)
     if draft.outcome != RUNNING:

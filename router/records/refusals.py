@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from contracts.messages.request_record import RecordEvent, RecordSpan, RequestRecord
 from router.openai.api_errors import ApiError
@@ -18,82 +18,6 @@ from router.state.trace_context import TraceContext
 MESSAGE_CHARS = 300
 SPAN = "admission"
 """What a request did that was refused: it was read and held against limits."""
-
-
-@dataclass(slots=True, eq=False)
-class Refusal:
-    """One refused request, as its router knows it."""
-
-    router: str
-    model: str
-    number: int
-    """Of all refusals of this router."""
-    client_id: str
-    tenant: str
-    trace: TraceContext
-    arrived: float
-    """Seconds since 1970."""
-    total_s: float
-    status: int
-    """Of HTTP."""
-    code: str
-    """As its client was told."""
-    message: str
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    """Those that decided, and the router's at that moment, by name."""
-
-    @classmethod
-    def of(
-        cls,
-        router: str,
-        model: str,
-        number: int,
-        request: RefusedRequest,
-        failure: ApiError,
-        numbers: Mapping[str, float],
-        wall: float,
-    ) -> Refusal:
-        """`wall`: now, in seconds since 1970."""
-        message = failure.message
-        if len(message) > MESSAGE_CHARS:
-            message = message[: MESSAGE_CHARS - 1] + "…"
-        arrived, code = wall - request.total_s, failure.code or failure.type
-        if failure.retry_after_s is not None:
-            numbers = {**numbers, "retry_after_s": failure.retry_after_s}
-        return cls(
-            router, model, number, request.client_id, request.tenant, request.trace, arrived, request.total_s,
-            failure.status, code, message, numbers,
-        )  # fmt: skip
-
-    @property
-    def request_id(self) -> str:
-        return f"refused-{self.number}"
-
-    def record(self) -> RequestRecord:
-        """The record: one span, and what would have been possible instead."""
-        total_s = round(self.total_s, 6)
-        events = [RecordEvent(total_s, "refused", text=f"{self.status}, {self.code}: {self.message}")]
-        if instead := possible(self.numbers):
-            events.append(RecordEvent(total_s, "possible", text=instead))
-        return RequestRecord(
-            self.request_id,
-            "",
-            self.client_id,
-            self.router,
-            self.model,
-            self.tenant,
-            round(self.arrived, 6),
-            total_s,
-            None,
-            self.code,
-            self.message,
-            attempts=0,
-            trace_id=self.trace.trace_id,
-            spans=(RecordSpan(SPAN, 0.0, total_s),),
-            events=tuple(events),
-            refused_status=self.status,
-            numbers=dict(self.numbers),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +29,60 @@ class RefusedRequest:
     trace: TraceContext
     total_s: float
     """Seconds since it came."""
+
+
+@dataclass(slots=True, eq=False)
+class Refusal:
+    """One refused request, as its router keeps it."""
+
+    router: str
+    model: str
+    number: int
+    """Of all refusals of this router."""
+    request: RefusedRequest
+    refused_at: float
+    """Seconds since 1970."""
+    failure: ApiError
+    """What its client was told, its message cut to `MESSAGE_CHARS`."""
+    numbers: Mapping[str, float]
+    """Those that decided, and the router's at that moment, by name."""
+
+    def __post_init__(self) -> None:
+        if len(message := self.failure.message) > MESSAGE_CHARS:
+            self.failure = replace(self.failure, message=message[: MESSAGE_CHARS - 1] + "…")
+
+    @property
+    def request_id(self) -> str:
+        return f"refused-{self.number}"
+
+    def record(self) -> RequestRecord:
+        """The record: one span, and what would have been possible instead."""
+        request, failure, numbers = self.request, self.failure, dict(self.numbers)
+        total_s, code = round(request.total_s, 6), failure.code or failure.type
+        if failure.retry_after_s is not None:
+            numbers["retry_after_s"] = failure.retry_after_s
+        events = [RecordEvent(total_s, "refused", text=f"{failure.status}, {code}: {failure.message}")]
+        if instead := possible(numbers):
+            events.append(RecordEvent(total_s, "possible", text=instead))
+        return RequestRecord(
+            self.request_id,
+            answer_id="",
+            client_id=request.client_id,
+            router=self.router,
+            model=self.model,
+            tenant=request.tenant,
+            arrived=round(self.refused_at - request.total_s, 6),
+            total_s=total_s,
+            first_token_s=None,
+            outcome=code,
+            message=failure.message,
+            attempts=0,
+            trace_id=request.trace.trace_id,
+            spans=(RecordSpan(SPAN, 0.0, total_s),),
+            events=tuple(events),
+            refused_status=failure.status,
+            numbers=numbers,
+        )
 
 
 def possible(numbers: Mapping[str, float]) -> str:
@@ -153,14 +131,14 @@ class KeptRefusals:
         if not self._most:
             return
         if len(self._kept) >= self._most:
-            mine = self._of_tenant.get(refusal.tenant)
+            mine = self._of_tenant.get(refusal.request.tenant)
             full = mine is not None and len(mine) * len(self._of_tenant) >= self._most
             self._forget(mine[0] if full and mine is not None else next(iter(self._kept)))
         self._kept[refusal.number] = refusal
-        self._of_tenant.setdefault(refusal.tenant, deque()).append(refusal.number)
+        self._of_tenant.setdefault(refusal.request.tenant, deque()).append(refusal.number)
 
     def _forget(self, number: int) -> None:
-        tenant = self._kept.pop(number).tenant
+        tenant = self._kept.pop(number).request.tenant
         numbers = self._of_tenant[tenant]
         assert numbers.popleft() == number  # What is oldest of all is the oldest of its tenant.
         if not numbers:
@@ -168,4 +146,4 @@ class KeptRefusals:
 
     def find(self, asked: str) -> Iterable[RequestRecord]:
         """The records of refused requests with an id: the client's, or that of the record."""
-        return [one.record() for one in self._kept.values() if asked in (one.client_id, one.request_id)]
+        return [one.record() for one in self._kept.values() if asked in (one.request.client_id, one.request_id)]

@@ -11,6 +11,8 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -18,6 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from contracts.build_id import package_version
 from contracts.config.tracing_config import TracingConfig
 from contracts.errors import ConfigError
+from contracts.messages.request_record import RequestRecord
 from router.records.make_record import make_record
 from router.records.record_draft import RecordDraft
 from router.records.refusals import Refusal
@@ -97,9 +100,13 @@ def readable(span: TraceSpan) -> ReadableSpan:
     )
 
 
-def parent_of(draft: RecordDraft | Refusal) -> str:
+@dataclass(frozen=True, slots=True)
+class PendingTrace:
+    """A request whose trace waits to be sent. Its record is made when it is."""
+
+    record: Callable[[], RequestRecord]
+    parent_id: str
     """The client's span, of its trace; empty where it named none."""
-    return draft.trace.parent_id if isinstance(draft, Refusal) else draft.parent_id
 
 
 class TraceExporter:
@@ -108,7 +115,7 @@ class TraceExporter:
     def __init__(self, sender: SpanSender, config: TracingConfig, rng: Callable[[], random.Random]) -> None:
         """`rng`: makes the source of span ids, for the thread."""
         self._sender, self._most, self._rng = sender, config.queue, rng()
-        self._waiting: deque[RecordDraft | Refusal] = deque()
+        self._waiting: deque[PendingTrace] = deque()
         self._change = threading.Condition()
         self._closed = self._away = self._told_drops = False
         self.exported = self.failed = self.dropped = 0
@@ -120,17 +127,18 @@ class TraceExporter:
         """Export the trace of a request that has ended, if it is one that is traced."""
         if not draft.sampled or draft.audits:  # An audit comes after the trace has gone.
             return
-        self._put(draft, self._most)
+        self._put(PendingTrace(partial(make_record, draft), draft.parent_id), self._most)
 
     def add_refusal(self, refusal: Refusal) -> None:
         """Export the trace of a request that was refused, if it is one that is traced. A flood of them leaves room."""
-        if refusal.trace.sampled:
-            self._put(refusal, self._most // REFUSED_SHARE)
+        trace = refusal.request.trace
+        if trace.sampled:
+            self._put(PendingTrace(refusal.record, trace.parent_id), self._most // REFUSED_SHARE)
 
-    def _put(self, draft: RecordDraft | Refusal, most: int) -> None:
+    def _put(self, pending: PendingTrace, most: int) -> None:
         with self._change:
             if not self._closed and len(self._waiting) < most:
-                self._waiting.append(draft)
+                self._waiting.append(pending)
                 self._change.notify()
                 return
             self.dropped += 1
@@ -147,28 +155,28 @@ class TraceExporter:
 
     def _run(self) -> None:
         try:
-            while drafts := self._next():
-                self._send(drafts)
+            while pending := self._next():
+                self._send(pending)
         finally:
             self._sender.close()
 
-    def _next(self) -> list[RecordDraft | Refusal]:
+    def _next(self) -> list[PendingTrace]:
         """Those to be sent next, once there are some; none at the end."""
         with self._change:
             self._change.wait_for(lambda: self._waiting or self._closed)
             return [self._waiting.popleft() for _ in range(min(MOST_AT_ONCE, len(self._waiting)))]
 
-    def _send(self, drafts: Sequence[RecordDraft | Refusal]) -> None:
+    def _send(self, pending: Sequence[PendingTrace]) -> None:
         try:
-            sources = [TraceSource(make_record(draft), parent_of(draft), self._rng) for draft in drafts]
+            sources = [TraceSource(one.record(), one.parent_id, self._rng) for one in pending]
             taken = self._sender.send([span for source in sources for span in trace_spans(source)])
         except Exception:  # Our own bug, or the exporter's: requests go on without traces.
             log("traces failed", level=logging.ERROR, trace=True)
             taken = False
         if taken:
-            self.exported += len(drafts)
+            self.exported += len(pending)
         else:
-            self.failed += len(drafts)
+            self.failed += len(pending)
         if taken and (self._away or self._told_drops):
             log("traces exported again", failed=self.failed, dropped=self.dropped)
         elif not taken and not self._away:

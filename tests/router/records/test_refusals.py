@@ -24,7 +24,8 @@ from contracts.config.cluster_config import Config
 from contracts.config.security_config import SecurityConfig
 from contracts.config.tracing_config import TracingConfig
 from contracts.key_file import TenantLimits, read_key_file, write_key_file
-from router.records.refusals import KeptRefusals, Refusal
+from router.openai.api_errors import ApiError
+from router.records.refusals import MESSAGE_CHARS, KeptRefusals, Refusal, RefusedRequest
 from router.service.request_limits import SLO_HEADER
 from router.state.trace_context import NO_TRACE, TraceContext
 from router.tracing.otlp_exporter import TraceExporter
@@ -193,17 +194,19 @@ def test_a_flood_of_refusals_leaves_the_records_and_the_traces_of_what_was_serve
 
 
 def refusal(number: int, tenant: str = "", trace: TraceContext = NO_TRACE) -> Refusal:
-    return Refusal("router", "demo", number, f"c{number}", tenant, trace, 1e9, 0.001, 429, "queue_full", "", {})
+    request = RefusedRequest(f"c{number}", tenant, trace, 0.001)
+    failure = ApiError(429, "x" * 1000, "rate_limit_error", "queue_full")
+    return Refusal("router", "demo", number, request, 1e9, failure, {})
 
 
 @given(st.integers(0, 8), st.lists(st.sampled_from("abc"), max_size=60))
 def test_a_tenant_that_floods_pushes_out_its_own(most: int, came: list[str]) -> None:
     kept = KeptRefusals(most)
     for number, tenant in enumerate(came):
-        before = {one.tenant for one in kept._kept.values()}
-        counts = Counter(one.tenant for one in kept._kept.values())
+        before = {one.request.tenant for one in kept._kept.values()}
+        counts = Counter(one.request.tenant for one in kept._kept.values())
         kept.put(refusal(number, tenant))
-        after = Counter(one.tenant for one in kept._kept.values())
+        after = Counter(one.request.tenant for one in kept._kept.values())
         assert len(kept) == min(most, number + 1)
         assert sum(map(len, kept._of_tenant.values())) == len(kept)
         if most and counts[tenant] * len(before) >= most and counts.total() == most:
@@ -219,6 +222,7 @@ def test_a_tenants_few_refusals_stay_through_the_flood_of_another() -> None:
         kept.put(refusal(number, "loud"))
     assert [one.client_id for number in range(3) for one in kept.find(f"c{number}")] == ["c0", "c1", "c2"]
     assert len(kept) == 100
+    assert max(len(one.failure.message) for one in kept._kept.values()) == MESSAGE_CHARS
 
 
 def test_a_refusal_without_a_record_is_refused_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
