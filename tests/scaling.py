@@ -1,4 +1,4 @@
-"""Loads and configurations for tests of the autoscaler against a queueing model (`bench.serving.autoscaling_model`)."""
+"""Loads and configurations for tests of the autoscaler against a queueing model (`bench.autoscaling.queue_model`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from bench.serving.autoscaling_model import AutoscalingModel, ModelAsk, ModelCosts
+from bench.autoscaling.queue_model import AutoscalingModel, ModelAsk, ModelCosts
 from contracts.config.cluster_config import Config
 from contracts.config.load_config import config_from_dict
 from contracts.ids import Role

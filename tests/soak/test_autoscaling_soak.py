@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.serving import autoscaling_cluster
-from bench.serving.phased_replay import Lengths, Phase, asks_in_phases, replay_phases, spread
+from bench.autoscaling import real_pools
+from bench.autoscaling.phased_replay import Lengths, Phase, asks_in_phases, replay_phases, spread
 from contracts.ids import PAIR
 from sim.scale.trace_file import read_trace
 from tests.changing import Load, some_prompts
@@ -89,7 +89,7 @@ def test_pools_grow_under_a_burst_of_recorded_traffic_and_shrink_by_drain_and_ev
 @pytest.mark.timeout(900)
 def test_a_short_run_of_the_bench_loses_nothing_and_both_clusters_answer_the_same(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
-    assert autoscaling_cluster.main(["--quick", "--part", "burst", "--json", str(file)]) == 0
+    assert real_pools.main(["--quick", "--part", "burst", "--json", str(file)]) == 0
     follows, fixed = json.loads(file.read_text())["burst"]
     assert (follows["workers"], fixed["workers"]) == ("follow the load", "1 + 1")
     assert follows["asked"] == fixed["asked"] > 20

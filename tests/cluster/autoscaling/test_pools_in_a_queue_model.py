@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from bench.serving.autoscaling_model import AutoscalingModel, ModelAsk, ModelCosts, changes
+from bench.autoscaling.queue_model import AutoscalingModel, ModelAsk, ModelCosts, changes
 from cluster.controller.controller_actions import StartWorker
 from contracts.ids import Role
 from tests.scaling import COSTS, model, poisson, scaling, sizes_at, told, turns

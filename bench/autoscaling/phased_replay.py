@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from bench.serving.pool_watch import PoolWatch
+from bench.autoscaling.pool_watch import PoolWatch
 from cli.replay.open_loop import OpenLoop
 from cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
 from cli.replay.trace_prompts import Ask, Content, asks_of

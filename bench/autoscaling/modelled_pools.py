@@ -1,10 +1,10 @@
 """Pools that follow the load beside pools of fixed sizes: recorded traffic, replayed with a burst and with a shift.
 
-    python -m bench.serving.autoscaling
-    python -m bench.serving.autoscaling --part shift
-    python -m bench.serving.autoscaling --quick
+    python -m bench.autoscaling.modelled_pools
+    python -m bench.autoscaling.modelled_pools --part shift
+    python -m bench.autoscaling.modelled_pools --quick
 
-The production controller and autoscaler drive the queueing model of `bench/serving/autoscaling_model.py` under a
+The production controller and autoscaler drive the queueing model of `bench/autoscaling/queue_model.py` under a
 virtual clock. The requests of the trace come again and again, at `--calm` times their rate, and at `--burst` times it
 in the middle; what of a prompt an earlier one of the same round has is not computed.
 
@@ -27,8 +27,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from bench.autoscaling.queue_model import AutoscalingModel, ModelAsk, ModelCosts, changes
 from bench.common import machine
-from bench.serving.autoscaling_model import AutoscalingModel, ModelAsk, ModelCosts, changes
 from contracts.config.cluster_config import Config
 from contracts.config.load_config import config_from_dict
 from contracts.ids import PAIR, Role

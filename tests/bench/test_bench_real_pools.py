@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from bench.serving.autoscaling_cluster import figures_of, pairs, unlike
-from bench.serving.phased_replay import Lengths, Phase, Replayed, asks_in_phases, spread
-from bench.serving.pool_watch import PoolWatch
+from bench.autoscaling.phased_replay import Lengths, Phase, Replayed, asks_in_phases, spread
+from bench.autoscaling.pool_watch import PoolWatch
+from bench.autoscaling.real_pools import figures_of, pairs, unlike
 from cli.replay.openai_client import Endpoint, Outcome, stream
 from sim.scale.trace_file import TRACE_BLOCK_TOKENS, TraceLine
 from tests.bench.sse_server import SseServer

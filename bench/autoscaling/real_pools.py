@@ -1,8 +1,8 @@
 """Pools that follow the load, of real workers: a cluster under the client of `twinpool replay`, beside fixed sizes.
 
-    python -m bench.serving.autoscaling_cluster
-    python -m bench.serving.autoscaling_cluster --part shift --json shift.json
-    python -m bench.serving.autoscaling_cluster --quick
+    python -m bench.autoscaling.real_pools
+    python -m bench.autoscaling.real_pools --part shift --json shift.json
+    python -m bench.autoscaling.real_pools --quick
 
 Each run is a cluster of its own of the demo model, with processes that start, compute, drain and migrate. A step sleeps
 for `faults.step_delay_s`, so a prefill worker computes `prefill.chunk_tokens` and a decode worker a token of each of
@@ -31,9 +31,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.autoscaling.phased_replay import Lengths, Phase, Replayed, asks_in_phases, replay_phases, spread
 from bench.common import machine
 from bench.common.bench_cluster import serving
-from bench.serving.phased_replay import Lengths, Phase, Replayed, asks_in_phases, replay_phases, spread
 from cli.own_cluster import ClusterFailed
 from cli.replay.openai_client import EndpointError, Outcome
 from cli.replay.replay_figures import is_good, ttft_of, wrongness
