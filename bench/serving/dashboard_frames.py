@@ -18,8 +18,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 
+from bench.common.random_model import DEMO
 from cluster.dashboard.cluster_frames import ClusterFrames, ClusterState
 from cluster.dashboard.dashboard_feed import DashboardFeed
 from cluster.dashboard.event_log import EventKind
@@ -47,7 +47,6 @@ PAGES, HOST_PAGES = 4096, 16384
 PAGE_BYTES = 98_304
 PAGE_TOKENS = 16
 TICK_S = 0.1
-DEMO = Path(__file__).parents[2] / "cluster" / "demo"
 BUILD = "0.1.0+6012d5eb02"
 
 

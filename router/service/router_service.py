@@ -217,9 +217,8 @@ class RouterService:
 
     def refused(self, request: RefusedRequest, error: TwinpoolError, failure: ApiError) -> None:
         """Keep why a request was refused before it was placed."""
-        now = self.clock.now()
-        workers = self.core.workers
-        ready = {f"{role}_workers_ready": len(workers.serving(role, now)) for role in workers.needed}
+        counts = self.core.workers.serving_counts(self.clock.now())
+        ready = {f"{role}_workers_ready": count for role, count in counts.items()}
         here = {"answers_in_flight": self._reserved, "max_queue": self.config.max_queue, **ready}
         traced = replace(request, trace=self.records.traced(request.trace))
         self.records.refused(traced, failure, {**error.numbers, **here})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 from contracts.config.router_config import RouterConfig
 from contracts.ids import PAIR, Incarnation, RequestId, Role, WorkerName
@@ -25,6 +26,9 @@ REFUSAL_PAUSE_S = 0.5
 
 DRAIN_ANSWER_S = 10.0
 """Seconds after which a worker that was asked to drain and still serves counts as not having heard of it."""
+
+COUNTED_S = 0.1
+"""Seconds for which a count of the workers that serve is good enough to be told."""
 
 GONE = frozenset({"left", "dead"})
 
@@ -194,6 +198,8 @@ class WorkerTable:
         self._conditional = conditional
         self._entries: dict[WorkerName, WorkerEntry] = {}
         self._columns = WorkerColumns(())
+        self._counts: Mapping[Role, int] = {}
+        self._counted_until = -inf
         self.colocated = False
         """Whether the cluster's workers are colocated: then a request needs one of them, and else one of each role of
         `PAIR`."""
@@ -305,6 +311,14 @@ class WorkerTable:
 
     def serving(self, role: Role, now: float) -> list[WorkerEntry]:
         return [e for e in self if e.record.role is role and e.serves(now)]
+
+    def serving_counts(self, now: float) -> Mapping[Role, int]:
+        """How many workers of each needed role serve: counted `COUNTED_S` ago at most, since refused requests, which
+        keep it, come in floods."""
+        if now >= self._counted_until:
+            self._counts = {role: len(self.serving(role, now)) for role in self.needed}
+            self._counted_until = now + COUNTED_S
+        return self._counts
 
     def most_positions(self, role: Role) -> int | None:
         """The most positions of a sequence that any worker of `role` can hold; None while no such worker is known.
