@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
-import mmap
 import os
 import socket
 from collections.abc import Callable, Iterator
 
 from cluster.arena.arena_agent import IMAGE_SEALS
 from cluster.arena.arena_client import ArenaLoan, ask, reach
+from cluster.arena.huge_pages import collapse, map_shared
 from contracts.clock import Clock
 from contracts.interfaces.model_images import ImageUnfit, WritableImage
 
@@ -58,9 +58,10 @@ class SharedImages:
             os.close(fd)
             self.give_up(key, str(error))
             raise ImageUnfit(f"the weights could not be shared: {error}") from None
-        kept = bool(answer.get("kept"))
-        log.info("the weights are shared", extra={"image": key, "bytes": image.nbytes, "kept": kept})
-        return self._mapped(key, fd)
+        kept, memory = bool(answer.get("kept")), self._mapped(key, fd)
+        shared = {"image": key, "bytes": image.nbytes, "kept": kept, "huge_pages": collapse(memory)}
+        log.info("the weights are shared", extra=shared)
+        return memory
 
     def give_up(self, key: str, reason: str) -> None:
         message = {"verb": "alone", "token": self._token, "key": key, "reason": reason[:1000]}
@@ -72,14 +73,14 @@ class SharedImages:
         loan = ArenaLoan(fd, {"verb": "keep", "token": self._token, "key": key}, None)
         try:
             nbytes = os.fstat(fd).st_size
-            memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+            memory = map_shared(fd, nbytes)
             loan.connection = reach(self._token, self._clock, self._pause)
         except (OSError, ValueError) as error:
             os.close(fd)
             raise ImageUnfit(f"the weights could not be mapped: {error}") from None
         loan.begin()
         self._loans.append(loan)
-        return memoryview(memory)
+        return memory
 
     @contextlib.contextmanager
     def _reached(self) -> Iterator[socket.socket]:
