@@ -4,19 +4,23 @@ It is kept by whoever started it: `twinpool serve`, or an init system (`twinpool
 started again with the same port and ledger, workers, routers and the supervisor come back to it, and nothing else is
 lost than the history of deaths. Of several controllers with one ledger one leads, and listens; the others stand by
 (`cluster.controller.leadership`). It logs JSON lines to standard error. With ``--ready-fd`` it writes one line to that
-descriptor once it listens, or stands by. Exit codes: 0 after SIGTERM or SIGINT, 1 when something failed or another
-controller has replaced it, 2 for wrong usage.
+descriptor once it listens, or stands by. With ``--replaces PID:STARTED`` it ends that controller once it has loaded
+all that it needs, and takes its port: nobody grants leases for some tens of milliseconds only.
+
+Exit codes: 0 after SIGTERM or SIGINT, 1 when something failed or another controller has replaced it, 2 for wrong usage.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +31,7 @@ from cluster.controller.controller_ledger import LeasedLedger
 from cluster.controller.controller_server import ControllerServer
 from cluster.controller.leadership import Leadership
 from cluster.controller.open_ledger import open_ledger
+from cluster.processes.process_ids import kill_process, same_process
 from cluster.processes.service_manager import ServiceManager
 from contracts.clock import Clock, SystemClock
 from contracts.cluster_secret import cluster_secret
@@ -39,6 +44,9 @@ from contracts.json_logs import log_to_stream
 log = logging.getLogger("twinpool.controller")
 
 TICK_S = 0.1
+STOP_S = 1.5
+"""Seconds that a controller which is replaced has to end in order."""
+PORT_S = 0.01
 STANDSTILL_S = 2.0
 """Seconds between two ticks from which this process counts as having stood still (a suspended machine, a blocked disk):
 meanwhile it heard no heartbeat."""
@@ -72,6 +80,8 @@ class ControllerPlace:
     standby: bool = False
     """Whether it waits also where no controller has led yet."""
     ready_fd: int | None = None
+    replaces: tuple[int, int] | None = None
+    """Pid and start time of the controller that has this place still."""
 
     @property
     def endpoint(self) -> str:
@@ -94,11 +104,14 @@ class ControllerProcess:
         ledger = place.ledger or config.cluster.ledger
         if not ledger:
             raise ConfigError("a controller needs a ledger: set cluster.ledger, or give --ledger")
-        _check_port(place.address, place.port)
+        if place.replaces is None:
+            _check_port(place.address, place.port)
         self._ledger: LeasedLedger = open_ledger(
             ledger, config.cluster.name, config.cluster.ledger_replicas, security=config.security
         )
         self._check_ledger()
+        if place.replaces is not None:
+            _take_port(place.address, place.port, *place.replaces)
         lease_s = config.cluster.leader_lease_s
         self._leadership = Leadership(
             self._ledger, self._clock, place.endpoint, os.uname().nodename, lease_s, first=not place.standby
@@ -204,6 +217,31 @@ def _check_port(address: str, port: int) -> None:
         raise OSError(f"cannot bind {address}:{port}: {error.strerror or error}") from None
 
 
+def _take_port(address: str, port: int, pid: int, started: int) -> None:
+    """End the process that has the port, within `STOP_S` in order and by a kill from then on. Raises `OSError` where
+    this one can't listen even so."""
+    if same_process(pid, started):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    began, pause = time.monotonic(), threading.Event()
+    while True:
+        try:
+            return _check_port(address, port)
+        except OSError:
+            waited_s = time.monotonic() - began
+            if waited_s > STOP_S:
+                kill_process(pid, started)
+            if waited_s > 2 * STOP_S:
+                raise
+        pause.wait(PORT_S)
+
+
+def _process(said: str) -> tuple[int, int]:
+    """`PID:STARTED`, as `process_ids.start_time` says it."""
+    pid, started = said.split(":")
+    return int(pid), int(started)
+
+
 def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="cluster.controller.controller_process")
     parser.add_argument("--address", default="127.0.0.1", help="address that workers and routers reach it at")
@@ -211,6 +249,9 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
     parser.add_argument("--ledger", default="", help="where its table outlives it: a file; without, cluster.ledger")
     parser.add_argument("--standby", action="store_true", help="wait also while no controller has led yet")
     parser.add_argument("--config-json", type=Path, help="the whole configuration as JSON")
+    parser.add_argument(
+        "--replaces", type=_process, metavar="PID:STARTED", help="the controller that is ended once this one has loaded"
+    )
     parser.add_argument("--ready-fd", type=int, help="inherited descriptor that is told when the controller listens")
     return parser.parse_args(arguments)
 
@@ -239,7 +280,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log_to_stream("controller")
         log.error("the controller ends: %s", error)
         return 1
-    place = ControllerPlace(options.address, options.port, options.ledger, options.standby, options.ready_fd)
+    place = ControllerPlace(
+        options.address, options.port, options.ledger, options.standby, options.ready_fd, options.replaces
+    )
     return keep_controller(config, place)
 
 

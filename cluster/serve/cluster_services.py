@@ -1,8 +1,8 @@
 """The services of a cluster on the machine of `serve`: controllers, KV index and routers, started and kept alive.
 
 Of a detached cluster they outlive this process, and the next one takes them over as they are. Those of another build
-than its own, or with other settings, are replaced: the controller and the index by an end and a start, which workers
-and routers don't notice, routers as `cluster.serve.local_routers` says.
+than its own, or with other settings, are replaced: controllers and routers as `cluster.serve.kept_controllers` and
+`cluster.serve.local_routers` say, the index by an end and a start, which nobody notices.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 from cluster.processes.run_folder import RunFiles
-from cluster.serve.child_service import CONTROLLER, ROUTER, ChildService
+from cluster.serve.child_service import ROUTER, STOP_S, ChildService
 from cluster.serve.detached_state import DetachedState, ServiceProcess
+from cluster.serve.kept_controllers import KeptControllers
 from cluster.serve.kept_service import KeptService, PartFailed
 from cluster.serve.kv_index_process import KV_INDEX, index_arguments, index_wanted
 from cluster.serve.local_controllers import LocalControllers
@@ -24,10 +25,6 @@ from cluster.serve.router_probe import RouterProbe
 from contracts.build_id import build_id
 from contracts.clock import Clock
 from contracts.cluster_secret import SECRET_VARIABLE
-from contracts.config.setting_effects import controllers_read
-
-STOP_S = 1.5
-"""Seconds that a service has to end in order."""
 
 
 class ClusterServices:
@@ -65,9 +62,9 @@ class ClusterServices:
         self._table = folder.temporary / f"kv-index.{self._build}"
         self.endpoint = self._local.endpoints
         """Where the controllers are reached, ``host:port``, several with commas."""
-        self._controllers: list[KeptService] = []
-        self._controllers_due: list[KeptService] = []
-        """Those that have settings of before."""
+        self._controllers = KeptControllers(
+            self._local, prepared.config, self._settings, clock, say, words, self._service, state
+        )
         self._routers = LocalRouters(prepared, folder, clock, say, words, self._service, state)
 
     def start(self, stack: ExitStack) -> None:
@@ -81,17 +78,7 @@ class ClusterServices:
         if self._state is not None:
             self._state.ports = self._local.ports
             self._state.save()
-        self._controllers = [
-            self._kept(
-                name,
-                CONTROLLER,
-                self._local.arguments(number, self._settings),
-                environment,
-                stack,
-                self._local.meanwhile(number),
-            )
-            for number, name in enumerate(self._local.names)
-        ]
+        self._controllers.start(environment, stack)
         self._kv_index = self._index(stack) if index_wanted(prepared.config) else None
         routers = RouterCommand(
             self._router_command,
@@ -109,16 +96,16 @@ class ClusterServices:
 
     def change(self, prepared: ServePlan) -> None:
         """Go by another plan: what reads other settings then is replaced, routers and controllers one by one."""
-        before, self._prepared = self._prepared.config, prepared
+        self._prepared = prepared
         self._write_settings()
         self._routers.change(prepared)
-        if controllers_read(before, prepared.config):
-            self._controllers_due = list(self._controllers)
+        self._controllers.change(prepared.config)
 
     def behind(self) -> tuple[int, str]:
         """How many routers and controllers have other settings than the plan's still, and what keeps them so."""
         routers, trouble = self._routers.behind()
-        return routers + len(self._controllers_due), trouble
+        controllers, no_controller = self._controllers.behind()
+        return routers + controllers, no_controller or trouble
 
     def probe(self) -> None:
         """Ask the routers from now on whether they live."""
@@ -126,20 +113,13 @@ class ClusterServices:
 
     def check(self) -> None:
         """Raise `PartFailed` where a service has ended, which it may not while the cluster starts."""
-        for kept in (*self._controllers, *(router for router, _ in self.routers)):
+        for kept in (*self._controllers.services(), *(router for router, _ in self.routers)):
             if (how := kept.service.ended()) is not None:
                 raise PartFailed(f"the {kept.service.name} ended ({how}){self._words(kept.service.name)}")
 
     def tend(self) -> None:
         """Kill routers that hang, and start again what has ended. Raises `PartFailed` where that happens too often."""
-        for controller in self._controllers:
-            if failed := controller.tend():
-                raise PartFailed(failed)
-        if self._controllers_due and not any(controller.down for controller in self._controllers):
-            controller = self._controllers_due.pop(0)
-            controller.service.stop(STOP_S)
-            controller.start()
-            self._say(f"{controller.service.name} has other settings")
+        self._controllers.tend()
         self._routers.tend()
         if self._kv_index is not None and (failed := self._kv_index.tend()):
             self._say(f"{failed}; from now on the routers go by what they have sent")

@@ -61,9 +61,10 @@ class DetachedState:
     services: dict[str, ServiceProcess] = field(default_factory=dict)
     """The latest process of each service."""
     marks: dict[str, str] = field(default_factory=dict)
-    """Build and settings of each router (`cluster.serve.local_routers`), by name."""
+    """Build and settings of each router and controller, by name."""
     replaced: dict[str, ServiceProcess] = field(default_factory=dict)
-    """Routers that others replace and that finish their answers, by name and mark."""
+    """Routers that others replace and that finish their answers, and controllers that others are to replace, by name
+    and mark."""
     rest: dict[str, Any] = field(default_factory=dict, repr=False)
     """What other builds have in the file, as it is."""
 
@@ -140,19 +141,19 @@ class DetachedState:
         return process if process is not None and same_process(process.pid, process.started) else None
 
     def leaves(self, key: str, process: ServiceProcess) -> None:
-        """Note a router that another one replaces, and that goes on until its answers are finished; `key` is its name
-        and mark."""
+        """Note a router or a controller that another one replaces, and that goes on until its answers are finished, or
+        the other one is ready; `key` is its name and mark."""
         self.replaced[key] = process
         self.save()
 
     def stays(self, name: str, key: str, mark: str) -> None:
-        """Take that back: the router of this name and mark goes on."""
+        """Take that back: the service of this name and mark goes on."""
         self.marks[name] = mark
         self.started(name, self.replaced.pop(key))
 
     @property
     def leaving(self) -> dict[str, ServiceProcess]:
-        """Replaced routers that still run. What has ended is forgotten with the next `save`."""
+        """Those that still run. What has ended is forgotten with the next `save`."""
         self.replaced = {key: one for key, one in self.replaced.items() if same_process(one.pid, one.started)}
         return dict(self.replaced)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Protocol
 
 from cluster.processes.restart_policy import RestartHistory
 from cluster.serve.child_service import ChildService
@@ -62,3 +64,17 @@ class KeptService:
         if self._clock.now() >= self._restart_at:
             self.start()
         return ""
+
+
+class MakeService(Protocol):
+    """Makes a service that isn't started yet; it ends with `stack`."""
+
+    def __call__(
+        self,
+        name: str,
+        command: Sequence[str],
+        arguments: list[str],
+        environment: Mapping[str, str],
+        stack: ExitStack,
+        meanwhile: str = "",
+    ) -> KeptService: ...

@@ -11,13 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from cluster.processes.process_ids import kill_process, same_process
 from cluster.processes.run_folder import RunFiles
 from cluster.serve.child_service import ChildService, ServiceFailed
 from cluster.serve.detached_state import DetachedState, ServiceProcess
-from cluster.serve.kept_service import KeptService, PartFailed
+from cluster.serve.kept_service import KeptService, MakeService, PartFailed
 from cluster.serve.preflight import ServePlan
 from cluster.serve.router_probe import RouterProbe
 from contracts.build_id import build_id
@@ -27,14 +26,6 @@ from contracts.config.setting_effects import routers_digest
 POLL_S = 0.1
 REPLACE_S = 90.0
 """Seconds in which a router that takes over the port of another one must serve."""
-
-
-class MakeService(Protocol):
-    """Makes a service that isn't started yet; it ends with `stack`."""
-
-    def __call__(
-        self, name: str, command: Sequence[str], arguments: list[str], environment: Mapping[str, str], stack: ExitStack
-    ) -> KeptService: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +110,8 @@ class LocalRouters:
         stack.callback(self._end_leaving)
         if self._state is not None:
             for key, process in self._state.leaving.items():
-                self._leaving[key] = _LeavingRouter(process, self._probe(key), None)
+                if key.startswith("router"):
+                    self._leaving[key] = _LeavingRouter(process, self._probe(key), None)
         self._routers = [self._begin(number) for number in range(self._prepared.options.routers)]
         while self.behind()[0] and not self._trouble:
             self._replace_next(POLL_S)

@@ -154,9 +154,9 @@ def routers_digest(config: Config) -> str:
     return _digest([_read_by(Effect.ROUTERS, config), _read_by(Effect.CONTROLLERS, config)])
 
 
-def controllers_read(before: Config, after: Config) -> bool:
-    """Whether a change concerns what controllers read when they start."""
-    return _read_by(Effect.CONTROLLERS, before) != _read_by(Effect.CONTROLLERS, after)
+def controllers_digest(config: Config) -> str:
+    """Digest of all settings that controllers read when they start, and that can be changed."""
+    return _digest([_read_by(Effect.CONTROLLERS, config)])
 
 
 def _read_by(effect: Effect, config: Config) -> dict[str, Any]:

@@ -29,8 +29,8 @@ LIVE_CONNECTIONS = 8
 TICKS = 10
 """Ticks of the server between two looks at the certificate's files, a tenth of a second each."""
 HEALTHY_S = 60.0
-"""How long a router that replaces another one waits until it could serve, before it accepts connections all the same:
-its predecessor may be no healthier."""
+"""How long a router that replaces another one waits for links to workers that there are, before it accepts connections
+all the same: its predecessor may be no healthier."""
 LOOK_S = 0.05
 CLOSE = (b"connection", b"close")
 
@@ -173,9 +173,9 @@ class RouterServer(uvicorn.Server):
             headers.append(CLOSE)
 
     async def _until_healthy(self) -> None:
-        """Wait until this router could serve, `HEALTHY_S` at most."""
-        waited = 0.0
-        while not self._service.worker_links.known or health_problems(self._service):
+        """Wait until this router could serve, or is linked to all workers that there are; `HEALTHY_S` at most."""
+        waited, links = 0.0, self._service.worker_links
+        while not links.known or (links.missing and health_problems(self._service)):
             if waited >= HEALTHY_S or self.should_exit:
                 log(
                     "the port is taken over, though this router can't serve yet",

@@ -84,6 +84,11 @@ class WorkerLinks:
         link = self._links.get(key)
         return link.port if link is not None else None
 
+    @property
+    def missing(self) -> int:
+        """How many workers that the controller's table shows as alive have no link."""
+        return len([link for link in self._links.values() if link.session is None])
+
     def refused(self, key: WorkerKey) -> str:
         """Why this incarnation has no link, in words; empty where it has one, or none was tried."""
         link = self._links.get(key)

@@ -164,9 +164,11 @@ def serving(
     recorder: RecordListener | None = None,
     span_sender: SpanSender | None = None,
     dashboard: DashboardSource | None = None,
+    healthy: bool = True,
 ) -> Iterator[Server]:
     """A router on a free port that serves until the end of the block. Where `config` has an operators' port, that is a
-    free one too. `handover` and `take_over`: where it hands its ports over, and where it gets another router's."""
+    free one too. `handover` and `take_over`: where it hands its ports over, and where it gets another router's.
+    `healthy`: whether it is waited for until it could serve."""
     config = config or Config()
     service = RouterService(
         spec or demo_spec(),
@@ -190,7 +192,8 @@ def serving(
         thread.start()
         try:
             assert os.read(reading, 16) == b"ready\n"
-            server.wait_until(server.serves)
+            if healthy:
+                server.wait_until(server.serves)
             yield server
         finally:
             uvicorn_server.should_exit = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ import pytest
 
 from cluster.controller.controller_actions import ControllerAction, StartWorker
 from cluster.controller.controller_client import ControllerClient
+from cluster.processes.process_ids import start_time
 from cluster.worker_process.lease_keeper import LeaseKeeper, longest_absence_s
 from contracts.clock import SystemClock
 from contracts.config.cluster_config import ClusterConfig
@@ -39,23 +41,29 @@ class Process:
     def endpoint(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def start(self) -> subprocess.Popen[bytes]:
+    def start(self, *more: str) -> subprocess.Popen[bytes]:
         """Start the process and wait until it has said that it listens, or has ended."""
+        process, reading = self.begin(*more)
+        with os.fdopen(reading, "rb") as said:
+            said.read()
+        return process
+
+    def begin(self, *more: str) -> tuple[subprocess.Popen[bytes], int]:
+        """Start the process; returns the descriptor that tells when it listens."""
         reading, writing = os.pipe()
         with (self.folder / "log").open("ab") as log:
             process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "cluster.controller.controller_process", "--port", str(self.port)),
                     *("--ledger", str(self.folder / "ledger"), "--ready-fd", str(writing)),
+                    *more,
                 ],
                 stderr=log,
                 pass_fds=[writing],
             )
         os.close(writing)
         self.processes.append(process)
-        with os.fdopen(reading, "rb") as said:
-            said.read()
-        return process
+        return process, reading
 
     def close(self) -> None:
         for process in self.processes:
@@ -127,6 +135,72 @@ async def _renew_through(
 def test_a_second_controller_on_the_same_port_is_refused(controller: Process) -> None:
     controller.start()
     assert controller.start().wait(WAIT_S) == 1
+    assert "cannot bind" in (controller.folder / "log").read_text()
+
+
+def replaces(process: subprocess.Popen[bytes]) -> tuple[str, str]:
+    return "--replaces", f"{process.pid}:{start_time(process.pid)}"
+
+
+def test_one_that_replaces_another_ends_it_when_it_has_loaded_all(controller: Process) -> None:
+    """It reads its settings last: until then the one before grants leases."""
+    old, settings = controller.start(), controller.folder / "settings"
+    os.mkfifo(settings)
+    client = ControllerClient(controller.endpoint, 5.0)
+    try:
+        client.supervise(lambda: [(NAME, Incarnation(1))])
+        client.add(Role.DECODE, 1)
+        start = started(client)
+        new, listens = controller.begin("--config-json", str(settings), *replaces(old))
+        with settings.open("w") as writing:  # The process has come to read them.
+            assert [view.record.name for view in client.views()] == [NAME]
+            assert old.poll() is None
+            writing.write("{}")
+        with os.fdopen(listens, "rb") as said:
+            assert said.read() == b"ready\n"
+        assert old.wait(WAIT_S) == 0
+        assert new.poll() is None
+        (view,) = client.views()
+        assert (view.record.name, view.record.incarnation) == (NAME, start.incarnation)
+    finally:
+        client.close()
+
+
+def test_one_that_does_not_end_in_order_is_killed(controller: Process) -> None:
+    old = controller.start()
+    old.send_signal(signal.SIGSTOP)
+    new = controller.start(*replaces(old))
+    assert new.poll() is None
+    assert old.wait(WAIT_S) == -signal.SIGKILL
+
+
+def test_one_that_cannot_start_leaves_the_other(controller: Process) -> None:
+    old, settings = controller.start(), controller.folder / "settings"
+    settings.write_text(json.dumps({"cluster": {"ledger": str(controller.folder)}}))
+    process, listens = controller.begin("--config-json", str(settings), "--ledger", "", *replaces(old))
+    with os.fdopen(listens, "rb") as said:
+        assert said.read() == b""
+    assert process.wait(WAIT_S) == 1
+    assert "can't keep the controller's table" in (controller.folder / "log").read_text()
+    assert old.poll() is None
+
+
+def test_a_process_that_has_the_same_pid_by_now_is_left_alone(controller: Process) -> None:
+    with subprocess.Popen(["sleep", "600"]) as other:
+        began = start_time(other.pid)
+        assert began is not None
+        assert controller.start("--replaces", f"{other.pid}:{began - 1}").poll() is None
+        assert other.poll() is None
+        other.kill()
+
+
+def test_a_port_of_somebody_else_is_not_taken(controller: Process) -> None:
+    ended = controller.start()
+    began = replaces(ended)
+    ended.kill()
+    ended.wait(WAIT_S)
+    with socket.create_server(("127.0.0.1", controller.port)):
+        assert controller.start(*began).wait(WAIT_S) == 1
     assert "cannot bind" in (controller.folder / "log").read_text()
 
 

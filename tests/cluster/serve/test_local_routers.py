@@ -78,7 +78,13 @@ class Scene:
         )
 
     def _make(
-        self, name: str, command: Sequence[str], arguments: list[str], environment: Mapping[str, str], stack: ExitStack
+        self,
+        name: str,
+        command: Sequence[str],
+        arguments: list[str],
+        environment: Mapping[str, str],
+        stack: ExitStack,
+        meanwhile: str = "",
     ) -> KeptService:
         service = ChildService(name, command, arguments, self.folder, environment, tied=True)
         stack.callback(service.stop, 0.0)

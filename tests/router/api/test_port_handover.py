@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,10 +14,13 @@ import pytest
 from contracts.config.cluster_config import Config
 from contracts.config.load_config import config_from_dict
 from contracts.config.security_config import SecurityConfig
+from contracts.messages.worker_events import Event
+from contracts.messages.worker_status import WorkerRecord
+from router.api import router_server
 from router.api.port_handover import Predecessor
 from router.main import listen, listen_at
 from tests.certificates import TestAuthority
-from tests.router.fake_worker import FakeCluster
+from tests.router.fake_worker import FakeCluster, FakeSession, FakeWorkerClient
 from tests.router.http_server import WAIT_S, Server, serving
 
 BODY = {"prompt": [5, 6, 7], "seed": 1, "max_tokens": 12}
@@ -151,6 +154,50 @@ def test_a_successor_that_never_serves_changes_nothing(tmp_path: Path) -> None:
             assert new.port == old.port
             new.wait_until(lambda: old.uvicorn._leaving)
             assert new.complete(**BODY)
+
+
+@pytest.mark.parametrize("there", ["no worker", "no decode worker"])
+def test_a_successor_does_not_wait_for_workers_that_nobody_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str
+) -> None:
+    """Else a cluster whose workers have died is without a supervisor for as long as each router waits."""
+    monkeypatch.setattr(router_server, "HEALTHY_S", 1e9)
+    path, cluster = tmp_path / "handover", FakeCluster()
+    cluster.hidden.update(cluster.workers if there == "no worker" else ["decode-0"])
+    with serving(FakeCluster(), handover=path) as old, serving(cluster, take_over=path, healthy=False) as new:
+        new.wait_until(lambda: old.uvicorn._leaving)
+        cluster.hidden.clear()
+        new.call(cluster.changed)
+        assert new.complete(**BODY)
+
+
+def test_a_successor_waits_for_links_to_the_workers_that_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, serves, tries, linked = tmp_path / "handover", Predecessor.serving, list[str](), list[bool]()
+
+    class Refusing(FakeWorkerClient):
+        async def connect(
+            self, on_events: Callable[[Sequence[Event]], None], on_closed: Callable[[str], None]
+        ) -> FakeSession:
+            tries.append(self.worker.name)
+            if tries.count(self.worker.name) < 3:
+                raise ConnectionError("not yet")
+            return await super().connect(on_events, on_closed)
+
+    class Cluster(FakeCluster):
+        def port(self, record: WorkerRecord) -> FakeWorkerClient:
+            return Refusing(self.workers[record.name])
+
+    def serving_now(predecessor: Predecessor) -> None:
+        linked.append(all(worker.sessions for worker in cluster.workers.values()))
+        serves(predecessor)
+
+    monkeypatch.setattr(Predecessor, "serving", serving_now)
+    cluster = Cluster()
+    with serving(FakeCluster(), handover=path), serving(cluster, take_over=path) as new:
+        assert new.complete(**BODY)
+    assert linked == [True]
 
 
 def test_a_port_is_free_again_once_both_have_ended(tmp_path: Path) -> None:

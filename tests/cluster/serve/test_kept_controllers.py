@@ -1,0 +1,265 @@
+"""Controllers that are replaced: by those of another build, or with other settings; none is ended before the next one
+has loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from cluster.processes.process_ids import same_process
+from cluster.serve import kept_controllers
+from cluster.serve.child_service import ChildService
+from cluster.serve.detached_state import DetachedState, ServiceProcess
+from cluster.serve.kept_controllers import KeptControllers
+from cluster.serve.kept_service import KeptService, PartFailed
+from cluster.serve.local_controllers import LocalControllers
+from cluster.serve.preflight import ServePlan
+from contracts.build_id import build_id
+from contracts.clock import ManualClock
+from contracts.config.cluster_config import ClusterConfig
+from tests.cluster.serve.test_detached_state import plan, state
+from tests.serving import until
+
+CONTROLLER = """
+import os, signal, sys, time
+from pathlib import Path
+def given(name):
+    return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else ""
+how = Path(given("--config-json")).read_text()
+if how == "dies":
+    sys.exit(1)
+if how != "never ready":
+    if given("--replaces") and how != "waits":
+        os.kill(int(given("--replaces").split(":")[0]), signal.SIGTERM)
+    if how == "dies late":
+        sys.exit(1)
+    os.write(int(given("--ready-fd")), b"ready")
+time.sleep(600)
+"""
+"""What `serve` sees of a controller, by what the settings' file says."""
+
+
+@pytest.fixture(scope="module")
+def prepared() -> ServePlan:
+    return plan()
+
+
+class Scene:
+    """One supervisor after the other, of one detached cluster."""
+
+    def __init__(self, folder: Path, prepared: ServePlan, stack: ExitStack, controllers: int = 2) -> None:
+        self.folder, self.config, self.stack = folder, prepared.config, stack
+        self.clock, self.said = ManualClock(), list[str]()
+        self.settings = folder / "settings"
+        self.settings.touch()
+        if not (folder / "cluster.state").exists():
+            state(folder, prepared).save()
+        self.state = DetachedState.load(folder)
+        local = LocalControllers(ClusterConfig(name="c"), "127.0.0.1", (1, 2)[:controllers], folder / "ledger")
+        self.controllers = KeptControllers(
+            local, self.config, self.settings, self.clock, self.said.append, lambda name: "", self._make, self.state
+        )
+
+    def _make(
+        self,
+        name: str,
+        command: Sequence[str],
+        arguments: list[str],
+        environment: Mapping[str, str],
+        stack: ExitStack,
+        meanwhile: str = "",
+    ) -> KeptService:
+        service = ChildService(name, command, arguments, self.folder, environment, tied=True)
+        stack.callback(service.stop, 0.0)
+
+        def started(pid: int, began: int) -> None:
+            self.state.started(name, ServiceProcess(pid, began, build_id()))
+
+        return KeptService(service, ClusterConfig(), self.clock, self.said.append, started, lambda name: "", meanwhile)
+
+    def start(self) -> None:
+        self.controllers.start(dict(os.environ), self.stack)
+        for kept in self.controllers.services():
+            assert kept.service.listening(60.0)
+
+    def change(self, most: int) -> None:
+        """Go by a configuration with another setting of controllers."""
+        prefill = dataclasses.replace(self.config.autoscaling.prefill, max_workers=most)
+        autoscaling = dataclasses.replace(self.config.autoscaling, prefill=prefill)
+        self.config = dataclasses.replace(self.config, autoscaling=autoscaling)
+        self.controllers.change(self.config)
+
+    def tended(self) -> tuple[int, str]:
+        self.controllers.tend()
+        return self.controllers.behind()
+
+    def processes(self) -> list[tuple[int, int]]:
+        return [kept.service.process for kept in self.controllers.services()]
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture(autouse=True)
+def fake_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_controllers, "CONTROLLER", (sys.executable, "-c", CONTROLLER))
+
+
+@pytest.mark.slow
+def test_those_with_other_settings_are_replaced_one_after_the_other(
+    tmp_path: Path, prepared: ServePlan, stack: ExitStack
+) -> None:
+    scene = Scene(tmp_path, prepared, stack)
+    scene.start()
+    before = scene.processes()
+    scene.change(17)
+    assert scene.tended() == (2, ""), "the first successor is on its way"
+    assert scene.processes() == before
+    until(lambda: scene.tended() == (0, ""), "both to be replaced")
+    assert set(scene.processes()).isdisjoint(before)
+    assert not any(same_process(*one) for one in before)
+    assert scene.said == ["controller is replaced", "controller-standby-1 is replaced"]
+    assert {name: one.pid for name, one in scene.state.services.items()} == dict(
+        zip(("controller", "controller-standby-1"), [pid for pid, _ in scene.processes()], strict=True)
+    )
+    scene.change(17)
+    assert scene.controllers.behind() == (0, ""), "nothing has changed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["dies", "never ready"])
+def test_one_stays_where_the_next_one_does_not_start(
+    tmp_path: Path, prepared: ServePlan, stack: ExitStack, how: str
+) -> None:
+    scene = Scene(tmp_path, prepared, stack)
+    scene.start()
+    before = scene.processes()
+    scene.settings.write_text(how)
+    scene.change(17)
+    scene.controllers.tend()
+    if how == "never ready":
+        assert scene.tended() == (2, "")
+        scene.clock.advance(kept_controllers.REPLACE_S + 0.1)
+    until(lambda: scene.tended()[1] != "", "the trouble")
+    behind, trouble = scene.tended()
+    assert behind == 2
+    assert trouble.endswith("; the one before goes on")
+    assert scene.processes() == before
+    assert all(same_process(*one) for one in before)
+    assert scene.state.services["controller"].pid == before[0][0]
+    assert not scene.state.leaving
+    scene.settings.write_text("")
+    scene.change(18)
+    until(lambda: scene.tended() == (0, ""), "the next change to be tried")
+
+
+@pytest.mark.slow
+def test_one_that_has_ended_the_other_and_dies_is_started_again(
+    tmp_path: Path, prepared: ServePlan, stack: ExitStack
+) -> None:
+    scene = Scene(tmp_path, prepared, stack, controllers=1)
+    scene.start()
+    (before,) = scene.processes()
+    scene.settings.write_text("dies late")
+    scene.change(17)
+    scene.controllers.tend()
+    until(lambda: not same_process(*before), "its end")
+    scene.settings.write_text("")
+
+    def back() -> bool:
+        scene.clock.advance(1.0)
+        return scene.tended() == (0, "") and same_process(*scene.processes()[0])
+
+    until(back, "the next one to be started again")
+    assert any("died (exit code 1)" in line for line in scene.said)
+
+
+@pytest.mark.slow
+def test_one_whose_successor_is_on_its_way_may_die(tmp_path: Path, prepared: ServePlan, stack: ExitStack) -> None:
+    """Its successor takes the place, and nothing else is started there."""
+    scene = Scene(tmp_path, prepared, stack, controllers=1)
+    scene.start()
+    (before,) = scene.processes()
+    os.mkfifo(tmp_path / "slow")
+    scene.controllers._settings = tmp_path / "slow"
+    scene.change(17)
+    assert scene.tended() == (1, "")
+    os.kill(before[0], signal.SIGKILL)
+    until(lambda: not same_process(*before), "its end")
+    assert scene.tended() == (1, "")
+    assert scene.processes() == [before]
+    with (tmp_path / "slow").open("w") as writing:
+        writing.write("waits")
+    until(lambda: scene.tended() == (0, ""), "the successor")
+    assert scene.said == ["controller is replaced"]
+
+
+@pytest.mark.slow
+def test_the_next_supervisor_replaces_those_of_other_settings_and_takes_others_over(
+    tmp_path: Path, prepared: ServePlan, stack: ExitStack
+) -> None:
+    first = Scene(tmp_path, prepared, stack)
+    first.start()
+    before = first.processes()
+    second = Scene(tmp_path, prepared, stack)
+    second.start()
+    assert second.processes() == before
+    third = Scene(tmp_path, prepared, stack)
+    third.change(17)
+    third.start()
+    assert set(third.processes()).isdisjoint(before)
+    assert third.controllers.behind() == (0, "")
+
+
+@pytest.mark.slow
+def test_a_supervisor_that_cannot_replace_one_fails_and_the_next_goes_on_with_it(
+    tmp_path: Path, prepared: ServePlan, stack: ExitStack
+) -> None:
+    """As with an upgrade to a build whose controller doesn't start."""
+    first = Scene(tmp_path, prepared, stack)
+    first.start()
+    before = first.processes()
+    second = Scene(tmp_path, prepared, stack)
+    second.settings.write_text("dies")
+    second.change(17)
+    with pytest.raises(PartFailed, match="the one before goes on"):
+        second.start()
+    third = Scene(tmp_path, prepared, stack)
+    third.start()
+    assert third.processes() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("successor", ["is gone", "lives"])
+def test_a_supervisor_that_dies_while_it_replaces_one_leaves_no_orphan(
+    tmp_path: Path, prepared: ServePlan, stack: ExitStack, successor: str
+) -> None:
+    first = Scene(tmp_path, prepared, stack, controllers=1)
+    first.start()
+    (before,) = first.processes()
+    first.settings.write_text("never ready")
+    first.change(17)
+    first.controllers.tend()
+    pid = first.state.services["controller"].pid
+    if successor == "is gone":
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not same_process(*first.state.services["controller"][:2]), "its end")
+    first.settings.write_text("")
+    second = Scene(tmp_path, prepared, stack, controllers=1)
+    second.controllers.start(dict(os.environ), stack)
+    if successor == "is gone":
+        assert second.processes() == [before]
+        assert not second.state.leaving
+        return
+    assert second.processes()[0][0] != pid, "it was to have other settings"
+    assert not same_process(*before)
