@@ -13,11 +13,11 @@ help: ## show the commands
 serve: .venv/.installed ## start the demo cluster; ARGS="--model DIR --decode 2" for another
 	@$(BIN)/twinpool serve --model demo $(ARGS)
 
-test: .venv/.installed-dev ## run the tests that a change needs, two at a time; ARGS="-n0 tests/cluster -k drain" for some, in order
-	@$(BIN)/python -m pytest -m "not soak and not thorough" -n 2 --no-loadscope-reorder $(ARGS)
+test: .venv/.installed-dev ## run the tests that a change needs, three at a time; ARGS="-n0 tests/cluster -k drain" for some, in order
+	@$(BIN)/python -m pytest -m "not soak and not thorough" -n 3 --no-loadscope-reorder $(ARGS)
 
 test-all: .venv/.installed-dev ## run all tests but the soak, as CI does; those that `make test` leaves out are in tests/thorough.txt
-	@$(BIN)/python -m pytest -m "not soak" -n 2 --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest -m "not soak" -n 3 --no-loadscope-reorder $(ARGS)
 	@.ci/numerics
 
 test-numerics: .venv/.installed-dev ## run the tests of numerics as other processors would: three settings of the libraries

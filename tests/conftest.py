@@ -1,8 +1,8 @@
 """How tests are dealt out to the processes that run them side by side (pytest-xdist).
 
 A file stays together, as its tests share what it sets up. Those of tests/whole start clusters and mostly wait: one
-process takes all of them, from the start, while the other computes. Those of tests/kernels share what their scripts
-say.
+process takes all of them, from the start, while the others compute. Those of tests/kernels share what their scripts
+say. On two cores there are three processes, since tests wait for a third of their time.
 """
 
 from __future__ import annotations
