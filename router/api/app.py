@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 from contracts.build_id import package_version
@@ -25,6 +26,7 @@ from router.openai.api_errors import (
     BodyTooLarge,
     BufferFull,
     ClientGone,
+    NotJson,
     QueueFull,
     failure_of,
     failure_of_done,
@@ -37,17 +39,13 @@ from router.security.tenant_accounts import TenantLimited
 from router.service.request_limits import SESSION_HEADER, SLO_HEADER
 from router.service.router_service import RouterService
 from router.state.router_log import log
-from router.state.trace_context import TRACE_HEADER, read_traceparent
+from router.state.trace_context import NO_TRACE, TRACE_HEADER, read_traceparent
 from router.tokenizer_pool.tokenizer_process import FrameKind
 
 LAST_WORD_S = 5.0
 """How long writing the error of an answer that was cut short may take."""
 CLIENT_GRACE_S = 30.0
 """How long after its deadline a request may end before the handler itself gives up on it."""
-
-NOT_JSON = ApiError(
-    415, "the body must be JSON: send Content-Type: application/json", "invalid_request_error", "not_json"
-)
 
 App = Callable[[AsgiScope, AsgiReceive, AsgiSend], Awaitable[None]]
 Handler = Callable[[RouterService, HttpExchange], Awaitable[None]]
@@ -108,12 +106,14 @@ async def _serve(
         elif isinstance(handler, ApiError):
             await exchange.fail(handler)
         elif (refusal := refuse(service, exchange)) is not None:
+            if handler in REQUESTS:
+                _keep_refusal(service, exchange, refusal)
             await (exchange.refuse_body if exchange.method == "POST" else exchange.fail)(refusal)
         else:
             await handler(service, exchange)
     except ClientGone:
         pass
-    except (BodyTooLarge, BufferFull, QueueFull, TenantLimited) as error:
+    except (NotJson, BodyTooLarge, BufferFull, QueueFull, TenantLimited) as error:
         await (exchange.fail if exchange.body_done else exchange.refuse_body)(failure_of(error))
     except TwinpoolError as error:
         await exchange.fail(failure_of(error))
@@ -139,11 +139,11 @@ def _refusal(service: RouterService, exchange: HttpExchange) -> ApiError | None:
     tenant = service.keys.tenant_of(secret)
     if tenant is None:
         return ApiError(401, "this API key is not known", "authentication_error", "invalid_api_key")
+    exchange.tenant = tenant
     models = service.keys.limits(tenant).models
     if models and not set(models) & set(service.spec.names):
         message = f"{tenant} may use {' and '.join(models)}; this server has {' and '.join(service.spec.names)}"
         return ApiError(403, message, "permission_error", "model_not_allowed")
-    exchange.tenant = tenant
     return None
 
 
@@ -188,6 +188,10 @@ async def _responses(service: RouterService, exchange: HttpExchange) -> None:
     await _generate(service, exchange, FrameKind.RESPONSES)
 
 
+REQUESTS = frozenset({_completions, _chat, _messages, _responses})
+"""The handlers of requests for text: of each one that is refused it is kept why."""
+
+
 async def _generate(service: RouterService, exchange: HttpExchange, kind: FrameKind) -> None:
     """Answer a request for text; of one that is refused before it is placed, keep why."""
     began = service.clock.now()
@@ -196,15 +200,27 @@ async def _generate(service: RouterService, exchange: HttpExchange, kind: FrameK
     except ClientGone:
         raise
     except TwinpoolError as error:
-        trace = read_traceparent(exchange.header(TRACE_HEADER.encode()))
-        refused = RefusedRequest(exchange.client_id, exchange.tenant, trace, service.clock.now() - began)
-        service.refused(refused, error, failure_of(error))
+        _keep_refusal(service, exchange, failure_of(error), service.clock.now() - began, error.numbers)
         raise
+
+
+def _keep_refusal(
+    service: RouterService,
+    exchange: HttpExchange,
+    failure: ApiError,
+    total_s: float = 0.0,
+    numbers: Mapping[str, float] = MappingProxyType({}),
+) -> None:
+    """Keep why a request for text is refused. One of nobody who is known here is no trace: else strangers would fill
+    the collector."""
+    stranger = service.keys is not None and not exchange.tenant
+    trace = NO_TRACE if stranger else service.records.traced(read_traceparent(exchange.header(TRACE_HEADER.encode())))
+    service.refused(RefusedRequest(exchange.client_id, exchange.tenant, trace, total_s), failure, numbers)
 
 
 async def _placed(service: RouterService, exchange: HttpExchange, kind: FrameKind) -> None:
     if not exchange.declares_json:
-        return await exchange.refuse_body(NOT_JSON)
+        raise NotJson
     service.check_room()  # Before the body takes memory, and time to read.
     resume = read_resume_headers(
         exchange.header(KEY_HEADER.lower().encode()), exchange.header(SEEN_HEADER.lower().encode())
@@ -324,7 +340,7 @@ async def _stored_response(service: RouterService, exchange: HttpExchange) -> No
 
 async def _text(service: RouterService, exchange: HttpExchange, kind: FrameKind) -> None:
     if not exchange.declares_json:
-        return await exchange.refuse_body(NOT_JSON)
+        raise NotJson
     raw = await exchange.body(service.body_limit, service.buffer)
     return await exchange.answer(200, await service.text(kind, raw))
 

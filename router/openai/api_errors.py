@@ -43,6 +43,13 @@ class Superseded(TwinpoolError):
     """Raised where the client has come back for an answer on another connection, before this one had begun."""
 
 
+class NotJson(TwinpoolError):
+    """Raised where a body says that it is something else than JSON; none of it is read."""
+
+    def __init__(self) -> None:
+        super().__init__("the body must be JSON: send Content-Type: application/json")
+
+
 class BodyTooLarge(TwinpoolError):
     """Raised while reading a body that is larger than the limit (`router.max_body_bytes`)."""
 
@@ -111,6 +118,8 @@ def failure_of(error: TwinpoolError) -> ApiError:
             return ApiError(409, str(error), "invalid_request_error", "superseded")
         case QueueFull():
             return ApiError(429, str(error), "rate_limit_error", "queue_full", retry_after_s=1)
+        case NotJson():
+            return ApiError(415, str(error), "invalid_request_error", "not_json")
         case BodyTooLarge():
             return ApiError(413, str(error), "invalid_request_error", "body_too_large")
         case BufferFull():

@@ -13,7 +13,7 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from contracts.checkpoint.model_spec import ModelSpec, served_as
 from contracts.clock import Clock, SystemClock
 from contracts.cluster_secret import cluster_secret
 from contracts.config.cluster_config import Config
-from contracts.errors import ErrorKind, RequestError, TwinpoolError
+from contracts.errors import ErrorKind, RequestError
 from contracts.ids import RequestId, Role
 from contracts.interfaces.discovery import WorkerDirectory
 from contracts.key_file import TenantLimits
@@ -215,13 +215,12 @@ class RouterService:
             text = f"the queue is full: {self._reserved} of {limit} answers are in flight; try again later"
             raise QueueFull(text, choices)
 
-    def refused(self, request: RefusedRequest, error: TwinpoolError, failure: ApiError) -> None:
-        """Keep why a request was refused before it was placed."""
+    def refused(self, request: RefusedRequest, failure: ApiError, numbers: Mapping[str, float]) -> None:
+        """Keep why a request was refused before it was placed; `numbers`: those that decided."""
         counts = self.core.workers.serving_counts(self.clock.now())
         ready = {f"{role}_workers_ready": count for role, count in counts.items()}
         here = {"answers_in_flight": self._reserved, "max_queue": self.config.max_queue, **ready}
-        traced = replace(request, trace=self.records.traced(request.trace))
-        self.records.refused(traced, failure, {**error.numbers, **here})
+        self.records.refused(request, failure, {**numbers, **here})
 
     async def check_tenant(self, tenant: str) -> None:
         """Raise `TenantLimited` where a tenant may not even ask for the least request. Books nothing."""

@@ -193,6 +193,35 @@ def test_a_flood_of_refusals_leaves_the_records_and_the_traces_of_what_was_serve
     assert exporter.exported == 9
 
 
+@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_a_body_that_says_it_is_something_else_is_explained(path: str) -> None:
+    with serving(FakeCluster(1, 1)) as server:
+        headers = {"X-Request-Id": "ours", "Content-Type": "application/xml"}
+        assert server.client.post(path, content=b"words", headers=headers).status_code == 415
+        (one,) = records(server, "ours")
+        assert (one["refused_status"], one["outcome"]) == (415, "not_json")
+        assert "Content-Type: application/json" in shown(one)
+        adds_up(one)
+
+
+def test_who_is_not_let_in_is_explained_and_is_no_trace(tmp_path: Path) -> None:
+    keys, parent = tmp_path / "keys.json", {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+    secret = new_key(keys, "acme")
+    write_key_file(keys, replace(read_key_file(keys), tenants={"acme": TenantLimits(models=("another",))}))
+    with collecting(security={"keys_file": str(keys)}) as (collector, server):
+        assert refused(server, 401, "missing_api_key", **parent)["tenant"] == ""
+        wrong = refused(server, 401, "invalid_api_key", Authorization="Bearer tp-wrong", **parent)
+        assert wrong["tenant"] == ""
+        assert "tp-wrong" not in shown(wrong)
+        mine = refused(server, 403, "model_not_allowed", Authorization=f"Bearer {secret}", **parent)
+        assert mine["tenant"] == "acme"
+        assert "acme may use another; this server has" in shown(mine)
+        assert attributes_of(collector.root(TRACE).attributes)["http.response.status_code"] == 403
+        # What isn't asked for text has no record.
+        assert server.client.get("/v1/models", headers={"X-Request-Id": "list"}).status_code == 401
+        assert server.client.get("/cluster/requests/list").status_code == 404
+
+
 def refusal(number: int, tenant: str = "", trace: TraceContext = NO_TRACE) -> Refusal:
     request = RefusedRequest(f"c{number}", tenant, trace, 0.001)
     failure = ApiError(429, "x" * 1000, "rate_limit_error", "queue_full")

@@ -33,9 +33,11 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 @contextmanager
-def collecting(**tracing: Any) -> Iterator[tuple[OtlpServer, Server]]:
+def collecting(security: dict[str, Any] | None = None, **tracing: Any) -> Iterator[tuple[OtlpServer, Server]]:
+    """A router that sends its traces; `security` and `tracing`: what its settings have of these sections."""
     with OtlpServer() as collector:
-        config = config_from_dict({"tracing": {"endpoint": collector.url, **tracing}})
+        tree = {"tracing": {"endpoint": collector.url, **tracing}, "security": security or {}}
+        config = config_from_dict(tree)
         with serving(FakeCluster(1, 1), config=config) as server:
             yield collector, server
 
