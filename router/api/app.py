@@ -221,7 +221,7 @@ def _keep_refusal(
 async def _placed(service: RouterService, exchange: HttpExchange, kind: FrameKind) -> None:
     if not exchange.declares_json:
         raise NotJson
-    service.check_room()  # Before the body takes memory, and time to read.
+    service.room.check()  # Before the body takes memory, and time to read.
     resume = read_resume_headers(
         exchange.header(KEY_HEADER.lower().encode()), exchange.header(SEEN_HEADER.lower().encode())
     )

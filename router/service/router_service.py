@@ -1,9 +1,8 @@
 """The service behind the HTTP endpoints: admits, tokenises, places and ends requests, and drives the router core.
 
-`RouterService` joins the parts: the router core decides, the worker links send commands and receive events, each
-`ChoiceOutput` turns tokens into text, and each `ResponseStream` holds events that its client has not read yet. It runs
-on one event loop. After every event the router core's actions are carried out at once; all commands to one worker leave
-as one batch.
+`RouterService` joins the parts: the router core decides, the worker links send commands and receive events, and the
+open answers give what comes to clients. It runs on one event loop. After every event the router core's actions are
+carried out at once; all commands to one worker leave as one batch.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from contracts.clock import Clock, SystemClock
 from contracts.cluster_secret import cluster_secret
 from contracts.config.cluster_config import Config
 from contracts.errors import ErrorKind, RequestError
-from contracts.ids import RequestId, Role
+from contracts.ids import Role
 from contracts.interfaces.discovery import WorkerDirectory
 from contracts.key_file import TenantLimits
 from contracts.messages.router_commands import Command
-from contracts.messages.worker_events import Done, Event, LegReport
-from router.core.answer_asks import AskEnded, FoundAnswer
+from contracts.messages.worker_events import Event, LegReport
+from router.core.answer_asks import AskEnded
 from router.core.local_prefill import local_prefill
 from router.core.router_actions import DeliverScores, DeliverTokens, EndRequest, NoteReplay, SendCommand
 from router.core.router_core import RouterCore
@@ -37,8 +36,7 @@ from router.kv_indexer.told_prefixes import ToldPrefixes
 from router.links.worker_links import WorkerLinks
 from router.metrics.index_metrics import index_metrics
 from router.metrics.prometheus_metrics import PrometheusMetrics
-from router.openai.api_errors import ApiError, ClientGone, QueueFull, SloUnreachable
-from router.openai.choice_output import ChoiceOutput
+from router.openai.api_errors import ApiError, ClientGone, SloUnreachable
 from router.openai.generate_request import GenerateRequest
 from router.openai.response_stream import ResponseStream
 from router.openai.resume_headers import ResumeHeaders
@@ -49,9 +47,11 @@ from router.security.answer_identity import AnswerIdentity, identity_of
 from router.security.api_keys import ApiKeys
 from router.security.tenant_accounts import TenantAccounts
 from router.service.answer_claims import SUPERSEDED, AnswerClaims
+from router.service.answer_room import AnswerRoom
 from router.service.body_buffer import BodyBuffer
 from router.service.controller_calls import ControllerCalls
 from router.service.controller_ports import NO_CONTROLLER, ControllerPorts
+from router.service.open_answers import OpenAnswers, Owners
 from router.service.record_keeping import RecordKeeping
 from router.service.request_limits import RequestLimits
 from router.service.restored_choice import HASHED_INLINE_BYTES, KeyedRequest, check_headers, usable
@@ -68,7 +68,7 @@ from router.tokenizer_pool.tokenizer_process import REQUESTS, TEXTS, FrameKind, 
 from router.tracing.otlp_exporter import SpanSender
 from router.verification.audit_cases import AuditEnded, AuditFinding
 from router.verification.stream_watch import StreamWatch
-from router.verification.verification_log import log_finding, log_flag
+from router.verification.verification_log import log_finding
 
 TICK_S = 0.1
 INLINE_BYTES = 2048
@@ -163,15 +163,25 @@ class RouterService:
             on_events=self._on_events,
         )
         self.claims = AnswerClaims(self.core)
-        self._owners: dict[RequestId, tuple[ResponseStream, ChoiceOutput]] = {}
+        self._owners: Owners = {}
         router = f"{name}-{mint()[:8]}" if ports.recorder is not None else name
         self.records = RecordKeeping(
             router, spec.name, config, self.clock, wall, self._owners.values, ports.recorder, span_sender
         )
         self.metrics.sources.append(self.records.families)
+        self.room = AnswerRoom(config.router.max_queue, self.metrics)
+        self.answers = OpenAnswers(
+            self._owners,
+            self.core,
+            self.clock,
+            self.room,
+            self.metrics,
+            self.tenants,
+            self.claims,
+            self.watch,
+            self.records.ended,
+        )
         self._mint = mint
-        self._reserved = 0
-        """Choices that are admitted and have not ended; a body at the reader processes counts as one."""
         self._ticker: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -207,19 +217,11 @@ class RouterService:
 
     # ------------------------------------------------------------ admission
 
-    def check_room(self, choices: int = 1) -> None:
-        """Raise `QueueFull` where so many more choices would be above `router.max_queue`. Books nothing."""
-        limit = self.config.max_queue
-        if self._reserved + choices > limit:
-            self.metrics.refused_full += 1
-            text = f"the queue is full: {self._reserved} of {limit} answers are in flight; try again later"
-            raise QueueFull(text, choices)
-
     def refused(self, request: RefusedRequest, failure: ApiError, numbers: Mapping[str, float]) -> None:
         """Keep why a request was refused before it was placed; `numbers`: those that decided."""
         counts = self.core.workers.serving_counts(self.clock.now())
         ready = {f"{role}_workers_ready": count for role, count in counts.items()}
-        here = {"answers_in_flight": self._reserved, "max_queue": self.config.max_queue, **ready}
+        here = {"answers_in_flight": self.room.booked, "max_queue": self.room.limit, **ready}
         self.records.refused(request, failure, {**numbers, **here})
 
     async def check_tenant(self, tenant: str) -> None:
@@ -258,28 +260,25 @@ class RouterService:
         the header that names a session. Raises `QueueFull`, `RequestError` where the body is wrong or doesn't fit,
         `TenantLimited`, `SloUnreachable`, `ReaderFailed`, `ClientGone`, `KeyReused` and `Superseded`.
         """
-        self.check_room()
+        self.room.check()
         identity = await self._identity(kind, raw, tenant, resume) if resume is not None else None
         began, slo_ms = self.clock.now(), self.limits.first_token_ms(slo, self._allowed(tenant).ttft_slo_ms)
         # Compiling a grammar may take a second, and as much memory as a reader may have.
         if len(raw) <= INLINE_BYTES and not may_need_grammar(raw):
             prepared = REQUESTS[kind](self.intake, raw, tenant)
         else:
-            self._reserved += 1
-            try:
+            with self.room.one():
                 reply = self.readers.submit(kind, raw, tenant)
                 if on_gone is not None:
                     on_gone(reply.cancel)
                 _, frame = await _unless_gone(reply)
                 prepared = prepared_of(frame)
-            finally:
-                self._reserved -= 1
         request = replace(prepared.request, session=session) if session else prepared.request
         timeout_s, allowed = self.limits.timeout_s(request), self._allowed(tenant)
         prompt_tokens = sum(len(prompt.tokens) for prompt in prepared.prompts)
         if self.keys is not None:
             await self._leased(tenant, request.choices, prompt_tokens)
-        self.check_room(request.choices)
+        self.room.check(request.choices)
         try:
             limits = [self.limits.answer_tokens(request, len(p.tokens)) for p in prepared.prompts]
         except RequestError as error:
@@ -341,12 +340,9 @@ class RouterService:
     ) -> KeyedRequest:
         """Find out what workers have kept of an answer. Raises as `AnswerClaims.claim` does, and `RequestError`."""
         check_headers(request, headers)
-        self.check_room(self.claims.asking + 1)
-        self._reserved += 1
-        try:
+        self.room.check(self.claims.asking + 1)
+        with self.room.one():
             claim = await self.claims.claim(identity, request.choices, self._act, on_gone)
-        finally:
-            self._reserved -= 1
         fit = usable(claim, request, prompts)
         for index, found in claim.found.items():
             if index not in fit:
@@ -375,66 +371,21 @@ class RouterService:
                     tenant=tenant,
                     tokens=list(choice.request.prompt),
                 )
-        self._reserved += len(choices)
-        for choice in choices:
-            self._owners[choice.request.id] = (stream, choice)
+        self.answers.begin(stream)
         found = keyed.claim.found if keyed is not None else {}
         if keyed is not None:
             self.claims.begun(keyed.claim, stream)
         for choice in choices:
             if choice.index in found:
-                self._catch_up(stream, choice, found[choice.index])
+                self.answers.catch_up(stream, choice, found[choice.index])
             else:
                 self.core.submit(choice.request)
         self._act()
         return stream
 
-    def _catch_up(self, stream: ResponseStream, choice: ChoiceOutput, found: FoundAnswer) -> None:
-        """Tell the client what a worker has kept of a choice, and go on from there."""
-        kept, routed = found.answer, choice.request
-        log(
-            "answer resumed",
-            request_id=stream.id,
-            worker=found.worker[0],
-            tokens=len(kept.tokens),
-            running=kept.running,
-        )
-        if kept.tokens:
-            choice.first_at = choice.last_at = self.clock.now()
-        stream.push_each(choice.take_each(kept.tokens, kept.logprobs))
-        done = Done(routed.id, routed.attempt, kept.reason, kept.stop_token) if kept.reason else routed.ending
-        if choice.finish is not None:
-            if kept.running:
-                self.core.adopt(routed, found)
-                self.core.cancel(routed.id, finished=True)
-            self._close_choice(stream, choice)
-        elif done is not None and not kept.running:
-            if (piece := choice.end(done)) is not None:
-                stream.push_each((piece,))
-            self._close_choice(stream, choice)
-        else:
-            self.core.adopt(routed, found)
-
-    def abandon(self, stream: ResponseStream, *, slow: bool = False) -> None:
-        """Cancel all choices that have not ended, because the client left or (`slow`) reads too slowly. Idempotent.
-
-        Those with a key are left to their workers for a while, as their client may come back.
-        """
-        took = False
-        give_up = self.core.detach if stream.answer_key else self.core.cancel
-        for choice in stream.choices:
-            if choice.request.id in self._owners:
-                took = True
-                give_up(choice.request.id)
-                choice.ended_at = self.clock.now()
-                self._release(choice)
-        self.claims.ended(stream)
-        if took:
-            if slow:
-                self.metrics.slow_clients += 1
-            else:
-                self.metrics.disconnects += 1
-            log("request abandoned", slow=slow, **stream.facts())
+    def abandon(self, stream: ResponseStream) -> None:
+        """End an answer whose client has left. Idempotent."""
+        self.answers.abandon(stream)
         self._act()
 
     def fail_over(self, key: WorkerKey) -> int:
@@ -470,15 +421,13 @@ class RouterService:
         while actions := self.core.take_actions():
             for action in actions:
                 if type(action) is DeliverTokens:
-                    self._deliver(action)
+                    self.answers.deliver(action)
                 elif type(action) is SendCommand:
                     sends.setdefault(action.worker, []).append(action.command)
                 elif type(action) is DeliverScores:
-                    owner = self._owners.get(action.request_id)
-                    if owner:
-                        owner[1].scores = action.scores
+                    self.answers.score(action)
                 elif type(action) is EndRequest:
-                    self._end(action)
+                    self.answers.end(action)
                 elif type(action) is NoteReplay:
                     log(
                         "request replayed",
@@ -495,81 +444,6 @@ class RouterService:
         for key, commands in sends.items():
             self.worker_links.send(key, commands)
 
-    def _deliver(self, action: DeliverTokens) -> None:
-        owner = self._owners.get(action.request_id)
-        if owner is None:
-            return
-        stream, choice = owner
-        now = self.clock.now()
-        self.metrics.tally.tokens(choice, len(action.tokens), now)
-        if stream.tenant:
-            self.tenants.spend(stream.tenant, len(action.tokens))
-        if self.watch is not None:
-            for flag in self.watch.feed(action.request_id, action.tokens):
-                self.core.audits.flag(action.request_id)
-                log_flag(flag, choice.request)
-        try:
-            if stream.answer_key:
-                stream.push_each(choice.take_each(action.tokens, action.logprobs))
-            else:
-                stream.push(choice.take(action.tokens, action.logprobs))
-        except Exception:  # A fault in one answer's text must not end the others.
-            log("answer failed", trace=True, request_id=stream.id)
-            choice.fail("the router failed to turn tokens into text")
-            self.core.cancel(action.request_id)
-            self._close_choice(stream, choice)
-            return
-        if choice.finish is not None:
-            self.core.cancel(action.request_id, finished=True)
-            self._close_choice(stream, choice)
-        elif stream.overflowed:
-            self.abandon(stream, slow=True)
-            stream.fail("the client took the answer too slowly")
-
-    def _end(self, action: EndRequest) -> None:
-        owner = self._owners.get(action.request_id)
-        if owner is None:
-            return
-        stream, choice = owner
-        try:
-            piece = choice.end(action.done)
-            if piece is not None and stream.answer_key:
-                stream.push_each((piece,))
-            elif piece is not None:
-                stream.push(piece)
-        except Exception:
-            log("answer failed", trace=True, request_id=stream.id)
-            choice.fail("the router failed to turn tokens into text")
-        self._close_choice(stream, choice)
-
-    def _close_choice(self, stream: ResponseStream, choice: ChoiceOutput) -> None:
-        choice.ended_at = self.clock.now()
-        self.metrics.tally.ended(choice)
-        self._release(choice)
-        if choice.error is not None:
-            log("request failed", error=choice.error.error, reason=choice.error.message, **stream.facts())
-            for other in stream.choices:  # The client gets one error, so the other choices are of no use.
-                if other.request.id in self._owners:
-                    gone = choice.error.error is ErrorKind.SUPERSEDED
-                    (self.core.detach if gone else self.core.cancel)(other.request.id)
-                    self._release(other)
-        stream.close_one(choice)
-        if stream.over:
-            self.claims.ended(stream)
-        if stream.open == 0 and stream.failed is None:
-            log("request ended", seconds=round(choice.ended_at - choice.request.arrived, 6), **stream.facts())
-
-    def _release(self, choice: ChoiceOutput) -> None:
-        """Give back what a choice holds in this service; every choice ends through this method. Idempotent."""
-        owner = self._owners.pop(choice.request.id, None)
-        if owner is not None:
-            self._reserved -= 1
-            if owner[0].tenant:
-                self.tenants.ended(owner[0].tenant)
-            if self.watch is not None:
-                self.watch.end(choice.request.id)
-            self.records.ended(*owner)
-
     def _of_bodies(self) -> Iterator[Metric]:
         text = "Memory of bodies that are being received, their first 64 KiB left out"
         yield GaugeMetricFamily("twinpool_body_buffer_bytes", text, value=self.buffer.held)
@@ -578,13 +452,4 @@ class RouterService:
 
     def check(self) -> list[str]:
         """Recount the router's books; returns a sentence for each disagreement."""
-        found = self.core.check() + self.claims.check()
-        owned, held = set(self._owners), set(self.core.requests.ids())
-        found += [f"request {rid} runs and belongs to no client" for rid in sorted(held - owned)]
-        found += [f"request {rid} has a client and runs nowhere" for rid in sorted(owned - held)]
-        if self._reserved < len(owned):
-            found.append(f"{len(owned)} choices are in flight, {self._reserved} are booked")
-        of_tenants = sum(bool(stream.tenant) for stream, _ in self._owners.values())
-        if of_tenants != self.tenants.in_flight:
-            found.append(f"{of_tenants} choices of tenants are in flight, {self.tenants.in_flight} are booked")
-        return found
+        return [*self.core.check(), *self.claims.check(), *self.answers.check()]

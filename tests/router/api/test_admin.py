@@ -162,13 +162,13 @@ def test_check_passes_at_rest_and_names_what_is_planted(server: Server) -> None:
     assert report["ok"] is False
     assert report["workers"][1]["violations"] == ["page 7 is free and leased"]
     server.cluster["prefill-1"].violations = ()
-    server.service._reserved -= 1
+    server.service.room.booked -= 1
     ghost: Any = "ghost"
     nobody: Any = (types.SimpleNamespace(tenant=""), None)
     server.call(lambda: server.service._owners.update({ghost: nobody}))
     report = operate(server, "check")[1]
     server.call(lambda: server.service._owners.pop(ghost))
-    server.service._reserved += 1
+    server.service.room.booked += 1
     assert report["ok"] is False
     assert report["workers"][-1]["name"] == "router"
     assert "ghost" in report["workers"][-1]["violations"][0]

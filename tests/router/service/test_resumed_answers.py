@@ -129,7 +129,7 @@ def test_a_running_answer_that_nobody_waits_for_any_more_is_left_to_its_worker(s
         client.sendall(head.encode() + body)
         assert asked.wait(10)
     worker = server.cluster["decode-1"]
-    server.wait_until(lambda: server.service._reserved == 0)
+    server.wait_until(lambda: server.service.room.booked == 0)
     answered = Attached(asks[0].request_id, 0, answers=(one,))
     server.call(lambda: worker.sessions[0].on_events([answered]))
     server.wait_until(lambda: [d.request_id for d in worker.detached] == ["kept-0"])
