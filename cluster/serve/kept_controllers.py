@@ -17,14 +17,11 @@ from cluster.serve.child_service import CONTROLLER, STOP_S, ServiceFailed
 from cluster.serve.detached_state import DetachedState, ServiceProcess
 from cluster.serve.kept_service import KeptService, MakeService, PartFailed
 from cluster.serve.local_controllers import LocalControllers
+from cluster.serve.service_successor import POLL_S, ServiceSuccessor
 from contracts.build_id import build_id
 from contracts.clock import Clock
 from contracts.config.cluster_config import Config
 from contracts.config.setting_effects import controllers_digest
-
-POLL_S = 0.1
-REPLACE_S = 90.0
-"""Seconds in which a controller that replaces another one must lead, or stand by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +37,6 @@ class _Controller:
     @property
     def process(self) -> ServiceProcess:
         return ServiceProcess(*self.kept.service.process, self.build)
-
-
-@dataclass(frozen=True, slots=True)
-class _Successor:
-    """A controller that is to take another one's place."""
-
-    number: int
-    controller: _Controller
-    deadline: float
 
 
 class KeptControllers:
@@ -72,7 +60,7 @@ class KeptControllers:
         self._make, self._state = make, state
         self._build = build_id()
         self._controllers: list[_Controller] = []
-        self._successor: _Successor | None = None
+        self._successor: ServiceSuccessor[_Controller] | None = None
         self._trouble = ""
         """Why nothing is replaced until the next change; empty: nothing stands in the way."""
 
@@ -153,16 +141,14 @@ class KeptControllers:
         if self._state is not None:
             self._state.leaves(_key(old), old.process)
         successor = self._started(self._made(number, old.process))
-        self._successor = _Successor(number, successor, self._clock.now() + REPLACE_S)
+        self._successor = ServiceSuccessor(number, successor, successor.kept.service, self._clock)
         return None
 
-    def _look_at(self, successor: _Successor, wait_s: float) -> None:
-        old, service = self._controllers[successor.number], successor.controller.kept.service
+    def _look_at(self, successor: ServiceSuccessor[_Controller], wait_s: float) -> None:
+        old = self._controllers[successor.number]
         try:
-            if not service.listening(wait_s):
-                if self._clock.now() <= successor.deadline:
-                    return
-                raise ServiceFailed(f"the next {old.name} isn't ready within {REPLACE_S:g} s")
+            if not successor.ready(wait_s):
+                return
         except ServiceFailed as error:
             if old.kept.service.ended() is None:
                 self._stay(successor, old, error)
@@ -170,13 +156,13 @@ class KeptControllers:
             # It has ended the one before: it is started again like any that dies.
         self._successor = None
         old.kept.service.stop(STOP_S)
-        self._controllers[successor.number] = successor.controller
+        self._controllers[successor.number] = successor.what
         self._say(f"{old.name} is replaced")
 
-    def _stay(self, successor: _Successor, old: _Controller, error: ServiceFailed) -> None:
+    def _stay(self, successor: ServiceSuccessor[_Controller], old: _Controller, error: ServiceFailed) -> None:
         """Go on with the controller that was to be replaced."""
         self._successor = None
-        successor.controller.kept.service.stop(0.0)
+        successor.service.stop(0.0)
         self._trouble = f"{error}{self._words(old.name)}; the one before goes on"
         self._say(self._trouble)
         if self._state is not None:

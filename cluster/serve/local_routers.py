@@ -19,13 +19,10 @@ from cluster.serve.detached_state import DetachedState, ServiceProcess
 from cluster.serve.kept_service import KeptService, MakeService, PartFailed
 from cluster.serve.preflight import ServePlan
 from cluster.serve.router_probe import RouterProbe
+from cluster.serve.service_successor import POLL_S, ServiceSuccessor
 from contracts.build_id import build_id
 from contracts.clock import Clock
 from contracts.config.setting_effects import routers_digest
-
-POLL_S = 0.1
-REPLACE_S = 90.0
-"""Seconds in which a router that takes over the port of another one must serve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +65,6 @@ class _LeavingRouter:
         return same_process(self.process.pid, self.process.started)
 
 
-@dataclass(frozen=True, slots=True)
-class _Successor:
-    """A router that is to take another one's port over."""
-
-    number: int
-    router: ServingRouter
-    deadline: float
-
-
 class LocalRouters:
     """The routers' processes. Use it from the main thread only (`ChildService`)."""
 
@@ -97,7 +85,7 @@ class LocalRouters:
         self._routers: list[ServingRouter] = []
         self._leaving: dict[str, _LeavingRouter] = {}
         """By name and mark."""
-        self._successor: _Successor | None = None
+        self._successor: ServiceSuccessor[ServingRouter] | None = None
         self._trouble = ""
         """Why nothing is replaced until the next change; empty: nothing stands in the way."""
         self._probes = False
@@ -227,21 +215,18 @@ class LocalRouters:
         if self._state is not None:
             self._state.leaves(f"{self._name(number)}.{old.mark}", self._process(old))
         router = self._started(self._made(number, old.mark))
-        self._successor = _Successor(number, router, self._clock.now() + REPLACE_S)
+        self._successor = ServiceSuccessor(number, router, router.kept.service, self._clock)
         return None
 
-    def _look_at(self, successor: _Successor, wait_s: float) -> None:
+    def _look_at(self, successor: ServiceSuccessor[ServingRouter], wait_s: float) -> None:
         name, old = self._name(successor.number), self._routers[successor.number]
         key = f"{name}.{old.mark}"
-        service = successor.router.kept.service
         try:
-            if not service.listening(wait_s):
-                if self._clock.now() <= successor.deadline:
-                    return
-                raise ServiceFailed(f"the next {name} doesn't serve within {REPLACE_S:g} s")
+            if not successor.ready(wait_s):
+                return
         except ServiceFailed as error:
             self._successor = None
-            service.stop(0.0)
+            successor.service.stop(0.0)
             self._trouble = f"{error}{self._words(name)}; the one before goes on"
             self._say(self._trouble)
             if self._state is not None:
@@ -249,9 +234,9 @@ class LocalRouters:
             return
         self._successor = None
         self._leaving[key] = _LeavingRouter(self._process(old), old.probe, old.kept.service)
-        self._routers[successor.number] = successor.router
+        self._routers[successor.number] = successor.what
         if self._probes:
-            self._ask(successor.router.probe)
+            self._ask(successor.what.probe)
         self._say(f"{name} is replaced; the one before finishes its answers")
 
     def _process(self, router: ServingRouter) -> ServiceProcess:

@@ -21,6 +21,7 @@ from cluster.serve.kept_controllers import KeptControllers
 from cluster.serve.kept_service import KeptService, PartFailed
 from cluster.serve.local_controllers import LocalControllers
 from cluster.serve.preflight import ServePlan
+from cluster.serve.service_successor import REPLACE_S
 from contracts.build_id import build_id
 from contracts.clock import ManualClock
 from contracts.config.cluster_config import ClusterConfig
@@ -149,7 +150,7 @@ def test_one_stays_where_the_next_one_does_not_start(
     scene.controllers.tend()
     if how == "never ready":
         assert scene.tended() == (2, "")
-        scene.clock.advance(kept_controllers.REPLACE_S + 0.1)
+        scene.clock.advance(REPLACE_S + 0.1)
     until(lambda: scene.tended()[1] != "", "the trouble")
     behind, trouble = scene.tended()
     assert behind == 2

@@ -14,13 +14,13 @@ import pytest
 
 from cluster.processes.process_ids import same_process, start_time
 from cluster.processes.run_folder import RunFolder
-from cluster.serve import local_routers
 from cluster.serve.child_service import ChildService
 from cluster.serve.detached_state import DetachedState, ServiceProcess
 from cluster.serve.kept_service import KeptService
 from cluster.serve.local_routers import LocalRouters, RouterCommand
 from cluster.serve.preflight import ServePlan
 from cluster.serve.router_probe import RouterProbe
+from cluster.serve.service_successor import REPLACE_S
 from contracts.build_id import build_id
 from contracts.clock import ManualClock
 from contracts.config.cluster_config import ClusterConfig
@@ -197,7 +197,7 @@ def test_a_router_stays_where_its_successor_does_not_serve(scene: Scene, how: st
     if how == "never listens":
         scene.routers.tend()
         assert scene.routers.behind() == (2, "")
-        scene.clock.advance(local_routers.REPLACE_S + 0.1)
+        scene.clock.advance(REPLACE_S + 0.1)
         for _, probe in scene.routers.services():
             probe.started_again()
     until(lambda: scene.tended()[1] != "", "the trouble")
