@@ -100,6 +100,8 @@ class ControllerProcess:
         self._ready_fd = place.ready_fd
         self._manager, self._does = ServiceManager.adopt(), ""
         self._told: tuple[str, int, tuple[str, ...]] | None = None
+        self._idle = ""
+        """Why it grants nothing now."""
         self._clock = SystemClock()
         ledger = place.ledger or config.cluster.ledger
         if not ledger:
@@ -143,8 +145,12 @@ class ControllerProcess:
             self._ledger.close()
 
     def _lead(self) -> None:
-        """Serve until told to end, or until the ledger can't be reached: then nothing may be granted, and this
-        controller begins anew with what the ledger holds once it is back."""
+        """Serve until told to end.
+
+        When its lease of the ledger has run out this controller grants and decides nothing. It goes on where the lease
+        is renewed soon, for then nobody else has begun: a disk may be busy for some seconds. Otherwise, and where
+        something could not be written, it lets everybody know by its end, and begins anew with what the ledger holds.
+        """
         self._told = None
         config, core = self._config, Controller(self._clock, self._config.cluster, self._ledger, supervised=False)
         autoscaler = Autoscaler(core, self._clock, config) if config.autoscaling.enabled else None
@@ -160,16 +166,25 @@ class ControllerProcess:
             ticks = ControllerTicks(core, server, self._clock)
             while not self._ended.wait(TICK_S):
                 self._leadership.renew()
-                failed = ticks.tick()
-                if failed:
+                if not self._leadership.held:
+                    self._grants_nothing("its lease of the ledger has run out")
+                    if self._leadership.lapsed_s > config.cluster.leader_lease_s:
+                        return
+                    continue
+                if failed := ticks.tick():
                     self._leadership.renew(now=True)  # Where another controller has begun, this one ends.
-                if failed or not self._leadership.held:
-                    log.error("the controller grants nothing: %s", failed or "its lease of the ledger has run out")
+                    self._grants_nothing(failed)
                     return
+                self._idle = ""
                 self._tell(server)
         finally:
             server.close()
         self._leave(core)
+
+    def _grants_nothing(self, why: str) -> None:
+        if why != self._idle:
+            log.error("the controller grants nothing: %s", why)
+        self._idle = why
 
     def _leave(self, core: Controller) -> None:
         """Give the ledger up, and with it the table of a cluster that has ended in order: that may have been by another

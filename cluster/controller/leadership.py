@@ -46,6 +46,11 @@ class Leadership:
         return self._until is not None and self._clock.now() < self._until
 
     @property
+    def lapsed_s(self) -> float:
+        """Seconds since its lease has run out; 0 while that holds, or where it never led."""
+        return max(0.0, self._clock.now() - self._until) if self._until is not None else 0.0
+
+    @property
     def pause_s(self) -> float:
         """Seconds between two calls of `take`, or of `renew`, at most."""
         return self._lease_s / (2 * RENEWALS)

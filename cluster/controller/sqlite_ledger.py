@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,14 +16,19 @@ from contracts.errors import ConfigError
 
 BUSY_S = 5.0
 """Seconds that a write waits for another process that has the file locked."""
-_TABLES = (
+PAUSE_S = 0.02
+_KEPT = (
     "CREATE TABLE IF NOT EXISTS kept (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
     "CREATE TABLE IF NOT EXISTS writer (one INTEGER PRIMARY KEY, term INTEGER NOT NULL)",
     "INSERT OR IGNORE INTO writer VALUES (1, 0)",
-    "CREATE TABLE IF NOT EXISTS leader (one INTEGER PRIMARY KEY, endpoint TEXT NOT NULL, host TEXT NOT NULL, "
-    "until REAL NOT NULL, lease_s REAL NOT NULL, boot TEXT NOT NULL)",
-    "CREATE TABLE IF NOT EXISTS standbys (endpoint TEXT PRIMARY KEY, until REAL NOT NULL, boot TEXT NOT NULL)",
 )
+"""The table of the cluster, and the term of who writes it."""
+_LEASED = (
+    "CREATE TABLE IF NOT EXISTS lease.leader (one INTEGER PRIMARY KEY, endpoint TEXT NOT NULL, host TEXT NOT NULL, "
+    "until REAL NOT NULL, lease_s REAL NOT NULL, boot TEXT NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS lease.standbys (endpoint TEXT PRIMARY KEY, until REAL NOT NULL, boot TEXT NOT NULL)",
+)
+"""Who leads and who waits, in a file beside that."""
 T = TypeVar("T")
 
 
@@ -30,7 +37,9 @@ class SqliteLedger:
 
     SQLite, because it is in Python's standard library and keeps its promise of durability on every file system that
     locks; a network file system that doesn't is no place for it. The leader's lease goes by this machine's monotonic
-    clock, which all its processes read alike: one that was written before the machine was started again is over.
+    clock, which all its processes read alike: one that was written before the machine was started again is over. So it
+    need not survive that, and is in a file of its own (`-lease`), through a connection of its own: its renewals aren't
+    synced and wait for no sync of the table, which on a busy disk may take longer than the lease.
     """
 
     def __init__(self, path: Path, clock: Clock | None = None, boot: str = "") -> None:
@@ -39,14 +48,9 @@ class SqliteLedger:
         self._path, self._clock, self._boot = path, clock or SystemClock(), boot or _boot_id()
         self._term = 0
         self._taken: Mapping[str, str] | None = None
-        self._lock = threading.Lock()
         try:
-            # Autocommit: each statement is a transaction, but for those that begin one.
-            self._store = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
-            self._store.execute("PRAGMA journal_mode=WAL")
-            self._store.execute("PRAGMA synchronous=FULL")
-            for statement in _TABLES:
-                self._store.execute(statement)
+            self._store = _opened(path, _KEPT)
+            self._lease = _opened(path, _LEASED, Path(f"{path}-lease"))
         except sqlite3.Error as error:
             raise ConfigError(f"can't keep the controller's table in {path}: {error}") from None
 
@@ -55,16 +59,16 @@ class SqliteLedger:
         if taken is not None:
             return taken
         try:
-            return self._transaction(self._next_term)
+            return self._store.transaction(lambda: self._next_term(self._store))
         except OSError as error:
             raise ConfigError(str(error)) from None
 
     def put(self, key: str, value: str) -> None:
         def store() -> None:
-            self._check_term()
+            self._check_term(self._store)
             self._store.execute("INSERT OR REPLACE INTO kept VALUES (?, ?)", (key, value))
 
-        self._transaction(store)
+        self._store.transaction(store)
 
     def check(self) -> list[str]:
         return []
@@ -72,93 +76,142 @@ class SqliteLedger:
     def take(self, endpoint: str, host: str, lease_s: float, *, first: bool) -> bool:
         def take() -> bool:
             leader = self._leader()
-            begun = self._store.execute("SELECT term FROM writer").fetchone()[0] > 0
+            begun = self._lease.execute("SELECT term FROM writer").fetchone()[0] > 0
             if (leader is not None and leader.endpoint != endpoint) or not (begun or first):
                 return False
-            self._taken = self._next_term()
+            self._taken = self._next_term(self._lease)
             self._lead(endpoint, host, lease_s)
             return True
 
-        return self._transaction(take)
+        return self._lease.transaction(take)
 
     def renew(self, lease_s: float) -> None:
         def renew() -> None:
-            self._check_term()
             until = self._clock.now() + lease_s
-            self._store.execute("UPDATE leader SET until = ?, lease_s = ?, boot = ?", (until, lease_s, self._boot))
+            # Before the look at the term: whoever takes the ledger writes here, too, and now waits.
+            self._lease.execute("UPDATE leader SET until = ?, lease_s = ?, boot = ?", (until, lease_s, self._boot))
+            self._check_term(self._lease)
 
-        self._transaction(renew)
+        self._lease.transaction(renew, both=False)
 
     def resign(self) -> None:
         def resign() -> None:
-            if self._holds_term():
-                self._store.execute("DELETE FROM leader")
+            self._lease.execute("DELETE FROM leader")
+            self._check_term(self._lease)
 
-        self._transaction(resign)
+        with contextlib.suppress(LedgerLost):
+            self._lease.transaction(resign, both=False)
 
     def leader(self) -> LedgerLeader | None:
-        return self._transaction(self._leader)
+        return self._lease.transaction(self._leader, both=False)
 
     def stand_by(self, endpoint: str, for_s: float) -> None:
         row = (endpoint, self._clock.now() + for_s, self._boot)
-        self._transaction(lambda: self._store.execute("INSERT OR REPLACE INTO standbys VALUES (?, ?, ?)", row))
+        insert = "INSERT OR REPLACE INTO standbys VALUES (?, ?, ?)"
+        self._lease.transaction(lambda: self._lease.execute(insert, row), both=False)
 
     def standbys(self) -> tuple[str, ...]:
         now = (self._boot, self._clock.now())
         query = "SELECT endpoint FROM standbys WHERE boot = ? AND until > ? ORDER BY endpoint"
-        rows = self._transaction(lambda: self._store.execute(query, now).fetchall())
+        rows = self._lease.transaction(lambda: self._lease.execute(query, now).fetchall(), both=False)
         return tuple(endpoint for (endpoint,) in rows)
 
     def forget(self) -> None:
         def forget() -> None:
-            if self._holds_term():
-                self._store.execute("DELETE FROM kept")
-                self._store.execute("DELETE FROM leader")
+            if self._holds_term(self._lease):
+                self._lease.execute("DELETE FROM kept")
+                self._lease.execute("DELETE FROM leader")
 
-        self._transaction(forget)
+        self._lease.transaction(forget)
 
     def close(self) -> None:
         self._store.close()
+        self._lease.close()
 
     # ------------------------------------------------------------ inside a transaction
 
-    def _next_term(self) -> Mapping[str, str]:
-        self._store.execute("UPDATE writer SET term = term + 1")
-        self._term = self._store.execute("SELECT term FROM writer").fetchone()[0]
-        return dict(self._store.execute("SELECT key, value FROM kept ORDER BY key"))
+    def _next_term(self, connection: _Connection) -> Mapping[str, str]:
+        connection.execute("UPDATE writer SET term = term + 1")
+        self._term = connection.execute("SELECT term FROM writer").fetchone()[0]
+        return dict(connection.execute("SELECT key, value FROM kept ORDER BY key"))
 
-    def _holds_term(self) -> bool:
-        return bool(self._store.execute("SELECT term FROM writer").fetchone()[0] == self._term)
+    def _holds_term(self, connection: _Connection) -> bool:
+        return bool(connection.execute("SELECT term FROM writer").fetchone()[0] == self._term)
 
-    def _check_term(self) -> None:
-        if not self._holds_term():
+    def _check_term(self, connection: _Connection) -> None:
+        if not self._holds_term(connection):
             raise LedgerLost(f"another controller keeps its table in {self._path} now")
 
     def _lead(self, endpoint: str, host: str, lease_s: float) -> None:
         row = (endpoint, host, self._clock.now() + lease_s, lease_s, self._boot)
-        self._store.execute("INSERT OR REPLACE INTO leader VALUES (1, ?, ?, ?, ?, ?)", row)
-        self._store.execute("DELETE FROM standbys WHERE endpoint = ?", (endpoint,))
+        self._lease.execute("INSERT OR REPLACE INTO leader VALUES (1, ?, ?, ?, ?, ?)", row)
+        self._lease.execute("DELETE FROM standbys WHERE endpoint = ?", (endpoint,))
 
     def _leader(self) -> LedgerLeader | None:
-        row = self._store.execute("SELECT endpoint, host, until, lease_s, boot FROM leader").fetchone()
+        row = self._lease.execute("SELECT endpoint, host, until, lease_s, boot FROM leader").fetchone()
         if row is None:
             return None
         endpoint, host, until, lease_s, boot = row
         left_s = min(until - self._clock.now(), lease_s)
         if left_s <= 0 or boot != self._boot:
             return None
-        term = self._store.execute("SELECT term FROM writer").fetchone()[0]
+        term = self._lease.execute("SELECT term FROM writer").fetchone()[0]
         return LedgerLeader(endpoint, host, term, left_s)
 
-    def _transaction(self, run: Callable[[], T]) -> T:
-        """Run `run` as one transaction. Raises what it raises, and `OSError` where the file can't be read or
-        written."""
+
+class _Connection:
+    """A connection to the file of the table, with another one attached as ``lease`` if need be; safe from any thread.
+
+    What is written to the table is synced before a transaction returns; what is written to the attached file isn't, and
+    a power cut takes the latest of it.
+    """
+
+    def __init__(self, path: Path, tables: Sequence[str], attached: Path | None = None) -> None:
+        """`tables`: what makes those that aren't there yet. Raises `sqlite3.Error`."""
+        self._path, self._lock = path, threading.Lock()
+        # Autocommit: each statement is a transaction, but for those that begin one.
+        self._store = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+        try:
+            self._store.execute("PRAGMA main.journal_mode=WAL")
+            self._store.execute("PRAGMA main.synchronous=FULL")
+            if attached is not None:
+                self._store.execute("ATTACH ? AS lease", (str(attached),))
+                self._store.execute("PRAGMA lease.journal_mode=WAL")
+                self._store.execute("PRAGMA lease.synchronous=NORMAL")
+            for statement in tables:
+                self._store.execute(statement)
+        except sqlite3.Error:
+            self._store.close()
+            raise
+
+    def execute(self, statement: str, values: Sequence[object] = ()) -> sqlite3.Cursor:
+        return self._store.execute(statement, values)
+
+    def transaction(self, run: Callable[[], T], *, both: bool = True) -> T:
+        """Run `run` as one transaction. `both`: it is alone with all files from its beginning on; else with a file from
+        its first write to that on. Raises what it raises, and `OSError` where the files can't be read or written."""
         try:
             with self._lock, self._store:
-                self._store.execute("BEGIN IMMEDIATE")
+                self._store.execute("BEGIN IMMEDIATE" if both else "BEGIN")
                 return run()
         except sqlite3.Error as error:
             raise OSError(f"can't keep the controller's table in {self._path}: {error}") from None
+
+    def close(self) -> None:
+        self._store.close()
+
+
+def _opened(path: Path, tables: Sequence[str], attached: Path | None = None) -> _Connection:
+    """A connection as of `_Connection`. Processes that make a file's first one at a time find it locked, whatever their
+    timeout is: tried again for `BUSY_S`."""
+    pause, deadline = threading.Event(), time.monotonic() + BUSY_S
+    while True:
+        try:
+            return _Connection(path, tables, attached)
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+        pause.wait(PAUSE_S)
 
 
 def _boot_id() -> str:

@@ -58,7 +58,7 @@ async def call_leader(
                     try:
                         return await call(channel)
                     except grpc.aio.AioRpcError as error:
-                        if not turns.several or error.details() != NOT_LEADING:
+                        if error.details() != NOT_LEADING:  # Which it says before it does anything.
                             raise
             turns.next(endpoint)
             await asyncio.sleep(TURN_S)

@@ -7,11 +7,15 @@ import json
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
+import grpc.aio
 import pytest
 
 from cluster.controller.controller_actions import ControllerAction, StartWorker
@@ -22,6 +26,9 @@ from contracts.clock import SystemClock
 from contracts.config.cluster_config import ClusterConfig
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
+from contracts.proto import worker_pb2 as pb
+from contracts.proto import worker_pb2_grpc as pb_grpc
+from contracts.wire.controller_turns import NOT_LEADING
 
 NAME = WorkerName("decode-0")
 WAIT_S = 30.0
@@ -136,6 +143,42 @@ def test_a_second_controller_on_the_same_port_is_refused(controller: Process) ->
     controller.start()
     assert controller.start().wait(WAIT_S) == 1
     assert "cannot bind" in (controller.folder / "log").read_text()
+
+
+def test_one_whose_lease_ran_out_while_the_disk_was_busy_goes_on(controller: Process) -> None:
+    """It grants nothing meanwhile, and nobody else has begun: workers need not end."""
+    (controller.folder / "settings").write_text(json.dumps({"cluster": {"leader_lease_s": 1.0}}))
+    process = controller.start("--config-json", str(controller.folder / "settings"))
+    client = ControllerClient(controller.endpoint, 5.0)
+    log = controller.folder / "log"
+    try:
+        client.add(Role.DECODE, 1)
+        with closing(sqlite3.connect(controller.folder / "ledger-lease", isolation_level=None)) as disk:
+            disk.execute("BEGIN IMMEDIATE")
+            assert asyncio.run(_refused(controller.endpoint, 1.0)) == NOT_LEADING
+        client.add(Role.DECODE, 1)
+        assert [view.record.name for view in client.views()] == ["decode-0", "decode-1"]
+        assert "its lease of the ledger has run out" in log.read_text()
+        assert log.read_text().count("controller listens") == 1
+        assert process.poll() is None
+    finally:
+        client.close()
+
+
+async def _refused(endpoint: str, for_s: float) -> str:
+    """Why a controller refuses calls; waits until it has done so for some time."""
+    began = None
+    async with asyncio.timeout(WAIT_S), grpc.aio.insecure_channel(endpoint) as channel:
+        stub = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
+        while True:
+            try:
+                await stub.LeaseQuota(pb.QuotaClaims(router="r"))
+                began = None
+            except grpc.aio.AioRpcError as error:
+                began = began or time.monotonic()
+                if time.monotonic() - began > for_s:
+                    return str(error.details())
+            await asyncio.sleep(0.05)
 
 
 def replaces(process: subprocess.Popen[bytes]) -> tuple[str, str]:

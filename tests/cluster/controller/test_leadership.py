@@ -296,6 +296,20 @@ def test_where_nobody_leads_a_worker_gives_up_in_time(two: TwoControllers) -> No
         asyncio.run(asyncio.wait_for(two.keeper([]).start(1.0), WAIT_S))
 
 
+def test_a_call_of_the_only_controller_waits_until_it_leads_again() -> None:
+    """Its lease has run out for a moment, or it is about to be replaced."""
+    answers = iter([False, False])
+    core = Controller(ManualClock(), ClusterConfig(), MemoryLedger())
+    server = ControllerServer(core, leads=lambda: next(answers, True))
+    client = ControllerClient(server.endpoint, 2.0)
+    try:
+        assert client.add(Role.DECODE, 1) == (NAME,)
+        assert next(answers, None) is None
+    finally:
+        client.close()
+        server.close()
+
+
 def test_the_supervisors_calls_and_a_routers_find_the_leader(
     two: TwoControllers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import signal
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cluster.controller import sqlite_ledger
 from cluster.controller.controller import Controller
 from cluster.controller.controller_actions import StartWorker
-from cluster.controller.controller_ledger import LeasedLedger, LedgerLost
+from cluster.controller.controller_ledger import LeasedLedger, LedgerLeader, LedgerLost
 from cluster.controller.open_ledger import PASSWORD_VARIABLE, open_ledger
 from cluster.controller.redis_ledger import TIMEOUT_S, RedisLedger
 from cluster.controller.sqlite_ledger import SqliteLedger
@@ -193,6 +197,80 @@ def test_a_lease_from_before_the_machine_was_started_again_is_over(tmp_path: Pat
     after = SqliteLedger(tmp_path / "ledger", ManualClock(5.0), "another boot")
     assert after.standbys() == ()
     assert after.take(THERE, "one", LEASE_S, first=False)
+
+
+@pytest.fixture
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sqlite_ledger, "BUSY_S", 0.05)
+
+
+@pytest.mark.usefixtures("short_waits")
+def test_a_lease_is_renewed_while_the_table_is_written(tmp_path: Path) -> None:
+    """A busy disk may sync the table for longer than the lease."""
+    clock = ManualClock(50.0)
+    ledger, other = (SqliteLedger(tmp_path / "ledger", clock, "a boot") for _ in range(2))
+    assert ledger.take(HERE, "one", LEASE_S, first=True)
+    with closing(sqlite3.connect(tmp_path / "ledger", isolation_level=None)) as writer:
+        writer.execute("BEGIN IMMEDIATE")
+        with pytest.raises(OSError, match="locked"):
+            ledger.put("a", "1")
+        clock.advance(LEASE_S / 2)
+        ledger.renew(LEASE_S)
+        clock.advance(LEASE_S - 1)
+        assert other.leader() == LedgerLeader(HERE, "one", 1, 1.0)
+        other.stand_by(THERE, LEASE_S)
+        assert ledger.standbys() == (THERE,)
+        ledger.resign()
+        assert other.leader() is None
+        with pytest.raises(OSError, match="locked"):
+            other.take(THERE, "two", LEASE_S, first=False)
+    assert other.take(THERE, "two", LEASE_S, first=False)
+
+
+@pytest.mark.usefixtures("short_waits")
+@pytest.mark.parametrize("call", ["renew", "resign"])
+def test_nobody_takes_the_ledger_between_the_look_at_the_term_and_what_follows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    clock = ManualClock(50.0)
+    ledger, other = (SqliteLedger(tmp_path / "ledger", clock, "a boot") for _ in range(2))
+    assert ledger.take(HERE, "one", LEASE_S, first=True)
+    clock.advance(LEASE_S)
+    look, tries = ledger._check_term, list[bool]()
+
+    def looked(connection: Any) -> None:
+        look(connection)
+        with pytest.raises(OSError, match="locked"):
+            other.take(THERE, "two", LEASE_S, first=False)
+        tries.append(True)
+
+    monkeypatch.setattr(ledger, "_check_term", looked)
+    if call == "renew":
+        ledger.renew(LEASE_S)
+        assert other.leader() == LedgerLeader(HERE, "one", 1, LEASE_S)
+    else:
+        ledger.resign()
+        assert other.take(THERE, "two", LEASE_S, first=False)
+    assert tries
+
+
+def test_a_ledger_may_be_made_by_several_at_a_time(tmp_path: Path) -> None:
+    opened: list[SqliteLedger] = []
+
+    def make(path: Path, start: threading.Barrier) -> None:
+        start.wait(10)
+        opened.append(SqliteLedger(path))
+
+    for number in range(20):
+        start = threading.Barrier(6)
+        threads = [threading.Thread(target=make, args=(tmp_path / f"ledger-{number}", start)) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert len(opened) == 6 * (number + 1)
+    for ledger in opened:
+        ledger.close()
 
 
 @pytest.fixture
