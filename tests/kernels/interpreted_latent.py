@@ -149,15 +149,17 @@ def claim_a_row_is_bitwise_the_same_in_any_batch_chunk_and_page() -> None:
 
 def claim_results_are_bitwise_the_same_however_little_scratch_there_is() -> None:
     """Of parts, and of an indexer's scores: one token at a time, some, or all at once."""
-    for scratch_bytes in (1, 3000):
-        short = TritonLatent(
-            interpreted=True, tile_rows=16, block_tokens=16, split_tokens=32, index_block=16, index_queries=4,
-            scratch_bytes=scratch_bytes,
-        )  # fmt: skip
-        for rows in (MIXED, DECODED):
-            assert torch.equal(Case().attend(rows, short), Case().attend(rows))
-            assert torch.equal(Case().sparse(rows, 20, short), Case().sparse(rows, 20))
-            assert chosen(Case().select(rows, 20, short)[1], rows) == chosen(Case().select(rows, 20)[1], rows)
+    for rows in (MIXED, DECODED):
+        attended, sparse = Case().attend(rows), Case().sparse(rows, 20)
+        selected = chosen(Case().select(rows, 20)[1], rows)
+        for scratch_bytes in (1, 3000):
+            short = TritonLatent(
+                interpreted=True, tile_rows=16, block_tokens=16, split_tokens=32, index_block=16, index_queries=4,
+                scratch_bytes=scratch_bytes,
+            )  # fmt: skip
+            assert torch.equal(Case().attend(rows, short), attended)
+            assert torch.equal(Case().sparse(rows, 20, short), sparse)
+            assert chosen(Case().select(rows, 20, short)[1], rows) == selected
 
 
 def claim_the_same_positions_are_selected_as_by_the_twin() -> None:
