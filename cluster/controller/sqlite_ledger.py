@@ -89,14 +89,16 @@ class SqliteLedger:
         def renew() -> None:
             until = self._clock.now() + lease_s
             # Before the look at the term: whoever takes the ledger writes here, too, and now waits.
-            self._lease.execute("UPDATE leader SET until = ?, lease_s = ?, boot = ?", (until, lease_s, self._boot))
+            self._lease.execute(
+                "UPDATE lease.leader SET until = ?, lease_s = ?, boot = ?", (until, lease_s, self._boot)
+            )
             self._check_term(self._lease)
 
         self._lease.transaction(renew, both=False)
 
     def resign(self) -> None:
         def resign() -> None:
-            self._lease.execute("DELETE FROM leader")
+            self._lease.execute("DELETE FROM lease.leader")
             self._check_term(self._lease)
 
         with contextlib.suppress(LedgerLost):
@@ -107,12 +109,12 @@ class SqliteLedger:
 
     def stand_by(self, endpoint: str, for_s: float) -> None:
         row = (endpoint, self._clock.now() + for_s, self._boot)
-        insert = "INSERT OR REPLACE INTO standbys VALUES (?, ?, ?)"
+        insert = "INSERT OR REPLACE INTO lease.standbys VALUES (?, ?, ?)"
         self._lease.transaction(lambda: self._lease.execute(insert, row), both=False)
 
     def standbys(self) -> tuple[str, ...]:
         now = (self._boot, self._clock.now())
-        query = "SELECT endpoint FROM standbys WHERE boot = ? AND until > ? ORDER BY endpoint"
+        query = "SELECT endpoint FROM lease.standbys WHERE boot = ? AND until > ? ORDER BY endpoint"
         rows = self._lease.transaction(lambda: self._lease.execute(query, now).fetchall(), both=False)
         return tuple(endpoint for (endpoint,) in rows)
 
@@ -120,7 +122,7 @@ class SqliteLedger:
         def forget() -> None:
             if self._holds_term(self._lease):
                 self._lease.execute("DELETE FROM kept")
-                self._lease.execute("DELETE FROM leader")
+                self._lease.execute("DELETE FROM lease.leader")
 
         self._lease.transaction(forget)
 
@@ -144,11 +146,11 @@ class SqliteLedger:
 
     def _lead(self, endpoint: str, host: str, lease_s: float) -> None:
         row = (endpoint, host, self._clock.now() + lease_s, lease_s, self._boot)
-        self._lease.execute("INSERT OR REPLACE INTO leader VALUES (1, ?, ?, ?, ?, ?)", row)
-        self._lease.execute("DELETE FROM standbys WHERE endpoint = ?", (endpoint,))
+        self._lease.execute("INSERT OR REPLACE INTO lease.leader VALUES (1, ?, ?, ?, ?, ?)", row)
+        self._lease.execute("DELETE FROM lease.standbys WHERE endpoint = ?", (endpoint,))
 
     def _leader(self) -> LedgerLeader | None:
-        row = self._lease.execute("SELECT endpoint, host, until, lease_s, boot FROM leader").fetchone()
+        row = self._lease.execute("SELECT endpoint, host, until, lease_s, boot FROM lease.leader").fetchone()
         if row is None:
             return None
         endpoint, host, until, lease_s, boot = row

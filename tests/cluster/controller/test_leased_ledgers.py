@@ -254,6 +254,18 @@ def test_nobody_takes_the_ledger_between_the_look_at_the_term_and_what_follows_i
     assert tries
 
 
+@pytest.mark.usefixtures("short_waits")
+def test_a_file_of_a_build_that_kept_leases_in_the_table_is_gone_on_with(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "ledger", isolation_level=None)) as before:
+        before.execute("CREATE TABLE leader (one INTEGER PRIMARY KEY, endpoint TEXT, host TEXT, until REAL, a, b)")
+        before.execute("INSERT INTO leader VALUES (1, 'gone', 'h', 1e9, 1.0, 'a boot')")
+        ledger = SqliteLedger(tmp_path / "ledger", ManualClock(50.0), "a boot")
+        assert ledger.take(HERE, "one", LEASE_S, first=True)
+        before.execute("BEGIN IMMEDIATE")
+        ledger.renew(LEASE_S)
+    assert ledger.leader() == LedgerLeader(HERE, "one", 1, LEASE_S)
+
+
 def test_a_ledger_may_be_made_by_several_at_a_time(tmp_path: Path) -> None:
     opened: list[SqliteLedger] = []
 
