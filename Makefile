@@ -13,6 +13,9 @@ help: ## show the commands
 serve: .venv/.installed ## start the demo cluster; ARGS="--model DIR --decode 2" for another
 	@$(BIN)/twinpool serve --model demo $(ARGS)
 
+# Tests start hundreds of processes: each would compile the program anew where the environment forbids to keep bytecode.
+export PYTHONDONTWRITEBYTECODE =
+
 test: .venv/.installed-dev ## run the tests that a change needs, three at a time; ARGS="-n0 tests/cluster -k drain" for some, in order
 	@$(BIN)/python -m pytest -m "not soak and not thorough" -n 3 --no-loadscope-reorder $(ARGS)
 
