@@ -148,6 +148,7 @@ def test_one_stays_where_the_next_one_does_not_start(
     scene.settings.write_text(how)
     scene.change(17)
     scene.controllers.tend()
+    successor = scene.state.services["controller"]
     if how == "never ready":
         assert scene.tended() == (2, "")
         scene.clock.advance(REPLACE_S + 0.1)
@@ -159,6 +160,7 @@ def test_one_stays_where_the_next_one_does_not_start(
     assert all(same_process(*one) for one in before)
     assert scene.state.services["controller"].pid == before[0][0]
     assert not scene.state.leaving
+    assert not same_process(successor.pid, successor.started), "it is ended"
     scene.settings.write_text("")
     scene.change(18)
     until(lambda: scene.tended() == (0, ""), "the next change to be tried")
@@ -264,3 +266,32 @@ def test_a_supervisor_that_dies_while_it_replaces_one_leaves_no_orphan(
         return
     assert second.processes()[0][0] != pid, "it was to have other settings"
     assert not same_process(*before)
+
+
+@pytest.mark.slow
+def test_a_successor_that_dies_after_its_supervisor_is_followed_by_one_that_ends_the_other(
+    tmp_path: Path, prepared: ServePlan, stack: ExitStack
+) -> None:
+    first = Scene(tmp_path, prepared, stack, controllers=1)
+    first.start()
+    (before,) = first.processes()
+    first.settings.write_text("never ready")
+    first.change(17)
+    first.controllers.tend()
+    second = Scene(tmp_path, prepared, stack, controllers=1)
+    second.change(17)
+    second.controllers.start(dict(os.environ), stack)
+    (successor,) = second.processes()
+    assert successor != before
+    assert same_process(*before)
+    second.settings.write_text("")
+    os.kill(successor[0], signal.SIGKILL)
+    until(lambda: not same_process(*successor), "its end")
+
+    def ended() -> bool:
+        second.clock.advance(1.0)
+        second.controllers.tend()
+        return not same_process(*before)
+
+    until(ended, "the end of the one before")
+    assert same_process(*second.processes()[0])
