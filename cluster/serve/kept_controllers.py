@@ -153,7 +153,8 @@ class KeptControllers:
             if old.kept.service.ended() is None:
                 self._stay(successor, old, error)
                 return
-            # It has ended the one before: it is started again like any that dies.
+            # It has ended the one before, and died or hangs: it is started again like any that dies.
+            successor.service.kill()
         self._successor = None
         old.kept.service.stop(STOP_S)
         self._controllers[successor.number] = successor.what

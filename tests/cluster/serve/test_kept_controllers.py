@@ -188,6 +188,31 @@ def test_one_that_has_ended_the_other_and_dies_is_started_again(
 
 
 @pytest.mark.slow
+def test_one_that_hangs_after_the_other_has_ended_is_started_again(
+    tmp_path: Path, prepared: ServePlan, stack: ExitStack
+) -> None:
+    scene = Scene(tmp_path, prepared, stack, controllers=1)
+    scene.start()
+    (before,) = scene.processes()
+    scene.settings.write_text("never ready")
+    scene.change(17)
+    scene.controllers.tend()
+    hung = scene.state.services["controller"]
+    os.kill(before[0], signal.SIGKILL)
+    until(lambda: not same_process(*before), "its end")
+    scene.settings.write_text("")
+    scene.clock.advance(REPLACE_S + 0.1)
+
+    def back() -> bool:
+        scene.clock.advance(1.0)
+        pid = scene.processes()[0][0] if scene.tended() == (0, "") else hung.pid
+        return pid != hung.pid and scene.controllers.services()[0].service.listening(0.0)
+
+    until(back, "another one to be started")
+    assert not same_process(hung.pid, hung.started)
+
+
+@pytest.mark.slow
 def test_one_whose_successor_is_on_its_way_may_die(tmp_path: Path, prepared: ServePlan, stack: ExitStack) -> None:
     """Its successor takes the place, and nothing else is started there."""
     scene = Scene(tmp_path, prepared, stack, controllers=1)
