@@ -29,7 +29,7 @@ from tests.cluster.serve.test_detached_state import plan, state
 from tests.serving import until
 
 CONTROLLER = """
-import os, signal, sys, time
+import contextlib, os, signal, sys, time
 from pathlib import Path
 def given(name):
     return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else ""
@@ -38,7 +38,8 @@ if how == "dies":
     sys.exit(1)
 if how != "never ready":
     if given("--replaces") and how != "waits":
-        os.kill(int(given("--replaces").split(":")[0]), signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(given("--replaces").split(":")[0]), signal.SIGTERM)
     if how == "dies late":
         sys.exit(1)
     os.write(int(given("--ready-fd")), b"ready")
