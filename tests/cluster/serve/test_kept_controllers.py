@@ -7,7 +7,7 @@ import dataclasses
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,16 +15,14 @@ import pytest
 
 from cluster.processes.process_ids import same_process
 from cluster.serve import kept_controllers
-from cluster.serve.child_service import ChildService
-from cluster.serve.detached_state import DetachedState, ServiceProcess
+from cluster.serve.detached_state import DetachedState
 from cluster.serve.kept_controllers import KeptControllers
-from cluster.serve.kept_service import KeptService, PartFailed
+from cluster.serve.kept_service import PartFailed
 from cluster.serve.local_controllers import LocalControllers
 from cluster.serve.preflight import ServePlan
 from cluster.serve.service_successor import REPLACE_S
-from contracts.build_id import build_id
-from contracts.clock import ManualClock
 from contracts.config.cluster_config import ClusterConfig
+from tests.cluster.serve.services import Services
 from tests.cluster.serve.test_detached_state import plan, state
 from tests.serving import until
 
@@ -58,33 +56,17 @@ class Scene:
 
     def __init__(self, folder: Path, prepared: ServePlan, stack: ExitStack, controllers: int = 2) -> None:
         self.folder, self.config, self.stack = folder, prepared.config, stack
-        self.clock, self.said = ManualClock(), list[str]()
         self.settings = folder / "settings"
         self.settings.touch()
         if not (folder / "cluster.state").exists():
             state(folder, prepared).save()
         self.state = DetachedState.load(folder)
+        make = Services(folder, self.state)
+        self.clock, self.said = make.clock, make.said
         local = LocalControllers(ClusterConfig(name="c"), "127.0.0.1", (1, 2)[:controllers], folder / "ledger")
         self.controllers = KeptControllers(
-            local, self.config, self.settings, self.clock, self.said.append, lambda name: "", self._make, self.state
+            local, self.config, self.settings, self.clock, self.said.append, lambda name: "", make, self.state
         )
-
-    def _make(
-        self,
-        name: str,
-        command: Sequence[str],
-        arguments: list[str],
-        environment: Mapping[str, str],
-        stack: ExitStack,
-        meanwhile: str = "",
-    ) -> KeptService:
-        service = ChildService(name, command, arguments, self.folder, environment, tied=True)
-        stack.callback(service.stop, 0.0)
-
-        def started(pid: int, began: int) -> None:
-            self.state.started(name, ServiceProcess(pid, began, build_id()))
-
-        return KeptService(service, ClusterConfig(), self.clock, self.said.append, started, lambda name: "", meanwhile)
 
     def start(self) -> None:
         self.controllers.start(dict(os.environ), self.stack)

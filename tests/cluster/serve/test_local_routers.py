@@ -6,7 +6,7 @@ import dataclasses
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,16 +14,12 @@ import pytest
 
 from cluster.processes.process_ids import same_process, start_time
 from cluster.processes.run_folder import RunFolder
-from cluster.serve.child_service import ChildService
 from cluster.serve.detached_state import DetachedState, ServiceProcess
-from cluster.serve.kept_service import KeptService
 from cluster.serve.local_routers import LocalRouters, RouterCommand
 from cluster.serve.preflight import ServePlan
 from cluster.serve.router_probe import RouterProbe
 from cluster.serve.service_successor import REPLACE_S
-from contracts.build_id import build_id
-from contracts.clock import ManualClock
-from contracts.config.cluster_config import ClusterConfig
+from tests.cluster.serve.services import Services
 from tests.cluster.serve.test_detached_state import plan, state
 from tests.serving import until
 
@@ -65,34 +61,16 @@ class Scene:
 
     def __init__(self, folder: Path, prepared: ServePlan, stack: ExitStack) -> None:
         self.folder, self.prepared, self.stack = folder, prepared, stack
-        self.clock, self.said = ManualClock(), list[str]()
         self.settings = folder / "settings"
         self.settings.touch()
         if not (folder / "cluster.state").exists():
             state(folder, prepared).save()
         self.state = DetachedState.load(folder)
+        make = Services(folder, self.state)
+        self.clock, self.said = make.clock, make.said
         run = RunFolder.__new__(RunFolder)
         run.temporary, run.logs = folder, folder
-        self.routers = LocalRouters(
-            prepared, run, self.clock, self.said.append, lambda name: "", self._make, self.state
-        )
-
-    def _make(
-        self,
-        name: str,
-        command: Sequence[str],
-        arguments: list[str],
-        environment: Mapping[str, str],
-        stack: ExitStack,
-        meanwhile: str = "",
-    ) -> KeptService:
-        service = ChildService(name, command, arguments, self.folder, environment, tied=True)
-        stack.callback(service.stop, 0.0)
-
-        def started(pid: int, began: int) -> None:
-            self.state.started(name, ServiceProcess(pid, began, build_id()))
-
-        return KeptService(service, ClusterConfig(), self.clock, self.said.append, started, lambda name: "")
+        self.routers = LocalRouters(prepared, run, self.clock, self.said.append, lambda name: "", make, self.state)
 
     def start(self) -> None:
         command = RouterCommand((sys.executable, "-c", ROUTER), dict(os.environ), "127.0.0.1:1", self.settings, None)
