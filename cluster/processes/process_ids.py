@@ -7,8 +7,6 @@ import ctypes
 import os
 import signal
 import sys
-import threading
-import time
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -42,17 +40,6 @@ def kill_process(pid: int, started: int | None = None) -> None:
     if pid > 1 and (started is None or same_process(pid, started)):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
-
-
-def stop_process(pid: int, started: int, timeout_s: float) -> None:
-    """Send SIGTERM to a process that isn't this one's child, and kill it where it doesn't end within `timeout_s`."""
-    if same_process(pid, started):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGTERM)
-    pause, deadline = threading.Event(), time.monotonic() + timeout_s
-    while same_process(pid, started) and time.monotonic() < deadline:
-        pause.wait(0.02)
-    kill_process(pid, started)
 
 
 def die_with_parent() -> None:

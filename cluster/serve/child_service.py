@@ -11,10 +11,12 @@ import select
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cluster.processes.process_ids import TIED, kill_process, same_process, start_time, stop_process
+from cluster.processes.process_ids import TIED, kill_process, same_process, start_time
 from contracts.errors import TwinpoolError
 
 STOP_S = 1.5
@@ -124,7 +126,7 @@ class ChildService:
         self._close_ready()
         adopted, self._adopted = self._adopted, None
         if adopted is not None:
-            stop_process(*adopted, timeout_s)
+            _stop_adopted(*adopted, timeout_s)
         if process is None:
             return
         if process.poll() is None:
@@ -138,6 +140,17 @@ class ChildService:
         if self._ready_fd is not None:
             os.close(self._ready_fd)
             self._ready_fd = None
+
+
+def _stop_adopted(pid: int, started: int, timeout_s: float) -> None:
+    """Send SIGTERM to a process that isn't this one's child, and kill it where it doesn't end within `timeout_s`."""
+    if same_process(pid, started):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGTERM)
+    pause, deadline = threading.Event(), time.monotonic() + timeout_s
+    while same_process(pid, started) and time.monotonic() < deadline:
+        pause.wait(0.02)
+    kill_process(pid, started)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
