@@ -37,8 +37,10 @@ class Relay:
     """New connections are closed at once."""
     cuts: int = 0
     """Connections that were cut."""
+    taken: int = 0
+    """Bytes that have come here."""
     passed: int = 0
-    """Bytes."""
+    """Those of them that went on."""
     open: set[asyncio.StreamWriter] = field(default_factory=set)
     flows: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -177,6 +179,7 @@ async def _pump(relay: Relay, source: asyncio.StreamReader, sink: asyncio.Stream
     async def read() -> None:
         with contextlib.suppress(OSError):
             while data := await source.read(CHUNK):
+                relay.taken += len(data)
                 await line.put((loop.time() + relay.delay_s, data))
         await line.put((0.0, b""))
 

@@ -30,6 +30,8 @@ SPEC = pool_sets()["all"]
 PLANES = ["shm", "zmq", "nixl", "staged"]
 LINK_S = 0.6
 """What connections may be silent for, in these tests: of the wall's clock, as sockets know no other."""
+MOST_OF_A_BEAT = 32
+"""Bytes that a beat brings at most; a notice has more."""
 
 
 @contextmanager
@@ -54,6 +56,14 @@ def opened(both: Ends, positions: int = 27) -> Prompt:
     prompt = both.prompt(positions)
     both.open(prompt)
     return prompt
+
+
+def written_into_the_void(both: Ends, way: Relay, prompt: Prompt) -> None:
+    """Write a page over a way that is silent. What still is with its socket when the connection is cut goes over the
+    next one: so it is waited for until the proxy has it."""
+    before = way.taken
+    both.sender.write(prompt.room, {"full": prompt.part("full", range(1, 2))}, (DONE,))
+    both.until(lambda: way.taken > before + MOST_OF_A_BEAT, "a page, or its notice, at the proxy")
 
 
 @pytest.mark.slow
@@ -188,7 +198,7 @@ def test_a9_pages_that_were_lost_with_their_connection_are_never_taken_for_arriv
         both.until(lambda: data(proxy).passed and both.receiver._rooms[prompt.room].digests, "the first page")
         way = data(proxy)
         proxy.silence(way)
-        both.sender.write(prompt.room, {"full": prompt.part("full", range(1, 2))}, (DONE,))
+        written_into_the_void(both, way, prompt)
         proxy.cut(way)
         proxy.mend(way)
         both.sender.write(prompt.room, {**prompt.all(), "full": prompt.part("full", range(2, 7))}, (DONE,))
@@ -212,7 +222,7 @@ def test_b10_a_cut_connection_of_a_follower_rank_ends_its_rooms_at_once(refuse: 
         way, leaders = [w for w in proxy.find("data") if w.open]  # Followers register first.
         assert leaders.passed > way.passed, "notices go to the leader"
         proxy.silence(way)
-        both.sender.write(prompt.room, {"full": prompt.part("full", range(1, 2))}, (DONE,))
+        written_into_the_void(both, way, prompt)
         proxy.cut(way, refuse=refuse)
         broken, released = both.outcome(prompt.room), both.released(prompt.room)
         assert isinstance(broken, HandoverFailed)
