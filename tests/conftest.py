@@ -8,6 +8,7 @@ say. On two cores there are three processes, since tests wait for a third of the
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -46,13 +47,31 @@ def the_log_is_as_it_was() -> Iterator[None]:
     assert (logging.getLogger("twinpool").level, logging.root.manager.disable) == before
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and listed stays until the end: the collector of garbage looks at it neither now nor later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave tests/soak unread where `-m` leaves it out: all its tests are soaks, and some take seconds to be listed."""
+    left_out = collection_path == SOAK and "not soak" in config.getoption("markexpr")
+    return True if left_out else None  # None: others may leave it out.
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark what tests/thorough.txt and tests/soak.txt name, before marks choose what runs."""
     for mark in LISTS:
-        if any(fnmatchcase(item.nodeid, pattern) for pattern in listed(mark)):
+        if any(fnmatchcase(item.nodeid, pattern) for pattern in listed_for(mark, item.nodeid.partition("::")[0])):
             item.add_marker(mark)
 
 
+SOAK = Path(__file__).with_name("soak")
 LISTS = ("thorough", "soak")
 """Marks whose tests are listed in a file of that name: left to `make test-all`, left to `make soak`."""
 
@@ -62,6 +81,12 @@ def listed(mark: str) -> tuple[str, ...]:
     """Patterns of the tests that get `mark` by its list."""
     lines = (line.strip() for line in Path(__file__).with_name(f"{mark}.txt").read_text().splitlines())
     return tuple(line for line in lines if line and not line.startswith("#"))
+
+
+@functools.cache
+def listed_for(mark: str, file: str) -> tuple[str, ...]:
+    """Those of them that may name a test of `file`: there are ten thousand tests, and hundreds of patterns."""
+    return tuple(pattern for pattern in listed(mark) if fnmatchcase(file, pattern.partition("::")[0]))
 
 
 @pytest.hookimpl(wrapper=True)
