@@ -11,6 +11,7 @@ import pytest
 from cli import command_line, upgrade_command
 from cli import commands as cli
 from cli.admin_client import AdminClient, CommandRefused, status_view
+from cli.command_output import NO_CLUSTER, USAGE
 from cli.handover_classes import apart
 from cli.rolling_restart import next_in_turn
 from cli.upgrade_command import UpgradeCommand
@@ -385,6 +386,6 @@ def test_without_a_cluster_it_says_so(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("TWINPOOL_URL", "http://127.0.0.1:9")
     script(tmp_path / "venv", "true")
-    assert cli.run(command_line.parser().parse_args(["upgrade", "--python", str(tmp_path / "venv")])) == cli.NO_CLUSTER
+    assert cli.run(command_line.parser().parse_args(["upgrade", "--python", str(tmp_path / "venv")])) == NO_CLUSTER
     assert "no cluster whose router is at http://127.0.0.1:9 is running" in capsys.readouterr().err
-    assert cli.run(command_line.parser().parse_args(["upgrade", "--python", str(tmp_path)])) == cli.USAGE
+    assert cli.run(command_line.parser().parse_args(["upgrade", "--python", str(tmp_path)])) == USAGE

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cli.commands import USAGE, main
+from cli.command_output import USAGE
+from cli.commands import main
 from cluster.controller.controller_process import ControllerPlace, ControllerProcess
 from cluster.controller.open_ledger import PASSWORD_VARIABLE, open_ledger
 from contracts.config.load_config import load_config

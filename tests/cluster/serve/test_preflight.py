@@ -255,6 +255,7 @@ def test_the_served_names_are_those_of_the_command_line(monkeypatch: pytest.Monk
     """A name may look like a number, and names keep their order."""
     from cli import command_line
     from cli import commands as cli
+    from cli.command_output import USAGE
 
     seen: list[ServeOptions] = []
 
@@ -264,7 +265,7 @@ def test_the_served_names_are_those_of_the_command_line(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("cluster.serve.preflight.prepare", prepared)
     typed = ["serve", "--served-model-name", "007", "org/name", "--port", "0"]
-    assert cli.run(command_line.parser().parse_args(typed)) == cli.USAGE
+    assert cli.run(command_line.parser().parse_args(typed)) == USAGE
     assert seen[0].port == 0, "which is no absent flag"
     spec = prepare(replace(seen[0], port=0), 8 * GIB).spec
     assert spec.names == ("007", "org/name")

@@ -1,0 +1,24 @@
+"""What subcommands print, and the codes that they exit with."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+FINE, REFUSED, USAGE, NO_CLUSTER = 0, 1, 2, 3
+
+
+def print_line(text: str) -> None:
+    """Print a line at once, as somebody may read along."""
+    print(text, flush=True)
+
+
+def print_table(shown: RenderableType) -> None:
+    """Print a table."""
+    from rich.console import Console
+
+    # Output into a pipe has to fit no screen, and no cell may be cut.
+    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(shown)

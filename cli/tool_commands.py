@@ -1,0 +1,92 @@
+"""The subcommands beside a cluster: simulated ones, loads and plans, keys and certificates, the demonstration."""
+
+from __future__ import annotations
+
+import argparse
+
+from cli.command_output import FINE, REFUSED, print_line, print_table
+from contracts.errors import ConfigError
+
+
+def sim(args: argparse.Namespace) -> int:
+    from sim.run import sim_command
+    from sim.run.run_seeds import ClusterKind
+
+    if args.requests is not None:
+        return _sim_scale(args)
+    for flag in _SCALE_FLAGS:
+        if getattr(args, flag):
+            raise ConfigError(f"--{flag} is for sim --requests N")
+    if args.colocate and args.conditional:
+        raise ConfigError("--colocate and --conditional are two kinds of cluster: give one of them")
+    kind = (
+        ClusterKind.COLOCATED if args.colocate else ClusterKind.CONDITIONAL if args.conditional else ClusterKind.POOLS
+    )
+    good = sim_command.sim(args.seed, args.seeds, args.jobs, args.shrink, args.first, print_line, kind)
+    return FINE if good else REFUSED
+
+
+_SCALE_FLAGS = ("workers", "seconds", "policy", "trace", "replay")
+"""Flags of `sim --requests`."""
+
+
+def _sim_scale(args: argparse.Namespace) -> int:
+    from sim.scale.scale_command import ScaleOptions, simulate_scale
+
+    for flag in ("seeds", "colocate", "conditional", "shrink", "first"):
+        if getattr(args, flag):
+            raise ConfigError(f"--{flag} is not for sim --requests, which draws no faults")
+    given = {flag: getattr(args, flag) for flag in ("seed", *_SCALE_FLAGS) if getattr(args, flag) is not None}
+    options = ScaleOptions(**{"workers": 8, "requests": args.requests} | given)
+    return FINE if simulate_scale(options, print_line) else REFUSED
+
+
+def replay(args: argparse.Namespace) -> int:
+    from cli.replay import replay_command
+
+    options = replay_command.ReplayOptions.of(args)
+    return FINE if replay_command.replay(options, print_line, print_table) else REFUSED
+
+
+def plan(args: argparse.Namespace) -> int:
+    from cli.plan import plan_command
+
+    return FINE if plan_command.plan(plan_command.PlanOptions.of(args), print_line, print_table) else REFUSED
+
+
+def keys(args: argparse.Namespace) -> int:
+    from cli.keys_command import list_keys, new_key, revoke_key
+
+    if args.action == "list":
+        print_table(list_keys(args.file))
+        return FINE
+    if not args.name:
+        raise ConfigError(
+            f"twinpool keys {args.action} needs {'a tenant' if args.action == 'new' else 'the id of a key'}"
+        )
+    if args.action == "new":
+        print(new_key(args.file, args.name, args.expires))
+    else:
+        print(f"revoked {revoke_key(args.file, args.name)}")
+    return FINE
+
+
+def certs(args: argparse.Namespace) -> int:
+    from cli.certs_command import check_certificates, new_certificates, renew_certificate
+
+    if args.action == "check":
+        table, good = check_certificates(args.folder)
+        print_table(table)
+        return FINE if good else REFUSED
+    make = new_certificates if args.action == "new" else renew_certificate
+    for line in make(args.folder, args.host, args.days):
+        print(line)
+    return FINE
+
+
+def demo(args: argparse.Namespace) -> int:
+    from cli.demo import demo_command
+
+    if args.minutes < 0:
+        raise ConfigError(f"--minutes must not be less than 0, got {args.minutes:g}")
+    return demo_command.demo(demo_command.DemoOptions(args.chaos, args.minutes, args.port, args.seed))
