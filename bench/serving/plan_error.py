@@ -62,6 +62,7 @@ class LoadComparison:
             "hits, %": (100 * told.hit_rate, 100 * seen.cached_share),
             "TTFT p50, ms": (1e3 * told.ttft_p50_s, 1e3 * seen.ttft.p50),
             "TTFT p99, ms": (1e3 * told.ttft_p99_s, 1e3 * seen.ttft.p99),
+            "TTFT mean, ms": (1e3 * told.ttft_mean_s, 1e3 * seen.ttft.mean),
             "ITL p50, ms": (1e3 * told.itl_p50_s, 1e3 * seen.itl.p50),
             "ITL p99, ms": (1e3 * told.itl_p99_s, 1e3 * seen.itl.p99),
             "ITL of an answer p50, ms": (1e3 * told.tpot_p50_s, 1e3 * seen.tpot.p50),

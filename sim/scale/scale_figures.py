@@ -64,6 +64,7 @@ class RunReport:
     """Of virtual time, until the last answer."""
     ttft_p50_s: float
     ttft_p99_s: float
+    ttft_mean_s: float
     tpot_p50_s: float
     tpot_p99_s: float
     itl_p50_s: float
@@ -112,6 +113,7 @@ def summary(figures: RunFigures, target: LatencyTarget, seconds: float, since_s:
         seconds,
         _at(ttft, 50),
         _at(ttft, 99),
+        float(ttft.mean()) if len(ttft) else 0.0,
         _at(tpot, 50),
         _at(tpot, 99),
         figures.gaps.quantile(0.5),

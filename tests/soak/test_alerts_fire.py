@@ -16,7 +16,7 @@ from tests.redis_servers import free_port
 from tests.serving import Serving, serving
 
 STEPS = 400
-"""Of decode before it hangs: more than what comes before needs."""
+"""Of decode before it hangs: more than what comes before needs, and fewer than what comes then does."""
 WAIT_S = 180.0
 
 
@@ -40,6 +40,7 @@ def test_alerts_fire_on_damage_a_full_queue_a_wedged_pool_and_a_lost_worker(tmp_
     sections = {
         "router": {"max_queue": 3},
         "cluster": {"stall_s": 75},
+        "decode": {"speculation": "off"},  # A step is a token.
         "faults": {"corrupt_page": 2, "hang": f"decode-0:{STEPS}"},
         "security": {"admin_port": admin},
     }

@@ -129,7 +129,7 @@ def test_a_file_of_costs_comes_back_as_it_was_and_another_is_refused(tmp_path: P
 
 
 def report(good: float) -> RunReport:
-    none: list[Any] = [0.0] * 8
+    none: list[Any] = [0.0] * 9
     rest: list[Any] = [1.0, good, good, 0.0, 0.0, 0.0, 0.0, {}, 0, 0, ""]
     return RunReport(100, 100, 0, 0, 1.0, *none, *rest)
 
