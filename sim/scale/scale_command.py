@@ -104,7 +104,8 @@ def described(report: RunReport) -> list[str]:
     return [
         f"requests: {report.sent:,} sent, {report.answered:,} answered, {report.refused:,} refused, "
         f"{report.failed:,} failed, in {report.seconds:,.1f} s of virtual time, {report.events:,} events",
-        f"first token: {pair(report.ttft_p50_s, report.ttft_p99_s)}; {report.ttft_met:.1%} in time",
+        f"first token: {pair(report.ttft_p50_s, report.ttft_p99_s)}, mean {1000 * report.ttft_mean_s:,.1f} ms; "
+        f"{report.ttft_met:.1%} in time",
         f"next token: {pair(report.itl_p50_s, report.itl_p99_s)}",
         f"next token of an answer, on its average: {pair(report.tpot_p50_s, report.tpot_p99_s)}",
         f"whole answer: {pair(report.answer_p50_s, report.answer_p99_s)}",
