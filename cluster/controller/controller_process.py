@@ -80,8 +80,8 @@ class ControllerPlace:
     standby: bool = False
     """Whether it waits also where no controller has led yet."""
     ready_fd: int | None = None
-    replaces: tuple[int, int] | None = None
-    """Pid and start time of the controller that has this place still."""
+    replaces: tuple[tuple[int, int], ...] = ()
+    """Pid and start time of the controllers that have this place still, or are about to take it."""
 
     @property
     def endpoint(self) -> str:
@@ -106,14 +106,14 @@ class ControllerProcess:
         ledger = place.ledger or config.cluster.ledger
         if not ledger:
             raise ConfigError("a controller needs a ledger: set cluster.ledger, or give --ledger")
-        if place.replaces is None:
+        if not place.replaces:
             _check_port(place.address, place.port)
         self._ledger: LeasedLedger = open_ledger(
             ledger, config.cluster.name, config.cluster.ledger_replicas, security=config.security
         )
         self._check_ledger()
-        if place.replaces is not None:
-            _take_port(place.address, place.port, *place.replaces)
+        if place.replaces:
+            _take_port(place.address, place.port, place.replaces)
         lease_s = config.cluster.leader_lease_s
         self._leadership = Leadership(
             self._ledger, self._clock, place.endpoint, os.uname().nodename, lease_s, first=not place.standby
@@ -232,12 +232,13 @@ def _check_port(address: str, port: int) -> None:
         raise OSError(f"cannot bind {address}:{port}: {error.strerror or error}") from None
 
 
-def _take_port(address: str, port: int, pid: int, started: int) -> None:
-    """End the process that has the port, within `STOP_S` in order and by a kill from then on. Raises `OSError` where
+def _take_port(address: str, port: int, holders: Sequence[tuple[int, int]]) -> None:
+    """End the processes that have the port, within `STOP_S` in order and by a kill from then on. Raises `OSError` where
     this one can't listen even so."""
-    if same_process(pid, started):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
+    for pid, started in holders:
+        if same_process(pid, started):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
     began, pause = time.monotonic(), threading.Event()
     while True:
         try:
@@ -245,7 +246,8 @@ def _take_port(address: str, port: int, pid: int, started: int) -> None:
         except OSError:
             waited_s = time.monotonic() - began
             if waited_s > STOP_S:
-                kill_process(pid, started)
+                for pid, started in holders:
+                    kill_process(pid, started)
             if waited_s > 2 * STOP_S:
                 raise
         pause.wait(PORT_S)
@@ -265,7 +267,12 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
     parser.add_argument("--standby", action="store_true", help="wait also while no controller has led yet")
     parser.add_argument("--config-json", type=Path, help="the whole configuration as JSON")
     parser.add_argument(
-        "--replaces", type=_process, metavar="PID:STARTED", help="the controller that is ended once this one has loaded"
+        "--replaces",
+        type=_process,
+        nargs="+",
+        default=(),
+        metavar="PID:STARTED",
+        help="the controllers that are ended once this one has loaded",
     )
     parser.add_argument("--ready-fd", type=int, help="inherited descriptor that is told when the controller listens")
     return parser.parse_args(arguments)
@@ -296,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log.error("the controller ends: %s", error)
         return 1
     place = ControllerPlace(
-        options.address, options.port, options.ledger, options.standby, options.ready_fd, options.replaces
+        options.address, options.port, options.ledger, options.standby, options.ready_fd, tuple(options.replaces)
     )
     return keep_controller(config, place)
 

@@ -8,7 +8,7 @@ digest of the settings that controllers read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,11 +105,11 @@ class KeptControllers:
         if state is None:
             return self._started(self._made(number))
         # One that was to be replaced lives: its successor will end it, or has ended itself.
-        before = {key: process for key, process in state.leaving.items() if key.startswith(f"{name}/")}
+        before = self._leaving(name)
         if before and state.running(name) is None:
             key, _ = before.popitem()
             state.stays(name, key, key.removeprefix(f"{name}/"))
-        controller = self._made(number, next(iter(before.values()), None))
+        controller = self._made(number, before.values())
         if (old := state.running(name)) is None:
             return self._started(controller)
         controller.kept.service.adopt(old.pid, old.started)
@@ -121,11 +121,16 @@ class KeptControllers:
         controller.kept.start()
         return controller
 
-    def _made(self, number: int, replaces: ServiceProcess | None = None) -> _Controller:
+    def _leaving(self, name: str) -> dict[str, ServiceProcess]:
+        """Controllers of this place that others were to replace and that live."""
+        leaving = self._state.leaving if self._state is not None else {}
+        return {key: process for key, process in leaving.items() if key.startswith(f"{name}/")}
+
+    def _made(self, number: int, replaces: Iterable[ServiceProcess] = ()) -> _Controller:
         """A controller of the configuration that isn't started yet."""
         arguments = self._local.arguments(number, self._settings)
-        if replaces is not None:
-            arguments += ["--replaces", f"{replaces.pid}:{replaces.started}"]
+        if ended := [f"{process.pid}:{process.started}" for process in replaces]:
+            arguments += ["--replaces", *ended]
         name, meanwhile = self._local.names[number], self._local.meanwhile(number)
         kept = self._make(name, CONTROLLER, arguments, self._environment, self._stack, meanwhile)
         return _Controller(kept, self._mark, self._build)
@@ -140,7 +145,9 @@ class KeptControllers:
         number, old = due[0], self._controllers[due[0]]
         if self._state is not None:
             self._state.leaves(_key(old), old.process)
-        successor = self._started(self._made(number, old.process))
+        # Where a supervisor died meanwhile, the one before may not have ended the one before that.
+        ended = {old.process, *self._leaving(old.name).values()}
+        successor = self._started(self._made(number, ended))
         self._successor = ServiceSuccessor(number, successor, successor.kept.service, self._clock)
         return None
 

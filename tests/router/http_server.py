@@ -66,8 +66,7 @@ class Server:
         self.admin_url = f"{scheme}://127.0.0.1:{admin_port}"
         verify = trust if trust is not None else False  # Reading the system's authorities takes 40 ms.
         self.client = httpx.Client(base_url=self.url, timeout=WAIT_S, trust_env=False, verify=verify)
-        # TLS is the loop's: production's.
-        self.loop: asyncio.AbstractEventLoop = asyncio.new_event_loop() if trust is None else uvloop.new_event_loop()
+        self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
 
     def call(self, work: Callable[[], T]) -> T:
         """Run `work` on the router's loop."""

@@ -209,6 +209,20 @@ def test_one_that_replaces_another_ends_it_when_it_has_loaded_all(controller: Pr
         client.close()
 
 
+@pytest.mark.slow
+def test_one_that_replaces_two_ends_both(controller: Process) -> None:
+    """The second was to replace the first, and never came to it."""
+    old, settings = controller.start(), controller.folder / "settings"
+    os.mkfifo(settings)
+    between, listens = controller.begin("--config-json", str(settings), *replaces(old))
+    new = controller.start(*replaces(between), replaces(old)[1])
+    assert new.poll() is None
+    assert old.wait(WAIT_S) == 0
+    assert between.wait(WAIT_S) != 1
+    with os.fdopen(listens, "rb") as said:
+        assert said.read() == b""
+
+
 def test_one_that_does_not_end_in_order_is_killed(controller: Process) -> None:
     old = controller.start()
     old.send_signal(signal.SIGSTOP)

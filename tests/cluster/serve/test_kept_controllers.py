@@ -27,17 +27,21 @@ from tests.cluster.serve.test_detached_state import plan, state
 from tests.serving import until
 
 CONTROLLER = """
-import contextlib, os, signal, sys, time
+import contextlib, itertools, os, signal, sys, time
 from pathlib import Path
 def given(name):
     return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else ""
+def replaced():
+    words = sys.argv[sys.argv.index("--replaces") + 1:] if "--replaces" in sys.argv else []
+    return [int(word.split(":")[0]) for word in itertools.takewhile(lambda word: not word.startswith("-"), words)]
 how = Path(given("--config-json")).read_text()
+Path(given("--config-json") + f".{os.getpid()}").touch()
 if how == "dies":
     sys.exit(1)
 if how != "never ready":
-    if given("--replaces") and how != "waits":
+    for pid in replaced() if how != "waits" else ():
         with contextlib.suppress(ProcessLookupError):
-            os.kill(int(given("--replaces").split(":")[0]), signal.SIGTERM)
+            os.kill(pid, signal.SIGTERM)
     if how == "dies late":
         sys.exit(1)
     os.write(int(given("--ready-fd")), b"ready")
@@ -83,6 +87,10 @@ class Scene:
     def tended(self) -> tuple[int, str]:
         self.controllers.tend()
         return self.controllers.behind()
+
+    def has_read(self, pid: int) -> bool:
+        """Whether the controller of this process knows what it is to do."""
+        return self.settings.with_name(f"{self.settings.name}.{pid}").exists()
 
     def processes(self) -> list[tuple[int, int]]:
         return [kept.service.process for kept in self.controllers.services()]
@@ -181,6 +189,7 @@ def test_one_that_hangs_after_the_other_has_ended_is_started_again(
     scene.change(17)
     scene.controllers.tend()
     hung = scene.state.services["controller"]
+    until(lambda: scene.has_read(hung.pid), "the successor, which hangs")
     os.kill(before[0], signal.SIGKILL)
     until(lambda: not same_process(*before), "its end")
     scene.settings.write_text("")
@@ -262,6 +271,7 @@ def test_a_supervisor_that_dies_while_it_replaces_one_leaves_no_orphan(
     first.change(17)
     first.controllers.tend()
     pid = first.state.services["controller"].pid
+    until(lambda: first.has_read(pid), "the successor, which hangs")
     if successor == "is gone":
         os.kill(pid, signal.SIGKILL)
         until(lambda: not same_process(*first.state.services["controller"][:2]), "its end")
@@ -273,7 +283,7 @@ def test_a_supervisor_that_dies_while_it_replaces_one_leaves_no_orphan(
         assert not second.state.leaving
         return
     assert second.processes()[0][0] != pid, "it was to have other settings"
-    assert not same_process(*before)
+    until(lambda: not same_process(*before), "the end of the one before both")
 
 
 @pytest.mark.slow
@@ -286,6 +296,7 @@ def test_a_successor_that_dies_after_its_supervisor_is_followed_by_one_that_ends
     first.settings.write_text("never ready")
     first.change(17)
     first.controllers.tend()
+    until(lambda: first.has_read(first.state.services["controller"].pid), "the successor, which hangs")
     second = Scene(tmp_path, prepared, stack, controllers=1)
     second.change(17)
     second.controllers.start(dict(os.environ), stack)
