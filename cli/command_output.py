@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
 
 FINE, REFUSED, USAGE, NO_CLUSTER = 0, 1, 2, 3
 
@@ -18,7 +18,11 @@ def print_line(text: str) -> None:
 
 def print_table(shown: RenderableType) -> None:
     """Print a table."""
+    console().print(shown)
+
+
+def console() -> Console:
+    """Standard output: output into a pipe has to fit no screen, and no cell may be cut."""
     from rich.console import Console
 
-    # Output into a pipe has to fit no screen, and no cell may be cut.
-    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(shown)
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from cli.command_output import FINE, REFUSED, print_line, print_table
+from cli.command_output import FINE, REFUSED, console, print_line, print_table
 from contracts.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,13 +35,12 @@ def status(args: argparse.Namespace) -> int:
 
 def _watch(operator: AdminClient, *, as_json: bool) -> int:
     """Show the workers again and again until Ctrl-C, which ends in order; a router that is away is waited for."""
-    from rich.console import Console
     from rich.live import Live
 
     from cli.admin_client import WATCH_S, RouterAway, status_view
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    with Live(console=console, auto_refresh=False) as live:
+    out = console()
+    with Live(console=out, auto_refresh=False) as live:
         while True:
             try:
                 status = operator.status()
@@ -50,7 +49,7 @@ def _watch(operator: AdminClient, *, as_json: bool) -> int:
             else:
                 shown = json.dumps(status) if as_json else status_view(status)
             if as_json or not sys.stdout.isatty():
-                console.print(shown, soft_wrap=as_json)
+                out.print(shown, soft_wrap=as_json)
             else:
                 live.update(shown, refresh=True)
             operator.sleep(WATCH_S)

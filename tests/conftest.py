@@ -93,8 +93,11 @@ def listed_for(mark: str, file: str) -> tuple[str, ...]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """What takes long by waiting begins first, where there is more than one process.
 
-    Where everything is collected, a pattern of a list that names nothing is an error.
+    Where everything is collected, a pattern of a list that names nothing is an error; so is a test of tests/soak that
+    is no soak, as nobody would run it.
     """
+    if stray := [i.nodeid for i in items if i.path.is_relative_to(SOAK) and i.get_closest_marker("soak") is None]:
+        raise pytest.UsageError(f"tests/soak has soaks only: mark {', '.join(stray)}")
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         for mark in LISTS:
             stale = [p for p in listed(mark) if not any(fnmatchcase(item.nodeid, p) for item in items)]

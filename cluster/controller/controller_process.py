@@ -4,8 +4,8 @@ It is kept by whoever started it: `twinpool serve`, or an init system (`twinpool
 started again with the same port and ledger, workers, routers and the supervisor come back to it, and nothing else is
 lost than the history of deaths. Of several controllers with one ledger one leads, and listens; the others stand by
 (`cluster.controller.leadership`). It logs JSON lines to standard error. With ``--ready-fd`` it writes one line to that
-descriptor once it listens, or stands by. With ``--replaces PID:STARTED`` it ends that controller once it has loaded
-all that it needs, and takes its port: nobody grants leases for some tenths of a second only.
+descriptor once it listens, or stands by. With ``--replaces PID:STARTED ...`` it ends these controllers once it has
+loaded all that it needs, and takes their port: nobody grants leases for some tenths of a second only.
 
 Exit codes: 0 after SIGTERM or SIGINT, 1 when something failed or another controller has replaced it, 2 for wrong usage.
 """

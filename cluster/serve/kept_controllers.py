@@ -146,8 +146,8 @@ class KeptControllers:
         if self._state is not None:
             self._state.leaves(_key(old), old.process)
         # Where a supervisor died meanwhile, the one before may not have ended the one before that.
-        ended = {old.process, *self._leaving(old.name).values()}
-        successor = self._started(self._made(number, ended))
+        ended = self._leaving(old.name) | {_key(old): old.process}
+        successor = self._started(self._made(number, ended.values()))
         self._successor = ServiceSuccessor(number, successor, successor.kept.service, self._clock)
         return None
 
