@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -45,7 +45,8 @@ class Warm:
 
     def end(self) -> None:
         if self.process.is_alive():
-            self.pipe.send(None)
+            with suppress(BrokenPipeError):  # One that was killed may have lost its pipe, and not be gone yet.
+                self.pipe.send(None)
             self.process.join(10)
         if self.process.is_alive():
             self.process.kill()
