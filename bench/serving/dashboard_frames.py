@@ -47,6 +47,7 @@ PAGES, HOST_PAGES = 4096, 16384
 PAGE_BYTES = 98_304
 PAGE_TOKENS = 16
 TICK_S = 0.1
+PAST_STEP_S = 2.5
 BUILD = "0.1.0+6012d5eb02"
 
 
@@ -238,9 +239,9 @@ class MadeUpDashboard:
         frames = ClusterFrames("production", secrets.token_hex(8), BUILD, past.now())
         self._feed = DashboardFeed(frames, lambda: self._cluster.state(self._clock.now()), clock, time.time)
         self._script = self._plot(now)
-        while past.now() < now:
-            past.advance(2.5)
-            self._step(past.now(), 2.5, wall - now + past.now())
+        for _ in range(int((KEPT_S + 30) / PAST_STEP_S)):
+            past.advance(PAST_STEP_S)
+            self._step(past.now(), PAST_STEP_S, wall - now + past.now())
             frames.take(made_up.state(past.now()), past.now(), wall - now + past.now())
         self._last = now
         self._ticker: asyncio.Task[None] | None = None
