@@ -20,6 +20,12 @@ CONFIG = AutoscalingConfig(
     shrink_window_s=100.0, shrink_cooldown_s=40.0, grow_cooldown_s=15.0, grow_step=3, shrink_step=1,
     role_window_s=20.0, role_cooldown_s=60.0,
 )  # fmt: skip
+QUEUE = MeasuredLoad(
+    prefill=3, decode=3, offered=6000.0, computed=3000.0, rate=1000.0, requests=0.0, backlog=90_000, pages=3000,
+    used_pages=300, running=3, granted=0, generated=50.0, lacking=0.0, ungranted=0, lacked=False, put_off=0,
+    first=Outcomes(), gaps=Outcomes(),
+)  # fmt: skip
+"""Prefill computes all the time, and twice as much comes."""
 URGENT = PoolNeed(9.0, "a queue", load=1000.0, urgent=True)
 
 
@@ -133,6 +139,30 @@ def test_a_shrinking_that_is_regretted_doubles_the_window_and_is_not_repeated_at
     assert pool.ready == 2
 
 
+@pytest.mark.parametrize(("after_s", "window_s"), [(280.0, 200.0), (330.0, 100.0)])
+def test_what_is_needed_long_after_a_shrinking_is_no_regret(after_s: float, window_s: float) -> None:
+    """Three windows after it: the load is another one by then."""
+    pool = Pool(3)
+    pool.run(PoolNeed(1.5, "little", load=1000.0), 100.0 + after_s)
+    assert pool.changes == [(100.0, -1)]
+    pool.run(URGENT._replace(workers=3.0), 120.0 + after_s)
+    assert pool.ready == 3
+    assert pool.damping.window_s == window_s
+
+
+def test_a_need_that_was_not_known_for_a_while_was_not_there_all_the_while() -> None:
+    pool, more = Pool(2), URGENT._replace(workers=4.0, urgent=False)
+    pool.run(more, 15.0)
+    pool.run(PoolNeed(-1.0, "no worker serves"), 20.0)
+    pool.run(more, 60.0)
+    assert pool.changes == [(40.0, 2)]
+
+
+def test_a_pool_has_all_that_it_is_to_have_and_not_those_that_leave() -> None:
+    pool = PoolState(Role.DECODE, ready=1, starting=20, unplaced=300, dead=4000, leaving=50_000)
+    assert pool.wanted == 4321
+
+
 def test_a_pause_after_a_failure_counts_once_for_what_was_begun_before_it() -> None:
     damping = PoolDamping(CONFIG, 1, 20)
     assert [damping.failed(0.0), damping.failed(10.0), damping.failed(30.0)] == [30.0, 20.0, 60.0]
@@ -144,6 +174,7 @@ def test_a_pause_after_a_failure_counts_once_for_what_was_begun_before_it() -> N
 
 
 def favoured(balance: RoleBalance, now: float, prefill: float, decode: float) -> Role | None:
+    """The pool of three that is to get a worker of the other three."""
     pools = {role: PoolState(role, ready=3) for role in PAIR}
     needs = {Role.PREFILL: PoolNeed(prefill, ""), Role.DECODE: PoolNeed(decode, "")}
     return balance.short_pool(now, pools, needs, no_more=dict.fromkeys(PAIR, True))
@@ -160,23 +191,35 @@ def test_a_role_is_changed_when_a_whole_window_would_have_had_it_and_not_again_s
     assert favoured(balance, 100.0, 5.0, 1.0) is Role.PREFILL
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(3.2, 1.0), (5.0, 4.8), (2.9, 0.5)])
+@pytest.mark.parametrize(("prefill", "decode"), [(3.2, 1.0), (5.0, 4.8), (5.0, 3.1), (2.9, 0.5)])
 def test_no_role_is_changed_for_little_or_for_nothing(prefill: float, decode: float) -> None:
-    """Short by less than the tolerance; the other would be as short; not short."""
+    """Short by less than the tolerance; the other would be shorter, or nearly as short; not short."""
     balance = RoleBalance(CONFIG)
     assert [favoured(balance, at, prefill, decode) for at in (0.0, 30.0, 60.0)] == [None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("most_prefill", "least_decode", "found"),
+    [(4, 2, Role.PREFILL), (3, 2, None), (4, 3, None)],
+)
+def test_no_role_is_changed_beyond_a_bound(most_prefill: int, least_decode: int, found: Role | None) -> None:
+    config = replace(CONFIG, prefill=PoolBounds(1, most_prefill), decode=PoolBounds(least_decode, 20))
+    balance = RoleBalance(config)
+    assert [favoured(balance, at, 6.0, 1.0) for at in (0.0, 30.0)] == [None, found]
+
+
+def test_the_next_role_is_changed_a_cooldown_later() -> None:
+    rules = SizingRules(replace(CONFIG, max_workers=6), 16)
+    pools = {role: PoolState(role, ready=3) for role in PAIR}
+    changes = [(at, change) for at in range(0, 100, 5) for change in rules.decide(float(at), pools, QUEUE)]
+    assert [(at, type(change)) for at, change in changes] == [(at, ChangeRole) for at in (20, 80)]
 
 
 @pytest.mark.parametrize("failed", [False, True])
 def test_no_worker_changes_to_a_role_whose_starts_fail(failed: bool) -> None:
     rules = SizingRules(replace(CONFIG, max_workers=6, backoff_s=100.0), 16)
-    load = MeasuredLoad(
-        prefill=3, decode=3, offered=6000.0, computed=3000.0, rate=1000.0, requests=0.0, backlog=90_000, pages=3000,
-        used_pages=300, running=3, granted=0, generated=50.0, lacking=0.0, ungranted=0, lacked=False, put_off=0,
-        first=Outcomes(), gaps=Outcomes(),
-    )  # fmt: skip
     if failed:
         rules.pools[Role.PREFILL].failed(0.0)
     pools = {role: PoolState(role, ready=3) for role in PAIR}
-    found = [change for at in range(0, 60, 5) for change in rules.decide(float(at), pools, load)]
+    found = [change for at in range(0, 60, 5) for change in rules.decide(float(at), pools, QUEUE)]
     assert [type(change) for change in found[:1]] == ([] if failed else [ChangeRole])

@@ -87,6 +87,12 @@ def test_what_is_not_known_is_no_need(changes: dict[str, object]) -> None:
     assert not prefill_need(CONFIG, replace(CALM, **changes)).known  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("changes", [{"prefill": 0}, {"rate": 0.0}])
+def test_no_worker_is_busy_and_no_queue_has_a_length_while_no_rate_is_known(changes: dict[str, object]) -> None:
+    load = replace(CALM, backlog=100, **changes)  # type: ignore[arg-type]
+    assert (load.busy, load.queue_s) == (0.0, 0.0)
+
+
 # ---------------------------------------------------------------- what is measured
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +12,14 @@ import pytest
 from cluster.dashboard.cluster_frames import ClusterFrames, ClusterState
 from cluster.dashboard.event_log import EventKind
 from cluster.dashboard.history import COLUMNS, KEPT_S, SAMPLE_S
+from cluster.dashboard.router_totals import MOST_ROUTERS
 from cluster.dashboard.worker_rates import WorkerSample
 from cluster.dashboard.worker_rows import MOST_LINKS
 from contracts.compact_json import compact_json
 from contracts.damage import COUNTERS as DAMAGE_COUNTERS
-from contracts.messages.latency_shape import BUCKETS
+from contracts.ids import Role
+from contracts.messages.autoscaler_messages import AutoscalerView, PoolSizing
+from contracts.messages.latency_shape import BOUNDS_S, BUCKETS
 from contracts.messages.router_report import COUNTERS, RouterReport
 from contracts.messages.worker_status import WorkerView
 from tests.cluster.dashboard.made_workers import worker
@@ -41,6 +45,15 @@ def frames() -> ClusterFrames:
 
 def texts(frame: dict[str, Any]) -> list[str]:
     return [event["text"] for event in frame["events"]]
+
+
+def test_a_frame_says_whose_it_is_and_for_how_long_there_was_one() -> None:
+    frames = ClusterFrames("production", "boot-7", "0.1.0+abc", 40.0)
+    frames.take(state([], 100.5), 100.5, WALL)
+    frame = frames.frame()
+    assert (frame["cluster"], frame["boot"], frame["n"], frame["at"]) == ("production", "boot-7", 1, WALL)
+    assert frame["up_s"] == 60.5
+    assert frames.frame()["n"] == 2
 
 
 def test_pages_of_a_worker_sum_up_whoever_holds_them(frames: ClusterFrames) -> None:
@@ -110,6 +123,78 @@ def test_a_router_that_was_there_before_the_controller_has_not_just_counted_it_a
     now = frames.frame()["now"]
     assert now["requests_s"] == pytest.approx(8 / 3, abs=0.01)
     assert now["ttft"]["count"] == 3
+
+
+def test_each_percentile_is_of_its_share(frames: ClusterFrames) -> None:
+    frames.report(report("a"), 0.0, WALL)
+    frames.take(state([], 0.0), 0.0, WALL)
+    frames.report(report("a", first=[5] * 80 + [10] * 15 + [20] * 5), 1.0, WALL)
+    frames.take(state([], 1.0), 1.0, WALL)
+    ttft = frames.frame()["now"]["ttft"]
+    assert ttft["count"] == 100
+    for name, bucket in (("p50", 5), ("p90", 10), ("p99", 20)):
+        assert BOUNDS_S[bucket - 1] < ttft[name] <= BOUNDS_S[bucket]
+
+
+def test_hits_are_a_share_of_what_was_asked_for(frames: ClusterFrames) -> None:
+    for now, part in ((0.0, 0), (10.0, 1)):
+        one = {"prompt_tokens_computed": 500 * part, "hit_tokens_device": 200 * part, "hit_tokens_storage": 50 * part}
+        other = {"prompt_tokens_computed": 100 * part, "hit_tokens_host": 150 * part}
+        views = [worker("prefill-0", counters=one), worker("prefill-1", counters=other)]
+        frames.take(state(views, now), now, WALL)
+    numbers = frames.frame()["now"]
+    assert numbers["prompt_tokens_s"] == 60.0
+    assert numbers["hit_share"] == 0.4
+    frames.take(state([worker("decode-0")], 40.0), 40.0, WALL)
+    assert frames.frame()["now"]["hit_share"] is None, "nothing was asked for"
+
+
+def test_a_workers_row_has_what_is_to_be_known_of_it(frames: ClusterFrames) -> None:
+    view = worker(
+        "decode-3", "draining", 4, running=7, waiting=2, outgoing=5, prompt_tokens=300, plane="shm", stalled_s=1.26,
+        last_end="e" * 300, waits="w" * 300, counters={"retracted": 3, "ungranted": 0, "kept_answers": 9},
+    )  # fmt: skip
+    frames.take(state([replace(view, cordoned=True)], 1.0), 1.0, WALL)
+    (row,) = frames.frame()["workers"]
+    assert row["name"] == "decode-3"
+    assert (row["role"], row["state"], row["incarnation"], row["plane"]) == ("decode", "draining", 4, "shm")
+    assert (row["running"], row["waiting"], row["outgoing"], row["prompt_tokens"]) == (7, 2, 5, 300)
+    assert (row["stalled_s"], row["last_end"], row["waits"]) == (1.3, "e" * 200, "w" * 200)
+    assert (row["retracted"], row["kept_answers"], row["cordoned"]) == (3, 9, True)
+    assert "ungranted" not in row, "what is nothing isn't told"
+    assert "host" not in row, "it has no host tier"
+
+
+def test_a_pools_row_adds_up_those_that_serve(frames: ClusterFrames) -> None:
+    views = [
+        worker("decode-0", running=3, waiting=1, pages_free=40),
+        worker("decode-1", "draining", running=2, waiting=4, pages_free=90),
+        worker("decode-2", "dead", running=100, pages_free=0),
+        worker("prefill-0", running=1),
+    ]
+    sizing = PoolSizing(Role.DECODE, 2, 3, 1, 8, 2.346, "71 % of pages")
+    frames.take(state(views, 1.0, autoscaler=AutoscalerView((sizing,), held_s=12.34)), 1.0, WALL)
+    prefill, decode = frames.frame()["pools"]
+    assert (prefill["role"], prefill["running"], "wanted" in prefill) == ("prefill", 1, False)
+    assert decode["states"] == {"dead": 1, "draining": 1, "ready": 1}
+    assert (decode["running"], decode["waiting"]) == (5, 5)
+    assert (decode["pages_total"], decode["pages_requests"]) == (200, 70)
+    assert (decode["wanted"], decode["least"], decode["most"], decode["need"]) == (3, 1, 8, 2.35)
+    assert decode["why"] == "71 % of pages"
+    assert frames.frame()["autoscaler"]["held_s"] == 12.3
+    unknown = AutoscalerView((replace(sizing, need=-1.0),))
+    frames.take(state(views, 2.0, autoscaler=unknown), 2.0, WALL)
+    assert frames.frame()["pools"][1]["need"] is None
+
+
+def test_routers_beyond_those_that_are_told_apart_stay_in_the_sums(frames: ClusterFrames) -> None:
+    for number in range(MOST_ROUTERS + 20):
+        frames.report(report(f"router-{number}", requests_submitted=2), 1.0 + number / 1000, WALL)
+    frames.take(state([], 2.0), 2.0, WALL)
+    frame = frames.frame()
+    assert frame["totals"]["requests_submitted"] == 2 * (MOST_ROUTERS + 20)
+    assert len(frames.routers(2.0)) == MOST_ROUTERS
+    assert "router-0" not in {one.router for one in frames.routers(2.0)}, "the one that was silent for longest"
 
 
 def test_percentiles_are_of_the_latest_seconds_alone(frames: ClusterFrames) -> None:
