@@ -2,7 +2,9 @@
 
     python docs/dashboard_screenshots.py [FOLDER]
 
-The clusters are made up (`bench.serving.dashboard_frames`), since no machine of ours has so many workers.
+Where a picture has more workers than a machine of ours, they are simulated (`bench.serving.simulated_dashboard`); else
+it is of a real cluster that serves the demo, under a trace's load. Workers that are simulated compute in virtual time;
+what decides, tells and shows is what runs in a real one.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 
 from PIL import Image
 
+from bench.common.bench_cluster import serving
 from bench.common.browser import Browser, Tab, browsing
 
 FOLDER = Path(__file__).parent / "dashboard"
@@ -25,17 +28,21 @@ MOST_BYTES = 150_000
 COLOURS = 64
 LIVE_S = 8.0
 """Seconds for which a page is watched before its picture, so that its latest numbers are of frames."""
-SIZES = {"one": (0, 1, 1), "eight": (4, 4, 2), "sixty-four": (24, 40, 4)}
+EIGHT, SIXTY_FOUR = (4, 4, 2), (24, 40, 4)
 """Prefill workers, decode workers, routers."""
+LOAD_S = 70
+"""Seconds for which a real cluster is under load before its picture."""
+TRACE = Path(__file__).parents[1] / "bench" / "traces" / "conversation_200.jsonl"
+REPLAY = ("--speed", "0.75", "--scale-lengths", "0.05", "--max-context", "1800", "--slo", "ttft=2,itl=0.1")
 CLIP = """(() => {{ const boxes = {names}.map((one) => document.querySelector(one).getBoundingClientRect());
     const top = Math.min(...boxes.map((box) => box.top)) + scrollY;
     return [top, Math.max(...boxes.map((box) => box.bottom)) + scrollY - top]; }})()"""
 
 
 @contextmanager
-def made_up(prefill: int, decode: int, routers: int) -> Iterator[str]:
-    """Serve a made-up cluster; yields the page's URL."""
-    command = [sys.executable, "-m", "bench.serving.dashboard_frames", "--prefill", str(prefill)]
+def simulated(prefill: int, decode: int, routers: int) -> Iterator[str]:
+    """Serve a simulated cluster; yields the page's URL."""
+    command = [sys.executable, "-m", "bench.serving.simulated_dashboard", "--prefill", str(prefill)]
     command += ["--decode", str(decode), "--routers", str(routers)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -44,6 +51,21 @@ def made_up(prefill: int, decode: int, routers: int) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait(10)
+
+
+@contextmanager
+def real(*flags: str) -> Iterator[str]:
+    """Serve the demo, and ask it for `LOAD_S` and on; yields the page's URL."""
+    with serving("demo", flags=flags) as url:
+        command = [sys.executable, "-m", "cli.commands", "replay", str(TRACE), "--url", url, *REPLAY]
+        asking = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        try:
+            threading.Event().wait(LOAD_S)
+            assert asking.poll() is None, "the load has ended already"
+            yield f"{url}/dashboard"
+        finally:
+            asking.terminate()
+            asking.wait(10)
 
 
 def save(tab: Tab, path: Path, names: Sequence[str], width: int) -> None:
@@ -71,18 +93,19 @@ def main(arguments: Sequence[str]) -> int:
     folder = Path(arguments[0]) if arguments else FOLDER
     folder.mkdir(exist_ok=True)
     with browsing() as browser:
-        with made_up(*SIZES["eight"]) as url:
+        with simulated(*EIGHT) as url:
+            save(open_page(browser, url, 1440), folder / "overview.png", (".bar", "section.workers"), 1440)
+            phone = open_page(browser, url, 390, dark=True)
+            save(phone, folder / "phone.png", (".bar", "section.traffic"), 390)
+        with simulated(*SIXTY_FOUR) as url:
+            save(open_page(browser, url, 1600, dark=True), folder / "sixty-four.png", (".bar", "section.workers"), 1600)
+        with real("--colocate") as url:
+            save(open_page(browser, url, 1280), folder / "one.png", (".bar", "section.workers"), 1280)
+        with real("--prefill", "1", "--decode", "2") as url:
             tab = open_page(browser, url, 1440)
-            save(tab, folder / "overview.png", (".bar", "section.workers"), 1440)
             save(tab, folder / "below.png", (".pair",), 1440)
             tab.run("document.getElementById('to-first').click()")
             save(tab, folder / "requests.png", ("section.requests",), 1440)
-            phone = open_page(browser, url, 390, dark=True)
-            save(phone, folder / "phone.png", (".bar", "section.traffic"), 390)
-        with made_up(*SIZES["sixty-four"]) as url:
-            save(open_page(browser, url, 1600, dark=True), folder / "sixty-four.png", (".bar", "section.workers"), 1600)
-        with made_up(*SIZES["one"]) as url:
-            save(open_page(browser, url, 1280), folder / "one.png", (".bar", "section.workers"), 1280)
     return 0
 
 

@@ -3,9 +3,9 @@
     python -m bench.serving.dashboard_cost [--workers 64] [--viewers 5] [--seconds 20] [--rounds 3]
 
 A real controller process with its ledger; the workers' lease keepers and the routers' directories are production's, in
-this process. Workers' statuses are those of `bench.serving.dashboard_frames` with as many counters as real ones have,
-nine a link. Each viewer looks at a router of its own, which is the dearest way: the frames of viewers of one router go
-to it once. Without viewers the routers report and the history is kept all the same.
+this process. Workers' statuses are those of a simulated cluster (`bench.serving.simulated_dashboard`) with as many
+counters as real ones have, nine a link. Each viewer looks at a router of its own, which is the dearest way: the frames
+of viewers of one router go to it once. Without viewers the routers report and the history is kept all the same.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 import psutil
 
 from bench.common import machine
-from bench.serving.dashboard_frames import MadeUpCluster
+from bench.serving.simulated_dashboard import SimulatedCluster
 from cluster.controller.controller_actions import StartWorker
 from cluster.controller.controller_client import ControllerClient
 from cluster.worker_process.lease_keeper import LeaseKeeper
@@ -43,6 +43,8 @@ from router.links.controller_directory import ControllerDirectory
 
 OTHER_COUNTERS = 40
 LINK_COUNTERS = ("writes", "busy_s", "waited_s", "opened", "under_way", "in_flight_bytes", "waiting", "plane_shm")
+BEFORE_S = 30.0
+"""Seconds for which the simulated cluster has run when the measurement begins."""
 SETTLE_S = 6.0
 """Seconds after a change until the paces have changed, too."""
 
@@ -63,7 +65,8 @@ class Scene:
 
     def __init__(self, endpoint: str, prefill: int, decode: int, routers: int) -> None:
         self._rng, self._clock, self._config = random.Random(1), SystemClock(), ClusterConfig()
-        self.cluster = MadeUpCluster(prefill, decode, routers=routers)
+        self.cluster = SimulatedCluster(prefill, decode, routers=routers, grows=False)
+        self._began = self._clock.now()
         self.directories = [ControllerDirectory(endpoint) for _ in range(routers)]
         self._endpoint = endpoint
         self._views: dict[WorkerName, WorkerView] = {}
@@ -92,8 +95,8 @@ class Scene:
             await asyncio.sleep(1.0)
 
     def _step(self) -> None:
-        self.cluster.step(self._clock.now(), 1.0, time.time())
-        self._views = {sample.view.record.name: sample.view for sample in self.cluster.state(0.0).workers}
+        self.cluster.run(BEFORE_S + self._clock.now() - self._began)
+        self._views = {view.record.name: view for view in self.cluster.controller.views()}
         self._reports = self.cluster.reports()
 
     def _status(self, name: WorkerName) -> WorkerStatus:

@@ -13,7 +13,7 @@ from typing import Any
 from cluster.dashboard.event_log import EventKind, EventLog
 from cluster.dashboard.history import SAMPLE_S, History
 from cluster.dashboard.request_rows import SHOWN, request_row
-from cluster.dashboard.router_totals import Lately, RouterTotals
+from cluster.dashboard.router_totals import Latencies, RouterTotals
 from cluster.dashboard.worker_rates import HITS, WorkerRates, WorkerSample
 from cluster.dashboard.worker_rows import GONE, SERVING, link_rows, ordered, pool_rows, worker_row
 from contracts.damage import DamageSite
@@ -63,7 +63,7 @@ class ClusterFrames:
         the frames. `now`: seconds of the clock that `take` is given."""
         self._name, self._boot, self._build, self._began = name, boot, build, now
         self.log = EventLog()
-        self._routers = RouterTotals(LATENCY_WINDOW_S)
+        self._routers = RouterTotals(WINDOW_S, LATENCY_WINDOW_S)
         self._rates = WorkerRates(WINDOW_S)
         self._damage = DamageTotals()
         self._damaged = 0.0
@@ -140,7 +140,7 @@ class ClusterFrames:
             "cluster": self._name,
             "models": sorted({report.model for report in reports}),
             "control": self._control(),
-            "now": self._numbers(self._routers.lately(WINDOW_S), self._routers.lately(LATENCY_WINDOW_S)),
+            "now": self._numbers(self._routers.latencies()),
             "pools": pool_rows(rows, scaler),
             "autoscaler": None if scaler is None else {"held_s": round(scaler.held_s, 1), "counters": scaler.counters},
             "workers": rows,
@@ -185,8 +185,8 @@ class ClusterFrames:
             "build": report.build,
             "in_flight": report.in_flight,
             "waiting": report.waiting,
-            "tokens_s": round(self._routers.rate_of(report.router, "generated_tokens", WINDOW_S), 1),
-            "requests_s": round(self._routers.rate_of(report.router, "requests_submitted", WINDOW_S), 2),
+            "tokens_s": round(self._routers.rate_of(report.router, "generated_tokens"), 1),
+            "requests_s": round(self._routers.rate_of(report.router, "requests_submitted"), 2),
             "open_breakers": list(report.open_breakers),
             "viewers": report.viewers,
         }
@@ -198,15 +198,15 @@ class ClusterFrames:
         found[DamageSite.AUDIT] += self._routers.totals()["audits_damaged"]
         return found
 
-    def _numbers(self, lately: Lately, latencies: Lately) -> dict[str, Any]:
+    def _numbers(self, latencies: Latencies) -> dict[str, Any]:
         reports = self._routers.here(self._now)
         serving = [view for view, _ in self._state.workers if view.status.state in SERVING]
         rates = [self._rates.of(view.record.name, view.record.incarnation) for view in serving]
         computed = sum(one.get("prompt_tokens_computed", 0.0) for one in rates)
         hits = sum(one.get(name, 0.0) for one in rates for name in HITS)
         return {
-            "requests_s": round(lately.rate("requests_submitted"), 2),
-            "tokens_s": round(lately.rate("generated_tokens"), 1),
+            "requests_s": round(self._routers.rate("requests_submitted", self._now), 2),
+            "tokens_s": round(self._routers.rate("generated_tokens", self._now), 1),
             "prompt_tokens_s": round(computed, 1),
             "hit_share": round(hits / (hits + computed), 4) if hits + computed > 0 else None,
             "bytes_s": round(sum(link.bytes_s for link in self._rates.links())),
@@ -218,8 +218,7 @@ class ClusterFrames:
         }
 
     def _history_row(self) -> dict[str, float | None]:
-        stretch = self._routers.since_last()
-        numbers = self._numbers(stretch, stretch)
+        numbers = self._numbers(self._routers.latencies_since_last())
         row: dict[str, float | None] = {"at": round(self._wall, 1)}
         row |= {name: numbers[name] for name in ("requests_s", "tokens_s", "prompt_tokens_s", "hit_share")}
         row |= {name: numbers[name] for name in ("bytes_s", "running", "queued")}

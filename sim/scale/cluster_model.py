@@ -15,6 +15,7 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from math import inf
 
@@ -36,6 +37,7 @@ from router.state.worker_table import WorkerKey
 from sim.scale.cluster_plan import ClusterPlan
 from sim.scale.decode_model import DecodeModel, DecodeRow
 from sim.scale.prefill_model import PrefillModel, PromptJob
+from sim.scale.run_watcher import EndedRequest, RunWatcher
 from sim.scale.scale_figures import ANSWERED, FAILED, REFUSED, RunFigures, RunReport, summary
 from sim.scale.sim_index import PULSE_S, SimIndex
 from sim.scale.sim_pools import ModelWorker, SimPools
@@ -70,10 +72,10 @@ def _answer(tokens: int) -> tuple[int, ...]:
 class _Flight:
     """A request from its arrival until it has ended, at the router and in the models."""
 
-    __slots__ = ("core", "decode", "first_at", "id", "number", "over", "prefill", "request", "row")
+    __slots__ = ("core", "decode", "first_at", "number", "over", "prefill", "request", "routed", "row")
 
-    def __init__(self, number: int, rid: RequestId, request: SimRequest, core: RouterCore) -> None:
-        self.number, self.id, self.request, self.core = number, rid, request, core
+    def __init__(self, number: int, routed: RoutedRequest, request: SimRequest, core: RouterCore) -> None:
+        self.number, self.routed, self.request, self.core = number, routed, request, core
         self.first_at = 0.0
         """When its first token came to the router; 0 before."""
         self.prefill: ModelWorker | None = None
@@ -81,6 +83,10 @@ class _Flight:
         self.row: DecodeRow | None = None
         self.over = False
         """Whether it has ended at the router or in the models, and not yet in both."""
+
+    @property
+    def id(self) -> RequestId:
+        return self.routed.id
 
 
 class ClusterModel:
@@ -121,6 +127,8 @@ class ClusterModel:
         self._firsts = self._late = 0
         self._last_end = 0.0
         self._arriving = True
+        self.watcher: RunWatcher | None = None
+        """Whom to tell of requests. While there is one, workers report the times of their parts, as real ones do."""
 
     # ------------------------------------------------------------ the agenda
 
@@ -229,6 +237,8 @@ class ClusterModel:
         now, plan = self.clock.now(), self.plan
         number = self.figures.began(now)
         core = self.cores[0] if len(self.cores) == 1 else self._rng.choice(self.cores)
+        if self.watcher is not None:
+            self.watcher.came(self.cores.index(core))
         router = plan.config.router
         due = now + plan.target.ttft_s if plan.refuse_late else None
         rid = RequestId(f"r{number}")
@@ -245,8 +255,10 @@ class ClusterModel:
         )
         if core.requests.in_flight >= router.max_queue or core.late_if_taken([routed]) is not None:
             self.figures.state[number] = REFUSED
+            if self.watcher is not None:
+                self.watcher.refused(self.cores.index(core))
         else:
-            self._flights[number] = _Flight(number, rid, request, core)
+            self._flights[number] = _Flight(number, routed, request, core)
             core.submit(routed)
             self._act(core)
         self._next_request()
@@ -282,6 +294,9 @@ class ClusterModel:
         figures.answer_s[number] = now - figures.arrived_s[number]
         if flight.request.answer > 1 and done.error is None:
             figures.tpot_s[number] = (now - flight.first_at) / (flight.request.answer - 1)
+        if self.watcher is not None:
+            router = self.cores.index(flight.core)
+            self.watcher.ended(EndedRequest(router, flight.routed, flight.request, flight.first_at, now, done))
         self._over(flight)
 
     def _over(self, flight: _Flight) -> None:
@@ -338,7 +353,7 @@ class ClusterModel:
             figures.prompt_tokens += job.tokens
             figures.held_tokens += job.held
             figures.loaded_tokens += job.loaded
-            self._after(costs.message_s, self._first_came, flight, job.held)
+            self._after(costs.message_s, self._first_came, flight, job)
             row, decode = flight.row, flight.decode
             assert row is not None, "a prompt has a decode worker"
             assert decode is not None, "a prompt has a decode worker"
@@ -347,6 +362,9 @@ class ClusterModel:
             delay_s = costs.message_s if alone else costs.handover_s(job.tokens)
             decode.open += 1
             worker.open += 1
+            if not alone and self.plan.position_bytes:
+                to = decode.key[0]
+                worker.sent[to] = worker.sent.get(to, 0) + job.tokens * self.plan.position_bytes
             self._after(delay_s, self._dropped if alone else self._handed_over, decode, flight)
         if model.changes and not worker.told:
             worker.told = True
@@ -383,7 +401,7 @@ class ClusterModel:
 
     # ------------------------------------------------------------ what workers say
 
-    def _first_came(self, flight: _Flight, held: int) -> None:
+    def _first_came(self, flight: _Flight, job: PromptJob) -> None:
         """Take prefill's events to the router."""
         key = flight.prefill.key if flight.prefill is not None else None
         assert key is not None, "it was sent"
@@ -401,9 +419,14 @@ class ClusterModel:
             0,
             Role.PREFILL,
             key[0],
-            cached_tokens=held,
-            computed_tokens=request.prompt - held,
+            cached_tokens=job.held,
+            computed_tokens=request.prompt - job.held,
         )
+        if self.watcher is not None:
+            tiers = {"device": job.held - job.loaded, "host": job.loaded}
+            marks = {"queue": job.begun - job.came, "prefill": now - self.plan.costs.message_s - job.came}
+            report = replace(report, marks=marks, cached_by_tier=tiers)
+            self.watcher.first_token(self.cores.index(core), took, job.held)
         core.on_event(key, report)
         if alone:
             core.on_event(key, Done(flight.id, 0, "stop", stop_token=STOP_TOKEN))
@@ -415,9 +438,26 @@ class ClusterModel:
         as the state is over, a step earlier than it would: the figures are the models'."""
         assert flight.decode is not None, "it was sent"
         assert flight.prefill is not None, "it was sent"
+        if self.watcher is not None:
+            self._report_decode(flight, over=False)
         if flight.request.answer > 2:
             flight.prefill.open -= 1
             flight.core.on_event(flight.decode.key, Tokens(flight.id, 0, flight.request.prompt + 1, _FIRST))
+
+    def _report_decode(self, flight: _Flight, *, over: bool) -> None:
+        """Take decode's report to the router: of the state that has come, or of the end. What of a transfer ran beside
+        the computation isn't modelled: only what came after it takes time."""
+        row, decode, sent = flight.row, flight.decode, 0
+        assert row is not None, "it was sent"
+        assert decode is not None, "it was sent"
+        if over:
+            marks = {"done": self.clock.now() - self.plan.costs.message_s - row.came}
+        else:
+            exposed_s = self.plan.costs.handover_s(row.prompt)
+            marks = {"grant": row.granted_at - row.came, "arrived": row.here_at - row.came, "exposed": exposed_s}
+            sent = row.prompt * self.plan.position_bytes
+        report = LegReport(flight.id, 0, Role.DECODE, decode.key[0], marks, transfer_bytes=sent)
+        flight.core.on_event(decode.key, report)
 
     def _rest_came(self, flight: _Flight) -> None:
         """Take decode's events to the router: its other tokens, and the end."""
@@ -427,6 +467,8 @@ class ClusterModel:
         if request.answer == 2 and flight.prefill is not None:
             flight.prefill.open -= 1
         self.figures.answer_tokens += request.answer
+        if self.watcher is not None:
+            self._report_decode(flight, over=True)
         told = 2 if request.answer > 2 else 1
         core.on_event(key, Tokens(flight.id, 0, request.prompt + told, _answer(request.answer - told)))
         core.on_event(key, Done(flight.id, 0, "stop", stop_token=STOP_TOKEN))

@@ -74,6 +74,8 @@ class ClusterPlan:
     decode: DecodePool
     costs: StepCosts = field(default_factory=StepCosts)
     target: LatencyTarget = field(default_factory=LatencyTarget)
+    position_bytes: int = 0
+    """Bytes of the state of a position, in what workers tell of what they send; 0: they tell nothing of it."""
     block_tokens: int = 512
     """Tokens of a block of the prefix caches and of the index, of which `chunk_tokens` is a multiple or a part."""
     routers: int = 1
@@ -86,7 +88,7 @@ class ClusterPlan:
 
     def __post_init__(self) -> None:
         """Raises `ConfigError` for a plan that can't run."""
-        _at_least(self, {"block_tokens": 1, "routers": 1, "places": 0}, "plan")
+        _at_least(self, {"position_bytes": 0, "block_tokens": 1, "routers": 1, "places": 0}, "plan")
         if self.places and self.places < self.prefill.workers + self.decode.workers:
             raise ConfigError(f"places={self.places} is less than the workers that there are at first")
         if self.prefill.device_tokens < self.block_tokens:

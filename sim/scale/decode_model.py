@@ -30,10 +30,13 @@ class DecodeRow:
         "answer",
         "arrived",
         "begun",
+        "came",
         "drawn",
         "finish",
         "first_at",
         "granted",
+        "granted_at",
+        "here_at",
         "most",
         "number",
         "prompt",
@@ -49,6 +52,8 @@ class DecodeRow:
         """When its prompt's state is here, or is back here."""
         self.first_at = 0.0
         """When its first token was drawn."""
+        self.came = self.granted_at = self.here_at = 0.0
+        """When it came to its worker, got pages, and had its prompt's state there."""
         self.drawn = 1
         """Tokens of the answer when it joined the batch last."""
         self.begun = self.finish = 0
@@ -91,6 +96,12 @@ class DecodeModel:
     def running(self) -> int:
         return len(self._batch) + len(self._joining)
 
+    def generated_by(self, now: float) -> int:
+        """Tokens that were drawn by now, also of the steps under way."""
+        if not self._batch or self.due == inf:
+            return self.generated
+        return self.generated + len(self._batch) * min(self._steps, self._run.steps(now - self._since))
+
     @property
     def ungranted(self) -> int:
         return len(self._waiting)
@@ -115,6 +126,7 @@ class DecodeModel:
 
     def ask(self, row: DecodeRow, now: float) -> None:
         """Take a request, whose prompt comes once it has pages for it."""
+        row.came = now
         self._waiting.append(row)
         self._grant(now)
 
@@ -134,6 +146,7 @@ class DecodeModel:
             self._waiting.remove(row)
 
     def _join(self, row: DecodeRow, now: float) -> None:
+        row.here_at = now
         self.came.append(row)
         self._joining.append(row)
         if self.due == inf:
@@ -244,6 +257,7 @@ class DecodeModel:
             self._joining.append(row)
         while self._waiting and not self._retracted and self._has_room(self._waiting[0]):
             row = self._waiting.popleft()
+            row.granted_at = now
             self._take(row, 1)
             if row.ready_at > now:
                 self._arriving[row.number] = row

@@ -22,7 +22,19 @@ from worker.fair_shares import FairShares
 class PromptJob:
     """One prompt on its worker."""
 
-    __slots__ = ("held", "keys", "loaded", "number", "planned", "position", "tenant", "tokens", "weight")
+    __slots__ = (
+        "begun",
+        "came",
+        "held",
+        "keys",
+        "loaded",
+        "number",
+        "planned",
+        "position",
+        "tenant",
+        "tokens",
+        "weight",
+    )
 
     def __init__(self, number: int, tokens: int, keys: Sequence[int], tenant: str = "", weight: int = 1) -> None:
         """`keys`: of its full blocks, in order."""
@@ -33,6 +45,8 @@ class PromptJob:
         self.planned = 0
         self.held = self.loaded = 0
         """Tokens that needn't be computed, and those of them that are loaded from host memory."""
+        self.came = self.begun = 0.0
+        """When it came to its worker, and when its first step began."""
 
     @property
     def left(self) -> int:
@@ -60,6 +74,8 @@ class PrefillModel:
         self.todo = 0
         """Tokens that are still to be computed, as far as is known."""
         self.computed = 0
+        self.held = self.loaded = 0
+        """Tokens of all prompts that needn't be computed, and those of them that were loaded from host memory."""
         self.steps = 0
         self.changes: list[CacheChange] = []
         """Changes of the cache that the caller hasn't taken."""
@@ -72,8 +88,14 @@ class PrefillModel:
     def idle(self) -> bool:
         return not (self._running or self.waiting)
 
+    @property
+    def under_way_tokens(self) -> int:
+        """Tokens of the prompts that are being computed whose state is there."""
+        return sum(job.position for job in self._running)
+
     def submit(self, job: PromptJob, now: float) -> None:
         """Take a prompt; `due` may be earlier afterwards."""
+        job.came = now
         self._waiting.setdefault(job.tenant, deque()).append(job)
         self.waiting += 1
         self.todo += job.tokens
@@ -105,7 +127,7 @@ class PrefillModel:
 
     def _plan(self, now: float) -> None:
         """Admit what waits, and begin the next steps."""
-        waits = self.waiting and self._admit()
+        waits = self.waiting and self._admit(now)
         running = self._running
         if not running:
             self.due = inf
@@ -143,7 +165,7 @@ class PrefillModel:
 
     # ------------------------------------------------------------ admission
 
-    def _admit(self) -> bool:
+    def _admit(self, now: float) -> bool:
         """Begin waiting prompts, up to `max_running` in all; returns whether one waits for what another computes."""
         waits, room = False, self._pool.max_running - len(self._running)
         if room <= 0:
@@ -157,6 +179,7 @@ class PrefillModel:
             if not queue:
                 del self._waiting[job.tenant]
             self.waiting -= 1
+            job.begun = now
             self._running.append(job)
             room -= 1
             if not room:
@@ -188,6 +211,8 @@ class PrefillModel:
         job.position = job.held = blocks * size
         job.loaded = loaded * size
         self.todo -= job.held
+        self.held += job.held
+        self.loaded += job.loaded
         for key in keys[blocks:]:
             computing[key] = job
         return True

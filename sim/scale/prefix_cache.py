@@ -23,6 +23,14 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._device) + len(self._host)
 
+    @property
+    def on_device(self) -> int:
+        return len(self._device)
+
+    @property
+    def on_host(self) -> int:
+        return len(self._host)
+
     def match(self, keys: Sequence[int], most: int) -> tuple[int, int]:
         """How many of the first `most` blocks are here, as far as none is missing, and how many of them on the host
         alone."""

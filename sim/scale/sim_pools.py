@@ -9,7 +9,7 @@ keeps its process, and with it its place: once it is drained, it is ready again 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.controller.autoscaler import Autoscaler
 from cluster.controller.controller import Controller
@@ -18,7 +18,7 @@ from cluster.controller.controller_ledger import MemoryLedger
 from cluster.controller.node_table import NodePlace
 from cluster.worker_process.lease_keeper import COUNTERS_S
 from contracts.clock import Clock
-from contracts.ids import PAIR, Incarnation, Role, WorkerName
+from contracts.ids import PAIR, Role, WorkerName
 from contracts.messages.autoscaler_messages import LatencyCounts
 from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
 from router.state.worker_table import WorkerKey
@@ -59,6 +59,8 @@ class ModelWorker:
     draining: bool = False
     open: int = 0
     """Requests on their way to it, answers on their way from it, and prompts that decode hasn't."""
+    sent: dict[WorkerName, int] = field(default_factory=dict)
+    """Bytes that it has sent to each other worker, where the plan counts them."""
 
     @property
     def idle(self) -> bool:
@@ -184,14 +186,14 @@ class SimPools:
         state = _DRAINING if worker.draining else _READY
         name, incarnation = worker.key
         if (prefill := worker.prefill) is not None:
-            return self._prefill_status(name, incarnation, prefill, state, tells)
+            return self._prefill_status(worker, prefill, state, tells)
         decode = worker.decode
         assert decode is not None, "a worker has a model"
         page = self._plan.config.cache.page_tokens
         counters = {}
         if tells:
             counters = {
-                "tokens_generated": float(decode.generated),
+                "tokens_generated": float(decode.generated_by(now)),
                 "retractions": float(decode.retractions),
                 "retracted": float(decode.retracted),
             }
@@ -213,13 +215,23 @@ class SimPools:
             ungranted=decode.ungranted,
         )
 
-    def _prefill_status(
-        self, name: WorkerName, incarnation: Incarnation, prefill: PrefillModel, state: str, tells: bool
-    ) -> WorkerStatus:
-        pages = self._plan.prefill.device_tokens // self._plan.config.cache.page_tokens
+    def _prefill_status(self, worker: ModelWorker, prefill: PrefillModel, state: str, tells: bool) -> WorkerStatus:
+        plan, page, block = self._plan, self._plan.config.cache.page_tokens, self._plan.block_tokens
+        (name, incarnation), pages = worker.key, plan.prefill.device_tokens // page
+        held = min(pages, -(-prefill.under_way_tokens // page))
         counters = {}
         if tells:
-            counters = {"prompt_tokens_computed": float(prefill.computed)}
+            cached = prefill.cache.on_device * block // page
+            counters = {
+                "prompt_tokens_computed": float(prefill.computed),
+                "hit_tokens_device": float(prefill.held - prefill.loaded),
+                "hit_tokens_host": float(prefill.loaded),
+                "device_pages_unused": float(max(0, pages - held - cached)),
+            }
+            if plan.prefill.host_tokens:
+                counters["host_pages_total"] = float(plan.prefill.host_tokens // page)
+                counters["host_pages_used"] = float(prefill.cache.on_host * block // page)
+            counters |= {f"link_bytes:{to}": float(sent) for to, sent in worker.sent.items()}
             if prefill.computed:
                 counters["compute_tokens_per_s"] = self._compute_rate
                 counters["load_tokens_per_s"] = 1 / max(1e-9, self._plan.costs.load_token_s)
@@ -233,7 +245,7 @@ class SimPools:
             prefill.running,
             prefill.waiting,
             pages,
-            pages,
+            pages - held,
             prefill.steps,
             prefill.waiting + prefill.running,
             counters=counters,

@@ -121,7 +121,7 @@ def test_a_router_that_was_there_before_the_controller_has_not_just_counted_it_a
     frames.report(report("a", requests_submitted=10_008, first=[4] * 50 + [9] * 3), 3.0, WALL)
     frames.take(state([], 3.0), 3.0, WALL)
     now = frames.frame()["now"]
-    assert now["requests_s"] == pytest.approx(8 / 3, abs=0.01)
+    assert now["requests_s"] == 4.0, "of two seconds"
     assert now["ttft"]["count"] == 3
 
 
@@ -195,6 +195,39 @@ def test_routers_beyond_those_that_are_told_apart_stay_in_the_sums(frames: Clust
     assert frame["totals"]["requests_submitted"] == 2 * (MOST_ROUTERS + 20)
     assert len(frames.routers(2.0)) == MOST_ROUTERS
     assert "router-0" not in {one.router for one in frames.routers(2.0)}, "the one that was silent for longest"
+
+
+def test_rates_are_the_same_however_often_routers_report_and_the_cluster_is_looked_at(frames: ClusterFrames) -> None:
+    """Two routers with three requests and a hundred tokens a second each report every five seconds, at times of their
+    own; nobody looks, and then somebody does, whereupon both report each second."""
+    shown = []
+    for tenth in range(600):
+        now = tenth / 10
+        pause = 50 if now < 42.0 else 10
+        for router, first in (("a", 3), ("b", 31)):
+            if tenth % pause == first % pause:
+                count = int(3 * now), int(100 * now)
+                frames.report(report(router, requests_submitted=count[0], generated_tokens=count[1]), now, WALL)
+        if tenth % (50 if now < 42.0 else 10) == 0 or tenth == 421:
+            frames.take(state([], now), now, WALL + now)
+            if now > 12:
+                numbers = frames.frame()["now"]
+                shown.append((numbers["requests_s"], numbers["tokens_s"]))
+    assert len(shown) > 20
+    for requests_s, tokens_s in shown:
+        assert requests_s == pytest.approx(6, abs=0.5)
+        assert tokens_s == pytest.approx(200, abs=1)
+    history = frames.past()["history"]["tokens_s"][3:]
+    assert len(history) > 5
+    assert history == pytest.approx([200] * len(history), abs=1)
+
+
+def test_a_router_that_has_fallen_silent_has_no_rate(frames: ClusterFrames) -> None:
+    for now, count in ((0.0, 0), (5.0, 50)):
+        frames.report(report("a", requests_submitted=count), now, WALL)
+    for now, rate in ((6.0, 10.0), (19.0, 10.0), (21.0, 0.0)):
+        frames.take(state([], now), now, WALL)
+        assert frames.frame()["now"]["requests_s"] == rate
 
 
 def test_percentiles_are_of_the_latest_seconds_alone(frames: ClusterFrames) -> None:
