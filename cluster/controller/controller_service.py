@@ -119,7 +119,8 @@ class ControllerService(pb_grpc.ControllerServicer):
 
     async def ChangeRole(self, request: pb.RoleChange, context: Context) -> pb.Empty:
         name = await _name(request.name, context)
-        await self._operate(lambda: self._core.pools.change_role(WorkerName(name), Role(request.role)), context)
+        change = self._core.pools.change_role
+        await self._operate(lambda: change(WorkerName(name), Role(request.role), empty=request.empty), context)
         self._done(f"an operator has {name} become a {request.role} worker", holds=True)
         return pb.Empty()
 

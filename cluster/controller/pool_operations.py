@@ -101,8 +101,9 @@ class PoolOperations:
         else:
             self._want(row)
 
-    def change_role(self, name: WorkerName, role: Role) -> None:
-        """Have a worker drain and come back in another role; it must be ready."""
+    def change_role(self, name: WorkerName, role: Role, *, empty: bool = False) -> None:
+        """Have a worker drain and come back in another role; it must be ready, and not the last that has its role or
+        is to have it, unless `empty`. Routers have looked at that, each in a table that may be a moment old."""
         row = self._table.rows.get(name)
         if row is None or row.state is not WorkerState.READY:
             raise ConfigError(f"{name} is {row.state if row else 'unknown'}: only a ready worker can change its role")
@@ -110,6 +111,9 @@ class PoolOperations:
             raise ConfigError(f"{name} is a {row.role} worker and can't become a {role} one: a colocated one has both")
         if row.role is role:
             raise ConfigError(f"{name} is a {role} worker already")
+        others = [other for other in self._table.rows.values() if other is not row and other.stays]
+        if not empty and not any((other.becomes or other.role) is row.role for other in others):
+            raise ConfigError(f"{name} is the last {row.role} worker that stays; --force (force=true) changes it")
         row.becomes, row.drains = role, True
         self._table.saved(row)
 

@@ -130,7 +130,7 @@ class LocalDirectory:
     def port(self, record: WorkerRecord) -> LocalWorkerClient:
         return LocalWorkerClient(self._workers[record.name][1])
 
-    async def change_role(self, name: WorkerName, role: Role) -> None:
+    async def change_role(self, name: WorkerName, role: Role, *, empty: bool = False) -> None:
         raise RequestError(f"{name} can't become a {role} worker: in one process no worker is started again")
 
     async def drain(self, target: str) -> tuple[WorkerName, ...]:

@@ -57,8 +57,9 @@ class WorkerDirectory(Protocol):
 
     def port(self, record: WorkerRecord) -> WorkerClient: ...
 
-    async def change_role(self, name: WorkerName, role: Role) -> None:
-        """Have the controller drain a worker and start it in another role.
+    async def change_role(self, name: WorkerName, role: Role, *, empty: bool = False) -> None:
+        """Have the controller drain a worker and start it in another role. `empty`: the role that it has may be left
+        without a worker.
 
         Raises `RequestError`, with the reason, where the controller refuses, and `ConnectionError` where it doesn't
         answer.

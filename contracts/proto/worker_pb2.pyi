@@ -639,12 +639,14 @@ class LeaveAnswer(_message.Message):
     def __init__(self, goes_on: _Optional[bool] = ...) -> None: ...
 
 class RoleChange(_message.Message):
-    __slots__ = ("name", "role")
+    __slots__ = ("name", "role", "empty")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
+    EMPTY_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ...) -> None: ...
+    empty: bool
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., empty: _Optional[bool] = ...) -> None: ...
 
 class DrainTarget(_message.Message):
     __slots__ = ("name",)

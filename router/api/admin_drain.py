@@ -184,12 +184,13 @@ async def role(service: RouterService, exchange: HttpExchange) -> None:
         return await exchange.fail(conflict(f"{name} is a {wanted} worker already"))
     if entry.status.state != "ready":
         return await exchange.fail(conflict(f"{name} is {entry.status.state}: only a ready worker changes its role"))
-    if failure := undrainable(service, target, force=asked(exchange, "force")):
+    force = asked(exchange, "force")
+    if failure := undrainable(service, target, force=force):
         return await exchange.fail(failure)
     entry.request_drain(service.clock.now())
     try:
         async with asyncio.timeout(ANSWER_DEADLINE_S):
-            await service.worker_links.directory.change_role(entry.record.name, Role(wanted))
+            await service.worker_links.directory.change_role(entry.record.name, Role(wanted), empty=force)
     except RequestError as error:
         entry.cancel_drain()
         return await exchange.fail(conflict(str(error)))

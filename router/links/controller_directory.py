@@ -98,12 +98,13 @@ class ControllerDirectory:
     def port(self, record: WorkerRecord) -> WorkerClient:
         return GrpcWorkerClient(record, self._link_timeout_s, self._certificate)
 
-    async def change_role(self, name: WorkerName, role: Role) -> None:
+    async def change_role(self, name: WorkerName, role: Role, *, empty: bool = False) -> None:
         """Have the controller drain a worker and start it in another role.
 
         Raises `RequestError` where the controller refuses, `ConnectionError` where it doesn't answer.
         """
-        await self._ask(lambda stub, **options: stub.ChangeRole(pb.RoleChange(name=name, role=role), **options))
+        change = pb.RoleChange(name=name, role=role, empty=empty)
+        await self._ask(lambda stub, **options: stub.ChangeRole(change, **options))
 
     async def drain(self, target: str) -> tuple[WorkerName, ...]:
         answer = await self._ask(lambda stub, **options: stub.Drain(pb.DrainTarget(name=target), **options))

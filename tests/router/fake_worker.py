@@ -427,9 +427,11 @@ class FakeCluster:
             self.restart(worker.name)
         return tuple(w.name for w in back)
 
-    async def change_role(self, name: WorkerName, role: Role) -> None:
+    async def change_role(self, name: WorkerName, role: Role, *, empty: bool = False) -> None:
         self.named(name)
         self.told.append((role, name))
+        if empty:
+            self.told.append(("empty", name))
 
     async def change_pools(self, change: PoolChange) -> tuple[WorkerName, ...]:
         if self.away:

@@ -199,7 +199,7 @@ class _Table:
     def port(self, record: WorkerRecord) -> WorkerClient:
         return GrpcWorkerClient(record)
 
-    async def change_role(self, name: WorkerName, role: Role) -> None: ...
+    async def change_role(self, name: WorkerName, role: Role, *, empty: bool = False) -> None: ...
 
     async def drain(self, target: str) -> tuple[WorkerName, ...]:
         return ()

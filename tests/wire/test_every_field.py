@@ -260,8 +260,8 @@ class Brain:
         self.heard.append((*said, closed))
         return closed
 
-    def change_role(self, *said: Any) -> None:
-        self.heard.append(said)
+    def change_role(self, *said: Any, empty: bool) -> None:
+        self.heard.append((*said, empty))
 
     @property
     def pools(self) -> Brain:
@@ -365,8 +365,8 @@ async def test_every_field_of_the_controllers_table_reaches_a_router() -> None:
         core.service.tell("10.0.0.1:7", 3, ("10.0.0.2:7", "10.0.0.3:7"))
         await eventually(lambda: directory.control_plane() is not None)
         assert directory.control_plane() == ControlPlane("10.0.0.1:7", 3, ("10.0.0.2:7", "10.0.0.3:7"), away=False)
-        await directory.change_role(record.name, Role.PREFILL)
-        assert core.heard == [(record.name, Role.PREFILL)]
+        await directory.change_role(record.name, Role.PREFILL, empty=True)
+        assert core.heard == [(record.name, Role.PREFILL, True)]
         stop()
         await asyncio.sleep(0)
 

@@ -149,7 +149,7 @@ def test_grants_name_a_worker_that_left_for_another_role() -> None:
     cluster.up(1)
     cluster.core.died(NAME, Incarnation(1), "killed")
     cluster.up(2)
-    cluster.core.pools.change_role(NAME, Role.PREFILL)
+    cluster.core.pools.change_role(NAME, Role.PREFILL, empty=True)
     cluster.core.leave(NAME, Incarnation(2))
     cluster.core.tick()
     grant = cluster.core.register(_record(3))

@@ -207,7 +207,7 @@ def test_drains_changes_of_role_restarts_and_cordons_go_on(keeper: Keeper) -> No
     lives.core.set_nodes([NodePlace("0123456789ab", "n"), NodePlace("fedcba987654", "m")])
     lives.core.pools.cordon("n")
     lives.core.pools.drain(A)
-    lives.core.pools.change_role(B, Role.DECODE)
+    lives.core.pools.change_role(B, Role.DECODE, empty=True)
     core = lives.again()
     assert [view.cordoned for view in core.views()] == [True, True]
     assert lives.renew(A).drain

@@ -66,7 +66,7 @@ class Cluster:
 
 def test_a_worker_that_changes_its_role_drains_and_comes_back_as_the_other_kind() -> None:
     cluster = Cluster()
-    cluster.core.pools.change_role(NAME, Role.PREFILL)
+    cluster.core.pools.change_role(NAME, Role.PREFILL, empty=True)
     assert cluster.renew("ready"), "it is told"
     assert not cluster.renew("draining"), "once"
     cluster.core.leave(NAME, cluster.incarnation)
@@ -80,7 +80,7 @@ def test_a_worker_that_changes_its_role_drains_and_comes_back_as_the_other_kind(
 def test_the_process_of_a_closed_worker_goes_on_as_the_other_kind_and_others_hear_that_it_holds_nothing_more() -> None:
     cluster = Cluster()
     for role, number in ((Role.PREFILL, 2), (Role.DECODE, 3)):
-        cluster.core.pools.change_role(NAME, role)
+        cluster.core.pools.change_role(NAME, role, empty=True)
         assert cluster.core.leave(NAME, cluster.incarnation, closed=True)
         start = cluster.up()
         assert (start.role, start.incarnation, start.successor_of) == (role, number, number - 1)
@@ -89,7 +89,7 @@ def test_the_process_of_a_closed_worker_goes_on_as_the_other_kind_and_others_hea
     cluster.clock.advance(60.0)
     assert cluster.up().successor_of == NO_INCARNATION
     assert cluster.ended() == [EndedWorker(NAME, Incarnation(3))], "a death closes nothing"
-    cluster.core.pools.change_role(NAME, Role.PREFILL)
+    cluster.core.pools.change_role(NAME, Role.PREFILL, empty=True)
     cluster.core.leave(NAME, cluster.incarnation, closed=True)
     cluster.up()
     assert cluster.ended() == [EndedWorker(NAME, Incarnation(4), Incarnation(4))], "its process began with it"
@@ -105,7 +105,7 @@ def test_a_process_does_not_wait_for_a_plan_that_would_not_come(why: str) -> Non
         case "leaves for good":
             pools.drain(NAME)
         case _:
-            pools.change_role(NAME, Role.PREFILL)
+            pools.change_role(NAME, Role.PREFILL, empty=True)
     if why == "cordoned":
         pools.cordon("n")
     if why == "nobody starts it":
@@ -117,7 +117,7 @@ def test_a_process_does_not_wait_for_a_plan_that_would_not_come(why: str) -> Non
 
 def test_a_worker_that_dies_on_its_way_to_another_role_is_started_in_that_role() -> None:
     cluster = Cluster()
-    cluster.core.pools.change_role(NAME, Role.PREFILL)
+    cluster.core.pools.change_role(NAME, Role.PREFILL, empty=True)
     cluster.renew("ready")
     cluster.renew("draining")
     cluster.core.died(NAME, cluster.incarnation, "killed")
@@ -126,7 +126,7 @@ def test_a_worker_that_dies_on_its_way_to_another_role_is_started_in_that_role()
 
 def test_an_undrained_worker_keeps_its_role() -> None:
     cluster = Cluster()
-    cluster.core.pools.change_role(NAME, Role.PREFILL)
+    cluster.core.pools.change_role(NAME, Role.PREFILL, empty=True)
     cluster.renew("ready")
     cluster.renew("draining")
     cluster.renew("ready")
@@ -139,7 +139,7 @@ def test_an_undrained_worker_keeps_its_role() -> None:
 
 def test_a_change_of_role_that_is_taken_back_before_the_worker_heard_of_it_is_none() -> None:
     cluster = Cluster()
-    cluster.core.pools.change_role(NAME, Role.PREFILL)
+    cluster.core.pools.change_role(NAME, Role.PREFILL, empty=True)
     cluster.core.pools.undrain(NAME)
     assert not cluster.renew("ready")
     cluster.renew("draining")
@@ -150,14 +150,14 @@ def test_a_change_of_role_that_is_taken_back_before_the_worker_heard_of_it_is_no
 def test_only_a_ready_worker_of_the_other_kind_can_change_its_role() -> None:
     cluster = Cluster()
     with pytest.raises(ConfigError, match="already"):
-        cluster.core.pools.change_role(NAME, Role.DECODE)
+        cluster.core.pools.change_role(NAME, Role.DECODE, empty=True)
     with pytest.raises(ConfigError, match="unknown"):
         cluster.core.pools.change_role(WorkerName("decode-9"), Role.PREFILL)
     with pytest.raises(ConfigError, match="a colocated one has both"):
-        cluster.core.pools.change_role(NAME, Role.COLOCATED)
+        cluster.core.pools.change_role(NAME, Role.COLOCATED, empty=True)
     cluster.renew("draining")
     with pytest.raises(ConfigError, match="only a ready worker"):
-        cluster.core.pools.change_role(NAME, Role.PREFILL)
+        cluster.core.pools.change_role(NAME, Role.PREFILL, empty=True)
 
 
 def test_a_node_that_ray_takes_away_drains_its_workers_once() -> None:

@@ -123,6 +123,44 @@ def test_a_worker_that_changes_its_role_counts_where_it_goes() -> None:
     assert company.core.pools.add_some(Role.DECODE, 1) == ("decode-2",), "decode-1 is another worker's name"
 
 
+@pytest.mark.parametrize("other", ["changes its role", "drains", "is scaled away"])
+def test_the_last_worker_that_has_a_role_or_is_to_have_it_keeps_it(other: str) -> None:
+    """Two orders that come by two routers, neither of which knows yet of the other's."""
+    company = Company(prefill=1, decode=2)
+    pools, first, last = company.core.pools, WorkerName("decode-1"), WorkerName("decode-0")
+    match other:
+        case "changes its role":
+            pools.change_role(first, Role.PREFILL)
+        case "drains":
+            pools.drain(first)
+        case _:
+            pools.scale({Role.DECODE: 1})
+    with pytest.raises(ConfigError, match="decode-0 is the last decode worker that stays; --force"):
+        pools.change_role(last, Role.PREFILL)
+    company.settle()
+    assert company.serving[last][0] is Role.DECODE
+    with pytest.raises(ConfigError, match="the last decode worker"):
+        pools.change_role(last, Role.PREFILL)
+    pools.change_role(last, Role.PREFILL, empty=True)
+    company.settle()
+    assert company.serving[last][0] is Role.PREFILL
+
+
+def test_a_role_may_be_left_to_a_worker_that_comes_back_or_changes_to_it() -> None:
+    company = Company(prefill=2, decode=1)
+    pools = company.core.pools
+    pools.change_role(WorkerName("prefill-1"), Role.DECODE)
+    pools.change_role(WorkerName("decode-0"), Role.PREFILL)
+    company.settle()
+    assert {name: role for name, (role, _) in company.serving.items()} == {
+        "prefill-0": Role.PREFILL, "prefill-1": Role.DECODE, "decode-0": Role.PREFILL
+    }  # fmt: skip
+    pools.restart(WorkerName("decode-0"))
+    pools.change_role(WorkerName("prefill-0"), Role.DECODE)
+    company.settle()
+    assert company.serving[WorkerName("decode-0")][0] is Role.PREFILL
+
+
 def test_a_worker_is_restarted_by_drain_and_comes_back_as_its_next_incarnation() -> None:
     company = Company(prefill=1, decode=2)
     company.core.pools.restart(WorkerName("decode-1"))

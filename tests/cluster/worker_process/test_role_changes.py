@@ -155,7 +155,7 @@ class Changing(FakeWorker):
 
     def _change(self, server: ControllerServer) -> None:
         self.on_step = lambda: None
-        server.call(lambda core: core.pools.change_role(NAME, Role.PREFILL))
+        server.call(lambda core: core.pools.change_role(NAME, Role.PREFILL, empty=True))
 
     def close(self) -> None:
         if self._fails:

@@ -427,6 +427,13 @@ def test_a_role_that_can_not_be_changed_is_refused_and_the_controller_hears_noth
     assert server.cluster.told == []
 
 
+def test_the_last_worker_of_a_role_changes_it_by_force_which_the_controller_is_told(server: Server) -> None:
+    assert operate(server, "drain/decode-1")[0] == 200
+    server.cluster.told.clear()
+    assert operate(server, "role/decode-0?role=prefill&force=true")[0] == 200
+    assert server.cluster.told == [("prefill", "decode-0"), ("empty", "decode-0")]
+
+
 def test_a_role_is_not_changed_while_the_controller_is_away_and_the_refusal_says_so(server: Server) -> None:
     server.cluster.away = True
     response = server.client.post("/cluster/role/decode-0?role=prefill")
