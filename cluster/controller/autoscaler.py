@@ -233,11 +233,16 @@ class Autoscaler:
         pause = self._rules.pools[role].failed(now)
         self._counts["starts_failed"] += 1
         if row.wanted:
-            self._core.pools.give_up(row.name)
+            self._give_up(row.name)
         if start.was is not None and start.was is not role:
             self._core.pools.add(row.name, start.was)
             back = f"; it comes back for {start.was}"
         self._decide(f"{role}: the start of {row.name} {why}{back}; it does not grow for {pause:g} s")
+
+    def _give_up(self, name: WorkerName) -> None:
+        """Take back the start of a worker; that it is gone then is no operator's drain."""
+        self._core.pools.give_up(name)
+        self._gone.add(name)
 
     # ------------------------------------------------------------ what it does
 
@@ -279,7 +284,7 @@ class Autoscaler:
         own = sorted((row.name for row in waiting if row.name in self._starts), reverse=True)[: change.count]
         for name in own:
             start = self._starts.pop(name)
-            self._core.pools.give_up(name)
+            self._give_up(name)
             if start.was is not None and start.was is not change.role:
                 self._core.pools.add(name, start.was)
             self._counts["starts_given_up"] += 1
@@ -293,7 +298,7 @@ class Autoscaler:
         waiting = sorted(name for name in self._starts if (one := self._table.rows.get(name)) and one.unplaced)
         for name in [name for name in waiting if self._table.rows[name].role is change.role][-1:]:
             self._starts.pop(name)  # It would take the place that becomes free.
-            self._core.pools.give_up(name)
+            self._give_up(name)
         row = min(others, key=_work)
         was = row.role
         self._core.pools.change_role(row.name, change.role)

@@ -17,6 +17,8 @@ from contracts.ids import PAIR, Incarnation, Role, WorkerName
 
 MOST_WORKERS = 4096
 """The most rows of the table, those of workers that have left included."""
+ENOUGH = "its pool has enough workers"
+"""Why a worker that was to start isn't started."""
 
 
 class PoolOperations:
@@ -203,8 +205,12 @@ class PoolOperations:
             self._table.saved(row)
             return
         row.wanted, row.waits = False, ""
-        if not self._table.end_start(row, "its pool has enough workers"):
-            self._table.saved(row)
+        if not self._table.end_start(row, ENOUGH):
+            self._table.note(f"{row.name} isn't started: {ENOUGH}")
+        if row.state is WorkerState.DEAD:  # Else alerts would tell of it for as long as the cluster lives.
+            row.state = advance(row.state, WorkerEvent.UNWANTED)
+            row.status = row.own_status()
+        self._table.saved(row)
 
     def _tell_to_drain(self, row: WantedWorker) -> bool:
         """Have the next grant tell the worker to drain; returns whether it is ready and wasn't told before."""

@@ -34,6 +34,8 @@ class WorkerEvent(StrEnum):
     DIED = "died"
     WANTED = "wanted"
     """An operator wants a worker back that had left."""
+    UNWANTED = "unwanted"
+    """Nobody has use for a worker any more that doesn't run."""
 
 
 TRANSITIONS: dict[tuple[WorkerState, WorkerEvent], WorkerState] = {
@@ -49,6 +51,7 @@ TRANSITIONS: dict[tuple[WorkerState, WorkerEvent], WorkerState] = {
     (WorkerState.READY, WorkerEvent.CHANGED): WorkerState.DEAD,
     (WorkerState.DRAINING, WorkerEvent.CHANGED): WorkerState.DEAD,
     (WorkerState.LEFT, WorkerEvent.WANTED): WorkerState.DEAD,
+    (WorkerState.DEAD, WorkerEvent.UNWANTED): WorkerState.LEFT,
 }
 
 

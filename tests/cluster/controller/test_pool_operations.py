@@ -106,6 +106,30 @@ def test_a_pool_that_shrinks_lets_go_first_of_those_that_do_not_serve_yet() -> N
     assert company.pool(Role.DECODE) == ["decode-0"]
 
 
+@pytest.mark.parametrize("how", ["died", "added while nobody starts workers"])
+def test_one_that_does_not_run_and_is_wanted_no_more_has_left_and_can_come_back(how: str) -> None:
+    """A worker that is shown as dead is one to look after."""
+    company = Company(prefill=1, decode=2)
+    core, name, notes = company.core, WorkerName("decode-1" if how == "died" else "decode-2"), list[str]()
+    core.table.on_note(notes.append)
+    if how == "died":
+        core.died(name, company.serving.pop(name)[1], "killed")
+    else:
+        core.detach()
+        core.pools.add_some(Role.DECODE, 1)
+    before = len(company.starts)
+    kept = {Role.DECODE: 1 if how == "died" else 2}
+    assert core.pools.scale(kept) == (name,)
+    core.attach([(name, number) for name, (_, number) in company.serving.items()])
+    company.settle()
+    assert {view.record.name: view.status.state for view in core.views()}[name] == "left"
+    assert len(company.starts) == before
+    assert f"{name} isn't started: its pool has enough workers" in notes
+    core.pools.scale({Role.DECODE: kept[Role.DECODE] + 1})
+    company.settle()
+    assert name in company.serving
+
+
 def test_workers_that_leave_already_are_not_counted_and_not_told_twice() -> None:
     company = Company(prefill=1, decode=3)
     company.core.pools.drain("decode-0")
