@@ -33,7 +33,7 @@ EIGHT, SIXTY_FOUR = (4, 4, 2), (24, 40, 4)
 LOAD_S = 70
 """Seconds for which a real cluster is under load before its picture."""
 TRACE = Path(__file__).parents[1] / "bench" / "traces" / "conversation_200.jsonl"
-REPLAY = ("--speed", "0.75", "--scale-lengths", "0.05", "--max-context", "1800", "--slo", "ttft=2,itl=0.1")
+REPLAY = ("--speed", "0.75", "--scale-lengths", "0.1", "--max-context", "1800", "--slo", "ttft=2,itl=0.1")
 CLIP = """(() => {{ const boxes = {names}.map((one) => document.querySelector(one).getBoundingClientRect());
     const top = Math.min(...boxes.map((box) => box.top)) + scrollY;
     return [top, Math.max(...boxes.map((box) => box.bottom)) + scrollY - top]; }})()"""

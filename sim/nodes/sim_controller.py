@@ -42,7 +42,7 @@ class SimControl:
         self._world_of_starts = world
         """With the settings that the next workers start with."""
         self.core = Controller(world.agenda, world.config.cluster, self._ledger)
-        self.core.on_change(self._changed)
+        self._listen()
         self.away = False
         """Whether the controller's process is dead, and the next one not started."""
         self.supervised = True
@@ -82,7 +82,7 @@ class SimControl:
         self.away = False
         self.core = Controller(self.world.agenda, self.world.config.cluster, self._ledger, supervised=False)
         self.core.set_nodes(NodePlace("", node) for node in self._nodes)
-        self.core.on_change(self._changed)
+        self._listen()
         if self.supervised:
             self._attach()
         self.publish()
@@ -202,11 +202,14 @@ class SimControl:
                     self._kill(action)
                 case OperatorNote():
                     self.world.say("controller", action.text)
-                    self._given_up(action.text)
         self.world.agenda.after(TICK_S, self._tick)
 
+    def _listen(self) -> None:
+        self.core.on_change(self._changed)
+        self.core.table.on_note(self._given_up)  # Not by the report that operators get: a controller may die before.
+
     def _given_up(self, report: str) -> None:
-        """Note a worker that the controller doesn't start again, by the text of its report to operators."""
+        """Note a worker that the controller doesn't start again, by the text of its note for operators."""
         name = WorkerName(report.partition(" ")[0])
         if "left dead" in report or ("not restarted" in report and name not in self.returning):
             self.given_up.add(name)
