@@ -122,7 +122,6 @@ class SimulatedCluster:
         self._wall = wall
         self.records = RecordBoard(self.wall)
         self._tallies = [_RouterTally() for _ in range(routers)]
-        self._firsts = 0
         self._drafts: deque[RecordDraft] = deque(maxlen=SHOWN)
         """Of the latest requests that have ended since the last `run`."""
 
@@ -149,7 +148,8 @@ class SimulatedCluster:
         now = self.model.clock.now()
         decoders = [one.decode for one in self.model.pools.workers.values() if one.decode is not None]
         under_way = sum(decode.generated_by(now) - decode.generated for decode in decoders)
-        generated = int(figures.gaps.total) + under_way + self._firsts
+        firsts = sum(sum(tally.first_tokens.counts) for tally in self._tallies)
+        generated = firsts + int(figures.gaps.total) + under_way
         gaps = tuple(n // count for n in shape_of(figures.gaps))
         return [
             RouterReport(
@@ -172,7 +172,6 @@ class SimulatedCluster:
         tally = self._tallies[router]
         tally.first_tokens.observe(seconds)
         tally.counters["prompt_tokens_cached"] += held
-        self._firsts += 1
 
     def ended(self, ended: EndedRequest) -> None:
         counters, r = self._tallies[ended.router].counters, ended.routed
