@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import signal
 import sqlite3
 import threading
@@ -25,7 +26,7 @@ from contracts.clock import ManualClock
 from contracts.config.cluster_config import ClusterConfig
 from contracts.errors import ConfigError
 from contracts.ids import Role, WorkerName
-from tests.redis_servers import LedgerServer, free_port
+from tests.redis_servers import LedgerServer
 from tests.serving import until
 
 LEASE_S = 60.0
@@ -60,7 +61,7 @@ def keeper(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Keeper]:
         yield Keeper(lambda: kept(SqliteLedger(tmp_path / "ledger", clock, "a boot")), lambda: clock.advance(LEASE_S))
     else:
         server: LedgerServer = request.getfixturevalue("server")
-        name = f"c{free_port()}"
+        name = f"c{secrets.token_hex(8)}"
         # Whether the server's clock passes is not what is tested here: an expiry that has come removes the key.
         leader, standbys = (f"twinpool-ledger:{{{name}}}:{part}" for part in ("leader", "standbys"))
         yield Keeper(lambda: kept(RedisLedger(server.url, name)), lambda: server.client.delete(leader, standbys))
