@@ -4,6 +4,8 @@ Each kind of failure has its own cost:
 
 - A worker is lost or reports a retryable error: one replay of `router.replay_limit`. The worker at fault is avoided
   for a time that doubles, so that a request neither burns its replays on a dead worker nor gives up a live one.
+- A prefill worker that leaves in order has handed over what it began: its loss costs nothing once what it tells of the
+  prompt has arrived, though decode hasn't spoken yet. Decode reports the failure where there is one.
 - A worker refuses because it drains: no replay is spent, but refusals are bounded too.
 - A worker's logits for the request aren't finite: one replay, on other workers where there are any, from the request's
   tokens alone (no cached state is used). If its logits aren't finite again, the request ends with an error.

@@ -4,7 +4,7 @@ A request is in exactly one phase (`router.state.routed_request`). Placement pic
 (`router.core.placement`); the router core sends it to both, turns their events into one ordered stream, and ends it.
 When a leg is lost or fails, failover decides what follows (`router.core.failover`): the request ends, or is replayed
 as its next attempt, in a new room, with the prompt and all emitted tokens as its tokens. One loss costs nothing: that
-of the prefill worker once its token has arrived (and the prompt's scores, if asked for) and decode has sent tokens.
+of the prefill worker once its token has arrived (and the prompt's scores, if asked for) and decode has its state.
 
 Every wait is bounded: for workers by `router.worker_wait_s`, for the whole request by `router.request_timeout_s`.
 `tick` enforces both and must be called every 100 ms or so.
@@ -49,7 +49,7 @@ from router.kv_indexer.told_prefixes import ToldPrefixes
 from router.migration.migrations import Migrations
 from router.state.request_journal import JournalKind
 from router.state.routed_request import AttemptCost, AttemptLeg, RoutedRequest
-from router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
+from router.state.worker_table import LEAVING, WorkerEntry, WorkerKey, WorkerTable
 from router.verification.audits import Audits
 from router.verification.damage_totals import DamageTotals
 
@@ -161,10 +161,11 @@ class RouterCore:
         entry.linked = False
         self.audits.lost(entry.key)
         self.asks.lost(entry.key)
+        in_order = entry.status.state in LEAVING
         for r in self.requests.those(entry.requests):
             if self.migrations.lost(r, entry.key, reason):
                 continue
-            if r.prefill == entry.key and r.outlives_prefill and not r.on_one_worker:
+            if r.prefill == entry.key and r.outlives_prefill(in_order=in_order):
                 self._placement.unbook_prefill(r, self._clock.now())
                 r.prefill_lost = True
                 self._finish_if_complete(r)
@@ -183,7 +184,7 @@ class RouterCore:
         for r in self.requests.those(entry.requests) if entry is not None else []:
             if self.migrations.lost(r, key, "it leaves", over=False):
                 continue
-            if r.prefill == key and r.outlives_prefill and not r.on_one_worker:
+            if r.prefill == key and r.outlives_prefill(in_order=False):
                 self._placement.unbook_prefill(r, self._clock.now())
                 r.prefill_lost = True
             else:
@@ -349,6 +350,7 @@ class RouterCore:
                     r.reported = True
                     self._placement.prefilled(r, now)
                 else:
+                    r.prompt_arrived = True
                     self.counts.fallbacks += bool(event.computed_tokens)
                     if "exposed" in event.marks and not again:  # Later reports have the mark again.
                         self._placement.transferred(r, event.cached_tokens, event.marks["exposed"])

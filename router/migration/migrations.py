@@ -377,5 +377,5 @@ class Migrations:
 
 def _can_migrate(r: RoutedRequest) -> bool:
     """Whether prefill's part is over, all tokens so far have been delivered in order, and more are to come."""
-    begun = r.outlives_prefill and (r.reported or r.prefill_lost)
+    begun = r.begun and r.decode_spoke and (r.reported or r.prefill_lost)
     return begun and not r.early and r.done is None and r.phase is RoutingPhase.RUNNING and r.next_position < r.max_len

@@ -108,6 +108,7 @@ class RoutedRequest:
         "priority",
         "progress",
         "prompt",
+        "prompt_arrived",
         "refusals",
         "replays",
         "reported",
@@ -194,7 +195,7 @@ class RoutedRequest:
         self.decode: WorkerKey | None = None
         self.prefill_loaded = 0
         self.prefill_lost = False
-        self.decode_spoke = False
+        self.decode_spoke = self.prompt_arrived = False
         self.reported = False
         self.base = len(self.prompt) + len(self.emitted)
         self.early: dict[int, tuple[int, TokenLogprob | None]] = {}
@@ -242,7 +243,7 @@ class RoutedRequest:
         whether its prompt has arrived there."""
         self.step("place")
         self.first_placed, self.decode, self.workers = now, worker, {Role.DECODE: name}
-        self.prefill_lost, self.decode_spoke = True, started
+        self.prefill_lost, self.decode_spoke, self.prompt_arrived = True, started, started
         # All of its tokens came of this attempt, as far as is known: the end needs no other.
         self.base = len(self.prompt)
         self.legs.append(AttemptLeg(self.attempt, self.base, dict(self.workers), Role.DECODE))
@@ -346,7 +347,7 @@ class RoutedRequest:
         The returned tokens count as emitted.
         """
         if role is Role.DECODE:
-            self.decode_spoke = True
+            self.decode_spoke = self.prompt_arrived = True
         at = event.position
         if at == self.next_position and not self.early and self.scores_in and at + len(event.tokens) <= self.max_len:
             self._emit(event.tokens, event.logprobs)
@@ -380,9 +381,14 @@ class RoutedRequest:
             self.logprobs.extend(logprobs)
 
     @property
-    def outlives_prefill(self) -> bool:
-        """Whether prefill's work is done: its token and scores have arrived, and decode runs on the state it sent."""
-        return self.scores_in and self.next_position > self.base and self.decode_spoke
+    def begun(self) -> bool:
+        """Whether what prefill tells of this attempt has arrived: the first token, and the scores if asked for."""
+        return self.scores_in and self.next_position > self.base
+
+    def outlives_prefill(self, *, in_order: bool) -> bool:
+        """Whether the request can do without its prefill worker: what that tells has arrived, and decode has the state
+        that it sent. `in_order`: whether the worker drains, as it then leaves only when decode has that state."""
+        return self.begun and (in_order or self.prompt_arrived) and not self.on_one_worker
 
     @property
     def complete(self) -> bool:

@@ -139,6 +139,64 @@ def test_prefill_that_dies_after_its_token_and_before_decode_spoke_is_replayed_w
     stage.assert_answered(rid)
 
 
+def test_prefill_that_dies_when_decode_has_told_that_the_prompt_is_there_changes_nothing() -> None:
+    stage = Stage()
+    rid = stage.submit()
+    prefill = stage.leg(rid, PREFILL)
+    stage.say(rid, PREFILL, 2)
+    stage.say(rid, DECODE, 1)
+    stage.kill(prefill)
+    stage.finish()
+    stage.assert_answered(rid)
+    assert len(stage.submits) == 2
+    assert stage.core.counts.replays == 0
+
+
+@pytest.mark.parametrize("seen_as", ["draining", "left"])
+def test_prefill_that_leaves_in_order_has_handed_over_what_it_began_though_decode_has_not_spoken(seen_as: str) -> None:
+    """Such a prompt may wait for memory at decode; a replay would cost a prompt, or find no worker of its class."""
+    stage = Stage()
+    rid = stage.submit()
+    prefill = stage.leg(rid, PREFILL)
+    stage.say(rid, PREFILL, 2)
+    if seen_as == "draining":
+        stage.drain(prefill)
+        stage.unlink(prefill)
+    else:
+        stage.cluster[prefill].state = "left"
+        stage.view()
+    assert len(stage.submits) == 2
+    assert stage.core.counts.replays == 0
+    stage.finish()
+    stage.assert_answered(rid)
+    assert stage.core.counts.replays == 0
+
+
+def test_prefill_that_leaves_in_order_before_its_token_is_replaced() -> None:
+    stage = Stage()
+    rid = stage.submit()
+    prefill = stage.leg(rid, PREFILL)
+    stage.drain(prefill)
+    stage.unlink(prefill)
+    assert stage.core.counts.replays == 1
+    assert stage.leg(rid, PREFILL) != prefill
+    stage.finish()
+    stage.assert_answered(rid)
+
+
+def test_decode_that_did_not_get_the_prompt_of_prefill_that_left_has_the_request_replayed() -> None:
+    stage = Stage()
+    rid = stage.submit()
+    prefill = stage.leg(rid, PREFILL)
+    stage.say(rid, PREFILL, 1)
+    stage.drain(prefill)
+    stage.unlink(prefill)
+    stage.error(rid, DECODE, ErrorKind.ROOM)
+    assert stage.submits[-1][1].attempt == 1
+    stage.finish()
+    stage.assert_answered(rid)
+
+
 def test_prefill_that_dies_after_decode_spoke_changes_nothing() -> None:
     stage = Stage()
     rid = stage.submit()
