@@ -9,6 +9,7 @@ routers and takes requests out of the table (`_leave`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -113,6 +114,7 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         )
         self._engine, self._receiver = engine, receiver
         self._kept = KeptAnswers(config.decode, clock)
+        self._claims = itertools.count(1)
         requests, fitness = self._request_table, self._fitness
         self._lengths = OutputLengths(config.decode.output_length_quantile, config.decode.first_answer_tokens)
         self._request_pages = pages = DecodePages(manager, config.cache_for(self.role))
@@ -282,6 +284,7 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         if isinstance(opened, AdmissionRefusal):
             self._request_table.refuse(session, submit, opened)
         else:
+            opened.claim = next(self._claims)
             self._request_table.add(opened)
             self._scheduler.add(opened)
             if session == UNOWNED:  # Its router was lost while its grammar was compiled.
@@ -326,7 +329,8 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
             self._kept.keep(name, replace(told, running=False, reason=reason, stop_token=stop_token), others)
 
     def _attach(self, session: SessionId, command: Attach) -> Iterator[Outcome]:
-        """Hand all that has this key to the router that asks; routers that had it are told."""
+        """Hand all that has this key to the router that asks, but not what another router claimed later than it knows;
+        routers that had it are told."""
         self._offers.heard_from(session)
         named = [r for r in self._request_table if r.submit.name is not None and r.submit.name.key == command.key]
         ended = self._kept.of(command.key)
@@ -334,6 +338,10 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         ask = command.request_id, command.attempt
         if bodies - {command.body}:
             yield RouterEvent(session, Attached(*ask, other_body=True))
+            return
+        newest = max((r.claim for r in named if r.session not in (UNOWNED, session)), default=0)
+        if command.seen is not None and newest > command.seen:
+            yield RouterEvent(session, Attached(*ask, contested=newest))
             return
         answers = [answer for _, answer in ended]
         for request in named:
@@ -348,6 +356,7 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
                 done = Done(submit.request_id, submit.attempt, "error", error=ErrorKind.SUPERSEDED, message=message)
                 yield RouterEvent(request.session, done)
             self._hand_to(session, request, request.arrived + submit.deadline_s)
+            request.claim = next(self._claims)
             request.tells_first = request.tells_first or not told.started
             self._advisor.forget(request)
         yield RouterEvent(session, Attached(*ask, answers=tuple(answers)))

@@ -24,6 +24,7 @@ from contracts.config.load_config import config_from_dict
 from contracts.ids import PAIR, Incarnation, RequestId, Role, RoomId, WorkerName
 from contracts.interfaces.worker_interface import Worker
 from contracts.messages.router_commands import PeerRef, Submit
+from contracts.messages.stream_end import StreamEnd
 from contracts.messages.worker_events import Done, Event, LegReport, Tokens
 from contracts.sampling_params import SamplingParams
 
@@ -139,10 +140,10 @@ class ProcessCluster:
                     served.failed = served.failed or event.message or str(event.error)
             self._lock.notify_all()
 
-    def _ended(self, reason: str) -> None:
+    def _ended(self, end: StreamEnd) -> None:
         with self._lock:
             for served in self._served.values():
-                served.failed = served.failed or ("" if served.over else f"the worker has ended: {reason}")
+                served.failed = served.failed or ("" if served.over else f"the worker has ended: {end.reason}")
             self._lock.notify_all()
 
 

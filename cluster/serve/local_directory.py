@@ -20,6 +20,7 @@ from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.pool_changes import PoolChange
 from contracts.messages.router_commands import Command
 from contracts.messages.settings_change import SettingsAnswer, SettingsChange
+from contracts.messages.stream_end import StreamEnd
 from contracts.messages.worker_events import Event
 from contracts.messages.worker_status import CheckReport, WorkerRecord, WorkerStatus, WorkerView
 
@@ -53,7 +54,7 @@ class LocalWorkerClient:
         self._sessions: list[LocalSession] = []
 
     async def connect(
-        self, on_events: Callable[[Sequence[Event]], None], on_closed: Callable[[str], None]
+        self, on_events: Callable[[Sequence[Event]], None], on_closed: Callable[[StreamEnd], None]
     ) -> LocalSession:
         loop = asyncio.get_running_loop()
         session: LocalSession | None = None
@@ -62,15 +63,15 @@ class LocalWorkerClient:
             if session is not None and session.open:
                 on_events(events)
 
-        def hang_up(reason: str) -> None:
+        def hang_up(end: StreamEnd) -> None:
             if session is not None and session.open:
                 session.open = False
-                on_closed(reason)
+                on_closed(end)
 
         try:
             number = self._host.open_session(
                 lambda events: _soon(loop, lambda: hand_over(events)),
-                lambda reason: _soon(loop, lambda: hang_up(reason)),
+                lambda end: _soon(loop, lambda: hang_up(end)),
             )
         except WorkerClosed as error:
             raise ConnectionError(str(error)) from None

@@ -24,6 +24,7 @@ from contracts.cluster_secret import access_token
 from contracts.credentials.certificate_files import CertificateFiles
 from contracts.credentials.node_tls import NodeTls
 from contracts.interfaces.worker_interface import SessionId
+from contracts.messages.stream_end import StreamEnd
 from contracts.messages.stream_protocol import refusal
 from contracts.messages.worker_events import Event
 from contracts.proto import worker_pb2 as pb
@@ -55,9 +56,10 @@ class RouterStream:
         connection.on_frame, connection.on_end = self._open, self._ended
         self._deadline = asyncio.get_running_loop().call_later(OPENING_S, self.end, "the first frame didn't come")
 
-    def end(self, reason: str) -> None:
-        """End the stream, after what was sent; the router is told the reason. Idempotent."""
-        self._connection.send(self._streams.frame(ended=reason))
+    def end(self, reason: str, left: bool = False) -> None:
+        """End the stream, after what was sent; the router is told the reason, and whether the worker has left in order.
+        Idempotent."""
+        self._connection.send(self._streams.frame(ended=reason, left=left))
         self._connection.close(LAST_FRAME_S)
         self._ended(reason)
 
@@ -78,8 +80,8 @@ class RouterStream:
         def deliver(events: list[Event]) -> None:
             loop.call_soon_threadsafe(self._send, events)
 
-        def ended(reason: str) -> None:
-            loop.call_soon_threadsafe(self.end, reason)
+        def ended(end: StreamEnd) -> None:
+            loop.call_soon_threadsafe(self.end, end.reason, end.left)
 
         try:
             self._session = self._streams.host.open_session(deliver, ended)
@@ -201,7 +203,8 @@ class RouterStreams:
         if self._listener is not None:
             self._listener.release(connection)
 
-    def frame(self, events: Sequence[Event] = (), ended: str = "") -> bytes:
+    def frame(self, events: Sequence[Event] = (), ended: str = "", left: bool = False) -> bytes:
         """Return a frame of the worker's. Raises `ValueError` or `TypeError` for an event that has no bytes."""
         messages = [event_to_proto(event) for event in events]
-        return pb.WorkerFrame(incarnation=self._incarnation, events=messages, ended=ended).SerializeToString()
+        frame = pb.WorkerFrame(incarnation=self._incarnation, events=messages, ended=ended, left=left)
+        return frame.SerializeToString()

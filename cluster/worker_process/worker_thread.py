@@ -30,6 +30,7 @@ from contracts.clock import Clock, SystemClock
 from contracts.errors import TwinpoolError
 from contracts.interfaces.worker_interface import SessionId, Worker
 from contracts.messages.router_commands import Command
+from contracts.messages.stream_end import StreamEnd
 from contracts.messages.worker_events import Event
 from contracts.messages.worker_status import CheckReport, WorkerStatus
 
@@ -37,7 +38,7 @@ log = logging.getLogger("twinpool.host")
 T = TypeVar("T")
 
 DeliverEvents = Callable[[list[Event]], None]
-OnWorkerEnd = Callable[[str], None]
+OnWorkerEnd = Callable[[StreamEnd], None]
 
 
 class WorkerEnd(StrEnum):
@@ -122,10 +123,10 @@ class WorkerThread:
         watchdog's times. Any thread."""
         return replace(self._watchdog.on(self.snapshot), routers=len(self._sessions))
 
-    def open_session(self, deliver: DeliverEvents, ended: OnWorkerEnd = lambda reason: None) -> SessionId:
+    def open_session(self, deliver: DeliverEvents, ended: OnWorkerEnd = lambda end: None) -> SessionId:
         """Open a router's session; may be called from any thread.
 
-        `deliver` gets each step's events, `ended` is called once with the reason if the worker ends first; both on
+        `deliver` gets each step's events, `ended` is called once if the worker ends first; both on
         the engine thread. Raises `WorkerClosed` when the worker has ended.
         """
         with self._lock:
@@ -273,7 +274,7 @@ class WorkerThread:
         except Exception:
             log.exception("the worker could not be fenced")
         for session in sessions:
-            session.ended(reason)
+            session.ended(StreamEnd(reason, left=end is WorkerEnd.LEFT))
         for item in refused:
             item.refuse(WorkerClosed(self._closed_text()))
         self._on_end(end, reason)

@@ -14,6 +14,7 @@ from contracts.ids import Role, WorkerName
 from contracts.messages.pool_changes import PoolChange
 from contracts.messages.router_commands import Command
 from contracts.messages.settings_change import SettingsAnswer, SettingsChange
+from contracts.messages.stream_end import StreamEnd
 from contracts.messages.worker_events import Event
 from contracts.messages.worker_status import CheckReport, WorkerRecord, WorkerStatus, WorkerView
 
@@ -31,9 +32,9 @@ class WorkerClient(Protocol):
     """A router's access to one incarnation of one worker. Used from one event loop; callbacks run on it."""
 
     async def connect(
-        self, on_events: Callable[[Sequence[Event]], None], on_closed: Callable[[str], None]
+        self, on_events: Callable[[Sequence[Event]], None], on_closed: Callable[[StreamEnd], None]
     ) -> WorkerSession:
-        """Open the stream. `on_closed` is called once, with the reason, when the stream ends other than by `close`.
+        """Open the stream. `on_closed` is called once, when the stream ends other than by `close`.
 
         Raises `ConnectionError` when the worker can't be reached or is another incarnation.
         """

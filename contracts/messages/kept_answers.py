@@ -72,6 +72,10 @@ class Detach:
 class Attach:
     """Hand over what is kept under this key to the router that asks. The worker answers `Attached`.
 
+    What another router has is contested, and nothing is handed over before the router has asked again: so it has shown
+    that it lives and that its client waits, after the other one got it. What a router asked before it died can come
+    later than what its client asked of the next router.
+
     Routers that had one of the requests are told so by a `Done` with the error `ErrorKind.SUPERSEDED`.
     """
 
@@ -80,6 +84,9 @@ class Attach:
     attempt: int
     key: str
     body: str
+    seen: int | None = None
+    """The newest claim of another router of which the worker has told (`Attached.contested`); 0: of none. A claim that
+    is newer isn't overruled. None: a router of a build that knows no contests overrules all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,3 +99,6 @@ class Attached:
     other_body: bool = False
     """Whether the key belongs to another body; then nothing is handed over."""
     answers: tuple[KeptAnswer, ...] = ()
+    contested: int = 0
+    """The newest claim of another router that has one of the requests; then nothing is handed over, and the question is
+    open until it is asked again. 0: there is no such claim."""

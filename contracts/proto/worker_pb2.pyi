@@ -111,16 +111,18 @@ class AnswerName(_message.Message):
     def __init__(self, key: _Optional[str] = ..., body: _Optional[str] = ..., index: _Optional[int] = ..., created: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class Attach(_message.Message):
-    __slots__ = ("request_id", "attempt", "key", "body")
+    __slots__ = ("request_id", "attempt", "key", "body", "seen")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     BODY_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     key: str
     body: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., key: _Optional[str] = ..., body: _Optional[str] = ...) -> None: ...
+    seen: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., key: _Optional[str] = ..., body: _Optional[str] = ..., seen: _Optional[int] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "choice", "min_tokens", "stop_token_ids", "logprobs", "prompt_logprobs", "allowed_token_ids", "grammar")
@@ -240,14 +242,16 @@ class InvalidatePrefix(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ...) -> None: ...
 
 class WorkerFrame(_message.Message):
-    __slots__ = ("incarnation", "events", "ended")
+    __slots__ = ("incarnation", "events", "ended", "left")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     events: _containers.RepeatedCompositeFieldContainer[Event]
     ended: str
-    def __init__(self, incarnation: _Optional[int] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., ended: _Optional[str] = ...) -> None: ...
+    left: bool
+    def __init__(self, incarnation: _Optional[int] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., ended: _Optional[str] = ..., left: _Optional[bool] = ...) -> None: ...
 
 class Event(_message.Message):
     __slots__ = ("request_id", "attempt", "tokens", "prompt_scores", "leg_report", "done", "migration_wanted", "migration_paused", "migration_undone", "migration_done", "push_ready", "pull_done", "prefix_offered", "audited", "attached")
@@ -438,12 +442,14 @@ class Audited(_message.Message):
     def __init__(self, end: _Optional[str] = ..., checked: _Optional[int] = ..., differing: _Optional[int] = ..., differences: _Optional[_Iterable[_Union[TokenDifference, _Mapping]]] = ..., exact: _Optional[bool] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Attached(_message.Message):
-    __slots__ = ("other_body", "answers")
+    __slots__ = ("other_body", "answers", "contested")
     OTHER_BODY_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    CONTESTED_FIELD_NUMBER: _ClassVar[int]
     other_body: bool
     answers: _containers.RepeatedCompositeFieldContainer[KeptAnswer]
-    def __init__(self, other_body: _Optional[bool] = ..., answers: _Optional[_Iterable[_Union[KeptAnswer, _Mapping]]] = ...) -> None: ...
+    contested: int
+    def __init__(self, other_body: _Optional[bool] = ..., answers: _Optional[_Iterable[_Union[KeptAnswer, _Mapping]]] = ..., contested: _Optional[int] = ...) -> None: ...
 
 class KeptAnswer(_message.Message):
     __slots__ = ("request_id", "attempt", "index", "created", "prompt_len", "max_tokens", "left_s", "tokens", "logprobs", "cached_tokens", "running", "started", "reason", "stop_token")

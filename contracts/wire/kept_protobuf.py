@@ -37,19 +37,22 @@ def name_from_proto(m: pb.AnswerName) -> AnswerName:
 
 
 def attach_to_proto(a: Attach) -> pb.Attach:
-    return pb.Attach(request_id=a.request_id, attempt=a.attempt, key=a.key, body=a.body)
+    return pb.Attach(request_id=a.request_id, attempt=a.attempt, key=a.key, body=a.body, seen=a.seen)
 
 
 def attach_from_proto(m: pb.Attach) -> Attach:
-    return Attach(RequestId(m.request_id), m.attempt, m.key, m.body)
+    seen = m.seen if m.HasField("seen") else None
+    return Attach(RequestId(m.request_id), m.attempt, m.key, m.body, seen)
 
 
 def attached_to_proto(a: Attached) -> pb.Attached:
-    return pb.Attached(other_body=a.other_body, answers=[_kept_to_proto(k) for k in a.answers])
+    answers = [_kept_to_proto(k) for k in a.answers]
+    return pb.Attached(other_body=a.other_body, answers=answers, contested=a.contested)
 
 
 def attached_from_proto(request_id: RequestId, attempt: int, m: pb.Attached) -> Attached:
-    return Attached(request_id, attempt, m.other_body, tuple(_kept_from_proto(k) for k in m.answers))
+    answers = tuple(_kept_from_proto(k) for k in m.answers)
+    return Attached(request_id, attempt, m.other_body, answers, m.contested)
 
 
 def _kept_to_proto(k: KeptAnswer) -> pb.KeptAnswer:

@@ -138,6 +138,8 @@ class DecodeRequest:
     """The row of a launched step that draws its latest token."""
     stopping: bool = False
     """It is to be migrated: no step of it is launched any more."""
+    claim: int = 0
+    """The number of the claim by which its router has it; a later claim has a higher one, whoever makes it."""
     computed: int = 0
     """Prompt positions that this worker's engine had to compute: none, as long as all state is handed over."""
     behind: DecodeRequest | None = None

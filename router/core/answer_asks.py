@@ -5,13 +5,16 @@ as they are. It ends when all have answered, when all choices were found, or at 
 answered by then counts as having nothing. What is handed over later is given up again (`Detach`). Attempts that a
 router has lost sight of can leave several finds of one choice: all but the best are cancelled.
 
+What another router has is contested: its worker is asked again, if the client still waits here (`wants`). The claim of
+a router that has died meanwhile is never repeated, and so takes nothing from the one to which its client came.
+
 A worker goes on at once with what it hands over. Its events are held until the request goes on here (`release`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from contracts.clock import Clock
 from contracts.ids import RequestId, Role
@@ -54,6 +57,9 @@ class _Ask:
     sent: set[WorkerKey] = field(default_factory=set)
     answered: set[WorkerKey] = field(default_factory=set)
     found: list[FoundAnswer] = field(default_factory=list)
+    contested: dict[WorkerKey, int] = field(default_factory=dict)
+    """By worker the newest claim of another router; the worker is to be asked again."""
+    wanted: bool = True
 
 
 class AnswerAsks:
@@ -75,7 +81,7 @@ class AnswerAsks:
     def begin(self, key: str, body: str, choices: int) -> RequestId:
         """Ask for what is kept under `key` of `choices` choices; returns the question's name."""
         ask = RequestId(f"ask-{self._mint()}")
-        self._asks[ask] = _Ask(Attach(ask, 0, key, body), choices, self._clock.now() + self._wait_s)
+        self._asks[ask] = _Ask(Attach(ask, 0, key, body, seen=0), choices, self._clock.now() + self._wait_s)
         self._go_on()
         return ask
 
@@ -85,6 +91,10 @@ class AnswerAsks:
         if ask is None or worker in ask.answered:
             self.give_up(worker, event.answers)
             return False
+        if event.contested:
+            ask.contested[worker] = event.contested
+            self._go_on()
+            return True
         ask.answered.add(worker)
         if event.other_body:
             self._end(event.request_id, ask, other_body=True)
@@ -93,6 +103,14 @@ class AnswerAsks:
             self._held.update({(worker, a.request_id): [] for a in event.answers if a.running})
             self._go_on()
         return True
+
+    def wants(self, name: RequestId, wanted: bool) -> None:
+        """Say whether a client waits for what a question finds. It goes on without one, for whoever comes next, but
+        takes nothing from another router meanwhile."""
+        ask = self._asks.get(name)
+        if ask is not None:
+            ask.wanted = wanted
+            self._go_on()
 
     def give_up(self, worker: WorkerKey, answers: tuple[KeptAnswer, ...]) -> None:
         """Leave what a worker has handed over to itself: nobody waits for it."""
@@ -131,6 +149,7 @@ class AnswerAsks:
             del self._held[key]
         for ask in self._asks.values():
             ask.sent.discard(worker)
+            ask.contested.pop(worker, None)
             ask.found = [found for found in ask.found if found.worker != worker]
             if worker in ask.answered:  # It would have to be asked again: it runs for nobody now.
                 ask.answered.discard(worker)
@@ -161,6 +180,9 @@ class AnswerAsks:
                 if entry.linked and entry.key not in ask.sent:
                     ask.sent.add(entry.key)
                     self._commands.append((entry.key, ask.command))
+            while ask.wanted and ask.contested:
+                worker, claim = ask.contested.popitem()
+                self._commands.append((worker, replace(ask.command, seen=claim)))
             all_here = len({f.answer.index for f in ask.found if f.answer.reason or f.worth[1]}) >= ask.choices
             if all_here or (self._known and all(entry.key in ask.answered for entry in asked)):
                 self._end(name, ask)

@@ -142,12 +142,13 @@ class RouterCore:
             self.asks.on_linked()
             self._place(self.requests.queued.values())
 
-    def on_unlinked(self, key: WorkerKey, reason: str) -> None:
+    def on_unlinked(self, key: WorkerKey, reason: str, *, left: bool = False) -> None:
+        """A worker's stream has ended. `left`: the worker has left in order."""
         entry = self.workers.get(key)
         if entry is not None and entry.linked:
             if entry.requests:  # One failure, however many requests it struck.
                 entry.breaker.failed(entry.breaker.probe or min(entry.requests), self._clock.now())
-            self._lose(entry, reason)
+            self._lose(entry, reason, left=left)
 
     def on_status(self, status: WorkerStatus) -> None:
         """Take in a status that a worker answered with (to a drain, say), before the controller's table shows it."""
@@ -157,11 +158,11 @@ class RouterCore:
             self.damage.on_statuses([status])
             self._place(self.requests.queued.values())
 
-    def _lose(self, entry: WorkerEntry, reason: str) -> None:
+    def _lose(self, entry: WorkerEntry, reason: str, *, left: bool = False) -> None:
         entry.linked = False
         self.audits.lost(entry.key)
         self.asks.lost(entry.key)
-        in_order = entry.status.state in LEAVING
+        in_order = left or entry.status.state in LEAVING
         for r in self.requests.those(entry.requests):
             if self.migrations.lost(r, entry.key, reason):
                 continue

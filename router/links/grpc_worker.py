@@ -16,6 +16,7 @@ from contracts.cluster_secret import access_metadata, cluster_secret
 from contracts.config.worker_config import TransferConfig
 from contracts.credentials.certificate_files import CertificateFiles
 from contracts.credentials.node_tls import NodeTls
+from contracts.messages.stream_end import StreamEnd
 from contracts.messages.worker_events import Event
 from contracts.messages.worker_status import CheckReport, WorkerRecord, WorkerStatus
 from contracts.proto import worker_pb2 as pb
@@ -57,7 +58,7 @@ class GrpcWorkerClient:
         self._stub: Any = pb_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def connect(
-        self, on_events: Callable[[Sequence[Event]], None], on_closed: Callable[[str], None]
+        self, on_events: Callable[[Sequence[Event]], None], on_closed: Callable[[StreamEnd], None]
     ) -> WorkerStream:
         if self._certificate is not None and self._stamp != self._certificate.stamp():
             await self._channel.close(None)  # It would go on with the certificate of its start.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from contracts.interfaces.discovery import WorkerClient, WorkerDirectory, WorkerSession
 from contracts.messages.router_commands import Command
+from contracts.messages.stream_end import StreamEnd
 from contracts.messages.worker_events import Event
 from contracts.messages.worker_status import WorkerRecord, WorkerView
 from router.state.router_log import log
@@ -45,7 +46,7 @@ class WorkerLinks:
         *,
         on_view: Callable[[tuple[WorkerView, ...]], None],
         on_linked: Callable[[WorkerKey], None],
-        on_unlinked: Callable[[WorkerKey, str], None],
+        on_unlinked: Callable[[WorkerKey, StreamEnd], None],
         on_events: Callable[[WorkerKey, Sequence[Event]], None],
     ) -> None:
         self.directory = directory
@@ -110,7 +111,7 @@ class WorkerLinks:
         if link.session is not None:
             link.session.close()
             link.session = None
-            self._on_unlinked(key, "the controller no longer shows it as alive")
+            self._on_unlinked(key, StreamEnd("the controller no longer shows it as alive"))
         if link.task is not None:
             link.task.cancel()
         task = asyncio.get_running_loop().create_task(link.port.aclose())
@@ -121,15 +122,15 @@ class WorkerLinks:
         """Keep one link: connect, wait for the stream's end, and connect again after a pause that doubles."""
         pause = RETRY_FIRST_S
         while self._links.get(key) is link:
-            ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-            def closed(reason: str, ended: asyncio.Future[str] = ended) -> None:
+            def closed(end: StreamEnd, ended: asyncio.Future[None] = ended) -> None:
                 if link.session is not None:
                     link.session = None
-                    log("link closed", worker=key[0], incarnation=key[1], reason=reason)
-                    self._on_unlinked(key, reason)
+                    log("link closed", worker=key[0], incarnation=key[1], reason=end.reason)
+                    self._on_unlinked(key, end)
                 if not ended.done():
-                    ended.set_result(reason)
+                    ended.set_result(None)
 
             try:
                 session = await link.port.connect(lambda events: self._on_events(key, events), closed)

@@ -17,6 +17,7 @@ from contracts.credentials.node_tls import NodeTls
 from contracts.errors import WireError
 from contracts.ids import Incarnation
 from contracts.messages.router_commands import Command
+from contracts.messages.stream_end import StreamEnd
 from contracts.messages.stream_protocol import STREAM_PROTOCOL, refusal
 from contracts.messages.worker_events import Event
 from contracts.messages.worker_status import WorkerRecord
@@ -36,12 +37,12 @@ class WorkerStream:
         connection: FrameConnection,
         incarnation: Incarnation,
         on_events: Callable[[Sequence[Event]], None],
-        on_closed: Callable[[str], None],
+        on_closed: Callable[[StreamEnd], None],
     ) -> None:
         self._connection = connection
         self._incarnation = incarnation
         self._on_events = on_events
-        self._on_closed: Callable[[str], None] | None = on_closed
+        self._on_closed: Callable[[StreamEnd], None] | None = on_closed
         self._queue: list[Command] = []
         self._writer = FrameWriter()
         self._due = False
@@ -74,20 +75,20 @@ class WorkerStream:
             for frame in self._writer.frames(batch):
                 self._connection.send(frame)
 
-    def _broken(self, reason: str) -> None:
+    def _broken(self, reason: str, left: bool = False) -> None:
         if not self.opened.done():
             self.opened.set_exception(ConnectionError(reason))
             self.close()
         on_closed = self._on_closed
         self.close()
         if on_closed is not None:
-            on_closed(reason)
+            on_closed(StreamEnd(reason, left))
 
     def _frame(self, raw: bytes) -> None:
         try:
             frame = pb.WorkerFrame.FromString(raw)
             if frame.ended:
-                self._broken(frame.ended)
+                self._broken(frame.ended, frame.left)
                 return
             if frame.incarnation != self._incarnation:
                 raise WireError(f"a frame of incarnation {frame.incarnation} came on {self._incarnation}'s stream")
@@ -113,7 +114,7 @@ async def open_stream(
     silence_s: float,
     tls: NodeTls | None,
     on_events: Callable[[Sequence[Event]], None],
-    on_closed: Callable[[str], None],
+    on_closed: Callable[[StreamEnd], None],
     *,
     timeout_s: float,
 ) -> WorkerStream:

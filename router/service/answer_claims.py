@@ -31,6 +31,8 @@ class AnswerClaim:
     """A claim on one answer."""
 
     identity: AnswerIdentity
+    ask: RequestId
+    """The question to the workers."""
     waiter: asyncio.Future[None] | None = None
     """Who waits for what workers have kept; None: nobody any more, or the answer has begun."""
     found: Mapping[int, FoundAnswer] = field(default_factory=dict)
@@ -76,13 +78,14 @@ class AnswerClaims:
         waiter = asyncio.get_running_loop().create_future()
         claim = self._claims.get(identity.key)
         if claim is None or claim.stream is not None:
-            claim = self._claims[identity.key] = AnswerClaim(identity)
-            self._asks[self._core.asks.begin(identity.key, identity.body, choices)] = claim
+            ask = self._core.asks.begin(identity.key, identity.body, choices)
+            claim = self._claims[identity.key] = self._asks[ask] = AnswerClaim(identity, ask)
         elif claim.waiter is not None and not claim.waiter.done():
             claim.waiter.set_exception(Superseded(SUPERSEDED))
-        if claim not in self._asks.values():  # It was found, and the one who waited has yet to hear of it.
+        if claim.ask not in self._asks:  # It was found, and the one who waited has yet to hear of it.
             waiter.set_result(None)
         claim.waiter = waiter
+        self._core.asks.wants(claim.ask, True)
         if on_gone is not None:
             on_gone(waiter.cancel)
         act()
@@ -154,7 +157,8 @@ class AnswerClaims:
         if claim.waiter is not waiter:
             return
         claim.waiter = None
-        if claim not in self._asks.values():
+        self._core.asks.wants(claim.ask, False)
+        if claim.ask not in self._asks:
             self.give_up(claim)
 
     def _drop(self, claim: AnswerClaim) -> None:

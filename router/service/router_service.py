@@ -27,6 +27,7 @@ from contracts.ids import Role
 from contracts.interfaces.discovery import WorkerDirectory
 from contracts.key_file import TenantLimits
 from contracts.messages.router_commands import Command
+from contracts.messages.stream_end import StreamEnd
 from contracts.messages.worker_events import Event, LegReport
 from router.core.answer_asks import AskEnded
 from router.core.local_prefill import local_prefill
@@ -404,8 +405,8 @@ class RouterService:
         self.core.on_linked(key)
         self._act()
 
-    def _on_unlinked(self, key: WorkerKey, reason: str) -> None:
-        self.core.on_unlinked(key, reason)
+    def _on_unlinked(self, key: WorkerKey, end: StreamEnd) -> None:
+        self.core.on_unlinked(key, end.reason, left=end.left)
         self._act()
 
     def _on_events(self, key: WorkerKey, events: Sequence[Event]) -> None:

@@ -63,9 +63,10 @@ class SimClaims:
 
     def leave(self, request_id: RequestId) -> bool:
         """The client leaves while its answer is looked for; returns whether it is."""
-        mine = [claim for claim in self._claims.values() if claim.request_id == request_id]
-        for claim in mine:
-            claim.left = True
+        mine = [name for name, claim in self._claims.items() if claim.request_id == request_id]
+        for name in mine:
+            self._claims[name].left = True
+            self._core.asks.wants(name, False)
         return bool(mine)
 
     def ended(self, action: AskEnded) -> SimClaim | RestoredAnswer | None:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import Command
+from contracts.messages.stream_end import StreamEnd
 from contracts.messages.worker_events import Event
 from router.links.worker_links import RETRY_FIRST_S, RETRY_MOST_S
 from router.state.worker_table import WorkerKey
@@ -32,7 +33,7 @@ class LinkOwner(Protocol):
 
     def linked(self, key: WorkerKey) -> None: ...
 
-    def unlinked(self, key: WorkerKey, reason: str) -> None: ...
+    def unlinked(self, key: WorkerKey, end: StreamEnd) -> None: ...
 
     def events(self, key: WorkerKey, events: Sequence[Event]) -> None: ...
 
@@ -67,7 +68,7 @@ class SimLink:
                 return
             session = self.host.open_session(
                 lambda frame: back.send(lambda: self._events(number, frame)),
-                lambda reason: back.send(lambda: self._broken(number, reason)),
+                lambda end: back.send(lambda: self._broken(number, end.reason, end.left)),
             )
             if session is None:
                 back.send(lambda: self._broken(number, "the worker has ended"))
@@ -118,14 +119,14 @@ class SimLink:
         if number == self._number and not self.closed:
             self.router.events(self.key, unpack_events(self.key[1], frame))
 
-    def _broken(self, number: int, reason: str) -> None:
+    def _broken(self, number: int, reason: str, left: bool = False) -> None:
         if number != self._number or self.closed:
             return
         self._hang_up()
         self._number += 1
         if self.linked:
             self.linked = False
-            self.router.unlinked(self.key, reason)
+            self.router.unlinked(self.key, StreamEnd(reason, left))
         self.router.process.later(self._pause, self._connect)
         self._pause = min(2 * self._pause, RETRY_MOST_S)
 
@@ -147,4 +148,4 @@ class SimLink:
         self.closed = True
         if self.linked:
             self.linked = False
-            self.router.unlinked(self.key, "the controller no longer shows it as alive")
+            self.router.unlinked(self.key, StreamEnd("the controller no longer shows it as alive"))

@@ -10,6 +10,7 @@ from contracts.errors import ConfigError
 from contracts.ids import RequestId, Role, WorkerName
 from contracts.messages.kept_answers import AnswerName, KeptAnswer
 from contracts.messages.router_commands import Command
+from contracts.messages.stream_end import StreamEnd
 from contracts.messages.worker_events import Event, LegReport
 from contracts.messages.worker_status import WorkerStatus, WorkerView
 from contracts.sampling_params import TokenLogprob
@@ -256,9 +257,9 @@ class SimRouter:
         self.core.on_linked(key)
         self._act()
 
-    def unlinked(self, key: WorkerKey, reason: str) -> None:
-        self.world.say(self.process.label, f"lost {key[0]}#{key[1]}: {reason}")
-        self.core.on_unlinked(key, reason)
+    def unlinked(self, key: WorkerKey, end: StreamEnd) -> None:
+        self.world.say(self.process.label, f"lost {key[0]}#{key[1]}: {end.reason}")
+        self.core.on_unlinked(key, end.reason, left=end.left)
         self._act()
 
     def events(self, key: WorkerKey, events: Sequence[Event]) -> None:

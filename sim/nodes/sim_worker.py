@@ -20,6 +20,7 @@ from contracts.errors import PeerDead
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.interfaces.worker_interface import SessionId, Worker
 from contracts.messages.router_commands import Command
+from contracts.messages.stream_end import StreamEnd
 from contracts.messages.worker_events import Event
 from contracts.messages.worker_status import EndedWorker, WorkerRecord
 from engine.runner.batch import BatchRow
@@ -33,7 +34,7 @@ from sim.nodes.build_sim_worker import IDLE_S, SPINS, BuiltWorker, ControllerCli
 @dataclass
 class _SimSession:
     deliver: Callable[[bytes], None]
-    ended: Callable[[str], None]
+    ended: Callable[[StreamEnd], None]
 
 
 class SimHost:
@@ -138,8 +139,8 @@ class SimHost:
 
     # ------------------------------------------------------------ what reaches it
 
-    def open_session(self, deliver: Callable[[bytes], None], ended: Callable[[str], None]) -> SessionId | None:
-        """Open a router's session: `deliver` gets frames, `ended` the reason of its end. None if the worker ended."""
+    def open_session(self, deliver: Callable[[bytes], None], ended: Callable[[StreamEnd], None]) -> SessionId | None:
+        """Open a router's session: `deliver` gets frames, `ended` its end. None if the worker ended."""
         if self.ended is not None or not self.process.alive:
             return None
         session = SessionId(self._next_session)
@@ -291,7 +292,7 @@ class SimHost:
                 self.worker.fence()
             sessions, self._sessions = list(self._sessions.values()), {}
             for session in sessions:
-                session.ended(reason)
+                session.ended(StreamEnd(reason, left=end is WorkerEnd.LEFT))
             self.worker.close()
         except PeerDead as error:
             self.world.say(self.process.label, f"can't be closed: {error}")
@@ -311,7 +312,7 @@ class SimHost:
             self.ended = WorkerEnd.STOPPED
         sessions, self._sessions = list(self._sessions.values()), {}
         for session in sessions:
-            session.ended("the connection was reset")
+            session.ended(StreamEnd("the connection was reset"))
 
 
 def step_seconds(costs: StepCosts, role: Role, rows: Sequence[BatchRow]) -> float:

@@ -29,6 +29,7 @@ from contracts.credentials.certificate_files import NODE_NAME, CertificateFiles
 from contracts.errors import ConfigError
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.interfaces.worker_interface import Worker
+from contracts.messages.stream_end import StreamEnd
 from contracts.messages.worker_events import Done, Event
 from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerView
 from contracts.proto import worker_pb2 as pb
@@ -183,7 +184,8 @@ def test_router_worker_and_controller_find_each_other_with_certificates(secured:
         link = directory.port(replace(views[-1][0].record, incarnation=Incarnation(3)))
         assert (await link.status()).incarnation == 3
         heard: list[Event] = []
-        session = await link.connect(heard.extend, lost.append)
+        ended: list[StreamEnd] = []
+        session = await link.connect(heard.extend, ended.append)
         session.send([submit("a", 2)])
         async with asyncio.timeout(WAIT_S):
             while not any(isinstance(event, Done) for event in heard):
@@ -194,6 +196,7 @@ def test_router_worker_and_controller_find_each_other_with_certificates(secured:
         unwatch()
         await keeper.close()
         assert not lost
+        assert not ended
 
     asyncio.run(life())
 

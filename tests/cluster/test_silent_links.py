@@ -11,6 +11,7 @@ from cluster.worker_process.asyncio_thread import AsyncioThread
 from cluster.worker_process.worker_server import serve_worker
 from cluster.worker_process.worker_thread import WorkerThread
 from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages.stream_end import StreamEnd
 from contracts.messages.worker_events import Event
 from contracts.messages.worker_status import WorkerLimits, WorkerRecord
 from contracts.wire.grpc_channels import channel_options
@@ -35,7 +36,7 @@ class Scene:
         self.server = serve_worker(self.loop, self.host, 1, "127.0.0.1", link_timeout_s=LINK_S)
         self.proxy = proxy
         self.relay: Relay = proxy.relay("serve", "decode-0", self.server.stream)
-        self.closed: list[str] = []
+        self.closed: list[StreamEnd] = []
 
     def record(self) -> WorkerRecord:
         name, limits = WorkerName("decode-0"), WorkerLimits(1, 1)

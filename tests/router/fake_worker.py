@@ -20,6 +20,7 @@ from contracts.messages.kept_answers import Attach, Attached, Detach
 from contracts.messages.pool_changes import PoolChange
 from contracts.messages.router_commands import Audit, Cancel, Command, InvalidatePrefix, Submit
 from contracts.messages.settings_change import ChangedSetting, SettingsAnswer, SettingsChange
+from contracts.messages.stream_end import StreamEnd
 from contracts.messages.worker_events import Audited, Done, Event, LegReport, PromptScores, Tokens
 from contracts.messages.worker_status import CheckReport, WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 from contracts.sampling_params import SamplingParams, TokenLogprob
@@ -133,7 +134,7 @@ class FakeSession:
     """`contracts.interfaces.discovery.Session` with a fake."""
 
     def __init__(
-        self, worker: FakeWorker, on_events: Callable[[Sequence[Event]], None], on_closed: Callable[[str], None]
+        self, worker: FakeWorker, on_events: Callable[[Sequence[Event]], None], on_closed: Callable[[StreamEnd], None]
     ) -> None:
         self.worker = worker
         self.on_events = on_events
@@ -309,7 +310,7 @@ class FakeWorker:
             if session.open:
                 session.open = False
                 self.drop(session)
-                session.on_closed(reason)
+                session.on_closed(StreamEnd(reason))
 
     def die(self, reason: str = "killed") -> None:
         self.alive = False
@@ -329,7 +330,7 @@ class FakeWorkerClient:
         self.incarnation = worker.incarnation
 
     async def connect(
-        self, on_events: Callable[[Sequence[Event]], None], on_closed: Callable[[str], None]
+        self, on_events: Callable[[Sequence[Event]], None], on_closed: Callable[[StreamEnd], None]
     ) -> FakeSession:
         await self._reach()
         session = FakeSession(self.worker, on_events, on_closed)

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from contracts.messages.stream_end import StreamEnd
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
 from contracts.wire.command_protobuf import command_from_proto
@@ -46,8 +47,8 @@ class WorkerFake(pb_grpc.WorkerServicer):
         def tell(events: Any) -> None:
             say(pb.WorkerFrame(incarnation=self.says, events=[event_to_proto(e) for e in events]))
 
-        def end(reason: str) -> None:
-            say(pb.WorkerFrame(incarnation=self.says, ended="the worker ends"))
+        def end(end: StreamEnd) -> None:
+            say(pb.WorkerFrame(incarnation=self.says, ended=end.reason, left=end.left))
             writer.close()
 
         session: FakeSession | None = None

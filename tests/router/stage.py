@@ -92,9 +92,9 @@ class Stage:
         self.core.on_linked(self.key(name))
         self.play()
 
-    def unlink(self, name: str) -> None:
+    def unlink(self, name: str, *, left: bool = False) -> None:
         self._forget(name)
-        self.core.on_unlinked(self.key(name), "the stream ended")
+        self.core.on_unlinked(self.key(name), "the stream ended", left=left)
         self.play()
 
     def kill(self, name: str) -> None:

@@ -30,6 +30,7 @@ from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.pool_changes import PoolChange
 from contracts.messages.router_commands import Cancel, Command
 from contracts.messages.settings_change import SettingsAnswer, SettingsChange
+from contracts.messages.stream_end import StreamEnd
 from contracts.messages.worker_events import Done, Event, Tokens
 from contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
 from contracts.wire.shared_frames import FRAME_COMMANDS
@@ -158,7 +159,7 @@ def real(incarnation: int = 1) -> Iterator[Scene]:
                 table,
                 on_view=lambda views: None,
                 on_linked=lambda key: scene.links.append("linked"),
-                on_unlinked=lambda key, reason: scene.links.append("unlinked"),
+                on_unlinked=lambda key, end: scene.links.append("unlinked"),
                 on_events=lambda key, events: scene.events.extend(events),
             )
             worker_links.start()
@@ -296,7 +297,7 @@ class _LinkOwner:
     def linked(self, key: WorkerKey) -> None:
         self.scene.links.append("linked")
 
-    def unlinked(self, key: WorkerKey, reason: str) -> None:
+    def unlinked(self, key: WorkerKey, end: StreamEnd) -> None:
         self.scene.links.append("unlinked")
 
     def events(self, key: WorkerKey, events: Sequence[Event]) -> None:

@@ -39,6 +39,7 @@ from contracts.messages.control_plane import ControlPlane
 from contracts.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, decode_batch, encode_batch
 from contracts.messages.quota import QuotaAmounts, QuotaClaim, QuotaSlice
 from contracts.messages.request_record import FoundRecords, RequestRecord
+from contracts.messages.stream_end import StreamEnd
 from contracts.messages.worker_status import WorkerRecord, WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
@@ -117,10 +118,11 @@ class Host:
     def __init__(self) -> None:
         self.commands: list[router_commands.Command] = []
         self.deliver: Callable[[list[worker_events.Event]], None] | None = None
+        self.ended: Callable[[StreamEnd], None] | None = None
         self.says: Any = None
 
     def open_session(self, deliver: Any, ended: Any) -> int:
-        self.deliver = deliver
+        self.deliver, self.ended = deliver, ended
         return 1
 
     def close_session(self, session: int) -> None: ...
@@ -160,7 +162,7 @@ async def test_every_field_of_every_command_and_event_arrives_over_the_stream() 
     heard: list[worker_events.Event] = []
     async with worker() as (host, port):
         host.says = dataclasses.replace(full(worker_status.WorkerStatus), incarnation=INCARNATION)
-        session = await port.connect(heard.extend, lambda reason: None)
+        session = await port.connect(heard.extend, lambda end: None)
         session.send(COMMANDS)
         await eventually(lambda: len(host.commands) == len(COMMANDS))
         assert host.deliver is not None
@@ -169,6 +171,22 @@ async def test_every_field_of_every_command_and_event_arrives_over_the_stream() 
         session.close()
     for got, sent in zip([*host.commands, *heard], [*COMMANDS, *EVENTS], strict=True):
         assert got == sent
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("left", [False, True])
+async def test_every_field_of_a_streams_end_arrives_after_what_was_said(left: bool) -> None:
+    heard: list[worker_events.Event] = []
+    ends: list[tuple[StreamEnd, int]] = []
+    async with worker() as (host, port):
+        session = await port.connect(heard.extend, lambda end: ends.append((end, len(heard))))
+        assert host.deliver is not None
+        assert host.ended is not None
+        host.deliver(EVENTS)
+        host.ended(StreamEnd("why it ends", left))
+        await eventually(lambda: bool(ends))
+        session.close()
+    assert ends == [(StreamEnd("why it ends", left), len(EVENTS))]
 
 
 @pytest.mark.asyncio

@@ -15,6 +15,7 @@ from cluster.worker_process.worker_server import serve_worker
 from cluster.worker_process.worker_thread import WorkerThread
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, Role
+from contracts.messages.stream_end import StreamEnd
 from contracts.messages.worker_events import Audited, AuditEnd, Done, Event, MigrationPaused
 from contracts.messages.worker_status import WorkerView
 from contracts.proto import worker_pb2 as pb
@@ -85,7 +86,7 @@ class NewerWorker(WorkerFake):
 async def test_a_router_leaves_out_an_event_that_it_does_not_know_and_an_unknown_failure_is_the_workers() -> None:
     worker = FakeWorker("decode-0", Role.DECODE)
     server, _ = await start_worker(worker, NewerWorker(worker))
-    link, heard, closed = GrpcWorkerClient(worker.record), list[Event](), list[str]()
+    link, heard, closed = GrpcWorkerClient(worker.record), list[Event](), list[StreamEnd]()
 
     def hear(events: Sequence[Event]) -> None:
         heard.extend(events)

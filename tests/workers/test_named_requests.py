@@ -52,12 +52,14 @@ def turn(c: Company, rounds: int = 1) -> list[tuple[SessionId, Event]]:
     return [told for _ in range(rounds) for worker in c.workers.values() for told in worker.step()]
 
 
-def attach(c: Company, key: str = "key", body: str = "body") -> tuple[list[Attached], list[tuple[SessionId, Event]]]:
+def attach(
+    c: Company, key: str = "key", body: str = "body", *, seen: int | None = None, session: SessionId = OTHER
+) -> tuple[list[Attached], list[tuple[SessionId, Event]]]:
     """Ask every worker as another router; returns what each answers, and all else that is said."""
     for worker in c.workers.values():
-        worker.handle(OTHER, Attach(RequestId("ask"), 0, key, body))
+        worker.handle(session, Attach(RequestId("ask"), 0, key, body, seen))
     said = turn(c)
-    answers = [event for session, event in said if isinstance(event, Attached) and session == OTHER]
+    answers = [event for to, event in said if isinstance(event, Attached) and to == session]
     return answers, [(s, e) for s, e in said if not isinstance(e, Attached)]
 
 
@@ -86,6 +88,14 @@ def forget(c: Company) -> None:
         if told.done is None:
             c.core.cancel(rid)
     c.core.take_actions()
+
+
+def give_up(c: Company, session: SessionId) -> None:
+    """A router cancels what it has."""
+    forget(c)
+    for worker in c.workers.values():
+        for rid, told in c.told.items():
+            worker.handle(session, Cancel(rid, told.request.attempt))
 
 
 @ROLES
@@ -184,6 +194,63 @@ def test_another_body_gets_nothing_and_takes_nothing_away(scene: Company) -> Non
         scene.core.on_event(scene.key(scene.worker_of(rid)), event)
     scene.act()
     assert len(scene.run(rid)[0]) == 24, "its own router goes on"
+
+
+def test_what_another_router_has_is_contested_until_it_is_asked_for_again(scene: Company) -> None:
+    rid = scene.submit(PROMPT, GREEDY, name=NAME)
+    scene.until(generated(scene, rid, 3), "its middle")
+    answers, said = attach(scene, seen=0)
+    contested = max(told.contested for told in answers)
+    assert finds(answers) == []
+    assert contested
+    assert {session for session, _ in said} == {SESSION}
+    assert not [event for _, event in said if isinstance(event, Done)], "its router hears nothing of it"
+    answers, said = attach(scene, seen=contested)
+    (found,) = finds(answers)
+    assert (found.request_id, found.running) == (rid, True)
+    told = [event for session, event in said if session == SESSION and isinstance(event, Done)]
+    assert [event.error for event in told] == [ErrorKind.SUPERSEDED]
+    give_up(scene, OTHER)
+
+
+def test_d5_a_router_takes_nothing_with_what_it_asked_before_the_client_came_to_the_next(
+    scene: Company, calm: dict[str, Any]
+) -> None:
+    """It has died since; its question was on its way still."""
+    scene.submit(PROMPT, GREEDY, name=NAME)
+    turn(scene, 20)
+    drop(scene)
+    answers, said = attach(scene, seen=0)
+    (found,) = finds(answers)
+    dead = SessionId(OTHER + 1)
+    answers, more = attach(scene, seen=0, session=dead)
+    assert finds(answers) == []
+    assert max(told.contested for told in answers) > 0
+    for worker in scene.workers.values():
+        worker.drop_session(dead)
+    rest = rest_of(scene, said + more, len(PROMPT) + len(found.tokens))
+    assert list(found.tokens) + rest == calm["tokens"]
+    forget(scene)
+
+
+def test_a_claim_that_is_newer_than_what_the_router_knows_of_is_contested_again(scene: Company) -> None:
+    rid = scene.submit(PROMPT, GREEDY, name=NAME)
+    scene.until(generated(scene, rid, 3), "its middle")
+    first = max(told.contested for told in attach(scene, seen=0)[0])
+    assert len(finds(attach(scene, seen=first, session=SessionId(OTHER + 1))[0])) == 1
+    answers, _ = attach(scene, seen=first)
+    second = max(told.contested for told in answers)
+    assert finds(answers) == []
+    assert second > first
+    assert len(finds(attach(scene, seen=second)[0])) == 1
+    give_up(scene, OTHER)
+
+
+def test_a_router_that_has_it_already_is_given_it_again(scene: Company) -> None:
+    rid = scene.submit(PROMPT, GREEDY, name=NAME)
+    scene.until(generated(scene, rid, 3), "its middle")
+    assert len(finds(attach(scene, seen=0, session=SESSION)[0])) == 1
+    give_up(scene, SESSION)
 
 
 def test_the_router_that_had_it_is_told(scene: Company) -> None:

@@ -9,6 +9,7 @@ from cluster.serve.local_directory import LocalDirectory
 from cluster.worker_process.worker_thread import WorkerThread
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.interfaces.discovery import WorkerClient, WorkerDirectory
+from contracts.messages.stream_end import StreamEnd
 from contracts.messages.worker_events import Done, Event
 from contracts.messages.worker_status import WorkerRecord, WorkerView
 from tests.cluster.fake_worker import FakeWorker, submit
@@ -72,7 +73,7 @@ def test_a_request_goes_through_a_local_port_on_the_loop(local: Local) -> None:
 
 def test_a_worker_that_dies_closes_its_sessions_and_shows_as_dead(local: Local) -> None:
     async def talk() -> None:
-        closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        closed: asyncio.Future[StreamEnd] = asyncio.get_running_loop().create_future()
         dead: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def on_change(views: tuple[WorkerView, ...]) -> None:
@@ -82,7 +83,7 @@ def test_a_worker_that_dies_closes_its_sessions_and_shows_as_dead(local: Local) 
         stop = local.directory.watch(on_change)
         await local.port.connect(_no, closed.set_result)
         local.worker.fail = RuntimeError("broken")
-        assert await closed == "RuntimeError: broken"
+        assert await closed == StreamEnd("RuntimeError: broken")
         await dead
         stop()
         for call in (local.port.connect(_no, _no), local.port.check()):

@@ -10,6 +10,7 @@ from cluster.worker_process.worker_thread import WorkerClosed, WorkerEnd, Worker
 from contracts.ids import RequestId
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import Cancel
+from contracts.messages.stream_end import StreamEnd
 from contracts.messages.worker_events import Done, Event, Tokens
 from tests.cluster.fake_worker import FakeWorker, submit
 
@@ -31,8 +32,8 @@ class Running:
         )
         self.host.start()
 
-    def session(self) -> tuple[SessionId, queue.Queue[list[Event] | str]]:
-        got: queue.Queue[list[Event] | str] = queue.Queue()
+    def session(self) -> tuple[SessionId, queue.Queue[list[Event] | StreamEnd]]:
+        got: queue.Queue[list[Event] | StreamEnd] = queue.Queue()
         return self.host.open_session(got.put, got.put), got
 
 
@@ -44,7 +45,7 @@ def running() -> Iterator[Running]:
     assert running.worker.closed
 
 
-def _until_done(got: queue.Queue[list[Event] | str]) -> list[Event]:
+def _until_done(got: queue.Queue[list[Event] | StreamEnd]) -> list[Event]:
     events: list[Event] = []
     while not (events and isinstance(events[-1], Done)):
         batch = got.get(timeout=WAIT_S)
@@ -74,6 +75,7 @@ def test_the_worker_is_touched_by_one_thread_only(running: Running) -> None:
     done = 0
     while done < 4:
         batch = got.get(timeout=WAIT_S)
+        assert isinstance(batch, list)
         done += sum(isinstance(e, Done) for e in batch)
     assert len(running.worker.threads) == 1
     assert threading.get_ident() not in running.worker.threads
@@ -103,7 +105,7 @@ def test_a_step_that_raises_kills_the_worker_and_ends_every_session(running: Run
     running.worker.fail = ZeroDivisionError("boom")
     running.worker.wake()
     assert running.ends.get(timeout=WAIT_S) == (WorkerEnd.DIED, "ZeroDivisionError: boom")
-    assert got.get(timeout=WAIT_S) == "ZeroDivisionError: boom"
+    assert got.get(timeout=WAIT_S) == StreamEnd("ZeroDivisionError: boom")
     assert running.worker.fenced
     with pytest.raises(WorkerClosed, match="boom"):
         running.host.open_session(got.put)
@@ -124,7 +126,7 @@ def test_a_worker_that_can_not_be_trusted_is_fenced_once_its_last_events_are_out
     running.worker.wake()
     assert running.ends.get(timeout=WAIT_S) == (WorkerEnd.FENCED, "three rows were no numbers")
     assert isinstance(_until_done(got)[-1], Done)
-    assert got.get(timeout=WAIT_S) == "three rows were no numbers"
+    assert got.get(timeout=WAIT_S) == StreamEnd("three rows were no numbers")
     assert running.worker.fenced
 
 
@@ -165,7 +167,7 @@ def test_a_drained_worker_finishes_what_runs_and_leaves(running: Running) -> Non
     running.worker.wake()
     assert isinstance(_until_done(got)[-1], Done)
     assert running.ends.get(timeout=WAIT_S)[0] is WorkerEnd.LEFT
-    assert got.get(timeout=WAIT_S) == "the worker was drained and has left"
+    assert got.get(timeout=WAIT_S) == StreamEnd("the worker was drained and has left", left=True)
 
 
 def test_undrain_works_until_the_worker_has_left(running: Running) -> None:
@@ -191,5 +193,5 @@ def test_nothing_is_delivered_once_the_lease_has_ended(running: Running) -> None
     running.worker.on_step = lose_lease
     running.host.send(session, [submit("a")])
     assert running.ends.get(timeout=WAIT_S)[0] is WorkerEnd.FENCED
-    assert got.get(timeout=WAIT_S) == "the worker's lease has ended"
+    assert got.get(timeout=WAIT_S) == StreamEnd("the worker's lease has ended")
     assert running.worker.fenced

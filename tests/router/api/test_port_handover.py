@@ -14,6 +14,7 @@ import pytest
 from contracts.config.cluster_config import Config
 from contracts.config.load_config import config_from_dict
 from contracts.config.security_config import SecurityConfig
+from contracts.messages.stream_end import StreamEnd
 from contracts.messages.worker_events import Event
 from contracts.messages.worker_status import WorkerRecord
 from router.api import router_server
@@ -179,7 +180,7 @@ def test_a_successor_waits_for_links_to_the_workers_that_there_are(
 
     class Refusing(FakeWorkerClient):
         async def connect(
-            self, on_events: Callable[[Sequence[Event]], None], on_closed: Callable[[str], None]
+            self, on_events: Callable[[Sequence[Event]], None], on_closed: Callable[[StreamEnd], None]
         ) -> FakeSession:
             tries.append(self.worker.name)
             if tries.count(self.worker.name) < 3:

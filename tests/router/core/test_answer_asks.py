@@ -40,6 +40,9 @@ class World:
     def answer(self, name: str, ask: RequestId, *answers: KeptAnswer, other_body: bool = False) -> bool:
         return self.asks.on_event(self.key(name), Attached(ask, 0, other_body, answers))
 
+    def contest(self, name: str, ask: RequestId, claim: int) -> bool:
+        return self.asks.on_event(self.key(name), Attached(ask, 0, contested=claim))
+
 
 @pytest.fixture
 def world() -> World:
@@ -53,11 +56,52 @@ def kept(request: str, tokens: int, attempt: int = 0, index: int = 0, **more: An
 
 def test_every_decode_worker_is_asked_and_no_other(world: World) -> None:
     ask = world.asks.begin("k", "b", 1)
-    assert world.commands() == [(name, Attach(ask, 0, "k", "b")) for name in ("decode-0", "decode-1")]
+    assert world.commands() == [(name, Attach(ask, 0, "k", "b", seen=0)) for name in ("decode-0", "decode-1")]
     assert world.answer("decode-0", ask)
     assert world.asks.take_ended() == []
     assert world.answer("decode-1", ask)
     assert world.asks.take_ended() == [AskEnded(ask, {})]
+
+
+def test_a_contested_answer_is_asked_for_again_and_has_no_end_before(world: World) -> None:
+    ask = world.asks.begin("k", "b", 1)
+    world.commands()
+    world.answer("decode-0", ask)
+    assert world.contest("decode-1", ask, 7)
+    assert world.commands() == [("decode-1", Attach(ask, 0, "k", "b", seen=7))]
+    assert world.asks.take_ended() == []
+    assert world.contest("decode-1", ask, 8), "somebody else has claimed it meanwhile"
+    assert world.commands() == [("decode-1", Attach(ask, 0, "k", "b", seen=8))]
+    assert world.answer("decode-1", ask, kept("r", 4))
+    assert world.asks.take_ended()[0].found[0].answer.request_id == "r"
+
+
+def test_a_contested_answer_is_not_asked_for_again_while_no_client_waits(world: World) -> None:
+    ask = world.asks.begin("k", "b", 1)
+    world.commands()
+    world.answer("decode-0", ask)
+    world.asks.wants(ask, False)
+    assert world.contest("decode-1", ask, 7)
+    assert (world.commands(), world.asks.take_ended()) == ([], [])
+    world.asks.wants(ask, True)
+    assert world.commands() == [("decode-1", Attach(ask, 0, "k", "b", seen=7))]
+    world.asks.wants(ask, False)
+    assert world.contest("decode-1", ask, 9)
+    world.clock.advance(2.0)
+    world.asks.tick()
+    assert world.asks.take_ended() == [AskEnded(ask, {})], "its time is bounded"
+    world.asks.wants(ask, True)
+    assert world.commands() == []
+
+
+def test_a_contest_at_a_worker_that_is_lost_is_over(world: World) -> None:
+    ask = world.asks.begin("k", "b", 1)
+    world.asks.wants(ask, False)
+    world.contest("decode-1", ask, 7)
+    world.commands()
+    world.asks.lost(world.key("decode-1"))
+    world.asks.wants(ask, True)
+    assert [command.seen for _, command in world.commands()] == [0]
 
 
 def test_it_ends_at_once_where_all_choices_were_found_and_late_finds_are_left_alone(world: World) -> None:

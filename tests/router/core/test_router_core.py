@@ -152,8 +152,10 @@ def test_prefill_that_dies_when_decode_has_told_that_the_prompt_is_there_changes
     assert stage.core.counts.replays == 0
 
 
-@pytest.mark.parametrize("seen_as", ["draining", "left"])
-def test_prefill_that_leaves_in_order_has_handed_over_what_it_began_though_decode_has_not_spoken(seen_as: str) -> None:
+@pytest.mark.parametrize("seen_as", ["draining", "left", "its last word"])
+def test_d1_prefill_that_leaves_in_order_has_handed_over_what_it_began_though_decode_has_not_spoken(
+    seen_as: str,
+) -> None:
     """Such a prompt may wait for memory at decode; a replay would cost a prompt, or find no worker of its class."""
     stage = Stage()
     rid = stage.submit()
@@ -162,6 +164,8 @@ def test_prefill_that_leaves_in_order_has_handed_over_what_it_began_though_decod
     if seen_as == "draining":
         stage.drain(prefill)
         stage.unlink(prefill)
+    elif seen_as == "its last word":  # It had so little to do that no table showed that it drains.
+        stage.unlink(prefill, left=True)
     else:
         stage.cluster[prefill].state = "left"
         stage.view()

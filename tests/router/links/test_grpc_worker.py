@@ -15,6 +15,7 @@ from contracts.config.cluster_config import Config
 from contracts.errors import ErrorKind
 from contracts.ids import Incarnation, RequestId, Role, RoomId
 from contracts.messages.router_commands import Cancel, PeerRef, Submit
+from contracts.messages.stream_end import StreamEnd
 from contracts.messages.worker_events import Done, Event, LegReport, PromptScores, Tokens
 from contracts.messages.worker_status import WorkerView
 from contracts.proto import worker_pb2 as pb
@@ -47,12 +48,14 @@ class Ear:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.reasons: list[str] = []
+        self.left = False
 
     def on_events(self, events: Sequence[Event]) -> None:
         self.events += events
 
-    def on_closed(self, reason: str) -> None:
-        self.reasons.append(reason)
+    def on_closed(self, end: StreamEnd) -> None:
+        self.reasons.append(end.reason)
+        self.left = end.left
 
 
 def nothing_listens() -> str:

@@ -62,7 +62,7 @@ async def test_an_operator_is_told_why_a_worker_has_no_link(monkeypatch: pytest.
         directory,
         on_view=lambda views: None,
         on_linked=lambda key: None,
-        on_unlinked=lambda key, reason: None,
+        on_unlinked=lambda key, end: None,
         on_events=lambda key, events: None,
     )
     old = record("127.0.0.1:1", 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import socket
 import threading
 import time
 from typing import Any
@@ -89,6 +90,13 @@ def kept(server: Server, count: int, **changes: Any) -> tuple[KeptAnswer, list[i
     return KeptAnswer(**fields), answer
 
 
+def send(client: socket.socket, key: str) -> None:
+    """Ask, and read nothing."""
+    body = json.dumps(BODY).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nIdempotency-Key: {key}\r\nContent-Length: {len(body)}\r\n\r\n"
+    client.sendall(head.encode() + body)
+
+
 def test_an_answer_that_has_ended_comes_from_where_it_is_kept(server: Server) -> None:
     one, answer = kept(server, 20, reason="length")
     server.cluster["decode-1"].attached = lambda ask: Attached(ask.request_id, 0, answers=(one,))
@@ -121,18 +129,51 @@ def test_a_running_answer_that_nobody_waits_for_any_more_is_left_to_its_worker(s
     one, _ = kept(server, 9, running=True, started=True)
     server.cluster["decode-0"].attached = lambda ask: Attached(ask.request_id, 0, answers=())
     server.cluster["decode-1"].attached = silent
-    body = json.dumps(BODY).encode()
-    import socket
-
     with socket.create_connection(("127.0.0.1", server.port)) as client:
-        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nIdempotency-Key: left\r\nContent-Length: {len(body)}\r\n\r\n"
-        client.sendall(head.encode() + body)
+        send(client, "left")
         assert asked.wait(10)
     worker = server.cluster["decode-1"]
     server.wait_until(lambda: server.service.room.booked == 0)
     answered = Attached(asks[0].request_id, 0, answers=(one,))
     server.call(lambda: worker.sessions[0].on_events([answered]))
     server.wait_until(lambda: [d.request_id for d in worker.detached] == ["kept-0"])
+
+
+def test_an_answer_that_another_router_has_goes_to_the_client_that_waits_here(server: Server) -> None:
+    one, answer = kept(server, 20, reason="length")
+    asked: list[int | None] = []
+
+    def contested(ask: Attach) -> Attached:
+        asked.append(ask.seen)
+        return Attached(ask.request_id, 0, answers=(one,)) if ask.seen else Attached(ask.request_id, 0, contested=3)
+
+    server.cluster["decode-1"].attached = contested
+    told = server.post(PATH, BODY, **keyed("contested")).json()
+    assert told["choices"][0]["token_ids"] == answer
+    assert asked == [0, 3]
+
+
+def test_an_answer_that_another_router_has_is_left_there_when_the_client_has_gone(server: Server) -> None:
+    asked = threading.Event()
+    asks: list[Attach] = []
+
+    def silent(ask: Attach) -> None:
+        asks.append(ask)
+        asked.set()
+
+    server.cluster["decode-1"].attached = silent
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        send(client, "gone")
+        assert asked.wait(10)
+    server.wait_until(lambda: server.service.room.booked == 0)
+    worker = server.cluster["decode-1"]
+    server.call(lambda: worker.sessions[0].on_events([Attached(asks[0].request_id, 0, contested=5)]))
+    assert [ask.seen for ask in asks] == [0]
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        send(client, "gone")
+        server.wait_until(lambda: [ask.seen for ask in asks] == [0, 5])
+    server.call(lambda: worker.sessions[0].on_events([Attached(asks[0].request_id, 0)]))
+    server.wait_until(lambda: server.service.core.requests.in_flight == 0)
 
 
 def test_a_worker_that_says_nothing_counts_as_having_nothing(server: Server) -> None:
@@ -228,7 +269,9 @@ def test_a_choice_of_a_request_with_a_key_is_the_same_but_for_its_name() -> None
         session="talk",
     )
     identity = identity_of("", "acme", "key", "completions", b"{}")
-    named = KeyedRequest(identity, ResumeHeaders("key", None), AnswerClaim(identity, None), 7).named(0, plain)
+    named = KeyedRequest(identity, ResumeHeaders("key", None), AnswerClaim(identity, RequestId("ask"), None), 7).named(
+        0, plain
+    )
     assert named.name == AnswerName(identity.key, identity.body, 0, 7)
     others = [field for field in RoutedRequest.__slots__ if field not in ("name", "journal")]
     assert {field: getattr(named, field) for field in others} == {field: getattr(plain, field) for field in others}
