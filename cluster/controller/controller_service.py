@@ -126,7 +126,7 @@ class ControllerService(pb_grpc.ControllerServicer):
 
     async def Drain(self, request: pb.DrainTarget, context: Context) -> pb.WorkerNames:
         name = await _name(request.name, context)
-        names = await self._operate(lambda: self._core.pools.drain(name), context)
+        names = await self._operate(lambda: self._core.pools.drain(name, map(Role, request.keep)), context)
         self._done(f"an operator drains {name}")
         return names
 

@@ -6,7 +6,7 @@ grants, starts and kills. A worker leaves by drain always: nothing here ends one
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from cluster.controller.controller_table import ControllerTable
 from cluster.controller.wanted_worker import WantedWorker
@@ -113,25 +113,25 @@ class PoolOperations:
             raise ConfigError(f"{name} is a {row.role} worker and can't become a {role} one: a colocated one has both")
         if row.role is role:
             raise ConfigError(f"{name} is a {role} worker already")
-        others = [other for other in self._table.rows.values() if other is not row and other.stays]
-        if not empty and not any((other.becomes or other.role) is row.role for other in others):
-            raise ConfigError(f"{name} is the last {row.role} worker that stays; --force (force=true) changes it")
+        if not empty:
+            self._check_left(name, [row], {row.role})
         row.becomes, row.drains = role, True
         self._table.saved(row)
 
     # ------------------------------------------------------------ drains and cordons
 
-    def drain(self, target: str) -> tuple[WorkerName, ...]:
+    def drain(self, target: str, keep: Iterable[Role] = ()) -> tuple[WorkerName, ...]:
         """Have a worker leave, or cordon a node and have all its workers leave; returns the workers that are told.
 
         A worker that drains already isn't told again; a worker that is still starting on the node is started elsewhere,
-        and is among those returned.
+        and is among those returned. `keep`: roles that mustn't be left without a worker. Routers have looked at that,
+        as for a change of roles.
         """
         row = self._table.rows.get(WorkerName(target))
-        if row is not None:
-            return (row.name,) if self._tell_to_drain(row) else ()
-        elsewhere = self.cordon(target)
-        told = tuple(row.name for row in self._table.on_node(target) if self._tell_to_drain(row))
+        leave = [row] if row is not None else list(self._table.on_node(self._node(target)))
+        self._check_left(target, [row for row in leave if _is_told(row)], set(keep))
+        elsewhere = self.cordon(target) if row is None else ()
+        told = tuple(row.name for row in leave if self._tell_to_drain(row))
         return (*told, *elsewhere)
 
     def undrain(self, target: str) -> tuple[WorkerName, ...]:
@@ -179,6 +179,13 @@ class PoolOperations:
             raise ConfigError(f"no worker or node is named {name!r}; nodes: {self._table.known_nodes()}")
         return name
 
+    def _check_left(self, target: str, leave: Sequence[WantedWorker], keep: Set[Role]) -> None:
+        """Refuse that workers leave their roles, where one of the roles `keep` has no other worker that stays."""
+        others = [row for row in self._table.rows.values() if row not in leave and row.stays]
+        for role in sorted({row.role for row in leave} & keep - {row.becomes or row.role for row in others}):
+            has = "is" if WorkerName(target) in self._table.rows else "has"
+            raise ConfigError(f"{target} {has} the last {role} worker that stays; --force (force=true) has it leave")
+
     def _check_place(self, node: str) -> None:
         if not self._table.is_node(node):
             raise ConfigError(f"no node is named {node!r}; nodes: {self._table.known_nodes()}")
@@ -214,7 +221,7 @@ class PoolOperations:
 
     def _tell_to_drain(self, row: WantedWorker) -> bool:
         """Have the next grant tell the worker to drain; returns whether it is ready and wasn't told before."""
-        if row.state is not WorkerState.READY or row.drains:
+        if not _is_told(row):
             return False
         row.drains = True
         self._table.saved(row)
@@ -243,6 +250,11 @@ class PoolOperations:
         row.restarts.forgive()
         row.status = row.own_status()
         self._table.saved(row)
+
+
+def _is_told(row: WantedWorker) -> bool:
+    """Whether a drain tells the worker anything new."""
+    return row.state is WorkerState.READY and not row.drains
 
 
 def _number(name: str) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -134,7 +134,7 @@ class LocalDirectory:
     async def change_role(self, name: WorkerName, role: Role, *, empty: bool = False) -> None:
         raise RequestError(f"{name} can't become a {role} worker: in one process no worker is started again")
 
-    async def drain(self, target: str) -> tuple[WorkerName, ...]:
+    async def drain(self, target: str, keep: Iterable[Role] = ()) -> tuple[WorkerName, ...]:
         """Tell no worker: the router drains workers by their clients, and without restarts there is nothing to cordon.
 
         Raises `RequestError` for an unknown name.

@@ -7,7 +7,7 @@ process. The interfaces are here so that the router, the hosts and the workers d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from contracts.ids import Role, WorkerName
@@ -66,9 +66,9 @@ class WorkerDirectory(Protocol):
         answer.
         """
 
-    async def drain(self, target: str) -> tuple[WorkerName, ...]:
+    async def drain(self, target: str, keep: Iterable[Role] = ()) -> tuple[WorkerName, ...]:
         """Have the controller tell a worker to leave, or cordon a node and tell all workers on it; returns the workers
-        that were told. Raises as `change_role` does."""
+        that were told. `keep`: roles that mustn't be left without a worker. Raises as `change_role` does."""
 
     async def undrain(self, target: str) -> tuple[WorkerName, ...]:
         """Have the controller take back the drain of a worker or a node; returns the workers that had left and are

@@ -655,10 +655,12 @@ class RoleChange(_message.Message):
     def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., empty: _Optional[bool] = ...) -> None: ...
 
 class DrainTarget(_message.Message):
-    __slots__ = ("name",)
+    __slots__ = ("name", "keep")
     NAME_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
     name: str
-    def __init__(self, name: _Optional[str] = ...) -> None: ...
+    keep: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., keep: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WorkerNames(_message.Message):
     __slots__ = ("workers",)

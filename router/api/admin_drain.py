@@ -18,7 +18,7 @@ also when one of them can't be reached.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import parse_qs, unquote
@@ -68,17 +68,15 @@ async def drain(service: RouterService, exchange: HttpExchange) -> None:
     under_way += [_line(e.status, "is started elsewhere") for e in target.in_state("starting")]
     for entry in ready:  # Before the workers answer: meanwhile another operator may drain the others of the role.
         entry.request_drain(service.clock.now())
-    if target.is_node and isinstance(refusal := await _ask_controller(service, target, drain=True), ApiError):
+    # The controller knows what other routers have ordered; without it the workers hear of the order all the same.
+    keep = () if asked(exchange, "force") else service.core.workers.needed
+    unheard = await _ask_controller(service, target, drain=True, keep=keep)
+    if isinstance(unheard, ApiError):
         for entry in ready:
             entry.cancel_drain()
-        return await exchange.fail(refusal)
+        return await exchange.fail(unheard)
     lines = await _tell(service, ready, drain=True)
-    failed, unheard = [line for line in lines if line["state"] == "unreachable"], ""
-    if failed and not target.is_node:
-        # Only for a worker that wasn't reached: an order by heartbeat could arrive after an undrain that comes soon.
-        answer = await _ask_controller(service, target, drain=True)
-        unheard = answer.message if isinstance(answer, ApiError) else answer
-    for line in [] if unheard else failed:
+    for line in [line for line in lines if line["state"] == "unreachable" and not unheard]:
         line["outcome"] += "; the controller tells it with its next heartbeat"
     await _answer(exchange, target, lines + under_way, unheard)
 
@@ -130,7 +128,9 @@ async def undrain(service: RouterService, exchange: HttpExchange) -> None:
     await _answer(exchange, target, lines, "" if target.is_node else "it goes on draining")
 
 
-async def _ask_controller(service: RouterService, target: DrainTarget, *, drain: bool) -> str | ApiError:
+async def _ask_controller(
+    service: RouterService, target: DrainTarget, *, drain: bool, keep: Iterable[Role] = ()
+) -> str | ApiError:
     """Order a drain or undrain from the controller.
 
     Returns an empty string once the controller has taken the order; the reason when it can't be reached and the workers
@@ -139,7 +139,7 @@ async def _ask_controller(service: RouterService, target: DrainTarget, *, drain:
     directory = service.worker_links.directory
     try:
         async with asyncio.timeout(ANSWER_DEADLINE_S):
-            await (directory.drain(target.name) if drain else directory.undrain(target.name))
+            await (directory.drain(target.name, keep) if drain else directory.undrain(target.name))
     except RequestError as error:
         if target.entries:
             return conflict(str(error))

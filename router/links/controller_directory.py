@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -106,8 +106,9 @@ class ControllerDirectory:
         change = pb.RoleChange(name=name, role=role, empty=empty)
         await self._ask(lambda stub, **options: stub.ChangeRole(change, **options))
 
-    async def drain(self, target: str) -> tuple[WorkerName, ...]:
-        answer = await self._ask(lambda stub, **options: stub.Drain(pb.DrainTarget(name=target), **options))
+    async def drain(self, target: str, keep: Iterable[Role] = ()) -> tuple[WorkerName, ...]:
+        order = pb.DrainTarget(name=target, keep=keep)
+        answer = await self._ask(lambda stub, **options: stub.Drain(order, **options))
         return tuple(WorkerName(name) for name in answer.workers)
 
     async def undrain(self, target: str) -> tuple[WorkerName, ...]:

@@ -177,6 +177,12 @@ class SimRouter:
             return False
         if not undo and not self.may_leave(entry):
             return False
+        pools, heard = self.control.core.pools, self.control.reaches(self.process)
+        try:  # Without the controller the worker hears of it all the same.
+            if heard:
+                pools.undrain(name) if undo else pools.drain(name, self.core.workers.needed)
+        except ConfigError:
+            return False
         if undo:
             entry.cancel_drain()
         else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from contracts.errors import ErrorKind, RequestError
@@ -376,6 +376,10 @@ class FakeCluster:
         self.hidden: set[str] = set()
         self.away = False
         """The controller can't be reached."""
+        self.refuses = ""
+        """Why the controller refuses drains."""
+        self.kept: tuple[Role, ...] = ()
+        """The roles that the latest drain mustn't leave without a worker."""
         self.told: list[tuple[str, str]] = []
         self.changes: list[PoolChange] = []
         self.settings: list[SettingsChange] = []
@@ -415,8 +419,11 @@ class FakeCluster:
             raise RequestError(f"no worker or node is named {target!r}")
         return found
 
-    async def drain(self, target: str) -> tuple[WorkerName, ...]:
+    async def drain(self, target: str, keep: Iterable[Role] = ()) -> tuple[WorkerName, ...]:
         found = self.named(target)
+        self.kept = tuple(keep)
+        if self.refuses:
+            raise RequestError(self.refuses)
         self.told.append(("drain", target))
         return tuple(w.name for w in found if w.state == "ready")
 
@@ -467,7 +474,7 @@ class FakeCluster:
             worker.state = "ready"
             worker.resume()
         self.hidden.clear()
-        self.away = False
+        self.away, self.refuses = False, ""
         self.told.clear()
         self.changes.clear()
         self.settings.clear()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -202,7 +202,7 @@ class _Table:
 
     async def change_role(self, name: WorkerName, role: Role, *, empty: bool = False) -> None: ...
 
-    async def drain(self, target: str) -> tuple[WorkerName, ...]:
+    async def drain(self, target: str, keep: Iterable[Role] = ()) -> tuple[WorkerName, ...]:
         return ()
 
     async def undrain(self, target: str) -> tuple[WorkerName, ...]:

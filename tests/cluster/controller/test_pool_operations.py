@@ -10,6 +10,7 @@ from cluster.controller.controller import Controller
 from cluster.controller.controller_actions import KillWorker, StartWorker
 from cluster.controller.controller_ledger import MemoryLedger
 from cluster.controller.node_table import NodePlace
+from cluster.controller.worker_states import WorkerState
 from contracts.clock import ManualClock
 from contracts.config.cluster_config import ClusterConfig
 from contracts.errors import ConfigError
@@ -145,6 +146,48 @@ def test_a_worker_that_changes_its_role_counts_where_it_goes() -> None:
     company.settle()
     assert company.pool(Role.PREFILL) == ["decode-1", "prefill-0", "prefill-1"]
     assert company.core.pools.add_some(Role.DECODE, 1) == ("decode-2",), "decode-1 is another worker's name"
+
+
+@pytest.mark.parametrize("other", ["changes its role", "drains", "is scaled away", "has left", "is dead"])
+def test_the_last_worker_of_a_role_is_not_drained_where_the_role_is_to_be_kept(other: str) -> None:
+    """Two orders that come by two routers, neither of which knows yet of the other's."""
+    company = Company(prefill=1, decode=2)
+    pools, first, last = company.core.pools, WorkerName("decode-1"), WorkerName("decode-0")
+    both = [Role.PREFILL, Role.DECODE]
+    match other:
+        case "changes its role":
+            pools.change_role(first, Role.PREFILL)
+        case "drains":
+            assert pools.drain(first, both) == (first,)
+        case "is scaled away":
+            pools.scale({Role.DECODE: 1})
+        case "has left":
+            pools.drain(first)
+            company.settle()
+        case _:
+            row = company.core.table.rows[first]
+            row.state, row.wanted = WorkerState.DEAD, False
+    with pytest.raises(ConfigError, match="decode-0 is the last decode worker that stays; --force"):
+        pools.drain(last, both)
+    assert not company.core.table.rows[last].drains
+    assert pools.drain(last, [Role.PREFILL]) == (last,), "where decode isn't needed"
+
+
+def test_a_worker_that_is_to_come_back_stays_for_its_role() -> None:
+    company = Company(prefill=1, decode=2)
+    pools = company.core.pools
+    pools.restart(WorkerName("decode-1"))
+    assert pools.drain(WorkerName("decode-0"), [Role.DECODE]) == ("decode-0",)
+
+
+def test_a_node_with_the_last_worker_of_a_role_is_not_drained_nor_cordoned() -> None:
+    company = Company(prefill=1, decode=2)
+    (node,) = {row.node.host for row in company.core.table.rows.values()}
+    with pytest.raises(ConfigError, match=f"{node} has the last decode worker that stays"):
+        company.core.pools.drain(node, [Role.PREFILL, Role.DECODE])
+    assert company.core.table.nodes.free(node)
+    assert not any(row.drains for row in company.core.table.rows.values())
+    assert len(company.core.pools.drain(node)) == 3
 
 
 @pytest.mark.parametrize("other", ["changes its role", "drains", "is scaled away"])

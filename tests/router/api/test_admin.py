@@ -341,12 +341,30 @@ def test_a_node_is_not_drained_while_the_controller_is_away_and_a_worker_is(serv
     assert server.cluster["decode-0"].state == "draining"
 
 
-def test_a_worker_that_the_router_can_not_reach_is_told_by_the_controller_and_only_then(server: Server) -> None:
-    """An order on its way by heartbeat could overtake an undrain that comes soon after."""
-    assert operate(server, "drain/decode-1?force=true")[0] == 200
-    assert server.cluster.told == []
-    assert operate(server, "undrain/decode-1")[0] == 200
-    server.cluster.told.clear()
+@pytest.mark.parametrize(("force", "kept"), [("", (Role.PREFILL, Role.DECODE)), ("?force=true", ())])
+def test_the_controller_is_told_which_roles_must_keep_a_worker(
+    server: Server, force: str, kept: tuple[Role, ...]
+) -> None:
+    assert operate(server, f"drain/decode-1{force}")[0] == 200
+    assert server.cluster.told == [("drain", "decode-1")]
+    assert server.cluster.kept == kept
+
+
+@pytest.mark.parametrize("target", ["decode-1", "there"])
+def test_d1_a_drain_that_the_controller_refuses_is_none(server: Server, target: str) -> None:
+    """Another router has drained the other worker, and this one's table doesn't show it yet."""
+    server.cluster["decode-1"].node = "there"
+    server.call(server.cluster.changed)
+    server.cluster.refuses = "decode-1 is the last decode worker that stays"
+    status, message = refusal(server, f"drain/{target}")
+    assert status == 409
+    assert message == "decode-1 is the last decode worker that stays"
+    assert server.cluster["decode-1"].state == "ready"
+    server.cluster.refuses = ""
+    assert len(server.service.core.workers.staying(Role.DECODE, server.service.clock.now())) == 2
+
+
+def test_a_worker_that_the_router_can_not_reach_is_told_by_the_controller(server: Server) -> None:
     server.cluster["decode-0"].alive = False
     status, line = operate(server, "drain/decode-0?force=true")
     assert (status, line["state"]) == (200, "unreachable")
