@@ -385,7 +385,7 @@ def test_drain_and_undrain_of_a_node_over_the_wire(wired: Wired) -> None:
         unwatch = directory.watch(views.append)
         with pytest.raises(RequestError, match="no worker or node is named 'elsewhere'; nodes: n"):
             await directory.drain("elsewhere")
-        with pytest.raises(RequestError, match="n has the last [a-z]+ worker that stays"):
+        with pytest.raises(RequestError, match=r"n has the last [a-z]+ worker that stays"):
             await directory.drain("n", [Role.PREFILL, Role.DECODE])
         assert await directory.drain("n") == (NAME,)
         await until_so(lambda: bool(views) and views[-1][0].cordoned)
