@@ -49,7 +49,7 @@ from router.kv_indexer.told_prefixes import ToldPrefixes
 from router.migration.migrations import Migrations
 from router.state.request_journal import JournalKind
 from router.state.routed_request import AttemptCost, AttemptLeg, RoutedRequest
-from router.state.worker_table import LEAVING, WorkerEntry, WorkerKey, WorkerTable
+from router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
 from router.verification.audits import Audits
 from router.verification.damage_totals import DamageTotals
 
@@ -162,11 +162,11 @@ class RouterCore:
         entry.linked = False
         self.audits.lost(entry.key)
         self.asks.lost(entry.key)
-        in_order = left or entry.status.state in LEAVING
+        left = left or entry.status.state == "left"
         for r in self.requests.those(entry.requests):
             if self.migrations.lost(r, entry.key, reason):
                 continue
-            if r.prefill == entry.key and r.outlives_prefill(in_order=in_order):
+            if r.prefill == entry.key and r.outlives_prefill(left=left):
                 self._placement.unbook_prefill(r, self._clock.now())
                 r.prefill_lost = True
                 self._finish_if_complete(r)
@@ -185,7 +185,7 @@ class RouterCore:
         for r in self.requests.those(entry.requests) if entry is not None else []:
             if self.migrations.lost(r, key, "it leaves", over=False):
                 continue
-            if r.prefill == key and r.outlives_prefill(in_order=False):
+            if r.prefill == key and r.outlives_prefill(left=False):
                 self._placement.unbook_prefill(r, self._clock.now())
                 r.prefill_lost = True
             else:

@@ -98,20 +98,21 @@ class WorkerLinks:
     def _changed(self, views: tuple[WorkerView, ...]) -> None:
         self.views, self.known = views, True
         wanted = {(v.record.name, v.record.incarnation): v.record for v in views if v.status.state in REACHABLE}
+        left = {(v.record.name, v.record.incarnation) for v in views if v.status.state == "left"}
         for key in [k for k in self._links if k not in wanted]:
-            self._drop(key)
+            self._drop(key, left=key in left)
         self._on_view(views)
         for key, record in wanted.items():
             if key not in self._links:
                 link = self._links[key] = WorkerLink(record, self.directory.port(record))
                 link.task = asyncio.get_running_loop().create_task(self._keep(key, link))
 
-    def _drop(self, key: WorkerKey) -> None:
+    def _drop(self, key: WorkerKey, *, left: bool = False) -> None:
         link = self._links.pop(key)
         if link.session is not None:
             link.session.close()
             link.session = None
-            self._on_unlinked(key, StreamEnd("the controller no longer shows it as alive"))
+            self._on_unlinked(key, StreamEnd("the controller no longer shows it as alive", left))
         if link.task is not None:
             link.task.cancel()
         task = asyncio.get_running_loop().create_task(link.port.aclose())

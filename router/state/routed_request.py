@@ -385,10 +385,10 @@ class RoutedRequest:
         """Whether what prefill tells of this attempt has arrived: the first token, and the scores if asked for."""
         return self.scores_in and self.next_position > self.base
 
-    def outlives_prefill(self, *, in_order: bool) -> bool:
+    def outlives_prefill(self, *, left: bool) -> bool:
         """Whether the request can do without its prefill worker: what that tells has arrived, and decode has the state
-        that it sent. `in_order`: whether the worker drains, as it then leaves only when decode has that state."""
-        return self.begun and (in_order or self.prompt_arrived) and not self.on_one_worker
+        that it sent. `left`: whether the worker has left in order, which it does only when decode has that state."""
+        return self.begun and (left or self.prompt_arrived) and not self.on_one_worker
 
     @property
     def complete(self) -> bool:

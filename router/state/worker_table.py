@@ -31,8 +31,6 @@ COUNTED_S = 0.1
 """Seconds for which a count of the workers that serve is good enough to be told."""
 
 GONE = frozenset({"left", "dead"})
-LEAVING = frozenset({"draining", "left"})
-"""The states of a worker that goes in order, which it does only when all of its work is done."""
 
 SEQUENCE_TOKENS = 16
 """The load of a sequence on a colocated worker, in prompt tokens: it takes a token of each step to come."""

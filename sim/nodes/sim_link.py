@@ -143,9 +143,9 @@ class SimLink:
     def _arrived(self, session: SessionId, frame: bytes) -> None:
         self.host.send(session, unpack_commands(frame))
 
-    def close(self) -> None:
+    def close(self, *, left: bool = False) -> None:
         self._hang_up()
         self.closed = True
         if self.linked:
             self.linked = False
-            self.router.unlinked(self.key, StreamEnd("the controller no longer shows it as alive"))
+            self.router.unlinked(self.key, StreamEnd("the controller no longer shows it as alive", left))

@@ -250,8 +250,9 @@ class SimRouter:
 
     def _viewed(self, views: tuple[WorkerView, ...]) -> None:
         wanted = {(v.record.name, v.record.incarnation): v.record for v in views if v.status.state in REACHABLE}
+        left = {(v.record.name, v.record.incarnation) for v in views if v.status.state == "left"}
         for key in [k for k in self.links if k not in wanted]:
-            self.links.pop(key).close()
+            self.links.pop(key).close(left=key in left)
         self.core.on_view(views)
         self._act()
         for key in wanted:

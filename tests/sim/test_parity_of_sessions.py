@@ -102,8 +102,8 @@ class Scene:
     pause: Callable[[], None]
     open: Callable[[WorkerKey], None]
     """The controller's table shows this worker: the router keeps a link to it from now on."""
-    close: Callable[[], None]
-    """The table doesn't show it any more."""
+    close: Callable[[str], None]
+    """The table shows it in this state, in which it can't be reached; empty: not any more."""
     send: Callable[[Sequence[Command]], None]
     cut: Callable[[], None]
     """The connection is cut, with all that is under way in it."""
@@ -159,7 +159,7 @@ def real(incarnation: int = 1) -> Iterator[Scene]:
                 table,
                 on_view=lambda views: None,
                 on_linked=lambda key: scene.links.append("linked"),
-                on_unlinked=lambda key, end: scene.links.append("unlinked"),
+                on_unlinked=lambda key, end: scene.links.append("left" if end.left else "unlinked"),
                 on_events=lambda key, events: scene.events.extend(events),
             )
             worker_links.start()
@@ -171,7 +171,7 @@ def real(incarnation: int = 1) -> Iterator[Scene]:
             run()
 
         scene.open = lambda key: routing.run(on_loop(lambda: table.show(key)), 5.0)
-        scene.close = lambda: routing.run(on_loop(lambda: table.show(None)), 5.0)
+        scene.close = lambda state: routing.run(on_loop(lambda: table.show(KEY if state else None, state)), 5.0)
         scene.send = lambda commands: routing.run(on_loop(lambda: worker_links.send(KEY, commands)), 5.0)
         try:
             yield scene
@@ -194,8 +194,8 @@ class _Table:
         self._listener = on_change
         return lambda: None
 
-    def show(self, key: WorkerKey | None) -> None:
-        self._listener(() if key is None else (WorkerView(_record(key, *self._addresses), _status(key)),))
+    def show(self, key: WorkerKey | None, state: str = "ready") -> None:
+        self._listener(() if key is None else (WorkerView(_record(key, *self._addresses), _status(key, state)),))
 
     def port(self, record: WorkerRecord) -> WorkerClient:
         return GrpcWorkerClient(record)
@@ -219,8 +219,8 @@ def _record(key: WorkerKey, endpoint: str, stream: str) -> WorkerRecord:
     return WorkerRecord(key[0], Role.DECODE, key[1], 1, "node", endpoint, "", FakeWorker.fits, stream=stream)
 
 
-def _status(key: WorkerKey) -> WorkerStatus:
-    return WorkerStatus(key[0], Role.DECODE, "ready", 1, "node", key[1], 0, 0, 64, 64)
+def _status(key: WorkerKey, state: str = "ready") -> WorkerStatus:
+    return WorkerStatus(key[0], Role.DECODE, state, 1, "node", key[1], 0, 0, 64, 64)
 
 
 @contextmanager
@@ -244,9 +244,9 @@ def simulated(incarnation: int = 1) -> Iterator[Scene]:
     waiter, router = SimWaiter(agenda), _LinkOwner(world, home.new_process("router-0#1", "node-head"))
     links: list[SimLink] = []
 
-    def close() -> None:
+    def close(state: str) -> None:
         for link in links:
-            link.close()
+            link.close(left=state == "left")
 
     scene = Scene(
         made[0], lambda: waiter.wait(0.05), lambda key: links.append(SimLink(router, key, host)),
@@ -298,7 +298,7 @@ class _LinkOwner:
         self.scene.links.append("linked")
 
     def unlinked(self, key: WorkerKey, end: StreamEnd) -> None:
-        self.scene.links.append("unlinked")
+        self.scene.links.append("left" if end.left else "unlinked")
 
     def events(self, key: WorkerKey, events: Sequence[Event]) -> None:
         self.scene.events.extend(events)
@@ -344,7 +344,7 @@ def test_a_link_that_the_router_closes_drops_the_session_once_and_carries_nothin
     scene.linked()
     scene.send([submit("a")])
     scene.until(lambda: scene.worker.running, "the request")
-    scene.close()
+    scene.close("")
     scene.send([submit("late")])
     scene.until(lambda: scene.worker.dropped, "the session to be dropped")
     scene.a_while()
@@ -377,7 +377,7 @@ def test_what_is_sent_while_there_is_no_link_is_lost(scene: Scene) -> None:
     scene.cut()
     scene.until(lambda: "unlinked" in scene.links, "the end of the link")
     scene.until(lambda: scene.links[-1] == "linked", "the link to come back")
-    scene.close()
+    scene.close("")
     scene.send([submit("lost")])
     scene.a_while()
     assert scene.worker.seen == []
@@ -430,9 +430,19 @@ def test_a_drained_worker_leaves_unfenced_and_an_undrain_that_is_in_time_keeps_i
     assert not scene.ended()
     scene.call(lambda worker: worker.drain())
     scene.until(scene.ended, "the worker to leave")
-    scene.until(lambda: "unlinked" in scene.links, "the router to be told")
+    scene.until(lambda: "left" in scene.links, "the router to be told")
     assert scene.worker.ends == ["closed"]
-    assert scene.links == ["linked", "unlinked"]
+    assert scene.links == ["linked", "left"]
+
+
+@pytest.mark.parametrize(("shown_as", "heard"), [("left", "left"), ("dead", "unlinked"), ("", "unlinked")])
+def test_the_table_says_whether_a_worker_has_left_where_the_stream_has_not_ended_yet(
+    scene: Scene, shown_as: str, heard: str
+) -> None:
+    scene.linked()
+    scene.close(shown_as)
+    scene.until(lambda: len(scene.links) == 2, "the link's end")
+    assert scene.links == ["linked", heard]
 
 
 def test_a_link_that_is_meant_for_another_incarnation_never_opens(made: Callable[..., Any]) -> None:
