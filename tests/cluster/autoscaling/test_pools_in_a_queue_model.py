@@ -179,6 +179,22 @@ def test_an_operator_who_scales_is_left_alone_and_then_gone_on_from() -> None:
     assert run.size(Role.PREFILL) >= 3, "held for 120 s, not for ever"
 
 
+def test_a_start_that_an_operator_takes_back_and_orders_anew_is_the_operators() -> None:
+    """It waits for its place for as long as it takes."""
+    run = model(scaling(start_wait_s=40, role_cooldown_s=900, role_window_s=900), poisson(8, (8.0, 100.0)), places=4)
+    while not [row for row in run.core.table.rows.values() if row.unplaced]:
+        run.step()
+    name = "prefill-2"
+    assert run.autoscaler is not None
+    assert name in run.core.pools.scale({Role.PREFILL: 2})
+    run.autoscaler.hold("an operator has scaled")
+    run.run(run.now + 1.0)
+    assert run.core.pools.add_some(Role.PREFILL, 1) == (name,)
+    run.run(run.now + 60.0)
+    assert [row.name for row in run.core.table.rows.values() if row.unplaced and row.wanted] == [name]
+    assert not any("found no place" in text for text in told(run))
+
+
 def test_a_worker_that_an_operator_drains_is_not_replaced_while_the_hold_lasts() -> None:
     """A drain is told to the worker itself: the controller hears of it by heartbeat."""
     run = model(scaling(decode={"min_workers": 2, "max_workers": 6}), poisson(11, (1.0, 300.0)))
