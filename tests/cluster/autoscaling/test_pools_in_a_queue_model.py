@@ -124,7 +124,11 @@ def test_a_start_that_fails_ends_nothing_and_is_waited_off_longer_each_time() ->
     assert waits[-1] > 1.5 * waits[0]
     assert run.size(Role.PREFILL) == 2
     assert any("failed (it could not start)" in text for text in told(run))
+    assert run.autoscaler is not None
+    rests = "a start has failed, it does not grow yet"
+    assert all(rests in pool.why for pool in run.autoscaler.view().pools)
     run.run(330.0)
+    assert not any(rests in pool.why for pool in run.autoscaler.view().pools)
     assert run.size(Role.PREFILL) >= 4, "once starts succeed it grows"
 
 

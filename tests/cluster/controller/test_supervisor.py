@@ -91,11 +91,12 @@ class Scene:
         self.core = Controller(self.clock, ClusterConfig(lease_s=10.0), MemoryLedger())
         self.hands = Hands()
         plan: Any = lambda start: start  # noqa: E731
-        self.line, self.said = Line(self.core), list[str]()
+        self.line, self.said, self.changes = Line(self.core), list[str](), list[SettingsChange]()
         self.supervisor = Supervisor(self.line, self.hands, plan, self.said.append, self.changer)
         self.core.pools.add(NAME, Role.DECODE)
 
     def changer(self, order: SettingsChange) -> SettingsAnswer:
+        self.changes.append(order)
         return SettingsAnswer(order.number, refusal="no")
 
     def poll(self, after_s: float = 0.1) -> None:
@@ -147,6 +148,16 @@ def test_nodes_are_told_when_they_change() -> None:
     for _ in range(3):
         scene.poll()
     assert scene.line.nodes_told == 1
+
+
+def test_a_change_of_settings_is_made_once_and_its_answer_told() -> None:
+    scene = Scene()
+    scene.poll()
+    scene.core.table.act(SettingsChange("{}", dry_run=True, number=7))
+    scene.poll()
+    scene.poll()
+    assert scene.changes == [SettingsChange("{}", dry_run=True, number=7)]
+    assert scene.line.answers == [SettingsAnswer(7, refusal="no")]
 
 
 def test_a_start_for_which_there_can_be_no_plan_is_told_as_its_end() -> None:
