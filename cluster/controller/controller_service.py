@@ -195,8 +195,10 @@ class ControllerService(pb_grpc.ControllerServicer):
             workers = change() or ()
         except (ConfigError, ValueError) as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        stays = {name: self._core.table.rows[name].stays for name in workers}
         self.tick()
-        return pb.WorkerNames(workers=workers)
+        start, leave = ([name for name in workers if stays[name] is fate] for fate in (True, False))
+        return pb.WorkerNames(workers=workers, start=start, leave=leave)
 
     # ------------------------------------------------------------ the supervisor
 

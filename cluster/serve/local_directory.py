@@ -17,7 +17,7 @@ from cluster.worker_process.worker_thread import WorkerClosed, WorkerEnd, Worker
 from contracts.errors import RequestError
 from contracts.ids import Role, WorkerName
 from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.pool_changes import PoolChange
+from contracts.messages.pool_changes import ChangedWorkers, PoolChange
 from contracts.messages.router_commands import Command
 from contracts.messages.settings_change import SettingsAnswer, SettingsChange
 from contracts.messages.stream_end import StreamEnd
@@ -147,7 +147,7 @@ class LocalDirectory:
             raise RequestError(f"{' and '.join(gone)} has left: in one process no worker is started again")
         return ()
 
-    async def change_pools(self, change: PoolChange) -> tuple[WorkerName, ...]:
+    async def change_pools(self, change: PoolChange) -> ChangedWorkers:
         raise RequestError(
             "in one process no worker is started or stopped by itself: serve with a transfer.plane other than local"
         )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from contracts.ids import Role, WorkerName
-from contracts.messages.pool_changes import PoolChange
+from contracts.messages.pool_changes import ChangedWorkers, PoolChange
 from contracts.messages.router_commands import Command
 from contracts.messages.settings_change import SettingsAnswer, SettingsChange
 from contracts.messages.stream_end import StreamEnd
@@ -74,7 +74,7 @@ class WorkerDirectory(Protocol):
         """Have the controller take back the drain of a worker or a node; returns the workers that had left and are
         started again. Raises as `change_role` does."""
 
-    async def change_pools(self, change: PoolChange) -> tuple[WorkerName, ...]:
+    async def change_pools(self, change: PoolChange) -> ChangedWorkers:
         """Have the controller add, scale or restart workers, or cordon a node; returns the workers that are started or
         told to leave. Raises as `change_role` does."""
 

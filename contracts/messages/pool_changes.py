@@ -49,3 +49,14 @@ class UncordonNode:
 
 
 PoolChange = AddWorkers | ScalePools | RestartWorker | CordonNode | UncordonNode
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedWorkers:
+    """The workers that a change of pools concerns."""
+
+    names: tuple[WorkerName, ...] = ()
+    start: frozenset[WorkerName] = frozenset()
+    """Those that start, or start again."""
+    leave: frozenset[WorkerName] = frozenset()
+    """Those that leave for good, by drain or because they don't run. A controller of an older build says neither."""

@@ -663,10 +663,14 @@ class DrainTarget(_message.Message):
     def __init__(self, name: _Optional[str] = ..., keep: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WorkerNames(_message.Message):
-    __slots__ = ("workers",)
+    __slots__ = ("workers", "start", "leave")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, workers: _Optional[_Iterable[str]] = ...) -> None: ...
+    start: _containers.RepeatedScalarFieldContainer[str]
+    leave: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, workers: _Optional[_Iterable[str]] = ..., start: _Optional[_Iterable[str]] = ..., leave: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PoolSize(_message.Message):
     __slots__ = ("role", "count", "node", "operator")

@@ -19,6 +19,7 @@ from contracts.errors import RequestError
 from contracts.ids import Role, WorkerName
 from contracts.messages.pool_changes import (
     AddWorkers,
+    ChangedWorkers,
     CordonNode,
     PoolChange,
     RestartWorker,
@@ -102,7 +103,7 @@ async def _change(service: RouterService, exchange: HttpExchange, change: PoolCh
     before = {entry.record.name: (entry.record.incarnation, entry.status.state) for entry in service.core.workers}
     try:
         async with asyncio.timeout(ANSWER_DEADLINE_S):
-            names = await service.worker_links.directory.change_pools(change)
+            changed = await service.worker_links.directory.change_pools(change)
     except RequestError as error:
         await exchange.fail(conflict(str(error)))
         return False
@@ -110,18 +111,21 @@ async def _change(service: RouterService, exchange: HttpExchange, change: PoolCh
         reason = str(error) or "no answer in time"
         await exchange.fail(ApiError(503, f"the controller can't be reached: {reason}", "server_error", "down"))
         return False
-    if isinstance(change, RestartWorker):
-        names = (change.name,)
-    await exchange.answer_json(200, {"workers": [_row(name, before, change) for name in names]})
+    names = (change.name,) if isinstance(change, RestartWorker) else changed.names
+    rows = [_row(name, before.get(name, (0, "new")), change, changed) for name in names]
+    await exchange.answer_json(200, {"workers": rows})
     return True
 
 
-def _row(name: WorkerName, before: dict[WorkerName, tuple[Any, str]], change: PoolChange) -> dict[str, Any]:
-    """A worker of the answer: its incarnation before the change, 0 where it is new, and what becomes of it."""
-    incarnation, state = before.get(name, (0, "new"))
+def _row(name: WorkerName, before: tuple[int, str], change: PoolChange, changed: ChangedWorkers) -> dict[str, Any]:
+    """A worker of the answer: its incarnation before the change, 0 where it is new, and what becomes of it. `before`:
+    that, and its state, as this router knew them; of who starts and who leaves the controller knows better."""
+    incarnation, state = before
     match change:
         case AddWorkers():
             outcome = "starts"
+        case ScalePools() if name in changed.start or name in changed.leave:
+            outcome = "starts" if name in changed.start else "leaves"
         case ScalePools():
             outcome = "starts" if state in ("new", *GONE) else "leaves"
         case RestartWorker():

@@ -17,7 +17,7 @@ from contracts.ids import Role, WorkerName
 from contracts.interfaces.discovery import WorkerClient
 from contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts
 from contracts.messages.control_plane import ControlPlane
-from contracts.messages.pool_changes import PoolChange
+from contracts.messages.pool_changes import ChangedWorkers, PoolChange
 from contracts.messages.quota import QuotaClaim, QuotaSlice
 from contracts.messages.request_record import FoundRecords, RequestRecord
 from contracts.messages.settings_change import SettingsAnswer, SettingsChange
@@ -115,9 +115,10 @@ class ControllerDirectory:
         answer = await self._ask(lambda stub, **options: stub.Undrain(pb.DrainTarget(name=target), **options))
         return tuple(WorkerName(name) for name in answer.workers)
 
-    async def change_pools(self, change: PoolChange) -> tuple[WorkerName, ...]:
+    async def change_pools(self, change: PoolChange) -> ChangedWorkers:
         answer = await self._ask(lambda stub, **options: call_for(stub, change, **options))
-        return tuple(WorkerName(name) for name in answer.workers)
+        names, start, leave = (map(WorkerName, told) for told in (answer.workers, answer.start, answer.leave))
+        return ChangedWorkers(tuple(names), frozenset(start), frozenset(leave))
 
     async def change_settings(self, change: SettingsChange) -> SettingsAnswer:
         answer = await self._ask(lambda stub, **options: stub.ChangeSettings(change_to_proto(change), **options))

@@ -17,7 +17,7 @@ from contracts.errors import ErrorKind, RequestError
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
 from contracts.messages.fingerprint import PROTOCOL, Fingerprint
 from contracts.messages.kept_answers import Attach, Attached, Detach
-from contracts.messages.pool_changes import PoolChange
+from contracts.messages.pool_changes import ChangedWorkers, PoolChange
 from contracts.messages.router_commands import Audit, Cancel, Command, InvalidatePrefix, Submit
 from contracts.messages.settings_change import ChangedSetting, SettingsAnswer, SettingsChange
 from contracts.messages.stream_end import StreamEnd
@@ -378,6 +378,8 @@ class FakeCluster:
         """The controller can't be reached."""
         self.refuses = ""
         """Why the controller refuses drains."""
+        self.fates: tuple[frozenset[WorkerName], ...] = ()
+        """Those that start and those that leave, of the answer to changes of pools; empty: the controller is older."""
         self.kept: tuple[Role, ...] = ()
         """The roles that the latest drain mustn't leave without a worker."""
         self.told: list[tuple[str, str]] = []
@@ -441,13 +443,13 @@ class FakeCluster:
         if empty:
             self.told.append(("empty", name))
 
-    async def change_pools(self, change: PoolChange) -> tuple[WorkerName, ...]:
+    async def change_pools(self, change: PoolChange) -> ChangedWorkers:
         if self.away:
             raise ConnectionError("the controller is away")
         self.changes.append(change)
         if isinstance(self.answer, str):
             raise RequestError(self.answer)
-        return self.answer
+        return ChangedWorkers(self.answer, *self.fates)
 
     async def change_settings(self, change: SettingsChange) -> SettingsAnswer:
         if self.away:
@@ -474,7 +476,7 @@ class FakeCluster:
             worker.state = "ready"
             worker.resume()
         self.hidden.clear()
-        self.away, self.refuses = False, ""
+        self.away, self.refuses, self.fates = False, "", ()
         self.told.clear()
         self.changes.clear()
         self.settings.clear()

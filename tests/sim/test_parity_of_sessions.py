@@ -27,7 +27,7 @@ from contracts.config.load_config import config_from_dict
 from contracts.ids import Incarnation, RequestId, Role, WorkerName
 from contracts.interfaces.discovery import WorkerClient
 from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.pool_changes import PoolChange
+from contracts.messages.pool_changes import ChangedWorkers, PoolChange
 from contracts.messages.router_commands import Cancel, Command
 from contracts.messages.settings_change import SettingsAnswer, SettingsChange
 from contracts.messages.stream_end import StreamEnd
@@ -208,8 +208,8 @@ class _Table:
     async def undrain(self, target: str) -> tuple[WorkerName, ...]:
         return ()
 
-    async def change_pools(self, change: PoolChange) -> tuple[WorkerName, ...]:
-        return ()
+    async def change_pools(self, change: PoolChange) -> ChangedWorkers:
+        return ChangedWorkers()
 
     async def change_settings(self, change: SettingsChange) -> SettingsAnswer:
         return SettingsAnswer(0)

@@ -501,6 +501,20 @@ def test_changes_of_pools_go_to_the_controller_as_they_were_asked_for(server: Se
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("state", ["ready", "starting", "dead", "left"])
+@pytest.mark.parametrize("fate", ["starts", "leaves"])
+def test_who_starts_and_who_leaves_is_what_the_controller_says(server: Server, state: str, fate: str) -> None:
+    """This router's table is older: it may show a worker as dead that was to start again, and isn't wanted any more."""
+    name = WorkerName("decode-1")
+    server.cluster[name].state = state
+    server.call(server.cluster.changed)
+    server.cluster.answer = (name,)
+    both = frozenset({name}), frozenset[WorkerName]()
+    server.cluster.fates = both if fate == "starts" else both[::-1]
+    _, body = operate(server, "scale?decode=2")
+    assert [row["outcome"] for row in body["workers"]] == [fate]
+
+
 def test_a_worker_is_restarted_through_the_controller_but_not_the_last_of_its_role(server: Server) -> None:
     server.cluster.answer = (WorkerName("decode-1"),)
     status, body = operate(server, "restart/decode-1")

@@ -15,9 +15,9 @@ from cluster.controller.node_table import NodePlace
 from contracts.clock import ManualClock
 from contracts.config.autoscaling_config import AutoscalingConfig
 from contracts.config.cluster_config import Config
-from contracts.ids import Role
+from contracts.ids import Role, WorkerName
 from contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts, PoolSizing, SizingDecision
-from contracts.messages.pool_changes import AddWorkers, CordonNode, ScalePools
+from contracts.messages.pool_changes import AddWorkers, ChangedWorkers, CordonNode, ScalePools
 from contracts.wire.autoscaler_protobuf import (
     autoscaler_from_proto,
     autoscaler_to_proto,
@@ -153,3 +153,16 @@ async def test_what_an_operator_orders_holds_the_autoscaler_and_a_cordon_does_no
     assert held() == 0
     await site.directory.change_pools(ScalePools({Role.DECODE: 2}))
     assert held() == CONFIG.autoscaling.hold_s
+
+
+@pytest.mark.asyncio
+async def test_the_controller_says_who_starts_and_who_leaves_of_those_that_a_change_concerns(site: Site) -> None:
+    """Over the wire: one more of decode, one fewer of prefill, which doesn't run yet."""
+    site.server.call(lambda core: core.pools.add_some(Role.PREFILL, 2))
+    site.server.call(lambda core: core.pools.add_some(Role.DECODE, 1))
+    changed = await site.directory.change_pools(ScalePools({Role.DECODE: 2, Role.PREFILL: 1}))
+    assert changed == ChangedWorkers(
+        (WorkerName("decode-1"), WorkerName("prefill-1")),
+        start=frozenset({WorkerName("decode-1")}),
+        leave=frozenset({WorkerName("prefill-1")}),
+    )
