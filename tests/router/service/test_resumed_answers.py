@@ -22,7 +22,7 @@ from router.state.prefix_hashes import prefix_hashes
 from router.state.routed_request import RoutedRequest
 from router.state.tenant_share import TenantShare
 from tests.resuming import ids_of, never, read
-from tests.router.fake_worker import expected
+from tests.router.fake_worker import FakeWorker, expected
 from tests.router.http_server import Server
 
 BODY: dict[str, Any] = {"prompt": [5, 6, 7], "seed": 1, "max_tokens": 20, "return_token_ids": True}
@@ -97,6 +97,17 @@ def send(client: socket.socket, key: str) -> None:
     client.sendall(head.encode() + body)
 
 
+def ask_and_leave(server: Server, key: str) -> FakeWorker:
+    """A client asks and is gone before `decode-1` has answered, which it hasn't done yet; returns that worker."""
+    worker = server.cluster["decode-1"]
+    worker.attached = lambda ask: None
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        send(client, key)
+        server.wait_until(lambda: bool(worker.asked))
+    server.wait_until(lambda: server.service.room.booked == 0)
+    return worker
+
+
 def test_an_answer_that_has_ended_comes_from_where_it_is_kept(server: Server) -> None:
     one, answer = kept(server, 20, reason="length")
     server.cluster["decode-1"].attached = lambda ask: Attached(ask.request_id, 0, answers=(one,))
@@ -119,22 +130,10 @@ def test_an_answer_that_was_cut_goes_on_from_its_tokens(server: Server) -> None:
 
 def test_a_running_answer_that_nobody_waits_for_any_more_is_left_to_its_worker(server: Server) -> None:
     """The client leaves while its answer is looked for."""
-    asked = threading.Event()
-    asks: list[Attach] = []
-
-    def silent(ask: Attach) -> None:
-        asks.append(ask)
-        asked.set()
-
     one, _ = kept(server, 9, running=True, started=True)
     server.cluster["decode-0"].attached = lambda ask: Attached(ask.request_id, 0, answers=())
-    server.cluster["decode-1"].attached = silent
-    with socket.create_connection(("127.0.0.1", server.port)) as client:
-        send(client, "left")
-        assert asked.wait(10)
-    worker = server.cluster["decode-1"]
-    server.wait_until(lambda: server.service.room.booked == 0)
-    answered = Attached(asks[0].request_id, 0, answers=(one,))
+    worker = ask_and_leave(server, "left")
+    answered = Attached(worker.asked[0].request_id, 0, answers=(one,))
     server.call(lambda: worker.sessions[0].on_events([answered]))
     server.wait_until(lambda: [d.request_id for d in worker.detached] == ["kept-0"])
 
@@ -154,25 +153,14 @@ def test_an_answer_that_another_router_has_goes_to_the_client_that_waits_here(se
 
 
 def test_an_answer_that_another_router_has_is_left_there_when_the_client_has_gone(server: Server) -> None:
-    asked = threading.Event()
-    asks: list[Attach] = []
-
-    def silent(ask: Attach) -> None:
-        asks.append(ask)
-        asked.set()
-
-    server.cluster["decode-1"].attached = silent
+    worker = ask_and_leave(server, "gone")
+    ask = worker.asked[0].request_id
+    server.call(lambda: worker.sessions[0].on_events([Attached(ask, 0, contested=5)]))
+    assert [one.seen for one in worker.asked] == [0]
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         send(client, "gone")
-        assert asked.wait(10)
-    server.wait_until(lambda: server.service.room.booked == 0)
-    worker = server.cluster["decode-1"]
-    server.call(lambda: worker.sessions[0].on_events([Attached(asks[0].request_id, 0, contested=5)]))
-    assert [ask.seen for ask in asks] == [0]
-    with socket.create_connection(("127.0.0.1", server.port)) as client:
-        send(client, "gone")
-        server.wait_until(lambda: [ask.seen for ask in asks] == [0, 5])
-    server.call(lambda: worker.sessions[0].on_events([Attached(asks[0].request_id, 0)]))
+        server.wait_until(lambda: [one.seen for one in worker.asked] == [0, 5])
+    server.call(lambda: worker.sessions[0].on_events([Attached(ask, 0)]))
     server.wait_until(lambda: server.service.core.requests.in_flight == 0)
 
 
