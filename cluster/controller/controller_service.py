@@ -195,10 +195,9 @@ class ControllerService(pb_grpc.ControllerServicer):
             workers = change() or ()
         except (ConfigError, ValueError) as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        stays = {name: self._core.table.rows[name].stays for name in workers}
+        start = [name for name in workers if self._core.table.rows[name].stays]
         self.tick()
-        start, leave = ([name for name in workers if stays[name] is fate] for fate in (True, False))
-        return pb.WorkerNames(workers=workers, start=start, leave=leave)
+        return pb.WorkerNames(workers=workers, start=start, leave=[name for name in workers if name not in start])
 
     # ------------------------------------------------------------ the supervisor
 
