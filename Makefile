@@ -40,7 +40,7 @@ format: .venv/.installed-dev ## put the code into its format
 bench: .venv/.installed-dev ## measure the engine, the data planes and the demo cluster; ARGS="serve --long"
 	@$(BIN)/python -m bench $(ARGS)
 
-mutants: .venv/.installed-dev ## show that each hazard's test fails when its rule is broken; ARGS="a1 b" for some
+mutants: .venv/.installed-dev ## show that tests fail when a hazard's rule is broken or a likely mistake is made; ARGS="a1 b" for some
 	@$(BIN)/python tests/mutants/run.py $(ARGS)
 
 mutation-sweep: .venv/.installed-dev ## break hundreds of places one by one, and see whether a test notices; ARGS="--hours 1", "report"

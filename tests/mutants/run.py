@@ -37,7 +37,7 @@ def main(chosen: list[str]) -> int:
         verdicts = []
         for mutant, verdict in zip(mutants, threads.map(judge, mutants), strict=True):
             verdicts.append(verdict)
-            print(f"{mutant.hazard:4} {mutant.path.stem:44} {verdict}", flush=True)
+            print(f"{mutant.path.stem:56} {verdict}", flush=True)
     good = sum(verdict.startswith("caught") for verdict in verdicts)
     print(f"{good} of {len(mutants)} mutants are caught")
     return int(good < len(mutants))

@@ -1,21 +1,31 @@
-"""Every hazard has its mutant, every mutant still applies, and its test is there. `make mutants` runs them."""
+"""Every hazard has its mutant, other mutants are of known kinds, and all still apply. `make mutants` runs them."""
 
 from __future__ import annotations
 
 import subprocess
 
-from tests.mutants.catalogue import HAZARDS, ROOT, all_mutants
+from tests.mutants.catalogue import FOLDER, HAZARDS, KINDS, ROOT, all_mutants, of_hazards
 
 
 def test_every_hazard_has_a_mutant_and_a_test_that_is_named_for_it() -> None:
-    mutants = all_mutants()
-    assert {m.hazard for m in mutants} == set(HAZARDS)
+    mutants = of_hazards()
+    assert {m.rule for m in mutants} == set(HAZARDS)
     for mutant in mutants:
+        assert mutant.path.parent == FOLDER
+        assert mutant.test.split("::")[1].startswith(f"test_{mutant.rule.lower()}_"), mutant.path.name
+
+
+def test_every_other_mutant_is_of_a_kind() -> None:
+    others = [m for m in all_mutants() if m.rule not in HAZARDS]
+    assert {m.rule for m in others} <= set(KINDS)
+    assert {m.path.parent for m in others} <= {FOLDER / "kinds"}
+
+
+def test_every_mutant_is_named_for_its_rule_and_its_test_is_there() -> None:
+    for mutant in all_mutants():
+        assert mutant.path.name.startswith(f"{mutant.rule.lower()}-"), mutant.path.name
         file, name = mutant.test.split("::")
-        name = name.split("[")[0]
-        assert name.startswith(f"test_{mutant.hazard.lower()}_"), mutant.path.name
-        assert mutant.path.name.startswith(f"{mutant.hazard.lower()}-"), mutant.path.name
-        assert f"def {name}(" in (ROOT / file).read_text(), f"{mutant.path.name}: {mutant.test} is gone"
+        assert f"def {name.split('[')[0]}(" in (ROOT / file).read_text(), f"{mutant.path.name}: {mutant.test} is gone"
 
 
 def test_every_mutant_applies_to_product_code_as_it_is() -> None:

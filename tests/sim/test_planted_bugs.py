@@ -15,6 +15,6 @@ def test_the_planted_bugs_apply_and_are_of_every_group_of_hazards() -> None:
             ["git", "apply", "--check", str(bug.path)], cwd=ROOT, capture_output=True, text=True, check=False
         )
         assert ran.returncode == 0, f"{bug.path.name}: {ran.stderr}"
-    groups = Counter(bug.hazard[0] for bug in bugs)
+    groups = Counter(bug.rule[0] for bug in bugs)
     assert len(bugs) >= 10
     assert min(groups[group] for group in "ABCD") >= 2, groups

@@ -37,7 +37,7 @@ ALSO = (
 def planted() -> list[Mutant]:
     """In the order of the hazards."""
     paths = [*FOLDER.glob("*.patch"), *(MUTANTS / f"{name}.patch" for name in ALSO)]
-    return sorted(map(load, paths), key=lambda m: (m.hazard[0], int(m.hazard[1:]), m.path.name))
+    return sorted(map(load, paths), key=lambda m: (m.rule[0], int(m.rule[1:]), m.path.name))
 
 
 def main(chosen: list[str]) -> int:
@@ -46,7 +46,7 @@ def main(chosen: list[str]) -> int:
     for bug in bugs:
         seeds, violation = seeds_to_find(bug.path)
         missed += seeds is None
-        print(f"| {bug.hazard} | {bug.breaks} | {seeds or f'not in {MOST}'} | {violation} |", flush=True)
+        print(f"| {bug.rule} | {bug.breaks} | {seeds or f'not in {MOST}'} | {violation} |", flush=True)
     return int(missed > 0)
 
 
