@@ -14,7 +14,7 @@ from contracts.errors import ErrorKind
 from contracts.messages.worker_events import Done
 from contracts.sampling_params import TokenLogprob
 from router.openai.generate_request import GenerateRequest
-from router.parsers.answer_parts import AnswerPart, CallPart, ReasoningPart, joined
+from router.parsers.answer_parts import AnswerPart, ArgumentsOfCalls, CallPart, ReasoningPart, joined
 from router.state.routed_request import RoutedRequest
 from router.text.stop_strings import StopMatcher
 from router.text.tokenizer import ModelTokenizer
@@ -41,6 +41,7 @@ class ChoiceOutput:
     """The state of one choice: its tokens, text and end so far. Times are seconds of the service's clock."""
 
     __slots__ = (
+        "_arguments",
         "_detokenizer",
         "_eos",
         "_first_due",
@@ -96,6 +97,7 @@ class ChoiceOutput:
         self.tokenise_s = 0.0
         looked_for = generate_request.answer_format
         self._parser = looked_for.parser() if looked_for is not None else None
+        self._arguments = ArgumentsOfCalls()
         if self._parser is not None:
             self.parts = []
         self._detokenizer = model_tokenizer.detokenizer(
@@ -187,7 +189,8 @@ class ChoiceOutput:
             return None
         if self.finish is not None:
             self._found += self._parser.finish()
-        parts = list(joined(self._found))
+        found = self._arguments.take(self._found, stopped=self.finish == "stop")
+        parts = list(joined(list(found)))
         self._found = []
         self.parts += parts
         return parts

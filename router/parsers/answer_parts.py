@@ -99,3 +99,27 @@ def joined(parts: Sequence[AnswerPart]) -> Iterator[AnswerPart]:
         kept = part
     if kept is not None:
         yield kept
+
+
+class ArgumentsOfCalls:
+    """Gives a call that has ended without arguments an empty object: models may write nothing there, and clients read
+    arguments as JSON."""
+
+    def __init__(self) -> None:
+        self._waiting = False
+        """Whether the latest call has no arguments yet."""
+
+    def take(self, parts: Sequence[AnswerPart], *, stopped: bool) -> Iterator[AnswerPart]:
+        """Yield the answer's next parts, with what is missing before them. `stopped`: whether they are the last, of an
+        answer that wasn't cut off."""
+        for part in parts:
+            if self._waiting and not isinstance(part, ArgumentsPart):
+                yield ArgumentsPart("{}")
+            if isinstance(part, CallPart):
+                self._waiting = True
+            elif not isinstance(part, ArgumentsPart) or part.text.strip():
+                self._waiting = False
+            yield part
+        if self._waiting and stopped:
+            self._waiting = False
+            yield ArgumentsPart("{}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -53,7 +53,7 @@ class Values:
             return (self.of(args[0], where), self.of(args[0], where))
         if origin is tuple:
             return tuple(self.of(a, where) for a in args)
-        if origin is dict:
+        if origin in (dict, Mapping):
             return {self.of(args[0], where): self.of(args[1], where) for _ in range(2)}
         if kind is Any:
             return {"a": self.next(), "b": (self.next(), f"{where}-{self.next()}"), "c": None, "d": self.next() + 0.25}
@@ -69,7 +69,12 @@ def full(cls: type[Any], **fixed: Any) -> Any:
     nothing can be made, or only its default."""
     values = Values()
     fields = fields_of(cls)
-    made = cls(**{name: values.of(kind, name, default) for name, (kind, default) in fields.items()} | fixed)
+    made = cls(
+        **{
+            name: fixed[name] if name in fixed else values.of(kind, name, default)
+            for name, (kind, default) in fields.items()
+        }
+    )
     for name, (_, default) in fields.items():
         if getattr(made, name) == default:
             raise TypeError(f"{cls.__name__}.{name}: no rule makes a value that isn't its default {default!r}")
@@ -84,7 +89,7 @@ def absent(cls: type[Any]) -> Any:
     values = Values()
     return cls(
         **{
-            name: None if _optional(kind) else values.of(kind, name, default)
+            name: None if optional(kind) else values.of(kind, name, default)
             for name, (kind, default) in fields_of(cls).items()
         }
     )
@@ -121,12 +126,12 @@ def _zero(kind: Any, where: str) -> Any:
         return None if plain(inner) is str else _zero(inner, where)
     if origin is tuple:
         return () if args[-1] is Ellipsis else tuple(_zero(a, where) for a in args)
-    if origin is dict:
+    if origin in (dict, Mapping):
         return {}
     raise TypeError(f"{where}: no rule makes an empty value of {kind}")
 
 
-def _optional(kind: Any) -> bool:
+def optional(kind: Any) -> bool:
     return types.NoneType in typing.get_args(plain(kind))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,11 +16,13 @@ from cluster.worker_process import lease_keeper
 from cluster.worker_process.lease_keeper import COUNTERS_S, LeaseKeeper, renewal_pause_s
 from cluster.worker_process.lease_stream import LeaseStream
 from contracts.clock import ManualClock, SystemClock
+from contracts.cluster_secret import access_token
 from contracts.config.cluster_config import ClusterConfig
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.worker_status import EndedWorker, WorkerLimits, WorkerRecord, WorkerStatus
 from contracts.proto import worker_pb2 as pb
 from contracts.wire.worker_protobuf import status_to_proto
+from tests.raw_frames import RawStream
 
 NAME, ONE = WorkerName("decode-0"), Incarnation(1)
 SECRET = "ab" * 32
@@ -121,6 +124,39 @@ def test_a_stream_without_the_token_is_answered_by_nothing(site: Site) -> None:
         assert not (await good.renew(site.renewal(), WAIT_S)).fenced
         assert site.row.deadline == before + 1.0
         good.close()
+
+    asyncio.run(run())
+
+
+def opening(access: str) -> bytes:
+    return pb.StreamOpening(incarnation=ONE, access=access).SerializeToString()
+
+
+TOKEN = access_token(SECRET)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [opening(""), b"", opening(TOKEN[:-1]), opening(TOKEN + "0"), opening(TOKEN.upper()), opening(" "), opening(SECRET),
+     opening(access_token("cd" * 32)), opening("\u00fc"), b"\xff\xff"],
+    ids=["empty", "none", "begun", "longer", "upper", "blank", "secret", "another's", "strange", "unreadable"],
+)  # fmt: skip
+def test_a_stream_that_does_not_show_the_token_renews_nothing(site: Site, first: bytes) -> None:
+    async def run() -> None:
+        keeper = site.keeper()
+        await keeper.start(WAIT_S)
+        await keeper.close()
+        before = site.row.deadline
+        site.clock.advance(1.0)
+        stream = await RawStream.connect(site.endpoint)
+        if first:
+            stream.write(first)
+        stream.write(site.renewal().SerializeToString())
+        with contextlib.suppress(ConnectionResetError):
+            async with asyncio.timeout(WAIT_S):
+                assert await stream.reader.read() == b""
+        assert site.row.deadline == before
+        assert site.server.call(lambda core: len(site.server._streams._streams)) == 0
 
     asyncio.run(run())
 

@@ -9,10 +9,13 @@ import pytest
 
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId
+from contracts.messages.worker_events import Done
 from contracts.sampling_params import SamplingParams, TokenLogprob
 from router.openai.chat_format import AnswerFormat
 from router.openai.choice_output import ChoiceOutput
 from router.openai.generate_request import GenerateRequest
+from router.parsers.answer_parts import ArgumentsPart, CallPart, joined
+from router.parsers.tool_formats import FORMATS
 from router.state.routed_request import RoutedRequest
 from router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 from tests.router.http_server import DEMO
@@ -86,3 +89,59 @@ def test_tokens_of_reasoning_are_counted_however_tokens_are_grouped(model_tokeni
     plain = choice_of(model_tokenizer, asked)
     plain.take(answer[1:], ())
     assert plain.reasoning_tokens == 0
+
+
+BARE = {
+    "hermes": '<tool_call>{"name": "now"}</tool_call>',
+    "hermes, a text": '<tool_call>{"name": "now", "arguments": ""}</tool_call>',
+    "hermes, before its name": '<tool_call>{"arguments": "", "name": "now"}</tool_call>',
+    "llama3_json": '{"name": "now"}',
+    "deepseek_v3": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n\n```<｜tool▁call▁end｜>",
+    "deepseek_v31": "<｜tool▁call▁begin｜>now<｜tool▁sep｜><｜tool▁call▁end｜>",
+    "kimi_k2": "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|> <|tool_call_end|>",
+    "mistral": "[TOOL_CALLS]now[ARGS]",
+    "mistral_json": '[TOOL_CALLS] [{"name": "now"}]',
+    "nemotron_json": '<TOOLCALL>[{"name": "now"}]</TOOLCALL>',
+    "qwen3_coder": "<tool_call><function=now></function></tool_call>",
+    "glm45": "<tool_call>now</tool_call>",
+    "glm47": "<tool_call>now</tool_call>",
+    "deepseek_v32": '<｜DSML｜invoke name="now"></｜DSML｜invoke>',
+    "minimax_m2": '<minimax:tool_call><invoke name="now"></invoke></minimax:tool_call>',
+    "gemma4": "<|tool_call>call:now{}<tool_call|>",
+    "harmony": "<|channel|>commentary to=functions.now<|message|><|call|>",
+}
+"""Calls as models write them that leave out arguments, where there are none."""
+
+
+def test_every_format_is_tried_without_arguments() -> None:
+    assert {name.partition(",")[0] for name in BARE} == set(FORMATS)
+
+
+@pytest.mark.parametrize("name", BARE)
+@pytest.mark.parametrize("size", [1, 1000])
+def test_a_call_without_arguments_has_an_empty_object(model_tokenizer: ModelTokenizer, name: str, size: int) -> None:
+    """Clients read arguments as JSON, and an empty text is none."""
+    tools: dict[str, dict[str, str]] = {"now": {}, "find": {"text": "string"}}
+    tool_format, _, _ = name.partition(",")
+    asked = Asked(answer_format=AnswerFormat(tool_format, tools))
+    choice, text = choice_of(model_tokenizer, asked), BARE[name]
+    several = tool_format in ("hermes", "mistral", "llama3_json")
+    ids = list(model_tokenizer.encode(text + text if several else text, add_special=False))
+    told = [part for at in range(0, len(ids), size) for part in choice.take(ids[at : at + size], ()).parts or ()]
+    last = choice.end(Done(RequestId("r"), 0, "stop"))
+    assert last is not None
+    told += last.parts or ()
+    calls = "".join(f"{part.name}(" if isinstance(part, CallPart) else part.text for part in told)
+    assert calls.replace(" ", "").replace("\n", "") == ("now({}now({}" if several else "now({}")
+    assert list(joined(told)) == list(joined(choice.parts or ())), "what was streamed is what there is"
+
+
+@pytest.mark.parametrize(("reason", "arguments"), [("stop", "{}"), ("length", "")])
+def test_a_call_that_is_cut_off_before_its_arguments_has_none(
+    model_tokenizer: ModelTokenizer, reason: str, arguments: str
+) -> None:
+    choice = choice_of(model_tokenizer, Asked(answer_format=AnswerFormat("mistral", {"now": {}})))
+    choice.take(list(model_tokenizer.encode("[TOOL_CALLS]now[ARGS]", add_special=False)), ())
+    choice.end(Done(RequestId("r"), 0, reason))
+    assert "".join(part.text for part in choice.parts or () if isinstance(part, ArgumentsPart)) == arguments
+    assert choice.calls

@@ -236,6 +236,27 @@ def test_behind_an_object_that_is_no_call_a_call_is_found(wrong: str) -> None:
     assert [part.name for part in found if isinstance(part, CallPart)][-1:] == ["now"], found
 
 
+@pytest.mark.parametrize(
+    ("written_call", "arguments"),
+    [
+        ('{"name": "now"}', "{}"),
+        ('{"id": 7, "name": "now", "type": "function"}', "{}"),
+        ('{"name": "now", "arguments": {}}', "{}"),
+        ('{"arguments": {}, "name": "now"}', "{}"),
+        ('{"parameters": "{}", "name": "now"}', "{}"),
+        ('{"name": "now", "arguments": {"most": 5}, "parameters": {"most": 6}}', '{"most": 5}'),
+    ],
+)
+def test_an_object_without_arguments_is_a_call_with_none(written_call: str, arguments: str) -> None:
+    for name, text in (
+        ("hermes", f"<tool_call>{written_call}</tool_call>"),
+        ("llama3_json", written_call),
+        ("nemotron_json", f"<TOOLCALL>[{written_call}]</TOOLCALL>"),
+    ):
+        for pieces in ([text], list(text)):
+            assert parse(parser_of(name), pieces) == [CallPart("now"), ArgumentsPart(arguments)]
+
+
 NAMELESS = '<tool_call>{"name": "", "arguments": {}}</tool_call>'
 
 
