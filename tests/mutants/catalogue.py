@@ -26,6 +26,8 @@ KINDS = {
     "mixed-batch": "one of a batch is treated as another of it is, or as all of them are",
     "wrong-side": "one of two things of the same type is taken for the other: sides, lists, tiers, numbers",
     "half-way": "a protocol ends between two of its steps, or one of its words comes late, twice or never",
+    "empty-value": "a check passes, or a part is left out, where a value is empty or there is none",
+    "wrong-clock": "a time is read from the wrong clock or at the wrong moment, or a number is an earlier term's",
     "older-build": "a field that an older build doesn't send, or sends otherwise",
     "changed-size": "a bound, a window or a size is off by one, or isn't the one that holds after a change",
     "order": "an order between streams, threads or processes is missing",
