@@ -350,11 +350,11 @@ class Controller:
         self.deaths += 1
         row.state = advance(row.state, WorkerEvent.DIED)
         row.last_reason, row.waits = reason, ""
-        row.status = row.own_status()
         self.table.note_end(row)
         delay = row.restarts.died(now, row.ready_since)
         row.restart_at = now + delay
         what_next = self._what_next(row, was_draining, delay)
+        row.status = row.own_status()  # Only now: its role may be another one.
         if not row.wanted:
             self.table.act(ForgetArenas(row.name))
         self.table.note(f"{row.name} died ({reason}); {what_next}")

@@ -489,6 +489,127 @@ def test_a_controller_that_stood_still_ends_no_lease_for_it() -> None:
     assert [a.name for a in cluster.core.tick() if isinstance(a, KillWorker)] == [NAME]
 
 
+def test_a_controller_that_stood_still_gives_starts_the_time_that_it_missed() -> None:
+    """A start may be placed, or have registered, while nobody could hear of it."""
+    cluster = Cluster()
+    assert cluster.starts() == [1]
+    cluster.clock.advance(59.0)
+    cluster.core.stood_still(30.0)
+    cluster.clock.advance(30.0)
+    assert cluster.core.tick() == []
+    cluster.clock.advance(1.0)
+    assert [a.name for a in cluster.core.tick() if isinstance(a, KillWorker)] == [NAME]
+
+
+@pytest.mark.parametrize(("served_s", "delays"), [(9.0, [0.0, 0.5, 1.0]), (10.0, [0.0, 0.0, 0.0])])
+def test_how_long_a_worker_served_is_counted_from_when_it_was_ready(served_s: float, delays: list[float]) -> None:
+    """A start takes longer than that by itself: whoever dies soon after it, again and again, waits longer each time."""
+    cluster = Cluster()
+    for number, delay in enumerate(delays, 1):
+        assert cluster.starts() == [number]
+        cluster.clock.advance(30.0)
+        assert not cluster.core.register(_record(number)).fenced
+        cluster.clock.advance(served_s)
+        cluster.core.died(NAME, Incarnation(number), "signal 9")
+        if delay:
+            cluster.clock.advance(delay - 0.01)
+            assert cluster.starts() == []
+            cluster.clock.advance(0.02)
+
+
+def test_a_worker_that_never_got_ready_has_not_served_however_long_its_start_took() -> None:
+    cluster = Cluster()
+    waits = []
+    for number in (1, 2, 3):
+        began = cluster.clock.now()
+        while cluster.starts() != [number]:
+            cluster.clock.advance(0.25)
+        waits.append(cluster.clock.now() - began)
+        cluster.clock.advance(50.0)
+        cluster.core.died(NAME, Incarnation(number), "no memory")
+    assert waits == [0.0, 0.0, 0.5]
+
+
+@pytest.mark.parametrize("how", ["left", "died", "lease"])
+def test_who_comes_back_in_another_role_shows_nothing_of_the_old_one(how: str) -> None:
+    """Routers place by the record: with the old one they would send prompts to who decodes."""
+    cluster = Cluster()
+    cluster.up(1)
+    cluster.core.pools.change_role(NAME, Role.PREFILL, empty=True)
+    cluster.renew(1, "draining")
+    cluster.core.detach()
+    match how:
+        case "left":
+            cluster.core.leave(NAME, Incarnation(1))
+        case "died":
+            cluster.core.died(NAME, Incarnation(1), "signal 9")
+        case _:
+            cluster.clock.advance(10.0)
+            cluster.core.tick()
+    (view,) = cluster.core.views()
+    assert (view.record.role, view.status.role, view.status.state) == (Role.PREFILL, Role.PREFILL, "dead")
+    assert (view.record.endpoint, view.record.pid) == ("", 0)
+    cluster.core.attach([])
+    assert [a.role for a in cluster.core.tick() if isinstance(a, StartWorker)] == [Role.PREFILL]
+
+
+def test_a_worker_that_restarts_in_its_role_is_started_again_however_it_ends() -> None:
+    for how in ("left", "died"):
+        cluster = Cluster()
+        cluster.up(1)
+        cluster.core.pools.restart(NAME)
+        assert cluster.core.renew(NAME, Incarnation(1), _status(1)).drain
+        cluster.renew(1, "draining")
+        if how == "left":
+            assert not cluster.core.leave(NAME, Incarnation(1), closed=True), "its process ends: it has no other role"
+        else:
+            cluster.core.died(NAME, Incarnation(1), "signal 9")
+        (start,) = [a for a in cluster.core.tick() if isinstance(a, StartWorker)]
+        assert (start.role, start.incarnation, start.successor_of) == (Role.DECODE, 2, 0)
+        assert not cluster.core.register(_record(2)).fenced
+        assert not cluster.core.renew(NAME, Incarnation(2), _status(2)).drain, "the order was for the one before"
+        cluster.renew(2, "draining")
+        cluster.core.leave(NAME, Incarnation(2))
+        assert cluster.state == "left", "what drains now drains to leave"
+
+
+def test_a_worker_is_still_starting_on_its_node_until_its_own_time_is_over() -> None:
+    """The time to register begins anew where the process was placed: a node may have to be found for it first."""
+    cluster = Cluster()
+    cluster.core.set_nodes([NodePlace("a" * 12, "a")])
+    assert cluster.starts() == [1]
+    cluster.clock.advance(40.0)
+    cluster.core.tick()
+    assert cluster.core.views()[0].status.waits
+    cluster.core.placed(NAME, Incarnation(1), NodePlace("a" * 12, "a"))
+    assert not cluster.core.views()[0].status.waits
+    cluster.clock.advance(59.0)
+    assert cluster.core.tick() == []
+    cluster.clock.advance(1.0)
+    assert [a.name for a in cluster.core.tick() if isinstance(a, KillWorker)] == [NAME]
+
+
+def test_what_is_said_of_an_earlier_incarnation_changes_nothing_of_the_one_that_is() -> None:
+    cluster = Cluster()
+    cluster.up(1)
+    cluster.core.died(NAME, Incarnation(1), "signal 9")
+    cluster.up(2)
+    cluster.core.tick()
+    before = cluster.core.views()
+    deadline, late = cluster.core.table.rows[NAME].deadline, cluster.core.late_messages
+    cluster.clock.advance(1.0)
+    cluster.core.died(NAME, Incarnation(1), "signal 9")
+    cluster.core.placed(NAME, Incarnation(1), NodePlace("b" * 12, "b"))
+    assert not cluster.core.leave(NAME, Incarnation(1), closed=True)
+    assert cluster.core.renew(NAME, Incarnation(1), _status(1)).fenced
+    assert cluster.core.register(_record(1)).fenced
+    assert cluster.core.register(_record(3)).fenced
+    assert cluster.core.views() == before
+    assert cluster.core.table.rows[NAME].deadline == deadline
+    assert cluster.core.late_messages == late + 6
+    assert cluster.core.tick() == []
+
+
 def test_a_worker_that_is_still_starting_on_a_node_that_is_drained_is_among_those_told() -> None:
     nodes = Nodes()
     nodes.core.died(WorkerName("decode-1"), Incarnation(1), "killed")

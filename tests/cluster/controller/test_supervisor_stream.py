@@ -5,8 +5,9 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import grpc
 import pytest
 
 from cluster.controller.controller import Controller
@@ -27,11 +28,13 @@ from cluster.controller.controller_server import ControllerServer
 from cluster.controller.node_table import NodePlace
 from cluster.controller.supervisor_wire import action_from_proto, action_to_proto
 from contracts.clock import ManualClock
+from contracts.cluster_secret import access_metadata
 from contracts.config.cluster_config import ClusterConfig
 from contracts.errors import ConfigError, WireError
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.settings_change import SettingsChange
 from contracts.proto import worker_pb2 as pb
+from contracts.proto import worker_pb2_grpc as pb_grpc
 
 T = TypeVar("T")
 NAME, OTHER = WorkerName("decode-0"), WorkerName("prefill-3")
@@ -152,6 +155,40 @@ def test_the_latest_supervisor_is_obeyed_and_the_one_before_is_let_go(site: Site
     site.orders(first, StartWorker)
     second = site.client((NAME, Incarnation(1)), (OTHER, Incarnation(4)))
     assert site.orders(second, KillWorker) == [KillWorker(OTHER, Incarnation(4), 0, "")]
+
+
+def test_the_end_of_the_one_before_costs_the_latest_supervisor_nothing(site: Site) -> None:
+    """Its stream ends some time after another one has come: starts, and settings, go to that one all the same."""
+    over = threading.Event()
+    with grpc.insecure_channel(site.server.endpoint) as channel:
+        stub: Any = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
+
+        def supervise() -> Any:
+            return stub.Supervise(reports(over), metadata=access_metadata(SECRET), timeout=WAIT_S)
+
+        first = supervise()
+        site.until(lambda: site.core.can_start)
+        second = supervise()
+        with pytest.raises(grpc.RpcError) as ended:
+            next(first)
+        assert "another supervisor has come" in str(ended.value)
+        service = site.server._service
+        supervisor = site.until(lambda: service._supervisor)
+        assert site.core.can_start
+        site.server.call(lambda core: core.pools.add_some(Role.DECODE, 1))
+        site.server.tick()
+        (order,) = next(second).orders
+        assert order.start.name == NAME
+        assert service._supervisor is supervisor
+        assert service._settings._send is not None
+        over.set()
+        site.until(lambda: not site.core.can_start)
+
+
+def reports(over: threading.Event) -> Iterator[pb.SupervisorReport]:
+    """Of a supervisor that has no process."""
+    yield pb.SupervisorReport()
+    over.wait(WAIT_S)
 
 
 def test_a_caller_without_the_token_supervises_nothing(site: Site) -> None:
