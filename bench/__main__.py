@@ -66,7 +66,9 @@ def serve_all(url: str | None, model: str, times: int, settings: list[str], out:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("benches", nargs="*", metavar="BENCH", help=f"of {', '.join(BENCHES)} (default: all)")
     parser.add_argument("--model", type=Path, default=DEMO, help="checkpoint folder (default: the demo)")
     parser.add_argument("--url", help="measure this cluster rather than one started here")

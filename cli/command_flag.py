@@ -14,3 +14,7 @@ class CommandFlag:
     commands: tuple[str, ...]
     help: str
     options: dict[str, Any] = field(default_factory=dict)
+    same_as: str = ""
+    """Of a positional argument: the flag of these commands that it stands for, and whose value it becomes."""
+    needed: bool = False
+    """Of one that stands for a flag: whether either must be given."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from cli.command_flag import CommandFlag
+from cli.command_parser import CommandParser
 from cli.plan.plan_flags import PLAN_FLAGS
 from cli.replay.replay_flags import REPLAY_FLAGS
 
@@ -183,8 +183,11 @@ FLAGS = (
         ("file",),
         ("up", "apply"),
         "YAML file, as serve --config takes; of a cluster that runs its keys replace the cluster's",
-        {"type": Path, "metavar": "FILE"},
+        {"type": Path, "metavar": "FILE", "nargs": "?"},
+        same_as="--config",
+        needed=True,
     ),
+    CommandFlag(("--config",), ("up", "apply"), "the same as FILE", {"type": Path, "metavar": "FILE"}),
     CommandFlag(
         ("--python",),
         ("upgrade",),
@@ -214,6 +217,7 @@ FLAGS = (
         ("doctor",),
         "YAML file, as up takes; --config is the same",
         {"type": Path, "metavar": "FILE", "nargs": "?"},
+        same_as="--config",
     ),
     CommandFlag(("--all",), ("doctor",), "show what is fine, too", {"action": "store_true"}),
     CommandFlag(
@@ -309,15 +313,15 @@ FLAGS = (
 )
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """Return the parser of the command line, made from `COMMANDS` and `FLAGS`."""
-    top = argparse.ArgumentParser(
+    top = CommandParser(
         prog="twinpool", description="Serve language models with prefill and decode on separate workers."
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parsers = {}
     for name, text in COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        for flag in FLAGS:
-            if name in flag.commands:
-                command.add_argument(*flag.names, help=flag.help, **flag.options)
+        parsers[name] = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        parsers[name].take([flag for flag in FLAGS if name in flag.commands])
+    top.have(parsers)
     return top

@@ -72,10 +72,6 @@ def doctor(args: argparse.Namespace) -> int:
     from cluster.doctor.doctor_case import DoctorCase
     from cluster.doctor.examine import examine, exit_code
 
-    if args.file is not None:
-        if args.config is not None:
-            raise ConfigError("FILE and --config are the same: give one of them")
-        args.config = args.file
     findings = examine(DoctorCase(_launch_options(args), compare_hosts=args.hosts))
     code = exit_code(findings)
     if args.json:
@@ -95,7 +91,7 @@ def up(args: argparse.Namespace) -> int:
     """Launch the file's cluster, or bring the one that was launched with this file to what it says now."""
     from cluster.processes.run_file import live_run_of
 
-    run = live_run_of(args.file)
+    run = live_run_of(args.config)
     if run is not None:
         from cli.admin_client import AdminClient
 
@@ -104,10 +100,10 @@ def up(args: argparse.Namespace) -> int:
     if args.dry_run:
         from contracts.config.load_config import load_config
 
-        load_config(args.file)
-        print_line(f"no cluster of {args.file} runs here: it would be launched")
+        load_config(args.config)
+        print_line(f"no cluster of {args.config} runs here: it would be launched")
         return FINE
-    line = ["serve", "--detach", "--config", str(args.file)]
+    line = ["serve", "--detach", "--config", str(args.config)]
     return _launch(_prepared(parser().parse_args(line)))
 
 

@@ -172,7 +172,7 @@ def apply_file(args: argparse.Namespace, operator: AdminClient) -> int:
     from cli.apply_command import ApplyCommand, read_settings
 
     _check_timeout(args.timeout)
-    command = ApplyCommand(operator, read_settings(args.file), print_line, timeout_s=args.timeout, force=args.force)
+    command = ApplyCommand(operator, read_settings(args.config), print_line, timeout_s=args.timeout, force=args.force)
     nothing = "the cluster has these settings, and all workers were started with them"
     return _carry_out(command, nothing, dry_run=args.dry_run)
 

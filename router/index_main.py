@@ -68,7 +68,9 @@ def follow(feed: EventFeed, views: WatchedViews, stop: threading.Event) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="router.index_main", description="The KV index of one host's routers.")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="router.index_main", description="The KV index of one host's routers."
+    )
     parser.add_argument("--controller", required=True, metavar="HOST:PORT")
     parser.add_argument("--table", type=Path, required=True, help="where the routers find the table")
     parser.add_argument("--config-json", type=Path, help="the whole configuration as JSON")

@@ -41,7 +41,9 @@ BACKLOG = 2048
 
 
 def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="router.main", description="One router of a Twinpool cluster.")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="router.main", description="One router of a Twinpool cluster."
+    )
     parser.add_argument("--model", type=Path, required=True, help="checkpoint folder")
     parser.add_argument("--controller", required=True, metavar="HOST:PORT")
     parser.add_argument("--host", default="127.0.0.1")

@@ -177,7 +177,9 @@ def rounds(base: Path, tally: Tally, seconds: float, pause_s: float, after: Say,
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=30.0, help="in all, those of earlier runs of --state included")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--plane", choices=("shm", "zmq", "nixl", "staged"), default="zmq")

@@ -159,7 +159,9 @@ def show(title: str, found: ScalingFigures, others: Sequence[ScalingFigures], co
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", choices=("burst", "shift", "all"), default="all")
     parser.add_argument("--trace", type=Path, default=TRACE)
     parser.add_argument(

@@ -206,7 +206,9 @@ def pairs(text: str) -> list[tuple[int, int]]:
 
 
 def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    out = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     out.add_argument("--part", choices=("burst", "shift", "all"), default="all")
     out.add_argument("--trace", type=Path, default=TRACE)
     out.add_argument("--groups", action="store_true", help="requests of one time all at once, as the trace has them")

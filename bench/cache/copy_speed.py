@@ -208,7 +208,9 @@ def table(shape: Shape, results: dict[str, dict[str, list[float]]]) -> Table:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     flags.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="default: all")
     flags.add_argument("--mib", type=int, default=64, help="copied at a time (default: %(default)s)")
     flags.add_argument("--rounds", type=int, default=5)

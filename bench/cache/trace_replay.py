@@ -246,7 +246,9 @@ def plot(path: Path, trace: Trace, alone: Sequence[Hits], tiers: Sequence[Hits],
 
 
 def main(argv: list[str] | None = None) -> int:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     flags.add_argument("trace", type=Path, help="JSON lines")
     flags.add_argument("--sizes", type=amount, nargs="+", help="tokens: 250000, 250k, 0.25M (default: doubling)")
     flags.add_argument("--policies", nargs="+", choices=sorted(POLICIES), default=list(POLICIES))

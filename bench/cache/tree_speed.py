@@ -246,7 +246,9 @@ def measure_trees(console: Console, sizes: Sequence[int], repeats: int, deep: in
 
 
 def main(argv: list[str] | None = None) -> int:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     flags.add_argument("--pages", type=int, nargs="+", help="sizes of the trees (default: 10,000 to 1,000,000)")
     flags.add_argument("--quick", action="store_true", help="trees up to 8,000 pages, tiers of some MiB, once")
     flags.add_argument("--repeats", type=int, default=5)

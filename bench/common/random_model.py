@@ -83,7 +83,9 @@ def make(folder: Path, name: str, seed: int = 0, device: str = "cpu") -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("name", choices=NAMES)
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()

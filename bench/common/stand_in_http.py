@@ -101,7 +101,9 @@ async def serve(token_s: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--token-ms", type=float, default=20.0, help="between two tokens of a stream")
     uvloop.run(serve(parser.parse_args().token_ms / 1000))
 

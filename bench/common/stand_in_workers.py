@@ -178,7 +178,9 @@ async def serve(context: int, token_s: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--context", type=int, default=200_000, help="positions that a worker holds")
     parser.add_argument("--token-ms", type=float, default=20.0, help="between two tokens of a stream")
     options = parser.parse_args()

@@ -167,7 +167,9 @@ def table(points: list[Point]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--url", help="address of an OpenAI-compatible server")
     target.add_argument("--local", type=Path, help="model folder to load with transformers")

@@ -198,7 +198,9 @@ def prepare(output: Path, notes: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True, help="folder for train.txt and heldout.txt")
     parser.add_argument("--notes", type=Path, help="folder for SOURCES.md and licences/ (default: --output)")
     arguments = parser.parse_args()

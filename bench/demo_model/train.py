@@ -207,7 +207,9 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--corpus", type=Path, required=True, help="folder that prepare.py wrote")
     parser.add_argument("--work", type=Path, required=True, help="folder for the training state")
     parser.add_argument("--output", type=Path, required=True, help="folder for the model")

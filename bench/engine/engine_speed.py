@@ -133,7 +133,9 @@ def profile(side: Twinpool, scenario: SpeedScenario, vocab: int) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    out = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     which = out.add_mutually_exclusive_group()
     which.add_argument("--model", type=Path, default=random_model.DEMO, help="checkpoint folder (default: the demo)")
     which.add_argument("--make", choices=random_model.NAMES, help="make this one with random weights")

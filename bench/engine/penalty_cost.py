@@ -65,7 +65,9 @@ class Requests:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 8192])
     parser.add_argument("--rounds", type=int, default=9)

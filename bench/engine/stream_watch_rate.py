@@ -151,7 +151,9 @@ def nanoseconds_a_token(config: WatchConfig, vocab: int, tokens: Sequence[int]) 
 
 
 def main(argv: list[str] | None = None) -> int:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     flags.add_argument("--model", type=Path, default=random_model.DEMO, help="checkpoint folder (default: the demo)")
     flags.add_argument("--streams", type=int, default=60, help="streams of each kind")
     flags.add_argument("--tokens", type=int, default=256, help="of each stream")

@@ -319,7 +319,9 @@ def _percent(costs: Sequence[float]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    out = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     out.add_argument("--models", nargs="+", default=["demo", "60m"], help="demo, a size that can be made, or a folder")
     out.add_argument("--requests", type=int, default=8, help="of a round, all at once")
     out.add_argument("--prompt-tokens", type=int, default=512)

@@ -182,7 +182,9 @@ def run_in_turn(run: Callable[[str, float], None], sections: Sequence[str], seco
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     flags.add_argument("--only", nargs="+", choices=list(MODULES), default=list(MODULES), help="default: all")
     flags.add_argument("--minutes", type=float, default=9.0, help="for all of it (default: %(default)s)")
     flags.add_argument("--out", type=Path, help="write everything to this file, after every section")

@@ -202,7 +202,9 @@ def beside_products(pair: TierPair, size: int, rounds: int) -> dict[str, dict[st
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     flags.add_argument("--mib", type=int, default=512, help="copied at a time (default: %(default)s)")
     flags.add_argument("--rounds", type=int, default=5)
     flags.add_argument("--json", type=Path, help="write all figures to this file")

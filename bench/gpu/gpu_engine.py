@@ -247,7 +247,9 @@ def measure_all(run: EngineRun, scenarios: Sequence[SpeedScenario]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     flags.add_argument("--models", nargs="+", choices=random_model.NAMES, default=MODELS, help="default: %(default)s")
     flags.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256])
     flags.add_argument("--prefill-tokens", type=int, default=2048)

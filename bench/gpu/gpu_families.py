@@ -91,7 +91,9 @@ def run_scene(family: Family, scene: str) -> SceneResult:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     flags.add_argument("--families", nargs="+", choices=list(FAMILIES), help="default: all, in a rehearsal one")
     flags.add_argument("--scenes", nargs="+", choices=list(SCENES), default=list(SCENES), help="default: all")
     flags.add_argument("--seconds", type=float, default=240.0, help="after which no scene is begun")

@@ -79,7 +79,9 @@ def measure(shape: Shape, planes: Sequence[str], device: str, chunks: int, round
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     flags.add_argument("--rounds", type=int, default=5)
     flags.add_argument("--json", type=Path, help="write all figures to this file")
     flags.add_argument("--rehearse", action="store_true", help="on the CPU, in small")

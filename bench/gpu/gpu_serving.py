@@ -310,7 +310,9 @@ def run_parts(run: SectionRun, folder: Path, setting: Setting, parts: Sequence[s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parts = ["handover", "goodput", "verification"]
     flags.add_argument("--parts", nargs="+", choices=parts, default=parts, help="default: all, in this order")
     flags.add_argument("--model", choices=random_model.NAMES, help=f"default: {CARD.model}")

@@ -26,7 +26,9 @@ from bench.kernels.chip_limits import CHIPS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     flags.add_argument("--compiled", action="store_true", help="the table of compiled code; needs no GPU")
     flags.add_argument("--tune", action="store_true", help="measure options on this GPU, and write their table")
     flags.add_argument(

@@ -27,7 +27,9 @@ def install(name: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--install", nargs="*", choices=sorted(PACKAGES), required=True, help="which; none: all")
     for name in parser.parse_args().install or sorted(PACKAGES):
         install(name)

@@ -111,7 +111,9 @@ async def measure(url: str, arena: str, count: int, length: int, tokens: int) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, default=DEMO, help="checkpoint folder (default: the demo)")
     parser.add_argument("--talks", type=int, default=6, help="conversations, all at once")
     parser.add_argument("--tokens", type=int, default=700, help="of each first prompt")

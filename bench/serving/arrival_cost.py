@@ -231,7 +231,9 @@ def table(results: Sequence[ArrivalCost]) -> Table:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     flags.add_argument("--planes", nargs="+", choices=PLANES, default=list(PLANES))
     flags.add_argument("--rates", type=float, nargs="+", default=[100.0, 400.0], help="MB a second")
     flags.add_argument("--model", choices=random_model.NAMES, default="60m", help="default: %(default)s")

@@ -36,7 +36,9 @@ def flags_of(load: str, requests: int) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, default=DEMO, help="checkpoint folder (default: the demo)")
     parser.add_argument("--requests", type=int, default=16, help="of the load `alone`; the others have 2 to 4 times it")
     parser.add_argument("--rounds", type=int, default=3)

@@ -151,7 +151,9 @@ def table(seen: dict[tuple[str, str], Seen]) -> Table:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, default=DEMO, help="checkpoint folder (default: the demo)")
     parser.add_argument("--probes", type=int, default=25, help="of a scene, mode and round")
     parser.add_argument("--rounds", type=int, default=2)

@@ -43,7 +43,7 @@ SHARDS = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench.serving.control_plane", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="bench.serving.control_plane", description=__doc__)
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--routers", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=15.0)

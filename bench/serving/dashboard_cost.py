@@ -183,7 +183,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Turn]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench.serving.dashboard_cost", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="bench.serving.dashboard_cost", description=__doc__)
     parser.add_argument("--workers", type=int, default=64)
     parser.add_argument("--viewers", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=20.0)

@@ -132,7 +132,9 @@ def table(results: Sequence[DraftGain]) -> Table:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="demo")
     parser.add_argument("--drafts", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 4])

@@ -191,7 +191,9 @@ def table(found: dict[str, Any]) -> Table:
 
 
 def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    out = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     out.add_argument("--url", help="a running cluster (default: one is started for this)")
     out.add_argument("--model", default="demo", help="checkpoint folder, or demo")
     out.add_argument("--prefill", type=int, default=1, help="prefill workers of the cluster that is started")

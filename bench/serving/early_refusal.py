@@ -174,7 +174,9 @@ def table(results: Sequence[Goodput]) -> Table:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="demo")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.8, 2.0])
     parser.add_argument("--slo-ms", type=int, default=1000)

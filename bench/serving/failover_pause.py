@@ -197,7 +197,9 @@ class Failover:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="demo", help="checkpoint folder, or demo")
     parser.add_argument("--url", help="a cluster on this machine with two workers a role, rather than one started here")
     parser.add_argument("--rounds", type=int, default=8, help="workers killed, of each role")

@@ -228,7 +228,9 @@ def table(shape: Shape, results: dict[str, Measured]) -> Table:
 
 
 def main(argv: list[str] | None = None) -> int:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     flags.add_argument("--layers", type=int, default=28)
     flags.add_argument("--kv-heads", type=int, default=8)
     flags.add_argument("--head-dim", type=int, default=128)

@@ -417,7 +417,9 @@ def show(seen: Seen, still: Seen) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cluster", action="store_true", help="a whole cluster of the demo model")
     parser.add_argument("--seconds", type=float, default=8.0, help="of each harm")
     parser.add_argument("--salts", type=int, default=1000, help="requests with a salt of their own, in all")

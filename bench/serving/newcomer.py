@@ -170,7 +170,9 @@ def _sides(stack: ExitStack, options: argparse.Namespace) -> dict[str, Side]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--llama-cpp", metavar="PYTHON", help="the interpreter of an environment with xllamacpp")
     parser.add_argument("--transformers", action="store_true", help="measure transformers' generate, too")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of an answer")

@@ -114,7 +114,9 @@ def table(comparisons: Sequence[LoadComparison]) -> Table:
 
 
 def main(argv: list[str] | None = None) -> int:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     flags.add_argument("--model", default="demo")
     flags.add_argument("--trace", type=Path, default=TRACE)
     flags.add_argument("--requests", type=int, default=200)

@@ -42,7 +42,7 @@ def measured(service: RouterService) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="bench.serving.refusal_cost", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="bench.serving.refusal_cost", description=__doc__)
     parser.add_argument("--workers", default="2,64,1000", help="numbers of workers, separated by commas")
     print(machine.headline())
     for workers in map(int, parser.parse_args().workers.split(",")):

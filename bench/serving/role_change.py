@@ -92,7 +92,9 @@ def table(found: dict[str, Any]) -> Table:
 
 
 def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    out = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     out.add_argument("--model", default="demo", help="checkpoint folder, or demo")
     out.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     out.add_argument("--changes", type=int, default=6, help="changes of role, and as many restarts")

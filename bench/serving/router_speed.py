@@ -322,7 +322,9 @@ def table(results: Sequence[RouterCost]) -> Table:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, default=ROOT / "cluster" / "demo")
     parser.add_argument("--rival", help="a Python that has sglang-router")
     parser.add_argument("--connections", type=int, default=16)

@@ -296,7 +296,9 @@ def _policies(figures: Sequence[PolicyFigures], rate: float, count: int, slo_ms:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", choices=("index", "policies", "all"), default="all")
     parser.add_argument("--index-workers", type=int, default=1000)
     parser.add_argument("--pages", type=int, default=10_000_000)

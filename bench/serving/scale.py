@@ -171,7 +171,9 @@ PARTS = {"hour": hour, "routing": routing, "burst": burst}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", choices=(*PARTS, "all"), default="all")
     parser.add_argument("--workers", type=int, default=1000, help="of `hour`; the most of `burst`")
     parser.add_argument("--prefill-part", type=float, default=0.6, help="of the workers")

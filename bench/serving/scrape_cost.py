@@ -52,7 +52,7 @@ async def measure(metrics: PrometheusMetrics) -> tuple[int, float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="bench.serving.scrape_cost", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="bench.serving.scrape_cost", description=__doc__)
     parser.add_argument("--workers", default="4,100,1000", help="numbers of workers, separated by commas")
     for workers in map(int, parser.parse_args().workers.split(",")):
         lines, seconds, longest = asyncio.run(measure(metrics_of(workers)))

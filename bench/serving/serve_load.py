@@ -172,7 +172,9 @@ async def measure(args: argparse.Namespace, console: Console) -> list[Target]:
 
 def parser() -> argparse.ArgumentParser:
     """All flags, checked by `check` as a whole."""
-    out = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    out = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     where = out.add_argument_group("where")
     where.add_argument("--url", required=True, help="an OpenAI endpoint: http://HOST:PORT")
     where.add_argument("--baseline-url", help="another one, under the same load in turns")

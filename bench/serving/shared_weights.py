@@ -73,7 +73,9 @@ def table(found: dict[str, dict[str, float]]) -> Table:
 
 
 def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    out = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     out.add_argument("--model", default="demo", help="checkpoint folder, or demo")
     out.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     out.add_argument("--rounds", type=int, default=2, help="clusters of each kind, in turn")

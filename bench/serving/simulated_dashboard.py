@@ -258,7 +258,7 @@ def router_of(cluster: SimulatedCluster) -> RouterService:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Serve the dashboard of a simulated cluster.")
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="Serve the dashboard of a simulated cluster.")
     parser.add_argument("--prefill", type=int, default=4)
     parser.add_argument("--decode", type=int, default=4)
     parser.add_argument("--routers", type=int, default=2)

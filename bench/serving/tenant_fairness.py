@@ -231,7 +231,9 @@ def write_keys(path: Path, weights: Sequence[int]) -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="demo")
     parser.add_argument("--weights", type=int, nargs="+", default=[1, 8], help="of the quiet tenant")
     parser.add_argument("--ways", nargs="+", metavar="WAY", help="only these; by default all")

@@ -152,7 +152,9 @@ def measure(kind: str, shape: Shape, rounds: int) -> dict[tuple[int, int], list[
 
 
 def main(argv: list[str] | None = None) -> int:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     flags.add_argument("--planes", nargs="+", choices=("shm", "zmq", "staged", "nixl"), default=["shm", "zmq", "nixl"])
     flags.add_argument("--layers", type=int, default=28)
     flags.add_argument("--kv-heads", type=int, default=8)

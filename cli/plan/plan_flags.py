@@ -9,6 +9,13 @@ from cli.command_flag import CommandFlag
 _ONE = ("plan",)
 COSTS = Path("twinpool-costs.json")
 PLAN_FLAGS = (
+    CommandFlag(
+        ("file",),
+        _ONE,
+        "the same as --trace FILE",
+        {"type": Path, "metavar": "FILE", "nargs": "?"},
+        same_as="--trace",
+    ),
     CommandFlag(("--trace",), _ONE, "JSONL file of a trace, as replay takes", {"type": Path, "metavar": "FILE"}),
     CommandFlag(
         ("--slo",),

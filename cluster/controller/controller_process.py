@@ -260,7 +260,7 @@ def _process(said: str) -> tuple[int, int]:
 
 
 def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="cluster.controller.controller_process")
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="cluster.controller.controller_process")
     parser.add_argument("--address", default="127.0.0.1", help="address that workers and routers reach it at")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--ledger", default="", help="where its table outlives it: a file; without, cluster.ledger")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from contracts.errors import ConfigError
 from contracts.ids import PAIR, Role
 
 
@@ -78,28 +78,24 @@ class AutoscalingConfig:
         return self.max_workers or sum(self.bounds(role).max_workers for role in PAIR)
 
 
-def check_autoscaling(config: AutoscalingConfig) -> None:
-    """Check what one key needs of another. Raises `ConfigError` with the keys' names."""
+def autoscaling_conflicts(config: AutoscalingConfig) -> Iterator[str]:
+    """What one key needs of another and lacks, with the keys' names."""
     if not config.enabled:
         return
     name = "config key autoscaling."
     for role in PAIR:
         bounds = config.bounds(role)
         if bounds.min_workers > bounds.max_workers:
-            raise ConfigError(
-                f"{name}{role}.min_workers={bounds.min_workers} is above {role}.max_workers={bounds.max_workers}"
-            )
+            yield (f"{name}{role}.min_workers={bounds.min_workers} is above {role}.max_workers={bounds.max_workers}")
     least = sum(config.bounds(role).min_workers for role in PAIR)
     if config.most_together < least:
-        raise ConfigError(
-            f"{name}max_workers={config.max_workers} is below the two pools' min_workers, {least} together"
-        )
+        yield (f"{name}max_workers={config.max_workers} is below the two pools' min_workers, {least} together")
     for key in ("attainment", "tolerance"):
         if getattr(config, key) >= 1:
-            raise ConfigError(f"{name}{key} is a share, below 1; got {getattr(config, key):g}")
+            yield f"{name}{key} is a share, below 1; got {getattr(config, key):g}"
     for key in ("prefill_use", "decode_use"):
         if getattr(config, key) > 1:
-            raise ConfigError(f"{name}{key} is a share, at most 1; got {getattr(config, key):g}")
+            yield f"{name}{key} is a share, at most 1; got {getattr(config, key):g}"
     for short, long in (
         ("period_s", "window_s"),
         ("window_s", "shrink_window_s"),
@@ -108,10 +104,8 @@ def check_autoscaling(config: AutoscalingConfig) -> None:
         ("queue_target_s", "ttft_target_s"),
     ):
         if getattr(config, short) > getattr(config, long):
-            raise ConfigError(
-                f"{name}{short}={getattr(config, short):g} is above autoscaling.{long}={getattr(config, long):g}"
-            )
+            yield (f"{name}{short}={getattr(config, short):g} is above autoscaling.{long}={getattr(config, long):g}")
     if config.window_s < 3 * config.period_s:
-        raise ConfigError(
+        yield (
             f"{name}window_s={config.window_s:g} must be at least three times autoscaling.period_s={config.period_s:g}"
         )

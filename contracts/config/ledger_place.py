@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from urllib.parse import parse_qs, urlsplit
 
 from contracts.config.security_config import SecurityConfig
@@ -57,15 +57,13 @@ def check_ledger(ledger: str, key: str = "config key cluster.ledger") -> None:
         raise ConfigError(f"{key}: the path of {shown} is the number of its database, such as /0")
 
 
-def check_ledger_files(ledger: str, security: SecurityConfig) -> None:
-    """Check that what `security` has for the ledger's server is of use there. Raises `ConfigError`."""
+def ledger_file_conflicts(ledger: str, security: SecurityConfig) -> Iterator[str]:
+    """What `security` has for the ledger's server and is of no use there, with the keys' names."""
     for key in ("ledger_ca", "ledger_cert"):
-        if getattr(security, key) and urlsplit(ledger).scheme != "rediss":
-            raise ConfigError(
-                f"config key security.{key} is for a ledger over TLS: write cluster.ledger as rediss://HOST:PORT/0"
-            )
+        if getattr(security, key) and ledger.partition("://")[0].lower() != "rediss":
+            yield (f"config key security.{key} is for a ledger over TLS: write cluster.ledger as rediss://HOST:PORT/0")
     if security.ledger_password_file and not on_server(ledger):
-        raise ConfigError("config key security.ledger_password_file needs cluster.ledger on a server")
+        yield "config key security.ledger_password_file needs cluster.ledger on a server"
 
 
 def refuse_shown_password(assignments: Iterable[str]) -> None:

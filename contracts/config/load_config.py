@@ -13,16 +13,16 @@ import re
 import types
 import typing
 import urllib.parse
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
-from contracts.config.autoscaling_config import check_autoscaling
+from contracts.config.autoscaling_config import autoscaling_conflicts
 from contracts.config.cluster_config import Config
-from contracts.config.controllers_check import check_controllers
-from contracts.config.ledger_place import check_ledger_files
+from contracts.config.controllers_check import controller_conflicts
+from contracts.config.ledger_place import ledger_file_conflicts
 from contracts.config.security_config import SecurityConfig
 from contracts.config.tracing_config import TracingConfig
 from contracts.errors import ConfigError
@@ -35,9 +35,13 @@ def load_config(path: Path | None = None, assignments: Iterable[str] = ()) -> Co
     Raises `ConfigError` for an unreadable file, an unknown key, or a value of the wrong type or range.
     """
     tree = {} if path is None else read_config_file(path)
+    wrong: list[str] = []
     for assignment in assignments:
-        _assign(tree, assignment)
-    return config_from_dict(tree)
+        try:
+            _assign(tree, assignment)
+        except ConfigError as error:
+            wrong.append(str(error))
+    return _checked(tree, wrong)
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
@@ -54,11 +58,23 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def config_from_dict(tree: Mapping[str, Any]) -> Config:
-    """Build a `Config` from nested mappings; raises `ConfigError` naming the key that is wrong."""
-    config: Config = _build(Config, tree, "")
-    _check_ranges(config)
-    _check_together(config)
-    return config
+    """Build a `Config` from nested mappings; raises one `ConfigError` that names each key that is wrong."""
+    return _checked(tree, [])
+
+
+def _checked(tree: Mapping[str, Any], wrong: list[str]) -> Config:
+    """Build and check a `Config`. Raises `ConfigError` with all that is wrong, `wrong` included, a line each.
+
+    A key whose value can't be read has its default meanwhile, so what others need of it isn't judged.
+    """
+    unread: list[str] = []
+    config: Config = _build(Config, tree, "", wrong, unread)
+    wrong += [text for text in dict.fromkeys(_conflicts(config)) if not any(word in text for word in unread)]
+    if not wrong:
+        return config
+    if len(wrong) == 1:
+        raise ConfigError(wrong[0])
+    raise ConfigError("\n  ".join([f"{len(wrong)} errors in the configuration:", *wrong]))
 
 
 def read_config_json(path: Path | None) -> Config:
@@ -78,108 +94,108 @@ def read_config_json(path: Path | None) -> Config:
     return config_from_dict(tree)
 
 
-def _check_together(config: Config) -> None:
-    """Check what one key needs of another; raises `ConfigError` with the keys' names."""
+def _conflicts(config: Config) -> Iterator[str]:
+    """What one key needs of another and lacks, with the keys' names."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", config.engine.device):
-        raise ConfigError(
-            f"config key engine.device must be auto, cpu, cuda or cuda:N; got {config.engine.device!r:.40}"
-        )
+        yield (f"config key engine.device must be auto, cpu, cuda or cuda:N; got {config.engine.device!r:.40}")
     for role in Role:
         if (part := config.cache_for(role).device_share) > 1:
-            raise ConfigError(f"config key cache.device_share is a share up to 1; got {part:g}")
+            yield f"config key cache.device_share is a share up to 1; got {part:g}"
     storage = config.cache.storage
     if storage.backend != "none" and not may_have_host_memory(config):
-        raise ConfigError(
+        yield (
             f"config key cache.storage.backend={storage.backend} needs host memory to read into and write from: "
             "set cache.host_bytes, or cluster.host_memory_share"
         )
     events = config.cache.events
     if events.replay_endpoint and not events.endpoint:
-        raise ConfigError(
+        yield (
             f"config key cache.events.replay_endpoint is {events.replay_endpoint}, but no events are published: set "
             "cache.events.endpoint too, such as tcp://127.0.0.1:5557"
         )
     for backend, key, value in (("file", "path", storage.path), ("redis", "url", storage.url)):
         if storage.backend == backend and not value:
-            raise ConfigError(f"config key cache.storage.backend={backend} needs cache.storage.{key}")
-    _check_security(config.security)
-    _check_tracing(config.tracing)
-    check_controllers(config.cluster)
-    check_ledger_files(config.cluster.ledger, config.security)
-    _check_disaggregation(config)
-    check_autoscaling(config.autoscaling)
+            yield f"config key cache.storage.backend={backend} needs cache.storage.{key}"
+    yield from _security_conflicts(config.security)
+    yield from _tracing_conflicts(config.tracing)
+    yield from controller_conflicts(config.cluster)
+    yield from ledger_file_conflicts(config.cluster.ledger, config.security)
+    yield from _disaggregation_conflicts(config)
+    yield from autoscaling_conflicts(config.autoscaling)
     router = config.router
     if router.max_timeout_s < router.request_timeout_s:
-        raise ConfigError(
+        yield (
             f"config key router.max_timeout_s={router.max_timeout_s:g} is below router.request_timeout_s="
             f"{router.request_timeout_s:g}: requests without a timeout of their own would exceed it"
         )
     if router.body_buffer_bytes < router.max_body_bytes:
-        raise ConfigError(
+        yield (
             f"config key router.body_buffer_bytes={router.body_buffer_bytes} is below router.max_body_bytes="
             f"{router.max_body_bytes}: the largest body could never be received"
         )
     if router.breaker_rate > 1:
-        raise ConfigError(f"config key router.breaker_rate is a share of 1; got {router.breaker_rate:g}")
+        yield f"config key router.breaker_rate is a share of 1; got {router.breaker_rate:g}"
     if config.prefill.short_share >= 1:
-        raise ConfigError(f"config key prefill.short_share is a share, below 1; got {config.prefill.short_share:g}")
+        yield f"config key prefill.short_share is a share, below 1; got {config.prefill.short_share:g}"
     if config.decode.output_length_quantile > 1:
-        raise ConfigError(
+        yield (
             f"config key decode.output_length_quantile is a share up to 1; got {config.decode.output_length_quantile}"
         )
     if config.decode.retract == "copy" and not may_have_host_memory(config, Role.DECODE, Role.COLOCATED):
-        raise ConfigError(
+        yield (
             "config key decode.retract=copy needs host memory to copy into: set cache.host_bytes or "
             "cluster.host_memory_share, or leave it at auto"
         )
     if config.pools.colocated and (config.pools.prefill or config.pools.decode):
-        raise ConfigError(
-            "config key pools.colocated goes without pools.prefill and pools.decode: a cluster has either"
-        )
+        yield ("config key pools.colocated goes without pools.prefill and pools.decode: a cluster has either")
     if config.cluster.host_memory_share >= 1:
         share = config.cluster.host_memory_share
-        raise ConfigError(f"config key cluster.host_memory_share is a share of free memory, below 1; got {share:g}")
+        yield f"config key cluster.host_memory_share is a share of free memory, below 1; got {share:g}"
     if config.audit.fraction > 1:
-        raise ConfigError(f"config key audit.fraction is a share, at most 1; got {config.audit.fraction:g}")
+        yield f"config key audit.fraction is a share, at most 1; got {config.audit.fraction:g}"
     if config.watch.rare_share >= 1:
-        raise ConfigError(f"config key watch.rare_share is a share, below 1; got {config.watch.rare_share:g}")
+        yield f"config key watch.rare_share is a share, below 1; got {config.watch.rare_share:g}"
     if config.watch.window_tokens > 1024:
-        raise ConfigError(f"config key watch.window_tokens must be at most 1024; got {config.watch.window_tokens}")
+        yield f"config key watch.window_tokens must be at most 1024; got {config.watch.window_tokens}"
     if config.cache.strip_reasoning and not config.cache.reasoning_tokens:
-        raise ConfigError("config key cache.strip_reasoning needs cache.reasoning_tokens")
+        yield "config key cache.strip_reasoning needs cache.reasoning_tokens"
 
 
-def _check_disaggregation(config: Config) -> None:
+def _disaggregation_conflicts(config: Config) -> Iterator[str]:
     parts, page = config.disaggregation, config.cache_for(Role.DECODE).page_tokens
     if config.conditional and parts.step_tokens < page:
-        raise ConfigError(
+        yield (
             f"config key disaggregation.step_tokens={parts.step_tokens} is below decode's cache.page_tokens={page}: "
             "chunks of prompts end with pages, so a step must have room for one"
         )
 
 
-def _check_tracing(tracing: TracingConfig) -> None:
+def _tracing_conflicts(tracing: TracingConfig) -> Iterator[str]:
     if tracing.ratio > 1:
-        raise ConfigError(f"config key tracing.ratio is a share, at most 1; got {tracing.ratio:g}")
-    parts = urllib.parse.urlsplit(tracing.endpoint)
-    if tracing.endpoint and (parts.scheme not in ("http", "https") or not parts.hostname or parts.path in ("", "/")):
-        raise ConfigError(
+        yield f"config key tracing.ratio is a share, at most 1; got {tracing.ratio:g}"
+    try:
+        parts = urllib.parse.urlsplit(tracing.endpoint)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.path not in ("", "/")
+    except ValueError:
+        good = False
+    if tracing.endpoint and not good:
+        yield (
             "config key tracing.endpoint takes a URL with its path, such as http://collector:4318/v1/traces; "
             f"got {tracing.endpoint!r}"
         )
 
 
-def _check_security(security: SecurityConfig) -> None:
+def _security_conflicts(security: SecurityConfig) -> Iterator[str]:
     together = ("tls_cert", "tls_key"), ("cluster_ca", "cluster_cert", "cluster_key"), ("ledger_cert", "ledger_key")
     for keys in together:
         missing = [key for key in keys if not getattr(security, key)]
         if missing and len(missing) < len(keys):
-            raise ConfigError(f"config key security.{missing[0]} is missing: {' and '.join(keys)} go together")
+            yield f"config key security.{missing[0]} is missing: {' and '.join(keys)} go together"
     if security.admin_port > 65535:
-        raise ConfigError(f"config key security.admin_port must be at most 65535; got {security.admin_port}")
+        yield f"config key security.admin_port must be at most 65535; got {security.admin_port}"
     for origin in security.origins:
         if origin != "*" and not re.fullmatch(r"https?://[A-Za-z0-9._\-\[\]:]+", origin):
-            raise ConfigError(
+            yield (
                 f"config key security.cors_origins takes origins like https://chat.example.com, or *; got {origin!r}"
             )
 
@@ -208,20 +224,62 @@ def _assign(tree: dict[str, Any], assignment: str) -> None:
     node[leaf] = yaml.safe_load(text) if text else ""
 
 
-def _build(cls: Any, tree: object, prefix: str) -> Any:
+def _build(cls: Any, tree: object, prefix: str, wrong: list[str], unread: list[str]) -> Any:
+    """Build a section. What is wrong with it goes to `wrong`, and each key without a value that counts, by its last
+    word, to `unread`; those have their defaults."""
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"config section {prefix or 'root'} must hold keys, got {tree!r}")
+        wrong.append(f"config section {prefix or 'root'} must hold keys, got {tree!r}")
+        unread.append(prefix.rpartition(".")[2])
+        return cls()
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
     for key, value in tree.items():
-        name = f"{prefix}.{key}" if prefix else str(key)
-        if key not in hints:
-            close = difflib.get_close_matches(str(key), hints, n=1)
-            hint = f"; did you mean {prefix + '.' if prefix else ''}{close[0]}?" if close else ""
-            raise ConfigError(f"unknown config key {name}{hint}")
-        kind = hints[key]
-        values[key] = _build(kind, value, name) if dataclasses.is_dataclass(kind) else _coerce(kind, value, name)
+        name, kind = f"{prefix}.{key}" if prefix else str(key), hints.get(key)
+        if kind is None:
+            wrong.append(f"unknown config key {name}{_meant(name, tree=value)}")
+            unread.append(str(key))
+        elif dataclasses.is_dataclass(kind):
+            values[key] = _build(kind, value, name, wrong, unread)
+        else:
+            try:
+                values[key] = _in_range(_coerce(kind, value, name), name)
+            except ConfigError as error:
+                wrong.append(str(error))
+                unread.append(str(key))
     return cls(**values)
+
+
+def _meant(name: str, tree: object) -> str:
+    """What an unknown key, or a section of that name with `tree` in it, was probably meant to be, in words."""
+    known = list(config_keys())
+    under = [f"{name}.{leaf}" for leaf in tree] if isinstance(tree, Mapping) else []
+    parent = name.rpartition(".")[0]
+    for given in (name, *under):
+        if close := _alike(given, known):
+            return f"; did you mean {close}?"
+    if parent:
+        return f"; see the keys of {parent} in docs/configuration.md"
+    return f"; the sections are {', '.join(field.name for field in dataclasses.fields(Config))}"
+
+
+def _alike(name: str, known: Sequence[str]) -> str:
+    """The key that is most like `name`: of the same section, else one of the same last word, else spelt alike."""
+    parent, _, leaf = name.rpartition(".")
+    beside = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == parent}
+    if close := difflib.get_close_matches(leaf, beside, n=1):
+        return beside[close[0]]
+    if same := [key for key in known if key.rpartition(".")[2] == leaf]:
+        return " or ".join(same[:3])
+    close = difflib.get_close_matches(name, [key for key in known if key != parent], n=1, cutoff=0.75)
+    return close[0] if close else ""
+
+
+def config_keys(cls: Any = Config, prefix: str = "") -> Iterator[str]:
+    """All keys of the configuration, and its sections, with their sections' names."""
+    for key, kind in typing.get_type_hints(cls).items():
+        yield prefix + key
+        if dataclasses.is_dataclass(kind):
+            yield from config_keys(kind, f"{prefix}{key}.")
 
 
 def _coerce(kind: Any, value: Any, name: str) -> Any:
@@ -269,19 +327,17 @@ _MOST = {"decode.max_batch_tokens": 65_536, "prefill.max_running": 65_536}
 _MOST_OF_ALL = 2**63 - 1
 
 
-def _check_ranges(node: Any, prefix: str = "") -> None:
-    """Check that every number is finite and positive, or zero or more for keys in `_MAY_BE_ZERO`, at most what `_MOST`
-    says, and page sizes are powers of two."""
-    for f in dataclasses.fields(node):
-        name, value = f"{prefix}{f.name}", getattr(node, f.name)
-        if dataclasses.is_dataclass(value):
-            _check_ranges(value, name + ".")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            if not value <= (most := _MOST.get(name, _MOST_OF_ALL)):  # Nor is that so of what is no number.
-                raise ConfigError(f"config key {name} must be a number of at most {most:,}; got {value!s:.40}")
-            if value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
-                raise ConfigError(
-                    f"config key {name} must be {'0 or more' if name in _MAY_BE_ZERO else 'above 0'}; got {value!s:.40}"
-                )
-            if f.name == "page_tokens" and isinstance(value, int) and value & (value - 1):
-                raise ConfigError(f"config key {name} must be a power of two; got {value}")
+def _in_range(value: Any, name: str) -> Any:
+    """A key's value: a number must be finite and positive, or zero or more for keys in `_MAY_BE_ZERO`, at most what
+    `_MOST` says, and a page's size a power of two. Raises `ConfigError`."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return value
+    if not value <= (most := _MOST.get(name, _MOST_OF_ALL)):  # Nor is that so of what is no number.
+        raise ConfigError(f"config key {name} must be a number of at most {most:,}; got {value!s:.40}")
+    if value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
+        raise ConfigError(
+            f"config key {name} must be {'0 or more' if name in _MAY_BE_ZERO else 'above 0'}; got {value!s:.40}"
+        )
+    if name.endswith(".page_tokens") and isinstance(value, int) and value & (value - 1):
+        raise ConfigError(f"config key {name} must be a power of two; got {value}")
+    return value

@@ -649,7 +649,9 @@ class _Xdist:
 
 
 def main(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(description="Break product code place by place, and see whether a test notices.")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description="Break product code place by place, and see whether a test notices."
+    )
     parser.add_argument("what", nargs="?", default="all", choices=("all", "places", "map", "judge", "report", "keep"))
     parser.add_argument("--count", type=int, default=400, help="mutants")
     parser.add_argument("--seed", type=int, default=1)

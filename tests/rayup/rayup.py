@@ -27,7 +27,9 @@ TOOLS = {"unshare": "util-linux", "mount": "util-linux", "ip": "iproute2", "ssh"
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(prog="test-rayup", description="Launch Ray clusters for real, and use them.")
+    asked = argparse.ArgumentParser(
+        allow_abbrev=False, prog="test-rayup", description="Launch Ray clusters for real, and use them."
+    )
     asked.add_argument("--loopback", action="store_true", help="only the cluster of one machine")
     asked.add_argument("--apart", action="store_true", help="only the cluster of hosts that share nothing")
     asked.add_argument("--inside", choices=["loopback", "apart"], help=argparse.SUPPRESS)
