@@ -45,7 +45,7 @@ SECTIONS = {
     ),
     "Requests": ("requests_in", "requests_wait", "requests_", "answers", "client_", "slow_", "tenant_"),
     "Records and traces": ("request_records", "record", "traces"),
-    "Times and lengths": ("time_to", "inter_token", "request_", "first_tokens", "gaps"),
+    "Times and lengths": ("time_to", "time_per", "inter_token", "request_", "first_tokens", "gaps"),
     "Tokens": ("prompt_tokens", "generated_tokens", "draft_"),
     "Workers": ("workers", "worker_", "breaker_", "placements", "preemptions", "autoscaler_"),
     "The KV cache": ("kv_", "cache_", "retract"),
@@ -143,8 +143,11 @@ NOTES = {
     "twinpool_time_to_first_token_seconds": Note(
         R, "compare with queue and prefill: queue high needs prefill workers, prefill high shorter prompts or more hits"
     ),
+    "twinpool_time_per_output_token_seconds": Note(
+        R, "TPOT, what a reader feels: too many sequences a decode worker: more decode workers; or long steps"
+    ),
     "twinpool_inter_token_latency_seconds": Note(
-        R, "too many sequences a decode worker: more decode workers; or a worker with long steps"
+        R, "a high p99 beside a usual TPOT: streams pause. A low median may be drafts, which come several at once"
     ),
     "twinpool_request_duration_seconds": Note(R, "with long answers only: look at `request_generated_tokens`"),
     "twinpool_request_queue_seconds": Note(R, "prompts wait: more prefill workers"),
@@ -178,6 +181,12 @@ NOTES = {
         C, "grows again and again: the worker dies; `last_end` of `twinpool status`, and its log"
     ),
     "twinpool_worker_stalled_seconds": Note(C, "grows: the worker hangs; it is killed after `cluster.stall_s`"),
+    "twinpool_worker_cpu_seconds": Note(
+        C, "`rate()` of it is how many processors it keeps busy: at all that it may use, it is bound by them"
+    ),
+    "twinpool_worker_gpu_utilization": Note(
+        C, "low while requests wait: the GPU waits for its host, or steps are small. None without NVML"
+    ),
     "twinpool_worker_longest_step_seconds": Note(C, "above others of its role: its machine is slow or shared"),
     "twinpool_worker_requests": Note(
         C, "`waiting` on prefill: more prefill workers; on decode: short of pages or of hand-overs"
@@ -275,6 +284,7 @@ NOTES = {
     "vllm:time_to_first_token_seconds": Note(R, "the same without `vllm:`"),
     "vllm:inter_token_latency_seconds": Note(R, "the same without `vllm:`"),
     "vllm:time_per_output_token_seconds": Note(R, "`inter_token_latency_seconds`, as vLLM called it before"),
+    "vllm:request_time_per_output_token_seconds": Note(R, "`time_per_output_token_seconds`"),
     "vllm:e2e_request_latency_seconds": Note(R, "`request_duration_seconds`"),
     "vllm:request_queue_time_seconds": Note(R, "`request_queue_seconds`"),
     "vllm:request_prefill_time_seconds": Note(R, "`request_prefill_seconds`, the hand-over included"),

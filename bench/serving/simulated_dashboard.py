@@ -92,7 +92,7 @@ class _RouterTally:
 
     def __init__(self) -> None:
         self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
-        self.first_tokens = LatencyShape()
+        self.first_tokens, self.output_tokens = LatencyShape(), LatencyShape()
 
 
 class SimulatedCluster:
@@ -155,7 +155,7 @@ class SimulatedCluster:
             RouterReport(
                 f"start-{number}", "simulated", 3100 + number, build_id(), MODEL, core.requests.in_flight,
                 core.requests.waiting, tally.counters | {"generated_tokens": generated // count},
-                tuple(tally.first_tokens.counts), gaps,
+                tuple(tally.first_tokens.counts), gaps, output_tokens=tuple(tally.output_tokens.counts),
             )
             for number, (core, tally) in enumerate(zip(self.model.cores, self._tallies, strict=True))
         ]  # fmt: skip
@@ -179,6 +179,9 @@ class SimulatedCluster:
         counters["requests_failed"] += ended.done.error is not None
         counters["transfer_bytes"] += sum(report.transfer_bytes for report in r.progress)
         generated = ended.request.answer if ended.done.error is None else 0
+        if generated > 1 and ended.first_at is not None:
+            pace_s = (ended.ended_at - ended.first_at) / (generated - 1)
+            self._tallies[ended.router].output_tokens.observe(pace_s)
         self._drafts.append(
             RecordDraft(
                 f"start-{ended.router}", MODEL, r.id, r.id, "", ended.request.tenant, "", "", False, r.arrived,

@@ -8,6 +8,7 @@ The dashboard shows the same from inside.
 from __future__ import annotations
 
 import asyncio
+import random
 import signal
 import time
 from collections.abc import Callable
@@ -54,7 +55,7 @@ class DemoCommand:
     def __init__(self, url: str, options: DemoOptions, say: Callable[[str], None]) -> None:
         self._url, self._options, self._say = url, options, say
         self._operator = AdminClient(url)
-        self._strikes = DemoStrikes(self._operator, options.seed)
+        self._strikes = DemoStrikes(self._operator, random.Random(options.seed))
 
     async def run(self) -> dict[str, Any]:
         """Ask and strike until the time is over, or until cancelled; returns what it came to. Raises `DemoFailed` where

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import socket
+import time
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,13 +16,26 @@ from cli.admin_client import AdminClient
 Row = Mapping[str, Any]
 Ready = Mapping[str, Sequence[Row]]
 """The workers that serve, by role."""
+LOOKS, LOOK_S = 15, 0.2
+"""How often, and at which distance in seconds, workers are looked at until one of them runs something."""
 
 
 class DemoStrikes:
-    """Strikes one after the other. The last worker of a role that serves is left alone: its pool would have to wait."""
+    """Strikes one after the other. The last worker of a role that serves is left alone: its pool would have to wait.
 
-    def __init__(self, operator: AdminClient, seed: int, kill: Callable[[int, int], None] = os.kill) -> None:
-        self._operator, self._random, self._kill = operator, random.Random(seed), kill
+    A strike is to hit requests. So its victim is drawn by how many each worker runs, and where none runs any (prompts
+    of the demo take milliseconds) the workers are looked at for a while; one that idles is struck only after that.
+    """
+
+    def __init__(
+        self,
+        operator: AdminClient,
+        rng: random.Random,
+        kill: Callable[[int, int], None] = os.kill,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """`pause` waits for so many seconds."""
+        self._operator, self._random, self._kill, self._pause = operator, rng, kill, pause
         self._next = 0
         self.done = 0
 
@@ -44,9 +58,19 @@ class DemoStrikes:
         return said
 
     def _victim(self, rows: Sequence[Row]) -> Row | None:
-        """One of several workers of a role on this host."""
-        here = [row for row in rows if row["node"] == socket.gethostname() and row["pid"]]
-        return self._random.choice(here) if len(rows) > 1 and here else None
+        """One of several workers of a role on this host, drawn by how many requests each runs."""
+        here: Sequence[Row] = ()
+        for look in range(LOOKS):
+            if look:
+                self._pause(LOOK_S)
+                kind = rows[0]["role"], "ready"
+                rows = [row for row in self._operator.rows() if (row["role"], row["state"]) == kind]
+            here = [row for row in rows if row["node"] == socket.gethostname() and row["pid"]]
+            if len(rows) < 2 or not here:
+                return None
+            if busy := [row for row in here if row["running"]]:
+                return self._random.choices(busy, [row["running"] for row in busy])[0]
+        return self._random.choice(here)
 
     def _signal(self, rows: Sequence[Row], number: int, what: str) -> str:
         row = self._victim(rows)

@@ -189,6 +189,7 @@ class ClusterFrames:
             "requests_s": round(self._routers.rate_of(report.router, "requests_submitted"), 2),
             "open_breakers": list(report.open_breakers),
             "viewers": report.viewers,
+            "cpu": _rounded(self._routers.cores_of(report.router)),
         }
 
     def _damage_by_site(self) -> dict[str, int]:
@@ -214,6 +215,7 @@ class ClusterFrames:
             "queued": sum(report.waiting for report in reports) + sum(view.status.waiting for view in serving),
             "running": sum(view.status.running for view in serving),
             "ttft": _percentiles(latencies.first_tokens),
+            "tpot": _percentiles(latencies.output_tokens),
             "itl": _percentiles(latencies.gaps),
         }
 
@@ -222,7 +224,7 @@ class ClusterFrames:
         row: dict[str, float | None] = {"at": round(self._wall, 1)}
         row |= {name: numbers[name] for name in ("requests_s", "tokens_s", "prompt_tokens_s", "hit_share")}
         row |= {name: numbers[name] for name in ("bytes_s", "running", "queued")}
-        for kind in ("ttft", "itl"):
+        for kind in ("ttft", "tpot", "itl"):
             row |= {f"{kind}_{name}": numbers[kind][name] for name in ("p50", "p99")}
         for role in (Role.PREFILL, Role.DECODE):
             roles = (role, Role.COLOCATED) if role is Role.DECODE else (role,)
@@ -240,6 +242,10 @@ def _percentiles(counts: Sequence[int]) -> dict[str, float | int | None]:
         seconds = percentile(counts, share)
         found[name] = round(seconds, 5) if seconds is not None else None
     return found
+
+
+def _rounded(cores: float | None) -> float | None:
+    return None if cores is None else round(cores, 2)
 
 
 def _router_name(report: RouterReport) -> str:

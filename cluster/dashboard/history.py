@@ -17,6 +17,8 @@ COLUMNS = (
     "bytes_s",
     "ttft_p50",
     "ttft_p99",
+    "tpot_p50",
+    "tpot_p99",
     "itl_p50",
     "itl_p99",
     "running",

@@ -19,16 +19,18 @@ class Latencies(NamedTuple):
     """Counts of seconds by bucket (`contracts.messages.latency_shape`)."""
 
     first_tokens: list[int]
+    output_tokens: list[int]
     gaps: list[int]
 
 
-NOTHING = Latencies([0] * BUCKETS, [0] * BUCKETS)
+NOTHING = Latencies([0] * BUCKETS, [0] * BUCKETS, [0] * BUCKETS)
 
 
 class _Heard(NamedTuple):
     at: float
     grown: Counter[str]
     """What has come to a router's counters since its first report here."""
+    cpu_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -75,7 +77,7 @@ class RouterTotals:
         """Take in a report; its counts are since its router's start. Returns whether this router is new here."""
         known = self._known.get(report.router)
         if known is None:
-            self._known[report.router] = _Known(report, deque([_Heard(now, Counter())]))
+            self._known[report.router] = _Known(report, deque([_Heard(now, Counter(), report.cpu_s)]))
             if len(self._known) > MOST_ROUTERS:
                 silent = min(self._known, key=lambda router: self._known[router].at)
                 self._gone.update(self._known.pop(silent).report.counters)
@@ -83,15 +85,12 @@ class RouterTotals:
         before, known.report = known.report, report
         came = Counter({name: max(0, n - before.counters.get(name, 0)) for name, n in report.counters.items()})
         heard = known.heard
-        heard.append(_Heard(now, heard[-1].grown + came))
+        heard.append(_Heard(now, heard[-1].grown + came, report.cpu_s))
         while len(heard) > 2 and heard[1].at <= now - self._rate_window_s:
             heard.popleft()
-        first, gaps = self._sums
-        if report.first_tokens and before.first_tokens:
-            first = added((first, grown(report.first_tokens, before.first_tokens)))
-        if report.gaps and before.gaps:
-            gaps = added((gaps, grown(report.gaps, before.gaps)))
-        self._sums = Latencies(first, gaps)
+        pairs = zip(_latencies(report), _latencies(before), strict=True)
+        grew = (grown(told, told_before) if told and told_before else () for told, told_before in pairs)
+        self._sums = Latencies(*(added((had, came)) for had, came in zip(self._sums, grew, strict=True)))
         return False
 
     def here(self, now: float) -> list[RouterReport]:
@@ -117,6 +116,13 @@ class RouterTotals:
         """A router's counter's growth a second."""
         return self._known[router].rate(counter)
 
+    def cores_of(self, router: str) -> float | None:
+        """How many processors a router keeps busy; None where it has reported once, or its build doesn't say."""
+        first, last = self._known[router].heard[0], self._known[router].heard[-1]
+        if last.cpu_s <= 0 or last.at <= first.at:
+            return None
+        return max(0.0, last.cpu_s - first.cpu_s) / (last.at - first.at)
+
     # ------------------------------------------------------------ latencies
 
     def take(self, now: float) -> None:
@@ -133,6 +139,11 @@ class RouterTotals:
         """What has come between the moment that was noted last and that of the last call, for the history."""
         before, self._last = self._last, self._points[-1]
         return _between(before, self._last) if before is not None else NOTHING
+
+
+def _latencies(report: RouterReport) -> tuple[tuple[int, ...], ...]:
+    """A report's histograms, in the order of `Latencies`; empty those of which its build doesn't know."""
+    return report.first_tokens, report.output_tokens, report.gaps
 
 
 def _between(first: _Point, last: _Point) -> Latencies:

@@ -14,7 +14,9 @@ LINK_BYTES = "link_bytes:"
 """Prefix of the counters of bytes that a worker has sent to another."""
 HITS = ("hit_tokens_device", "hit_tokens_host", "hit_tokens_storage")
 """Counters of prompt tokens that were found in a worker's cache."""
-KEPT = ("tokens_generated", "prompt_tokens_computed", *HITS)
+CPU = "cpu_seconds"
+"""Counter of the processor time that a worker has used."""
+KEPT = ("tokens_generated", "prompt_tokens_computed", CPU, *HITS)
 """Counters of which rates are shown, besides those of links."""
 
 

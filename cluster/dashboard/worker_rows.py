@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from cluster.dashboard.worker_rates import LinkRate, WorkerRates, WorkerSample
+from cluster.dashboard.worker_rates import CPU, LinkRate, WorkerRates, WorkerSample
 from contracts.ids import Role
 from contracts.messages.autoscaler_messages import AutoscalerView
 from contracts.messages.worker_status import WorkerView
 
 MOST_LINKS = 256
 """Links that a frame names, the busiest ones."""
+GPU = "gpu_utilization"
+"""Gauge among a worker's counters: the share of the last second in which its GPU computed anything, 0 to 1."""
 GONE = frozenset({"left", "dead"})
 SERVING = frozenset({"ready", "draining"})
 ROLE_ORDER = {Role.PREFILL: 0, Role.DECODE: 1}
@@ -24,7 +26,8 @@ def ordered(samples: Iterable[WorkerSample]) -> list[WorkerSample]:
 
 def worker_row(view: WorkerView, rates: WorkerRates) -> dict[str, Any]:
     """One worker. Pages of the device are held by requests, kept by the prefix cache alone, or unused, and sum up to
-    `pages.total`; rates are a second."""
+    `pages.total`; rates are a second. `cpu`: how many processors it keeps busy, `gpu`:
+    its GPU's utilization from 0 to 1, each where that is known."""
     status, record = view.status, view.record
     counters, lately = status.counters, rates.of(record.name, record.incarnation)
     held = status.pages_total - status.pages_free
@@ -61,6 +64,10 @@ def worker_row(view: WorkerView, rates: WorkerRates) -> dict[str, Any]:
             "swapped": swapped,
             "cached": max(0, used - swapped),
         }
+    if CPU in lately:
+        row["cpu"] = round(lately[CPU], 2)
+    if GPU in counters:
+        row["gpu"] = round(counters[GPU], 2)
     for name in ("retracted", "ungranted", "kept_answers"):
         if counters.get(name):
             row[name] = int(counters[name])

@@ -22,6 +22,7 @@ from cluster.worker_process.asyncio_thread import AsyncioThread
 from cluster.worker_process.hang_fault import HangFault, hang_at
 from cluster.worker_process.lease_keeper import LeaseKeeper
 from cluster.worker_process.planned_workers import PlannedWorkers, free_memory
+from cluster.worker_process.processor_use import processor_use
 from cluster.worker_process.sigterm_drain import TERMINATED
 from cluster.worker_process.worker_plan import (
     BuildWorker,
@@ -101,13 +102,13 @@ class WorkerProcess:
             stream_protocol=STREAM_PROTOCOL,
         )
         try:
-            heartbeat_s = plan.config.cluster.heartbeat_s
+            heartbeat_s, use = plan.config.cluster.heartbeat_s, processor_use(plan.config.engine.device)
             starting = LeaseKeeper(
                 record,
                 plan.controller,
                 clock,
                 heartbeat_s,
-                host.heartbeat,
+                lambda: use.on(host.heartbeat()),
                 self._on_lost,
                 plan.secret,
                 on_drain=host.drain,

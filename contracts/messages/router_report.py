@@ -76,8 +76,14 @@ class RouterReport:
     viewers: int = 0
     """Browsers that look at its dashboard."""
     identity: RouterIdentity = UNNAMED
+    output_tokens: tuple[int, ...] = ()
+    """Times for each token of an answer after its first, one of each answer, likewise; empty of builds that don't
+    say."""
+    cpu_s: float = 0.0
+    """Seconds of processors that the router's process has used since its start, without its helpers' processes; 0 of
+    builds that don't say."""
 
 
 def bare(report: RouterReport) -> RouterReport:
     """A report without its counts."""
-    return replace(report, counters={}, first_tokens=(), gaps=())
+    return replace(report, counters={}, first_tokens=(), gaps=(), output_tokens=())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from contracts.errors import WireError
 from contracts.messages.latency_shape import BUCKETS
 from contracts.messages.router_report import COUNTERS, MOST_BREAKERS, NAME_CHARS, RouterIdentity, RouterReport
@@ -20,6 +22,8 @@ def router_report_to_proto(r: RouterReport) -> pb.RouterReport:
         counters=r.counters,
         first_tokens=r.first_tokens,
         gaps=r.gaps,
+        output_tokens=r.output_tokens,
+        cpu_s=r.cpu_s,
         open_breakers=r.open_breakers[:MOST_BREAKERS],
         viewers=r.viewers,
         name=r.identity.name[:NAME_CHARS],
@@ -35,8 +39,10 @@ def router_report_from_proto(m: pb.RouterReport) -> RouterReport:
     texts = (m.router, m.node, m.build, m.model, m.name, m.address, m.settings, *m.open_breakers)
     if not m.router or any(len(text) > NAME_CHARS for text in texts) or len(m.open_breakers) > MOST_BREAKERS:
         raise WireError(f"a report names its router, and no name has more than {NAME_CHARS} characters")
-    if len(m.first_tokens) not in (0, BUCKETS) or len(m.gaps) not in (0, BUCKETS):
+    if any(len(counts) not in (0, BUCKETS) for counts in (m.first_tokens, m.gaps, m.output_tokens)):
         raise WireError(f"a histogram of latencies has {BUCKETS} buckets")
+    if not 0 <= m.cpu_s < math.inf:
+        raise WireError(f"processor time is a number of seconds, not {m.cpu_s}")
     return RouterReport(
         m.router,
         m.node,
@@ -51,4 +57,6 @@ def router_report_from_proto(m: pb.RouterReport) -> RouterReport:
         tuple(m.open_breakers),
         m.viewers,
         RouterIdentity(m.name, m.address, m.settings, m.kept),
+        tuple(m.output_tokens),
+        m.cpu_s,
     )

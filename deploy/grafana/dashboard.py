@@ -59,6 +59,7 @@ def quantiles(metric: str) -> dict[str, str]:
 
 
 TTFT, ITL = "twinpool_time_to_first_token_seconds", "twinpool_inter_token_latency_seconds"
+TPOT = "twinpool_time_per_output_token_seconds"
 ROWS: dict[str, list[Panel]] = {
     "Is it well?": [
         Panel(
@@ -115,7 +116,8 @@ ROWS: dict[str, list[Panel]] = {
             "reqps",
         ),
         Panel("Time to first token", quantiles(TTFT), "s"),
-        Panel("Between tokens", quantiles(ITL), "s"),
+        Panel("Time per output token (of an answer)", quantiles(TPOT), "s"),
+        Panel("Inter-token latency (between two deliveries)", quantiles(ITL), "s"),
         Panel("Before a worker begins the prompt", quantiles("twinpool_request_queue_seconds"), "s"),
         Panel("From the prompt's begin to the first token", quantiles("twinpool_request_prefill_seconds"), "s"),
         Panel("Whole request", quantiles("twinpool_request_duration_seconds"), "s"),

@@ -190,6 +190,11 @@ class PrometheusMetrics:
         for name, text, histogram in (
             ("twinpool_time_to_first_token_seconds", "From arrival to the first token", tally.ttft),
             (
+                "twinpool_time_per_output_token_seconds",
+                "Of an answer, from its first token to its last, by the tokens after the first",
+                tally.tpot,
+            ),
+            (
                 "twinpool_inter_token_latency_seconds",
                 "Between deliveries of an answer's tokens, of one token each unless several came at once",
                 tally.itl,

@@ -56,9 +56,10 @@ class RequestTally:
         self.answers: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
         """Choices that ended, by why."""
         self.target = TargetTally()
-        self.first_token_shape, self.gap_shape = LatencyShape(), LatencyShape()
-        """The times of `ttft` and `itl` in finer buckets, for percentiles of the latest seconds."""
+        self.first_token_shape, self.gap_shape, self.output_token_shape = (LatencyShape() for _ in range(3))
+        """The times of `ttft`, `itl` and `tpot` in finer buckets, for percentiles of the latest seconds."""
         self.ttft, self.itl, self.duration = map(HistogramTally, (TTFT_BUCKETS_S, ITL_BUCKETS_S, E2E_BUCKETS_S))
+        self.tpot = HistogramTally(ITL_BUCKETS_S)
         self.queue, self.prefill = HistogramTally(TTFT_BUCKETS_S), HistogramTally(TTFT_BUCKETS_S)
         self.inference, self.decode = HistogramTally(E2E_BUCKETS_S), HistogramTally(E2E_BUCKETS_S)
         self.prompt_length, self.answer_length = HistogramTally(TOKEN_BUCKETS), HistogramTally(TOKEN_BUCKETS)
@@ -75,7 +76,7 @@ class RequestTally:
             self.transfer_bytes += event.transfer_bytes
 
     def tokens(self, choice: ChoiceOutput, count: int, now: float) -> None:
-        """Count tokens delivered to a choice at `now`, and set its `first_at` and `last_at`.
+        """Count tokens delivered to a choice at `now`, and set its `first_at`, `first_count` and `last_at`.
 
         The inter-token histogram gets one value a delivery, however many tokens that has.
         """
@@ -86,7 +87,7 @@ class RequestTally:
             self.target.gap(gap_s)
             self.gap_shape.observe(gap_s)
         else:
-            choice.first_at = now
+            choice.first_at, choice.first_count = now, count
             first_s = now - choice.request.arrived + choice.tokenise_s
             self.prompt_tokens += len(choice.request.prompt)
             self.ttft.observe(first_s)
@@ -104,6 +105,12 @@ class RequestTally:
         self.duration.observe(choice.ended_at - request.arrived + choice.tokenise_s)
         self.prompt_length.observe(len(request.prompt))
         self.answer_length.observe(len(choice.tokens))
+        # Drafts that count are delivered one right after the other, so that the time between two deliveries says little
+        # of how quickly an answer grows. A resumed answer begins with all that was said before.
+        if (later := len(choice.tokens) - choice.first_count) > 0:
+            pace_s = (choice.last_at - choice.first_at) / later
+            self.tpot.observe(pace_s)
+            self.output_token_shape.observe(pace_s)
         begun = _begun(choice)
         if begun is not None and choice.first_at:
             self.queue.observe(begun - request.arrived)

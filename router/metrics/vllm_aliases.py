@@ -96,6 +96,7 @@ class VllmAliases:
             ("vllm:time_to_first_token_seconds", "Time to first token", tally.ttft),
             ("vllm:inter_token_latency_seconds", "Time between tokens", tally.itl),
             ("vllm:time_per_output_token_seconds", "Time between tokens, by its older name", tally.itl),
+            ("vllm:request_time_per_output_token_seconds", "Time of an answer's token after the first", tally.tpot),
             ("vllm:e2e_request_latency_seconds", "Time of a request", tally.duration),
             ("vllm:request_queue_time_seconds", "Time before a request's first batch", tally.queue),
             ("vllm:request_prefill_time_seconds", "Time from the first batch to the first token", tally.prefill),

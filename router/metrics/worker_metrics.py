@@ -20,6 +20,7 @@ def worker_metrics(core: RouterCore) -> Iterator[Metric]:
     yield from _by_role(core)
     yield from _states(core)
     yield from _work(core)
+    yield from _processors(core)
     yield from _breakers(core)
 
 
@@ -85,6 +86,24 @@ def _work(core: RouterCore) -> Iterator[Metric]:
         if "preemptions" in status.counters:
             preemptions.add_metric(labels, status.counters["preemptions"])
     yield from (requests, booked, pending, outgoing, steps, preemptions)
+
+
+def _processors(core: RouterCore) -> Iterator[Metric]:
+    cpu = CounterMetricFamily(
+        "twinpool_worker_cpu_seconds", "Processor time of the worker's process, of its first rank", labels=_LABELS
+    )
+    gpu = GaugeMetricFamily(
+        "twinpool_worker_gpu_utilization",
+        "Share of the driver's last sampling period in which kernels ran on the worker's GPU",
+        labels=_LABELS,
+    )
+    for entry in core.workers:
+        labels, counters = [str(entry.record.name), str(entry.record.role)], entry.status.counters
+        if (seconds := counters.get("cpu_seconds")) is not None:
+            cpu.add_metric(labels, seconds)
+        if (used := counters.get("gpu_utilization")) is not None:
+            gpu.add_metric(labels, used)
+    yield from (cpu, gpu)
 
 
 def _breakers(core: RouterCore) -> Iterator[Metric]:

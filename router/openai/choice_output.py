@@ -55,6 +55,7 @@ class ChoiceOutput:
         "error",
         "finish",
         "first_at",
+        "first_count",
         "index",
         "last_at",
         "logprobs",
@@ -94,6 +95,8 @@ class ChoiceOutput:
         self.stop: str | int | None = None
         self.error: Done | None = None
         self.first_at = self.last_at = self.ended_at = 0.0
+        self.first_count = 0
+        """Tokens of the first delivery."""
         self.tokenise_s = 0.0
         looked_for = generate_request.answer_format
         self._parser = looked_for.parser() if looked_for is not None else None

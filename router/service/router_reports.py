@@ -1,4 +1,4 @@
-"""What the dashboard is told by a router of itself: its counts, the times of first tokens and gaps, its breakers.
+"""What the dashboard is told by a router of itself: its counts, its latencies, its breakers.
 
 One call is under way at a time. Counts are since the router's start, so a call whose answer was lost costs nothing. How
 often is the controller's to say: about once a second while somebody looks, else every few seconds, for the history.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 
 from contracts.build_id import build_id
 from contracts.clock import Clock
@@ -109,4 +110,6 @@ class RouterReports:
             tuple(breakers[:MOST_BREAKERS]),
             self._viewers,
             self._identity,
+            tuple(tally.output_token_shape.counts),
+            round(time.process_time(), 3),
         )

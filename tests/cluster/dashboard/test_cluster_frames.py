@@ -136,6 +136,48 @@ def test_each_percentile_is_of_its_share(frames: ClusterFrames) -> None:
         assert BOUNDS_S[bucket - 1] < ttft[name] <= BOUNDS_S[bucket]
 
 
+def test_the_time_of_an_output_token_is_told_apart_from_that_between_deliveries(frames: ClusterFrames) -> None:
+    def told(pace: Sequence[int], gaps: Sequence[int]) -> RouterReport:
+        shapes = [[counts.count(bucket) for bucket in range(BUCKETS)] for counts in (pace, gaps)]
+        return replace(report("a"), output_tokens=tuple(shapes[0]), gaps=tuple(shapes[1]))
+
+    frames.report(told([], []), 0.0, WALL)
+    frames.take(state([], 0.0), 0.0, WALL)
+    frames.report(told([16] * 10, [0] * 90 + [40] * 10), 1.0, WALL)
+    frames.take(state([], 1.0), 1.0, WALL)
+    now = frames.frame()["now"]
+    assert now["tpot"]["count"] == 10
+    assert BOUNDS_S[15] < now["tpot"]["p50"] <= BOUNDS_S[16]
+    assert now["itl"]["count"] == 100
+    assert now["itl"]["p50"] <= BOUNDS_S[0] < BOUNDS_S[39] < now["itl"]["p99"]
+    frames.take(state([], 5.0), 5.0, WALL)
+    assert frames.past()["history"]["tpot_p50"][-1] == now["tpot"]["p50"]
+
+
+def test_a_build_that_tells_no_times_of_output_tokens_has_none_and_takes_none_from_others(
+    frames: ClusterFrames,
+) -> None:
+    for now, count in ((0.0, 0), (1.0, 7)):
+        frames.report(replace(report("new"), output_tokens=(count, *[0] * (BUCKETS - 1))), now, WALL)
+        frames.report(report("old", requests_submitted=count), now, WALL)
+        frames.take(state([], now), now, WALL)
+    assert frames.frame()["now"]["tpot"]["count"] == 7
+    assert frames.frame()["now"]["requests_s"] == 7.0
+
+
+def test_the_use_of_processors_is_that_of_the_latest_seconds_where_it_is_known(frames: ClusterFrames) -> None:
+    for now, cpu_s in ((0.0, 100.0), (2.0, 103.0)):
+        frames.report(replace(report("a"), cpu_s=cpu_s), now, WALL)
+        frames.report(report("old"), now, WALL)
+        counters = {"cpu_seconds": 3 * cpu_s, "gpu_utilization": 0.754}
+        frames.take(state([worker("decode-0", counters=counters), worker("prefill-0")], now), now, WALL)
+    frame = frames.frame()
+    assert [router["cpu"] for router in frame["routers"]] == [1.5, None]
+    rows = {row["name"]: row for row in frame["workers"]}
+    assert (rows["decode-0"]["cpu"], rows["decode-0"]["gpu"]) == (4.5, 0.75)
+    assert {"cpu", "gpu"} & set(rows["prefill-0"]) == set()
+
+
 def test_hits_are_a_share_of_what_was_asked_for(frames: ClusterFrames) -> None:
     for now, part in ((0.0, 0), (10.0, 1)):
         one = {"prompt_tokens_computed": 500 * part, "hit_tokens_device": 200 * part, "hit_tokens_storage": 50 * part}

@@ -151,9 +151,13 @@ class Changing(FakeWorker):
     def __init__(self, server: ControllerServer, fails: bool) -> None:
         super().__init__(str(NAME), pid=os.getpid())
         self._fails = fails
+        self.told: dict[str, float] = {}
         self.on_step = lambda: self._change(server)
 
     def _change(self, server: ControllerServer) -> None:
+        self.told = server.call(lambda core: dict(core.table.rows[NAME].view(False).status.counters))
+        if not self.told:
+            return  # Its first heartbeat is on the way.
         self.on_step = lambda: None
         server.call(lambda core: core.pools.change_role(NAME, Role.PREFILL, empty=True))
 
@@ -192,6 +196,8 @@ def test_a_process_says_that_it_can_go_on_only_when_nothing_of_its_worker_is_lef
         )
         outcome = WorkerProcess(plan, build, release=release).run()
         assert (outcome.end, outcome.goes_on) == (WorkerEnd.LEFT, left == "nothing")
+        if left != "a signal":
+            assert worker.told["cpu_seconds"] > 0, "its heartbeats tell the use of processors"
         assert released == ([True] if left in ("nothing", "another rank") else []), "when it is closed"
         server.call(Controller.tick)
         row = server.call(lambda core: core.table.rows[NAME])

@@ -76,6 +76,7 @@ def test_metrics_count_what_legs_report() -> None:
         assert metric(server, "twinpool_generated_tokens_total") == 5
         assert metric(server, "twinpool_time_to_first_token_seconds_count") == 2
         assert metric(server, "twinpool_inter_token_latency_seconds_count") == 3
+        assert metric(server, "twinpool_time_per_output_token_seconds_count") == 1, "the other has one token"
         assert metric(server, "twinpool_request_duration_seconds_count") == 2
         assert metric(server, "twinpool_requests_in_flight") == 0
         assert metric(server, 'twinpool_workers_serving{role="decode"}') == 1

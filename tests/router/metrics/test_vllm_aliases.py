@@ -33,6 +33,7 @@ def test_each_name_has_what_was_counted() -> None:
         ("prompt_tokens_total", "prompt_tokens_total"),
         ("time_to_first_token_seconds_count", "time_to_first_token_seconds_count"),
         ("inter_token_latency_seconds_sum", "inter_token_latency_seconds_sum"),
+        ("request_time_per_output_token_seconds_sum", "time_per_output_token_seconds_sum"),
         ("e2e_request_latency_seconds_sum", "request_duration_seconds_sum"),
         ("request_generation_tokens_sum", "request_generated_tokens_sum"),
         ("request_queue_time_seconds_count", "request_queue_seconds_count"),

@@ -87,4 +87,6 @@ def test_a_report_has_what_the_metrics_have() -> None:
         assert report.counters[name] == metrics[f"twinpool_{name}_total"], name
     assert sum(report.first_tokens) == metrics["twinpool_time_to_first_token_seconds_count"] == 3
     assert sum(report.gaps) == metrics["twinpool_inter_token_latency_seconds_count"]
+    assert sum(report.output_tokens) == metrics["twinpool_time_per_output_token_seconds_count"] == 3
+    assert report.cpu_s > 0
     assert (report.model, report.in_flight, report.open_breakers) == ("demo", 0, ())
