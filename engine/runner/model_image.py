@@ -24,6 +24,7 @@ from torch import Tensor
 
 from contracts.interfaces.model_images import ImageUnfit
 from engine.layers.decoder import Decoder
+from engine.tensors.onednn_weight import LayoutUnavailable, OneDnnWeight
 from engine.tensors.row_exact_linear import Numerics
 
 _HEADER = struct.Struct("<8sQQ")
@@ -36,9 +37,9 @@ _WRITE_BYTES = 1 << 26
 
 @dataclass
 class _StoredPart:
-    """The used part of one storage."""
+    """The used part of one storage, or a weight that oneDNN has packed."""
 
-    storage: torch.UntypedStorage
+    storage: torch.UntypedStorage | OneDnnWeight
     begin: int
     end: int
     offset: int = 0
@@ -70,7 +71,9 @@ class UnwrittenImage:
         first = _first(len(self.objects))
         for part in self.parts:
             _write(fd, _bytes_of(part), first + part.offset)
-            if part.storage.resizable():
+            if isinstance(part.storage, OneDnnWeight):
+                part.storage.release()
+            elif part.storage.resizable():
                 part.storage.resize_(0)
 
 
@@ -79,7 +82,7 @@ def image_of(decoder: Decoder, numerics: Numerics) -> UnwrittenImage:
     seen = _ImagePickler(decoder.kernels, {})
     try:
         seen.dump((decoder, numerics))  # Which parts of which storages are used.
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    except (pickle.PicklingError, AttributeError, TypeError, LayoutUnavailable) as error:
         raise ImageUnfit(f"this model can't be shared: {error}") from error
     offset = 0
     for part in seen.parts.values():
@@ -100,7 +103,10 @@ def model_of(image: memoryview, kernels: object) -> tuple[Decoder, Numerics]:
     if mark != _MARK or whole != len(image) or _first(nbytes) > whole:
         raise ImageUnfit("no image of a model, or a part of one")
     objects = io.BytesIO(image[_HEADER.size : _HEADER.size + nbytes])
-    decoder, numerics = _ImageUnpickler(objects, image[_first(nbytes) :], kernels).load()
+    try:
+        decoder, numerics = _ImageUnpickler(objects, image[_first(nbytes) :], kernels).load()
+    except LayoutUnavailable as error:
+        raise ImageUnfit(f"this process can't use its node's image: {error}") from error
     return decoder, numerics
 
 
@@ -122,6 +128,9 @@ class _ImagePickler(pickle.Pickler):
         return None
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, OneDnnWeight):
+            part = self.parts.setdefault(obj.data_ptr(), _StoredPart(obj, 0, obj.nbytes()))
+            return OneDnnWeight.placed, (_PartOf(part.offset, part.end), obj.shape, obj.dtype, obj.layout)
         if not isinstance(obj, Tensor):
             return NotImplemented
         if obj.layout != torch.strided or obj.device.type != "cpu":

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from engine.native.current_kernels import kernels_for
 from engine.native.layer_kernels import Product
+from engine.tensors.onednn_weight import OneDnnWeight
 
 TILE_ROWS = 16
 """Rows of the fixed tile that the probe compares with."""
@@ -52,7 +53,7 @@ class RowExactLinear:
         self.dtype, self.device = weight_nk.dtype, weight_nk.device
         self._bias = bias_n
         self._native = _native(weight_nk, bias_n)
-        self._packed = _packed(weight_nk) if self._native is None else None
+        self._packed = OneDnnWeight.packed(weight_nk) if self._native is None else None
         self._plain = weight_nk if self._native is None and self._packed is None else None
 
     @property
@@ -71,8 +72,7 @@ class RowExactLinear:
         if self._packed is None:
             assert self._plain is not None
             return F.linear(x_mk, self._plain, self._bias)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x_mk, self._packed, self._bias, "none", [], "")
-        return out
+        return self._packed(x_mk, self._bias)
 
 
 def _native(weight_nk: Tensor, bias_n: Tensor | None) -> Product | None:
@@ -105,18 +105,6 @@ class HeadLinear(RowExactLinear):
         rows = len(x_mk)
         x_hmk = x_mk.view(rows, self.heads, -1).transpose(0, 1).contiguous()
         return torch.bmm(x_hmk, self._weight_hkn).transpose(0, 1).reshape(rows, -1)
-
-
-def _packed(weight_nk: Tensor) -> Tensor | None:
-    """The weight in oneDNN's own layout, or None where oneDNN can't pack or multiply it."""
-    if weight_nk.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return None
-    try:
-        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_nk)
-        torch.ops.mkldnn._linear_pointwise(weight_nk[:1], packed, None, "none", [], "")
-    except (AttributeError, NotImplementedError, RuntimeError):  # another build of torch, or another processor
-        return None
-    return packed
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import random
 from pathlib import Path
+from types import FunctionType, ModuleType
 
 import pytest
 import torch
+from torch import Tensor
 
 from contracts.errors import CheckpointError, ConfigError
 from contracts.interfaces.model_images import ImageUnfit, WritableImage
 from engine.runner import load_model
 from engine.runner.model_image import image_of, model_of
+from engine.tensors import onednn_weight
+from engine.tensors.onednn_weight import OneDnnWeight
 from tests.checkpoints import VOCAB
 from tests.engine.harness import Bench, MakeCheckpoint
 from tests.families import FAMILIES
@@ -55,6 +60,21 @@ class Images:
 def prompt(seed: int = 0) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(VOCAB) for _ in range(PROMPT)]
+
+
+def packed_weights(model: object) -> list[OneDnnWeight]:
+    """All of a model that oneDNN has packed."""
+    seen, found = dict[int, object](), list[OneDnnWeight]()
+    left = [model]
+    while left:
+        part = left.pop()
+        if id(part) in seen or isinstance(part, (type, ModuleType, FunctionType, Tensor)):
+            continue
+        seen[id(part)] = part
+        if isinstance(part, OneDnnWeight):
+            found.append(part)
+        left.extend(gc.get_referents(part))
+    return found
 
 
 def never(*_: object, **__: object) -> None:
@@ -119,15 +139,55 @@ def test_where_there_is_none_a_model_of_its_own_is_loaded_unless_that_must_not_b
         Bench(checkpoint("llama"), images=images(), share_weights="on")
 
 
-def test_a_layout_that_only_a_library_knows_is_no_image_and_others_are_told(checkpoint: MakeCheckpoint) -> None:
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_onednn_has_packed_are_mapped_and_give_the_same_bits(
+    dtype: str, checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On every processor with `attention=torch`; by default on those for which no kernel of ours has bfloat16."""
+    if OneDnnWeight.packed(torch.zeros(16, 16)) is None:
         pytest.skip("this torch packs no weights")
+    alone = Bench(checkpoint("qwen3"), share_weights="off", attention="torch", dtype=dtype)
+    images = Images()
+    writer = Bench(checkpoint("qwen3"), images=images, attention="torch", dtype=dtype)
+    monkeypatch.setattr(load_model, "Weights", never)
+    reader = Bench(checkpoint("qwen3"), images=images, attention="torch", dtype=dtype)
+    assert (len(images.kept), images.found, images.given_up) == (1, 1, {})
+    (image,) = images.kept.values()
+    begin = torch.frombuffer(image, dtype=torch.uint8).data_ptr()
+    for bench in (writer, reader):
+        packed = packed_weights(bench.engine.decoder)
+        assert len(packed) == len(packed_weights(alone.engine.decoder)) > 4
+        assert all(begin <= weight.data_ptr() < begin + len(image) for weight in packed)
+    expected = alone.forced(prompt(), (64, 64, 22))
+    for bench in (writer, reader):
+        assert torch.equal(bench.forced(prompt(), (64, 64, 22)), expected)
+
+
+def test_where_torch_can_not_place_packed_weights_they_are_a_workers_own(
+    checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = Images()
+    shared = Bench(checkpoint("llama"), images=images, attention="torch").generate(prompt(), 8)
+    with monkeypatch.context() as patch:
+        patch.setattr(onednn_weight, "_libtorch", lambda: None)  # A torch without that interface.
+        assert Bench(checkpoint("llama"), images=images, attention="torch").generate(prompt(), 8) == shared
+        with pytest.raises(ConfigError, match=r"share_weights=on.*can't use its node's image.*oneDNN"):
+            Bench(checkpoint("llama"), images=images, attention="torch", share_weights="on")
+
+
+def test_a_layout_without_strides_is_no_image_and_others_are_told(
+    checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def undescribed(weight: OneDnnWeight) -> bytes:
+        raise onednn_weight.LayoutUnavailable("no description")
+
+    monkeypatch.setattr(OneDnnWeight, "layout", property(undescribed))
     images = Images()
     bench = Bench(checkpoint("llama"), images=images, attention="torch")
     assert bench.generate(prompt(), 8) == Bench(checkpoint("llama"), attention="torch").generate(prompt(), 8)
     assert not images.kept
     (reason,) = images.given_up.values()
-    assert "layout" in reason
+    assert "no description" in reason
 
 
 @pytest.mark.parametrize("damage", [b"", b"twinimg1", b"x" * 64])

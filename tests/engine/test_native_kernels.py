@@ -27,15 +27,21 @@ from engine.runner.kernel_choice import kernels_for_config
 from engine.runner.numerics_class import digest
 from engine.tensors.row_exact_linear import FAST, Numerics
 from tests.engine.harness import Bench, MakeCheckpoint
-from tests.engine.native import BUILDS, kernels_or_skip
+from tests.engine.native import BUILDS, PRODUCTS, has_products, kernels_or_skip
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module", params=BUILDS)
-def kernels(request: pytest.FixtureRequest) -> NativeKernels:
-    """For each level that this machine runs, and for the machine itself."""
-    return kernels_or_skip(request.param)
+def build_level(request: pytest.FixtureRequest) -> str:
+    """Each level that this machine runs, and the machine itself."""
+    level: str = request.param
+    return level
+
+
+@pytest.fixture(scope="module")
+def kernels(build_level: str) -> NativeKernels:
+    return kernels_or_skip(build_level)
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
@@ -56,11 +62,9 @@ def close(got: Tensor, want: Tensor) -> None:
 
 @pytest.mark.parametrize(("n", "k"), [(96, 64), (1, 7), (33, 51), (200, 129)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_products_are_right_and_their_rows_exact(
-    kernels: NativeKernels, dtype: torch.dtype, n: int, k: int, bias: bool
-) -> None:
-    if not kernels.multiplies(dtype):
-        pytest.skip("this processor has no such instructions")
+@pytest.mark.parametrize(("level", "dtype"), PRODUCTS)
+def test_products_are_right_and_their_rows_exact(level: str, dtype: torch.dtype, n: int, k: int, bias: bool) -> None:
+    kernels = kernels_or_skip(level)
     x, weight = draw(1, 150, k, dtype=dtype), draw(2, n, k, dtype=dtype)
     bias_n = draw(3, n, dtype=dtype) if bias else None
     packed = PackedWeight(kernels, weight, bias_n)
@@ -73,6 +77,11 @@ def test_products_are_right_and_their_rows_exact(
     wide = draw(4, 150, 2 * k, dtype=dtype)
     wide[:, :k] = x
     assert torch.equal(packed(wide[:, :k]), want), "rows may lie apart"
+
+
+def test_a_build_has_products_of_the_dtypes_that_it_is_quicker_with(kernels: NativeKernels, build_level: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        assert kernels.multiplies(dtype) == has_products(build_level, dtype)
 
 
 def test_threads_do_not_change_a_bit_of_a_product(kernels: NativeKernels) -> None:

@@ -54,7 +54,7 @@ from engine.runner.load_model import load_engine
 from engine.runner.sampling.penalties import needs_history
 from engine.runner.sampling.token_history import TokenHistory
 from engine.runner.sampling.token_mask import TokenMask
-from engine.tensors import row_exact_linear as numerics
+from engine.tensors.onednn_weight import OneDnnWeight
 from engine.tensors.weight_loader import Weights, dtype_for
 from tests.families import FAMILIES
 
@@ -218,7 +218,7 @@ def without_contents() -> None:
     GridExecutor.__call__ = lambda self, *args, **kwargs: KERNELS.update(["launched"])
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     torch.cuda.get_device_name = lambda device=None: "fake"
-    numerics._packed = lambda weight_nk: None
+    OneDnnWeight.packed = classmethod(lambda cls, weight_nk: None)  # type: ignore[assignment, method-assign]
     engine_module.agreed = lambda numerics, ranks, device: numerics  # when an engine is loaded it may wait
     Weights._read = lambda self, path, name, axes: torch.empty([axis.count for axis in axes])  # type: ignore[method-assign]
 
