@@ -150,7 +150,6 @@ def test_only_the_trial_itself_says_how_it_went_and_after_it_all_is_as_at_first(
     breaker.succeeded(RequestId("trial"), 116.0)
     assert (breaker.state, breaker.probe) == (CircuitState.CLOSED, None)
     breaker.failed(RequestId("next"), 117.0)
-    assert breaker.state is CircuitState.OPEN
     assert not breaker.admits(121.9)
     assert breaker.admits(122.0), "as long as the first time, and no longer"
     breaker.sent(RequestId("trial"))
