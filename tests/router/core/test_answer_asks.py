@@ -227,3 +227,16 @@ def test_a_worker_that_answers_twice_has_answered_once_and_its_second_find_is_le
     assert list(ended.found) == [0]
     assert not world.answer("decode-1", ask, kept("u", 1)), "and one that comes after the end is too late"
     assert world.commands() == [("decode-1", Detach(RequestId("u"), 0))]
+
+
+@pytest.mark.parametrize("cut", [{"running": False}, {"started": False}, {"running": False, "started": False}])
+def test_an_answer_that_was_cut_or_has_not_started_waits_for_what_others_have(
+    world: World, cut: dict[str, bool]
+) -> None:
+    """Another worker may go on with it, or have the whole of it."""
+    ask = world.asks.begin("k", "b", 1)
+    world.answer("decode-0", ask, kept("r", 4, **cut))
+    assert world.asks.take_ended() == []
+    world.answer("decode-1", ask, kept("s", 2, attempt=1))
+    (whole,) = world.asks.take_ended()
+    assert (whole.found[0].answer.request_id, whole.found[0].last_attempt) == ("s", 1)
