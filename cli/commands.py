@@ -1,34 +1,71 @@
 """The `twinpool` command: the table of its subcommands (`cli.command_line` has their flags).
 
 `serve` and `up` start a cluster, `doctor` looks before they do, `controller` is one of its controllers, and `sim` runs
-simulated clusters. The other commands ask a cluster's router. Each subcommand imports what it needs when it runs.
-Exit codes: 0 fine, 1 a violation or refusal, 2 usage, 3 no cluster, 130 after a Ctrl-C.
+simulated clusters. The other commands ask a cluster's router. Each subcommand imports what it needs when it runs, and
+this module itself nothing: a signal that comes meanwhile has to be handled first (`_handle_signals`).
+Exit codes: 0 fine, and whenever `serve`, `demo` or `controller` was asked to end; 1 a violation or refusal, 2 usage, 3
+no cluster, 130 after a Ctrl-C that came before a command had done its work.
 """
 
 from __future__ import annotations
 
-import argparse
+import os
+import signal
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
 
-from cli import launch_commands, operator_commands, tool_commands
-from cli.command_line import parser
-from cli.command_output import NO_CLUSTER, REFUSED, USAGE
-from contracts.errors import ConfigError, TwinpoolError
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Sequence
+    from typing import NoReturn
+
+SERVERS = ("serve", "demo", "controller")
+"""Commands that run until they are asked to end; `serve --detach` isn't one."""
+INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run one command and exit with its code."""
-    sys.exit(run(parser().parse_args(arguments)))
+    """Run one command and exit with its code. Without `arguments` the process is this command's alone."""
+    if arguments is not None:
+        from cli.command_line import parser
+
+        sys.exit(run(parser().parse_args(arguments)))
+    serves = sys.argv[1:2] and sys.argv[1] in SERVERS and "--detach" not in sys.argv
+    if not serves:
+        try:
+            main(sys.argv[1:])
+        except KeyboardInterrupt:  # While it was imported.
+            sys.exit(INTERRUPTED)
+    code = _served()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # At once: while Python ends, a signal would have its own code.
+
+
+def _served() -> int:
+    """Run a command that is asked to end by signals; returns its exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: os._exit(0))  # There is nothing to remove yet.
+    from cli.command_line import parser
+    from cli.early_end import EarlyEnd, EndAsked
+    from cluster.serve.shutdown_signal import ASKED
+
+    try:
+        EarlyEnd().install()
+        return run(parser().parse_args())
+    except EndAsked:
+        print("stopped while starting")
+        return ASKED
 
 
 def run(args: argparse.Namespace) -> int:
     """Run one parsed command; returns its exit code."""
     from cli.admin_client import ClusterNotFound, CommandRefused
+    from cli.command_output import NO_CLUSTER, REFUSED, USAGE
+    from contracts.errors import ConfigError, TwinpoolError
 
     try:
-        return _RUN[args.command](args)
+        return _table()[args.command](args)
     except ConfigError as error:
         code = USAGE
         text = str(error)
@@ -37,37 +74,43 @@ def run(args: argparse.Namespace) -> int:
     except (CommandRefused, TwinpoolError) as error:
         code, text = REFUSED, str(error)
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     print(f"error: {text}", file=sys.stderr)
     return code
 
 
-_RUN = {
-    "serve": launch_commands.serve,
-    "up": launch_commands.up,
-    "doctor": launch_commands.doctor,
-    "controller": launch_commands.controller,
-    "down": launch_commands.down,
-    "status": operator_commands.status,
-    "explain": operator_commands.explain,
-    "drain": operator_commands.drain,
-    "undrain": operator_commands.undrain,
-    "role": operator_commands.role,
-    "add": operator_commands.change_pools,
-    "scale": operator_commands.change_pools,
-    "restart": operator_commands.change_pools,
-    "apply": operator_commands.apply,
-    "upgrade": operator_commands.upgrade,
-    "cordon": operator_commands.change_pools,
-    "uncordon": operator_commands.change_pools,
-    "check": operator_commands.check,
-    "keys": tool_commands.keys,
-    "certs": tool_commands.certs,
-    "replay": tool_commands.replay,
-    "plan": tool_commands.plan,
-    "demo": tool_commands.demo,
-    "sim": tool_commands.sim,
-}
+def _table() -> dict[str, Callable[[argparse.Namespace], int]]:
+    """The function of each subcommand."""
+    from cli import launch_commands, operator_commands, tool_commands
+
+    _RUN: dict[str, Callable[[argparse.Namespace], int]] = {
+        "serve": launch_commands.serve,
+        "up": launch_commands.up,
+        "doctor": launch_commands.doctor,
+        "controller": launch_commands.controller,
+        "down": launch_commands.down,
+        "status": operator_commands.status,
+        "explain": operator_commands.explain,
+        "drain": operator_commands.drain,
+        "undrain": operator_commands.undrain,
+        "role": operator_commands.role,
+        "add": operator_commands.change_pools,
+        "scale": operator_commands.change_pools,
+        "restart": operator_commands.change_pools,
+        "apply": operator_commands.apply,
+        "upgrade": operator_commands.upgrade,
+        "cordon": operator_commands.change_pools,
+        "uncordon": operator_commands.change_pools,
+        "check": operator_commands.check,
+        "keys": tool_commands.keys,
+        "certs": tool_commands.certs,
+        "replay": tool_commands.replay,
+        "plan": tool_commands.plan,
+        "demo": tool_commands.demo,
+        "sim": tool_commands.sim,
+    }
+    return _RUN
+
 
 if __name__ == "__main__":
     main()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -14,9 +13,11 @@ from typing import IO
 
 from cluster.processes.process_ids import TIED
 from contracts.errors import TwinpoolError
+from contracts.python_command import module_command
 
 START_S = 300.0
-STOP_S = 20.0
+STOP_S = 40.0
+"""Longer than `serve` takes to end, answers that run included."""
 LOOK_S = 0.2
 _READY = re.compile(r"^Twinpool is ready: (\S+)", re.MULTILINE)
 _SHOWN = 400
@@ -32,7 +33,7 @@ def own_cluster(flags: Sequence[str]) -> Iterator[str]:
 
     It dies with this process, and a Ctrl-C is this process's alone. Raises `ClusterFailed`.
     """
-    command = [*TIED, sys.executable, "-m", "cli.commands", "serve", "--port", "0", *flags]
+    command = [*TIED, *module_command("cli.commands", "serve", "--port", "0", *flags)]
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, start_new_session=True

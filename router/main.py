@@ -2,9 +2,8 @@
 
 The process logs JSON lines to standard error and prints nothing. With ``--ready-fd`` it writes one line to that
 descriptor once it listens. With ``--take-over`` it gets the listening sockets of the router that it replaces, which
-ends once its answers have. On SIGTERM or SIGINT it cancels its requests on the workers, ends running answers with an
-error and exits, all within seconds.
-Exit codes: 0 after SIGINT, the signal's own after SIGTERM, 1 when something failed, 2 for wrong usage.
+ends once its answers have. On SIGTERM or SIGINT it drains and ends (`router.api.router_server`).
+Exit codes: 0 after a signal, 1 when something failed, 2 for wrong usage.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ import httpx
 import psutil
 
 ROOT = Path(__file__).parents[1]
-COMMAND = (sys.executable, "-m", "cli.commands")
+COMMAND = (sys.executable, "-P", "-m", "cli.commands")
 READY = "Twinpool is ready: "
 
 
@@ -35,6 +35,19 @@ def environment(runtime: Path) -> dict[str, str]:
     path = os.pathsep.join([str(ROOT / "tests" / "unimportable"), str(ROOT)])
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("TWINPOOL_", "RAY_"))}
     return kept | {"PYTHONPATH": path, "XDG_RUNTIME_DIR": str(runtime), "XDG_STATE_HOME": str(runtime / "state")}
+
+
+OWN_NAMES = (
+    *("router", "cluster", "cache", "contracts", "engine", "transfer", "worker", "prefill", "decode", "colocate"),
+    *("sim", "cli", "ray", "torch", "numpy", "zmq", "msgpack", "json", "logging", "uvicorn"),
+)
+
+
+def own_packages(folder: Path) -> None:
+    """Put packages of a user's own into `folder`, with names of ours and of what we import; none may be imported."""
+    for name in OWN_NAMES:
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").write_text(f"raise SystemExit('{name} of the folder was imported')\n")
 
 
 @dataclass

@@ -20,7 +20,9 @@ import httpx
 from cli.admin_client import AdminClient, ClusterNotFound, CommandRefused
 from cli.demo.demo_load import TIMEOUT_S, Answers, DemoLoad, questions
 from cli.demo.demo_strikes import DemoStrikes
+from cli.early_end import EndAsked
 from cli.own_cluster import own_cluster
+from cluster.serve.shutdown_signal import ONE_REQUEST_S
 from contracts.errors import TwinpoolError
 
 SETTLE_S = 120.0
@@ -30,6 +32,7 @@ SERVE = (
     "--set", "audit.fraction=1", "--set", "cluster.lease_s=4", "--set", "router.stall_s=10",
 )  # fmt: skip
 QUESTIONS, CLIENTS = 24, 6
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 EVERY_S = 6.0
 """Seconds between two strikes, where the pools are whole."""
 
@@ -139,7 +142,7 @@ def _so_far(answers: Answers) -> str:
 
 
 def demo(options: DemoOptions) -> int:
-    """Serve, ask, strike, judge; returns the exit code. A Ctrl-C ends it in order, with the verdict."""
+    """Serve, ask, strike, judge; returns the exit code. Ctrl-C and SIGTERM end it in order, with the verdict."""
     began = time.monotonic()
 
     def say(line: str) -> None:
@@ -156,16 +159,27 @@ def demo(options: DemoOptions) -> int:
 
 
 def _until_interrupted(command: DemoCommand) -> dict[str, Any]:
-    """Run it; a signal cancels it. Raises `KeyboardInterrupt` where that comes before there is anything to judge."""
+    """Run it; a signal has it end, with its verdict, and another one a second later without. Raises `EndAsked` where
+    there is nothing to judge."""
 
     async def run() -> dict[str, Any]:
-        task = asyncio.current_task()
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        asked_at: list[float] = []
+
+        def asked() -> None:
+            if not asked_at or loop.time() - asked_at[0] >= ONE_REQUEST_S:
+                asked_at.append(loop.time())
+                task.cancel()
+
+        for number in SIGNALS:
+            loop.add_signal_handler(number, asked)
         return await command.run()
 
     try:
         return asyncio.run(run())
     except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
+        raise EndAsked from None
+    finally:
+        for number in SIGNALS:  # What is left has an end of its own, and the verdict's exit code.
+            signal.signal(number, lambda number, frame: None)

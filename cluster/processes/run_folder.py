@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Protocol
 from cluster.processes import reaper
 from cluster.processes.process_ids import start_time
 from cluster.processes.run_file import run_file_path, write_run_file
+from contracts.python_command import script_command
 
 KEPT_LOGS = 20
 SOCKET_PATH_ROOM = 40
@@ -49,14 +49,7 @@ class RunFolder:
         reading, self._pipe = os.pipe()
         self._reaper = subprocess.Popen(
             [
-                sys.executable,
-                "-S",
-                "-P",
-                "-E",
-                str(reaper.__file__),
-                str(reading),
-                self.mark,
-                str(self.temporary),
+                *script_command(str(reaper.__file__), str(reading), self.mark, str(self.temporary)),
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

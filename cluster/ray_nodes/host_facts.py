@@ -6,6 +6,7 @@ that do nothing else: a host's clock is taken to have been read in the middle of
 
 from __future__ import annotations
 
+import importlib
 import json
 import platform
 import socket
@@ -25,6 +26,7 @@ from contracts.build_id import build_id
 from contracts.errors import ConfigError
 from contracts.grammar import GRAMMAR_ENGINE
 from contracts.messages.fingerprint import PROTOCOL
+from contracts.python_command import module_command
 
 ASK_S = 150.0
 """Seconds in which all hosts must have answered, joining and leaving included."""
@@ -32,8 +34,6 @@ HOST_S = 60.0
 """Seconds in which the tasks of all hosts must have begun and told."""
 CLOCK_READS = 3
 _CLOCK_S = 5.0
-_PROGRAM = f"import sys; from {__name__} import main; main(sys.argv[1:])"
-"""Imported by its name: tasks of a module that runs as `__main__` would go to the nodes by value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def offset(read: Callable[[], float], ours: Callable[[], float], reads: int = CL
 def ask_hosts(address: str, device: str) -> tuple[HostFacts, ...]:
     """Ask each host of the Ray at `address`, ``host:port``, that takes workers. Raises `ConfigError` where it can't be
     joined or doesn't answer in time."""
-    command = [sys.executable, "-c", _PROGRAM, address, device]
+    command = module_command(__name__, address, device)
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False)
         if ended.returncode:
@@ -182,3 +182,8 @@ def _now_there(clock: Any) -> float:
 def main(arguments: Sequence[str]) -> None:
     address, device = arguments
     sys.stdout.write(json.dumps([asdict(one) for one in _ask(address, device)]) + "\n")
+
+
+if __name__ == "__main__":
+    # By its name: tasks of a module that runs as `__main__` would go to the nodes by value.
+    importlib.import_module("cluster.ray_nodes.host_facts").main(sys.argv[1:])

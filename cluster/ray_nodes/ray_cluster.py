@@ -17,7 +17,7 @@ import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from cluster.ray_nodes.worker_resources import RESOURCES, has_places
 from contracts.build_id import source_root
 from contracts.errors import ConfigError
 from contracts.ids import Role
+from contracts.python_command import module_command
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
 OWN_SLOTS = 10_000
@@ -57,6 +58,8 @@ _QUIET = {
     "RAY_DISABLE_IMPORT_WARNING": "1",
     # GPUs stay visible to actors that ask Ray for none.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Ray's own Python processes import nothing from the folder that they are started in (`contracts.python_command`).
+    "PYTHONSAFEPATH": "1",
 }
 _AUTH_HINT = (
     "; give this process the cluster's token (RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token), or RAY_AUTH_MODE=disabled "
@@ -123,7 +126,7 @@ def start_own_ray(folder: Path, dashboard: bool) -> OwnRay:
     _own_environment(folder)
     import ray
 
-    with _agent_on_free_port():
+    with _agent_on_free_port(), _apart_from_terminal():
         context = ray.init(
             address="local",
             _node_ip_address=LOOPBACK,
@@ -155,7 +158,7 @@ def start_kept_ray(
     if tables is not None:
         tables.forget()  # Those of one that died have nothing that runs.
     command = [
-        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={port}"),
+        *module_command("ray.scripts.scripts", "start", "--head", f"--port={port}"),
         *(f"--node-ip-address={LOOPBACK}", f"--temp-dir={folder}", "--dashboard-agent-listen-port=0"),
         *(f"--object-store-memory={OBJECT_STORE_BYTES}", "--num-gpus=0", "--disable-usage-stats"),
         f"--resources={json.dumps(dict.fromkeys(RESOURCES.values(), OWN_SLOTS))}",
@@ -170,6 +173,7 @@ def start_kept_ray(
         text=True,
         timeout=KEPT_START_S,
         check=False,
+        start_new_session=True,
     )
     if tables is not None and (store := _processes_below(folder).get("gcs_server")) is not None:
         write_down(folder, store[0])
@@ -280,6 +284,23 @@ def _agent_on_free_port() -> Iterator[None]:
         RayParams.__init__ = plain
 
 
+@contextlib.contextmanager
+def _apart_from_terminal() -> Iterator[None]:
+    """Have `ray.init` start Ray's processes in sessions of their own, within this context.
+
+    A signal to the whole process group of `serve`, such as that of ``timeout`` or of a terminal, would end the workers
+    before the answers that they compute have ended.
+    """
+    from ray._private import services  # noqa: PLC2701  (Ray has no public name for it)
+
+    plain = services.ConsolePopen
+    services.ConsolePopen = functools.partial(plain, start_new_session=True)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = plain
+
+
 def join_ray(address: str, namespace: str, python: str = "") -> str:
     """Join the Ray at `address`; returns this node's address. Raises `ConfigError` when it can't be joined.
 
@@ -367,9 +388,23 @@ def leave_ray() -> None:
         ray.shutdown()
 
 
+class _DriverPaths(list[str]):
+    """The folders of this process that Ray's workers import from before all others: none but the source tree's.
+
+    Ray puts the working directory and the script's folder there, where a user's ``cluster/`` or ``cache.py`` may lie.
+    """
+
+    def extend(self, paths: Iterable[str]) -> None:
+        super().extend(path for path in paths if Path(path) == source_root())
+
+
 def _driver(python: str = "") -> dict[str, Any]:
     """The options of `ray.init`; `python` as of `join_ray`."""
-    quiet = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
+    from ray.job_config import JobConfig
+
+    job = JobConfig()
+    job._py_driver_sys_path = _DriverPaths()
+    quiet = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR, "job_config": job}
     if not python:
         return quiet
     # The raylet's workers have its environment, with the packages of the build that it was started by.

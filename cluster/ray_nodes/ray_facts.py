@@ -15,6 +15,7 @@ from typing import Any
 
 from cluster.ray_nodes.worker_resources import RESOURCES
 from contracts.errors import ConfigError
+from contracts.python_command import module_command
 
 ASK_S = 30.0
 """Seconds in which a Ray must have answered, the start of the process that asks it included."""
@@ -42,7 +43,7 @@ class RayFacts:
 
 def ask_ray(address: str) -> RayFacts:
     """Ask the Ray whose control store is at `address`, ``host:port``. Raises `ConfigError` where it doesn't answer."""
-    command = [sys.executable, "-m", "cluster.ray_nodes.ray_facts", address]
+    command = module_command("cluster.ray_nodes.ray_facts", address)
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False)
         if ended.returncode:

@@ -10,20 +10,20 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cluster.processes.process_ids import TIED, kill_process, same_process, start_time
+from cluster.processes.process_ids import TIED, kill_process, same_process, start_time, terminate_process
 from contracts.errors import TwinpoolError
+from contracts.python_command import module_command
 
 STOP_S = 1.5
 """Seconds that a service has to end in order."""
 KILL_S = 5.0
-ROUTER = (sys.executable, "-m", "router.main")
-CONTROLLER = (sys.executable, "-m", "cluster.controller.controller_process")
+ROUTER = tuple(module_command("router.main"))
+CONTROLLER = tuple(module_command("cluster.controller.controller_process"))
 
 
 class ServiceFailed(TwinpoolError):
@@ -113,6 +113,13 @@ class ChildService:
             return None
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
+    def terminate(self) -> None:
+        """Ask the process to end, and don't wait for it. Nothing happens where it has ended."""
+        if self._adopted is not None:
+            terminate_process(*self._adopted)
+        elif self._process is not None:
+            self._process.terminate()
+
     def kill(self) -> None:
         """Kill a process that hangs; `ended` then says by which signal."""
         if self._adopted is not None:
@@ -144,9 +151,7 @@ class ChildService:
 
 def _stop_adopted(pid: int, started: int, timeout_s: float) -> None:
     """Send SIGTERM to a process that isn't this one's child, and kill it where it doesn't end within `timeout_s`."""
-    if same_process(pid, started):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGTERM)
+    terminate_process(pid, started)
     pause, deadline = threading.Event(), time.monotonic() + timeout_s
     while same_process(pid, started) and time.monotonic() < deadline:
         pause.wait(0.02)

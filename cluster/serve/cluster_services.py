@@ -117,6 +117,18 @@ class ClusterServices:
             if (how := kept.service.ended()) is not None:
                 raise PartFailed(f"the {kept.service.name} ended ({how}){self._words(kept.service.name)}")
 
+    def drain(self) -> None:
+        """Have the routers end once the answers that run have ended: they aren't started again."""
+        self._routers.drain()
+
+    def drained(self) -> bool:
+        """Whether all routers have ended."""
+        return self._routers.drained()
+
+    def tend_controllers(self) -> None:
+        """Start controllers again that have ended. Raises `PartFailed` where that happens too often."""
+        self._controllers.tend()
+
     def tend(self) -> None:
         """Kill routers that hang, and start again what has ended. Raises `PartFailed` where that happens too often."""
         self._controllers.tend()

@@ -24,6 +24,7 @@ from cluster.serve.serve_cluster import SECRETS, ServeCluster, exit_code
 from cluster.serve.terminal import take_over_output
 from contracts.errors import ConfigError, TwinpoolError
 from contracts.json_logs import log_to_stream
+from contracts.python_command import module_command, script_command
 
 OUTPUT = "serve.out"
 """The file of the logs folder that has what `serve` shows in a terminal."""
@@ -31,9 +32,9 @@ DOWN_S = 30.0
 """How long a cluster may take to end, its keeper's patience included."""
 
 
-def supervisor_command(python: str, folder: Path) -> list[str]:
-    """The command of a supervisor that runs in the interpreter `python`."""
-    return [python, "-m", "cluster.serve.detached_cluster", str(folder)]
+def supervisor_command(folder: Path, python: str = "") -> list[str]:
+    """The command of a supervisor that runs in the interpreter `python`; empty: this process's."""
+    return module_command("cluster.serve.detached_cluster", str(folder), python=python)
 
 
 def launch(prepared: ServePlan, out: TextIO, wait: Callable[[float], object]) -> int:
@@ -49,8 +50,8 @@ def launch(prepared: ServePlan, out: TextIO, wait: Callable[[float], object]) ->
     (logs / OUTPUT).touch()
     process = subprocess.Popen(
         [
-            *(sys.executable, "-S", "-P", "-E", str(keeper.__file__), str(folder), mark),
-            *supervisor_command(sys.executable, folder),
+            *script_command(str(keeper.__file__), str(folder), mark),
+            *supervisor_command(folder),
         ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

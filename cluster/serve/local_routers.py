@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.processes.process_ids import kill_process, same_process
+from cluster.processes.process_ids import kill_process, same_process, terminate_process
 from cluster.processes.run_folder import RunFiles
 from cluster.serve.child_service import ChildService, ServiceFailed
 from cluster.serve.detached_state import DetachedState, ServiceProcess
@@ -123,6 +123,21 @@ class LocalRouters:
     def behind(self) -> tuple[int, str]:
         """How many routers have other settings than the plan's still, and what keeps them so, in words."""
         return len([router for router in self._routers if router.mark != self._mark]), self._trouble
+
+    def drain(self) -> None:
+        """Have all of them end once the answers that run have ended (`RouterServer`), those that are replaced too."""
+        if self._successor is not None:  # It would take a port over, and accept what is new.
+            self._successor.service.kill()
+        for router in self._routers:
+            router.kept.service.terminate()
+        for one in self._leaving.values():
+            if one.there:
+                terminate_process(one.process.pid, one.process.started)
+
+    def drained(self) -> bool:
+        """Whether all of them have ended."""
+        ended = all(router.kept.service.ended() is not None for router in self._routers)
+        return ended and not any(one.there for one in self._leaving.values())
 
     def tend(self) -> None:
         """Kill routers that hang, start again what has ended, and go on replacing. Raises `PartFailed` where one ends

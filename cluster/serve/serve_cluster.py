@@ -39,8 +39,8 @@ from cluster.serve.kept_service import PartFailed
 from cluster.serve.kv_index_process import with_kv_events
 from cluster.serve.preflight import ServePlan
 from cluster.serve.security_check import open_ways
-from cluster.serve.shutdown_signal import ShutdownSignal
-from cluster.serve.terminal import Terminal, curl_line, take_over_output, urls_of
+from cluster.serve.shutdown_signal import ASKED, FAILED, ShutdownSignal
+from cluster.serve.terminal import Terminal, curl_line, show_failure, take_over_output, urls_of
 from cluster.worker_process.worker_plan import WorkerPlan, node_name
 from contracts.build_id import build_id
 from contracts.clock import Clock, SystemClock
@@ -61,6 +61,8 @@ log = logging.getLogger("twinpool.serve")
 
 SECRETS = ("TWINPOOL_ADMIN_TOKEN", SECRET_VARIABLE, PASSWORD_VARIABLE)
 POLL_S = 0.1
+ROUTER_END_S = 2.5
+"""How long a router may take to end once the answers that ran have ended, or were cut off."""
 HEALTHY_S = 15.0
 """How long the router may take to reach the workers once all have registered."""
 
@@ -83,17 +85,21 @@ class ServeCluster:
         began: float | None = None,
         state: DetachedState | None = None,
         python: str = "",
+        stopping: ShutdownSignal | None = None,
     ) -> None:
         """`state`: of a detached cluster, which goes on when this process is killed; one that has begun is taken
-        over. `python`: the interpreter that its workers are started with (`ray_cluster.join_ray`)."""
+        over. `python`: the interpreter that its workers are started with (`ray_cluster.join_ray`). `stopping`: the
+        signals that end it, where they are handled already."""
         self._state, self._python = state, python
         self._prepared = prepared
         self._folder = folder
         self._router_command = router_command
         self._clock = clock or SystemClock()
-        self._terminal = Terminal(self._clock, out, began)
-        self._manager = ServiceManager.adopt()
-        self._stopping = ShutdownSignal(prepared.config.cluster.stop_timeout_s, self._manager)
+        self._out, self._terminal = out, Terminal(self._clock, out, began)
+        self._stopping = stopping or signals_of(prepared)
+        self._stopping.show_on(out)
+        self._service_check: Callable[[], None] = lambda: None
+        """Raises `PartFailed` where a service that a start needs has ended."""
         self._ray: OwnRay | None = None
         self._launcher: RayLauncher | None = None
         self._agents: ArenaAgents = NoArenaAgents()
@@ -104,27 +110,55 @@ class ServeCluster:
             self._secrets = state.secrets
 
     def run(self) -> int:
-        """Serve until asked to stop; returns the exit code. Raises `TwinpoolError` when the start fails."""
+        """Serve until asked to stop; returns the exit code. What went wrong is shown before anything is ended: the end
+        may come to its deadline."""
         self._stopping.install()
-        with ExitStack() as stack:
-            try:
-                self._start(stack)
-                self._keep_alive(stack)
-            except StartStopped:
-                self._terminal.line("stopped while starting")
-            except TwinpoolError:
-                if self._state is not None and self._state.begun:
-                    stack.pop_all()  # The next such process takes over what runs.
+        try:
+            with ExitStack() as stack:
+                return self._life(stack)
+        except (Exception, SystemExit):
+            if not self._stopping.asked:
                 raise
-            finally:
-                self._stopping.promise()
-            self._terminal.line("stopping")
-            return 0
+            log.warning("met while it ended", exc_info=True)
+            return ASKED
+
+    def _life(self, stack: ExitStack) -> int:
+        """Start, keep alive, drain; returns the exit code, before what runs is ended with `stack`."""
+        try:
+            self._start(stack)
+            self._keep_alive()
+            self._drain()
+        except (Exception, SystemExit) as error:  # Ray's own handler of SIGTERM raises the latter, until it's replaced.
+            if not self._stopping.asked:
+                return self._failed(error, stack)
+            if not isinstance(error, StartStopped | SystemExit):
+                log.warning("met while it ended", exc_info=True)
+        self._terminal.line("answers have ended" if self._stopping.serving else "stopped while starting")
+        return ASKED
+
+    def _failed(self, error: BaseException, stack: ExitStack) -> int:
+        """Show an error that nobody has asked for."""
+        if not isinstance(error, Exception):
+            raise error
+        show_failure(self._cause(error), self._out, self._folder.logs)
+        self._stopping.promise(FAILED)
+        if isinstance(error, TwinpoolError) and self._state is not None and self._state.begun:
+            stack.pop_all()  # The next such process takes over what runs.
+        return FAILED
+
+    def _cause(self, error: Exception) -> Exception:
+        """The end of a service, where that is behind an error of the start: who waits for it meets only its silence."""
+        try:
+            self._service_check()
+        except PartFailed as cause:
+            return cause
+        return error
 
     # ------------------------------------------------------------ starting
 
     def _start(self, stack: ExitStack) -> None:
         prepared, options, folder = self._prepared, self._prepared.options, self._folder
+        self._check_stop()
         begun = self._state is not None and self._state.begun
         if prepared.config.cluster.ray_storage and (self._state is None or options.ray_address is not None):
             raise ConfigError("cluster.ray_storage is for serve --detach with a Ray of its own: leave it out here")
@@ -142,6 +176,7 @@ class ServeCluster:
         self._start_services(stack)
         if options.ray_address is None:
             self._own_ray(stack)
+        self._service_check()
         self._stopping.install()  # importing Ray takes SIGTERM over
         self._check_stop()
         self._start_agents(stack)
@@ -156,9 +191,10 @@ class ServeCluster:
         self._await_ready()
         folder.publish(operators, options.model, security.tls_ca, options.file)
         self._stopping.ready()
+        self._service_check = lambda: None
         self._terminal.table(self._prepared, self._controller.views())
         self._terminal.line(f"Twinpool is ready: {url}")
-        self._manager.ready(f"serves at {url}")
+        self._stopping.manager.ready(f"serves at {url}")
         if operators != url:
             self._terminal.line(f"operators' paths: {operators}")
         self._terminal.line(f"dashboard: {operators}/dashboard")
@@ -263,6 +299,8 @@ class ServeCluster:
             state=state,
         )
         self._services.start(stack)
+        if state is None or not state.begun:
+            self._service_check = self._services.check
         silence_s, certificate = config.transfer.link_timeout_s, config.security.cluster
         self._controller = ControllerClient(self._services.endpoint, silence_s, self._secret, certificate)
         stack.callback(self._controller.close)
@@ -438,7 +476,7 @@ class ServeCluster:
 
     # ------------------------------------------------------------ running
 
-    def _keep_alive(self, stack: ExitStack) -> None:
+    def _keep_alive(self) -> None:
         self._node_drains.start()
         self._services.probe()
         while not self._stopping.asked:
@@ -451,6 +489,17 @@ class ServeCluster:
                 again = "" if self._state is not None else "; start again"
                 raise PartFailed(f"Ray has died ({lost} is gone) and took the workers with it{again}")
             self._services.tend()
+
+    def _drain(self) -> None:
+        """Have routers refuse what is new, and give the answers that run their time; meanwhile workers are kept as
+        ever, and what one of them can't finish goes on at another."""
+        self._terminal.line(self._stopping.drain_line)
+        until = self._clock.now() + self._stopping.answers_s + ROUTER_END_S
+        self._services.drain()
+        while not self._services.drained() and self._clock.now() < until:
+            self._tend_agents()
+            self._supervisor.poll(POLL_S)
+            self._services.tend_controllers()
 
     def _drain_nodes(self) -> None:
         if not self._node_drains.changed:
@@ -477,18 +526,22 @@ def _words(lines: list[str]) -> str:
     return "".join(f"\n    {line}" for line in lines)
 
 
+def signals_of(prepared: ServePlan) -> ShutdownSignal:
+    """The signals that end a run, handled from now on. Main thread only."""
+    stopping = ShutdownSignal(prepared.config.cluster.stop_timeout_s, ServiceManager.adopt())
+    stopping.install()
+    return stopping
+
+
 def exit_code(run: Callable[[], int], out: TextIO, logs: Path) -> int:
     """The exit code of `run`, a cluster's life. Errors are shown on `out`, not raised."""
     try:
         return run()
-    except TwinpoolError as error:
-        out.write(f"error: {error}\n")
     except Exception as error:
-        log.exception("serve failed")
-        out.write(f"error: {type(error).__name__}: {error}; see {logs / 'serve.log'}\n")
+        show_failure(error, out, logs)
     finally:
         out.flush()
-    return 1
+    return FAILED
 
 
 def serve(prepared: ServePlan, began: float | None = None) -> int:
@@ -496,16 +549,18 @@ def serve(prepared: ServePlan, began: float | None = None) -> int:
 
     `began` is when the command began, by the system's clock.
     """
+    stopping = signals_of(prepared)  # Before there is anything to remove.
     folder = RunFolder()
     out = take_over_output(folder.logs / "serve.log")
+    stopping.show_on(out)
     log_to_stream("serve")
 
     def run() -> int:
         if prepared.config.transfer.plane == "local":
             from cluster.serve.serve_one_process import ServeOneProcess
 
-            return ServeOneProcess(prepared, folder, out, began).run()
-        return ServeCluster(prepared, folder, out, began=began).run()
+            return ServeOneProcess(prepared, folder, out, stopping, began).run()
+        return ServeCluster(prepared, folder, out, began=began, stopping=stopping).run()
 
     try:
         return exit_code(run, out, folder.logs)

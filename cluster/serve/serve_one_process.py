@@ -8,22 +8,23 @@ operator reads why, and /health fails.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import FrameType
 from typing import TextIO
 
 from cluster.assembly.build_worker import build_worker
 from cluster.processes.run_folder import RunFolder
-from cluster.processes.service_manager import ServiceManager
 from cluster.serve.local_dashboard import LocalDashboard
 from cluster.serve.local_directory import LocalDirectory
 from cluster.serve.preflight import ServePlan
 from cluster.serve.security_check import open_ways
-from cluster.serve.shutdown_signal import ShutdownSignal
-from cluster.serve.terminal import Terminal, curl_line, urls_of
+from cluster.serve.shutdown_signal import ASKED, FAILED, ShutdownSignal, handled_signals
+from cluster.serve.terminal import Terminal, curl_line, show_failure, urls_of
 from cluster.worker_process.worker_plan import node_name, on_card
 from cluster.worker_process.worker_thread import WorkerEnd, WorkerThread
 from contracts.clock import SystemClock
@@ -38,6 +39,8 @@ from router.main import listen, listen_for_operators
 from router.service.controller_ports import ControllerPorts
 from router.service.router_service import RouterService
 
+log = logging.getLogger("twinpool.serve")
+
 HOST = "127.0.0.1"
 FLUSH_S = 1.5
 HEALTHY_S = 15.0
@@ -47,20 +50,38 @@ POLL_S = 0.02
 class _Server(RouterServer):
     """The router's HTTP server; calls `on_ready` once every role has a worker that serves.
 
-    Its start raises `TimeoutError` when that takes longer than `HEALTHY_S`.
+    Its start raises `TimeoutError` when that takes longer than `HEALTHY_S`. Signals are `stopping`'s too, which hears
+    none itself while the event loop runs.
     """
 
-    def __init__(self, service: RouterService, admin: socket.socket | None, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        service: RouterService,
+        admin: socket.socket | None,
+        on_ready: Callable[[], None],
+        on_stop: Callable[[], None],
+        stopping: ShutdownSignal,
+    ) -> None:
         operators = AdminListener(create_admin_app(service), admin) if admin is not None else None
         super().__init__(create_app(service), service, listeners=RouterListeners(operators))
         self._core = service.core
-        self._on_ready = on_ready
+        self._on_ready, self._on_stop, self._stopping = on_ready, on_stop, stopping
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self._stopping.asked and self._stopping.serving:
+            self._on_stop()
+        self._stopping.ask()
+        super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        if self._stopping.asked:  # Before the loop ran.
+            self.should_exit = True
         if self.started:
             async with asyncio.timeout(HEALTHY_S):
                 while not all(self._core.serving(role) for role in self._core.workers.roles):
+                    if self.should_exit:
+                        return
                     await asyncio.sleep(POLL_S)
             self._on_ready()
 
@@ -68,50 +89,71 @@ class _Server(RouterServer):
 class ServeOneProcess:
     """One run of `twinpool serve` in one process."""
 
-    def __init__(self, prepared: ServePlan, folder: RunFolder, out: TextIO, began: float | None = None) -> None:
+    def __init__(
+        self,
+        prepared: ServePlan,
+        folder: RunFolder,
+        out: TextIO,
+        stopping: ShutdownSignal,
+        began: float | None = None,
+    ) -> None:
+        """`stopping`: the signals that end it, handled already."""
         self._prepared = prepared
         self._folder = folder
         self._clock = SystemClock()
-        self._terminal = Terminal(self._clock, out, began)
-        self._manager = ServiceManager.adopt()
-        self._stopping = ShutdownSignal(prepared.config.cluster.stop_timeout_s, self._manager)
+        self._out, self._terminal = out, Terminal(self._clock, out, began)
+        self._stopping = stopping
         self._directory: LocalDirectory | None = None
 
     def run(self) -> int:
-        """Serve until asked to stop; returns the exit code. Raises `TwinpoolError` when the start fails."""
-        self._stopping.install()
+        """Serve until asked to stop; returns the exit code. What went wrong is shown before anything is ended."""
+        with ExitStack() as stack:
+            try:
+                self._serve(stack)
+            except Exception as error:
+                if not self._stopping.asked:
+                    show_failure(error, self._out, self._folder.logs)
+                    self._stopping.promise(FAILED)
+                    return FAILED
+                log.warning("met while it ended", exc_info=True)
+            self._terminal.line("answers have ended" if self._stopping.serving else "stopped while starting")
+        return ASKED
+
+    def _serve(self, stack: ExitStack) -> None:
+        """Start, and serve until asked to stop."""
         prepared, options = self._prepared, self._prepared.options
         spec = prepared.spec
-        with ExitStack() as stack:
-            self._terminal.step(
-                "checkpoint",
-                f"{spec.name}: {spec.architecture}, {spec.layers} layers, {spec.dtype}, context {spec.context}",
-            )
-            self._terminal.step("logs", str(self._folder.logs))
-            self._terminal.nodes(prepared)
-            for line in open_ways(prepared.config.security, options.host, HOST):
-                self._terminal.step("open", line)
-            bound = stack.enter_context(listen(options.host, prepared.port))
-            admin = stack.enter_context(listen_for_operators(prepared.config))
-            workers = [self._start_worker(stack, name, role) for name, role in prepared.workers]
-            directory = self._directory = LocalDirectory(workers)
-            dashboard = LocalDashboard(directory, prepared.config.cluster.name, self._clock)
-            address = "{}:{}".format(*bound.getsockname()[:2])
-            identity = RouterIdentity("router", address, routers_digest(prepared.config), kept=True)
-            ports = ControllerPorts(dashboard=dashboard, identity=identity)
-            service = RouterService(spec, prepared.config, directory, ports=ports)
-            dashboard.recent = service.records.kept.recent
-            server = _Server(service, admin, lambda: self._ready(directory))
-            # The server handles the other two signals while it runs.
+        self._terminal.step(
+            "checkpoint",
+            f"{spec.name}: {spec.architecture}, {spec.layers} layers, {spec.dtype}, context {spec.context}",
+        )
+        self._terminal.step("logs", str(self._folder.logs))
+        self._terminal.nodes(prepared)
+        for line in open_ways(prepared.config.security, options.host, HOST):
+            self._terminal.step("open", line)
+        bound = stack.enter_context(listen(options.host, prepared.port))
+        admin = stack.enter_context(listen_for_operators(prepared.config))
+        workers = []
+        for name, role in prepared.workers:
+            if self._stopping.asked:
+                return
+            workers.append(self._start_worker(stack, name, role))
+        directory = self._directory = LocalDirectory(workers)
+        dashboard = LocalDashboard(directory, prepared.config.cluster.name, self._clock)
+        address = "{}:{}".format(*bound.getsockname()[:2])
+        identity = RouterIdentity("router", address, routers_digest(prepared.config), kept=True)
+        ports = ControllerPorts(dashboard=dashboard, identity=identity)
+        service = RouterService(spec, prepared.config, directory, ports=ports)
+        dashboard.recent = service.records.kept.recent
+        server = _Server(service, admin, lambda: self._ready(directory), self._draining, self._stopping)
+        if signal.SIGHUP in handled_signals():  # The server handles the other two signals while it runs.
             signal.signal(signal.SIGHUP, lambda number, frame: signal.raise_signal(signal.SIGTERM))
-            try:
-                server.run([bound])
-            except TimeoutError:
-                raise TwinpoolError(f"the router did not reach the workers; see {self._folder.logs}") from None
-            finally:
-                self._stopping.promise()
-            self._terminal.line("stopping")
-        return 0
+        try:
+            server.run([bound])
+        except TimeoutError:
+            raise TwinpoolError(f"the router did not reach the workers; see {self._folder.logs}") from None
+        finally:
+            self._stopping.install()
 
     def _start_worker(self, stack: ExitStack, name: WorkerName, role: Role) -> tuple[WorkerRecord, WorkerThread]:
         prepared = self._prepared
@@ -149,11 +191,14 @@ class ServeOneProcess:
         self._stopping.ready()
         self._terminal.table(prepared, directory.views())
         self._terminal.line(f"Twinpool is ready: {url}")
-        self._manager.ready(f"serves at {url}")
+        self._stopping.manager.ready(f"serves at {url}")
         if operators != url:
             self._terminal.line(f"operators' paths: {operators}")
         self._terminal.line(f"dashboard: {operators}/dashboard")
         self._terminal.line(curl_line(url, prepared.spec.name, key=bool(security.keys_file), ca=security.tls_ca))
+
+    def _draining(self) -> None:
+        self._terminal.line(self._stopping.drain_line)
 
     def _on_end(self, name: WorkerName, end: WorkerEnd, reason: str) -> None:
         """Tell the operator and the directory that a worker has ended; runs on its engine thread."""

@@ -3,6 +3,8 @@
 Python runs signal handlers between two instructions of its main thread, which may sit in native code for a minute
 (joining a Ray that doesn't answer). So a thread listens instead: the interpreter writes every signal's number to a pipe
 at once, whatever the main thread does, and from then on the deadline runs.
+
+An end that was asked for has the exit code `ASKED`, at whatever moment it was asked for and however long it took.
 """
 
 from __future__ import annotations
@@ -12,30 +14,42 @@ import os
 import signal
 import threading
 from types import FrameType
+from typing import TextIO
 
 from cluster.processes.service_manager import ServiceManager
+from contracts.clock import Clock, SystemClock
 
+ASKED, FAILED = 0, 1
+"""Exit codes: of an end that a signal asked for, and of one that nobody asked for."""
 START_DEADLINE_S = 1.5
 """The longest that an orderly end takes while the cluster is still starting: no client waits for an answer yet."""
+END_S = 6.0
+"""How long an end may take in order, once the answers have ended or had their time."""
+ONE_REQUEST_S = 1.0
+"""Signals within so many seconds are one request: ``timeout`` signals its child and then its child's group."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NOBODY = ServiceManager()
 
 
 class ShutdownSignal:
-    """The first Ctrl-C or SIGTERM asks for an end within `timeout_s` (`cluster.stop_timeout_s`); a second one ends it
-    at once. After the timeout this process kills itself, and the reaper takes the rest."""
+    """The first Ctrl-C, SIGTERM or SIGHUP asks for an end: running answers have `timeout_s` (`cluster.stop_timeout_s`),
+    and the rest of the end `END_S` more. A second one ends this process at once, as the deadline does; the reaper takes
+    what is left of the run then."""
 
-    def __init__(self, timeout_s: float, manager: ServiceManager = NOBODY) -> None:
+    def __init__(self, timeout_s: float, manager: ServiceManager = NOBODY, clock: Clock | None = None) -> None:
         """`manager` is told of an end that was asked for."""
+        self._timeout_s, self.manager, self._clock = timeout_s, manager, clock or SystemClock()
         self._asked = threading.Event()
-        self._timeout_s, self._manager = timeout_s, manager
-        self.deadline_s = min(timeout_s, START_DEADLINE_S)
+        self._asked_at = 0.0
+        self._asking = threading.Lock()
+        self._shown_fd = 2
+        self.serving = False
         self._listener: threading.Thread | None = None
 
     def install(self) -> None:
         """Handle SIGINT, SIGTERM and SIGHUP from now on. Main thread only; call it again after a library (Ray) has
         installed handlers of its own."""
-        for number in SIGNALS:
+        for number in handled_signals():
             signal.signal(number, self._on_signal)
         if self._listener is None:
             reading, writing = os.pipe()
@@ -44,23 +58,58 @@ class ShutdownSignal:
             self._listener = threading.Thread(target=self._listen, args=(reading,), name="signals", daemon=True)
             self._listener.start()
 
+    def show_on(self, out: TextIO) -> None:
+        """Have the last line of an end at once go to `out`."""
+        self._shown_fd = out.fileno()
+
     @property
     def asked(self) -> bool:
         return self._asked.is_set()
+
+    @property
+    def answers_s(self) -> float:
+        """Seconds that running answers have yet, of an end that was asked for."""
+        return max(0.0, self._asked_at + self._timeout_s - self._clock.now())
+
+    @property
+    def drain_line(self) -> str:
+        """What the operator is shown while answers end."""
+        return (
+            f"stopping: new requests are refused, running answers have {self.answers_s:.3g} s to end "
+            "(cluster.stop_timeout_s); a second signal ends them now"
+        )
+
+    @property
+    def deadline_s(self) -> float:
+        """Seconds from the request by which this process has ended."""
+        return self._timeout_s + END_S if self.serving else START_DEADLINE_S
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for a signal, up to `timeout_s`; returns whether one has come."""
         return self._asked.wait(timeout_s)
 
     def ready(self) -> None:
-        """Use the whole `timeout_s` as the deadline from now on: the cluster serves, and answers may be under way."""
-        self.deadline_s = self._timeout_s
+        """Use the whole deadline from now on: the cluster serves, and answers may be under way."""
+        self.serving = True
 
-    def promise(self) -> None:
-        """Start the deadline: this process ends within `deadline_s`, or kills itself then."""
-        timer = threading.Timer(self.deadline_s, _give_up, (self.deadline_s,))
-        timer.daemon = True
-        timer.start()
+    def promise(self, code: int) -> None:
+        """Start the deadline of an end that nobody has asked for: this process ends within it, with `code`. An end that
+        was asked for has its deadline."""
+        if not self.asked:
+            self._deadline(END_S if self.serving else START_DEADLINE_S, code)
+
+    def ask(self) -> None:
+        """Ask for an end, as a signal does; any thread."""
+        with self._asking:
+            now = self._clock.now()
+            if self.asked:
+                if now - self._asked_at >= ONE_REQUEST_S:
+                    self._end_at_once("asked again: what is left is ended now", ASKED)
+                return
+            self._asked_at = now
+            self._asked.set()
+        self._deadline(self.deadline_s, ASKED)
+        self.manager.stopping()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Do nothing: the listener acts on signals, and this keeps them from raising in the main thread."""
@@ -69,24 +118,28 @@ class ShutdownSignal:
         while numbers := os.read(reading, 64):
             for number in numbers:
                 if number in SIGNALS:
-                    self._ask()
+                    self.ask()
 
-    def _ask(self) -> None:
-        if self._asked.is_set():
-            _die()
-        self._asked.set()
-        self.promise()
-        self._manager.stopping()
+    def _deadline(self, seconds: float, code: int) -> None:
+        line = f"not ended within {seconds:g} s: what is left is ended now"
+        timer = threading.Timer(seconds, self._end_at_once, (line, code))
+        timer.daemon = True
+        timer.start()
 
-
-def _give_up(deadline_s: float) -> None:
-    """Kill this process, which did not end in time. The line is written past Python's buffers, whose locks may be held
-    for ever."""
-    line = f"not ended within {deadline_s:g} s: what is left is killed (cluster.stop_timeout_s)\n"
-    with contextlib.suppress(OSError):
-        os.write(2, line.encode())
-    _die()
+    def _end_at_once(self, line: str, code: int) -> None:
+        """End this process. The line is written past Python's buffers, whose locks may be held for ever."""
+        with contextlib.suppress(OSError):
+            os.write(self._shown_fd, f"{line}\n".encode())
+        _end(code)
 
 
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def handled_signals() -> tuple[signal.Signals, ...]:
+    """The signals that ask for an end: SIGHUP isn't one where it is ignored, as under ``nohup``."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return tuple(number for number in SIGNALS if number is not signal.SIGHUP or not ignored)
+
+
+def _end(code: int) -> None:
+    """End this process, whatever its other threads do: children that are tied to it are killed by the kernel then, and
+    the rest of its run by the reaper."""
+    os._exit(code)

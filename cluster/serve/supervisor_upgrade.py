@@ -17,6 +17,7 @@ from pathlib import Path
 from cluster.processes.keeper import FAILED, TAKEN_OVER, TRIAL_S, NextSupervisor
 from cluster.processes.run_file import RunFile
 from contracts.errors import ConfigError, TwinpoolError
+from contracts.python_command import module_command
 
 CHECK_S = 180.0
 """How long an interpreter may take to check a cluster."""
@@ -60,7 +61,7 @@ def check_build(python: Path, run: RunFile) -> CheckedBuild:
     environment = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
     try:
         done = subprocess.run(
-            [python, "-m", "cluster.serve.build_check", run.folder],
+            module_command("cluster.serve.build_check", run.folder, python=str(python)),
             env=environment,
             cwd="/",
             stdin=subprocess.DEVNULL,
@@ -102,7 +103,7 @@ def replace_supervisor(build: CheckedBuild, run: RunFile, wait: Callable[[float]
 
     folder, output = Path(run.folder), Path(run.logs) / OUTPUT
     shown = output.stat().st_size if output.exists() else 0
-    command = [*supervisor_command(str(build.python), folder), str(build.python)]
+    command = [*supervisor_command(folder, str(build.python)), str(build.python)]
     NextSupervisor(command, dict(LEFT_OUT), str(folder)).write(folder)
     waited = 0.0
     while not (folder / TAKEN_OVER).exists():

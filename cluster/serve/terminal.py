@@ -7,6 +7,7 @@ Only these lines go to the terminal. Everything else that this process or its li
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shlex
 import sys
@@ -18,8 +19,11 @@ from typing import TextIO
 from cluster.assembly.node_shares import NodeShare
 from cluster.serve.preflight import ServePlan
 from contracts.clock import Clock
+from contracts.errors import TwinpoolError
 from contracts.ids import Role
 from contracts.messages.worker_status import WorkerRecord, WorkerView
+
+log = logging.getLogger("twinpool.serve")
 
 FILE_COLUMNS = 160
 
@@ -251,3 +255,13 @@ def take_over_output(log: Path) -> TextIO:
     os.dup2(fd, 2)
     os.close(fd)
     return terminal
+
+
+def show_failure(error: Exception, out: TextIO, logs: Path) -> None:
+    """Show on `out` why a cluster's life has ended."""
+    if isinstance(error, TwinpoolError):
+        out.write(f"error: {error}\n")
+    else:
+        log.error("serve failed", exc_info=error)
+        out.write(f"error: {type(error).__name__}: {error}; see {logs / 'serve.log'}\n")
+    out.flush()

@@ -64,9 +64,10 @@ class ClusterConfig:
     start_timeout_s: float = 120.0
     """How long a worker may take from its start on a node to its first heartbeat. While no node has a place for it, its
     start is begun anew as often."""
-    stop_timeout_s: float = 4.0
-    """Seconds that `serve` has to end in order after Ctrl-C or SIGTERM, before it kills the processes that are left; a
-    cluster that is still starting has at most 1.5 s."""
+    stop_timeout_s: float = 25.0
+    """Seconds that running answers have to end after Ctrl-C or SIGTERM, while new requests are refused; those that are
+    left end with an error then, and `serve` itself within 6 s more. Without any it ends at once; one that is
+    starting, within 1.5 s."""
     restart_limit: int = 20
     """Restarts of one worker within `restart_window_s` before it is left dead; of the router, before `serve` ends."""
     restart_window_s: float = 600.0

@@ -16,7 +16,6 @@ import platform
 import shutil
 import stat
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from functools import cache
@@ -25,6 +24,7 @@ from pathlib import Path
 import torch
 
 from contracts import cpu_levels as processor
+from contracts.python_command import module_command
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def find_compiler() -> Compiler:
         if found:
             return Compiler((found,), ("--version",))
     if importlib.util.find_spec("ziglang") is not None:
-        return Compiler((sys.executable, "-m", "ziglang", "c++"), ("--version",), zig=True)
+        return Compiler(tuple(module_command("ziglang", "c++")), ("--version",), zig=True)
     raise NativeUnavailable(
         "no C++ compiler was found; install g++, name one in CXX, or add the package ziglang: pip install "
         "'twinpool[kernels]'"

@@ -28,6 +28,7 @@ from router.openai.api_errors import (
     ClientGone,
     NotJson,
     QueueFull,
+    ShuttingDown,
     failure_of,
     failure_of_done,
 )
@@ -113,7 +114,7 @@ async def _serve(
             await handler(service, exchange)
     except ClientGone:
         pass
-    except (NotJson, BodyTooLarge, BufferFull, QueueFull, TenantLimited) as error:
+    except (NotJson, BodyTooLarge, BufferFull, QueueFull, ShuttingDown, TenantLimited) as error:
         await (exchange.fail if exchange.body_done else exchange.refuse_body)(failure_of(error))
     except TwinpoolError as error:
         await exchange.fail(failure_of(error))
@@ -195,6 +196,7 @@ REQUESTS = frozenset({_completions, _chat, _messages, _responses})
 async def _generate(service: RouterService, exchange: HttpExchange, kind: FrameKind) -> None:
     """Answer a request for text; of one that is refused before it is placed, keep why."""
     began = service.clock.now()
+    service.answering += 1
     try:
         await _placed(service, exchange, kind)
     except ClientGone:
@@ -202,6 +204,8 @@ async def _generate(service: RouterService, exchange: HttpExchange, kind: FrameK
     except TwinpoolError as error:
         _keep_refusal(service, exchange, failure_of(error), service.clock.now() - began, error.numbers)
         raise
+    finally:
+        service.answering -= 1
 
 
 def _keep_refusal(
@@ -219,6 +223,8 @@ def _keep_refusal(
 
 
 async def _placed(service: RouterService, exchange: HttpExchange, kind: FrameKind) -> None:
+    if service.draining:
+        raise ShuttingDown
     if not exchange.declares_json:
         raise NotJson
     service.room.check()  # Before the body takes memory, and time to read.
@@ -339,6 +345,8 @@ async def _stored_response(service: RouterService, exchange: HttpExchange) -> No
 
 
 async def _text(service: RouterService, exchange: HttpExchange, kind: FrameKind) -> None:
+    if service.draining:
+        raise ShuttingDown
     if not exchange.declares_json:
         raise NotJson
     raw = await exchange.body(service.body_limit, service.buffer)
@@ -374,7 +382,8 @@ def _model(service: RouterService, name: str) -> dict[str, Any]:
 def health_problems(service: RouterService) -> list[str]:
     """Return why a router can't serve now, each reason in words; nothing where it can."""
     core = service.core
-    problems = [f"no {role} worker can serve" for role in core.workers.needed if not core.serving(role)]
+    problems = ["the server is shutting down: it ends when the answers that run have ended"] if service.draining else []
+    problems += [f"no {role} worker can serve" for role in core.workers.needed if not core.serving(role)]
     if core.progress.stalled_s > service.config.stall_s:
         problems.append(f"work waits and nothing has advanced for {core.progress.stalled_s:.1f} s")
     return problems
@@ -382,11 +391,11 @@ def health_problems(service: RouterService) -> list[str]:
 
 async def _health(service: RouterService, exchange: HttpExchange) -> None:
     """Answer 200 while each role that is needed has a worker that serves and waiting work advances, else 503 with the
-    problems."""
+    problems; so it does from the moment that this router is to end."""
     core, problems = service.core, health_problems(service)
     serving = {str(role): len(core.serving(role)) for role in core.workers.roles}
     answer = {
-        "status": "unhealthy" if problems else "ok",
+        "status": "draining" if service.draining else "unhealthy" if problems else "ok",
         "problems": problems,
         "serving": serving,
         "in_flight": core.requests.in_flight,

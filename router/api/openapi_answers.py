@@ -171,7 +171,7 @@ SCHEMAS: dict[str, Schema] = {
     "Model": _MODEL,
     "Models": _object(object={"const": "list"}, data=_array(_MODEL)),
     "Health": _object(
-        status={"enum": ["ok", "unhealthy"]},
+        status={"enum": ["ok", "unhealthy", "draining"]},
         problems=_array(TEXT),
         serving={"type": "object", "additionalProperties": _INTEGER},
         in_flight=_INTEGER,

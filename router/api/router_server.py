@@ -1,4 +1,9 @@
-"""The HTTP server of one router: its listeners, its end, and its leaving for a process that replaces it."""
+"""The HTTP server of one router: its listeners, its drain and end, and its leaving for a process that replaces it.
+
+SIGTERM and SIGINT are a drain: ``/health`` says so at once, new requests are refused, and the server ends when the
+answers that run have ended, at the latest after `cluster.stop_timeout_s`; what is left ends with an error then. Signals
+within `ONE_REQUEST_S` are one; a later one cuts the answers off.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, NamedTuple, cast
 
 import uvicorn
@@ -32,6 +38,8 @@ HEALTHY_S = 60.0
 """How long a router that replaces another one waits for links to workers that there are, before it accepts connections
 all the same: its predecessor may be no healthier."""
 LOOK_S = 0.05
+ONE_REQUEST_S = 1.0
+"""Signals within so many seconds are one request to end."""
 CLOSE = (b"connection", b"close")
 
 
@@ -54,11 +62,11 @@ class RouterListeners(NamedTuple):
 
 
 class RouterServer(uvicorn.Server):
-    """Uvicorn's server, which at shutdown ends all answers first and waits for connections then.
+    """Uvicorn's server, which drains when it is asked to end; then it ends all answers, and waits for connections.
 
     `ready_fd`: a descriptor that gets one line once the server listens, and is closed then. `predecessor`: the router
-    whose sockets it has, which serves until this one can. `must_end` is told when this router leaves: after so many
-    seconds its process must be gone. Raises `ConfigError` where the certificate of HTTPS can't be used.
+    whose sockets it has, which serves until this one can. `must_end` is told when this router leaves or drains:
+    after so many seconds its process must be gone. Raises `ConfigError` where the certificate of HTTPS can't be used.
     """
 
     def __init__(
@@ -98,6 +106,7 @@ class RouterServer(uvicorn.Server):
         self._ready_fd = ready_fd
         self._handover: PortHandover | None = None
         self._leaving = False
+        self._drain_began: float | None = None
         self._bound: list[socket.socket] = []
         """The listening sockets of the endpoint and of the operators' port."""
         self._probes: list[Any] = []
@@ -130,6 +139,34 @@ class RouterServer(uvicorn.Server):
             os.close(self._ready_fd)
             self._ready_fd = None
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Drain, or end at once where a drain has been asked for before; instead of uvicorn's handler, which ends at
+        once, and after the end has the signal kill the process."""
+        now = self._service.clock.now()
+        if self._drain_began is None:
+            self._drain(now)
+        elif now - self._drain_began >= ONE_REQUEST_S:
+            self.should_exit = True
+
+    def _drain(self, now: float) -> None:
+        self._drain_began = now
+        if not self.started:
+            self.should_exit = True
+            return
+        within_s = self._service.stop_timeout_s
+        log("draining: asked to end", answering=self._service.answering, within_s=within_s)
+        self._service.draining = True
+        self._say_close()
+        self._must_end(within_s + 2 * GRACE_S)
+
+    @property
+    def _drained(self) -> bool:
+        """Whether a drain is over, by the end of all answers or of their time."""
+        if self._drain_began is None:
+            return False
+        waited_s = self._service.clock.now() - self._drain_began
+        return self._service.answering == 0 or waited_s >= self._service.stop_timeout_s
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._handover is not None:
             self._handover.close()
@@ -159,7 +196,9 @@ class RouterServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if self.certificate is not None and counter % TICKS == 0:
             self.certificate.refresh()
-        ending = await super().on_tick(counter)
+        ending = await super().on_tick(counter) or self._drained
+        if self._drain_began is not None:
+            self._say_close()
         if not self._leaving:
             return ending
         self._say_close()

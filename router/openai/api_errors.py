@@ -11,6 +11,9 @@ from contracts.messages.worker_events import Done
 from router.openai.generate_request import UnknownModel
 from router.security.tenant_accounts import TenantLimited
 
+SHUTDOWN_RETRY_S = 5
+"""When a request may be tried again that met a server which ends: one that takes its place needs some time."""
+
 
 class QueueFull(TwinpoolError):
     """Raised when `router.max_queue` choices are in flight."""
@@ -33,6 +36,13 @@ class SloUnreachable(TwinpoolError):
         )
         self.retry_after_s = max(1, math.ceil((predicted_ms - slo_ms) / 1000))
         self.numbers = {"expected_ms": round(predicted_ms, 3), "allowed_ms": slo_ms}
+
+
+class ShuttingDown(TwinpoolError):
+    """Raised where a request comes while the server drains, to end."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down and takes no new requests; try again later, or another server")
 
 
 class KeyReused(TwinpoolError):
@@ -116,6 +126,8 @@ def failure_of(error: TwinpoolError) -> ApiError:
             return ApiError(422, str(error), "invalid_request_error", "idempotency_key_reused")
         case Superseded():
             return ApiError(409, str(error), "invalid_request_error", "superseded")
+        case ShuttingDown():
+            return ApiError(503, str(error), "server_error", "shutting_down", retry_after_s=SHUTDOWN_RETRY_S)
         case QueueFull():
             return ApiError(429, str(error), "rate_limit_error", "queue_full", retry_after_s=1)
         case NotJson():

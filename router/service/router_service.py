@@ -115,6 +115,11 @@ class RouterService:
         spec = self.spec = served_as(spec, config.router.served_model_name)
         self.config, self.security = config.router, config.security
         self.started = int(time.time())
+        self.stop_timeout_s = config.cluster.stop_timeout_s
+        self.draining = False
+        """Whether new requests are refused, because this router is to end."""
+        self.answering = 0
+        """Requests for text that are read, run or written."""
         self.body_limit = body_limit(config.router, spec)
         max_chars = 4 * self.body_limit
         self.model_tokenizer = (

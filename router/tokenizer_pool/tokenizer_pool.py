@@ -12,13 +12,13 @@ import itertools
 import signal
 import socket
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
 from contracts.errors import RequestError
+from contracts.python_command import module_command
 from router.openai.api_errors import ReaderEnded, ReaderFailed
 from router.state.router_log import log
 from router.tokenizer_pool.tokenizer_process import HEAD, FrameKind, refusal_of
@@ -248,5 +248,5 @@ def _fail(job: _Job, error: Exception) -> None:
 
 def start_reader(descriptor: int) -> subprocess.Popen[bytes]:
     """Start a reader process that inherits `descriptor`, its end of the socket pair."""
-    command = [sys.executable, "-m", "router.tokenizer_pool.tokenizer_process", str(descriptor)]
+    command = module_command("router.tokenizer_pool.tokenizer_process", str(descriptor))
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[descriptor])

@@ -360,7 +360,7 @@ def test_the_check_runs_without_what_would_lead_to_other_packages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
-    text = """echo "{\\"build\\": \\"$PYTHONPATH in $PWD of $3\\", \\"refusal\\": \\"\\"}\""""
+    text = """echo "{\\"build\\": \\"$PYTHONPATH in $PWD of $4\\", \\"refusal\\": \\"\\"}\""""
     python = script(tmp_path, text)
     assert check_build(python, run_of(tmp_path)) == CheckedBuild(python, f" in / of {tmp_path}")
 

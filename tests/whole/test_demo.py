@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.serving import COMMAND, READY, ROOT, Serving, environment, family, serving, until
+from tests.serving import COMMAND, READY, ROOT, Serving, environment, family, own_packages, serving, until
 
 PAGES = ["README.md", "docs/using.md", "docs/operating.md"]
 
@@ -81,7 +81,9 @@ def blocks(page: str, language: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    with serving("demo", tmp_path_factory.mktemp("demo"), ready_within=60) as cluster:
+    folder = tmp_path_factory.mktemp("demo")
+    own_packages(folder)  # Where a user's code has names of ours, it isn't run.
+    with serving("demo", folder, ready_within=60) as cluster:
         yield cluster
 
 

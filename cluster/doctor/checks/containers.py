@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import select
 import subprocess
-import sys
 from array import array
 from collections.abc import Iterator
 
 from cluster.doctor.doctor_case import DoctorCase
 from cluster.doctor.finding import Finding, error, fine, warning
 from cluster.processes.process_ids import TIED
+from contracts.python_command import script_command
 
 TRY_S = 10.0
 _KEPT = array("B", b"!")
@@ -53,7 +53,7 @@ def _tried(case: DoctorCase) -> Iterator[Finding]:
         return
     byte = _KEPT.buffer_info()[0]
     child = subprocess.Popen(
-        [*TIED, sys.executable, "-S", "-P", "-E", "-c", _CHILD, str(os.getpid()), str(byte)],
+        [*TIED, *script_command("-c", _CHILD, str(os.getpid()), str(byte))],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     try:

@@ -177,7 +177,7 @@ def test_a_supervisor_is_replaced_and_the_new_one_is_kept_from_then_on(tmp_path:
             # Its own later deaths don't bring the one before back.
             os.kill(kept.starts()[-1][0], signal.SIGKILL)
             kept.after(number)
-            until((kept.folder / "build").exists)
+            until(lambda: (kept.folder / "build").exists() and bool((kept.folder / "build").read_text()))
             assert (kept.folder / "build").read_text() == "next"
             (kept.folder / "build").unlink()
         assert not (kept.folder / keeper.FAILED).exists()

@@ -1,4 +1,4 @@
-"""The end that was asked for has a deadline: shorter before the cluster is ready, then the configured one."""
+"""The end that was asked for: one request for all signals of a second, one exit code, and a deadline for each phase."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from cluster.serve import shutdown_signal as stopping
-from cluster.serve.shutdown_signal import START_DEADLINE_S, ShutdownSignal
+from cluster.serve.shutdown_signal import ASKED, END_S, FAILED, ONE_REQUEST_S, START_DEADLINE_S, ShutdownSignal
+from contracts.clock import ManualClock
 from contracts.config import ClusterConfig
 
 
@@ -19,7 +20,7 @@ class Timers:
         self.set: list[tuple[float, Callable[[], None]]] = []
         self.started = 0
 
-    def __call__(self, seconds: float, then: Callable[..., None], arguments: tuple[float, ...]) -> Timers:
+    def __call__(self, seconds: float, then: Callable[..., None], arguments: tuple[str, int]) -> Timers:
         self.set.append((seconds, lambda: then(*arguments)))
         return self
 
@@ -34,33 +35,74 @@ def timers(monkeypatch: pytest.MonkeyPatch) -> Timers:
     return timers
 
 
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The exit codes with which the process would have ended by now."""
+    codes: list[int] = []
+    monkeypatch.setattr(stopping, "_end", codes.append)
+    return codes
+
+
 def test_an_end_that_is_asked_for_has_a_deadline_and_says_when_it_was_missed(
-    timers: Timers, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    timers: Timers, ended: list[int], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    died: list[int] = []
-    monkeypatch.setattr(stopping, "_die", lambda: died.append(1))
-    starting, serving, brief = ShutdownSignal(7.0), ShutdownSignal(7.0), ShutdownSignal(0.5)
+    starting, serving = ShutdownSignal(7.0), ShutdownSignal(7.0)
     serving.ready()
-    for run in (starting, serving, brief):
-        run._ask()
+    for run in (starting, serving):
+        run.ask()
         assert run.asked
-    (before, _), (after, die), (short, _) = timers.set
-    assert timers.started == 3
-    assert (before, after, short) == (START_DEADLINE_S, 7.0, 0.5)
-    die()
-    assert died == [1]
-    assert "within 7 s" in capfd.readouterr().err
+        run.promise(ASKED)  # it has been promised
+    (before, _), (after, end) = timers.set
+    assert timers.started == 2
+    assert (before, after) == (START_DEADLINE_S, 7.0 + END_S)
+    assert ended == []
+    end()
+    assert ended == [ASKED]
+    assert "within 13 s" in capfd.readouterr().err
 
 
-def test_an_operator_waits_less_than_five_seconds_unless_he_says_so() -> None:
-    assert ClusterConfig().stop_timeout_s < 5
+@pytest.mark.parametrize("serves", [False, True])
+def test_an_end_that_nobody_asked_for_has_a_deadline_and_another_code(
+    timers: Timers, ended: list[int], serves: bool
+) -> None:
+    run = ShutdownSignal(7.0)
+    run.serving = serves
+    run.promise(FAILED)
+    ((seconds, end),) = timers.set
+    assert seconds == (END_S if serves else START_DEADLINE_S)
+    end()
+    assert ended == [FAILED] != [ASKED]
 
 
-def test_who_asks_twice_does_not_wait(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:
-    died: list[int] = []
-    monkeypatch.setattr(stopping, "_die", lambda: died.append(1))
-    run = ShutdownSignal(4.0)
-    run._ask()
-    assert died == []
-    run._ask()
-    assert died == [1]
+def test_answers_have_their_time_from_the_first_request_on() -> None:
+    clock = ManualClock()
+    run = ShutdownSignal(7.0, clock=clock)
+    run.ready()
+    clock.advance(100.0)
+    run.ask()
+    assert run.answers_s == 7.0
+    clock.advance(0.5)
+    run.ask()
+    assert run.answers_s == 6.5
+    clock.advance(30.0)
+    assert run.answers_s == 0.0
+
+
+def test_answers_may_take_longer_than_most_and_an_end_fits_into_kubernetes_own_patience() -> None:
+    assert 10 < ClusterConfig().stop_timeout_s <= 30 - END_S + 1
+
+
+def test_signals_of_one_second_are_one_request_and_a_later_one_ends_it_at_once(
+    timers: Timers, ended: list[int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    clock = ManualClock()
+    run = ShutdownSignal(4.0, clock=clock)
+    for _ in range(3):
+        run.ask()
+    clock.advance(ONE_REQUEST_S - 0.01)
+    run.ask()
+    assert (ended, timers.started) == ([], 1)
+    clock.advance(0.01)
+    run.ask()
+    assert ended == [ASKED]
+    assert "asked again" in capfd.readouterr().err

@@ -1,0 +1,40 @@
+"""The signals of `serve`, `demo` and `controller` until these handle them: an end that is asked for then has code 0.
+
+There are two steps, because nothing has been made while the first modules are imported, and what preflight makes (a
+download's folder, a child that looks at GPUs) is removed by unwinding.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType
+
+from cluster.serve.shutdown_signal import ASKED, START_DEADLINE_S, handled_signals
+
+
+class EndAsked(BaseException):
+    """Raised in the main thread when a signal asks for an end."""
+
+
+class EarlyEnd:
+    """The handler that unwinds. Whatever swallows the exception (code of others, while it is imported), the process has
+    ended `START_DEADLINE_S` later."""
+
+    def __init__(self) -> None:
+        self._asked = False
+
+    def install(self) -> None:
+        """Handle the signals from now on, until `ShutdownSignal` does. Main thread only."""
+        for number in handled_signals():
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._asked:
+            return
+        self._asked = True
+        timer = threading.Timer(START_DEADLINE_S, os._exit, (ASKED,))
+        timer.daemon = True
+        timer.start()
+        raise EndAsked
