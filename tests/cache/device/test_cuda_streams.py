@@ -159,6 +159,7 @@ def test_a6_a_launch_that_fails_half_way_has_ended_when_its_caller_hears_of_it(
     with pytest.raises(RuntimeError, match="out of memory"):
         device.submit(DeviceOp("forward", COMPUTE), fails, [before], marks=marks)
     assert kernels.ran == ["load", "half"], "its part is over, and so is what that came after"
+    assert [mark.done for mark in marks] == [True, True], "nobody waits for what will never be"
     marks.wait(0)
     with pytest.raises(RuntimeError, match="out of memory"):
         marks.wait(1)

@@ -399,9 +399,10 @@ def test_a_write_that_came_to_nothing_leaves_its_bytes_to_others(ending: str) ->
 
 def test_a_last_word_waits_for_what_its_withdrawn_room_has_still_under_way_and_for_nothing_else() -> None:
     """The reader gives the pages to somebody else when it hears it."""
-    bench = Bench()
-    bench.write(A)
-    bench.write(A)
+    bench, runs = Bench(), {"full": PageNumbers(0, (1, 2))}
+    for number in (1, 2):  # As layers of a step under way are posted, which are announced when it has come to its end.
+        ahead = PageWrite(RoomTarget(A, runs, 0), runs, number, {"full": range(1)})
+        assert bench.queue.post(ahead, ()) is not None
     bench.queue.withdraw(A)
     word = m.WriterQuiesced(A, 7)
     bench.queue.say(word)
