@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from cache.device import device_copies
 from cache.pool.pool_set import PoolSet
 from contracts.config.cluster_config import FaultsConfig
 from contracts.errors import ConfigError, LayoutMismatch
@@ -214,7 +215,7 @@ def test_heads_are_packed_again_by_the_agent_that_comes_after_a_failed_one(
     targets = [PoolSet(whole.shard(rank, 2), whole.even(9)) for rank in range(2)]
     if kind == "of GPUs":
         gpus[source.region.data_ptr()] = GPUS["writer"]
-        own = nixl_link.zeroed
+        own = device_copies.zeroed
         packing: list[torch.Tensor] = []
 
         def zeroed(nbytes: int, device: torch.device) -> torch.Tensor:
