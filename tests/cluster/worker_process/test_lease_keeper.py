@@ -21,7 +21,7 @@ from contracts.config.cluster_config import ClusterConfig
 from contracts.errors import RequestError
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.fingerprint import Fingerprint
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerView
+from contracts.messages.worker_status import EndedWorker, WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
 from contracts.wire.grpc_channels import channel_options
@@ -188,6 +188,131 @@ def test_an_order_to_leave_that_an_undrain_has_overtaken_is_not_obeyed(
     monkeypatch.setattr(lease, "controller_stub", lambda channel: Stub())
     asyncio.run(keeper._renew())
     assert obeyed == ([] if undrained else ["leaves"])
+
+
+class Script:
+    """A keeper whose renewals are answered as the test says, over calls; pauses are kept and pass at once."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *answers: pb.LeaseGrant | Exception, late_s: float = 0.0
+    ) -> None:
+        self.clock = ManualClock(100.0)
+        self.heard: list[pb.Renewal] = []
+        self.pauses: list[float] = []
+        self.lost: list[str] = []
+        self.ended: list[tuple[EndedWorker, ...]] = []
+        self.counters = {"steps": 1.0}
+        script = iter([*answers, pb.LeaseGrant(fenced=True)])
+
+        class Stub:
+            async def Renew(_, renewal: pb.Renewal, **options: object) -> pb.LeaseGrant:
+                self.heard.append(renewal)
+                answer = next(script)
+                self.clock.advance(late_s)
+                if isinstance(answer, Exception):
+                    raise answer
+                return answer
+
+        async def sleep(seconds: float) -> None:
+            self.pauses.append(seconds)
+            self.clock.advance(seconds)
+
+        monkeypatch.setattr(lease, "controller_stub", lambda channel: Stub())
+        monkeypatch.setattr("cluster.worker_process.lease_keeper.asyncio.sleep", sleep)
+        record = WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", "e", "c", WorkerLimits(1, 1))
+        self.keeper = LeaseKeeper(
+            record, "127.0.0.1:1", self.clock, 1.0, self.status, self.lost.append, on_ended=self.ended.append
+        )
+
+    def status(self) -> WorkerStatus:
+        return replace(FakeWorker(incarnation=1).status(), counters=dict(self.counters))
+
+    def run(self) -> None:
+        asyncio.run(self.keeper._renew())
+
+    @property
+    def counters_at(self) -> list[bool]:
+        """Of each renewal whether it had the counters."""
+        assert all(bool(one.status.counters) is not one.status.counters_left_out for one in self.heard)
+        return [bool(one.status.counters) for one in self.heard]
+
+
+def test_a_renewal_counts_from_before_it_was_sent_however_late_its_answer_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(monkeypatch, pb.LeaseGrant(lease_s=10.0), late_s=4.0)
+    held: list[tuple[float, bool]] = []
+
+    def look(ended: tuple[EndedWorker, ...]) -> None:
+        for later in (4.0, 1.0, 1.5):
+            script.clock.advance(later)
+            held.append((script.clock.now(), script.keeper.lease.held))
+
+    script.keeper._on_ended = look
+    script.keeper._ended = (EndedWorker(NAME, Incarnation(9)),)  # So that what comes is told.
+    script.run()
+    assert held == [(108.0, True), (109.0, False), (110.5, False)], "10 s from 100.0 on, less a margin of a second"
+
+
+def test_counters_are_said_at_first_and_then_as_often_as_the_controller_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(monkeypatch, *[pb.LeaseGrant(lease_s=60.0)] * 7)
+    script.run()
+    assert script.counters_at == [True, False, False, False, False, True, False, False]
+    quick = pb.LeaseGrant(lease_s=60.0, counters_s=1.0)
+    script = Script(monkeypatch, pb.LeaseGrant(lease_s=60.0), quick, quick, quick, *[pb.LeaseGrant(lease_s=60.0)] * 4)
+    script.run()
+    assert script.counters_at == [True, False, True, True, True, True, False, False, False]
+
+
+def test_a_controller_that_was_away_hears_the_counters_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be another one, which has none of them, and its autoscaler would wait for them."""
+    good = pb.LeaseGrant(lease_s=60.0)
+    script = Script(monkeypatch, good, good, ConnectionError("cut"), good, good)
+    script.run()
+    assert script.counters_at == [True, False, False, True, False, False]
+    assert script.keeper.failures == 1
+    assert script.lost == ["the controller has ended the lease"]
+
+
+def test_a_lease_that_ran_out_while_nobody_answered_is_lost_and_one_that_holds_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cut = ConnectionError("cut")
+    script = Script(monkeypatch, pb.LeaseGrant(lease_s=4.0), cut, cut, pb.LeaseGrant(lease_s=4.0), *[cut] * 9)
+    script.run()
+    assert script.lost == ["the controller could not be reached in time: cut"]
+    assert len(script.heard) == 8, "it held for 3.6 s after the second grant, and a renewal is made each second"
+    assert script.keeper.failures == 5
+
+
+def test_ended_incarnations_are_taken_in_where_they_change_also_of_a_controller_that_marks_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, two = (pb.EndedWorker(name="decode-9", incarnation=number) for number in (1, 2))
+
+    def grant(*ended: pb.EndedWorker, mark: int = 0) -> pb.LeaseGrant:
+        return pb.LeaseGrant(lease_s=60.0, ended=ended, ended_mark=mark)
+
+    unmarked = Script(monkeypatch, grant(), grant(one), grant(one), grant(two))
+    unmarked.run()
+    assert [[one.incarnation for one in ended] for ended in unmarked.ended] == [[1], [2]]
+    marked = Script(
+        monkeypatch,
+        grant(one, mark=5),
+        grant(mark=5),
+        grant(two, mark=6),
+        grant(mark=6),
+        grant(two),
+        grant(one, mark=5),
+    )
+    marked.run()
+    assert [[one.incarnation for one in ended] for ended in marked.ended][:3] == [[1], [2], [1]]
+    assert [renewal.ended_mark for renewal in marked.heard] == [0, 5, 5, 6, 6, 0, 5]
+
+
+def test_pauses_are_the_controllers_and_where_it_says_none_as_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = pb.LeaseGrant(lease_s=60.0)
+    script = Script(monkeypatch, good, pb.LeaseGrant(lease_s=60.0, renew_s=2.5), good, ConnectionError("cut"), good)
+    script.run()
+    assert script.pauses == [1.0, 2.5, 1.0, 1.0, 1.0]
 
 
 def test_a_lease_carries_the_fingerprint_over_the_wire(wired: Wired) -> None:

@@ -196,3 +196,47 @@ def test_a_worker_that_is_lost_meanwhile_has_nothing_any_more(world: World) -> N
     entry.linked = True
     world.asks.on_linked()
     assert [name for name, _ in world.commands()] == ["decode-0"], "it is asked again"
+
+
+def test_what_a_worker_had_found_before_it_was_lost_is_no_part_of_the_answer(world: World) -> None:
+    """It runs for nobody there now: only what it says when it is asked again is of use."""
+    ask = world.asks.begin("k", "b", 2)
+    world.answer("decode-0", ask, kept("r", 4))
+    entry = world.table.get(world.key("decode-0"))
+    assert entry is not None
+    entry.linked = False
+    world.asks.lost(entry.key)
+    world.answer("decode-1", ask, kept("s", 2, index=1))
+    assert world.asks.take_ended() == [], "decode-0 may come back with it"
+    entry.linked = True
+    world.asks.on_linked()
+    assert world.answer("decode-0", ask)
+    (ended,) = world.asks.take_ended()
+    assert {index: found.answer.request_id for index, found in ended.found.items()} == {1: "s"}
+    assert world.asks.held == 1
+
+
+def test_a_worker_that_answers_twice_has_answered_once_and_its_second_find_is_left_to_it(world: World) -> None:
+    ask = world.asks.begin("k", "b", 3)
+    assert world.answer("decode-0", ask, kept("r", 4))
+    world.commands()
+    assert not world.answer("decode-0", ask, kept("s", 9, index=1), kept("t", 9, index=2, running=False))
+    assert world.commands() == [("decode-0", Detach(RequestId("s"), 0))], "of what runs: the other is over"
+    assert world.answer("decode-1", ask)
+    (ended,) = world.asks.take_ended()
+    assert list(ended.found) == [0]
+    assert not world.answer("decode-1", ask, kept("u", 1)), "and one that comes after the end is too late"
+    assert world.commands() == [("decode-1", Detach(RequestId("u"), 0))]
+
+
+@pytest.mark.parametrize("cut", [{"running": False}, {"started": False}, {"running": False, "started": False}])
+def test_an_answer_that_was_cut_or_has_not_started_waits_for_what_others_have(
+    world: World, cut: dict[str, bool]
+) -> None:
+    """Another worker may go on with it, or have the whole of it."""
+    ask = world.asks.begin("k", "b", 1)
+    world.answer("decode-0", ask, kept("r", 4, **cut))
+    assert world.asks.take_ended() == []
+    world.answer("decode-1", ask, kept("s", 2, attempt=1))
+    (whole,) = world.asks.take_ended()
+    assert (whole.found[0].answer.request_id, whole.found[0].last_attempt) == ("s", 1)

@@ -9,9 +9,12 @@ import pytest
 
 from contracts.errors import ErrorKind, IllegalTransition
 from contracts.ids import PAIR, Role, WorkerName
+from contracts.messages.kept_answers import Attached, KeptAnswer
 from contracts.messages.worker_events import Done, LegReport, Tokens
+from router.core.answer_asks import AskEnded
 from router.core.failover import REFUSAL_LIMIT
 from router.state.prefix_hashes import BLOCK_TOKENS, prefix_hashes
+from tests.router.fake_worker import expected
 from tests.router.stage import Stage
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
@@ -712,3 +715,69 @@ def test_d4_a_prompt_that_decode_had_to_compute_is_counted_as_a_fallback() -> No
     assert stage.core.counts.fallbacks == 0
     stage.hear(stage.key(name), LegReport(rid, 0, Role.DECODE, name, {}, 0, 3, 64))
     assert stage.core.counts.fallbacks == 1
+
+
+# ---------------------------------------------------------------- answers that a worker has kept
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_answer_that_is_gone_on_with_has_all_that_its_worker_said_since_it_was_found(lost: bool) -> None:
+    """The worker goes on at once, and the answer here once the client has been told what there was."""
+    stage = Stage(1, 2)
+    request = stage.request(seed=7)
+    answer = expected(request.prompt, request.sampling)
+    worker = stage.key("decode-1")
+    kept = KeptAnswer(request.id, 3, 0, 7, 3, 6, 60.0, tuple(answer[:2]), running=True, started=True)
+    ask = stage.core.asks.begin("k", "b", 1)
+    stage.core.on_view(stage.cluster.views())
+    stage.core.on_event(worker, Attached(ask, 0, answers=(kept,)))
+    stage.core.on_event(stage.key("decode-0"), Attached(ask, 0))
+    stage.core.on_event(worker, Tokens(request.id, 3, 5, tuple(answer[2:4])))
+    stage.core.on_event(worker, Tokens(request.id, 3, 7, tuple(answer[4:5])))
+    assert stage.core.asks.held == 1
+    (found,) = [one.found[0] for one in stage.core.take_actions() if isinstance(one, AskEnded)]
+    if lost:
+        stage.core.on_unlinked(worker, "cut")
+    request.restore(found.answer, found.last_attempt)
+    stage.requests[request.id], stage.out[request.id], stage.logprobs[request.id] = request, answer[:2], []
+    stage.core.adopt(request, found)
+    stage.play()
+    assert stage.core.asks.held == 0
+    if lost:
+        assert request.attempt == 4, "a number that no worker has seen of it"
+        stage.finish()
+    else:
+        assert (request.decode, stage.out[request.id]) == (worker, answer[:5])
+        stage.core.on_event(worker, Tokens(request.id, 3, 8, tuple(answer[5:])))
+        stage.core.on_event(worker, Done(request.id, 3, "length"))
+        stage.play()
+    stage.assert_answered(request.id)
+    assert stage.core.check() == []
+    assert [entry.load for entry in stage.core.workers] == [0, 0, 0]
+
+
+def test_a_second_attempt_is_sent_what_is_left_of_the_first_ones_time_and_bounds() -> None:
+    """What was begun is finished: its next worker is not to drop it as too late to begin."""
+    stage = Stage(1, 2, request_timeout_s=30.0, replay_limit=9)
+    rid = stage.submit(within_s=5.0)
+    first = [submit for _, submit in stage.submits]
+    assert [(submit.deadline_s, submit.first_token_s) for submit in first] == [(30.0, 5.0)] * 2
+    stage.tick(4.0)
+    stage.error(rid, DECODE, ErrorKind.WORKER)
+    second = [submit for _, submit in stage.submits[2:]]
+    assert [(submit.deadline_s, submit.first_token_s, submit.attempt) for submit in second] == [(26.0, 0.0, 1)] * 2
+    assert {submit.room for submit in first}.isdisjoint({submit.room for submit in second})
+    stage.say(rid, PREFILL, 2)
+    stage.say(rid, DECODE, 1 + 1)
+    stage.tick(20.0)
+    stage.error(rid, DECODE, ErrorKind.WORKER)
+    stage.tick(1.0)
+    third = [submit for _, submit in stage.submits[4:]]
+    assert [(submit.deadline_s, submit.prompt_len, submit.tokens) for submit in third] == [
+        (third[0].deadline_s, 3, (5, 6, 7, *stage.answer(rid)[:2]))
+    ] * 2
+    assert 5.0 <= third[0].deadline_s <= 6.0
+    stage.tick(6.0)
+    assert stage.ends[rid].error is ErrorKind.DEADLINE
+    assert {cancel.attempt for worker, cancel in stage.cancels if worker[0].startswith(DECODE)} >= {2}
+    assert stage.core.check() == []

@@ -11,8 +11,15 @@ import pytest
 from contracts.errors import ErrorKind
 from contracts.ids import Role, WorkerName
 from contracts.messages.router_commands import Command, PauseForMigration, ResumeHere
-from contracts.messages.worker_events import Done, MigrationDone, MigrationPaused, MigrationWanted, PushReady
-from router.migration.migration_table import MigrationState
+from contracts.messages.worker_events import (
+    Done,
+    MigrationDone,
+    MigrationPaused,
+    MigrationUndone,
+    MigrationWanted,
+    PushReady,
+)
+from router.migration.migration_table import AVOID_S, MigrationState
 from router.migration.migrations import PATIENCE_S
 from router.state.circuit_breaker import CircuitState
 from router.state.tenant_share import TenantShare
@@ -170,6 +177,68 @@ def test_a_target_that_refused_is_told_nothing_more_and_the_source_goes_on() -> 
     scene.on.finish()
     scene.on.assert_answered(scene.rid)
     assert scene.on.core.migrations.counts.stayed == 1
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_source_that_takes_its_request_back_is_told_nothing_and_its_target_is_cancelled_if_it_was_asked(
+    state: MigrationState,
+) -> None:
+    scene = Scene()
+    scene.bring_to(state)
+    before, target = len(scene.on.orders), scene.on.core.workers.named(TARGET)
+    assert target is not None
+    for _ in range(2):  # The second comes late: of a migration that is over.
+        scene.on.hear(scene.source, MigrationUndone(scene.rid, 0, "planted"))
+        assert scene.orders_from(before) == []
+    if state is MigrationState.GIVEN:
+        assert scene.state is state, "it said that it has given all of it away"
+        return
+    assert (scene.state, target.load, scene.request.decode) == (None, 0, scene.source)
+    assert scene.cancelled() == ({(TARGET, 1)} if state is MigrationState.OFFERED else set())
+    assert scene.on.core.migrations.counts.stayed == 1
+    assert scene.on.core.check() == []
+    scene.on.legs.pop((TARGET, scene.rid), None)
+    scene.on.finish()
+    scene.on.assert_answered(scene.rid)
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("lost", [SOURCE, TARGET])
+def test_a_migration_that_loses_a_side_half_way_is_over_and_the_next_one_arrives(
+    state: MigrationState, lost: str
+) -> None:
+    """Each books at another time: what a side had of it is given back whoever dies when, and the answer is whole."""
+    scene = Scene()
+    scene.bring_to(state)
+    scene.on.kill(lost)
+    assert scene.state is None
+    assert scene.on.core.check() == []
+    replayed = lost == SOURCE or state is MigrationState.GIVEN
+    assert (scene.request.attempt > 1) is replayed
+    scene.on.restart(lost)
+    scene.on.finish()
+    scene.on.assert_answered(scene.rid)
+    loads = [entry.load for entry in scene.on.core.workers]
+    assert loads == [0, 0, 0], "and nobody has anything booked"
+
+
+def test_a_target_that_failed_is_not_the_next_one_for_a_while_and_then_again() -> None:
+    scene = Scene()
+    scene.on.hear(scene.source, MigrationWanted(scene.rid, 0, started=True))
+    scene.bring_to(MigrationState.OFFERED)
+    begun = scene.on.core.migrations.counts.begun
+    scene.target_ends(ErrorKind.OVERLOADED)
+    scene.on.tick()
+    assert scene.on.core.migrations.counts.begun == begun, "the only other worker has just refused it"
+    scene.on.tick(AVOID_S)
+    assert scene.on.core.migrations.counts.begun == begun + 1
+    assert scene.request.last_attempt == 2, "as an attempt that the target has not seen"
+    scene.on.hear(scene.source, MigrationUndone(scene.rid, 0, "planted"))
+    scene.on.tick(AVOID_S)
+    assert scene.on.core.migrations.counts.begun == begun + 1, "twice as long after the second refusal"
+    scene.on.hear(scene.source, MigrationWanted(scene.rid, 0, started=True, withdrawn=True))
+    scene.on.tick(4 * AVOID_S)
+    assert scene.on.core.migrations.counts.begun == begun + 1, "the wish was taken back"
 
 
 def test_a_target_that_nobody_heard_of_in_time_is_cancelled_and_the_source_goes_on() -> None:

@@ -129,6 +129,49 @@ def test_a_trial_that_fails_is_followed_by_a_longer_wait_unless_the_worker_is_ne
         breaker.failed(RequestId("trial"), now)
 
 
+def test_only_the_trial_itself_says_how_it_went_and_after_it_all_is_as_at_first() -> None:
+    """Requests from before run on meanwhile, and what they say is of before."""
+    breaker = CircuitBreaker(RouterConfig(breaker_failures=1, breaker_open_s=5.0))
+    breaker.sent(RequestId("from before"))
+    breaker.failed(RequestId("first"), 100.0)
+    breaker.sent(RequestId("trial"))
+    breaker.failed(RequestId("trial"), 105.0)
+    assert not breaker.admits(114.9), "it waits twice as long by now"
+    assert breaker.admits(115.0)
+    breaker.sent(RequestId("trial"))
+    assert breaker.state is CircuitState.HALF_OPEN
+    assert not breaker.admits(115.0), "one at a time"
+    breaker.succeeded(RequestId("from before"), 115.0)
+    assert (breaker.state, breaker.probe) == (CircuitState.HALF_OPEN, "trial")
+    breaker.failed(RequestId("from before"), 115.0)
+    breaker.complained("a peer", 115.0)
+    breaker.left(RequestId("from before"))
+    assert (breaker.state, breaker.probe, breaker.opened) == (CircuitState.HALF_OPEN, "trial", 2)
+    breaker.succeeded(RequestId("trial"), 116.0)
+    assert (breaker.state, breaker.probe) == (CircuitState.CLOSED, None)
+    breaker.failed(RequestId("next"), 117.0)
+    assert not breaker.admits(121.9)
+    assert breaker.admits(122.0), "as long as the first time, and no longer"
+    breaker.sent(RequestId("trial"))
+    breaker.left(RequestId("trial"))
+    assert breaker.admits(122.0), "its client has left: the next one is the trial"
+    breaker.over()
+    breaker.over()
+    breaker.left(RequestId("trial"))
+    assert not breaker.admits(1e9, needed=True)
+
+
+def test_complaints_about_one_who_died_are_no_longer_held_against_who_made_them() -> None:
+    config = RouterConfig(breaker_failures=3, breaker_rate=0.5)
+    for justified in ("", "first", "second", "nobody"):
+        breaker = CircuitBreaker(config)
+        breaker.complained("first", 100.0)
+        breaker.complained("second", 100.0)
+        breaker.justified(justified)
+        breaker.complained("third", 100.0)
+        assert (breaker.state is CircuitState.OPEN) is (justified in ("", "nobody")), justified
+
+
 @pytest.mark.parametrize("decode", [1, 2])
 def test_workers_without_a_colleague_that_serves_are_tried_as_often_as_at_first(decode: int) -> None:
     stage = opened(decode)

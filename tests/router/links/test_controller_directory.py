@@ -1,0 +1,191 @@
+"""The controller's table as a router puts it together from what comes: whole tables, changes, numbers and questions."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages.control_plane import ControlPlane
+from contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
+from contracts.proto import worker_pb2 as pb
+from contracts.wire.worker_protobuf import record_to_proto, status_to_proto
+from router.links.controller_directory import ControllerDirectory
+from tests.wire.instances import full
+
+A, B, C = (WorkerName(f"decode-{number}") for number in range(3))
+Views = tuple[WorkerView, ...]
+
+
+def row(name: WorkerName, running: int = 1, incarnation: int = 1, **counters: float) -> WorkerView:
+    number = Incarnation(incarnation)
+    record = replace(full(WorkerRecord), name=name, role=Role.DECODE, incarnation=number)
+    status = replace(
+        full(WorkerStatus), name=name, role=Role.DECODE, incarnation=number, running=running,
+        counters=counters or {"steps": 1.0}, counters_left_out=False,
+    )  # fmt: skip
+    return WorkerView(record, status)
+
+
+def table(*rows: WorkerView, changes: bool = False, numbers: tuple[WorkerStatus, ...] = (), **more: Any) -> Any:
+    workers = [
+        pb.WorkerView(registration=record_to_proto(one.record), status=status_to_proto(one.status)) for one in rows
+    ]
+    return pb.ClusterView(workers=workers, changes=changes, statuses=map(status_to_proto, numbers), **more)
+
+
+class Heard:
+    """A directory that is given its messages by hand."""
+
+    def __init__(self) -> None:
+        self.directory = ControllerDirectory("nobody:1")
+        self.tables: list[Views] = []
+        self.directory._listeners.append(self.tables.append)
+
+    def take(self, message: pb.ClusterView) -> dict[str, WorkerView]:
+        self.directory._take(message)
+        return {view.record.name: view for view in self.tables[-1]}
+
+
+def test_a_whole_table_takes_the_place_of_the_one_before_and_changes_are_put_into_it() -> None:
+    heard = Heard()
+    assert heard.take(table(row(A), row(B))) == {A: row(A), B: row(B)}
+    assert heard.take(table(row(C), changes=True)) == {A: row(A), B: row(B), C: row(C)}
+    assert heard.take(table(row(B, incarnation=2), changes=True))[B] == row(B, incarnation=2)
+    assert heard.take(table(row(B), row(C))) == {B: row(B), C: row(C)}, "who isn't in the whole table is gone"
+    assert heard.take(table()) == {}
+
+
+def test_numbers_are_of_the_worker_that_they_name_and_leave_the_rest_of_its_row() -> None:
+    heard = Heard()
+    cordoned = replace(row(B), cordoned=True)
+    whole = table(row(A), row(B))
+    whole.workers[1].cordoned = True
+    heard.take(whole)
+    told = heard.take(table(changes=True, numbers=(row(B, running=7).status, row(C, running=9).status)))
+    assert told == {A: row(A), B: replace(cordoned, status=row(B, running=7).status)}
+    assert C not in told, "numbers of a worker whose row has not come say nothing"
+
+
+def test_counters_that_a_status_leaves_out_are_those_that_were_said_last_of_this_worker() -> None:
+    heard = Heard()
+    heard.take(table(row(A, steps=1.0), row(B, steps=2.0)))
+    quiet = replace(row(B, running=5).status, counters={}, counters_left_out=True)
+    told = heard.take(table(changes=True, numbers=(quiet,)))
+    assert told[B].status == replace(row(B, running=5).status, counters={"steps": 2.0})
+    told = heard.take(table(changes=True, numbers=(quiet, row(A, steps=3.0).status)))
+    assert (told[A].status.counters, told[B].status.counters) == ({"steps": 3.0}, {"steps": 2.0})
+    told = heard.take(table(changes=True, numbers=(replace(quiet, counters_left_out=False),)))
+    assert told[B].status.counters == {}, "a worker that says that it has none has none"
+
+
+def test_a_question_is_passed_on_and_is_no_news_of_workers() -> None:
+    heard, asked = Heard(), list[tuple[int, str]]()
+    heard.take(table(row(A)))
+    ask = [pb.RecordAsk(number=5, request_id="r")]
+    heard.take(table(changes=True, record_asks=ask))
+    heard.directory.on_record_ask(lambda number, request_id: asked.append((number, request_id)))
+    heard.take(table(changes=True, record_asks=ask))
+    assert asked == [(5, "r")]
+    assert len(heard.tables) == 1
+    assert heard.take(table(row(A, running=3), changes=True, record_asks=ask)) == {A: row(A, running=3)}
+    assert len(asked) == 2
+
+
+def test_who_leads_stays_known_while_nobody_says_otherwise_and_a_controller_alone_is_none() -> None:
+    """A controller that keeps its own ledger tells no leader, and one of an older build nothing at all."""
+    heard = Heard()
+    heard.take(table(row(A)))
+    assert heard.directory.control_plane() is None
+    heard.take(table(changes=True, control_plane=pb.ControlPlane(leader="h:1", term=4, standbys=["h:2"])))
+    assert heard.directory.control_plane() == ControlPlane("h:1", 4, ("h:2",), away=True)
+    heard.take(table(changes=True))
+    assert heard.directory.control_plane() == ControlPlane("h:1", 4, ("h:2",), away=True)
+    heard.take(table(changes=True, control_plane=pb.ControlPlane()))
+    assert heard.directory.control_plane() is None
+
+
+def test_a_listener_that_fails_costs_no_other_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = Heard()
+    others: list[Views] = []
+
+    def fail(views: Views) -> None:
+        raise ZeroDivisionError
+
+    heard.directory._listeners[:0] = [fail]
+    heard.directory._listeners.append(others.append)
+    heard.take(table(row(A)))
+    heard.take(table(row(A), row(B)))
+    assert [len(views) for views in others] == [1, 2]
+
+
+@pytest.mark.asyncio
+async def test_who_comes_later_gets_the_table_at_once_and_the_last_to_go_ends_the_watch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    directory = ControllerDirectory("127.0.0.1:1")
+    first, second = list[Views](), list[Views]()
+    unwatch = directory.watch(first.append)
+    directory._take(table(row(A)))
+    unwatch_second = directory.watch(second.append)
+    assert first == second == [(row(A),)]
+    unwatch()
+    unwatch()
+    directory._take(table(row(B)))
+    assert (len(first), len(second)) == (1, 2)
+    following = directory._task
+    assert following is not None
+    unwatch_second()
+    await asyncio.gather(following, return_exceptions=True)
+    assert following.cancelled()
+    assert directory._task is None
+
+
+@pytest.mark.asyncio
+async def test_a_watch_that_breaks_is_begun_anew_ever_more_seldom_and_nothing_is_asked_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The table stands while the controller is away: nobody is gone because nobody reports it."""
+    pauses: list[float] = []
+    comes, turns = [False, False, False, True, False], asyncio.Event()
+
+    class Channel:
+        async def __aenter__(self) -> Channel:
+            return self
+
+        async def __aexit__(self, *error: object) -> None: ...
+
+    class Stub:
+        def __init__(self, channel: Any) -> None: ...
+
+        async def Watch(self, request: pb.WatchRequest, **options: Any) -> Any:
+            assert request.changes
+            if not comes.pop(0):
+                raise ValueError("planted")
+            yield table(row(A))
+            assert directory.reachable()
+
+    async def sleep(seconds: float) -> None:
+        assert not directory.reachable()
+        with pytest.raises(ConnectionError, match="away"):
+            await directory.find_records("r")
+        pauses.append(seconds)
+        if not comes:
+            turns.set()
+            await asyncio.Event().wait()
+
+    directory = ControllerDirectory("nobody:1")
+    real, tables = asyncio.sleep, list[Views]()
+    monkeypatch.setattr("router.links.controller_directory.pb_grpc.ControllerStub", Stub)
+    monkeypatch.setattr(ControllerDirectory, "_channel", lambda self, endpoint: Channel())
+    monkeypatch.setattr("router.links.controller_directory.asyncio.sleep", sleep)
+    unwatch = directory.watch(tables.append)
+    await asyncio.wait_for(turns.wait(), 10)
+    monkeypatch.setattr("router.links.controller_directory.asyncio.sleep", real)
+    first = ControllerDirectory.RETRY_FIRST_S
+    assert pauses == [first, 2 * first, 4 * first, first, 2 * first]
+    assert tables == [(row(A),)]
+    unwatch()
