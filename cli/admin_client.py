@@ -1,7 +1,4 @@
-"""The client of a router's admin endpoints, and the tables of `twinpool status` and `twinpool check`.
-
-The module imports little, as the commands must answer at once.
-"""
+"""The client of a router's admin endpoints. It imports little, as the commands must answer at once."""
 
 from __future__ import annotations
 
@@ -13,10 +10,10 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from cluster.processes.run_file import RunFile, newest_live_run
+from cluster.processes.run_file import RunFile
 from contracts.errors import ConfigError, TwinpoolError
 
 TIMEOUT_S = 60.0
@@ -27,14 +24,15 @@ POLL_S = 0.2
 """How long a command waits between two looks at the workers."""
 ASKED_AGAIN = 3
 """How often a look is asked for again whose connection breaks: another router of the port takes the next one."""
-SHOWN_DECISIONS = 5
-"""The autoscaler's latest decisions that `status` shows."""
 SAY_EVERY_S = 5.0
 """How often a drain repeats a line that hasn't changed."""
 STATUS_KEYS = (
     "name", "role", "state", "pid", "node", "incarnation", "running", "waiting", "pages_total", "pages_free",
     "counters", "stalled_s", "last_end", "waits", "breaker", "node_id", "cordoned", "plane", "settings",
     "build", "fingerprint", "unlinked",
+)  # fmt: skip
+CLUSTER_KEYS = (
+    "model", "router_up_s", "tokens_per_s", "in_flight", "waiting", "autoscaler", "controllers", "routers",
 )  # fmt: skip
 
 
@@ -83,34 +81,24 @@ class AdminClient:
         """Whether the router has answered before: if it doesn't answer later, it may be restarting (`RouterAway`)."""
 
     @classmethod
-    def find(cls, url: str | None, ca: str = "") -> AdminClient:
-        """Return a client of the router at `url`, else at TWINPOOL_URL, else of this user's newest live cluster.
-
-        `ca`, else TWINPOOL_CA, else what the cluster says, is the file of certificates that the router's is checked by.
-        Raises `ClusterNotFound` without any of them.
-        """
-        given = url or os.environ.get("TWINPOOL_URL")
-        if given:
-            return cls(given, ca=ca or os.environ.get("TWINPOOL_CA", ""))
-        run = newest_live_run()
-        if run is None:
-            raise ClusterNotFound("no cluster is running on this machine; start one with twinpool serve, or give --url")
-        return cls.of_run(run, ca)
+    def at(cls, url: str, ca: str = "") -> AdminClient:
+        """Return a client of the router at `url`; `ca`, else TWINPOOL_CA, is the file of certificates that the router's
+        is checked by, else the system's."""
+        return cls(url, ca=ca or os.environ.get("TWINPOOL_CA", ""))
 
     @classmethod
     def of_run(cls, run: RunFile, ca: str = "") -> AdminClient:
-        """Return a client of a cluster of this machine; `ca` as of `find`."""
-        return cls(run.url, ca=ca or os.environ.get("TWINPOOL_CA", "") or run.ca)
+        """Return a client of a cluster of this machine, checked by what the cluster says where nothing else does."""
+        return cls.at(run.url, ca or os.environ.get("TWINPOOL_CA", "") or run.ca)
 
     def status(self) -> dict[str, Any]:
-        """Return ``workers``, a row for each with the keys of `STATUS_KEYS` only (a key that the router lacks is None),
-        ``autoscaler`` where there is one, ``controllers``: who leads them, and who stands by, and ``routers``: a row
-        for each that the controller hears of."""
+        """Return ``url``; ``workers``, a row for each with the keys of `STATUS_KEYS` only (a key that the router lacks
+        is None); and of `CLUSTER_KEYS` what the router told: ``model``, ``router_up_s`` and ``tokens_per_s``, how many
+        requests are ``in_flight`` and how many of them ``waiting``, ``autoscaler`` where there is one, ``controllers``:
+        who leads them, and who stands by, and ``routers``: a row for each that the controller hears of."""
         answer = self.call("GET", "/cluster/status")
         rows = [{key: row.get(key) for key in STATUS_KEYS} for row in answer["workers"]]
-        return {"workers": rows} | {
-            key: answer[key] for key in ("autoscaler", "controllers", "routers") if key in answer
-        }
+        return {"url": self._url, "workers": rows} | {key: answer[key] for key in CLUSTER_KEYS if key in answer}
 
     def check(self) -> dict[str, Any]:
         """Have all books recounted; returns ``{"ok", "workers": [{"name", "checked", "violations"}]}``."""
@@ -179,123 +167,3 @@ def _message(body: bytes) -> tuple[str, str]:
         return str(error["message"]), str(error.get("code"))
     except (ValueError, KeyError, TypeError, AttributeError):
         return "", ""
-
-
-_COLOURS = {"ready": "green", "starting": "cyan", "draining": "yellow", "left": "dim", "dead": "red"}
-
-
-def status_table(workers: Sequence[Mapping[str, Any]]) -> Any:
-    """Return a rich table of the workers."""
-    table = plain_table(
-        "worker", "state", "node", "pid", "start", "running", "waiting", "pages free", "pages", "plane", "settings"
-    )
-    for w in workers:
-        colour = _COLOURS.get(w["state"], "default")
-        state = "".join([w["state"], *_troubles(w)])
-        cells = [
-            w["node"],
-            w["pid"] or "",
-            w["incarnation"],
-            w["running"],
-            w["waiting"],
-            w["pages_free"],
-            w["pages_total"],
-            w.get("plane") or "-",
-            w.get("settings") or "-",
-        ]
-        table.add_row(w["name"], f"[{colour}]{state}[/]", *(str(cell) for cell in cells))
-    return table
-
-
-def _troubles(row: Mapping[str, Any]) -> list[str]:
-    """Return what an operator should know of a worker besides its state, each part led by a comma."""
-    found = []
-    if row.get("waits"):
-        found.append(f", waits for {row['waits']}")
-    if row.get("stalled_s"):
-        found.append(f", no progress for {row['stalled_s']:.0f} s")
-    if row.get("unlinked"):
-        found.append(f", the router has no link to it: {row['unlinked']}")
-    if row.get("last_end"):
-        found.append(f", last ended: {row['last_end']}")
-    if row.get("breaker", "closed") != "closed":
-        found.append(f", breaker {row['breaker']}")
-    if retracted := (row.get("counters") or {}).get("retracted"):
-        found.append(f", {retracted:.0f} retracted")
-    return found
-
-
-def autoscaler_view(autoscaler: Mapping[str, Any]) -> Any:
-    """Return a rich table of each pool's size, bounds and need, with the autoscaler's latest decisions below it."""
-    from rich.console import Group
-    from rich.text import Text
-
-    table = plain_table("pool", "needs because", "ready", "wanted", "least", "most", "need")
-    for pool in autoscaler["pools"]:
-        cells = [pool["ready"], pool["wanted"], pool["least"], pool["most"], _or_dash(pool["need"])]
-        table.add_row(pool["role"], Text(pool["why"]), *(str(cell) for cell in cells))
-    lines = [f"{one['ago_s']:,.0f} s ago: {one['text']}" for one in autoscaler["decisions"][:SHOWN_DECISIONS]]
-    if autoscaler["held_s"]:
-        lines.insert(0, f"held for {autoscaler['held_s']:,.0f} s more: an operator has changed a pool")
-    return Group(table, *map(Text, lines))
-
-
-def _or_dash(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
-
-
-def status_view(status: Mapping[str, Any]) -> Any:
-    """Return what `twinpool status` shows: the workers, the controllers, and the autoscaler where there is one."""
-    from rich.console import Group
-    from rich.text import Text
-
-    from cli.router_marks import router_lines
-
-    parts = [status_table(status["workers"]), *builds_view(status["workers"])]
-    parts += map(Text, router_lines(status.get("routers", ())))
-    if "controllers" in status:
-        parts.append(Text(controllers_line(status["controllers"])))
-    if "autoscaler" in status:
-        parts.append(autoscaler_view(status["autoscaler"]))
-    return Group(*parts)
-
-
-def builds_view(workers: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return a line for each build where workers of several serve: an upgrade is under way, or was left."""
-    from rich.text import Text
-
-    builds: dict[str, list[str]] = {}
-    for row in workers:
-        if row.get("build") and row["state"] not in ("left", "dead"):
-            builds.setdefault(row["build"], []).append(row["name"])
-    return [Text(f"build {build}: {', '.join(names)}") for build, names in builds.items()] if len(builds) > 1 else []
-
-
-def controllers_line(controllers: Mapping[str, Any]) -> str:
-    """Return who leads the controllers and who stands by, in words."""
-    leader, standbys = f"{controllers['leader']} (term {controllers['term']})", ", ".join(controllers["standbys"])
-    if controllers["away"]:
-        return f"no controller answers the router; the last that led was {leader}"
-    return f"controller {leader} leads; {f'standing by: {standbys}' if standbys else 'none stands by'}"
-
-
-def check_table(report: Mapping[str, Any]) -> Any:
-    """Return a rich table of a check: the result and the numbers of what was recounted, for each worker."""
-    table = plain_table("worker", "result", "pages", "slots", "leases", "rooms")
-    for worker in report["workers"]:
-        bad = len(worker["violations"])
-        result = f"[red]{bad} violation{'s' if bad > 1 else ''}[/]" if bad else "[green]whole[/]"
-        counts = [str(worker["checked"][key]) for key in ("pages", "slots", "leases", "rooms")]
-        table.add_row(worker["name"], result, *counts)
-    return table
-
-
-def plain_table(*titles: str) -> Any:
-    """Return an empty rich table; the first two columns and ``node`` are aligned left, the others right."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for index, title in enumerate(titles):
-        table.add_column(title, justify="left" if index < 2 or title == "node" else "right", no_wrap=True)
-    return table

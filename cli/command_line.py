@@ -14,7 +14,7 @@ COMMANDS = {
     "up": "launch the cluster that a file describes, detached; where it runs, bring it to what the file says now",
     "doctor": "look for what would go wrong before serve or up is run with the same flags or file",
     "controller": "be a controller of a cluster: lead, or stand by until the one that leads is gone",
-    "down": "end a cluster of this machine: the newest, or the one of --url",
+    "down": "end the cluster of this machine, or of several the one of --url",
     "status": "show the workers, and what the autoscaler does",
     "explain": "say what became of a request, or what it does now: where its time went, and why it ran where it did",
     "drain": "stop a worker's admission, or a node's; hand its work on or finish it, and wait until it has left",
@@ -112,6 +112,12 @@ FLAGS = (
         "start the cluster and end: it goes on without this command",
         {"action": "store_true"},
     ),
+    CommandFlag(
+        ("--verbose",),
+        ("serve",),
+        "show how nodes are divided, what each worker holds and computes with (else: twinpool status --verbose)",
+        {"action": "store_true"},
+    ),
     CommandFlag(("--dashboard",), _LAUNCH, "start Ray's dashboard too", {"action": "store_true"}),
     CommandFlag(
         ("worker",),
@@ -162,7 +168,12 @@ FLAGS = (
     ),
     CommandFlag(("worker",), ("restart",), "name of a worker, such as decode-1", {"metavar": "WORKER"}),
     CommandFlag(("node",), ("cordon", "uncordon"), "a node's host name or Ray id", {"metavar": "NODE"}),
-    CommandFlag(("--no-wait",), ("add", "scale", "restart"), "don't wait until it is done", {"action": "store_true"}),
+    CommandFlag(
+        ("--no-wait",),
+        ("drain", "undrain", "role", "add", "scale", "restart"),
+        "don't wait until it is done",
+        {"action": "store_true"},
+    ),
     CommandFlag(
         ("--force",),
         ("drain",),
@@ -175,7 +186,7 @@ FLAGS = (
     CommandFlag(("--force",), ("scale",), "even to no worker of a role", {"action": "store_true"}),
     CommandFlag(
         ("--timeout",),
-        ("drain", "role", "add", "scale", "restart"),
+        ("drain", "undrain", "role", "add", "scale", "restart"),
         "seconds to wait for it",
         {"type": float, "default": 600.0},
     ),
@@ -233,6 +244,15 @@ FLAGS = (
         "the id of its answer, with or without what the endpoint puts before it, or its x-request-id",
         {"metavar": "REQUEST_ID"},
     ),
+    CommandFlag(
+        ("--all",), ("status",), "a row for each worker, of alike ones in a long table, too", {"action": "store_true"}
+    ),
+    CommandFlag(
+        ("--verbose",),
+        ("status",),
+        "say what the workers compute with, too, and how nodes were divided at the start",
+        {"action": "store_true"},
+    ),
     CommandFlag(("--watch",), ("status",), "show them live, until Ctrl-C", {"action": "store_true"}),
     CommandFlag(
         ("--json",),
@@ -288,8 +308,15 @@ FLAGS = (
         "with --trace: its own requests, the first --requests of them",
         {"action": "store_true"},
     ),
-    CommandFlag(("--url",), ("down",), "the router of the cluster (default: the newest cluster here)", {"default": ""}),
-    CommandFlag(("--url",), _OTHERS, "the router (default: TWINPOOL_URL, else the newest cluster on this machine)", {}),
+    CommandFlag(
+        ("--url",),
+        ("down",),
+        "the router of the cluster (default: TWINPOOL_URL, else the one cluster here)",
+        {"default": ""},
+    ),
+    CommandFlag(
+        ("--url",), _OTHERS, "the router (default: TWINPOOL_URL, else the one cluster here; to look, the newest)", {}
+    ),
     CommandFlag(
         ("--ca",),
         _OTHERS,

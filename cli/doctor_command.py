@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from cluster.doctor.finding import Finding, Severity
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+WIDTH = 79
+"""Characters of the line that is written over: a longer one would leave lines behind."""
 _COLOURS = {Severity.FINE: "green", Severity.WARNING: "yellow", Severity.ERROR: "red"}
 
 
@@ -45,6 +47,47 @@ def shown(findings: Sequence[Finding], *, everything: bool) -> RenderableType:
             lines.append(Text(f"        why: {one.detail}", style="dim"))
     lines.append(Text(_ending(findings)))
     return Group(*lines)
+
+
+SLOW_S = 1.0
+"""Seconds from which on a check's time is said."""
+
+
+class CheckProgress:
+    """Says which checks are being made, on standard error: in a terminal in one line that is written over, else a line
+    for each that was slow."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out, self._live = out, out.isatty()
+        self._under_way: list[str] = []
+        self._made = 0
+
+    def begins(self, check: str) -> None:
+        self._under_way.append(check)
+        self._show()
+
+    def ended(self, check: str, seconds: float) -> None:
+        self._under_way.remove(check)
+        self._made += 1
+        if seconds >= SLOW_S:
+            self._clear()
+            self._out.write(f"{check}: {seconds:.1f} s\n")
+        self._show()
+
+    def close(self) -> None:
+        """Take the line away."""
+        self._clear()
+        self._out.flush()
+
+    def _show(self) -> None:
+        if self._live:
+            self._clear()
+            self._out.write(f"{self._made} checks made; now: {', '.join(self._under_way)}"[:WIDTH])
+        self._out.flush()
+
+    def _clear(self) -> None:
+        if self._live:
+            self._out.write("\r\x1b[K")
 
 
 def _ending(findings: Sequence[Finding]) -> str:

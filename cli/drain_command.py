@@ -167,7 +167,7 @@ class DrainCommand:
         The report's `left` and `why` say which. Raises `CommandRefused` and `ClusterNotFound`. A router that stops
         answering meanwhile is waited for, `AWAY_S` or `timeout_s` at most, whichever is shorter.
         """
-        answer = self._operator.call("POST", f"/cluster/drain/{quoted(self._target)}{'?force=true' * self._force}")
+        answer = _give_order(self._operator, self._target, force=self._force)
         # An older router doesn't send `is_node`; there a node's answer is known by its other keys.
         is_node = answer.get("is_node", "node" in answer and "name" not in answer)
         rows = answer.get("workers") or ([] if is_node else [{"name": self._target, "state": "ready"}])
@@ -237,6 +237,16 @@ class DrainCommand:
         return DrainReport(self._target, report.seconds, False, report.workers, self._restarted, why)
 
 
+def order_drain(operator: AdminClient, target: str, *, force: bool) -> list[str]:
+    """Order a drain and don't wait; returns the workers that it concerns. Raises `CommandRefused` and
+    `ClusterNotFound`."""
+    return [row["name"] for row in _give_order(operator, target, force=force).get("workers") or [{"name": target}]]
+
+
+def _give_order(operator: AdminClient, target: str, *, force: bool) -> dict[str, Any]:
+    return operator.call("POST", f"/cluster/drain/{quoted(target)}{'?force=true' * force}")
+
+
 class ProgressLines:
     """Prints a drain as lines, through `say`.
 
@@ -283,7 +293,7 @@ def _is_on(row: Mapping[str, Any], node: str) -> bool:
 
 def table(report: DrainReport) -> Any:
     """Return a rich table of a drain, for `--watch`."""
-    from cli.admin_client import plain_table
+    from cli.status_view import plain_table
 
     out = plain_table(
         "worker",
@@ -304,14 +314,21 @@ def table(report: DrainReport) -> Any:
     return out
 
 
+def order_role(operator: AdminClient, worker: str, role: str, *, force: bool) -> int:
+    """Order a change of role and don't wait; returns the incarnation that leaves. Raises `CommandRefused` and
+    `ClusterNotFound`."""
+    answer = operator.call("POST", f"/cluster/role/{quoted(worker)}?role={role}{'&force=true' * force}")
+    return int(answer["incarnation"])
+
+
 def change_role(operator: AdminClient, worker: str, role: str, *, force: bool, timeout_s: float) -> DrainReport:
     """Have a worker drain and start again in another role; returns when it serves there.
 
     Raises `CommandRefused` where the router refuses, the worker leaves and isn't started again, or `timeout_s` is over,
     and `ClusterNotFound` without a router.
     """
-    before = operator.call("POST", f"/cluster/role/{quoted(worker)}?role={role}{'&force=true' * force}")
-    start, last = operator.clock(), DrainProgress(worker, "draining", incarnation=before["incarnation"])
+    before = order_role(operator, worker, role, force=force)
+    start, last = operator.clock(), DrainProgress(worker, "draining", incarnation=before)
     heard = start
     while True:
         seconds = operator.clock() - start
@@ -323,7 +340,7 @@ def change_role(operator: AdminClient, worker: str, role: str, *, force: bool, t
                 raise
             operator.sleep(POLL_S)
             continue
-        if row is not None and row["incarnation"] > before["incarnation"]:
+        if row is not None and row["incarnation"] > before:
             if row["role"] == role and row["state"] == "ready":
                 return DrainReport(worker, seconds, True, (last,))
         elif row is not None:

@@ -63,16 +63,25 @@ def _launch_options(args: argparse.Namespace) -> ServeOptions:
         assignments=(*args.set, *_served_names(args.served_model_name), *(["security.open=true"] if args.open else [])),
         unsized=frozenset(role for role, count in sizes.items() if count is None),
         unset=frozenset(one.name for one in fields(LaunchConfig)) - given.keys(),
+        verbose=getattr(args, "verbose", False),  # `doctor` shows nothing of a start.
         **given,
     )
 
 
 def doctor(args: argparse.Namespace) -> int:
+    progress = None
+    if not args.json:
+        from cli.doctor_command import CheckProgress
+
+        progress = CheckProgress(sys.stderr)
+        print("looks at configuration and machine; loading torch takes most of the time", file=sys.stderr, flush=True)
     from cli.doctor_command import as_json, shown
     from cluster.doctor.doctor_case import DoctorCase
     from cluster.doctor.examine import examine, exit_code
 
-    findings = examine(DoctorCase(_launch_options(args), compare_hosts=args.hosts))
+    findings = examine(DoctorCase(_launch_options(args), compare_hosts=args.hosts), progress)
+    if progress is not None:
+        progress.close()
     code = exit_code(findings)
     if args.json:
         print(as_json(findings, code))
@@ -121,13 +130,13 @@ def controller(args: argparse.Namespace) -> int:
 
 def down(args: argparse.Namespace) -> int:
     from cli.admin_client import ClusterNotFound
-    from cluster.processes.run_file import newest_live_run
+    from cli.chosen_cluster import choose, to_stderr
     from cluster.serve.detached_cluster import take_down
 
-    run = newest_live_run(args.url)
-    if run is None:
-        what = f"whose router is at {args.url} " if args.url else ""
-        raise ClusterNotFound(f"no cluster {what}is running on this machine")
-    take_down(run, time.sleep)
-    print_line(f"{run.url} is down")
+    chosen = choose(args.url, changes=True)
+    if chosen.run is None:
+        raise ClusterNotFound(f"no cluster whose router is at {chosen.url} is running on this machine")
+    to_stderr(f"ends {chosen.line}")
+    take_down(chosen.run, time.sleep)
+    print_line(f"{chosen.run.url} is down")
     return FINE

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -17,29 +16,51 @@ from contracts.errors import ConfigError
 
 if TYPE_CHECKING:
     from cli.admin_client import AdminClient
+    from cli.chosen_cluster import ChosenCluster
+
+
+def _operator(args: argparse.Namespace, *, changes: bool) -> AdminClient:
+    """The client of the cluster that the flags name or that is there, which is said first. `changes`: whether the
+    command changes something."""
+    from cli.chosen_cluster import client_for
+
+    return client_for(args.url, args.ca, changes=changes)[0]
 
 
 def status(args: argparse.Namespace) -> int:
-    from cli.admin_client import AdminClient, status_view
+    from cli.chosen_cluster import client_for
+    from cli.status_view import numerics_lines
 
-    operator = AdminClient.find(args.url, args.ca)
+    said: list[str] = []  # The view has a line of its own for the cluster.
+    operator, chosen = client_for(args.url, args.ca, changes=False, say=said.append)
+    if args.json or chosen.several:
+        print(chosen.line, file=sys.stderr, flush=True)
     if args.watch:
-        return _watch(operator, as_json=args.json)
+        return _watch(operator, chosen, args)
     status = operator.status()
     if args.json:
         print(json.dumps(status))
-    else:
-        print_table(status_view(status))
+        return FINE
+    print_table(_status_view(status, chosen, args))
+    if args.verbose:
+        for line in (*numerics_lines(status["workers"]), *chosen.start_report()):
+            print_line(line)
     return FINE
 
 
-def _watch(operator: AdminClient, *, as_json: bool) -> int:
+def _status_view(status: dict[str, Any], chosen: ChosenCluster, args: argparse.Namespace) -> Any:
+    from cli.status_view import status_view
+
+    return status_view(status, up_s=chosen.up_s, unfold=args.all)
+
+
+def _watch(operator: AdminClient, chosen: ChosenCluster, args: argparse.Namespace) -> int:
     """Show the workers again and again until Ctrl-C, which ends in order; a router that is away is waited for."""
     from rich.live import Live
 
-    from cli.admin_client import WATCH_S, RouterAway, status_view
+    from cli.admin_client import WATCH_S, RouterAway
 
-    out = console()
+    out, as_json = console(), args.json
     with Live(console=out, auto_refresh=False) as live:
         while True:
             try:
@@ -47,7 +68,7 @@ def _watch(operator: AdminClient, *, as_json: bool) -> int:
             except RouterAway as error:
                 shown: Any = str(error)
             else:
-                shown = json.dumps(status) if as_json else status_view(status)
+                shown = json.dumps(status) if as_json else _status_view(status, chosen, args)
             if as_json or not sys.stdout.isatty():
                 out.print(shown, soft_wrap=as_json)
             else:
@@ -56,25 +77,24 @@ def _watch(operator: AdminClient, *, as_json: bool) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
-    from cli.admin_client import AdminClient, check_table
+    from cli.status_view import check_line, check_table
 
-    report = AdminClient.find(args.url, args.ca).check()
+    report = _operator(args, changes=False).check()
     if args.json:
         print(json.dumps(report))
     else:
+        print_line(check_line(report))
         print_table(check_table(report))
         for worker in report["workers"]:
             for violation in worker["violations"]:
                 print(f"{worker['name']}: {violation}")
-        print("all accounted for" if report["ok"] else "violations found")
     return FINE if report["ok"] else REFUSED
 
 
 def explain(args: argparse.Namespace) -> int:
-    from cli.admin_client import AdminClient
     from cli.explain_command import explained, records_of
 
-    records = records_of(AdminClient.find(args.url, args.ca), args.request)
+    records = records_of(_operator(args, changes=False), args.request)
     if args.json:
         print(json.dumps(records))
     else:
@@ -84,10 +104,13 @@ def explain(args: argparse.Namespace) -> int:
 
 def drain(args: argparse.Namespace) -> int:
     from cli import drain_command as leaving
-    from cli.admin_client import AdminClient
 
     _check_timeout(args.timeout)
-    operator = AdminClient.find(args.url, args.ca)
+    operator = _operator(args, changes=True)
+    if args.no_wait:
+        for name in leaving.order_drain(operator, args.worker, force=args.force):
+            print_line(f"{name} drains")
+        return FINE
 
     def run(show: Callable[[leaving.DrainReport], None]) -> leaving.DrainReport:
         options = {"force": args.force, "timeout_s": args.timeout, "show": show}
@@ -112,20 +135,27 @@ def drain(args: argparse.Namespace) -> int:
 
 
 def undrain(args: argparse.Namespace) -> int:
-    from cli.admin_client import AdminClient
+    from cli.pool_commands import follow, undrained
 
-    rows = AdminClient.find(args.url, args.ca).undrain(args.worker)
-    for row in rows:
-        print(f"{row['name']} {row.get('outcome', 'admits again')}")
-    return REFUSED if any(row["state"] == "unreachable" for row in rows) else FINE
+    _check_timeout(args.timeout)
+    operator = _operator(args, changes=True)
+    workers, refused = undrained(operator, args.worker)
+    for line in (*(f"{one.name} {one.outcome}" for one in workers), *refused):
+        print_line(line)
+    if workers and not args.no_wait:
+        print_line(f"done after {follow(operator, workers, args.timeout, print_line):.1f} s")
+    return REFUSED if refused else FINE
 
 
 def role(args: argparse.Namespace) -> int:
-    from cli.admin_client import AdminClient
-    from cli.drain_command import change_role
+    from cli.drain_command import change_role, order_role
 
     _check_timeout(args.timeout)
-    operator = AdminClient.find(args.url, args.ca)
+    operator = _operator(args, changes=True)
+    if args.no_wait:
+        order_role(operator, args.worker, args.role, force=args.force)
+        print_line(f"{args.worker} drains and starts again as a {args.role} worker")
+        return FINE
     report = change_role(operator, args.worker, args.role, force=args.force, timeout_s=args.timeout)
     print_line(f"{args.worker} serves as a {args.role} worker after {report.seconds:.1f} s")
     return FINE
@@ -134,10 +164,9 @@ def role(args: argparse.Namespace) -> int:
 def change_pools(args: argparse.Namespace) -> int:
     """Run `add`, `scale`, `restart`, `cordon` or `uncordon`."""
     from cli import pool_commands as pools
-    from cli.admin_client import AdminClient
     from cli.drain_command import quoted
 
-    operator = AdminClient.find(args.url, args.ca)
+    operator = _operator(args, changes=True)
     if args.command in ("cordon", "uncordon"):
         for worker in pools.order(operator, f"{args.command}/{quoted(args.node)}"):
             print_line(f"{worker.name} {worker.outcome}")
@@ -163,9 +192,7 @@ def change_pools(args: argparse.Namespace) -> int:
 
 
 def apply(args: argparse.Namespace) -> int:
-    from cli.admin_client import AdminClient
-
-    return apply_file(args, AdminClient.find(args.url, args.ca))
+    return apply_file(args, _operator(args, changes=not args.dry_run))
 
 
 def apply_file(args: argparse.Namespace, operator: AdminClient) -> int:
@@ -178,19 +205,20 @@ def apply_file(args: argparse.Namespace, operator: AdminClient) -> int:
 
 
 def upgrade(args: argparse.Namespace) -> int:
-    from cli.admin_client import AdminClient, ClusterNotFound
+    from cli.admin_client import ClusterNotFound
+    from cli.chosen_cluster import client_for
     from cli.upgrade_command import UpgradeCommand
-    from cluster.processes.run_file import newest_live_run
     from cluster.serve.supervisor_upgrade import check_build, interpreter_of
 
     _check_timeout(args.timeout)
     python = interpreter_of(args.python)
-    url = args.url or os.environ.get("TWINPOOL_URL", "")
-    run = newest_live_run(url)
-    if run is None:
-        what = f"whose router is at {url} " if url else ""
-        raise ClusterNotFound(f"no cluster {what}is running on this machine: upgrade it where it was started")
-    build, operator = check_build(python, run), AdminClient.of_run(run, args.ca)
+    operator, chosen = client_for(args.url, args.ca, changes=not args.dry_run)
+    if chosen.run is None:
+        raise ClusterNotFound(
+            f"no cluster whose router is at {chosen.url} is running on this machine: upgrade it where it was started"
+        )
+    run = chosen.run
+    build = check_build(python, run)
     command = UpgradeCommand(operator, run, build, print_line, timeout_s=args.timeout, force=args.force)
     return _carry_out(command, f"all of the cluster is of build {build.build}", dry_run=args.dry_run)
 

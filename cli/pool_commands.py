@@ -59,6 +59,21 @@ def order(operator: AdminClient, path: str, **query: str | int) -> list[OrderedW
     return [OrderedWorker(row["name"], row["incarnation"], row["outcome"]) for row in answer["workers"]]
 
 
+def undrained(operator: AdminClient, target: str) -> tuple[list[OrderedWorker], list[str]]:
+    """Undrain a worker or a node; returns the workers that are to serve again, and a line for each that couldn't be
+    told. Raises `CommandRefused` and `ClusterNotFound`."""
+    workers, refused = [], []
+    for row in operator.undrain(target):
+        outcome = row.get("outcome", "admits again")
+        if row["state"] == "unreachable":
+            refused.append(f"{row['name']} {outcome}")
+            continue
+        # One that still drains goes on as it is; one that has left comes back in a later incarnation.
+        before = row.get("incarnation", 1) - (row["state"] not in ("left", "dead"))
+        workers.append(OrderedWorker(row["name"], before, outcome))
+    return workers, refused
+
+
 def follow(
     operator: AdminClient, workers: Sequence[OrderedWorker], timeout_s: float, say: Callable[[str], None]
 ) -> float:

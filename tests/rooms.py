@@ -33,7 +33,7 @@ from sim.fabric.sim_network import SimNetwork
 from sim.fabric.sim_plane import SimPlane
 from sim.fabric.sim_process import SimProcess
 from sim.fabric.virtual_time import VirtualTime
-from tests.poolsets import entry, filled, worn
+from tests.poolsets import entry, filled
 from tests.ranks import RankedSeat, content, fill, tp_manager
 from transfer.net.waiter import Waiter
 from transfer.net.zmq_channel import ZmqControlTransport
@@ -42,7 +42,7 @@ from transfer.planes.make_plane import make_plane
 from transfer.planes.tp_plane import TPDataPlane
 from transfer.rooms import room_outcomes
 from transfer.rooms.compatibility import fingerprint
-from transfer.rooms.metadata_slots import HandoverMetadata
+from transfer.rooms.metadata_slots import DraftState, HandoverMetadata
 from transfer.rooms.receiver import receiver_rooms
 from transfer.rooms.receiver.kv_receiver import KVReceiver
 from transfer.rooms.room_outcomes import ExpectedPrompt, SendablePages
@@ -171,11 +171,6 @@ class Ends:
             tags[pool] = tuple(ContentTag(keys[n], d) for n, d in zip(numbers, digests, strict=True))
         return Prompt(room, positions, keys, runs, leases, tags)
 
-    @property
-    def writer(self) -> PeerRef:
-        """The writer as the reader knows it."""
-        return PeerRef(WorkerName("prefill-0"), Incarnation(1), self.sender.control)
-
     def start(
         self, prompt: Prompt, held: HeldPages | None = None, extra: int = 0, wants: PeerRef | None = None
     ) -> dict[str, Lease]:
@@ -184,8 +179,9 @@ class Ends:
         `wants`: whom the writer expects.
         """
         held = held or {}
+        writer = PeerRef(WorkerName("prefill-0"), Incarnation(1), self.sender.control)
         expected = ExpectedPrompt(prompt.keys, prompt.positions)
-        self.receiver.open(prompt.room, self.writer, expected)
+        self.receiver.open(prompt.room, writer, expected)
         self.sender.open(prompt.room, wants or PeerRef(WorkerName("decode-0"), Incarnation(1), ""))
         lacks = self.receiver.missing(expected, held)
         leases = {
@@ -201,8 +197,8 @@ class Ends:
         self.until(lambda: self.sender.granted(prompt.room), "the grant")
         return leases
 
-    def seal(self, prompt: Prompt) -> None:
-        self.sender.seal(prompt.room, HandoverMetadata(prompt.room, 0, 7, None, 0, prompt.positions))
+    def seal(self, prompt: Prompt, draft: DraftState | None = None) -> None:
+        self.sender.seal(prompt.room, HandoverMetadata(prompt.room, 0, 7, None, 0, prompt.positions, draft))
 
     def outcome(self, room: RoomId) -> receiver_rooms.ReceiverOutcome:
         """What the room came to at the reader."""
@@ -292,7 +288,7 @@ def simulated_ends(
     for side, one in enumerate(mine):
         layout = PoolSetLayout(spec, spec.even(count + 7 * side))
         manager = tp_manager(spec, 1, count + 7 * side, regions=[one.allocate("pages", layout.nbytes)])
-        filled(worn(manager.leader, seed + side), seed + side).zero({pool.name: [0] for pool in spec.pools})
+        filled(manager.leader, seed + side).zero({pool.name: [0] for pool in spec.pools})
         managers.append(manager)
     transports = [SimControlTransport(exchange, process, lambda: None) for process in processes]
     config, clock, waiter = config_from_dict({}).transfer, ManualClock(), SimWaiter(agenda)
@@ -348,7 +344,6 @@ def ends(
             filled(manager.leader, seed + side).zero({pool.name: [0] for pool in spec.pools})
         else:
             fill(manager, seed + side)
-        worn(manager.leader, seed + side)
         manager.connect(mine)
         planes.append(mine[0] if size == 1 else TPDataPlane(mine[0], manager.followers))
         pools.append(manager.leader)

@@ -110,7 +110,7 @@ def _told(url: str, config: Config) -> _PoolSizes:
     """What a running cluster tells operators of its pools; without their key, large ones are assumed."""
     pages = {"prefill": 0, "decode": 0}
     try:
-        for worker in AdminClient.find(url).status()["workers"]:
+        for worker in AdminClient.at(url).status()["workers"]:
             if worker["role"] in pages:
                 pages[worker["role"]] = int(worker["pages_total"])
     except (TwinpoolError, LookupError, TypeError, ValueError):

@@ -252,6 +252,7 @@ class Controller:
             row.wanted = row.drains = False
             self.table.act(ForgetArenas(name))
             self.table.note(f"{name} has left")
+        row.last_reason = ""  # This one has left in order: how one before it ended is over.
         row.status = row.own_status()
         self.table.note_end(row, closed=closed)
         self.table.saved(row)

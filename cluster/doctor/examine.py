@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Lock
+from typing import Protocol
 
 from cluster.doctor.checks import (
     clocks,
@@ -24,6 +27,7 @@ from cluster.doctor.checks import (
 )
 from cluster.doctor.doctor_case import DoctorCase
 from cluster.doctor.finding import Finding, Severity, error
+from contracts.clock import Clock, SystemClock
 
 Check = Callable[[DoctorCase], Iterator[Finding]]
 """Yields what it sees: one finding at least, all of them fine where there is nothing to do."""
@@ -54,19 +58,54 @@ CHECKS: dict[str, Check] = {
     "clock": clocks.check_clock,
     "leftovers": leftovers.check_leftovers,
 }
-"""All checks by name, in the order in which they are made."""
+"""All checks by name, in the order in which they are shown."""
 
 
-def examine(case: DoctorCase) -> list[Finding]:
-    """What all checks see. A check that fails is an error among them, and keeps no other from being made."""
-    found = []
-    for name, check in CHECKS.items():
+APART = ("container", "hosts")
+"""Checks that are made one by one in the thread that asks: one watches a child process, one joins a Ray."""
+THREADS = 4
+
+
+class Progress(Protocol):
+    """Is told how the examination goes on; by one thread at a time."""
+
+    def begins(self, check: str) -> None: ...
+
+    def ended(self, check: str, seconds: float) -> None: ...
+
+
+def examine(case: DoctorCase, progress: Progress | None = None, clock: Clock | None = None) -> list[Finding]:
+    """What all checks see, in the order of the table; they are made several at a time. A check that fails is an error
+    among them, and keeps no other from being made."""
+    run = _Examination(case, progress, clock or SystemClock())
+    with ThreadPoolExecutor(THREADS) as pool:
+        begun = {name: pool.submit(run.seen, name) for name in CHECKS if name not in APART}
+        apart = {name: run.seen(name) for name in CHECKS if name in APART}
+        found = {name: apart[name] if name in apart else begun[name].result() for name in CHECKS}
+    return [finding for findings in found.values() for finding in findings]
+
+
+class _Examination:
+    """One examination under way."""
+
+    def __init__(self, case: DoctorCase, progress: Progress | None, clock: Clock) -> None:
+        self._case, self._progress, self._clock = case, progress, clock
+        self._lock = Lock()
+
+    def seen(self, name: str) -> list[Finding]:
+        """Make a check."""
+        began = self._clock.now()
+        if self._progress is not None:
+            with self._lock:
+                self._progress.begins(name)
         try:
-            seen = list(check(case))
+            seen = list(CHECKS[name](self._case))
         except Exception as failed:  # A machine in a state that nobody thought of must not silence the other checks.
             seen = [error(f"the check itself failed: {type(failed).__name__}: {failed}", "report it; the others go on")]
-        found += [replace(finding, check=name) for finding in seen]
-    return found
+        if self._progress is not None:
+            with self._lock:
+                self._progress.ended(name, self._clock.now() - began)
+        return [replace(finding, check=name) for finding in seen]
 
 
 def exit_code(findings: list[Finding]) -> int:

@@ -10,11 +10,14 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+import time
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from cluster.processes.process_ids import same_process, start_time
+
+START_REPORT = "start.txt"
+"""The file beside a run's logs with what `serve` found and decided at its start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,8 @@ class RunFile:
     """The folder of a detached cluster; empty where the cluster ends with its terminal."""
     config: str = ""
     """The configuration's file that it was launched with, an absolute path; empty: none."""
+    since: float = 0.0
+    """When it first served, in seconds since 1970; 0: an older build wrote this."""
 
 
 def runs_folder() -> Path:
@@ -58,6 +63,8 @@ def write_run_file(
     pid = os.getpid() if keeper is None else keeper
     run = RunFile(url, pid, start_time(pid) or 0, str(logs), model, ca, folder, config)
     path = run_file_path(pid)
+    before = _read(path)  # Another build's supervisor takes the same run over.
+    run = replace(run, since=before.since if before is not None and before.started == run.started else time.time())
     fresh = path.with_suffix(".new")
     fresh.write_text(json.dumps(asdict(run)))
     fresh.replace(path)
@@ -69,27 +76,35 @@ def run_file_path(pid: int) -> Path:
 
 
 def newest_live_run(url: str = "") -> RunFile | None:
-    """The newest run whose process is alive, and whose `url` this is where one is given; stale files are removed on
-    the way."""
-    return _newest(lambda run: not url or run.url == url.rstrip("/"))
+    """The newest run whose process is alive, and whose `url` this is where one is given."""
+    return next((run for run in live_runs() if not url or run.url == url.rstrip("/")), None)
 
 
 def live_run_of(config: Path) -> RunFile | None:
     """The newest run whose process is alive and that was launched with the configuration's file `config`."""
-    return _newest(lambda run: run.config == str(config.absolute()))
+    return next((run for run in live_runs() if run.config == str(config.absolute())), None)
 
 
-def _newest(wanted: Callable[[RunFile], bool]) -> RunFile | None:
+def live_runs() -> list[RunFile]:
+    """The runs of this user whose process is alive, the newest first; stale files are removed on the way."""
     found: list[tuple[float, RunFile]] = []
     for path in runs_folder().glob("run-*.json"):
-        try:
-            tree = json.loads(path.read_text())
-            # Other builds may write more.
-            run = RunFile(**{one.name: tree[one.name] for one in fields(RunFile) if one.name in tree})
-            if not same_process(run.pid, run.started):
-                path.unlink(missing_ok=True)
-            elif wanted(run):
+        with contextlib.suppress(OSError):
+            run = _read(path)
+            if run is None:
+                continue
+            if same_process(run.pid, run.started):
                 found.append((path.stat().st_mtime, run))
-        except (OSError, ValueError, TypeError):
-            continue
-    return max(found, key=lambda item: item[0])[1] if found else None
+            else:
+                path.unlink(missing_ok=True)
+    return [run for _, run in sorted(found, key=lambda item: item[0], reverse=True)]
+
+
+def _read(path: Path) -> RunFile | None:
+    """The run of a file; None where it can't be read."""
+    try:
+        tree = json.loads(path.read_text())
+        # Other builds may write more.
+        return RunFile(**{one.name: tree[one.name] for one in fields(RunFile) if one.name in tree})
+    except (OSError, ValueError, TypeError):
+        return None

@@ -16,12 +16,12 @@ from typing import TextIO
 
 from cluster.processes import keeper, reaper
 from cluster.processes.process_ids import same_process
-from cluster.processes.run_file import RunFile
+from cluster.processes.run_file import START_REPORT, RunFile
 from cluster.processes.run_folder import KeptFolder, new_folder, new_log_folder
 from cluster.serve.detached_state import DetachedState
 from cluster.serve.preflight import ServePlan
 from cluster.serve.serve_cluster import SECRETS, ServeCluster, exit_code
-from cluster.serve.terminal import take_over_output
+from cluster.serve.terminal import take_over_output, urls_of
 from contracts.errors import ConfigError, TwinpoolError
 from contracts.json_logs import log_to_stream
 from contracts.python_command import module_command, script_command
@@ -66,13 +66,15 @@ def launch(prepared: ServePlan, out: TextIO, wait: Callable[[float], object]) ->
                 out.flush()
                 wait(0.1)
             out.write(shown.read())
+        if prepared.options.verbose and (logs / START_REPORT).exists():
+            out.write((logs / START_REPORT).read_text(encoding="utf-8", errors="replace"))
     except KeyboardInterrupt:
         process.send_signal(signal.SIGTERM)
         process.wait(DOWN_S)
         raise
     if process.poll() is not None:
         return 1
-    out.write("it goes on without this command; end it with: twinpool down\n")
+    out.write(f"it goes on without this command; end it with: twinpool down --url {urls_of(prepared)[1]}\n")
     out.flush()
     return 0
 

@@ -61,6 +61,8 @@ class ServeOptions:
     assignments: tuple[str, ...] = ()
     ray_address: str | None = None
     dashboard: bool = False
+    verbose: bool = False
+    """Whether to show the tables of the start, not their sum alone."""
     unsized: frozenset[Role] = frozenset()
     """Roles whose number of workers no flag gave: the configuration's `pools` goes before the number here."""
     unset: frozenset[str] = frozenset()

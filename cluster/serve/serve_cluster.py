@@ -28,6 +28,7 @@ from cluster.controller.open_ledger import PASSWORD_VARIABLE
 from cluster.controller.supervisor import Supervisor
 from cluster.processes.log_files import last_words
 from cluster.processes.process_ids import start_time
+from cluster.processes.run_file import START_REPORT
 from cluster.processes.run_folder import RunFiles, RunFolder
 from cluster.processes.service_manager import ServiceManager
 from cluster.ray_nodes.node_drains import NodeDrains, draining_ray_nodes
@@ -38,9 +39,10 @@ from cluster.serve.detached_state import DetachedState
 from cluster.serve.kept_service import PartFailed
 from cluster.serve.kv_index_process import with_kv_events
 from cluster.serve.preflight import ServePlan
+from cluster.serve.ready_banner import summary, ways_in
 from cluster.serve.security_check import open_ways
 from cluster.serve.shutdown_signal import ASKED, FAILED, ShutdownSignal
-from cluster.serve.terminal import Terminal, curl_line, show_failure, take_over_output, urls_of
+from cluster.serve.terminal import Terminal, show_failure, take_over_output, urls_of
 from cluster.worker_process.worker_plan import WorkerPlan, node_name
 from contracts.build_id import build_id
 from contracts.clock import Clock, SystemClock
@@ -95,7 +97,10 @@ class ServeCluster:
         self._folder = folder
         self._router_command = router_command
         self._clock = clock or SystemClock()
-        self._out, self._terminal = out, Terminal(self._clock, out, began)
+        self._out = out
+        self._terminal = Terminal(
+            self._clock, out, began, report=folder.logs / START_REPORT, verbose=prepared.options.verbose
+        )
         self._stopping = stopping or signals_of(prepared)
         self._stopping.show_on(out)
         self._service_check: Callable[[], None] = lambda: None
@@ -192,16 +197,14 @@ class ServeCluster:
         folder.publish(operators, options.model, security.tls_ca, options.file)
         self._stopping.ready()
         self._service_check = lambda: None
-        self._terminal.table(self._prepared, self._controller.views())
-        self._terminal.line(f"Twinpool is ready: {url}")
-        self._stopping.manager.ready(f"serves at {url}")
-        if operators != url:
-            self._terminal.line(f"operators' paths: {operators}")
-        self._terminal.line(f"dashboard: {operators}/dashboard")
-        self._terminal.line(curl_line(url, prepared.spec.name, key=bool(security.keys_file), ca=security.tls_ca))
+        views = self._controller.views()
+        self._terminal.table(self._prepared, views)
+        ray = []
         if self._ray is not None and self._ray.dashboard:
             token = os.environ["RAY_AUTH_TOKEN_PATH"]
-            self._terminal.line(f"Ray's dashboard: {self._ray.dashboard} (it asks for the token in {token})")
+            ray.append(f"Ray's dashboard: {self._ray.dashboard} (it asks for the token in {token})")
+        self._terminal.ready(url, summary(self._prepared, views), [*ways_in(self._prepared), *ray])
+        self._stopping.manager.ready(f"serves at {url}")
         if self._state is not None:
             self._state.mark_ready()
 

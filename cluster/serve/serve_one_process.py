@@ -18,13 +18,15 @@ from types import FrameType
 from typing import TextIO
 
 from cluster.assembly.build_worker import build_worker
+from cluster.processes.run_file import START_REPORT
 from cluster.processes.run_folder import RunFolder
 from cluster.serve.local_dashboard import LocalDashboard
 from cluster.serve.local_directory import LocalDirectory
 from cluster.serve.preflight import ServePlan
+from cluster.serve.ready_banner import summary, ways_in
 from cluster.serve.security_check import open_ways
 from cluster.serve.shutdown_signal import ASKED, FAILED, ShutdownSignal, handled_signals
-from cluster.serve.terminal import Terminal, curl_line, show_failure, urls_of
+from cluster.serve.terminal import Terminal, show_failure, urls_of
 from cluster.worker_process.worker_plan import node_name, on_card
 from cluster.worker_process.worker_thread import WorkerEnd, WorkerThread
 from contracts.clock import SystemClock
@@ -101,7 +103,10 @@ class ServeOneProcess:
         self._prepared = prepared
         self._folder = folder
         self._clock = SystemClock()
-        self._out, self._terminal = out, Terminal(self._clock, out, began)
+        self._out = out
+        self._terminal = Terminal(
+            self._clock, out, began, report=folder.logs / START_REPORT, verbose=prepared.options.verbose
+        )
         self._stopping = stopping
         self._directory: LocalDirectory | None = None
 
@@ -185,17 +190,13 @@ class ServeOneProcess:
         return record, host
 
     def _ready(self, directory: LocalDirectory) -> None:
-        prepared, security = self._prepared, self._prepared.config.security
+        prepared, security, views = self._prepared, self._prepared.config.security, directory.views()
         url, operators = urls_of(prepared)
         self._folder.publish(operators, prepared.options.model, security.tls_ca, prepared.options.file)
         self._stopping.ready()
-        self._terminal.table(prepared, directory.views())
-        self._terminal.line(f"Twinpool is ready: {url}")
+        self._terminal.table(prepared, views)
+        self._terminal.ready(url, summary(prepared, views), ways_in(prepared))
         self._stopping.manager.ready(f"serves at {url}")
-        if operators != url:
-            self._terminal.line(f"operators' paths: {operators}")
-        self._terminal.line(f"dashboard: {operators}/dashboard")
-        self._terminal.line(curl_line(url, prepared.spec.name, key=bool(security.keys_file), ca=security.tls_ca))
 
     def _draining(self) -> None:
         self._terminal.line(self._stopping.drain_line)

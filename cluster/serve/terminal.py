@@ -6,6 +6,7 @@ Only these lines go to the terminal. Everything else that this process or its li
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -29,11 +30,25 @@ FILE_COLUMNS = 160
 
 
 class Terminal:
-    """Writes to the operator's screen; any thread."""
+    """Writes to the operator's screen; any thread.
 
-    def __init__(self, clock: Clock, out: TextIO, began: float | None = None) -> None:
-        """`began`: when the start began, by `clock`; None: now."""
+    Tables go to the report of the start, a file that `twinpool status --verbose` shows, and to the screen where that
+    was asked for: the few lines that count would be lost among them.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        out: TextIO,
+        began: float | None = None,
+        *,
+        report: Path | None = None,
+        verbose: bool = False,
+    ) -> None:
+        """`began`: when the start began, by `clock`; None: now. `report`: the file of the report; None: none is kept.
+        `verbose`: show on the screen what goes there, too."""
         self._clock = clock
+        self._report, self._verbose = report, verbose
         self._start = clock.now() if began is None else began
         self._out = out
         self._lock = threading.Lock()
@@ -47,8 +62,20 @@ class Terminal:
         """Write a line for a step of the start that is done, with the seconds since the start."""
         self.line(f"  {self._clock.now() - self._start:6.1f} s  {what:<11} {text}")
 
+    def ready(self, url: str, summary: Sequence[tuple[str, str]], lines: Sequence[str]) -> None:
+        """Write what serves, a line a pair of `summary`, then `lines`, and the URL last, which stands out."""
+        self.line()
+        for what, text in summary:
+            self.line(f"  {what:<10}{text}")
+        self.line()
+        for text in lines:
+            self.line(text)
+        self.line()
+        said = f"Twinpool is ready: {url}"
+        self.line(f"\x1b[1;32m{said}\x1b[0m" if self._out.isatty() else said)
+
     def nodes(self, prepared: ServePlan) -> None:
-        """Write how each node is divided, and the pools of a worker of each role there. Equal nodes share a table."""
+        """Report how each node is divided, and the pools of a worker of each role there. Equal nodes share a table."""
         self._print(node_table(prepared))
         seen = []
         for share in prepared.shares.values():
@@ -58,19 +85,24 @@ class Terminal:
                 self._print(pool_table(prepared, share))
 
     def table(self, prepared: ServePlan, views: Sequence[WorkerView]) -> None:
-        """Write the table of workers with their pages and memory, then their numerics classes."""
+        """Report the table of workers with their pages and memory, then their numerics classes."""
         self._print(worker_table(prepared, views))
         for text in kernel_lines(prepared, views):
-            self.line(f"  {text}")
+            self._print(f"  {text}")
 
-    def _print(self, table: object) -> None:
+    def _print(self, shown: object) -> None:
+        """Add a table or a line to the report."""
         from rich.console import Console
 
         with self._lock:
-            # In a file nothing has to fit a screen, and nothing may be cut.
-            width = None if self._out.isatty() else FILE_COLUMNS
-            Console(file=self._out, highlight=False, width=width).print(table)
-            self._out.flush()
+            if self._report is not None:
+                with contextlib.suppress(OSError), self._report.open("a", encoding="utf-8") as file:
+                    # In a file nothing has to fit a screen, and nothing may be cut.
+                    Console(file=file, highlight=False, width=FILE_COLUMNS).print(shown, soft_wrap=True)
+            if self._verbose or self._report is None:
+                width = None if self._out.isatty() else FILE_COLUMNS
+                Console(file=self._out, highlight=False, width=width).print(shown, soft_wrap=isinstance(shown, str))
+                self._out.flush()
 
 
 def worker_table(prepared: ServePlan, views: Sequence[WorkerView]) -> object:
@@ -169,6 +201,12 @@ def kernel_lines(prepared: ServePlan, views: Sequence[WorkerView]) -> list[str]:
         if kernels_of(records[0]) == "torch":
             lines.append(f"  {why_torch(prepared, records[0])}")
     return lines
+
+
+def torch_lines(prepared: ServePlan, views: Sequence[WorkerView]) -> list[str]:
+    """Why torch alone computes, where it does on a CPU: a line a numerics class of such workers."""
+    alone = {view.record.fingerprint: view.record for view in views if kernels_of(view.record) == "torch"}
+    return list(dict.fromkeys(why_torch(prepared, record) for record in alone.values()))
 
 
 def why_torch(prepared: ServePlan, record: WorkerRecord) -> str:

@@ -81,8 +81,10 @@ async def drain(service: RouterService, exchange: HttpExchange) -> None:
     await _answer(exchange, target, lines + under_way, unheard)
 
 
-def undrainable(service: RouterService, target: DrainTarget, *, force: bool) -> ApiError | None:
-    """Return the error if the target can't be drained, else None."""
+def undrainable(
+    service: RouterService, target: DrainTarget, *, force: bool, otherwise: str = "drain it"
+) -> ApiError | None:
+    """Return the error if the target can't be drained, else None. `otherwise`: what --force does all the same."""
     ready = target.in_state("ready")
     if not ready and not target.is_node and not target.in_state("draining"):
         return conflict(f"{target.name} is {target.entries[0].status.state}: only a ready worker can be drained")
@@ -90,7 +92,10 @@ def undrainable(service: RouterService, target: DrainTarget, *, force: bool) -> 
         left = [e for e in service.core.workers.staying(role, service.clock.now()) if e not in ready]
         if not left and not force:
             those = ready[0].record.name if len(ready) == 1 else target.name
-            return conflict(f"{those} is the last {role} worker that serves; drain it with --force (force=true)")
+            return conflict(
+                f"{those} is the last {role} worker that serves, and nothing is answered without one: start another "
+                f"first (twinpool add {role}), or {otherwise} all the same with --force (force=true)"
+            )
     return None
 
 
@@ -185,7 +190,7 @@ async def role(service: RouterService, exchange: HttpExchange) -> None:
     if entry.status.state != "ready":
         return await exchange.fail(conflict(f"{name} is {entry.status.state}: only a ready worker changes its role"))
     force = asked(exchange, "force")
-    if failure := undrainable(service, target, force=force):
+    if failure := undrainable(service, target, force=force, otherwise=f"make it a {wanted} worker"):
         return await exchange.fail(failure)
     entry.request_drain(service.clock.now())
     try:

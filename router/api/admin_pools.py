@@ -73,7 +73,7 @@ async def restart(service: RouterService, exchange: HttpExchange) -> None:
         return await exchange.fail(target)
     (entry,) = target.entries
     if entry.status.state == "ready":
-        if failure := undrainable(service, target, force=asked(exchange, "force")):
+        if failure := undrainable(service, target, force=asked(exchange, "force"), otherwise="restart it"):
             return await exchange.fail(failure)
         entry.request_drain(service.clock.now())
     if not await _change(service, exchange, RestartWorker(entry.record.name)):

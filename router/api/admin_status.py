@@ -12,7 +12,9 @@ import asyncio
 import hmac
 import ipaddress
 import os
+import platform
 import socket
+import time
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -104,7 +106,24 @@ async def status(service: RouterService, exchange: HttpExchange) -> None:
     plane = service.controller.control_plane()
     controllers = {"controllers": plane._asdict()} if plane is not None else {}
     known = {"routers": [router_row(report) for report in routers]} if routers is not None else {}
-    await exchange.answer_json(200, {"workers": shown, "router_build": build_id(), **known, **scaler, **controllers})
+    load = _load_of(service, routers)
+    answer = {"workers": shown, "router_build": build_id(), **load, **known, **scaler, **controllers}
+    await exchange.answer_json(200, answer)
+
+
+def _load_of(service: RouterService, routers: list[RouterReport] | None) -> dict[str, Any]:
+    """What is served, for how long by this router, and what goes on: of all routers where the controller tells of them,
+    else of this one."""
+    requests, here = service.core.requests, (platform.node(), os.getpid())
+    # What this router has told the controller of itself is seconds old.
+    others = [report for report in routers or () if (report.node, report.pid) != here]
+    return {
+        "model": service.spec.name,
+        "router_up_s": round(max(0.0, time.time() - service.started), 1),
+        **({"tokens_per_s": round(sum(report.tokens_per_s for report in routers), 1)} if routers else {}),
+        "in_flight": requests.in_flight + sum(report.in_flight for report in others),
+        "waiting": requests.waiting + sum(report.waiting for report in others),
+    }
 
 
 async def _routers(service: RouterService) -> list[RouterReport] | None:
@@ -130,6 +149,7 @@ def router_row(report: RouterReport) -> dict[str, Any]:
         "settings": report.identity.settings,
         "kept": report.identity.kept,
         "in_flight": report.in_flight,
+        "tokens_per_s": round(report.tokens_per_s, 1),
     }
 
 

@@ -20,6 +20,8 @@ from router.api import admin_status as admin
 from router.api.absent_endpoints import why_absent
 from router.api.asgi_exchange import AsgiReceive, AsgiScope, AsgiSend, HttpExchange
 from router.api.connection_limits import OPEN_PATHS
+from router.api.front_page import PATH as FRONT
+from router.api.front_page import answer_front
 from router.api.openapi import openapi_document
 from router.openai.api_errors import (
     ApiError,
@@ -59,7 +61,7 @@ def create_app(service: RouterService) -> App:
 
     Where operators have a port of their own, it has no `OPERATORS` paths.
     """
-    routes = CLIENT_ROUTES if service.security.admin_port else {**ROUTES, **PAGE_ROUTES}
+    routes = (CLIENT_ROUTES if service.security.admin_port else {**ROUTES, **PAGE_ROUTES}) | FRONT_ROUTES
     prefixes = CLIENT_PREFIX_ROUTES if service.security.admin_port else PREFIX_ROUTES
 
     async def app(scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
@@ -129,7 +131,7 @@ async def _serve(
 
 def _refusal(service: RouterService, exchange: HttpExchange) -> ApiError | None:
     """Return why a request may not pass, None where it may; notes who asks. Operators have a token of their own."""
-    without = exchange.path in WITHOUT_KEY or exchange.path in PAGE_ROUTES
+    without = exchange.path in WITHOUT_KEY or exchange.path in PAGE_ROUTES or exchange.path in FRONT_ROUTES
     if service.keys is None or without or exchange.path.startswith("/cluster/"):
         return None
     given = exchange.header(b"authorization")
@@ -150,7 +152,7 @@ def _refusal(service: RouterService, exchange: HttpExchange) -> ApiError | None:
 
 def _admin_refusal(service: RouterService, exchange: HttpExchange) -> ApiError | None:
     """Return why a request to the operators' port may not pass, None where it may."""
-    is_open = exchange.path in OPEN_PATHS - OPERATORS or exchange.path in PAGE_ROUTES
+    is_open = exchange.path in OPEN_PATHS - OPERATORS or exchange.path in PAGE_ROUTES or exchange.path == FRONT
     return None if is_open else admin.forbidden(service, exchange)
 
 
@@ -376,7 +378,6 @@ def _model(service: RouterService, name: str) -> dict[str, Any]:
         "root": service.spec.name,
         "parent": None,
         "max_model_len": service.spec.context,
-        "tools": service.intake.tools,
     }
 
 
@@ -403,6 +404,19 @@ async def _health(service: RouterService, exchange: HttpExchange) -> None:
         "waiting": core.requests.waiting,
     }
     await exchange.answer_json(503 if problems else 200, answer)
+
+
+async def _front(service: RouterService, exchange: HttpExchange) -> None:
+    """Answer with what this port has; operators' paths are among it unless they have a port of their own."""
+    apart = bool(service.security.admin_port)
+    routes = (*CLIENT_ROUTES, *CLIENT_PREFIX_ROUTES) if apart else (*ROUTES, *PREFIX_ROUTES)
+    await answer_front(service, exchange, routes, problems=bool(health_problems(service)), dashboard=not apart)
+
+
+async def _operators_front(service: RouterService, exchange: HttpExchange) -> None:
+    """Answer with what the operators' port has."""
+    routes = (*ADMIN_ROUTES, *ADMIN_PREFIX_ROUTES)
+    await answer_front(service, exchange, routes, problems=bool(health_problems(service)), dashboard=True)
 
 
 async def _live(service: RouterService, exchange: HttpExchange) -> None:
@@ -468,13 +482,17 @@ PREFIX_ROUTES: Routes = {
 
 PAGE_ROUTES: Routes = {path: {"GET": dashboard.page} for path in dashboard.page_files()}
 """The files of the dashboard's page, which say nothing of the cluster; it asks for `/cluster/dashboard`."""
+FRONT_ROUTES: Routes = {FRONT: {"GET": _front}}
+"""What is here; the operators' port has one of its own."""
 OPERATORS = frozenset({"/metrics", "/load"}) | {
     path for path in (*ROUTES, *PREFIX_ROUTES) if path.startswith("/cluster/")
 }
 """Paths that only the operators' port has, where there is one: they name tenants, workers and nodes."""
 CLIENT_ROUTES = {path: methods for path, methods in ROUTES.items() if path not in OPERATORS}
 CLIENT_PREFIX_ROUTES = {path: methods for path, methods in PREFIX_ROUTES.items() if path not in OPERATORS}
-ADMIN_ROUTES = {
-    path: methods for path, methods in ROUTES.items() if path in OPERATORS | OPEN_PATHS | {"/version"}
-} | PAGE_ROUTES
+ADMIN_ROUTES = (
+    {path: methods for path, methods in ROUTES.items() if path in OPERATORS | OPEN_PATHS | {"/version"}}
+    | PAGE_ROUTES
+    | {FRONT: {"GET": _operators_front}}
+)
 ADMIN_PREFIX_ROUTES = {path: methods for path, methods in PREFIX_ROUTES.items() if path in OPERATORS}

@@ -67,6 +67,7 @@ _LIST = {
 }
 _HEALTH = "200 while requests can be served and work advances, else 503"
 _OPEN = {
+    "/": ("What is here, as a page for browsers and as JSON", "Operation"),
     "/live": ("200 while the process runs", "Live"),
     "/version": ("The server's version", "Version"),
     "/load": ("Answers that have not ended, as server_load", "Load"),

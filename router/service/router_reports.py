@@ -112,5 +112,4 @@ class RouterReports:
             self._identity,
             tuple(tally.output_token_shape.counts),
             round(time.process_time(), 3),
-            metrics.ttft_slo_s,
         )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from contracts.checkpoint.checkpoint_files import TOKENIZER, TOKENIZER_CONFIG, read_checkpoint_text
 from contracts.errors import CheckpointError, RequestError
-from router.text.chat_template import ChatTemplate, TemplateTraits, read_chat_template
+from router.text.chat_template import ChatTemplate, read_chat_template
 from router.text.detokenizer import ByteDetokenizer, Detokenizer, NoText, WindowDetokenizer
 from router.text.open_message import cut_at_mark, marked
 
@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-NO_TOKENIZER = "this checkpoint has no tokenizer.json: send the prompt as an array of token ids"
-NO_TEMPLATE = "this checkpoint has no chat template: use /v1/completions"
+_IDS = 'send /v1/completions a "prompt" of token ids, and "return_token_ids": true for those of the answer'
+NO_TOKENIZER = f"this checkpoint has no tokenizer.json, so there is no text: {_IDS}"
+NO_CHAT = f"this checkpoint has no tokenizer.json, so there are no chats: {_IDS}"
+NO_IDS_OF_TEXT = "this checkpoint has no tokenizer.json: text and token ids can't be made into each other here"
+NO_TEMPLATE = 'this checkpoint has no chat template: send /v1/completions the text as "prompt"'
 
 
 class ModelTokenizer:
@@ -83,11 +86,6 @@ class ModelTokenizer:
         """The chat template's text, empty without one."""
         return self._template.source if self._template is not None else ""
 
-    @property
-    def template_traits(self) -> TemplateTraits:
-        """What the chat template does with tools and system messages; it is rendered to find out."""
-        return self._template.traits() if self._template is not None else TemplateTraits()
-
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -103,7 +101,7 @@ class ModelTokenizer:
         Raises `RequestError` without a tokenizer or template, or where the template refuses the messages.
         """
         if self._tokenizer is None:
-            raise RequestError(NO_TOKENIZER, param="messages")
+            raise RequestError(NO_CHAT, param="messages")
         if self._template is None:
             raise RequestError(NO_TEMPLATE, param="messages")
         if continues:
@@ -113,7 +111,7 @@ class ModelTokenizer:
     def decode(self, tokens: Sequence[int], *, skip_special: bool = False) -> str:
         """Return the text of all tokens. Raises `RequestError` without a tokenizer."""
         if self._tokenizer is None:
-            raise RequestError(NO_TOKENIZER, param="tokens")
+            raise RequestError(NO_IDS_OF_TEXT, param="tokens")
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special)
         return text
 

@@ -382,7 +382,7 @@ PLANTS: dict[str, tuple[Callable[[World], object], str]] = {
     "without full": (lambda w: _drop(a_part(w, tier=Tier.HOST)), "on host without full"),
     "lease": (lambda w: a_part(w, "window").lease.release(), "its lease has ended"),
     "table": (lambda w: w.visitors[0].allocation.tables["full"].pages.__setitem__(0, 33), "neither its own nor locked"),  # type: ignore[union-attr]
-    "epoch": (lambda w: w.pools.allocators["full"].epochs.bump(a_part(w).lease.indices[:1]), "old epoch"),
+    "epoch": (lambda w: w.pools.allocators["full"].epochs.bump([1]), "old epoch"),
     "leak": (lambda w: w.pools.allocators["state"].lease(1, "nobody"), "state pages: .* in use"),
     "host leak": (lambda w: w.host.allocators["full"].lease(1, "nobody"), "host full pages: .* in use"),  # type: ignore[union-attr]
 }

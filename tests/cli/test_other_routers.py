@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from cli.admin_client import AdminClient, ClusterNotFound, CommandRefused, status_view
+from cli.admin_client import AdminClient, ClusterNotFound, CommandRefused
 from cli.router_marks import left_alone, router_lines, routers_of, wanted_marks
+from cli.status_view import status_view
 from cluster.controller.controller import Controller
 from cluster.controller.controller_ledger import MemoryLedger
 from cluster.controller.controller_server import ControllerServer

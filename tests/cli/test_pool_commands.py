@@ -115,9 +115,9 @@ def test_status_watch_shows_the_workers_again_and_again(
 
     with router_stub() as stub:
         client = AdminClient(stub.url, sleep=sleep)
-        monkeypatch.setattr(AdminClient, "find", lambda *given: client)
+        monkeypatch.setattr(AdminClient, "at", lambda *given: client)
         stub.tables = [[row("decode-0", "starting")], [row("decode-0", "ready")]]
-        assert twinpool("status", "--watch") == 130
+        assert twinpool("status", "--watch", "--url", stub.url) == 130
         out = capsys.readouterr().out
         assert out.index("starting") < out.index("ready")
         assert out.count("decode-0") == 3

@@ -6,7 +6,8 @@ import io
 
 from rich.console import Console
 
-from cli.admin_client import status_table, status_view
+from cli.status_view import check_line, status_table, status_view
+from tests.cluster.router_stub import row as row_of
 
 
 def test_status_shows_how_many_requests_are_retracted() -> None:
@@ -65,3 +66,66 @@ def test_status_shows_the_settings_that_a_worker_was_started_with() -> None:
         console.print(status_table([row, row | {"name": "decode-1", "settings": None}]))
     first, second = (line.split() for line in shown.get().splitlines() if "decode-" in line)
     assert (first[-1], second[-1]) == ("0a1b2c3d", "-")
+
+
+def shown(status: dict[str, object], **options: bool | float) -> str:
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(status_view(status, **options))  # type: ignore[arg-type]
+    return console.export_text()
+
+
+def test_fifty_eight_workers_that_wait_are_one_row_with_their_number() -> None:
+    waits = "a node with a place for a decode worker"
+    waiting = [row_of(f"decode-{n}", "starting", pid=0, pages_total=0, waits=waits) for n in range(2, 60)]
+    rows = [row_of("prefill-0", running=1), row_of("decode-0"), row_of("decode-1", running=2), *waiting]
+    text = shown({"workers": rows})
+    lines = [line for line in text.splitlines() if "fill-" in line or "decode-" in line]
+    assert len(lines) == 4
+    assert "decode-2 to decode-59: 58" in lines[-1]
+    assert f"starting, waits for {waits}" in lines[-1]
+    assert "61 workers; alike ones share a row: --all shows each" in text
+    assert sum("decode-" in line for line in shown({"workers": rows}, unfold=True).splitlines()) == 60
+
+
+def test_a_small_table_and_rows_that_differ_are_not_folded() -> None:
+    alike = [row_of(f"decode-{n}") for n in range(8)]
+    assert "decode-7" in shown({"workers": alike})
+    busy = [row_of(f"decode-{n}", running=n) for n in range(40)]
+    assert sum("decode-" in line for line in shown({"workers": busy}).splitlines()) == 40
+
+
+def test_how_a_process_ended_once_is_not_shown_of_one_that_serves_or_has_left_in_order() -> None:
+    old = {"last_end": "killed, signal 9", "breaker": "over", "unlinked": "it is gone", "stalled_s": 3.0}
+    text = shown(
+        {"workers": [row_of("decode-0", "left", **old), row_of("decode-1", "ready", last_end="killed, signal 9")]}
+    )
+    for word in ("signal", "breaker", "over", "SIGKILL", "gone", "progress"):
+        assert word not in text
+    text = shown({"workers": [row_of("decode-0", "dead", last_end="killed, signal 9")]})
+    assert "dead, its process ended: killed (SIGKILL, as where memory is short)" in text
+    text = shown({"workers": [row_of("decode-0", "starting", last_end="exit code 1", breaker="open")]})
+    assert "starting, again, as the one before ended: exit code 1, gets no requests for now" in text
+
+
+def test_the_first_line_has_url_model_time_rate_and_load() -> None:
+    known = {
+        "url": "http://h:1",
+        "model": "m",
+        "router_up_s": 75.0,
+        "tokens_per_s": 1234.4,
+        "in_flight": 5,
+        "waiting": 2,
+    }
+    first = shown(known | {"workers": []}, up_s=90061.0).splitlines()[0].rstrip()
+    assert first == "http://h:1, model m, up 1 d 1 h, 1,234 tokens a second, 3 requests running, 2 waiting"
+    assert "this router up 1 min 15 s" in shown(known | {"workers": []})
+    assert shown({"url": "http://h:1", "workers": []}).splitlines()[0].rstrip() == "http://h:1", "an older router"
+
+
+def test_a_check_begins_with_its_verdict_and_says_what_is_normal() -> None:
+    checked = {"pages": 64, "slots": 8, "leases": 0, "rooms": 0}
+    good = {"ok": True, "workers": [{"name": "decode-0", "checked": checked, "violations": []}]}
+    assert check_line(good).startswith("all accounted for: 1 worker and the router")
+    assert "any number is normal" in check_line(good)
+    bad = {"ok": False, "workers": [{"name": "decode-0", "checked": checked, "violations": ["page 3 is lost", "x"]}]}
+    assert check_line(bad).startswith("violations found: 2, of decode-0")

@@ -10,10 +10,11 @@ import pytest
 
 from cli import command_line, upgrade_command
 from cli import commands as cli
-from cli.admin_client import AdminClient, CommandRefused, status_view
+from cli.admin_client import AdminClient, CommandRefused
 from cli.command_output import NO_CLUSTER, USAGE
 from cli.handover_classes import apart
 from cli.rolling_restart import next_in_turn
+from cli.status_view import status_view
 from cli.upgrade_command import UpgradeCommand
 from cluster.processes.keeper import FAILED, NEXT, TAKEN_OVER, NextSupervisor
 from cluster.processes.run_file import RunFile

@@ -48,8 +48,9 @@ def expect_oracle(family: Family, cluster: Serving, seed: int) -> None:
 
 def expect_table(family: Family, cluster: Serving) -> None:
     """One row a pool of each role: how many pages or slots, their bytes, what for."""
+    told = cluster.twinpool("status", "--verbose").stdout.splitlines()
     for role in PAIR:
-        rows = [line.split() for line in cluster.lines if line.split()[:1] == [role]]
+        rows = [line.split() for line in told if line.split()[:1] == [role]]
         for pool in family.pool_set().pools:
             (row,) = [row for row in rows if row[1] == pool.name]
             assert row[3] == ("slots" if pool.kind is PoolKind.STATE else "pages")

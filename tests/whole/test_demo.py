@@ -88,16 +88,23 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 
 @pytest.mark.slow
-def test_the_only_url_before_ready_is_in_the_ready_line_and_the_curl_line_works(demo: Serving) -> None:
-    until(lambda: "curl" in demo.lines[-1], "the curl line", 60)
-    ready = next(i for i, line in enumerate(demo.lines) if line.startswith(READY))
-    assert not [line for line in demo.lines[:ready] if "://" in line]
-    assert demo.lines[ready] == READY + demo.url
-    assert any("decode-0" in line and "MiB" in line for line in demo.lines[:ready]), "a table of workers"
-    assert any(re.match(r" +\d+\.\d s +ray ", line) for line in demo.lines[:ready]), "steps with seconds"
+def test_the_url_comes_last_below_a_short_summary_and_the_curl_line_works(demo: Serving) -> None:
+    until(lambda: demo.lines[-1] == READY + demo.url, "the URL", 60)
+    steps = [i for i, line in enumerate(demo.lines) if re.match(r" +\d+\.\d s +", line)]
+    assert not [line for line in demo.lines[: steps[-1] + 1] if "://" in line], "no URL before it serves"
+    assert any("ray " in demo.lines[i] for i in steps), "steps with seconds"
+    words = [line.split(maxsplit=1) for line in demo.lines[steps[-1] + 1 :] if line.startswith("  ")]
+    told = {line[0]: line[1] for line in words}
+    assert [line[0] for line in words][:3] == ["model", "workers", "memory"]
+    assert "make little sense" in told["model"]
+    assert re.match(r"\d+ prefill, \d+ decode on ", told["workers"])
+    assert not any("invariant:" in line for line in demo.lines), "numerics are among the details"
     line = next(line for line in demo.lines if line.startswith("curl "))
     done = subprocess.run(shlex.split(line), capture_output=True, timeout=30, check=True)
     assert len(json.loads(done.stdout)["choices"][0]["text"].split()) > 5
+    details = demo.twinpool("status", "--verbose").stdout
+    assert "invariant:" in details
+    assert re.search(r"decode-0 .*MiB", details), "the tables of the start"
     demo.settle()
 
 

@@ -56,11 +56,11 @@ def _ports(case: DoctorCase) -> Iterator[tuple[str, str, int]]:
         ("cache.events.endpoint", events.endpoint),
         ("cache.events.replay_endpoint", events.replay_endpoint),
     ):
-        from cluster.assembly.build_parts import event_rank  # These import torch.
-        from cluster.serve.memory_fit import named
-
         parts = urlsplit(endpoint)
         if parts.scheme != "tcp" or not parts.port:
             continue
+        from cluster.assembly.build_parts import event_rank  # These import torch, which takes seconds.
+        from cluster.serve.memory_fit import named
+
         for name, role in named(options.workers):
             yield setting, parts.hostname or "0.0.0.0", parts.port + event_rank(role, name)

@@ -6,8 +6,8 @@ import re
 import shlex
 from pathlib import Path
 
-from cli.admin_client import controllers_line
 from cli.command_line import parser
+from cli.status_view import controllers_line
 from cluster.ray_nodes.control_store import StoredTables
 from contracts.config.ledger_place import controller_endpoints
 from contracts.config.load_config import load_config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import resource
@@ -10,6 +11,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,6 +24,7 @@ import pytest
 
 from cli import command_line
 from cli import commands as cli
+from cli.doctor_command import CheckProgress
 from cli.keys_command import new_key
 from cluster.assembly.device_cards import CardFacts
 from cluster.doctor.doctor_case import DoctorCase, DoctorHost
@@ -543,4 +546,70 @@ def test_the_command_takes_serves_flags_and_a_file_and_ends_with_how_bad_it_is(
     assert "ERROR" in said
     assert "FINE    swap" in said
     assert "do: " in said
-    assert doctor(str(file), "--config", str(file)) == 2
+    with pytest.raises(SystemExit) as ended:
+        doctor(str(file), "--config", str(file))
+    assert ended.value.code == 2
+
+
+class Told:
+    """Takes down how an examination goes on."""
+
+    def __init__(self) -> None:
+        self.under_way: list[str] = []
+        self.ended_checks: list[str] = []
+
+    def begins(self, check: str) -> None:
+        self.under_way.append(check)
+
+    def ended(self, check: str, seconds: float) -> None:
+        self.under_way.remove(check)
+        self.ended_checks.append(check)
+        assert seconds >= 0
+
+
+def test_each_check_is_told_as_it_begins_and_ends_and_several_are_made_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four wait for each other: one by one they would never end. What they find is in the table's order."""
+    meet = threading.Barrier(4, timeout=20)
+
+    def waiting(asked: DoctorCase) -> Iterator[Finding]:
+        meet.wait()
+        yield Finding(Severity.FINE, "met")
+
+    checks = {f"check {number}": waiting for number in range(4)}
+    monkeypatch.setattr("cluster.doctor.examine.CHECKS", checks)
+    told = Told()
+    assert [finding.check for finding in examine(case(tmp_path), told)] == list(checks)
+    assert (told.under_way, sorted(told.ended_checks)) == ([], sorted(checks))
+
+
+def test_in_a_pipe_a_slow_check_has_a_line_with_its_time_and_a_terminal_shows_what_is_under_way() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for out in (io.StringIO(), Terminal()):
+        progress = CheckProgress(out)
+        progress.begins("model")
+        progress.begins("ports")
+        progress.ended("ports", 0.1)
+        progress.ended("model", 12.34)
+        progress.close()
+        said = out.getvalue()
+        assert "model: 12.3 s\n" in said
+        assert "ports: 0.1" not in said
+        assert ("0 checks made; now: model, ports" in said) is out.isatty()
+
+
+def test_looking_for_free_ports_loads_no_torch(tmp_path: Path) -> None:
+    """It did, for names that only ports of KV events have: many seconds on a busy machine."""
+    code = (
+        "import sys\nfrom cluster.doctor.doctor_case import DoctorCase\n"
+        "from cluster.serve.preflight import ServeOptions\nfrom cluster.doctor.checks.free_ports import check_ports\n"
+        "list(check_ports(DoctorCase(ServeOptions(port=0))))\nprint('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, env=dict(os.environ)
+    )
+    assert done.stdout == "False\n"

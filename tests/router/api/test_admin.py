@@ -304,7 +304,8 @@ def test_a_router_that_has_seen_no_table_yet_does_not_say_that_nobody_is_there()
             answer = ask(f"/cluster/{path}")
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "starting")
         server.call(server.cluster.changed)
-        assert server.client.get("/cluster/status").json() == {"workers": [], "router_build": build_id()}
+        answer = server.client.get("/cluster/status").json()
+        assert (answer["workers"], answer["router_build"]) == ([], build_id())
 
 
 def test_a_node_is_drained_through_the_controller_with_an_outcome_for_each_of_its_workers(
@@ -431,7 +432,12 @@ def test_a_worker_changes_its_role_through_the_controller(server: Server) -> Non
         ("decode-0?role=both", 409, "role must be prefill or decode, got 'both'"),
         ("decode-0", 409, "role must be prefill or decode, got ''"),
         ("decode-1?role=prefill", 409, "decode-1 is draining: only a ready worker changes its role"),
-        ("decode-0?role=prefill", 409, "decode-0 is the last decode worker that serves"),
+        (
+            "decode-0?role=prefill",
+            409,
+            "decode-0 is the last decode worker that serves, and nothing is answered without one: start another first "
+            "(twinpool add decode), or make it a prefill worker all the same with --force",
+        ),
         ("here?role=prefill", 404, "no worker is named 'here'"),
         ("decode-9?role=prefill", 404, "no worker is named 'decode-9'"),
     ],
@@ -462,11 +468,11 @@ def test_a_role_is_not_changed_while_the_controller_is_away_and_the_refusal_says
 
 
 def test_the_openapi_document_lists_what_is_served(server: Server) -> None:
-    from router.api.app import PREFIX_ROUTES, ROUTES
+    from router.api.app import FRONT_ROUTES, PREFIX_ROUTES, ROUTES
 
     document = server.client.get("/openapi.json").json()
     assert document["openapi"].startswith("3.")
-    served = {*ROUTES} | {p.rstrip("/") for p in PREFIX_ROUTES}
+    served = {*ROUTES, *FRONT_ROUTES} | {p.rstrip("/") for p in PREFIX_ROUTES}
     assert {p.partition("/{")[0] for p in document["paths"]} == served
     for path, known, prompt in (
         ("/v1/completions", COMPLETION, "prompt"),

@@ -9,7 +9,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
 
-from router.api.app import PREFIX_ROUTES, ROUTES
+from router.api.app import FRONT_ROUTES, PREFIX_ROUTES, ROUTES
 from router.api.openapi import openapi_document
 from tests.router.api.described import described
 from tests.router.http_server import Server
@@ -30,7 +30,7 @@ def test_the_document_is_one_of_openapi_31() -> None:
         jsonschema.Draft202012Validator.check_schema(schema), name
     assert document["openapi"] == "3.1.0"
     paths = {path.partition("/{")[0] for path in document["paths"]}
-    assert paths == {*ROUTES} | {path.rstrip("/") for path in PREFIX_ROUTES}
+    assert paths == {*ROUTES, *FRONT_ROUTES} | {path.rstrip("/") for path in PREFIX_ROUTES}
     for path, methods in ROUTES.items():
         assert {method.lower() for method in methods} == document["paths"][path].keys()
 

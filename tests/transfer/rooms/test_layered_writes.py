@@ -186,29 +186,3 @@ def test_a_step_that_fails_fails_the_rooms_that_it_was_writing() -> None:
         assert isinstance(outcome, HandoverFailed)
         assert "out of resources" in outcome.message
         both.quiet()
-
-
-@pytest.mark.parametrize("steps", [1, 2, 3])
-def test_a9_what_all_steps_of_an_earlier_life_of_a_request_wrote_is_written_again(steps: int) -> None:
-    """It starts over with several steps under way: what each of them wrote has come to nothing."""
-    with layered_ends() as both:
-        prompt = both.prompt(40)
-        leases = both.open(prompt)
-        genuine = both.source.region.clone()
-        both.source.region ^= 0x55
-        run, lives = prompt.runs["full"], list[LayerMarks]()
-        for number in range(steps):
-            part = PageNumbers(run.first + 2 * number, run.indices[2 * number : 2 * number + 2])
-            lives.append(marks_of())
-            both.sender.write_layers({prompt.room: LayeredPages({"full": part}, 0)}, Step(), lives[-1])
-        assert both.sender.unwritten(prompt.room)["full"].start == run.first + 2 * steps
-        for marks in lives:
-            marks.end(None)
-        both.until(lambda: not len(both.sender._rooms[prompt.room].peer.writes), "what is wrong")  # type: ignore[union-attr]
-        both.source.region.copy_(genuine)
-        both.sender.write(prompt.room, {}, (Step(),), generation=1)
-        assert both.sender.unwritten(prompt.room)["full"] == run.numbers
-        both.sender.write(prompt.room, prompt.all(), (Step(),), generation=1)
-        both.seal(prompt)
-        assert isinstance(both.outcome(prompt.room), PromptArrived)
-        placed(both, prompt, leases, {pool: run.numbers for pool, run in prompt.runs.items()})
