@@ -18,9 +18,9 @@ Guarantees:
 - A worker that is known to have died (its process is gone) is restarted at once; a worker that dies again soon after
   its start waits longer each time; a worker that dies more than `restart_limit` times in `restart_window_s` is left
   dead (`cluster.processes.restart_policy`).
-- A worker that left by drain, or died while it was draining, is not started again until an operator wants it back
-  (`undrain`). A worker that was told to change its role is started in the new role, whether it left or died; one that
-  left and says that it has closed keeps its process, which goes on by the plan of that start.
+- A worker that left by drain, or died while it was draining or had only been told to, is not started again until an
+  operator wants it back (`undrain`). A worker that was told to change its role is started in the new role, whether it
+  left or died; one that left and says that it has closed keeps its process, which goes on by the plan of that start.
 - A node that is *cordoned* gets no worker until it is uncordoned: a worker that is only starting there is started
   elsewhere, or waits while no other node can take it.
 - Nothing is started while no supervisor is there to start it (`attach`, `detach`). One that comes says which processes
@@ -347,7 +347,7 @@ class Controller:
     def _die(self, row: WantedWorker, reason: str) -> None:
         """Count a death, and decide whether and when the worker starts again."""
         now = self._clock.now()
-        was_draining = row.state is WorkerState.DRAINING
+        was_draining = row.state is WorkerState.DRAINING or row.drains
         self.deaths += 1
         row.state = advance(row.state, WorkerEvent.DIED)
         row.last_reason, row.waits = reason, ""

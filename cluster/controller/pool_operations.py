@@ -37,8 +37,7 @@ class PoolOperations:
         table = self._table
         row = table.rows.get(name)
         if row is None:
-            if len(table.rows) >= MOST_WORKERS:
-                raise ConfigError(f"the table has {MOST_WORKERS} workers already")
+            self._check_bound([name])
             row = WantedWorker(name, role, Incarnation(0), RestartHistory(table.config), only=node)
             table.save(row)
             table.rows[name] = row
@@ -59,6 +58,7 @@ class PoolOperations:
         if node:
             self._check_place(node)
         names = self._free_names(role, count)
+        self._check_bound(names)
         for name in names:
             self.add(name, role, node)
         return names
@@ -73,11 +73,14 @@ class PoolOperations:
                 raise ConfigError(f"{role} can't be scaled to {count}: each role needs a worker")
             if count > MOST_WORKERS:
                 raise ConfigError(f"{role} can't be scaled to {count}: {MOST_WORKERS} workers are the most")
+        pools = {role: self._staying(role) for role in counts}
+        more = {role: count - len(pools[role]) for role, count in counts.items() if count > len(pools[role])}
+        self._check_bound([name for role, count in more.items() for name in self._free_names(role, count)])
         changed: list[WorkerName] = []
         for role, count in counts.items():
-            staying = [row for row in self._table.rows.values() if row.stays and (row.becomes or row.role) is role]
-            if len(staying) < count:
-                changed += self.add_some(role, count - len(staying))
+            staying = pools[role]
+            if role in more:
+                changed += self.add_some(role, more[role])
             order = sorted(staying, key=lambda row: (row.state is WorkerState.READY, -_number(row.name)))
             for row in order[: len(staying) - count if len(staying) > count else 0]:
                 self._send_away(row)
@@ -185,6 +188,20 @@ class PoolOperations:
         for role in sorted({row.role for row in leave} & keep - {row.becomes or row.role for row in others}):
             has = "is" if WorkerName(target) in self._table.rows else "has"
             raise ConfigError(f"{target} {has} the last {role} worker that stays; --force (force=true) has it leave")
+
+    def _check_bound(self, names: Iterable[WorkerName]) -> None:
+        """Refuse more rows than the table may have; `names`: workers that are to be added."""
+        rows = self._table.rows
+        new, room = sum(name not in rows for name in names), MOST_WORKERS - len(rows)
+        if new > room:
+            raise ConfigError(
+                f"the table has {len(rows)} workers, those that have left included, and {MOST_WORKERS} at most: there "
+                f"is room for {room} new names, not for {new}"
+            )
+
+    def _staying(self, role: Role) -> list[WantedWorker]:
+        """The workers of a role, or on their way to it, that are to go on."""
+        return [row for row in self._table.rows.values() if row.stays and (row.becomes or row.role) is role]
 
     def _check_place(self, node: str) -> None:
         if not self._table.is_node(node):

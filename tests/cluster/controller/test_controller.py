@@ -431,9 +431,9 @@ def test_a_start_that_is_moved_to_another_node_is_no_death() -> None:
 
 def test_where_every_node_is_cordoned_a_worker_waits_and_is_started_after_the_undrain() -> None:
     nodes = Nodes()
+    nodes.core.died(WorkerName("decode-0"), Incarnation(1), "killed")
     nodes.core.pools.drain("a")
     nodes.core.pools.drain("b")
-    nodes.core.died(WorkerName("decode-0"), Incarnation(1), "killed")
     reports = []
     for _ in range(100):
         nodes.clock.advance(1.0)
@@ -449,8 +449,8 @@ def test_where_every_node_is_cordoned_a_worker_waits_and_is_started_after_the_un
 def test_a_start_that_waits_for_a_place_is_begun_anew_when_a_node_is_undrained() -> None:
     """Where it may not be is part of what was asked for: it would wait for another node for ever."""
     nodes = Nodes()
-    nodes.core.pools.drain("b")
     nodes.core.died(WorkerName("decode-1"), Incarnation(1), "killed")
+    nodes.core.pools.drain("b")
     assert [(a.name, a.avoid) for a in nodes.core.tick() if isinstance(a, StartWorker)] == [("decode-1", ("b",))]
     nodes.core.pools.undrain("b")
     actions = nodes.core.tick()

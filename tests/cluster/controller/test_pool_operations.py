@@ -318,6 +318,54 @@ def test_what_can_not_be_is_refused_and_changes_nothing(change: object, words: s
     assert company.ledger.rows == before
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda pools: pools.add_some(Role.DECODE, 5),
+        lambda pools: pools.scale({Role.PREFILL: 3, Role.DECODE: 3}),
+        lambda pools: pools.scale({Role.PREFILL: 1, Role.DECODE: 5}),
+    ],
+    ids=["add", "one pool would fit and the other not", "one pool shrinks and the other doesn't fit"],
+)
+def test_what_is_more_than_the_table_holds_is_refused_whole(change: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    company = Company(prefill=2, decode=1)
+    monkeypatch.setattr("cluster.controller.pool_operations.MOST_WORKERS", 5)
+    before = dict(company.ledger.rows)
+    with pytest.raises(ConfigError, match="room for 2 new names, not for"):
+        change(company.core.pools)  # type: ignore[operator]
+    assert (company.ledger.rows, [a for a in company.core.tick() if isinstance(a, StartWorker)]) == (before, [])
+    company.core.pools.scale({Role.PREFILL: 3, Role.DECODE: 2})  # As many as there is room for.
+
+
+@pytest.mark.parametrize("how", ["scaled away", "drained", "its node is drained"])
+@pytest.mark.parametrize("restarted", [False, True], ids=["", "and its controller is started again"])
+def test_one_that_dies_before_it_has_heard_that_it_is_to_leave_has_left(how: str, *, restarted: bool) -> None:
+    company = Company(prefill=1, decode=2)
+    core, name = company.core, WorkerName("decode-1")
+    match how:
+        case "scaled away":
+            assert core.pools.scale({Role.DECODE: 1}) == (name,)
+        case "drained":
+            assert core.pools.drain(name) == (name,)
+        case _:
+            assert name in core.pools.drain("a")
+    if restarted:
+        core = company.core = Controller(company.clock, ClusterConfig(), company.ledger)
+        core.set_nodes([A, B])
+    notes = list[str]()
+    core.table.on_note(notes.append)
+    core.died(name, company.serving.pop(name)[1], "out of memory")
+    assert any("decode-1 died (out of memory); it was draining and is not restarted" in note for note in notes)
+    before = len(company.starts)
+    company.settle()
+    assert [start.name for start in company.starts[before:]] == []
+    core.pools.undrain(name)
+    if core.cordoned(A):
+        core.pools.uncordon("a")
+    company.settle()
+    assert name in company.serving, "an operator has it back"
+
+
 def test_a_pool_is_emptied_where_that_is_said() -> None:
     company = Company(prefill=1, decode=2)
     company.core.pools.scale({Role.DECODE: 0}, empty=True)
