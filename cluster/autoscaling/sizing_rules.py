@@ -67,11 +67,20 @@ class SizingRules:
         self._balance = RoleBalance(config)
         self.needs: dict[Role, PoolNeed] = {}
         """What was needed at the last decision."""
+        self.unfit: dict[Role, int] = {}
+        """Workers that would have been started at the last decision, and that there is no room for."""
 
     def decide(
-        self, now: float, pools: Mapping[Role, PoolState], load: MeasuredLoad, *, held: bool = False
+        self,
+        now: float,
+        pools: Mapping[Role, PoolState],
+        load: MeasuredLoad,
+        *,
+        held: bool = False,
+        fits: Mapping[Role, int] | None = None,
     ) -> list[SizingChange]:
-        """What is to be changed now. `held`: observe only. What is returned counts as done."""
+        """What is to be changed now. `held`: observe only. `fits`: workers more of each role that there is room for;
+        None: any number. What is returned counts as done."""
         needs = {
             Role.PREFILL: prefill_need(self._config, load),
             Role.DECODE: decode_need(self._config, load, self._page_tokens),
@@ -81,21 +90,32 @@ class SizingRules:
             self.pools[role].observe(now, needs[role], pools[role])
         if held:
             return []
-        changes: list[SizingChange] = self._grow(now, pools, needs)
+        self.unfit = {}
+        fits = {} if fits is None else fits
+        changes: list[SizingChange] = self._grow(now, pools, needs, fits)
         grown = {change.role for change in changes}
         for role in PAIR:
             if role not in grown and (change := self._fewer(now, role, pools[role])) is not None:
                 changes.append(change)
-        if not changes and (change := self._other_role(now, pools, needs)) is not None:
+        if not changes and (change := self._other_role(now, pools, needs, fits)) is not None:
             changes.append(change)
         return changes
 
-    def _grow(self, now: float, pools: Mapping[Role, PoolState], needs: Mapping[Role, PoolNeed]) -> list[SizingChange]:
+    def _grow(
+        self,
+        now: float,
+        pools: Mapping[Role, PoolState],
+        needs: Mapping[Role, PoolNeed],
+        fits: Mapping[Role, int],
+    ) -> list[SizingChange]:
         changes: list[SizingChange] = []
         for role in sorted(PAIR, key=lambda role: -needs[role].workers / max(1, pools[role].wanted)):
             asked = self.pools[role].growth(now, needs[role], pools[role])
             started = sum(change.count for change in changes if isinstance(change, GrowPool))
-            count = min(asked, self._room(pools) - started)
+            wished = min(asked, self._room(pools) - started)
+            count = min(wished, fits.get(role, wished))
+            if wished > max(0, count):
+                self.unfit[role] = wished - max(0, count)
             if count > 0:
                 short = pools[role].wanted < self.pools[role].least
                 changes.append(GrowPool(role, count, "it has fewer than its least" if short else needs[role].why))
@@ -113,11 +133,17 @@ class SizingRules:
         return None
 
     def _other_role(
-        self, now: float, pools: Mapping[Role, PoolState], needs: Mapping[Role, PoolNeed]
+        self,
+        now: float,
+        pools: Mapping[Role, PoolState],
+        needs: Mapping[Role, PoolNeed],
+        fits: Mapping[Role, int],
     ) -> SizingChange | None:
-        full = self._room(pools) <= 0
+        full = {role: self._room(pools) <= 0 or fits.get(role, 1) <= 0 for role in PAIR}
         # A change needs a start, so where starts fail there is none either.
-        no_more = {role: (full or bool(pools[role].unplaced)) and not self.pools[role].backs_off(now) for role in PAIR}
+        no_more = {
+            role: (full[role] or bool(pools[role].unplaced)) and not self.pools[role].backs_off(now) for role in PAIR
+        }
         short = self._balance.short_pool(now, pools, needs, no_more=no_more)
         if short is None:
             return None

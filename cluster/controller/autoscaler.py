@@ -69,6 +69,8 @@ class Autoscaler:
         self._held_until = -1.0
         self._decisions: deque[tuple[float, str]] = deque(maxlen=DECISIONS_KEPT)
         self._counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        self._no_room: set[Role] = set()
+        """Pools of which it was said that there is no room for all that they need."""
         self._pause = ""
         """Why nothing is decided; empty while something may be."""
         self._take_up()
@@ -132,9 +134,20 @@ class Autoscaler:
         self._settle_starts(now)
         pools = {role: self._pool(role) for role in PAIR}
         load = self._window.take(now, [self._load(row) for row in self._ready()], self._totals.total)
-        for change in self._rules.decide(now, pools, load, held=now < self._held_until):
+        room = {role: self._core.pools.more(role, self._config.grow_step) for role in PAIR}
+        fits = {role: fit for role, (fit, why) in room.items() if why}
+        for change in self._rules.decide(now, pools, load, held=now < self._held_until, fits=fits):
             self._apply(change, now)
+        self._say_no_room({role: why for role, (_, why) in room.items() if why})
         self._keep()
+
+    def _say_no_room(self, short: dict[Role, str]) -> None:
+        """Have it seen, once, where a pool needs workers that there is no room for. `short`: the pools that can't grow
+        by a whole step, each with why."""
+        self._no_room &= short.keys()
+        for role in self._rules.unfit.keys() - self._no_room:
+            self._decide(f"{role}: it needs more ({self._rules.needs[role].why}), and {short[role]}")
+            self._no_room.add(role)
 
     def _unfit(self) -> str:
         """Why nothing can be decided now; empty where something can."""
@@ -177,12 +190,13 @@ class Autoscaler:
         coming = [row for row in rows if row.becomes is role and row.role is not role]
         restarting = [row for row in own if row.serves and row.becomes is role]
         starting = [row for row in own if row.state is WorkerState.STARTING]
+        queued = [row for row in own if row.waits_its_turn]
         return PoolState(
             role,
             ready=sum(row.state is WorkerState.READY and not row.drains for row in own),
-            starting=sum(not row.waits for row in starting) + len(coming) + len(restarting),
-            unplaced=sum(bool(row.waits) for row in starting),
-            dead=sum(row.state is WorkerState.DEAD for row in own),
+            starting=sum(not row.waits for row in starting) + len(coming) + len(restarting) + len(queued),
+            unplaced=sum(row.waits_for_place for row in own),
+            dead=sum(row.state is WorkerState.DEAD for row in own if not (row.waits_for_place or row.waits_its_turn)),
             leaving=sum(row.role is role and row.serves and (row.drains or self._leaves(row)) for row in rows),
         )
 
@@ -222,7 +236,9 @@ class Autoscaler:
             elif row.restarts.deaths > start.deaths:
                 self._starts.pop(name)
                 self._failed(row, start, now, f"failed ({row.last_reason})")
-            elif row.unplaced and now >= start.since + self._config.start_wait_s:
+            elif row.waits_its_turn:
+                start.since = now
+            elif _is_placeless(row) and now >= start.since + self._config.start_wait_s:
                 self._starts.pop(name)
                 self._counts["starts_given_up"] += 1
                 self._failed(row, start, now, f"found no place within {self._config.start_wait_s:g} s")
@@ -235,9 +251,16 @@ class Autoscaler:
         if row.wanted:
             self._give_up(row.name)
         if start.was is not None and start.was is not role:
-            self._core.pools.add(row.name, start.was)
-            back = f"; it comes back for {start.was}"
+            back = self._bring_back(row.name, start.was)
         self._decide(f"{role}: the start of {row.name} {why}{back}; it does not grow for {pause:g} s")
+
+    def _bring_back(self, name: WorkerName, role: Role) -> str:
+        """Have a worker whose change of role came to nothing back in the role that it had; returns that in words."""
+        try:
+            self._core.pools.add(name, role)
+        except ConfigError as error:
+            return f"; it doesn't come back for {role}: {error}"
+        return f"; it comes back for {role}"
 
     def _give_up(self, name: WorkerName) -> None:
         """Take back the start of a worker; that it is gone then is no operator's drain."""
@@ -280,28 +303,31 @@ class Autoscaler:
         self._decide(f"{change.role} {before} -> {before - len(names)} ({', '.join(names)} drains): {change.why}")
 
     def _cancel(self, change: CancelStarts) -> None:
-        waiting = [row for row in self._table.rows.values() if row.unplaced and row.role is change.role]
+        rows = self._table.rows.values()
+        waiting = [row for row in rows if _is_placeless(row) and row.role is change.role]
         own = sorted((row.name for row in waiting if row.name in self._starts), reverse=True)[: change.count]
         for name in own:
             start = self._starts.pop(name)
             self._give_up(name)
+            back = ""
             if start.was is not None and start.was is not change.role:
-                self._core.pools.add(name, start.was)
+                back = self._bring_back(name, start.was)
             self._counts["starts_given_up"] += 1
-            self._decide(f"{change.role}: the start of {name} is given up: {change.why}")
+            self._decide(f"{change.role}: the start of {name} is given up{back}: {change.why}")
 
     def _change_role(self, change: ChangeRole, now: float) -> None:
         """Have the least busy worker of the other pool change."""
         others = [row for row in self._ready() if row.role is not change.role and row.becomes is None]
         if not others:
             return
-        waiting = sorted(name for name in self._starts if (one := self._table.rows.get(name)) and one.unplaced)
-        for name in [name for name in waiting if self._table.rows[name].role is change.role][-1:]:
-            self._starts.pop(name)  # It would take the place that becomes free.
-            self._give_up(name)
         row = min(others, key=_work)
         was = row.role
-        self._core.pools.change_role(row.name, change.role)
+        self._core.pools.change_role(row.name, change.role)  # First: where it is refused nothing else has changed.
+        rows = self._table.rows
+        waiting = sorted(name for name in self._starts if (one := rows.get(name)) and _is_placeless(one))
+        for name in [name for name in waiting if rows[name].role is change.role][-1:]:
+            self._starts.pop(name)  # It would take the place that becomes free.
+            self._give_up(name)
         self._starts[row.name] = OwnStart(was, now, row.restarts.deaths)
         self._counts["role_changes"] += 1
         self._decide(f"{row.name} changes from {was} to {change.role}: {change.why}")
@@ -330,8 +356,15 @@ class Autoscaler:
         why = self._pause or (need.why if need is not None else "nothing was measured yet")
         if damping.backs_off(now):
             why += "; a start has failed, it does not grow yet"
+        if role in self._rules.unfit and not self._pause:
+            why += f"; there is no room for more: {self._core.pools.more(role, self._config.grow_step)[1]}"
         workers = need.workers if need is not None and not self._pause else -1.0
         return PoolSizing(role, pool.ready, pool.wanted, damping.least, damping.most, workers, why)
+
+
+def _is_placeless(row: WantedWorker) -> bool:
+    """Whether a worker that is to start has no node yet."""
+    return row.unplaced or row.waits_for_place
 
 
 def _work(row: WantedWorker) -> tuple[int, int, str]:

@@ -21,6 +21,8 @@ Guarantees:
 - A worker that left by drain, or died while it was draining or had only been told to, is not started again until an
   operator wants it back (`undrain`). A worker that was told to change its role is started in the new role, whether it
   left or died; one that left and says that it has closed keeps its process, which goes on by the plan of that start.
+- No worker is started that no node has room for, only so many start at once, and who served before comes first
+  (`cluster.controller.start_queue`).
 - A node that is *cordoned* gets no worker until it is uncordoned: a worker that is only starting there is started
   elsewhere, or waits while no other node can take it.
 - Nothing is started while no supervisor is there to start it (`attach`, `detach`). One that comes says which processes
@@ -47,8 +49,10 @@ from cluster.controller.controller_actions import (
 )
 from cluster.controller.controller_ledger import ControllerLedger
 from cluster.controller.controller_table import ControllerTable, RowChange, killing
+from cluster.controller.node_room import ClusterRoom
 from cluster.controller.node_table import NOWHERE, NodePlace
 from cluster.controller.pool_operations import PoolOperations
+from cluster.controller.start_queue import StartQueue
 from cluster.controller.wanted_worker import WantedWorker
 from cluster.controller.worker_states import WorkerEvent, WorkerState, advance
 from cluster.worker_process.lease_keeper import renewal_pause_s
@@ -139,6 +143,10 @@ class Controller:
         """Replace the nodes that workers can be placed on. While none are known, no start waits for a node."""
         self.table.nodes.places = tuple(nodes)
 
+    def set_room(self, room: ClusterRoom) -> None:
+        """Replace what nodes have for workers. Raises as the ledger does."""
+        self.table.set_room(room)
+
     def placed(self, name: WorkerName, incarnation: Incarnation, node: NodePlace) -> None:
         """Note the node that a start's process was placed on; on a cordoned node, the start begins anew elsewhere."""
         row = self._current(name, incarnation)
@@ -184,6 +192,7 @@ class Controller:
         now = self._clock.now()
         row.state = advance(row.state, WorkerEvent.REGISTERED)
         row.record, row.ready_since, row.ever_ready, row.waits = record, now, True, ""
+        row.served_as = row.role
         row.status = row.own_status()
         row.deadline = now + self._config.lease_s
         if row.incarnation > 1:
@@ -266,16 +275,15 @@ class Controller:
         Returns all actions since the last tick, in order; the caller must carry them out.
         """
         now = self._clock.now()
-        for row in self.table.rows.values():
+        for row in list(self.table.rows.values()):
             if row.serves and now >= row.deadline:
                 self._kill(row, f"no heartbeat for {self._config.lease_s:g} s")
             elif row.unplaced and self.table.nodes.places and now >= row.started_at + PLACE_S:
                 self._wait_for_place(row, now)
             elif row.state is WorkerState.STARTING and now >= row.deadline:
                 self._kill(row, f"not ready after {self._config.start_timeout_s:g} s")
-            due = row.state is WorkerState.DEAD and row.wanted and now >= row.restart_at
-            if due and self.can_start and self._has_place(row):
-                self._start(row, now)
+        if self.can_start:
+            self._start_due(now)
         actions, self.table.actions = self.table.actions, []
         return actions
 
@@ -293,7 +301,30 @@ class Controller:
 
     # ------------------------------------------------------------ inside
 
-    def _start(self, row: WantedWorker, now: float) -> None:
+    def _start_due(self, now: float) -> None:
+        """Begin the starts that are due and have their turn, and say what the others wait for."""
+        queue = StartQueue(self.table, now)
+        for row in queue.due():
+            if not self._has_place(row):
+                continue
+            if why := queue.why_not(row):
+                self._queue_up(row, why)
+            else:
+                self._start(row, now, queue.full(row))
+                queue.started()
+
+    def _queue_up(self, row: WantedWorker, why: str) -> None:
+        """Show what a start waits for; operators are told of a lack of room."""
+        if why == row.waits:
+            return
+        row.waits = why
+        row.status = row.own_status()
+        if row.lacks_room:
+            self.table.note(f"{row.name} waits for {why}")
+        self.table.changed(row)
+
+    def _start(self, row: WantedWorker, now: float, full: tuple[str, ...] = ()) -> None:
+        """`full`: nodes, by Ray id, that it doesn't fit on."""
         number = Incarnation(row.incarnation + 1)
         state = advance(row.state, WorkerEvent.STARTED)
         fresh = dataclasses.replace(
@@ -306,7 +337,9 @@ class Controller:
             node=NOWHERE,
             deadline=now + self._config.start_timeout_s,
             started_at=now,
-            avoids=tuple(sorted(self.table.nodes.names)),
+            avoids=tuple(sorted({*self.table.nodes.names, *full})),
+            waits=row.waits if row.waits == _place_of(row) else "",
+            lacks_room=False,
             waiting=NO_INCARNATION,
             process_since=row.process_since if row.waiting else number,
         )
@@ -324,10 +357,20 @@ class Controller:
         if now >= row.deadline:
             self.table.end_start(row, f"no node had a place for it within {self._config.start_timeout_s:g} s")
         elif not row.waits:
-            row.waits = f"a node with a place for a {row.role} worker"
+            self._make_way(row)
+            row.waits = _place_of(row)
             row.status = row.own_status()
             self.table.note(f"{row.name} waits for {row.waits}")
             self.table.changed(row)
+
+    def _make_way(self, row: WantedWorker) -> None:
+        """Take back the last start of a worker of the same role that has never served, where one that has served finds
+        no place: it may have taken that of this one."""
+        others = [one for one in self.table.rows.values() if one.role is row.role and not one.served]
+        starting = [one for one in others if one.state is WorkerState.STARTING]
+        if row.served and starting:
+            latest = max(starting, key=lambda one: one.started_at)
+            self.table.end_start(latest, f"{row.name}, which served before, has no place")
 
     def _kill(self, row: WantedWorker, reason: str) -> None:
         self.table.act(killing(row))
@@ -394,6 +437,11 @@ class Controller:
 
     def _fenced(self, incarnation: Incarnation) -> LeaseGrant:
         return LeaseGrant(incarnation, 0.0, fenced=True)
+
+
+def _place_of(row: WantedWorker) -> str:
+    """What a start waits for that Ray has no place for; shown until it has one, also while it is begun anew."""
+    return f"a node with a place for a {row.role} worker"
 
 
 def _take_role(row: WantedWorker) -> None:

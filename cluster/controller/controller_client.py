@@ -17,8 +17,15 @@ from typing import Any
 import grpc.aio
 
 from cluster.controller.controller_actions import ControllerAction, EndedProcess, PlacedProcess, WorkerKey
+from cluster.controller.node_room import ClusterRoom
 from cluster.controller.node_table import NodePlace
-from cluster.controller.supervisor_wire import action_from_proto, ended_to_proto, node_to_proto, placed_to_proto
+from cluster.controller.supervisor_wire import (
+    action_from_proto,
+    ended_to_proto,
+    node_to_proto,
+    placed_to_proto,
+    room_to_proto,
+)
 from cluster.worker_process.asyncio_thread import AsyncioThread
 from contracts.cluster_secret import access_metadata
 from contracts.credentials.certificate_files import CertificateFiles
@@ -67,6 +74,7 @@ class ControllerClient:
         self._running: Callable[[], Sequence[WorkerKey]] = list
         self._ends: deque[EndedProcess] = deque(maxlen=ENDS_KEPT)
         self._nodes: tuple[NodePlace, ...] = ()
+        self._room: ClusterRoom | None = None
         self._reports: asyncio.Queue[pb.SupervisorReport] | None = None
         """The reports of the open stream; None while there is none. On the loop. Each is of a process that has started
         or ended, and they wait for `silence_s` at most: then the stream counts as cut, and is begun again with all
@@ -96,11 +104,14 @@ class ControllerClient:
         placed: Sequence[PlacedProcess] = (),
         nodes: Sequence[NodePlace] | None = None,
         settings: Sequence[SettingsAnswer] = (),
+        room: ClusterRoom | None = None,
     ) -> None:
-        """Tell the controller what has happened to processes, which nodes there are where that has changed, and what
-        has become of changes of settings: nobody waits for such an answer any more where its stream has broken."""
-        if ended or placed or nodes is not None or settings:
-            self._loop.loop.call_soon_threadsafe(self._report, tuple(ended), tuple(placed), nodes, tuple(settings))
+        """Tell the controller what has happened to processes, which nodes there are and what they have for workers
+        where that has changed, and what has become of changes of settings: nobody waits for such an answer any more
+        where its stream has broken."""
+        if ended or placed or nodes is not None or settings or room is not None:
+            told = tuple(ended), tuple(placed), nodes, tuple(settings), room
+            self._loop.loop.call_soon_threadsafe(self._report, *told)
 
     def _report(
         self,
@@ -108,8 +119,10 @@ class ControllerClient:
         placed: tuple[PlacedProcess, ...],
         nodes: Sequence[NodePlace] | None,
         settings: tuple[SettingsAnswer, ...],
+        room: ClusterRoom | None,
     ) -> None:
         self._ends.extend(ended)
+        self._room = room or self._room
         self._nodes = self._nodes if nodes is None else tuple(nodes)
         if self._reports is not None:
             self._reports.put_nowait(
@@ -118,6 +131,7 @@ class ControllerClient:
                     placed=placed_to_proto(placed),
                     nodes=[node_to_proto(node) for node in nodes or ()],
                     settings=[answer_to_proto(answer) for answer in settings],
+                    room=room_to_proto(room) if room is not None else None,
                 )
             )
 
@@ -153,7 +167,10 @@ class ControllerClient:
     def _first(self) -> pb.SupervisorReport:
         running = [pb.Incarnation(name=name, incarnation=incarnation) for name, incarnation in self._running()]
         return pb.SupervisorReport(
-            running=running, ended=ended_to_proto(self._ends), nodes=[node_to_proto(node) for node in self._nodes]
+            running=running,
+            ended=ended_to_proto(self._ends),
+            nodes=[node_to_proto(node) for node in self._nodes],
+            room=room_to_proto(self._room) if self._room is not None else None,
         )
 
     @staticmethod

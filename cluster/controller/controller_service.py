@@ -28,7 +28,13 @@ from cluster.controller.quota_ledger import SAVE_S, QuotaLedger
 from cluster.controller.record_board import ID_CHARS, MOST_RECENT, RecordBoard, TooManyAsks
 from cluster.controller.settings_orders import SettingsOrders
 from cluster.controller.stream_lines import SupervisorLine, WatcherLine
-from cluster.controller.supervisor_wire import action_to_proto, ended_from_proto, node_from_proto, placed_from_proto
+from cluster.controller.supervisor_wire import (
+    action_to_proto,
+    ended_from_proto,
+    node_from_proto,
+    placed_from_proto,
+    room_from_proto,
+)
 from cluster.dashboard.dashboard_feed import TooManyWatch
 from cluster.dashboard.event_log import EventKind
 from contracts.clock import SystemClock
@@ -252,6 +258,8 @@ class ControllerService(pb_grpc.ControllerServicer):
                     if line.ended:
                         return
                     self._take(report, line)
+                if report.HasField("room"):
+                    self._core.set_room(room_from_proto(report.room))
                 self._core.set_nodes([node_from_proto(node) for node in report.nodes] or self._core.table.nodes.places)
                 for ended in ended_from_proto(report.ended):
                     self._core.died(ended.name, ended.incarnation, ended.reason)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from cluster.controller.controller_actions import ControllerAction, KillWorker, OperatorNote
 from cluster.controller.controller_ledger import ControllerLedger, LedgerLost
+from cluster.controller.node_room import ClusterRoom
 from cluster.controller.node_table import NodePlace, NodeTable
 from cluster.controller.wanted_worker import WantedWorker, from_ledger, to_ledger
 from cluster.controller.worker_states import WorkerEvent, WorkerState, advance
@@ -25,6 +26,7 @@ from contracts.messages.worker_status import EndedWorker, WorkerView
 log = logging.getLogger("twinpool.controller")
 
 WORKER_KEY, CORDONS_KEY, AUTOSCALER_KEY, QUOTAS_KEY = "worker/", "cordoned", "autoscaler", "quotas"
+ROOM_KEY = "room"
 
 
 class RowChange(NamedTuple):
@@ -64,6 +66,8 @@ class ControllerTable:
         """What an earlier controller has kept of tenants' quotas (`cluster.controller.quota_ledger`)."""
         try:
             self.nodes = NodeTable(json.loads(kept.get(CORDONS_KEY, "[]")))
+            self.room = ClusterRoom.from_json(kept[ROOM_KEY]) if ROOM_KEY in kept else ClusterRoom()
+            """What nodes have for workers, as the supervisor told last."""
             for key, text in kept.items():
                 if key.startswith(WORKER_KEY):
                     self._take_up(from_ledger(WorkerName(key.removeprefix(WORKER_KEY)), text, config))
@@ -95,6 +99,12 @@ class ControllerTable:
     def save_cordons(self) -> None:
         self._put(CORDONS_KEY, json.dumps(sorted(self.nodes.names)))
         self.changed()
+
+    def set_room(self, room: ClusterRoom) -> None:
+        """Take in what nodes have for workers, and store it where it has changed. Raises as `save` does."""
+        before, self.room = self.room, room
+        if (kept := room.to_json()) != before.to_json():
+            self._put(ROOM_KEY, kept)
 
     def save_autoscaler(self, kept: str) -> None:
         """Store what the autoscaler of the next controller is to know. Raises as `save` does."""

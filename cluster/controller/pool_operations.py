@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 from cluster.controller.controller_table import ControllerTable
+from cluster.controller.node_room import Occupant
+from cluster.controller.start_queue import occupant
 from cluster.controller.wanted_worker import WantedWorker
 from cluster.controller.worker_states import WorkerEvent, WorkerState, advance
 from cluster.processes.restart_policy import RestartHistory
@@ -34,16 +36,22 @@ class PoolOperations:
 
         `node`: the one node that it is to run on; empty: any. Refused for a worker that is still wanted.
         """
+        row = self._table.rows.get(name)
+        if row is not None and row.wanted:
+            raise ConfigError(f"there is already a worker {name}")
+        self._check_bound([name])
+        self._check_room([Occupant(name, role, only=node)])
+        self._add(name, role, node)
+
+    def _add(self, name: WorkerName, role: Role, node: str = "") -> None:
+        """Add a worker that was checked."""
         table = self._table
         row = table.rows.get(name)
         if row is None:
-            self._check_bound([name])
             row = WantedWorker(name, role, Incarnation(0), RestartHistory(table.config), only=node)
             table.save(row)
             table.rows[name] = row
             table.changed(row)
-        elif row.wanted:
-            raise ConfigError(f"there is already a worker {name}")
         else:
             if row.role is not role:
                 row.role, row.record = role, None
@@ -59,8 +67,9 @@ class PoolOperations:
             self._check_place(node)
         names = self._free_names(role, count)
         self._check_bound(names)
+        self._check_room([Occupant(name, role, only=node) for name in names])
         for name in names:
-            self.add(name, role, node)
+            self._add(name, role, node)
         return names
 
     def scale(self, counts: Mapping[Role, int], *, empty: bool = False) -> tuple[WorkerName, ...]:
@@ -74,18 +83,36 @@ class PoolOperations:
             if count > MOST_WORKERS:
                 raise ConfigError(f"{role} can't be scaled to {count}: {MOST_WORKERS} workers are the most")
         pools = {role: self._staying(role) for role in counts}
-        more = {role: count - len(pools[role]) for role, count in counts.items() if count > len(pools[role])}
-        self._check_bound([name for role, count in more.items() for name in self._free_names(role, count)])
+        more = {
+            role: self._free_names(role, count - len(pools[role]))
+            for role, count in counts.items()
+            if count > len(pools[role])
+        }
+        leave = {role: self._first_to_leave(pools[role], len(pools[role]) - count) for role, count in counts.items()}
+        self._check_bound([name for names in more.values() for name in names])
+        self._check_room(
+            [Occupant(name, role) for role, names in more.items() for name in names],
+            without=[row for rows in leave.values() for row in rows],
+        )
         changed: list[WorkerName] = []
-        for role, count in counts.items():
-            staying = pools[role]
-            if role in more:
-                changed += self.add_some(role, more[role])
-            order = sorted(staying, key=lambda row: (row.state is WorkerState.READY, -_number(row.name)))
-            for row in order[: len(staying) - count if len(staying) > count else 0]:
+        for role in counts:
+            for name in more.get(role, ()):
+                self._add(name, role)
+                changed.append(name)
+            for row in leave[role]:
                 self._send_away(row)
                 changed.append(row.name)
         return tuple(changed)
+
+    @staticmethod
+    def _first_to_leave(staying: Sequence[WantedWorker], count: int) -> list[WantedWorker]:
+        order = sorted(staying, key=lambda row: (row.state is WorkerState.READY, -_number(row.name)))
+        return order[: max(0, count)]
+
+    def more(self, role: Role, count: int) -> tuple[int, str]:
+        """How many of `count` workers of a role more there is room for, and why not for all of them."""
+        there = [occupant(row) for row in self._table.rows.values() if row.stays]
+        return self._table.room.more(there, role, self._free_names(role, count))
 
     def give_up(self, name: WorkerName) -> None:
         """Take back the start of a worker that doesn't serve: it is not started again. Refused for one that serves."""
@@ -104,6 +131,8 @@ class PoolOperations:
             row.drains = row.drains or row.state is WorkerState.READY
             self._table.saved(row)
         else:
+            if not row.wanted:
+                self._check_room([Occupant(row.name, row.role, only=row.only)])
             self._want(row)
 
     def change_role(self, name: WorkerName, role: Role, *, empty: bool = False) -> None:
@@ -118,6 +147,7 @@ class PoolOperations:
             raise ConfigError(f"{name} is a {role} worker already")
         if not empty:
             self._check_left(name, [row], {row.role})
+        self._check_room([Occupant(name, role, only=row.only)], without=[row])
         row.becomes, row.drains = role, True
         self._table.saved(row)
 
@@ -199,6 +229,15 @@ class PoolOperations:
                 f"is room for {room} new names, not for {new}"
             )
 
+    def _check_room(self, more: Sequence[Occupant], without: Sequence[WantedWorker] = ()) -> None:
+        """Refuse workers that don't fit beside those that stay. `without`: workers whose place becomes free. The one
+        check of all who add workers; who leaves may still be there, so a start may have to wait for that."""
+        there = [
+            occupant(row) for row in self._table.rows.values() if row.stays and not any(row is one for one in without)
+        ]
+        if more and (refusal := self._table.room.refusal(there, more)):
+            raise ConfigError(refusal)
+
     def _staying(self, role: Role) -> list[WantedWorker]:
         """The workers of a role, or on their way to it, that are to go on."""
         return [row for row in self._table.rows.values() if row.stays and (row.becomes or row.role) is role]
@@ -247,6 +286,10 @@ class PoolOperations:
     def _take_back(self, rows: Iterable[WantedWorker]) -> tuple[WorkerName, ...]:
         """Take back drains; returns the workers that had left or were left dead, and are started again."""
         back = []
+        rows = list(rows)
+        self._check_room(
+            [Occupant(row.name, row.role, only=row.only) for row in rows if not row.stays],
+        )
         for row in rows:
             if row.state is WorkerState.READY and row.drains:
                 row.becomes = None  # The controller does so for a worker that drains by now.

@@ -21,6 +21,7 @@ from cluster.controller.controller_actions import (
     StartFailed,
     StartWorker,
 )
+from cluster.controller.node_room import ClusterRoom
 from cluster.controller.node_table import NodePlace
 from cluster.controller.worker_launcher import WorkerLauncher
 from cluster.worker_process.worker_plan import WorkerPlan
@@ -42,6 +43,7 @@ class ControllerLine(Protocol):
         placed: Sequence[PlacedProcess] = (),
         nodes: Sequence[NodePlace] | None = None,
         settings: Sequence[SettingsAnswer] = (),
+        room: ClusterRoom | None = None,
     ) -> None: ...
 
 
@@ -55,14 +57,17 @@ class Supervisor:
         plan: Callable[[StartWorker], WorkerPlan],
         say: Callable[[str], None],
         change: Callable[[SettingsChange], SettingsAnswer],
+        room: Callable[[], ClusterRoom | None] = lambda: None,
     ) -> None:
         """`plan` turns a granted start into the plan that its process gets, and raises `TwinpoolError` where there can
-        be none; `say` shows a line to the operator; `change` changes the settings that plans are made by."""
+        be none; `say` shows a line to the operator; `change` changes the settings that plans are made by; `room`: what
+        nodes have for workers, None where that is as it was."""
         self._controller = controller
         self._launcher = launcher
         self._plan = plan
         self._say = say
         self._change = change
+        self._room = room
         self._nodes: tuple[NodePlace, ...] = ()
         self.failed: dict[WorkerName, str] = {}
         """Workers that have died and were never ready, each with the reason of its last death."""
@@ -70,7 +75,7 @@ class Supervisor:
     def poll(self, timeout_s: float) -> None:
         """Do one round: carry out all orders that have come, then wait up to `timeout_s` for a process to end."""
         nodes, placed = self._launcher.nodes(), self._launcher.placed()
-        self._controller.report(placed=placed, nodes=nodes if nodes != self._nodes else None)
+        self._controller.report(placed=placed, nodes=nodes if nodes != self._nodes else None, room=self._room())
         self._nodes = nodes
         for order in self._controller.orders():
             match order:

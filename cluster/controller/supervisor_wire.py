@@ -14,6 +14,7 @@ from cluster.controller.controller_actions import (
     StartFailed,
     StartWorker,
 )
+from cluster.controller.node_room import ClusterRoom, NodeRoom, RoleRoom
 from cluster.controller.node_table import NodePlace
 from contracts.errors import WireError
 from contracts.ids import Incarnation, Role, WorkerName
@@ -97,3 +98,46 @@ def node_to_proto(node: NodePlace) -> pb.NodePlace:
 
 def node_from_proto(m: pb.NodePlace) -> NodePlace:
     return NodePlace(m.node_id, m.host)
+
+
+def room_to_proto(room: ClusterRoom) -> pb.ClusterRoom:
+    return pb.ClusterRoom(nodes=map(_node_room_to_proto, room.nodes), grows=room.grows)
+
+
+def room_from_proto(m: pb.ClusterRoom) -> ClusterRoom:
+    """Roles that this build doesn't know are left out: it starts no workers of those."""
+    return ClusterRoom(tuple(map(_node_room_from_proto, m.nodes)), m.grows)
+
+
+def _node_room_to_proto(node: NodeRoom) -> pb.NodeRoom:
+    return pb.NodeRoom(
+        node=node_to_proto(node.node),
+        memory=node.memory,
+        processes=node.processes,
+        starts=node.starts,
+        roles=[
+            pb.RoleRoom(role=role, nbytes=one.nbytes, ranks=one.ranks, planned=one.planned, places=one.places)
+            for role, one in node.roles.items()
+        ],
+        dealt=node.cards is not None,
+        cards=node.cards,
+        free=node.free,
+    )
+
+
+def _node_room_from_proto(m: pb.NodeRoom) -> NodeRoom:
+    return NodeRoom(
+        node_from_proto(m.node),
+        m.memory,
+        m.processes,
+        m.starts,
+        {
+            Role(one.role): RoleRoom(
+                one.nbytes, max(1, one.ranks), one.planned, one.places if one.HasField("places") else None
+            )
+            for one in m.roles
+            if one.role in set(Role)
+        },
+        tuple(map(WorkerName, m.cards)) if m.dealt else None,
+        m.free if m.HasField("free") else None,
+    )

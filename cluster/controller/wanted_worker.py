@@ -53,6 +53,10 @@ class WantedWorker:
     """When its start began, in seconds of the clock."""
     held: bool = False
     """Whether its start is due and waits, because every node is cordoned."""
+    lacks_room: bool = False
+    """Whether its start is due and waits, because no node has room for it."""
+    served_as: Role | None = None
+    """The role in which it was ready last; None where it never was."""
     changed_at: int = 0
     """The table's version at the latest change of anything but numbers of its status."""
     numbers_at: int = 0
@@ -72,6 +76,11 @@ class WantedWorker:
         return self.state in (WorkerState.READY, WorkerState.DRAINING)
 
     @property
+    def served(self) -> bool:
+        """Whether it has been ready in its role: then what it had there is its own before any that never was."""
+        return self.served_as is self.role
+
+    @property
     def stays(self) -> bool:
         """Whether the worker is to go on, or to come back."""
         leaves = self.drains or self.state is WorkerState.DRAINING
@@ -82,13 +91,26 @@ class WantedWorker:
         """Whether it is starting and has no node yet."""
         return self.state is WorkerState.STARTING and not self.node.host
 
+    @property
+    def waits_for_place(self) -> bool:
+        """Whether it could start and no node has a place or room for it."""
+        dead = self.state is WorkerState.DEAD
+        return (self.lacks_room and dead and bool(self.waits)) or (self.unplaced and bool(self.waits))
+
+    @property
+    def waits_its_turn(self) -> bool:
+        """Whether it has yet to start and will once others have."""
+        return self.state is WorkerState.DEAD and self.wanted and bool(self.waits) and not self.lacks_room
+
     def own_status(self) -> WorkerStatus:
-        """A status made by the controller itself, for a worker that has sent none yet or whose last one is outdated."""
+        """A status made by the controller itself, for a worker that has sent none yet or whose last one is outdated.
+        One that has never run and waits to start isn't shown as dead: nothing has died."""
         pid = self.record.pid if self.record else 0
+        waits = self.wanted and bool(self.waits) and not self.incarnation
         return WorkerStatus(
             self.name,
             self.role,
-            self.state,
+            WorkerState.STARTING if waits else self.state,
             pid,
             self.node.host,
             self.incarnation,
@@ -142,6 +164,7 @@ def from_ledger(name: WorkerName, text: str, config: ClusterConfig) -> WantedWor
         only=kept["only"],
         ever_ready=bool(kept["ever_ready"]),
         drains=bool(kept["drains"]),
+        served_as=Role(kept["role"]) if kept["ever_ready"] else None,
         process_since=Incarnation(int(kept["incarnation"])),
         becomes=Role(kept["becomes"]) if kept["becomes"] is not None else None,
         last_reason=kept["last_reason"],

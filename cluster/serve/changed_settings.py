@@ -14,7 +14,9 @@ from typing import Any
 
 from cluster.arena.local_agent import lends_host_memory
 from cluster.assembly.node_shares import MemoryShort
+from cluster.controller.node_room import Occupant
 from cluster.serve.preflight import ServePlan, check_tiers, plan_again
+from cluster.serve.room_reports import cluster_room
 from contracts.config.cluster_config import Config
 from contracts.config.load_config import config_from_dict
 from contracts.config.setting_effects import (
@@ -87,6 +89,9 @@ class SettingsChanger:
             )
         if "" not in plan.shares:
             return
+        there = [Occupant(name, role) for name, role in self._workers()]
+        if refusal := cluster_room(plan).refusal((), there):
+            raise MemoryShort(f"with this the workers that run don't fit any more: {refusal}")
 
         planned, more = set(plan.workers), 0
         for name, role in self._workers():

@@ -262,6 +262,12 @@ def divide(
     plans = demand.plans()
     if plans is None or not demand.fits(plans):
         raise MemoryShort(demand.refusal(plans))
+    most = config.cluster.workers_per_core * facts.cores
+    if most and processes > most and not facts.node_id:  # Of a Ray that is joined some stay away from this node.
+        raise MemoryShort(
+            f"{sum(workers.values())} workers are {processes} processes, and {facts.cores} cores take {most} "
+            f"(cluster.workers_per_core={config.cluster.workers_per_core})"
+        )
     budget, host_bytes = demand.host_tiers(plans)
     threads = config.engine.threads or max(1, facts.cores // max(1, processes))
     on_cards = {role: cards.budget(role) for role in workers} if cards is not None else {}
@@ -270,11 +276,19 @@ def divide(
 
 
 def most_bytes(share: NodeShare, config: Config, role: Role) -> int:
-    """Bytes of a node's memory that a worker of `role` takes at most, its host tier filled; where it computes on the
-    CPU."""
+    """Bytes of a node's memory that a worker of `role` takes at most, its host tier filled; weights that it shares are
+    left out."""
+    if share.facts.cards:
+        return config.tp_for(role) * CUDA_WORKER_BYTES + share.host_bytes[role]
     steps = config.tp_for(role) * (WORKER_BYTES + share.steps[role].nbytes)
     weights = 0 if shares_weights(config) else share.weights
     return share.plans[role].nbytes + weights + steps + share.host_bytes[role]
+
+
+def shared_weights(share: NodeShare, config: Config) -> int:
+    """Bytes of weights that the workers of a node have once, for each number of ranks."""
+    ways = {config.tp_for(role) for role in share.workers}
+    return share.weights * len(ways) if shares_weights(config) and not share.facts.cards else 0
 
 
 def _mib(size: int) -> str:

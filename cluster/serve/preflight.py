@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from cluster.assembly.device_cards import CardFacts, apart, cards_of
-from cluster.assembly.node_shares import MemoryShort, NodeFacts, NodeShare, measured
+from cluster.assembly.node_shares import NodeFacts, NodeShare, measured
 from cluster.models.model_source import DEMO_NAME, find_model
 from cluster.serve.security_check import check_security, with_absolute_paths
 from contracts import cpu_levels as processor
@@ -141,19 +141,6 @@ class ServePlan:
         from cluster.serve.memory_fit import named
 
         return named(self.wanted)
-
-    def check_room(self, name: WorkerName, role: Role, free: int) -> None:
-        """Check that this machine has room for a worker that it was not planned for; `free`: bytes of its memory that
-        are free now. Raises `MemoryShort` with the numbers."""
-        from cluster.serve.memory_fit import most_bytes
-
-        if (name, role) in self.workers:
-            return
-        if self.here.facts.cards:
-            raise MemoryShort(f"all GPUs of this machine are dealt to the {len(self.workers)} workers it started with")
-        need = most_bytes(self.here, self.config, role)
-        if need > free:
-            raise MemoryShort(f"it needs about {need / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free here")
 
 
 def prepare(

@@ -40,6 +40,7 @@ from cluster.serve.kept_service import PartFailed
 from cluster.serve.kv_index_process import with_kv_events
 from cluster.serve.preflight import ServePlan
 from cluster.serve.ready_banner import summary, ways_in
+from cluster.serve.room_reports import RoomReports
 from cluster.serve.security_check import open_ways
 from cluster.serve.shutdown_signal import ASKED, FAILED, ShutdownSignal
 from cluster.serve.terminal import Terminal, show_failure, take_over_output, urls_of
@@ -357,7 +358,11 @@ class ServeCluster:
             behind=self._services.behind,
             arenas=bool(self._arena),
         )
-        self._supervisor = Supervisor(self._controller, launcher, self._plan, self._terminal.line, settings.change)
+        rooms = RoomReports(lambda: self._prepared, free_bytes, self._clock)
+        self._supervisor = Supervisor(
+            self._controller, launcher, self._plan, self._terminal.line, settings.change, rooms.changed
+        )
+        self._controller.report(room=rooms.changed())  # Goes with the first report, before anything is added.
         if self._state is not None and self._state.begun:
             launcher.adopt()
             self._controller.report(ended=list(gone_from_here(self._controller.views())))
@@ -390,12 +395,10 @@ class ServeCluster:
         return [(view.record.name, view.record.role) for view in views if view.status.state != "left"]
 
     def _plan(self, start: StartWorker) -> WorkerPlan:
-        """The plan of a start. Raises `MemoryShort` where this machine has no room for it."""
+        """The plan of a start. That there is room for it the controller has looked at."""
         by_node: dict[str, WorkerShare] = {}
         config, counts = self._prepared.config, {}
         if self._prepared.options.ray_address is None:
-            if start.incarnation == 1:
-                self._prepared.check_room(start.name, start.role, free_bytes())
             sizes = self._prepared.here.sizes(start.role)
             config, counts = sizes.applied_to(config, start.role), dict(sizes.counts)
         else:
@@ -450,6 +453,8 @@ class ServeCluster:
             for view in self._controller.views():
                 if view.status.state == "ready" and view.status.pages_total and view.record.name in waiting:
                     waiting.discard(view.record.name)
+                    # Others may have waited for their turn to start.
+                    deadline = self._clock.now() + self._prepared.config.cluster.start_timeout_s
                     self._terminal.step("worker", f"{view.record.name} on {view.record.node}")
         for router, _ in self._services.routers:
             while not router.service.listening(POLL_S):

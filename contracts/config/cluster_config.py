@@ -64,6 +64,14 @@ class ClusterConfig:
     start_timeout_s: float = 120.0
     """How long a worker may take from its start on a node to its first heartbeat. While no node has a place for it, its
     start is begun anew as often."""
+    workers_per_core: int = 8
+    """Processes of workers that a node takes for each of its cores; more are refused. 0: any number."""
+    starts_at_once: int = 0
+    """Workers that start at once on a node; others wait their turn, and who served before comes first. 0: half as many
+    as it has cores, and two at least."""
+    wait_for_nodes: bool = True
+    """Whether workers may be added to a Ray that was joined (`--ray-address`) when no node of it has room for them:
+    they wait for one to join, as Ray's autoscaler brings them. Off: they are refused, as on a Ray of our own."""
     stop_timeout_s: float = 25.0
     """Seconds that running answers have to end after Ctrl-C or SIGTERM, while new requests are refused; those that are
     left end with an error then, and `serve` itself within 6 s more. Without any it ends at once; one that is

@@ -317,7 +317,7 @@ _MAY_BE_ZERO = {
     "faults.retract_every", "launch.port", "security.admin_port", "audit.fraction", "audit.margin",
     "watch.repetition_tokens", "watch.rare_factor", "cluster.host_memory_share", "cluster.host_memory_bytes",
     "autoscaling.max_workers", "autoscaling.tolerance", "autoscaling.hold_s",
-    "pools.prefill", "pools.decode", "pools.colocated",
+    "pools.prefill", "pools.decode", "pools.colocated", "cluster.workers_per_core", "cluster.starts_at_once",
     "router.kept_records", "router.kept_refusals", "router.reported_records", "tracing.ratio",
 }  # fmt: skip
 

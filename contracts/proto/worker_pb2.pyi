@@ -729,18 +729,62 @@ class Incarnation(_message.Message):
     def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class SupervisorReport(_message.Message):
-    __slots__ = ("running", "ended", "placed", "nodes", "settings")
+    __slots__ = ("running", "ended", "placed", "nodes", "settings", "room")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     PLACED_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    ROOM_FIELD_NUMBER: _ClassVar[int]
     running: _containers.RepeatedCompositeFieldContainer[Incarnation]
     ended: _containers.RepeatedCompositeFieldContainer[EndedProcess]
     placed: _containers.RepeatedCompositeFieldContainer[PlacedProcess]
     nodes: _containers.RepeatedCompositeFieldContainer[NodePlace]
     settings: _containers.RepeatedCompositeFieldContainer[SettingsAnswer]
-    def __init__(self, running: _Optional[_Iterable[_Union[Incarnation, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[EndedProcess, _Mapping]]] = ..., placed: _Optional[_Iterable[_Union[PlacedProcess, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[NodePlace, _Mapping]]] = ..., settings: _Optional[_Iterable[_Union[SettingsAnswer, _Mapping]]] = ...) -> None: ...
+    room: ClusterRoom
+    def __init__(self, running: _Optional[_Iterable[_Union[Incarnation, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[EndedProcess, _Mapping]]] = ..., placed: _Optional[_Iterable[_Union[PlacedProcess, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[NodePlace, _Mapping]]] = ..., settings: _Optional[_Iterable[_Union[SettingsAnswer, _Mapping]]] = ..., room: _Optional[_Union[ClusterRoom, _Mapping]] = ...) -> None: ...
+
+class ClusterRoom(_message.Message):
+    __slots__ = ("nodes", "grows")
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    GROWS_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedCompositeFieldContainer[NodeRoom]
+    grows: bool
+    def __init__(self, nodes: _Optional[_Iterable[_Union[NodeRoom, _Mapping]]] = ..., grows: _Optional[bool] = ...) -> None: ...
+
+class NodeRoom(_message.Message):
+    __slots__ = ("node", "memory", "processes", "starts", "roles", "dealt", "cards", "free")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    PROCESSES_FIELD_NUMBER: _ClassVar[int]
+    STARTS_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
+    DEALT_FIELD_NUMBER: _ClassVar[int]
+    CARDS_FIELD_NUMBER: _ClassVar[int]
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    node: NodePlace
+    memory: int
+    processes: int
+    starts: int
+    roles: _containers.RepeatedCompositeFieldContainer[RoleRoom]
+    dealt: bool
+    cards: _containers.RepeatedScalarFieldContainer[str]
+    free: int
+    def __init__(self, node: _Optional[_Union[NodePlace, _Mapping]] = ..., memory: _Optional[int] = ..., processes: _Optional[int] = ..., starts: _Optional[int] = ..., roles: _Optional[_Iterable[_Union[RoleRoom, _Mapping]]] = ..., dealt: _Optional[bool] = ..., cards: _Optional[_Iterable[str]] = ..., free: _Optional[int] = ...) -> None: ...
+
+class RoleRoom(_message.Message):
+    __slots__ = ("role", "nbytes", "ranks", "planned", "places")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    PLANNED_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    nbytes: int
+    ranks: int
+    planned: int
+    places: int
+    def __init__(self, role: _Optional[str] = ..., nbytes: _Optional[int] = ..., ranks: _Optional[int] = ..., planned: _Optional[int] = ..., places: _Optional[int] = ...) -> None: ...
 
 class SupervisorOrders(_message.Message):
     __slots__ = ("orders",)

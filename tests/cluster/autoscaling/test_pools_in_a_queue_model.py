@@ -8,6 +8,8 @@ import pytest
 
 from bench.autoscaling.queue_model import AutoscalingModel, ModelAsk, ModelCosts, changes
 from cluster.controller.controller_actions import StartWorker
+from cluster.controller.node_room import ClusterRoom, NodeRoom, RoleRoom
+from cluster.controller.node_table import NodePlace
 from contracts.ids import Role
 from tests.scaling import COSTS, model, poisson, scaling, sizes_at, told, turns
 
@@ -165,6 +167,24 @@ def test_a_start_without_a_place_is_taken_back_when_it_is_not_needed_any_more() 
     run.run(200.0)
     assert not [row for row in run.core.table.rows.values() if row.unplaced and row.wanted]
     assert any("given up" in text for text in told(run))
+
+
+def test_a_pool_is_not_grown_beyond_what_there_is_room_for_and_that_is_said_once() -> None:
+    run = model(scaling(role_cooldown_s=900, role_window_s=900), poisson(8, (8.0, 200.0)))
+    roles = {Role.PREFILL: RoleRoom(10), Role.DECODE: RoleRoom(10)}
+    run.core.set_room(ClusterRoom((NodeRoom(NodePlace("", "n"), 50, roles=roles),)))
+    run.run(150.0)
+    rows = [row for row in run.core.table.rows.values() if row.wanted]
+    assert len(rows) == 5, "of five that fit"
+    assert not [row for row in rows if row.waits]
+    said = [text for text in told(run) if "would not fit" in text]
+    assert len(said) <= 2, "once for each pool"
+    assert any("prefill: it needs more" in text for text in said)
+    assert run.autoscaler is not None
+    assert "there is no room for more" in run.autoscaler.view().pools[0].why
+    run.core.set_room(ClusterRoom((NodeRoom(NodePlace("", "n"), 100, roles=roles),)))
+    run.run(200.0)
+    assert run.size(Role.PREFILL) > 2, "a larger machine"
 
 
 # ---------------------------------------------------------------- operators

@@ -242,6 +242,8 @@ def test_a_row_is_the_same_after_the_ledger_but_for_what_heartbeats_say() -> Non
         "counters_at",
         "counters_said",
         "waits",
+        "lacks_room",
+        "served_as",
         "started_at",
         "waiting",
         "process_since",

@@ -9,6 +9,7 @@ from cluster.assembly.node_shares import MemoryShort
 from cluster.controller.controller import Controller
 from cluster.controller.controller_actions import ControllerAction, EndedProcess, PlacedProcess, WorkerKey
 from cluster.controller.controller_ledger import MemoryLedger
+from cluster.controller.node_room import ClusterRoom
 from cluster.controller.node_table import NodePlace
 from cluster.controller.supervisor import Supervisor
 from contracts.clock import ManualClock
@@ -74,6 +75,7 @@ class Line:
         placed: Sequence[PlacedProcess] = (),
         nodes: Sequence[NodePlace] | None = None,
         settings: Sequence[SettingsAnswer] = (),
+        room: ClusterRoom | None = None,
     ) -> None:
         self.answers += settings
         if nodes is not None:
@@ -83,6 +85,8 @@ class Line:
             self._core.died(dead.name, dead.incarnation, dead.reason)
         for at in placed:
             self._core.placed(at.name, at.incarnation, at.node)
+        if room is not None:
+            self._core.set_room(room)
 
 
 class Scene:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from cluster.controller.controller_actions import (
 from cluster.controller.controller_client import ControllerAway, ControllerClient
 from cluster.controller.controller_ledger import MemoryLedger
 from cluster.controller.controller_server import ControllerServer
+from cluster.controller.node_room import ClusterRoom, NodeRoom, RoleRoom
 from cluster.controller.node_table import NodePlace
 from cluster.controller.supervisor_wire import action_from_proto, action_to_proto
 from contracts.clock import ManualClock
@@ -131,6 +133,21 @@ def test_a_start_goes_out_and_what_becomes_of_it_comes_back(site: Site) -> None:
     client.report(ended=[EndedProcess(NAME, Incarnation(1), "it fell")])
     assert site.orders(client, StartFailed) == [StartFailed(NAME, "it fell")]
     assert site.core.table.nodes.places == (NODE,), "a report that says nothing of nodes changes none"
+
+
+def test_what_nodes_have_for_workers_is_told_with_the_first_report_and_binds_who_adds(site: Site) -> None:
+    room = ClusterRoom((NodeRoom(NODE, 20, roles={Role.DECODE: RoleRoom(10)}, free=19),))
+    client = ControllerClient(site.server.endpoint, SILENCE_S, SECRET)
+    site.clients.append(client)
+    client.report(room=room)
+    client.supervise(list)
+    site.until(lambda: site.core.table.room == room)
+    client.report(nodes=[NODE])
+    with pytest.raises(ConfigError, match="3 more decode workers would not fit, 1 would"):
+        client.add(Role.DECODE, 3)
+    assert client.add(Role.DECODE, 1) == (NAME,)
+    client.report(room=dataclasses.replace(room, grows=True))
+    site.until(lambda: site.core.table.room.grows)
 
 
 def test_a_supervisor_comes_back_to_a_controller_that_was_started_again(site: Site) -> None:

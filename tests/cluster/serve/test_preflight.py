@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from cli.keys_command import new_key
-from cluster.assembly.node_shares import MemoryShort
+from cluster.assembly.node_shares import MemoryShort, measured
 from cluster.models.model_source import DEMO
 from cluster.serve.preflight import ServeOptions, prepare
 from contracts.config.security_config import SecurityConfig
 from contracts.errors import CheckpointError, ConfigError
-from contracts.ids import PAIR, Role, WorkerName
+from contracts.ids import PAIR, Role
 from tests.families import FAMILIES
 
 GIB = 1 << 30
@@ -291,12 +291,9 @@ def test_one_process_has_one_router() -> None:
         prepare(options(routers=2, assignments=("transfer.plane=local",)), 8 * GIB)
 
 
-def test_a_worker_more_than_planned_is_refused_where_the_machine_has_no_room_for_it() -> None:
-    prepared = prepare(options(), 8 * GIB)
-    more = WorkerName("decode-1")
-    share = prepared.here
-    need = share.plans[Role.DECODE].nbytes + share.host_bytes[Role.DECODE] + share.weights
-    prepared.check_room(more, Role.DECODE, 8 * GIB)
-    prepared.check_room(WorkerName("decode-0"), Role.DECODE, 0)  # It was planned for.
-    with pytest.raises(MemoryShort, match=r"it needs about .* MiB are free here"):
-        prepared.check_room(more, Role.DECODE, need)
+def test_more_processes_than_the_cores_take_are_refused_with_the_numbers() -> None:
+    cores = measured({}).cores
+    assert prepare(options(decode=cores, assignments=("cluster.workers_per_core=2",)), 64 * GIB)
+    with pytest.raises(MemoryShort, match=rf"{2 * cores + 1} workers are .* cores take {2 * cores} \(cluster\.w"):
+        prepare(options(decode=2 * cores, assignments=("cluster.workers_per_core=2",)), 64 * GIB)
+    prepare(options(decode=2 * cores, assignments=("cluster.workers_per_core=0",)), 64 * GIB)

@@ -1,0 +1,259 @@
+"""What nodes have for workers and what is left of it: the one check that all go through who add a worker.
+
+The supervisor tells it, since it knows the plan: for each node its memory, the processes that its cores take, the
+places that Ray gives there, the cards that were dealt, and what a worker of each role takes. The controller counts
+from its table who is there, and asks before any worker is added (`PoolOperations`) and before any is started
+(`StartQueue`). While no supervisor has told anything, nothing is known and everything fits.
+
+Memory is counted twice, and both must do. By the plan: what a node had before the cluster ran, less what its workers
+may take at most, whether or not they have taken it yet. And by what is free now, which others on the machine may have
+taken: only for workers beyond those that the node was planned for, whose memory was looked at before the start.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import NamedTuple
+
+from cluster.controller.node_table import NOWHERE, NodePlace
+from contracts.ids import Role, WorkerName
+
+ANY_NUMBER = 1 << 30
+MANY_NODES = 3
+"""Nodes that a refusal names; further ones are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleRoom:
+    """What a worker of one role takes of a node, and what the node has for that role."""
+
+    nbytes: int
+    """Bytes of the node's memory that it takes at most."""
+    ranks: int = 1
+    """Its processes."""
+    planned: int = 0
+    """Workers that the node's memory was divided for."""
+    places: int | None = None
+    """Processes of this role that Ray places there at most; None: any number."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRoom:
+    """What a node has for workers."""
+
+    node: NodePlace
+    memory: int
+    """Bytes that all workers may take together, less what they share."""
+    processes: int = ANY_NUMBER
+    """Processes of workers that its cores take (`cluster.workers_per_core`)."""
+    starts: int = ANY_NUMBER
+    """Workers that start there at once (`cluster.starts_at_once`)."""
+    roles: Mapping[Role, RoleRoom] = field(default_factory=dict)
+    cards: tuple[WorkerName, ...] | None = None
+    """The workers that its GPUs were dealt to; None where that binds nobody."""
+    free: int | None = None
+    """Bytes of its memory that are free now; None: nobody looks."""
+
+    def is_at(self, node: NodePlace) -> bool:
+        """Whether this is `node`. Of a Ray of our own only the host is known, as there is no other node."""
+        return self.node.node_id == node.node_id if self.node.node_id else self.node.host == node.host
+
+    def named(self, name: str) -> bool:
+        """Whether `name` means this node; any does where there is no other."""
+        return not self.node.node_id or self.node.named(name)
+
+
+class Occupant(NamedTuple):
+    """A worker that is there, or is to be added."""
+
+    name: WorkerName
+    role: Role
+    node: NodePlace = NOWHERE
+    """Where it is; `NOWHERE` where that isn't known, or it has yet to be placed."""
+    only: str = ""
+    """The one node that it is to run on; empty: any."""
+    starts: bool = False
+    """Whether it is starting, and has yet to take what it will."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterRoom:
+    """What all nodes have for workers. Values; nothing here is changed."""
+
+    nodes: tuple[NodeRoom, ...] = ()
+    grows: bool = False
+    """Whether workers that no node has room for may wait for one to join (`cluster.wait_for_nodes`)."""
+
+    def refusal(self, there: Iterable[Occupant], more: Sequence[Occupant]) -> str:
+        """Why `more` workers don't fit beside those `there`, with the numbers and how many would; empty where all of
+        them do, or may wait for nodes."""
+        if not self.nodes or self.grows:
+            return ""
+        left = self._left(there)
+        for role, only in dict.fromkeys((one.role, one.only) for one in more):
+            names = [one.name for one in more if (one.role, one.only) == (role, only)]
+            before = _copies(left)
+            if (fit := _place(left, role, names, only)) < len(names):
+                return _refusal([one for one in before if not only or one.room.named(only)], role, len(names), fit)
+        return ""
+
+    def more(self, there: Iterable[Occupant], role: Role, names: Sequence[WorkerName]) -> tuple[int, str]:
+        """How many of the workers `names` of a role fit, the first ones, and why not all of them; all of them where
+        they may wait for nodes."""
+        if not self.nodes or self.grows:
+            return len(names), ""
+        left = self._left(there)
+        before = _copies(left)
+        fit = _place(left, role, names, "")
+        return fit, _refusal(before, role, len(names), fit) if fit < len(names) else ""
+
+    def nodes_for(self, there: Iterable[Occupant], one: Occupant) -> list[NodeRoom]:
+        """The nodes that have room for one worker more; all that `there` may still take is taken."""
+        return [
+            left.room
+            for left in self._left(there)
+            if (not one.only or left.room.named(one.only)) and left.fits(one.role, [one.name])
+        ]
+
+    def _left(self, there: Iterable[Occupant]) -> list[_Left]:
+        left = [_Left(room) for room in self.nodes]
+        homeless = []
+        for one in there:
+            home = next((each for each in left if one.node.host and each.room.is_at(one.node)), None)
+            if home is not None:
+                home.hold(one)
+            else:
+                homeless.append(one)
+        for one in homeless:
+            able = [each for each in left if not one.only or each.room.named(one.only)]
+            if able:
+                max(able, key=lambda each: each.fits(one.role, [one.name], planned=True)).hold(one)
+        return left
+
+    def to_json(self) -> str:
+        """All but what is free now, for the ledger."""
+        return json.dumps({"grows": self.grows, "nodes": [asdict(replace(node, free=None)) for node in self.nodes]})
+
+    @classmethod
+    def from_json(cls, text: str) -> ClusterRoom:
+        """Raises `ValueError`, `KeyError` or `TypeError` where it can't be read."""
+        kept = json.loads(text)
+        nodes = []
+        for node in kept["nodes"]:
+            roles = {Role(role): RoleRoom(**room) for role, room in node["roles"].items()}
+            cards = node["cards"] if node["cards"] is None else tuple(map(WorkerName, node["cards"]))
+            nodes.append(NodeRoom(**node | {"node": NodePlace(**node["node"]), "roles": roles, "cards": cards}))
+        return cls(tuple(nodes), bool(kept["grows"]))
+
+
+@dataclass(slots=True)
+class _Left:
+    """What is left of one node while it is being filled."""
+
+    room: NodeRoom
+    memory: int = 0
+    processes: int = 0
+    free: int | None = None
+    unfilled: dict[Role, int] = field(default_factory=dict)
+    """Workers of each role that the node was planned for and that aren't there."""
+    places: dict[Role, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        room = self.room
+        self.memory, self.processes, self.free = room.memory, room.processes, room.free
+        self.unfilled = {role: one.planned for role, one in room.roles.items()}
+        self.places = {role: one.places for role, one in room.roles.items() if one.places is not None}
+
+    def hold(self, one: Occupant) -> None:
+        """Count a worker that is there, whether or not it should be."""
+        need = self.room.roles.get(one.role)
+        if need is None:
+            return
+        self._take(one.role, need, 1)
+        if one.starts and self.free is not None:
+            self.free -= need.nbytes
+
+    def fits(self, role: Role, names: Sequence[WorkerName], *, planned: bool = False) -> int:
+        """How many of these workers fit, the first ones. `planned`: by the plan alone."""
+        need = self.room.roles.get(role)
+        if need is None:
+            return 0
+        most = min(self.memory // max(1, need.nbytes), self.processes // need.ranks)
+        if role in self.places:
+            most = min(most, self.places[role] // need.ranks)
+        if self.free is not None and not planned:
+            most = min(most, max(0, self.unfilled[role]) + max(0, self.free) // max(1, need.nbytes))
+        if self.room.cards is not None:
+            dealt = [name in self.room.cards for name in names]
+            most = min(most, dealt.index(False) if False in dealt else len(names))
+        return max(0, min(most, len(names)))
+
+    def add(self, role: Role, count: int) -> None:
+        """Count workers that are to be added."""
+        need = self.room.roles[role]
+        if self.free is not None:
+            self.free -= max(0, count - max(0, self.unfilled[role])) * need.nbytes
+        self._take(role, need, count)
+
+    def _take(self, role: Role, need: RoleRoom, count: int) -> None:
+        self.memory -= count * need.nbytes
+        self.processes -= count * need.ranks
+        self.unfilled[role] -= count
+        if role in self.places:
+            self.places[role] -= count * need.ranks
+
+    def said(self, role: Role) -> str:
+        """What is left, in words."""
+        room, need = self.room, self.room.roles.get(role)
+        host = room.node.host or "this machine"
+        if need is None:
+            return f"{host} takes no {role} workers"
+        if room.cards is not None:
+            return f"all GPUs of {host} are dealt to the {len(room.cards)} workers it started with"
+        found = [f"{_mib(max(0, self.memory))} of {_mib(room.memory)} of memory"]
+        if self.free is not None:
+            found.append(f"{_mib(max(0, self.free))} free now")
+        if room.processes < ANY_NUMBER:
+            found.append(f"{max(0, self.processes)} of {room.processes} processes (cluster.workers_per_core)")
+        if need.places is not None:
+            found.append(f"{max(0, self.places[role])} of {need.places} places of Ray")
+        return f"{host} has {', '.join(found)} left"
+
+
+def _copies(left: Sequence[_Left]) -> list[_Left]:
+    copied = [copy.copy(one) for one in left]
+    for one in copied:
+        one.unfilled, one.places = dict(one.unfilled), dict(one.places)
+    return copied
+
+
+def _place(left: Sequence[_Left], role: Role, names: Sequence[WorkerName], only: str) -> int:
+    """Fill nodes with workers, in order; returns how many of them fit."""
+    placed = 0
+    for one in left:
+        if placed < len(names) and (not only or one.room.named(only)):
+            fit = one.fits(role, names[placed:])
+            if fit:
+                one.add(role, fit)
+            placed += fit
+    return placed
+
+
+def _refusal(left: Sequence[_Left], role: Role, asked: int, fit: int) -> str:
+    needs = [one.room.roles[role] for one in left if role in one.room.roles]
+    each = ""
+    if needs:
+        ranks = max(need.ranks for need in needs)
+        processes = "1 process" if ranks == 1 else f"{ranks} processes"
+        each = f"each takes about {_mib(max(need.nbytes for need in needs))} at most and {processes}; "
+    nodes = "; ".join(one.said(role) for one in left[:MANY_NODES])
+    further = f"; and {len(left) - MANY_NODES} further nodes" if len(left) > MANY_NODES else ""
+    fits = f"{fit} would" if fit else "none would"
+    return f"{asked} more {role} worker{'s' * (asked != 1)} would not fit, {fits}: {each}{nodes}{further}"
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):,.0f} MiB"
