@@ -178,9 +178,15 @@ class TenantAccounts:
         return self._alone
 
     @property
-    def in_flight(self) -> int:
-        """Answers in flight of all tenants."""
-        return sum(account.in_flight for account in self._accounts.values())
+    def places(self) -> Counter[str]:
+        """Answers that are booked as in flight, by tenant."""
+        return Counter({tenant: account.in_flight for tenant, account in self._accounts.items() if account.in_flight})
+
+    @property
+    def waiting(self) -> dict[str, Counter[str]]:
+        """What is counted of requests that wait for slices, by tenant, in the kinds of `QuotaAmounts`."""
+        held = ((tenant, account.held) for tenant, account in self._accounts.items())
+        return {tenant: +quota.pending for tenant, quota in held if quota is not None and quota.pending}
 
     def metrics(self) -> Iterator[Metric]:
         """Yield the families of all tenants."""

@@ -1,14 +1,15 @@
 """The claims of one router's clients on answers with a key: who has which, and what was found of it on the workers.
 
 A claim exists from the moment that a client asks until its answer ends or is given up. The last connection wins: a
-client that comes with the same key and the same body takes the claim over, and the one before ends with an error; with
-another body it is refused. While a claim is asked for, the question goes on whoever waits for it, so that what a worker
-hands over always reaches the one who waits then, or is given up again.
+client that comes with the same key and the same body takes the claim over, and the one before ends with an error,
+whichever of the two was read first; with another body it is refused. While a claim is asked for, the question goes on
+whoever waits for it, so that what a worker hands over always reaches the one who waits then, or is given up again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -33,9 +34,13 @@ class AnswerClaim:
     identity: AnswerIdentity
     ask: RequestId
     """The question to the workers."""
+    turn: int
+    """Of the connection that has it."""
     waiter: asyncio.Future[None] | None = None
     """Who waits for what workers have kept; None: nobody any more, or the answer has begun."""
     found: Mapping[int, FoundAnswer] = field(default_factory=dict)
+    other_body: bool = False
+    """Whether a worker has kept the answer to another body under this key."""
     stream: ResponseStream | None = None
     """The answer, once it has begun."""
 
@@ -43,11 +48,17 @@ class AnswerClaim:
 class AnswerClaims:
     """All claims of one router; used on its event loop."""
 
-    def __init__(self, core: RouterCore) -> None:
-        self._core = core
+    def __init__(self, core: RouterCore, supersede: Callable[[ResponseStream], object]) -> None:
+        """`supersede` ends an answer under way at once, for a client that has come back for it."""
+        self._core, self._supersede = core, supersede
         self._claims: dict[str, AnswerClaim] = {}
         self._asks: dict[RequestId, AnswerClaim] = {}
         """Claims that are asked for."""
+        self._turns = itertools.count()
+
+    def next_turn(self) -> int:
+        """Return the turn of a connection that comes now: it wins over all before it, whose requests may still wait."""
+        return next(self._turns)
 
     def __len__(self) -> int:
         return len(self._claims)
@@ -57,34 +68,51 @@ class AnswerClaims:
         """Answers that are looked for on workers."""
         return len(self._asks)
 
-    def held(self, identity: AnswerIdentity) -> ResponseStream | None:
-        """Return the answer under way here that the claim would take over, None without one. Raises `KeyReused`."""
+    def take_over(self, identity: AnswerIdentity, turn: int) -> AnswerClaim | None:
+        """End the answer under way here that a client comes back for; returns the claim on one that is looked for,
+        None where there is none. Raises `KeyReused`, and `Superseded` where a later connection has the claim."""
         held = self._claims.get(identity.key)
         if held is not None and held.identity.body != identity.body:
             raise KeyReused(REUSED)
-        return held.stream if held is not None else None
+        if held is not None and held.turn > turn:
+            raise Superseded(SUPERSEDED)
+        if held is not None and held.stream is not None:
+            if not held.stream.over:
+                self._supersede(held.stream)
+            self._drop(held)
+            return None
+        return held
+
+    def stream_of(self, key: str) -> ResponseStream | None:
+        """Return the answer under way here that is claimed under a key."""
+        claim = self._claims.get(key)
+        return claim.stream if claim is not None else None
 
     async def claim(
         self,
         identity: AnswerIdentity,
+        turn: int,
         choices: int,
         act: Callable[[], None],
         on_gone: Callable[[Callable[[], object]], None] | None,
     ) -> AnswerClaim:
         """Claim an answer, and wait for what workers have kept of it; `act` carries out the router core's actions.
 
-        The caller has given up the stream that `held` returned. Raises `KeyReused`, `Superseded`, and `ClientGone`.
+        An answer under way here is taken over before anything is awaited: whoever was looked up before the caller's
+        last wait may have gone, and another may have begun. Raises `KeyReused`, `Superseded`, and `ClientGone`.
         """
         waiter = asyncio.get_running_loop().create_future()
-        claim = self._claims.get(identity.key)
-        if claim is None or claim.stream is not None:
+        claim = self.take_over(identity, turn)
+        if claim is None:
             ask = self._core.asks.begin(identity.key, identity.body, choices)
-            claim = self._claims[identity.key] = self._asks[ask] = AnswerClaim(identity, ask)
+            claim = self._claims[identity.key] = self._asks[ask] = AnswerClaim(identity, ask, turn)
         elif claim.waiter is not None and not claim.waiter.done():
             claim.waiter.set_exception(Superseded(SUPERSEDED))
+        if claim.other_body:  # As below, but the one who waited has yet to hear of it.
+            raise KeyReused(REUSED)
         if claim.ask not in self._asks:  # It was found, and the one who waited has yet to hear of it.
             waiter.set_result(None)
-        claim.waiter = waiter
+        claim.waiter, claim.turn = waiter, turn
         self._core.asks.wants(claim.ask, True)
         if on_gone is not None:
             on_gone(waiter.cancel)
@@ -111,7 +139,7 @@ class AnswerClaims:
         claim = self._asks.pop(action.ask, None)
         if claim is None:
             return
-        claim.found = action.found
+        claim.found, claim.other_body = action.found, action.other_body
         if claim.waiter is None or claim.waiter.done():
             self.give_up(claim)
         elif action.other_body:

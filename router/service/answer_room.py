@@ -1,7 +1,8 @@
-"""The room that a router has for answers: `router.max_queue` choices that have not ended, and bodies that are read."""
+"""The room that a router has for answers: `router.max_queue` choices that have not ended, or that requests ask for."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,10 +11,19 @@ from router.openai.api_errors import QueueFull
 
 
 class AnswerRoom:
-    """What is booked of it, a choice or a body each."""
+    """What is booked of it: a place for each choice, and what requests hold that aren't admitted yet."""
 
     def __init__(self, limit: int, metrics: PrometheusMetrics) -> None:
-        self.limit, self.booked, self._metrics = limit, 0, metrics
+        self.limit, self._metrics = limit, metrics
+        self.choices = 0
+        """Places of choices that have begun."""
+        self._opening: dict[asyncio.Task[object], int] = {}
+        """Places that requests hold while they are read or looked for, by the task of each."""
+
+    @property
+    def booked(self) -> int:
+        """All places that are taken."""
+        return self.choices + sum(self._opening.values())
 
     def check(self, choices: int = 1) -> None:
         """Raise `QueueFull` where there is no room for so many choices more. Books nothing."""
@@ -23,10 +33,20 @@ class AnswerRoom:
             raise QueueFull(text, choices)
 
     @contextmanager
-    def one(self) -> Iterator[None]:
-        """Book one for the length of the block: of a request that isn't admitted yet."""
-        self.booked += 1
+    def hold(self, places: int = 1) -> Iterator[None]:
+        """Take places for the length of the block, in which the request is waited for; not to be nested.
+
+        Whoever begins its choices does so before anything else is awaited: then the places are still free.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        assert task not in self._opening, "one request holds places once"
+        self._opening[task] = places
         try:
             yield
         finally:
-            self.booked -= 1
+            del self._opening[task]
+
+    def ended_holders(self) -> int:
+        """Requests that hold places and have ended: 0, unless places are lost."""
+        return sum(task.done() for task in self._opening)

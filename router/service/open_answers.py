@@ -5,11 +5,13 @@ Each `ChoiceOutput` turns tokens into text, and each `ResponseStream` holds even
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from contracts.clock import Clock
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId
+from contracts.key_file import TenantLimits
 from contracts.messages.worker_events import Done
 from router.core.answer_asks import FoundAnswer
 from router.core.router_actions import DeliverScores, DeliverTokens, EndRequest
@@ -48,9 +50,14 @@ class OpenAnswers:
         self._core, self._clock, self._room, self._metrics = core, clock, room, metrics
         self._tenants, self._claims, self._watch, self._ended = tenants, claims, watch, ended
 
-    def begin(self, stream: ResponseStream) -> None:
-        """Book the choices of an answer that begins."""
-        self._room.booked += len(stream.choices)
+    def begin(self, stream: ResponseStream, limits: TenantLimits | None, prompt_tokens: int) -> None:
+        """Book an answer that begins: its choices, and what it takes of its tenant's `limits`, with so many tokens of
+        prompts; None: nobody needs a key. Places are given back as each choice ends, or all by `abandon`. Raises
+        `TenantLimited`, having booked nothing."""
+        assert not any(choice.request.id in self._owners for choice in stream.choices), "a choice belongs to one client"
+        if limits is not None:
+            self._tenants.admit(stream.tenant, limits, len(stream.choices), prompt_tokens, self._clock.now())
+        self._room.choices += len(stream.choices)
         for choice in stream.choices:
             self._owners[choice.request.id] = (stream, choice)
 
@@ -160,11 +167,18 @@ class OpenAnswers:
         owned, held = set(self._owners), set(self._core.requests.ids())
         yield from (f"request {rid} runs and belongs to no client" for rid in sorted(held - owned))
         yield from (f"request {rid} has a client and runs nowhere" for rid in sorted(owned - held))
-        if self._room.booked < len(owned):
-            yield f"{len(owned)} choices are in flight, {self._room.booked} are booked"
-        of_tenants = sum(bool(stream.tenant) for stream, _ in self._owners.values())
-        if of_tenants != self._tenants.in_flight:
-            yield f"{of_tenants} choices of tenants are in flight, {self._tenants.in_flight} are booked"
+        if self._room.choices != len(owned):
+            yield f"{len(owned)} choices are in flight, {self._room.choices} are booked"
+        if lost := self._room.ended_holders():
+            yield f"{lost} requests have ended and still hold places"
+        of_tenants = Counter(stream.tenant for stream, _ in self._owners.values() if stream.tenant)
+        booked = self._tenants.places
+        for tenant in sorted(of_tenants.keys() | booked.keys()):
+            if of_tenants[tenant] != booked[tenant]:
+                yield f"{of_tenants[tenant]} choices of {tenant} are in flight, {booked[tenant]} are booked"
+        for stream in {id(stream): stream for stream, _ in self._owners.values() if stream.answer_key}.values():
+            if not stream.over and self._claims.stream_of(stream.answer_key) is not stream:
+                yield f"the answer {stream.id} goes on and its claim is another's"
 
     def _close(self, stream: ResponseStream, choice: ChoiceOutput) -> None:
         choice.ended_at = self._clock.now()
@@ -187,7 +201,7 @@ class OpenAnswers:
         """Give back what a choice holds in this service; every choice ends through this method. Idempotent."""
         owner = self._owners.pop(choice.request.id, None)
         if owner is not None:
-            self._room.booked -= 1
+            self._room.choices -= 1
             if owner[0].tenant:
                 self._tenants.ended(owner[0].tenant)
             if self._watch is not None:

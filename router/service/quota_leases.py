@@ -8,6 +8,7 @@ answer comes the controller counts as away, and nobody waits until it has answer
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -35,6 +36,8 @@ class QuotaLeases:
     def __init__(self, accounts: TenantAccounts, lessor: QuotaLessor, name: str, clock: Clock) -> None:
         self._accounts, self._lessor, self._name, self._clock = accounts, lessor, name, clock
         self._call: asyncio.Task[None] | None = None
+        self._waiting: dict[asyncio.Task[object], tuple[str, int, int]] = {}
+        """Tenant, choices and tokens of each request that waits for a slice."""
         self._retry_at = 0.0
 
     async def ensure(self, tenant: str, limits: TenantLimits, choices: int, prompt_tokens: int) -> None:
@@ -42,7 +45,10 @@ class QuotaLeases:
         asked = tenant, limits, choices, prompt_tokens
         if not self._accounts.lacks(*asked, self._clock.now()):
             return
+        task = asyncio.current_task()
+        assert task is not None
         self._accounts.wait_for(tenant, choices, prompt_tokens)
+        self._waiting[task] = (tenant, choices, prompt_tokens)
         try:
             for _ in range(TRIES):
                 if self._call is not None:  # Its claims may have been made before this request came.
@@ -51,12 +57,28 @@ class QuotaLeases:
                     return
                 await asyncio.shield(call)
         finally:
+            del self._waiting[task]
             self._accounts.wait_for(tenant, choices, prompt_tokens, -1)
 
     def tick(self) -> None:
         """Claim what is due; to be called every 100 ms or so."""
         if self._call is None and (not self._accounts.alone or self._clock.now() >= self._retry_at):
             self._begin()
+
+    def check(self) -> list[str]:
+        """Recount what waits for slices; returns a sentence for each disagreement."""
+        wanted: dict[str, Counter[str]] = {}
+        for tenant, choices, tokens in self._waiting.values():
+            wanted.setdefault(tenant, Counter()).update(requests=1, tokens=tokens, concurrent=choices)
+        counted = self._accounts.waiting
+        found = [
+            f"requests of {tenant} wait for {dict(+wanted.get(tenant, Counter()))}, {dict(counted.get(tenant, {}))} "
+            "is claimed for them"
+            for tenant in sorted(wanted.keys() | counted.keys())
+            if +wanted.get(tenant, Counter()) != counted.get(tenant, Counter())
+        ]
+        ended = sum(task.done() for task in self._waiting)
+        return [*found, f"{ended} requests have ended and still wait for a slice"] if ended else found
 
     def close(self) -> None:
         if self._call is not None:

@@ -57,7 +57,6 @@ from router.service.record_keeping import RecordKeeping
 from router.service.request_limits import RequestLimits
 from router.service.restored_choice import HASHED_INLINE_BYTES, KeyedRequest, check_headers, usable
 from router.service.routed_choices import OpenedRequest, RequestTimes
-from router.state.routed_request import RoutedRequest
 from router.state.router_log import log
 from router.state.tenant_share import TenantShare
 from router.state.trace_context import NO_TRACE, TraceContext
@@ -168,7 +167,7 @@ class RouterService:
             on_unlinked=self._on_unlinked,
             on_events=self._on_events,
         )
-        self.claims = AnswerClaims(self.core)
+        self.claims = AnswerClaims(self.core, self._supersede)
         self._owners: Owners = {}
         router = f"{name}-{mint()[:8]}" if ports.recorder is not None else name
         self.records = RecordKeeping(
@@ -267,23 +266,27 @@ class RouterService:
         `TenantLimited`, `SloUnreachable`, `ReaderFailed`, `ClientGone`, `KeyReused` and `Superseded`.
         """
         self.room.check()
-        identity = await self._identity(kind, raw, tenant, resume) if resume is not None else None
-        began, slo_ms = self.clock.now(), self.limits.first_token_ms(slo, self._allowed(tenant).ttft_slo_ms)
-        # Compiling a grammar may take a second, and as much memory as a reader may have.
-        if len(raw) <= INLINE_BYTES and not may_need_grammar(raw):
-            prepared = REQUESTS[kind](self.intake, raw, tenant)
-        else:
-            with self.room.one():
+        turn = self.claims.next_turn()
+        with self.room.hold():
+            identity = await self._identity(kind, raw, tenant, resume, turn) if resume is not None else None
+            began, slo_ms = self.clock.now(), self.limits.first_token_ms(slo, self._allowed(tenant).ttft_slo_ms)
+            # Compiling a grammar may take a second, and as much memory as a reader may have.
+            if len(raw) <= INLINE_BYTES and not may_need_grammar(raw):
+                prepared = REQUESTS[kind](self.intake, raw, tenant)
+            else:
                 reply = self.readers.submit(kind, raw, tenant)
                 if on_gone is not None:
                     on_gone(reply.cancel)
                 _, frame = await _unless_gone(reply)
                 prepared = prepared_of(frame)
-        request = replace(prepared.request, session=session) if session else prepared.request
+            request = replace(prepared.request, session=session) if session else prepared.request
+            prompt_tokens = sum(len(prompt.tokens) for prompt in prepared.prompts)
+            if self.keys is not None:
+                await self._leased(tenant, request.choices, prompt_tokens)
+        # From here on what was looked at holds until it is booked: only `_claim` waits, holding the places.
+        if identity is not None:  # Another connection may have begun this answer while this one waited.
+            self.claims.take_over(identity, turn)
         timeout_s, allowed = self.limits.timeout_s(request), self._allowed(tenant)
-        prompt_tokens = sum(len(prompt.tokens) for prompt in prepared.prompts)
-        if self.keys is not None:
-            await self._leased(tenant, request.choices, prompt_tokens)
         self.room.check(request.choices)
         try:
             limits = [self.limits.answer_tokens(request, len(p.tokens)) for p in prepared.prompts]
@@ -297,7 +300,7 @@ class RouterService:
         if identity is not None and resume is not None:
             if not request.seeded:
                 request = replace(request, sampling=replace(request.sampling, seed=identity.seed))
-            keyed = await self._claim(identity, resume, request, prepared.prompts, on_gone)
+            keyed = await self._claim(identity, turn, resume, request, prepared.prompts, on_gone)
         try:
             opened = OpenedRequest(
                 identity.answer_id if identity is not None else self._mint(),
@@ -311,34 +314,40 @@ class RouterService:
                 self.records.traced(trace),
             )
             routed = opened.routed(self.clock.now(), self._mint() if keyed is not None else "")
+            stream = opened.stream(routed, self.spec.name, self.model_tokenizer, self.config.client_buffer_events)
             new = routed if keyed is None else keyed.new(routed)
             if new and (late := self.core.late_if_taken(new)) is not None:
                 raise SloUnreachable((self.clock.now() - began + late.prediction.seconds) * 1000, slo_ms)
-            if self.keys is not None:
-                asked = prompt_tokens if len(new) == len(routed) else 0
-                self.tenants.admit(tenant, allowed, request.choices, asked, self.clock.now())
-            return self._admit(opened, routed)
+            asked = prompt_tokens if len(new) == len(routed) else 0
+            self.answers.begin(stream, allowed if self.keys is not None else None, asked)
+            self._admit(opened, stream)
+            return stream
         except BaseException:
             if keyed is not None:
                 self.claims.give_up(keyed.claim)
                 self._act()
             raise
 
-    async def _identity(self, kind: FrameKind, raw: bytes, tenant: str, resume: ResumeHeaders) -> AnswerIdentity:
-        """Return the identity of a request with a key, and take its answer from the connection that has it here. Raises
-        `KeyReused`."""
+    async def _identity(
+        self, kind: FrameKind, raw: bytes, tenant: str, resume: ResumeHeaders, turn: int
+    ) -> AnswerIdentity:
+        """Return the identity of a request with a key, and take its answer from the connection that has it here: what
+        that holds of the limits is free for this one. Raises `KeyReused`, `Superseded`."""
         given = cluster_secret(), tenant, resume.key, kind.name, raw
         inline = len(raw) <= HASHED_INLINE_BYTES
         identity = identity_of(*given) if inline else await asyncio.to_thread(identity_of, *given)
-        held = self.claims.held(identity)
-        if held is not None and not held.over:
-            self.abandon(held)
-            held.fail(SUPERSEDED, ErrorKind.SUPERSEDED)
+        self.claims.take_over(identity, turn)
         return identity
+
+    def _supersede(self, stream: ResponseStream) -> None:
+        """End an answer whose client has come back for it on another connection."""
+        self.abandon(stream)
+        stream.fail(SUPERSEDED, ErrorKind.SUPERSEDED)
 
     async def _claim(
         self,
         identity: AnswerIdentity,
+        turn: int,
         headers: ResumeHeaders,
         request: GenerateRequest,
         prompts: Sequence[PreparedPrompt],
@@ -346,9 +355,8 @@ class RouterService:
     ) -> KeyedRequest:
         """Find out what workers have kept of an answer. Raises as `AnswerClaims.claim` does, and `RequestError`."""
         check_headers(request, headers)
-        self.room.check(self.claims.asking + 1)
-        with self.room.one():
-            claim = await self.claims.claim(identity, request.choices, self._act, on_gone)
+        with self.room.hold(request.choices):
+            claim = await self.claims.claim(identity, turn, request.choices, self._act, on_gone)
         fit = usable(claim, request, prompts)
         for index, found in claim.found.items():
             if index not in fit:
@@ -363,31 +371,35 @@ class RouterService:
             return TEXTS[kind](self.intake, raw)
         return (await self.readers.submit(kind, raw))[1]
 
-    def _admit(self, opened: OpenedRequest, routed: Sequence[RoutedRequest]) -> ResponseStream:
-        keyed = opened.keyed
-        stream = opened.stream(routed, self.spec.name, self.model_tokenizer, self.config.client_buffer_events)
-        choices = stream.choices
-        if self.security.log_prompts:
-            client_id, tenant = opened.client_id, opened.share.tenant
-            for choice in choices[:: opened.request.n]:
-                log(
-                    "prompt",
-                    request_id=stream.id,
-                    client_id=client_id,
-                    tenant=tenant,
-                    tokens=list(choice.request.prompt),
-                )
-        self.answers.begin(stream)
-        found = keyed.claim.found if keyed is not None else {}
-        if keyed is not None:
-            self.claims.begun(keyed.claim, stream)
-        for choice in choices:
-            if choice.index in found:
-                self.answers.catch_up(stream, choice, found[choice.index])
-            else:
-                self.core.submit(choice.request)
-        self._act()
-        return stream
+    def _admit(self, opened: OpenedRequest, stream: ResponseStream) -> None:
+        """Hand an answer that is booked to the router core. Where that fails, everything is given back."""
+        keyed, choices = opened.keyed, stream.choices
+        found = dict(keyed.claim.found) if keyed is not None else {}
+        try:
+            if self.security.log_prompts:
+                client_id, tenant = opened.client_id, opened.share.tenant
+                for choice in choices[:: opened.request.n]:
+                    log(
+                        "prompt",
+                        request_id=stream.id,
+                        client_id=client_id,
+                        tenant=tenant,
+                        tokens=list(choice.request.prompt),
+                    )
+            if keyed is not None:
+                self.claims.begun(keyed.claim, stream)
+            for choice in choices:
+                if choice.index in found:
+                    self.answers.catch_up(stream, choice, found[choice.index])
+                    del found[choice.index]
+                else:
+                    self.core.submit(choice.request)
+            self._act()
+        except BaseException:
+            for left in found.values():
+                self.core.asks.give_up(left.worker, (left.answer,))
+            self.answers.abandon(stream)
+            raise
 
     def abandon(self, stream: ResponseStream) -> None:
         """End an answer whose client has left. Idempotent."""
@@ -458,4 +470,6 @@ class RouterService:
 
     def check(self) -> list[str]:
         """Recount the router's books; returns a sentence for each disagreement."""
-        return [*self.core.check(), *self.claims.check(), *self.answers.check()]
+        quotas = self.controller.quotas
+        leases = quotas.check() if quotas is not None else []
+        return [*self.core.check(), *self.claims.check(), *self.answers.check(), *leases]

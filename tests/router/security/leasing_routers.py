@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from cluster.controller.quota_ledger import QuotaLedger
@@ -70,8 +71,8 @@ class LeasingRouter:
         self.accounts.ended(tenant)
 
     @property
-    def in_flight(self) -> int:
-        return self.accounts.in_flight
+    def places(self) -> Counter[str]:
+        return self.accounts.places
 
 
 def company(count: int) -> tuple[ManualClock, list[LeasingRouter]]:

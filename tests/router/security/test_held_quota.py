@@ -37,7 +37,7 @@ def test_routers_together_let_no_more_through_than_one_would(seed: int) -> None:
             tokens = rng.randint(1, 60)
             if admitted(rng.choice(routers), limits, tokens):
                 let.append((now, tokens))
-                routers[0].ended("acme") if routers[0].in_flight else None
+                routers[0].ended("acme") if routers[0].places else None
     for start, _ in let:
         minute = [tokens for at, tokens in let if start <= at < start + 60]
         assert len(minute) <= 2 * 40
@@ -70,15 +70,15 @@ def test_answers_in_flight_are_counted_over_all_routers() -> None:
     limits = TenantLimits(concurrent=8)
     clock, routers = company(3)
     assert sum(admitted(routers[number % 3], limits) for number in range(30)) >= 8 - 2
-    assert sum(router.in_flight for router in routers) <= 8
+    assert sum(router.places.total() for router in routers) <= 8
     for _ in rounds(clock, routers, 3 * RENEW_S):
         pass
-    busy = next(router for router in routers if router.in_flight)
-    while sum(router.in_flight for router in routers) < 8:
+    busy = next(router for router in routers if router.places)
+    while sum(router.places.total() for router in routers) < 8:
         assert any(admitted(router, limits) for router in routers), "no place is lost"
     with pytest.raises(TenantLimited, match="acme has 8 answers in flight; 8 are allowed at a time"):
         busy.admit("acme", limits, 1, 1)
-    while busy.in_flight:
+    while busy.places:
         busy.ended("acme")
     for _ in rounds(clock, routers, 3 * RENEW_S):
         pass
@@ -161,7 +161,7 @@ def test_and_with_as_many_answers_in_flight_as_it_had_places_or_a_slice_of_them(
     for _ in rounds(clock, [router], 2):
         pass
     assert until_refused(router, limits) == slice_of(16), "it had claimed a slice beyond the five"
-    while router.in_flight:
+    while router.places:
         router.ended("acme")
     for _ in rounds(clock, [router], 60):
         pass

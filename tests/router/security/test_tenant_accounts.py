@@ -77,11 +77,11 @@ def test_what_is_refused_is_not_booked_and_tenants_dont_pay_for_each_other(kind:
     accounts, limits = kind(), TenantLimits(requests_per_minute=5, tokens_per_minute=10, concurrent=2)
     assert not admitted(accounts, limits, 1, 0.0, choices=3)
     assert admitted(accounts, limits, 10, 0.0, choices=2)
-    assert accounts.in_flight == 2
+    assert accounts.places.total() == 2
     accounts.admit("other", limits, 2, 10, 0.0)
     for _ in range(2):
         accounts.ended("acme")
         accounts.ended("other")
-    assert accounts.in_flight == 0
+    assert accounts.places.total() == 0
     assert not admitted(accounts, limits, 1, 0.0), "its tokens are spent"
     assert admitted(accounts, limits, 1, 6.1)

@@ -257,7 +257,7 @@ def test_a_choice_of_a_request_with_a_key_is_the_same_but_for_its_name() -> None
         session="talk",
     )
     identity = identity_of("", "acme", "key", "completions", b"{}")
-    named = KeyedRequest(identity, ResumeHeaders("key", None), AnswerClaim(identity, RequestId("ask"), None), 7).named(
+    named = KeyedRequest(identity, ResumeHeaders("key", None), AnswerClaim(identity, RequestId("ask"), 0), 7).named(
         0, plain
     )
     assert named.name == AnswerName(identity.key, identity.body, 0, 7)

@@ -1,0 +1,302 @@
+"""Two requests with one key at nearly the same moment: whatever the order in which they are read, one has the answer,
+the other is told, and nothing that was booked stays so."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from cli.keys_command import new_key
+from contracts.config.cluster_config import Config
+from contracts.config.security_config import SecurityConfig
+from contracts.ids import Role
+from contracts.key_file import TenantLimits, read_key_file, write_key_file
+from contracts.messages.kept_answers import Attach, Attached, KeptAnswer
+from contracts.sampling_params import SamplingParams
+from router.service.router_service import INLINE_BYTES
+from router.state.routed_request import RoutedRequest
+from router.tokenizer_pool.tokenizer_process import FrameKind
+from tests.router.fake_worker import FakeCluster, FakeWorker, expected
+from tests.router.http_server import Server, serving
+
+PROMPT = [5, 6, 7] * 400
+"""Of a body that a reader process reads."""
+PATH = "/v1/completions"
+NAMES = (f"key-{number}" for number in itertools.count())
+
+
+def body(**changes: Any) -> dict[str, Any]:
+    return {"prompt": PROMPT, "seed": 1, "max_tokens": 20, "return_token_ids": True, **changes}
+
+
+def hand_over(worker: FakeWorker, ask: Attach) -> Attached:
+    """A worker hands what it runs under a key over to whoever asks."""
+    kept = [
+        KeptAnswer(
+            s.request_id, s.attempt, s.name.index, s.name.created, s.prompt_len, s.sampling.max_tokens, 60.0, (), (),
+            None, running=True, started=False,
+        )
+        for s in (leg.submit for leg in worker.legs.values())
+        if s.name is not None and s.name.key == ask.key
+    ]  # fmt: skip
+    return Attached(ask.request_id, 0, answers=tuple(kept))
+
+
+@contextmanager
+def paused(server: Server) -> Iterator[None]:
+    """Workers do nothing but hand over what they have."""
+
+    def attach() -> None:
+        for worker in server.cluster.workers.values():
+            worker.attached = partial(hand_over, worker) if worker.role is Role.DECODE else None
+
+    server.call(attach)
+    server.pause("prefill")
+    server.pause("decode")
+    try:
+        yield
+    finally:
+        server.resume()
+
+
+class HeldReplies:
+    """The replies of a router's readers, which come when they are let go."""
+
+    def __init__(self, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._server, self._held = server, list[tuple[asyncio.Future[Any], asyncio.Future[Any]]]()
+        self._submit = server.service.readers.submit
+        monkeypatch.setattr(server.service.readers, "submit", self._hold)
+
+    def _hold(self, kind: FrameKind, raw: bytes, tenant: str = "") -> asyncio.Future[tuple[FrameKind, bytes]]:
+        late: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._held.append((self._submit(kind, raw, tenant), late))
+        return late
+
+    def come(self, count: int) -> None:
+        """Wait until so many requests wait for their replies, which readers have made."""
+        self._server.wait_until(lambda: len(self._held) == count and all(made.done() for made, _ in self._held))
+
+    def let_go(self, *numbers: int) -> None:
+        """Have these replies come in one turn of the loop, in this order."""
+
+        def work() -> None:
+            for number in numbers:
+                made, late = self._held[number]
+                late.set_result(made.result())
+
+        self._server.call(work)
+
+
+class Asked:
+    """A request on a connection of its own."""
+
+    def __init__(self, server: Server, key: str, asked: dict[str, Any], **headers: str) -> None:
+        self.answer: httpx.Response | None = None
+
+        def ask() -> None:
+            with httpx.Client(base_url=server.url, timeout=10, trust_env=False, verify=False) as client:
+                self.answer = client.post(PATH, json=asked, headers={"Idempotency-Key": key, **headers})
+
+        self._thread = threading.Thread(target=ask)
+        self._thread.start()
+
+    def status(self) -> int:
+        """Of its answer, which must come."""
+        self._thread.join(15)
+        assert self.answer is not None, "it hangs"
+        return self.answer.status_code
+
+
+def right(asked: Asked) -> bool:
+    assert asked.answer is not None
+    told: list[int] = asked.answer.json()["choices"][0]["token_ids"]
+    return told == expected(PROMPT, SamplingParams(20, seed=1))
+
+
+def in_flight(server: Server, count: int) -> None:
+    server.wait_until(lambda: server.service.core.requests.in_flight == count)
+
+
+@pytest.mark.parametrize("later_first", [True, False])
+@pytest.mark.parametrize("apart", [True, False])
+def test_the_later_of_two_connections_has_the_answer_whichever_is_read_first(
+    server: Server, monkeypatch: pytest.MonkeyPatch, later_first: bool, apart: bool
+) -> None:
+    """`apart`: the second reply comes once the first one's answer has begun, else both come in one turn."""
+    assert len(str(PROMPT)) > INLINE_BYTES
+    replies, key = HeldReplies(server, monkeypatch), next(NAMES)
+    with paused(server):
+        earlier = Asked(server, key, body())
+        replies.come(1)
+        later = Asked(server, key, body())
+        replies.come(2)
+        order = (1, 0) if later_first else (0, 1)
+        if apart:
+            replies.let_go(order[0])
+            in_flight(server, 1)
+            replies.let_go(order[1])
+        else:
+            replies.let_go(*order)
+        assert earlier.status() == 409
+        in_flight(server, 1)
+    assert later.status() == 200
+    assert right(later)
+    assert server.service.room.booked == 0
+    assert len(server.service.claims) == 0
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_another_body_under_the_key_is_refused_whenever_it_is_read(
+    server: Server, monkeypatch: pytest.MonkeyPatch, apart: bool
+) -> None:
+    replies, key = HeldReplies(server, monkeypatch), next(NAMES)
+    with paused(server):
+        one = Asked(server, key, body())
+        replies.come(1)
+        other = Asked(server, key, body(max_tokens=19))
+        replies.come(2)
+        replies.let_go(0)
+        if apart:
+            in_flight(server, 1)
+        replies.let_go(1)
+        assert other.status() == 422
+    assert one.status() == 200
+    assert right(one)
+
+
+def test_whoever_comes_while_a_refusal_is_on_its_way_is_refused_too(server: Server) -> None:
+    """A worker has another body under the key: it says so, and before the first one has heard of it a second comes."""
+    key, service = next(NAMES), server.service
+    worker = server.cluster["decode-1"]
+    worker.attached = lambda ask: None
+    first = Asked(server, key, body())
+    server.wait_until(lambda: bool(worker.asked))
+    ask = worker.asked.pop().request_id
+    (claim,) = service.claims._claims.values()
+
+    async def second() -> None:
+        worker.sessions[0].on_events([Attached(ask, 0, other_body=True)])
+        await service.claims.claim(claim.identity, service.claims.next_turn(), 1, service._act, None)
+
+    with pytest.raises(Exception, match="another body"):
+        asyncio.run_coroutine_threadsafe(second(), server.loop).result(10)
+    assert first.status() == 422
+    assert len(service.claims) == 0
+
+
+@contextmanager
+def two_at_a_time(folder: Path) -> Iterator[tuple[Server, dict[str, str]]]:
+    """A router whose one tenant may have two answers at a time, and what its requests say."""
+    keys = folder / "keys.json"
+    secret = new_key(keys, "acme")
+    write_key_file(keys, replace(read_key_file(keys), tenants={"acme": TenantLimits(concurrent=2)}))
+    config = Config(security=SecurityConfig(keys_file=str(keys)))
+    with serving(FakeCluster(2, 2), config=config) as server:
+        yield server, {"Authorization": f"Bearer {secret}"}
+        server.at_rest()
+
+
+def test_a_tenant_keeps_its_places_after_such_races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with two_at_a_time(tmp_path) as (server, who):
+        for number in range(3):
+            with monkeypatch.context() as patch, paused(server):
+                replies, key = HeldReplies(server, patch), f"k{number}"
+                earlier = Asked(server, key, body(), **who)
+                replies.come(1)
+                later = Asked(server, key, body(), **who)
+                replies.come(2)
+                replies.let_go(1)
+                in_flight(server, 1)
+                replies.let_go(0)
+                assert earlier.status() == 409
+            assert later.status() == 200
+            assert server.service.tenants.places == {}
+        both = server.post(PATH, body(n=2), **who)
+        assert both.status_code == 200, both.text
+
+
+def test_an_answer_that_can_not_begin_gives_back_all_that_it_had_booked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The router core fails on the second choice of two, with a key and without one."""
+    with two_at_a_time(tmp_path) as (server, who):
+        submit, calls = server.service.core.submit, itertools.count(1)
+
+        def fail_each_second(request: RoutedRequest) -> None:
+            if next(calls) % 2 == 0:
+                raise RuntimeError("planted")
+            submit(request)
+
+        monkeypatch.setattr(server.service.core, "submit", fail_each_second)
+        for key in ({}, {"Idempotency-Key": "k"}):
+            assert server.post(PATH, body(n=2), **who, **key).status_code == 500
+            assert (server.service.room.booked, server.service.tenants.places, len(server.service.claims)) == (0, {}, 0)
+        monkeypatch.undo()
+        assert server.post(PATH, body(n=2), **who).status_code == 200
+
+
+def test_choices_that_are_looked_for_have_their_places_meanwhile(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two requests of two choices each and room for three: the second doesn't begin beside the first."""
+    monkeypatch.setattr(server.service.room, "limit", 3)
+    worker = server.cluster["decode-1"]
+    worker.attached = lambda ask: None
+    first = Asked(server, next(NAMES), body(n=2))
+    server.wait_until(lambda: bool(worker.asked))
+    assert server.service.room.booked == 2
+    assert server.post(PATH, body(n=2), **{"Idempotency-Key": next(NAMES)}).status_code == 429
+    server.call(lambda: worker.sessions[0].on_events([Attached(worker.asked[0].request_id, 0)]))
+    assert first.status() == 200
+
+
+def lost_holder(server: Server) -> Callable[[], object]:
+    async def hold() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        server.service.room._opening[task] = 1
+
+    asyncio.run_coroutine_threadsafe(hold(), server.loop).result(10)
+    return server.service.room._opening.popitem
+
+
+def test_check_counts_what_is_booked_against_what_lives(server: Server) -> None:
+    service = server.service
+    server.pause("decode")
+    running = Asked(server, next(NAMES), body())
+    in_flight(server, 1)
+    assert server.call(service.check) == []
+    (stream, _) = next(iter(service._owners.values()))
+    claims: Any = service.claims._claims
+    claim = claims[stream.answer_key]
+    stranger = SimpleNamespace(stream=None, waiter=None, identity=claim.identity)
+    accounts: Any = service.tenants._accounts
+    plants: list[tuple[str, Callable[[], object], Callable[[], object]]] = [
+        ("1 choices are in flight, 2 are booked", lambda: vars(service.room).update(choices=2),
+         lambda: vars(service.room).update(choices=1)),
+        ("choices of acme", lambda: accounts.update(acme=SimpleNamespace(in_flight=1)), lambda: accounts.pop("acme")),
+        ("its claim is another's", lambda: claims.update({stream.answer_key: stranger}),
+         lambda: claims.update({stream.answer_key: claim})),
+    ]  # fmt: skip
+    for says, plant, undo in plants:
+        server.call(plant)
+        found = server.call(service.check)
+        server.call(undo)
+        assert any(says in line for line in found), (says, found)
+    undo = lost_holder(server)
+    assert any("still hold places" in line for line in server.call(service.check))
+    server.call(undo)
+    assert server.call(service.check) == []
+    server.resume()
+    assert running.status() == 200
