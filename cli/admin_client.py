@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import json
 import os
 import ssl
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 from cluster.processes.run_file import RunFile
 from contracts.errors import ConfigError, TwinpoolError
+from contracts.outside_data import read_json
 
 TIMEOUT_S = 60.0
 """How long one call may take: a check waits for each worker's step to end, which can take long on a slow machine."""
@@ -138,7 +138,7 @@ class AdminClient:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), *handlers)
         try:
             with opener.open(request, timeout=TIMEOUT_S) as response:
-                answer: dict[str, Any] = json.loads(response.read())
+                answer: dict[str, Any] = read_json(response.read())
                 self._heard = True
                 return answer
         except urllib.error.HTTPError as error:
@@ -163,7 +163,7 @@ class AdminClient:
 def _message(body: bytes) -> tuple[str, str]:
     """Return an error's message and code; both empty when the body isn't a router's."""
     try:
-        error = json.loads(body)["error"]
+        error = read_json(body)["error"]
         return str(error["message"]), str(error.get("code"))
     except (ValueError, KeyError, TypeError, AttributeError):
         return "", ""

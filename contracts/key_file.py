@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from contracts.errors import ConfigError
+from contracts.outside_data import read_json
 
 KEY_PREFIX = "tp-"
 TENANT_CHARS = 64
@@ -93,7 +94,7 @@ def mint_key(tenant: str, created: str, expires: str = "") -> tuple[str, ApiKey]
 def read_key_file(path: Path) -> KeyFile:
     """Read a key file. Raises `ConfigError` where it can't be read, naming what is wrong."""
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = read_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"can't read the key file {path}: {error}") from None
     if not isinstance(tree, dict) or tree.keys() - {"keys", "tenants"}:

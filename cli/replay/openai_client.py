@@ -24,6 +24,8 @@ import httptools
 import httpx
 import orjson
 
+from contracts.outside_data import read_json
+
 _NOTE_CHARS = 200
 
 
@@ -216,7 +218,7 @@ class _Exchange(asyncio.Protocol):
             self._finish_well()
             return
         try:
-            event = json.loads(data)
+            event = read_json(data)
             failed = event.get("error")
             carried = not failed and carries_tokens(event)
             self._finished |= any(choice.get("finish_reason") for choice in event.get("choices") or ())

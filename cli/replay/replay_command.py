@@ -22,6 +22,7 @@ from cli.replay.plots import check_plots, draw_plots
 from cli.replay.replay_figures import RecentFigures, ReplayFigures, figures_of
 from cli.replay.trace_prompts import Ask, Content, asks_of
 from contracts.errors import ConfigError, TwinpoolError
+from contracts.outside_data import read_json
 from sim.scale.cluster_plan import LatencyTarget
 from sim.scale.trace_file import TraceLine, read_trace
 
@@ -75,7 +76,7 @@ class ReplayOptions:
         if not (low.isdigit() and high.isdigit() and int(low) < int(high)):
             raise ConfigError(f"--token-range takes LOW:HIGH, got {args.token_range!r}")
         try:
-            fields = json.loads(args.extra)
+            fields = read_json(args.extra)
         except ValueError as error:
             raise ConfigError(f"--extra takes a JSON object: {error}") from None
         if not isinstance(fields, dict):

@@ -46,6 +46,8 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+from contracts.outside_data import read_json
+
 MESSAGE_BYTES = 8192
 IMAGES = 16
 """Keys of images that an agent keeps, those whose making was given up among them."""
@@ -223,7 +225,7 @@ class ArenaAgent:
         pid, uid = _credentials(peer)
         if uid != os.geteuid():
             raise LoanRefused
-        message = json.loads(data)
+        message = read_json(data)
         if not hmac.compare_digest(str(message["token"]), self._token):
             raise LoanRefused
         if message["verb"] in ("image", "keep", "alone"):

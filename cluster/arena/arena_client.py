@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from cluster.arena.arena_agent import MESSAGE_BYTES, address
 from contracts.clock import Clock
+from contracts.outside_data import read_json
 
 log = logging.getLogger("twinpool.arena")
 
@@ -198,7 +199,7 @@ def ask(
     data, got, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     if not data:
         raise ConnectionError("the agent has hung up")
-    answer: dict[str, Any] = json.loads(data)
+    answer: dict[str, Any] = read_json(data)
     return answer, got
 
 

@@ -38,6 +38,7 @@ from contracts.config.cluster_config import Config
 from contracts.errors import ConfigError
 from contracts.ids import PAIR, Role, WorkerName
 from contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts, PoolSizing, SizingDecision
+from contracts.outside_data import read_json
 
 DECISIONS_KEPT = 16
 COUNTERS = ("grown", "shrunk", "role_changes", "starts_failed", "starts_given_up", "holds")
@@ -83,7 +84,7 @@ class Autoscaler:
             return
         now = self._clock.now()
         try:
-            kept = json.loads(self._table.autoscaler)
+            kept = read_json(self._table.autoscaler)
             for name, was in kept["starts"].items():
                 self._starts[WorkerName(name)] = OwnStart(Role(was) if was else None, now, 0)
             self._sent = {WorkerName(name) for name in kept["sent"]}

@@ -336,7 +336,8 @@ class ControllerService(pb_grpc.ControllerServicer):
     def _ask_routers(self, number: int, request_id: str) -> int:
         """Ask all routers that answer for the records of a request; returns how many these are."""
         ask = pb.RecordAsk(number=number, request_id=request_id)
-        lines = [line for line in self._watchers if line.answers]
+        # One that doesn't read counts as one that has no records: questions for it would wait for ever.
+        lines = [line for line in self._watchers if line.answers and len(line.changes) <= MOST_CHANGES]
         for line in lines:
             line.changes.append(pb.ClusterView(version=self._published, changes=True, record_asks=[ask]))
             line.more.set()

@@ -22,6 +22,7 @@ from contracts.config.cluster_config import ClusterConfig
 from contracts.errors import ConfigError
 from contracts.ids import NO_INCARNATION, Incarnation, WorkerName
 from contracts.messages.worker_status import EndedWorker, WorkerView
+from contracts.outside_data import read_json
 
 log = logging.getLogger("twinpool.controller")
 
@@ -65,7 +66,7 @@ class ControllerTable:
         self.quotas = kept.get(QUOTAS_KEY, "")
         """What an earlier controller has kept of tenants' quotas (`cluster.controller.quota_ledger`)."""
         try:
-            self.nodes = NodeTable(json.loads(kept.get(CORDONS_KEY, "[]")))
+            self.nodes = NodeTable(read_json(kept.get(CORDONS_KEY, "[]")))
             self.room = ClusterRoom.from_json(kept[ROOM_KEY]) if ROOM_KEY in kept else ClusterRoom()
             """What nodes have for workers, as the supervisor told last."""
             for key, text in kept.items():

@@ -43,12 +43,14 @@ class Leadership:
     @property
     def held(self) -> bool:
         """Whether this controller leads, by its own clock: only then may it grant anything. Any thread."""
-        return self._until is not None and self._clock.now() < self._until
+        until = self._until  # Read once: the thread that renews may end it in between.
+        return until is not None and self._clock.now() < until
 
     @property
     def lapsed_s(self) -> float:
         """Seconds since its lease has run out; 0 while that holds, or where it never led."""
-        return max(0.0, self._clock.now() - self._until) if self._until is not None else 0.0
+        until = self._until
+        return max(0.0, self._clock.now() - until) if until is not None else 0.0
 
     @property
     def pause_s(self) -> float:

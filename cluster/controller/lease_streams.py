@@ -20,7 +20,7 @@ from contracts.errors import WireError
 from contracts.proto import worker_pb2 as pb
 from contracts.wire.frame_connection import FrameConnection
 from contracts.wire.frame_listener import FrameListener
-from contracts.wire.lease_frames import RENEWAL_BYTES, SILENCE_S
+from contracts.wire.lease_frames import RENEWAL_BYTES, SILENCE_S, UNREAD_BYTES
 
 log = logging.getLogger("twinpool.controller")
 
@@ -86,6 +86,10 @@ class LeaseStreams:
         connection.on_frame = lambda renewal: self._answer(connection, renewal)
 
     def _answer(self, connection: FrameConnection, frame: bytes) -> None:
+        if (waiting := connection.unread_bytes) > UNREAD_BYTES:
+            log.warning("a lease stream whose worker reads no grants is ended: %d bytes wait for it", waiting)
+            connection.fail(f"its worker reads no grants: {waiting} bytes wait for it")
+            return
         try:
             grant = self._renew(pb.Renewal.FromString(frame))
         except (DecodeError, WireError, ValueError) as error:

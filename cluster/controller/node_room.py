@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from cluster.controller.node_table import NOWHERE, NodePlace
 from contracts.ids import Role, WorkerName
+from contracts.outside_data import read_json
 
 ANY_NUMBER = 1 << 30
 MANY_NODES = 3
@@ -140,7 +141,7 @@ class ClusterRoom:
     @classmethod
     def from_json(cls, text: str) -> ClusterRoom:
         """Raises `ValueError`, `KeyError` or `TypeError` where it can't be read."""
-        kept = json.loads(text)
+        kept = read_json(text)
         nodes = []
         for node in kept["nodes"]:
             roles = {Role(role): RoleRoom(**room) for role, room in node["roles"].items()}

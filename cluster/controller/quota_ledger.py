@@ -19,6 +19,7 @@ from typing import Any
 
 from contracts.clock import Clock
 from contracts.messages.quota import QuotaAmounts, QuotaClaim, QuotaSlice
+from contracts.outside_data import read_json
 
 log = logging.getLogger("twinpool.controller")
 
@@ -72,7 +73,7 @@ class QuotaLedger:
         self.changed = False
         """Whether anything has been leased since `kept` was called."""
         try:
-            self._take_up(json.loads(kept or "{}"))
+            self._take_up(read_json(kept or "{}"))
         except (ValueError, TypeError, AttributeError) as error:
             log.warning("what the controller before had of tenants' quotas can't be read: %r", error)
             self._tenants.clear()

@@ -14,6 +14,7 @@ from cluster.processes.restart_policy import RestartHistory
 from contracts.config.cluster_config import ClusterConfig
 from contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName
 from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
+from contracts.outside_data import read_json
 from contracts.proto import worker_pb2 as pb
 from contracts.wire.worker_protobuf import record_from_proto, record_to_proto
 
@@ -150,7 +151,7 @@ def to_ledger(row: WantedWorker) -> str:
 
 def from_ledger(name: WorkerName, text: str, config: ClusterConfig) -> WantedWorker:
     """Read a row back. Raises `ValueError`, `KeyError` or `TypeError` where it can't be read."""
-    kept = json.loads(text)
+    kept = read_json(text)
     record = kept["record"]
     return WantedWorker(
         name=name,

@@ -32,6 +32,8 @@ from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
+from contracts.outside_data import read_json
+
 if __name__ == "__main__":  # A script, which finds nothing but the standard library.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -75,7 +77,7 @@ class NextSupervisor(NamedTuple):
         text = path.read_text()
         path.unlink()
         with contextlib.suppress(ValueError, TypeError):
-            return cls(*json.loads(text))
+            return cls(*read_json(text))
         return None
 
     def start(self) -> subprocess.Popen[bytes]:

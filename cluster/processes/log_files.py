@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from contracts.json_logs import log_to_stream
+from contracts.outside_data import read_json
 
 
 def log_to_file(path: Path, process: str) -> None:
@@ -39,7 +39,7 @@ def last_words(path: Path, lines: int = 8, limit_bytes: int = 16_384) -> list[st
 
 def _readable(line: str) -> str:
     try:
-        entry = json.loads(line)
+        entry = read_json(line)
     except ValueError:
         return line.rstrip()
     if not isinstance(entry, Mapping) or "event" not in entry:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from cluster.processes.process_ids import same_process, start_time
+from contracts.outside_data import read_json
 
 START_REPORT = "start.txt"
 """The file beside a run's logs with what `serve` found and decided at its start."""
@@ -103,7 +104,7 @@ def live_runs() -> list[RunFile]:
 def _read(path: Path) -> RunFile | None:
     """The run of a file; None where it can't be read."""
     try:
-        tree = json.loads(path.read_text())
+        tree = read_json(path.read_text())
         # Other builds may write more.
         return RunFile(**{one.name: tree[one.name] for one in fields(RunFile) if one.name in tree})
     except (OSError, ValueError, TypeError):

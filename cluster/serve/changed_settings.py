@@ -31,6 +31,7 @@ from contracts.config.setting_effects import (
 from contracts.errors import ConfigError, TwinpoolError
 from contracts.ids import Role, WorkerName
 from contracts.messages.settings_change import ChangedSetting, SettingsAnswer, SettingsChange
+from contracts.outside_data import read_json
 
 log = logging.getLogger("twinpool.serve")
 
@@ -135,7 +136,7 @@ def replanned(plan: ServePlan, settings: str) -> ServePlan:
 
 def _given(before: Config, settings: str) -> Config:
     try:
-        tree: Any = json.loads(settings)
+        tree: Any = read_json(settings)
     except ValueError as error:
         raise ConfigError(f"the settings are not JSON: {error}") from None
     if not isinstance(tree, dict):

@@ -17,6 +17,7 @@ from cluster.processes.process_ids import same_process
 from cluster.serve.kept_plan import plan_from_tree, plan_to_tree
 from cluster.serve.preflight import ServePlan
 from contracts.errors import ConfigError
+from contracts.outside_data import read_json
 
 FORMAT = 1
 """Number of the file's format; a build that reads another one takes nothing over."""
@@ -73,7 +74,7 @@ class DetachedState:
         """Read a cluster's state, and work its plan out again. Raises `OSError`, `ConfigError` where this build can't
         go on with it, and as `plan_from_tree` does."""
         try:
-            tree = json.loads((folder / STATE_FILE).read_text())
+            tree = read_json((folder / STATE_FILE).read_text())
             if tree["format"] != FORMAT:
                 raise ConfigError(
                     f"the cluster's state has format {tree['format']} and this build reads {FORMAT}: end the cluster "

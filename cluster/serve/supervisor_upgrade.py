@@ -7,7 +7,6 @@ starts workers with its own interpreter from then on; those that run go on until
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from pathlib import Path
 from cluster.processes.keeper import FAILED, TAKEN_OVER, TRIAL_S, NextSupervisor
 from cluster.processes.run_file import RunFile
 from contracts.errors import ConfigError, TwinpoolError
+from contracts.outside_data import read_json
 from contracts.python_command import module_command
 
 CHECK_S = 180.0
@@ -70,7 +70,7 @@ def check_build(python: Path, run: RunFile) -> CheckedBuild:
             timeout=CHECK_S,
             check=False,
         )
-        answer = json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else None
+        answer = read_json(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else None
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
         raise UpgradeRefused(f"{python} can't check this cluster: {error}") from None
     if answer is None:
@@ -88,7 +88,7 @@ def services_build(run: RunFile) -> str:
     from cluster.serve.detached_state import STATE_FILE
 
     try:
-        tree = json.loads((Path(run.folder) / STATE_FILE).read_text())
+        tree = read_json((Path(run.folder) / STATE_FILE).read_text())
         return str(tree["services"]["controller"][2])
     except (OSError, ValueError, LookupError):
         return ""

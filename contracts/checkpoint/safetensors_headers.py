@@ -8,13 +8,13 @@ is found by reading a few kilobytes.
 from __future__ import annotations
 
 import hashlib
-import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from contracts import outside_data
 from contracts.errors import CheckpointError
 
 SINGLE = "model.safetensors"
@@ -66,7 +66,7 @@ def read_json(path: Path) -> dict[str, object]:
     """Read a JSON object from a file; raises `CheckpointError` when the file can't be read or holds another JSON
     value."""
     try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
+        loaded = outside_data.read_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
@@ -112,7 +112,7 @@ def read_file_headers(path: Path) -> dict[str, TensorHeader]:
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     try:
-        header = json.loads(raw)
+        header = outside_data.read_json(raw)
         start = _LENGTH_BYTES + length
         out = {
             name: TensorHeader(

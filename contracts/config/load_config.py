@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import re
 import types
 import typing
@@ -16,8 +15,6 @@ import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
-
-import yaml
 
 from contracts.config.autoscaling_config import autoscaling_conflicts
 from contracts.config.cluster_config import Config
@@ -27,6 +24,7 @@ from contracts.config.security_config import SecurityConfig
 from contracts.config.tracing_config import TracingConfig
 from contracts.errors import ConfigError
 from contracts.ids import Role
+from contracts.outside_data import read_json, read_yaml
 
 
 def load_config(path: Path | None = None, assignments: Iterable[str] = ()) -> Config:
@@ -47,11 +45,11 @@ def load_config(path: Path | None = None, assignments: Iterable[str] = ()) -> Co
 def read_config_file(path: Path) -> dict[str, Any]:
     """Read the sections of a YAML file, unchecked. Raises `ConfigError` where it holds none."""
     try:
-        loaded = yaml.safe_load(path.read_text())
+        loaded = read_yaml(path.read_text())
     except OSError as error:
         raise ConfigError(f"cannot read config file {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} is not YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:
+        raise ConfigError(f"config file {path} is not YAML: {error}") from None
     if loaded is not None and not isinstance(loaded, dict):
         raise ConfigError(f"config file {path} must hold sections, not a {type(loaded).__name__}")
     return loaded or {}
@@ -86,7 +84,7 @@ def read_config_json(path: Path | None) -> Config:
     if path is None:
         return Config()
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = read_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"can't read the configuration {path}: {error}") from None
     if not isinstance(tree, dict):
@@ -221,7 +219,10 @@ def _assign(tree: dict[str, Any], assignment: str) -> None:
         if not isinstance(child, dict):
             raise ConfigError(f"config key {section} is a value, not a section")
         node = child
-    node[leaf] = yaml.safe_load(text) if text else ""
+    try:
+        node[leaf] = read_yaml(text) if text else ""
+    except ValueError as error:
+        raise ConfigError(f"config key {key.strip()}: the value is not YAML: {error}") from None
 
 
 def _build(cls: Any, tree: object, prefix: str, wrong: list[str], unread: list[str]) -> Any:

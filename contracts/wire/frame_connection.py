@@ -1,8 +1,9 @@
 """A TCP connection that carries frames both ways: four bytes of length, big-endian, then so many bytes.
 
 A frame without bytes is a sign of life: each end sends one when it has had nothing else to say, and takes a peer from
-which nothing comes for gone. gRPC does the same with a task and several system calls a message, which was a sixth of a
-router's time ([decision 52](../../docs/decisions/0052-frames-without-grpc.md)).
+which nothing comes for gone. A peer that reads nothing of what waits for it is taken for gone too, whatever it says:
+else its part of this process's memory would grow as long as it lives. gRPC does the same with a task and several system
+calls a message, which was a sixth of a router's time ([decision 52](../../docs/decisions/0052-frames-without-grpc.md)).
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ class FrameConnection(asyncio.Protocol):
         self._quiet = 0
         """Ticks in a row in which nothing came."""
         self._said = False
+        self._sent_bytes = self._taken_bytes = 0
+        """All that was sent, and what of it had left this process at the last tick."""
+        self._unread_ticks = 0
+        """Ticks in a row in which something waited for the peer and it took nothing."""
         self._timer: asyncio.TimerHandle | None = None
         self._over = False
 
@@ -53,6 +58,7 @@ class FrameConnection(asyncio.Protocol):
         """Send a frame; one to a connection that has ended is lost."""
         if self._transport is not None and not self._over:
             self._said = True
+            self._sent_bytes += HEAD_BYTES + len(frame)
             self._transport.write(len(frame).to_bytes(HEAD_BYTES, "big") + frame)
 
     @property
@@ -100,6 +106,13 @@ class FrameConnection(asyncio.Protocol):
         self._quiet += 1
         if self._quiet > TICKS:
             self.fail("nothing came from the other end, not even a sign of life")
+            return
+        waiting = self.unread_bytes
+        taken = self._sent_bytes - waiting
+        self._unread_ticks = self._unread_ticks + 1 if waiting and taken <= self._taken_bytes else 0
+        self._taken_bytes = taken
+        if self._unread_ticks > TICKS:
+            self.fail(f"the other end reads nothing, and {waiting} bytes wait for it")
             return
         if not self._said:
             self.send(b"")

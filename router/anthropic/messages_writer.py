@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from contracts.compact_json import compact_json
+from contracts.outside_data import read_json
 from router.openai.api_errors import ApiError
 from router.openai.choice_output import ChoiceOutput, OutputDelta
 from router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, ContentPart, ReasoningPart, joined
@@ -164,7 +164,7 @@ def _blocks(parts: Sequence[AnswerPart], answer_id: str) -> list[dict[str, Any]]
 def _object(text: str) -> dict[str, Any]:
     """Return the arguments of a call; none where `max_tokens` cut them."""
     try:
-        found = json.loads(text)
+        found = read_json(text)
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

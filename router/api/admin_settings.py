@@ -16,6 +16,7 @@ from typing import Any
 
 from contracts.errors import RequestError
 from contracts.messages.settings_change import MOST_SETTINGS_BYTES, SettingsAnswer, SettingsChange
+from contracts.outside_data import read_json
 from router.api.admin_drain import asked, conflict
 from router.api.admin_status import forbidden
 from router.api.asgi_exchange import HttpExchange
@@ -33,7 +34,7 @@ async def apply(service: RouterService, exchange: HttpExchange) -> None:
         return await exchange.fail(failure)
     raw = await exchange.body(MOST_SETTINGS_BYTES, service.buffer)
     try:
-        tree = json.loads(raw)
+        tree = read_json(raw)
     except ValueError as error:
         tree = error
     exchange.forget_body()

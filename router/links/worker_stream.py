@@ -28,6 +28,9 @@ from contracts.wire.shared_frames import EVENTS_BYTES, FrameWriter
 from contracts.wire.unknown_kinds import known
 from router.state.router_log import log
 
+MOST_COMMANDS = 64 * 1024
+"""Commands that may wait for a worker that doesn't read, before its stream is ended."""
+
 
 class WorkerStream:
     """The open stream to one worker."""
@@ -70,7 +73,9 @@ class WorkerStream:
     def _flush(self) -> None:
         self._due = False
         # What a worker doesn't read waits as commands, which cost nothing twice.
-        if self._queue and self._connection.flows:
+        if len(self._queue) > MOST_COMMANDS and not self._connection.flows:
+            self._broken(f"it doesn't read its commands: {len(self._queue)} wait for it")
+        elif self._queue and self._connection.flows:
             batch, self._queue = self._queue, []
             for frame in self._writer.frames(batch):
                 self._connection.send(frame)

@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from contracts import outside_data
 from contracts.errors import RequestError
 
 INT64 = 2**63
@@ -253,10 +254,9 @@ _NAMES = {"integer": "an integer", "number": "a number", "boolean": "true or fal
 def read_json(body: bytes) -> dict[str, Any]:
     """Return the request body as an object. Raises `RequestError` for a body that isn't strict JSON, or no object."""
     try:
-        tree = _JSON.decode(body.decode(json.detect_encoding(body), "surrogatepass"))
-    except (ValueError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise RequestError(f"the body is not valid JSON: {reason}") from None
+        tree = outside_data.read_json(body, _decoded)
+    except ValueError as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
     if not isinstance(tree, dict):
         raise RequestError(f"the body must be a JSON object, not {describe(tree)}")
     return tree
@@ -268,6 +268,10 @@ def _refuse_constant(name: str) -> None:
 
 _JSON = json.JSONDecoder(parse_constant=_refuse_constant)
 """Made once, as that takes as long as reading a short body."""
+
+
+def _decoded(body: Any) -> Any:
+    return _JSON.decode(body.decode(json.detect_encoding(body), "surrogatepass"))
 
 
 def describe(value: object) -> str:

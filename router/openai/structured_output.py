@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from contracts.errors import RequestError
 from contracts.grammar import GRAMMAR_BYTES, JSON_FORM
+from contracts.outside_data import read_json
 from router.openai.request_fields import STRUCTURED_OUTPUT, describe
 
 CHOICES_AT_MOST = 4096
@@ -101,8 +102,8 @@ def _schema(value: object, field: str, form: dict[str, Any] = JSON_FORM) -> str:
     schema = value
     if isinstance(value, str):
         try:
-            schema = json.loads(value)
-        except (ValueError, RecursionError) as error:
+            schema = read_json(value)
+        except ValueError as error:
             raise RequestError(f"{field} is not valid JSON: {error}", param=_top(field)) from None
     if not isinstance(schema, dict):
         raise RequestError(f"{field} must be a JSON schema, an object; got {describe(schema)}", param=_top(field))

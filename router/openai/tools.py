@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from contracts.errors import RequestError
+from contracts.outside_data import read_json
 from router.openai.request_fields import describe
 from router.openai.structured_output import names_engine, refuse_surrogates
 
@@ -158,8 +158,8 @@ def _read_call(call: object, where: str) -> dict[str, Any]:
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
+            arguments = read_json(arguments)
+        except ValueError as error:
             raise RequestError(f"{where}.function.arguments is not valid JSON: {error}", param="messages") from None
     if not isinstance(arguments, dict):
         raise RequestError(f"{where}.function.arguments must be a JSON object", param="messages")

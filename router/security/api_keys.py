@@ -25,16 +25,17 @@ class ApiKeys:
         self._read: tuple[int, int, int] | None = None
         self._keys: dict[str, list[ApiKey]] = {}
         self._content = KeyFile()
-        self._take(read_key_file(path))
+        self._take(self._stamp(), read_key_file(path))
 
     def refresh(self) -> None:
         """Read the file again if it isn't the one that was read last."""
-        if self._stamp() == self._read:
+        # Before it is read: what is written meanwhile has another stamp, and is read with the next call.
+        if (stamp := self._stamp()) == self._read:
             return
         try:
-            self._take(read_key_file(self._path))
+            self._take(stamp, read_key_file(self._path))
         except ConfigError as error:
-            self._read = self._stamp()
+            self._read = stamp
             log("keys are as before: their file can't be read", level=logging.ERROR, reason=str(error))
 
     def tenant_of(self, secret: str) -> str | None:
@@ -49,8 +50,8 @@ class ApiKeys:
     def limits(self, tenant: str) -> TenantLimits:
         return self._content.limits(tenant)
 
-    def _take(self, content: KeyFile) -> None:
-        self._read = self._stamp()
+    def _take(self, stamp: tuple[int, int, int] | None, content: KeyFile) -> None:
+        self._read = stamp
         keys: dict[str, list[ApiKey]] = {}
         for key in content.keys:
             keys.setdefault(key.sha256[:_SHOWN], []).append(key)

@@ -209,16 +209,20 @@ class RouterService:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            try:
-                for keys in (self.keys, self.admin_keys):
-                    if keys is not None:
-                        keys.refresh()
-                self.controller.tick()
-                self.records.tick()
-                self.core.tick()
-                self._act()
-            except Exception:  # Our own bug; without further ticks no deadline would be kept.
-                log("tick failed", level=logging.ERROR, trace=True)
+            for tick in (self._tick_core, self.controller.tick, self.records.tick, self._refresh_keys):
+                try:
+                    tick()
+                except Exception:  # Our own bug; what else is due, deadlines above all, is kept all the same.
+                    log("tick failed", level=logging.ERROR, trace=True)
+
+    def _tick_core(self) -> None:
+        self.core.tick()
+        self._act()
+
+    def _refresh_keys(self) -> None:
+        for keys in (self.keys, self.admin_keys):
+            if keys is not None:
+                keys.refresh()
 
     # ------------------------------------------------------------ admission
 

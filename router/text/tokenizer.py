@@ -5,7 +5,6 @@ All requests and threads share one `ModelTokenizer`; after construction it only 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from contracts.checkpoint.checkpoint_files import TOKENIZER, TOKENIZER_CONFIG, read_checkpoint_text
 from contracts.errors import CheckpointError, RequestError
+from contracts.outside_data import read_json
 from router.text.chat_template import ChatTemplate, read_chat_template
 from router.text.detokenizer import ByteDetokenizer, Detokenizer, NoText, WindowDetokenizer
 from router.text.open_message import cut_at_mark, marked
@@ -190,7 +190,7 @@ def _tree(model: Path, name: str, content: str | None) -> dict[str, Any]:
     if content is None:
         return {}
     try:
-        tree = json.loads(content)
+        tree = read_json(content)
     except ValueError as error:
         raise CheckpointError(f"can't read {model / name}: {error}") from None
     if not isinstance(tree, dict):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from contracts.errors import ConfigError
+from contracts.outside_data import read_json
 from sim.fabric.step_costs import StepCosts
 from sim.scale.cluster_plan import DecodePool, PrefillPool
 from sim.scale.cost_fit import BatchProbe, PromptProbe
@@ -61,7 +62,7 @@ class MeasuredCosts:
 def read_costs(path: Path) -> MeasuredCosts:
     """Raises `ConfigError` for a file that isn't there, or holds something else."""
     try:
-        tree: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        tree: dict[str, Any] = read_json(path.read_text(encoding="utf-8"))
         if tree.pop("format") != FORMAT:
             raise ValueError("it is of another build's form")
         tree["costs"] = StepCosts(**tree["costs"])

@@ -6,11 +6,12 @@ ids are equal content.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from contracts.outside_data import read_json
 
 TRACE_BLOCK_TOKENS = 512
 
@@ -31,7 +32,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceLine]:
     with path.open(encoding="utf-8") as file:
         for number, text in enumerate(islice(file, limit), 1):
             try:
-                line = _trace_line(json.loads(text))
+                line = _trace_line(read_json(text))
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path}, line {number} is not a trace request: {error!r}") from None
             lines.append(line)

@@ -62,6 +62,9 @@ class Wire:
 
     def __init__(self) -> None:
         self.written = b""
+        self.taken = 0
+        """Bytes that the peer has read, where it doesn't read all at once."""
+        self.reads = True
         self.ended = ""
         self.limit = 0
 
@@ -72,7 +75,7 @@ class Wire:
         self.limit = high
 
     def get_write_buffer_size(self) -> int:
-        return len(self.written)
+        return 0 if self.reads else len(self.written) - self.taken
 
     def close(self) -> None:
         self.ended = self.ended or "closed"
@@ -118,6 +121,7 @@ def test_frames_come_out_whole_however_the_bytes_are_cut(frames: list[bytes], cu
 
 
 def test_what_is_sent_has_its_length_before_it(scene: Scene) -> None:
+    scene.wire.reads = False
     scene.connection.send(b"one")
     scene.connection.send(b"x" * 70_000)
     assert scene.wire.written == framed(b"one") + framed(b"x" * 70_000)
@@ -213,6 +217,31 @@ def test_a_silent_peer_is_gone_after_the_time_and_not_before(scene: Scene) -> No
     scene.loop.fire()
     assert len(scene.reasons) == 1
     assert scene.wire.ended == "aborted"
+
+
+def test_a_peer_that_talks_and_reads_nothing_is_gone_after_the_time_too(scene: Scene) -> None:
+    scene.connection.send(b"x" * 1000)
+    scene.wire.reads = False
+    for _ in range(TICKS):
+        scene.hear(framed(b"more"))
+        scene.connection.send(b"an answer")
+        scene.loop.fire()
+    assert scene.reasons == []
+    scene.hear(framed(b"more"))
+    scene.loop.fire()
+    assert "reads nothing" in scene.reasons[0]
+    assert scene.wire.ended == "aborted"
+
+
+def test_a_peer_that_reads_a_byte_now_and_then_is_there(scene: Scene) -> None:
+    scene.wire.reads = False
+    scene.connection.send(b"x" * 1000)
+    for _ in range(10 * TICKS):
+        scene.hear(framed(b"more"))
+        scene.connection.send(b"an answer")
+        scene.wire.taken += 1
+        scene.loop.fire()
+    assert scene.reasons == []
 
 
 def test_a_loop_that_stood_still_itself_takes_nobody_for_gone(scene: Scene) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from cluster.doctor.finding import Finding, fine, sized, warning
 from cluster.processes.process_ids import same_process
 from cluster.processes.reaper import ReapedRun
 from cluster.processes.run_file import runs_folder
+from contracts.outside_data import read_json
 
 _RUN = re.compile(r"twinpool-\w{8}")
 """The name of a run's temporary folder."""
@@ -34,7 +34,7 @@ def _run_files() -> Iterator[Finding]:
     dead = []
     for path in sorted(runs_folder().glob("run-*.json")):
         try:
-            tree = json.loads(path.read_text())
+            tree = read_json(path.read_text())
             if not same_process(int(tree["pid"]), int(tree["started"])):
                 dead.append(path)
         except (OSError, ValueError, LookupError, TypeError):

@@ -4,7 +4,7 @@ more answers."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import grpc
@@ -381,3 +381,26 @@ def test_the_supervisors_calls_and_a_routers_find_the_leader(
         unwatch()
 
     asyncio.run(asyncio.wait_for(route(), WAIT_S))
+
+
+class EndingClock(ManualClock):
+    """A clock of which one reading lets another thread's work happen: the end of a leadership."""
+
+    def __init__(self, start: float) -> None:
+        super().__init__(start)
+        self.meanwhile: list[Callable[[], object]] = []
+
+    def now(self) -> float:
+        while self.meanwhile:
+            self.meanwhile.pop()()
+        return super().now()
+
+
+def test_whether_it_leads_is_said_of_one_moment_while_another_thread_ends_it() -> None:
+    clock = EndingClock(100.0)
+    side = Leadership(ModelLedger(SharedTable(clock)), clock, "h:0", "h", LEASE_S, first=True)
+    for asks in (lambda: side.held, lambda: side.lapsed_s):
+        assert side.take()
+        clock.meanwhile.append(side.resign)
+        asks()
+        assert not side.held

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -251,3 +253,42 @@ def test_a_worker_renews_when_the_controller_says(monkeypatch: pytest.MonkeyPatc
     keeper = LeaseKeeper(record, "nowhere:1", ManualClock(1.0), 0.25, lambda: status, lambda reason: None)
     asyncio.run(keeper._renew())
     assert pauses == [1.5, 0.25]
+
+
+def test_a_worker_that_renews_and_reads_no_grants_is_cut(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    """By one socket the controller would grow as long as it is asked; other workers' streams go on."""
+
+    async def run() -> None:
+        keeper = site.keeper()
+        await keeper.start(WAIT_S)
+        loop = asyncio.get_running_loop()
+        host, _, port = site.endpoint.rpartition(":")
+        with socket.create_connection((host, int(port))) as flood:
+            flood.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            flood.setblocking(False)
+            await loop.sock_sendall(flood, framed(pb.StreamOpening(access=access_token(SECRET)).SerializeToString()))
+            streams = site.server._streams._streams
+            await eventually(lambda: len(streams) == 2)
+            for stream in streams:  # Else the system takes megabytes before the controller has to hold any.
+                assert stream._transport is not None
+                ours = stream._transport.get_extra_info("socket").fileno()
+                with socket.socket(fileno=os.dup(ours)) as held:
+                    held.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            renewals = framed(site.renewal().SerializeToString()) * 200
+
+            async def send_on() -> None:
+                while True:
+                    await loop.sock_sendall(flood, renewals)
+
+            with pytest.raises((ConnectionResetError, BrokenPipeError)):
+                await asyncio.wait_for(send_on(), WAIT_S)
+        await eventually(lambda: keeper._stream is not None)
+        assert keeper.failures == 0
+        await keeper.close()
+
+    asyncio.run(run())
+    assert "reads no grants" in caplog.text
+
+
+def framed(message: bytes) -> bytes:
+    return len(message).to_bytes(4, "big") + message

@@ -7,14 +7,16 @@ import socket
 
 import pytest
 
-from contracts.ids import Incarnation, Role, WorkerName
+from contracts.ids import Incarnation, RequestId, Role, WorkerName
 from contracts.messages import stream_protocol
+from contracts.messages.router_commands import Cancel
 from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 from contracts.proto import worker_pb2 as pb
+from contracts.wire.frame_connection import FrameConnection
 from contracts.wire.worker_protobuf import record_from_proto, record_to_proto
 from router.links.controller_directory import ControllerDirectory
 from router.links.worker_links import WorkerLinks
-from router.links.worker_stream import open_stream
+from router.links.worker_stream import MOST_COMMANDS, WorkerStream, open_stream
 from tests.router.http_server import eventually
 
 WAIT_S = 10.0
@@ -75,3 +77,22 @@ async def test_an_operator_is_told_why_a_worker_has_no_link(monkeypatch: pytest.
     links._changed(())
     assert links.refused(key) == ""
     await links.close()
+
+
+@pytest.mark.asyncio
+async def test_a_worker_that_reads_no_commands_is_cut_before_they_fill_the_router() -> None:
+    """It says that it lives all the while."""
+    ends: list[str] = []
+    connection = FrameConnection(WAIT_S)
+    stream = WorkerStream(connection, Incarnation(1), lambda events: None, lambda end: ends.append(end.reason))
+    stream.opened.set_result(None)
+    connection.pause_writing()
+    leave = [Cancel(RequestId("r-0"), 0)]
+    for _ in range(MOST_COMMANDS):
+        stream.send(leave)
+    await asyncio.sleep(0)
+    assert not ends
+    stream.send(leave)
+    await eventually(lambda: bool(ends))
+    assert "doesn't read its commands" in ends[0]
+    assert not stream._queue

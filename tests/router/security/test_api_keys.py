@@ -21,6 +21,7 @@ from contracts.config.security_config import SecurityConfig
 from contracts.errors import ConfigError
 from contracts.key_file import ApiKey, KeyFile, TenantLimits, digest_of, read_key_file, write_key_file
 from router.api.app import WITHOUT_KEY
+from router.security import api_keys
 from router.security.api_keys import ApiKeys
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, serving
@@ -343,3 +344,37 @@ def test_a_client_at_its_limit_may_take_its_own_answer_over(server: Server, keys
         again = httpx.post(f"{server.url}/v1/completions", json={**body, "stream": True}, headers=headers, timeout=10)
     assert again.status_code == 200
     assert "[DONE]" in again.text
+
+
+def test_keys_that_are_written_while_the_file_is_read_are_read_next(
+    keys: Path, secret: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a key that was revoked at that moment would stay good for ever."""
+    known = ApiKeys(keys)
+    new_key(keys, "other")
+
+    def read_and_revoke(path: Path) -> KeyFile:
+        content = read_key_file(path)
+        revoke_key(keys, read_key_file(keys).keys[0].id)
+        return content
+
+    monkeypatch.setattr(api_keys, "read_key_file", read_and_revoke)
+    known.refresh()
+    monkeypatch.undo()
+    assert known.tenant_of(secret) == "acme"
+    known.refresh()
+    assert known.tenant_of(secret) is None
+
+
+def test_what_fails_in_a_turn_of_the_clock_keeps_no_deadline_from_being_kept(
+    server: Server, secret: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("planted")
+
+    for part in (server.service.keys, server.service.controller, server.service.records):
+        monkeypatch.setattr(part, "refresh" if part is server.service.keys else "tick", fail)
+    server.call(server.cluster["decode-0"].pause)
+    late = server.post(COMPLETIONS, {**ASK, "timeout": 0.05}, **bearer(secret))
+    assert late.status_code == 504
+    server.call(server.cluster["decode-0"].resume)
