@@ -130,7 +130,7 @@ def in_flight(server: Server, count: int) -> None:
 
 @pytest.mark.parametrize("later_first", [True, False])
 @pytest.mark.parametrize("apart", [True, False])
-def test_the_later_of_two_connections_has_the_answer_whichever_is_read_first(
+def test_c6_the_later_of_two_connections_has_the_answer_whichever_is_read_first(
     server: Server, monkeypatch: pytest.MonkeyPatch, later_first: bool, apart: bool
 ) -> None:
     """`apart`: the second reply comes once the first one's answer has begun, else both come in one turn."""
@@ -226,7 +226,7 @@ def test_a_tenant_keeps_its_places_after_such_races(tmp_path: Path, monkeypatch:
         assert both.status_code == 200, both.text
 
 
-def test_an_answer_that_can_not_begin_gives_back_all_that_it_had_booked(
+def test_b2_an_answer_that_can_not_begin_gives_back_all_that_it_had_booked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The router core fails on the second choice of two, with a key and without one."""
