@@ -40,6 +40,7 @@ from contracts.clock import ManualClock
 from contracts.config.cache_config import CacheConfig, PrefetchConfig
 from tests.cache_faults import FaultyDevice, Watch, damage_host, damage_storage
 from tests.cache_visitors import Step, Visitor, as_bytes, content
+from tests.poolsets import worn
 
 _worlds = count()
 
@@ -73,11 +74,13 @@ class World:
         """What has happened, for those who want to know that it has."""
         self.adversarial = AdversarialDevice(seed, clock=self.clock) if adversarial else None
         self.device: Device = FaultyDevice(self.adversarial or CpuDevice(), self.rng, device_fault_rate, self._broke)
-        self.pools = PoolSet(spec, spec.even(pages) | dict(counts or {}))
+        self.pools = worn(PoolSet(spec, spec.even(pages) | dict(counts or {})), seed)
         layout = PoolSetLayout(spec, spec.even(host_pages), LayoutOrder.PAGE_FIRST)
         self.arena = Arena(segment, layout, "world") if segment is not None else None
         region = self.arena.region if self.arena is not None else None
         self.host = PoolSet(spec, layout.counts, region, LayoutOrder.PAGE_FIRST, "host") if host_pages else None
+        if self.host is not None:
+            worn(self.host, f"host {seed}")
         self.backend = MemoryBackend(f"world {next(_worlds)}", 1 << 24)
         self.fault_rate = fault_rate
         self.queue = InlineIoQueue(self.backend, fault=self._fault) if storage and self.host is not None else None

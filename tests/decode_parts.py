@@ -5,14 +5,18 @@ Nobody is at the other end of the rooms: a test says when a prompt has arrived, 
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from typing import Any, cast
 
 from cache.device.device_backends import CpuDevice
 from cache.device.device_port import Device
 from cache.manager.kv_cache_manager import KVCacheManager
+from cache.memory.required_pages import extents
 from cache.pool.page_allocator import Lease
 from cache.pool.pool_set import PoolSet
+from cache.storage.backends.memory_backend import MemoryBackend
+from cache.storage.inline_queue import InlineIoQueue
 from contracts.clock import ManualClock
 from contracts.config.load_config import config_from_dict
 from contracts.errors import WireError
@@ -30,7 +34,7 @@ from decode.step_commit import DecodeStepCommit
 from decode.transfer_queue import TransferQueue
 from engine.runner.model_runner import ModelRunner
 from tests.hash_engine import HashEngine
-from tests.poolsets import pool_sets
+from tests.poolsets import host_pools, pool_sets, worn
 from transfer.rooms.metadata_slots import HandoverMetadata
 from transfer.rooms.receiver.kv_receiver import KVReceiver
 from transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
@@ -75,7 +79,8 @@ class ReceiverByHand:
 
 
 class DecodeParts:
-    """See the module's prose. `pages` of four tokens each are in every pool, of a model of this `kind`."""
+    """See the module's prose. `pages` of four tokens each are in every pool, of a model of this `kind`, `host_pages` in
+    a host tier, if there is one. `storage`: a queue that a test runs."""
 
     def __init__(
         self,
@@ -83,13 +88,20 @@ class DecodeParts:
         device: Device | None = None,
         drafter: Drafter | None = None,
         kind: str = "full",
+        host_pages: int = 0,
+        storage: bool = False,
         **sections: Any,
     ) -> None:
         self.config = config = config_from_dict({"cache": {"page_tokens": PAGE}, **sections})
         spec, self.clock = pool_sets(PAGE)[kind], ManualClock()
-        pools, device = PoolSet(spec, spec.even(pages)), device or CpuDevice()
+        pools, device = worn(PoolSet(spec, spec.even(pages)), 1), device or CpuDevice()
         cache = config.cache_for(Role.DECODE)
-        self.manager = KVCacheManager(pools, device, cache, self.clock.now)
+        host = worn(host_pools(spec, 1 + host_pages), "host") if host_pages else None
+        self.backend = MemoryBackend(uuid.uuid4().hex, 1 << 24) if storage else None
+        self.queue = InlineIoQueue(self.backend) if self.backend is not None else None
+        self.manager = KVCacheManager(
+            pools, device, cache, self.clock.now, host=host, storage=self.queue, fingerprint="decode"
+        )
         self.requests = RequestTable[DecodeRequest](WorkerName("decode-0"), WorkerLimits(4 * pages, 400), self.clock)
         self.pages = DecodePages(self.manager, cache)
         self.lengths = OutputLengths(config.decode.output_length_quantile, config.decode.first_answer_tokens)
@@ -135,9 +147,13 @@ class DecodeParts:
         """What its room comes to when all is there."""
         room = request.submit.room
         assert request.allocation is not None
-        digests = {"full": dict.fromkeys(request.allocation.lacking["full"], 1)}
-        metadata = HandoverMetadata(room, 0, token, None, 0, len(request.submit.tokens))
-        return PromptArrived(room, self.receiver.granted.pop(room), metadata, {"full": 100}, digests)
+        leases, positions = self.receiver.granted.pop(room), len(request.submit.tokens)
+        numbers, spec = request.allocation.lacking["full"], self.manager.spec
+        where = leases["full"].indices[: len(numbers)], *extents(spec, "full", numbers, positions)
+        found = self.manager.pools.digest("full", *where)
+        digests = {"full": dict(zip(numbers, found, strict=True))}
+        metadata = HandoverMetadata(room, 0, token, None, 0, positions)
+        return PromptArrived(room, leases, metadata, {"full": 100}, digests)
 
     def run(self, *names: str, **fields: Any) -> list[DecodeRequest]:
         """Requests that have received their prompts and run."""

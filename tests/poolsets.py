@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import torch
 
 from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
@@ -55,6 +57,14 @@ def filled(pools: PoolSet, seed: int) -> PoolSet:
     """Random bytes everywhere, the null pages included."""
     generator = torch.Generator().manual_seed(seed)
     pools.region.copy_(torch.randint(256, (len(pools.region),), dtype=torch.uint8, generator=generator))
+    return pools
+
+
+def worn(pools: PoolSet, seed: int | str) -> PoolSet:
+    """As after a long life: pages and slots are handed out in no order, and in another one in each pool and place. So a
+    number of one side is hardly ever that of the other side, and who asks with the wrong one is found out."""
+    for name, allocator in pools.allocators.items():
+        random.Random(f"{seed} {name}").shuffle(allocator._free)
     return pools
 
 

@@ -33,7 +33,7 @@ from sim.fabric.sim_network import SimNetwork
 from sim.fabric.sim_plane import SimPlane
 from sim.fabric.sim_process import SimProcess
 from sim.fabric.virtual_time import VirtualTime
-from tests.poolsets import entry, filled
+from tests.poolsets import entry, filled, worn
 from tests.ranks import RankedSeat, content, fill, tp_manager
 from transfer.net.waiter import Waiter
 from transfer.net.zmq_channel import ZmqControlTransport
@@ -171,6 +171,11 @@ class Ends:
             tags[pool] = tuple(ContentTag(keys[n], d) for n, d in zip(numbers, digests, strict=True))
         return Prompt(room, positions, keys, runs, leases, tags)
 
+    @property
+    def writer(self) -> PeerRef:
+        """The writer as the reader knows it."""
+        return PeerRef(WorkerName("prefill-0"), Incarnation(1), self.sender.control)
+
     def start(
         self, prompt: Prompt, held: HeldPages | None = None, extra: int = 0, wants: PeerRef | None = None
     ) -> dict[str, Lease]:
@@ -179,9 +184,8 @@ class Ends:
         `wants`: whom the writer expects.
         """
         held = held or {}
-        writer = PeerRef(WorkerName("prefill-0"), Incarnation(1), self.sender.control)
         expected = ExpectedPrompt(prompt.keys, prompt.positions)
-        self.receiver.open(prompt.room, writer, expected)
+        self.receiver.open(prompt.room, self.writer, expected)
         self.sender.open(prompt.room, wants or PeerRef(WorkerName("decode-0"), Incarnation(1), ""))
         lacks = self.receiver.missing(expected, held)
         leases = {
@@ -288,7 +292,7 @@ def simulated_ends(
     for side, one in enumerate(mine):
         layout = PoolSetLayout(spec, spec.even(count + 7 * side))
         manager = tp_manager(spec, 1, count + 7 * side, regions=[one.allocate("pages", layout.nbytes)])
-        filled(manager.leader, seed + side).zero({pool.name: [0] for pool in spec.pools})
+        filled(worn(manager.leader, seed + side), seed + side).zero({pool.name: [0] for pool in spec.pools})
         managers.append(manager)
     transports = [SimControlTransport(exchange, process, lambda: None) for process in processes]
     config, clock, waiter = config_from_dict({}).transfer, ManualClock(), SimWaiter(agenda)
@@ -344,6 +348,7 @@ def ends(
             filled(manager.leader, seed + side).zero({pool.name: [0] for pool in spec.pools})
         else:
             fill(manager, seed + side)
+        worn(manager.leader, seed + side)
         manager.connect(mine)
         planes.append(mine[0] if size == 1 else TPDataPlane(mine[0], manager.followers))
         pools.append(manager.leader)

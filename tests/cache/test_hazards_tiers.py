@@ -382,7 +382,7 @@ PLANTS: dict[str, tuple[Callable[[World], object], str]] = {
     "without full": (lambda w: _drop(a_part(w, tier=Tier.HOST)), "on host without full"),
     "lease": (lambda w: a_part(w, "window").lease.release(), "its lease has ended"),
     "table": (lambda w: w.visitors[0].allocation.tables["full"].pages.__setitem__(0, 33), "neither its own nor locked"),  # type: ignore[union-attr]
-    "epoch": (lambda w: w.pools.allocators["full"].epochs.bump([1]), "old epoch"),
+    "epoch": (lambda w: w.pools.allocators["full"].epochs.bump(a_part(w).lease.indices[:1]), "old epoch"),
     "leak": (lambda w: w.pools.allocators["state"].lease(1, "nobody"), "state pages: .* in use"),
     "host leak": (lambda w: w.host.allocators["full"].lease(1, "nobody"), "host full pages: .* in use"),  # type: ignore[union-attr]
 }
@@ -460,4 +460,30 @@ def test_c2_nothing_in_storage_ends_a_prefetch_at_once_as_nothing_and_not_as_don
     assert world.admit(visitor)
     assert visitor.allocation is not None
     assert visitor.allocation.cached.total == 0
+    world.settle()
+
+
+@pytest.mark.parametrize("held", range(1, PAGES + 1))
+def test_what_storage_has_behind_a_prefix_of_any_length_on_the_host_is_found_with_the_window_that_reaches_back(
+    held: int,
+) -> None:
+    """A window before the new end begins on pages that the host has already: they are part of what has to be there."""
+    longer = [*TOKENS, 9, 9]
+    world = world_of("full+window")
+    visit(world, longer[: 2 * held])
+    visit(world, longer)
+    forget(world, Tier.DEVICE)
+    world.evict(Tier.HOST, "full", PAGES + 1 - held)
+    host = {
+        node.start + len(node.parts[Tier.HOST]["full"])
+        for node in world.manager.tree.accounts.nodes()
+        if node.parts[Tier.HOST]
+    }
+    assert max(host, default=0) == held, "the end of it is on storage alone"
+    visitor = world.arrive([*longer, 8, 8])
+    visitor.reusable = PAGES + 1
+    answer(world)
+    assert world.admit(visitor)
+    assert visitor.done == PAGES + 1
+    compute_all(world, visitor)
     world.settle()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
 import pytest
 
 from contracts.errors import ErrorKind
 from contracts.messages.worker_events import Tokens
 from decode.request.request import DecodeRequest
 from decode.request.request_outcomes import RequestFailed, RequestFinished, RouterEvent
-from engine.runner.batch import NONFINITE, DrawnToken, RowOutput
+from engine.runner.batch import NONFINITE, BatchRow, DrawnToken, RowOutput
+from engine.structured_output.grammar_engine import GrammarError
 from tests.decode_parts import SESSION, DecodeParts
+from worker.step_overlap import StepOverlap
 
 
 def step(parts: DecodeParts) -> list[RouterEvent | RequestFinished | RequestFailed]:
@@ -107,3 +112,96 @@ def test_a_fault_that_delays_steps_delays_each_and_without_it_none_pauses() -> N
     assert slow.clock.now() == 0.25
     step(slow)
     assert slow.clock.now() == 0.5
+
+
+@pytest.mark.parametrize("phase", ["runs", "is retracted", "has it among accepted drafts"])
+def test_a_stop_token_ends_the_answer_wherever_its_request_stands_when_the_step_has_landed(
+    monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    """Its step was under way when it was told to leave the device: the answer is over, and nothing is to come back."""
+    parts = DecodeParts()
+    (request,) = parts.run("a", most=50)
+    object.__setattr__(request.submit.sampling, "stop_token_ids", (5,))
+    batch = parts.scheduler.next_batch()
+    parts.steps.launch(batch)
+    if phase == "is retracted":
+        parts.scheduler.retract(request)
+    stop, other = DrawnToken(5, None), DrawnToken(9, None)
+    row = RowOutput(other, accepted=(stop, other)) if "drafts" in phase else RowOutput(stop)
+    monkeypatch.setattr(parts.steps._overlap, "landed", lambda *, go_on: iter([[(request, row)]]))
+    told = list(parts.steps.landed(go_on=False))
+    assert told[1:] == [RequestFinished(request, "stop", 5)]
+    assert request.tokens[-1] == 5
+
+
+def test_an_answer_of_full_length_is_over_though_its_request_is_leaving_the_device() -> None:
+    parts = DecodeParts()
+    (request,) = parts.run("a", prompt=6, most=2)
+    parts.steps.launch(parts.scheduler.next_batch())
+    parts.scheduler.retract(request)
+    assert list(parts.steps.landed(go_on=False))[1:] == [RequestFinished(request, "length", None)]
+
+
+class EngineByHand:
+    """Notes how steps are launched, and with which masks they are drawn."""
+
+    def __init__(self) -> None:
+        self.begun: list[Sequence[BatchRow]] = []
+        self.masks: list[Mapping[int, object]] = []
+
+    def begin(self, rows: Sequence[BatchRow]) -> object:
+        self.begun.append(rows)
+        return object()
+
+    def launch(self, rows: Sequence[BatchRow]) -> object:
+        raise AssertionError("a row of it has to be drawn by a mask that isn't made yet")
+
+    def draw(self, step: object, masks: Mapping[int, object]) -> None:
+        self.masks.append(masks)
+
+
+class Grammar:
+    """A grammar that names itself; its masks tell for whom and for which draft they are."""
+
+    def __init__(self, name: str, error: str = "") -> None:
+        self.name, self.error = name, error
+
+    def behind(self, answer: Sequence[int]) -> Grammar:
+        if self.error:
+            raise GrammarError(self.error)
+        return self
+
+
+class Masks:
+    """A grammar gate that makes a mask for each draw of who asks."""
+
+    def masks(self, wanted: Sequence[tuple[Grammar, Sequence[int]]]) -> list[list[str]]:
+        return [[f"{grammar.name} {number}" for number in range(1 + len(drafts))] for grammar, drafts in wanted]
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_in_a_mixed_batch_each_draw_has_the_mask_of_its_own_row(failing: bool) -> None:
+    """Rows with a grammar and without, with drafts and without, one that has ended and one whose grammar fails."""
+    parts = DecodeParts(pages=64)
+    requests = dict(zip("abcdef", parts.run(*"abcdef", most=20), strict=True))
+    engine = EngineByHand()
+    parts.steps._engine, parts.steps._grammars = cast(Any, engine), cast(Any, Masks())
+    batch = parts.scheduler.next_batch()
+    assert batch == list(requests.values())
+    for name, drafts in (("a", (1, 2)), ("b", (3,)), ("d", (4, 5, 6))):
+        requests[name].drafts = drafts
+        requests[name].planned += len(drafts)
+        assert parts.manager.growth.extend(requests[name].held, 12) == 12
+    for name in "bdef":
+        requests[name].grammar = cast(Any, Grammar(name, "no such rule" if failing and name == "d" else ""))
+    parts.steps.launch(batch)
+    assert [len(rows) for rows in engine.begun] == [6]
+    parts.scheduler.pause(requests["e"])
+    parts.steps._overlap = cast(Any, StepOverlap())
+    told = list(parts.steps._draw(cast(Any, parts.steps._begun)))
+    # Draws: a has 0 to 2, b 3 and 4, c 5, d 6 to 9, e 10, f 11.
+    want = {3: "b 0", 4: "b 1", 11: "f 0"}
+    if not failing:
+        want |= {6 + n: f"d {n}" for n in range(4)}
+    assert engine.masks == [want]
+    assert [(one.request, one.kind) for one in told] == ([(requests["d"], ErrorKind.INVALID)] if failing else [])

@@ -10,7 +10,7 @@ from cache.device.adversarial_device import AdversarialDevice
 from cache.device.device_port import DEVICE, DeviceOp, DeviceStream, spans
 from contracts.errors import ErrorKind, UnorderedAccess
 from contracts.ids import RoomId, WorkerName
-from decode.request.request import DecodePhase, DecodeRequest
+from decode.request.request import DecodeEvent, DecodePhase, DecodeRequest
 from decode.request.request_outcomes import PromptReceived, RequestFailed, RequestLeft
 from tests.decode_parts import SESSION, DecodeParts
 from transfer.rooms.room_outcomes import HandoverFailed, PromptAnswered
@@ -119,3 +119,53 @@ def test_pages_that_a_launched_operation_still_reads_are_granted_to_nobody() -> 
     with pytest.raises(UnorderedAccess, match="grant of b"):
         parts.transfers.preallocate(parts.ask("b"))
     under_way.wait()
+
+
+@pytest.mark.parametrize("ending", ["fails", "leaves", "arrives"])
+def test_who_waits_for_anothers_prompt_goes_on_when_that_one_is_gone(ending: str) -> None:
+    """However long it would have waited: there is nothing to wait for any more."""
+    parts = DecodeParts(decode={"prompt_wait_s": 1000.0})
+    first = parts.ask("a", prompt=16)
+    assert list(parts.scheduler.admit()) == []
+    submit = replace(parts.submit("b"), tokens=(*first.submit.tokens, 1, 2), prompt_len=18)
+    second = parts.transfers.open(SESSION, submit)
+    assert isinstance(second, DecodeRequest)
+    parts.requests.add(second)
+    parts.scheduler.add(second)
+    assert list(parts.scheduler.admit()) == []
+    assert list(parts.scheduler.waiting) == [second]
+    assert second.behind is first
+    if ending == "arrives":
+        parts.receiver.outcomes.append(parts.arrived(first))
+        assert len(list(parts.transfers.poll())) == 1
+        parts.scheduler.start(first)
+    else:
+        parts.leave(first)
+        first.step(DecodeEvent.END)
+    assert list(parts.scheduler.admit()) == []
+    assert second.phase is DecodePhase.ARRIVING
+    assert [note.kind for note in second.notes] == ["waited"]
+
+
+def test_who_waited_for_one_that_is_gone_waits_for_the_next_that_receives_the_same_but_no_longer_in_all() -> None:
+    parts = DecodeParts(decode={"prompt_wait_s": 10.0})
+    first = parts.ask("a", prompt=16)
+    list(parts.scheduler.admit())
+    others = []
+    for name in ("b", "c"):
+        submit = replace(parts.submit(name), tokens=(*first.submit.tokens, 1, 2), prompt_len=18)
+        other = parts.transfers.open(SESSION, submit)
+        assert isinstance(other, DecodeRequest)
+        parts.requests.add(other)
+        parts.scheduler.add(other)
+        others.append(other)
+    list(parts.scheduler.admit())
+    parts.leave(first)
+    first.step(DecodeEvent.END)
+    parts.clock.advance(9.0)
+    list(parts.scheduler.admit())
+    assert [other.phase for other in others] == [DecodePhase.ARRIVING, DecodePhase.WAITING]
+    assert others[1].behind is others[0]
+    parts.clock.advance(1.0)
+    list(parts.scheduler.admit())
+    assert others[1].phase is DecodePhase.ARRIVING, "ten seconds in all"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,3 +114,41 @@ def test_a_step_that_draws_nothing_has_no_draw(checkpoint: MakeCheckpoint) -> No
     step = bench.engine.launch([row(PROMPTS[0], 0, bench.lease(37))])
     assert device.queued == 1
     assert [out.drawn for out in step.outputs()] == [None]
+
+
+@pytest.mark.slow
+def test_a_row_with_penalties_has_its_own_history_beside_rows_that_draw_otherwise(checkpoint: MakeCheckpoint) -> None:
+    """Greedy rows come first and in between, so no row's place among those that are shaped is its place in the step."""
+    folder, count = checkpoint("llama"), 8
+    heavy = replace(PENALISED, temperature=0.0, repetition_penalty=2.5, frequency_penalty=2.0)
+    params = [GREEDY, PENALISED, GREEDY, SAMPLED, heavy]
+    prompts = [list(range(first, first + 9 + 4 * n)) for n, first in enumerate((50, 10, 90, 30, 70))]
+    alone = Bench(folder, tokens=512)
+    want = [alone.generate_many([p], count, params=[its])[0] for p, its in zip(prompts, params, strict=True)]
+    bench = Bench(folder, tokens=512, device=AdversarialDevice(3))
+    pages = [bench.lease(len(prompt) + count) for prompt in prompts]
+    histories = [TokenHistory(list(prompt)) for prompt in prompts]
+
+    def draw(row: int, at: int) -> TokenDraw:
+        return TokenDraw(params[row], histories[row], len(prompts[row]), at=at)
+
+    rows = [row(p, 0, t, TokenDraw(its, tuple(p), len(p))) for p, t, its in zip(prompts, pages, params, strict=True)]
+    steps: list[StepHandle] = [bench.engine.launch(rows)]
+    for n in range(1, count):
+        # The rows change places from step to step, as they do when some wait for their turn.
+        order = [(number + n) % len(prompts) for number in range(len(prompts))]
+        before = [(number + n - 1) % len(prompts) for number in range(len(prompts))]
+        rows = [
+            row(
+                TokenFromStep(steps[-1], before.index(i)), len(prompts[i]) + n - 1, pages[i],
+                draw(i, len(prompts[i]) + n),
+            )
+            for i in order
+        ]  # fmt: skip
+        steps.append(bench.engine.launch(rows))
+    got: list[list[int]] = [[] for _ in prompts]
+    for n, step in enumerate(steps):
+        for place, out in enumerate(step.outputs()):
+            assert out.drawn is not None
+            got[(place + n) % len(prompts)].append(out.drawn.token)
+    assert got == want

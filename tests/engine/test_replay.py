@@ -12,6 +12,7 @@ from contracts.sampling_params import SamplingParams
 from engine.runner.batch import BatchRow, KnownAnswer, TokenDraw
 from engine.runner.sampling.redraw import RedrawnTokens, gaps, redraw
 from engine.runner.sampling.sampler import draw_tokens
+from engine.runner.sampling.token_mask import TokenMask
 
 VOCAB = 60
 
@@ -101,3 +102,26 @@ def test_every_position_of_the_answer_is_drawn_once_in_chunks_of_any_size(chunk:
     assert max(len(part.tokens_n) for part in parts) <= 3
     # Later draws follow the answer's token, whatever should have been there: they may differ by their penalties.
     assert next(d.position for part in parts for d in part.listed()) == 15
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 40])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_every_position_is_drawn_again_with_its_own_mask(temperature: float, chunk: int) -> None:
+    """The masks of neighbours have no token in common, and some positions have none: whoever draws by another's differs
+    everywhere."""
+    params, prompt, length = SamplingParams(1, temperature=temperature, seed=11), 5, 25
+    masks = {p: TokenMask.of(range(p % 3, VOCAB, 3)) for p in range(prompt, length) if p % 4}
+    table, tokens = logits(40, 9), list(range(prompt))
+    while len(tokens) < length:
+        at = len(tokens)
+        draw = TokenDraw(params, (), prompt, at).masked(masks.get(at))
+        tokens.append(int(draw_tokens(table[at - 1 : at], [draw]).tokens_n[0]))
+    known = KnownAnswer(params, tokens, prompt, masks)
+    parts: list[RedrawnTokens] = []
+    for start in range(0, length - 1, chunk):
+        end = min(start + chunk, length - 1)
+        parts += redraw(
+            BatchRow(tokens[start:end], start, {}, replay=known), table[start:end], lambda x: x, 7, triton=False
+        )
+    assert sum(len(part.tokens_n) for part in parts) == length - prompt
+    assert [found for part in parts for found in part.listed()] == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -279,3 +279,49 @@ def test_threads_that_begin_at_the_same_time_change_the_number_one_after_the_oth
     for completion in [device.submit(op, int) for op in lanes]:
         completion.wait()
     assert not met
+
+
+class Pending:
+    """An operation of another thread, which ends when somebody waits for it."""
+
+    def __init__(self, ran: list[str], error: RuntimeError | None = None) -> None:
+        self.done, self._ran, self._error = False, ran, error
+
+    def wait(self) -> None:
+        if not self.done:
+            self.done = True
+            self._ran.append("before")
+        if self._error is not None:
+            raise self._error
+
+    order = wait
+
+
+@pytest.mark.parametrize("kind", ["one after the other", "computing", "deferred", "behind a deferred one"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_computes_waits_for_what_it_comes_after_and_fails_with_it(
+    device: AsyncCpuDevice, kind: str, fails: bool
+) -> None:
+    ran = list[str]()
+    before = Pending(ran, RuntimeError("the load failed") if fails else None)
+    marks = device.marks([{"full": 1}]) if kind == "deferred" else None
+    if kind == "behind a deferred one":
+        device.submit(STEP, lambda: ran.append("first"), marks=device.marks([{"full": 1}]))
+    used = CpuDevice() if kind == "one after the other" else device
+    with pytest.raises(RuntimeError, match="the load failed") if fails else nullcontext():
+        used.submit(STEP, lambda: ran.append("step"), [before, DONE], marks=marks).wait()
+    first = ["first"] if kind == "behind a deferred one" else []
+    assert [*first, "before", *([] if fails else ["step"])] in (ran, [*ran[1:2], *ran[:1], *ran[2:]]), ran
+
+
+def test_another_thread_waits_until_the_one_that_steps_has_run_what_it_deferred(device: AsyncCpuDevice) -> None:
+    gate, ran = threading.Event(), list[str]()
+    step = device.submit(STEP, each(lambda: held(gate), lambda: ran.append("step")), marks=device.marks([{"full": 1}]))
+    waited = threading.Thread(target=each(step.wait, lambda: ran.append("waited")))
+    waited.start()
+    waited.join(0.05)
+    assert (ran, waited.is_alive()) == ([], True), "it isn't its to run"
+    gate.set()
+    step.wait()
+    waited.join(WAIT_S)
+    assert ran == ["step", "waited"]

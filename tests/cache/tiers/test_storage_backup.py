@@ -23,9 +23,10 @@ from cache.storage.backends.object_seal import seal
 from cache.storage.inline_queue import InlineIoQueue
 from cache.storage.io_queue import StorageOp, StorageTicket, WriteChain
 from cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome
+from cache.tiers import prefetch as prefetch_module
 from contracts.clock import ManualClock
 from contracts.config.cache_config import CacheConfig, PrefetchConfig
-from tests.poolsets import pool_sets
+from tests.poolsets import pool_sets, worn
 
 PAGE_TOKENS = 2
 
@@ -64,8 +65,8 @@ class Office:
         self.clock = ManualClock()
         self.backend = MemoryBackend(name or uuid.uuid4().hex, 1 << 30)
         self.queue = ShortLine(self.backend, line)
-        self.pools = PoolSet(spec, {"full": pages})
-        self.host = PoolSet(spec, {"full": host}, order=LayoutOrder.PAGE_FIRST, tier="host")
+        self.pools = worn(PoolSet(spec, {"full": pages}), "device")
+        self.host = worn(PoolSet(spec, {"full": host}, order=LayoutOrder.PAGE_FIRST, tier="host"), "host")
         prefetch = PrefetchConfig(policy="wait_complete", batch_pages=batch)
         config = CacheConfig(write_policy="through", prefetch=prefetch)
         self.manager = KVCacheManager(
@@ -329,3 +330,113 @@ def test_pages_that_come_and_go_while_no_step_runs_are_remembered_in_bounded_mem
         table.bump([turn % 64])
     assert len(table._bumped) <= 4096 + 1
     assert table._follow(torch.device("cpu")).tolist() == table.host.tolist()
+
+
+@pytest.mark.parametrize("ending", ["stopped", "released", "its time is over"])
+def test_host_pages_that_storage_writes_into_are_nobody_elses_before_it_has_ended(ending: str) -> None:
+    """One read runs and others wait: whoever gives the prefetch up gets back at once what no thread has, and the rest
+    when that thread has written its last byte."""
+    office = Office(batch=2)
+    tokens = range(40)
+    prefix = office.ask(tokens)
+    office.work(3)
+    assert office.stored(prefix) == list(range(20))
+    for tier in (Tier.DEVICE, Tier.HOST):
+        office.manager.tree.eviction.evict(tier, "full", 1 << 30)
+    host, prefetcher = office.host.allocators["full"], office.manager.tiers.prefetcher
+    before = host.free
+    prefetch = prefetcher.start(prefix, "a request")
+    assert prefetch is not None
+    office.queue.run_all()
+    office.manager.poll()
+    assert host.free == before - 20, "ten reads of two pages are in line"
+    end = office.queue.begin_next()
+    assert end is not None
+    written = prefetch.batches[0].lease.indices
+    if ending == "released":
+        prefetcher.release(prefetch)
+    else:
+        prefetcher.stop(prefetch)  # type: ignore[union-attr]
+    office.manager.poll()
+    assert not prefetch.over
+    assert host.free == before - 2, "what no thread writes into is free at once"
+    mine = host.lease(host.free, "another")
+    assert not set(mine.indices) & set(written)
+    marks = [office.host.layout.page(office.host.region, "full", index).clone() for index in mine.indices[:8]]
+    end()
+    assert all(
+        office.host.layout.page(office.host.region, "full", index).equal(mark)
+        for index, mark in zip(mine.indices, marks, strict=False)
+    )
+    mine.release()
+    office.manager.poll()
+    assert prefetch.over
+    prefetcher.release(prefetch)
+    assert office.manager.check() == []
+    assert office.found(tokens) == 18, "the next one has all others from storage, and these two from the host"
+
+
+def test_a_prefetch_that_is_given_up_in_its_question_reads_nothing() -> None:
+    office = Office(batch=2)
+    prefix = office.ask(range(40))
+    office.work(3)
+    for tier in (Tier.DEVICE, Tier.HOST):
+        office.manager.tree.eviction.evict(tier, "full", 1 << 30)
+    free = office.host.allocators["full"].free
+    prefetch = office.manager.tiers.prefetcher.start(prefix, "a request")
+    assert prefetch is not None
+    end = office.queue.begin_next()
+    assert end is not None
+    office.manager.tiers.prefetcher.stop(prefetch)  # type: ignore[union-attr]
+    end()
+    office.manager.poll()
+    assert prefetch.over
+    assert (office.queue.waiting, office.host.allocators["full"].free) == (0, free)
+    office.manager.tiers.prefetcher.release(prefetch)
+    assert office.manager.check() == []
+
+
+def test_a_prefetch_that_is_stopped_begins_no_read_that_it_had_still_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetch_module, "_IN_LINE", 2)
+    office = Office(batch=2)
+    prefix = office.ask(range(40))
+    office.work(3)
+    for tier in (Tier.DEVICE, Tier.HOST):
+        office.manager.tree.eviction.evict(tier, "full", 1 << 30)
+    prefetch = office.manager.tiers.prefetcher.start(prefix, "a request")
+    assert prefetch is not None
+    office.queue.run_all()
+    office.manager.poll()
+    assert (office.queue.waiting, len(prefetch.unread)) == (2, 8)
+    end = office.queue.begin_next()
+    assert end is not None
+    office.manager.tiers.prefetcher.stop(prefetch)  # type: ignore[union-attr]
+    for _ in range(3):
+        office.manager.poll()
+        assert (office.queue.waiting, len(prefetch.batches), prefetch.over) == (0, 1, False)
+    end()
+    office.manager.poll()
+    assert prefetch.over
+    assert prefetch.gained == 2, "what has come by then is kept"
+    office.manager.tiers.prefetcher.release(prefetch)
+    assert office.manager.check() == []
+
+
+def test_a_worker_that_closes_in_the_middle_of_a_prefetch_leaves_no_host_page_leased() -> None:
+    """Some pages have come, some are being read, others wait."""
+    office = Office(batch=2)
+    prefix = office.ask(range(40))
+    office.work(3)
+    for tier in (Tier.DEVICE, Tier.HOST):
+        office.manager.tree.eviction.evict(tier, "full", 1 << 30)
+    prefetch = office.manager.tiers.prefetcher.start(prefix, "a request")
+    assert prefetch is not None
+    for _ in range(3):
+        assert office.queue.run_next()
+        office.manager.poll()
+    assert [len(pages) for pages in prefetch.arrived.values()] == [4]
+    assert office.host.allocators["full"].leases > 0
+    office.manager.close()
+    assert prefetch.over
+    assert (office.host.allocators["full"].leases, len(office.manager.tree.locks)) == (0, 0)
+    office.host.close()

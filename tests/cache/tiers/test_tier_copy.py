@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from cache.device.adversarial_device import AdversarialDevice
 from cache.device.device_backends import CpuDevice
-from cache.device.device_port import Device, DeviceStream
+from cache.device.device_port import Completion, Device, DeviceOp, DeviceStream
 from cache.memory.page_moves import PageMove
+from cache.pool.in_flight import InFlightPins
+from cache.pool.page_allocator import PageAllocator
 from cache.pool.page_extent import PageExtent
 from cache.pool.pool_set import PoolSet
 from cache.tiers.in_flight_copy import InFlightCopy
@@ -128,3 +131,58 @@ def test_pools_of_another_layout_are_refused_before_anything_is_copied() -> None
     one, other = pool_sets(PAGE)["full"], pool_sets(PAGE)["all"]
     with pytest.raises(LayoutMismatch, match="can't be moved"):
         TierCopy(CpuDevice(), PoolSet(one, one.even(4)), host_pools(other, 4), DeviceStream.SAVE)
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_what_is_ordered_after_a_copy_comes_after_all_of_its_operations_and_hears_of_a_failed_one(stop: bool) -> None:
+    """Operations of several pieces: the last isn't the only one, and none of them is waited for by the host."""
+    device, ran = AdversarialDevice(1, stray=0.0), list[int]()
+
+    def piece(number: int) -> None:
+        if stop and number == 1:
+            raise RuntimeError("an illegal address was touched")
+        ran.append(number)
+
+    def submit(number: int) -> Completion:
+        stream = (DeviceStream.LOAD, DeviceStream.SAVE, DeviceStream.SEND)[number]
+        return device.submit(DeviceOp(f"piece {number}", stream), partial(piece, number))
+
+    copy = InFlightCopy((), [partial(submit, number) for number in range(3)])
+    assert (copy.done, ran) == (False, [])
+    seen: list[list[int]] = []
+
+    def reader() -> None:
+        copy.order()
+        seen.append(sorted(ran))
+
+    read = device.submit(DeviceOp("reader", DeviceStream.COMPUTE), reader)
+    if stop:
+        with pytest.raises(RuntimeError, match="illegal address"):
+            read.wait()
+        assert seen == []
+    else:
+        read.wait()
+        assert seen == [[0, 1, 2]]
+    device.settle()
+    assert copy.done
+    assert copy.failed is stop
+
+
+def test_pins_that_wait_for_operations_are_given_back_when_all_of_these_are_over_and_their_errors_are_told() -> None:
+    device, pages, ran = AdversarialDevice(1, stray=0.0), PageAllocator("pages", 9), list[str]()
+    lease, held = pages.lease(4, "a request"), InFlightPins()
+
+    def fails() -> None:
+        ran.append("fails")
+        raise RuntimeError("an illegal address was touched")
+
+    for number, run in enumerate((lambda: ran.append("one"), fails, lambda: ran.append("three"))):
+        stream = (DeviceStream.LOAD, DeviceStream.SAVE, DeviceStream.SEND)[number]
+        operation = device.submit(DeviceOp(f"operation {number}", stream), run)
+        held.hold(operation, pages.pin(lease.indices[number : number + 1], "an operation"))
+    lease.release()
+    assert (pages.free, pages.quarantined) == (6, 3)
+    with pytest.raises(RuntimeError, match="illegal address"):
+        held.settle()
+    assert sorted(ran) == ["fails", "one", "three"], "it waited for each of them"
+    assert (pages.free, pages.quarantined, len(held)) == (9, 0, 0)

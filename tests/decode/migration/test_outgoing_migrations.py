@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
 
 from cache.device.device_port import Completion
 from contracts.errors import ErrorKind, WireError
@@ -47,6 +50,8 @@ class SenderByHand:
         self.left = {"full": self.left["full"][done:]}
 
     def seal(self, room: RoomId, metadata: HandoverMetadata) -> None:
+        if self.left["full"]:
+            raise WireError(f"room {room} can't be sealed: {self.left} not written")
         self.sealed.append(metadata)
 
     def fail(self, room: RoomId, kind: ErrorKind, reason: str) -> None:
@@ -60,8 +65,8 @@ class SenderByHand:
 class Leaving:
     """One request that runs, its worker's migrations, and a sender."""
 
-    def __init__(self) -> None:
-        self.parts = parts = DecodeParts(decode={"migration_pause_s": PAUSE_S})
+    def __init__(self, **decode: Any) -> None:
+        self.parts = parts = DecodeParts(decode={"migration_pause_s": PAUSE_S, **decode})
         self.sender = SenderByHand()
         self.advisor = DrainAdvisor(parts.requests, parts.manager.spec, MigrationCosts(parts.lengths), parts.clock)
         self.migrations = OutgoingMigrations(
@@ -176,3 +181,82 @@ def test_a_request_is_offered_when_all_that_is_loaded_for_it_has_come_and_not_be
     assert [type(told.event) for told in leaving.migrations.settle() if isinstance(told, RouterEvent)] == [
         MigrationPaused
     ]
+
+
+@pytest.mark.parametrize("ending", ["its room fails", "the router takes it back", "it takes too long"])
+def test_state_that_was_sent_in_part_is_looked_at_before_the_request_goes_on_here(ending: str) -> None:
+    """A migration that came to nothing half way: what arrived may have been found damaged, and may be so here."""
+    leaving = Leaving(migration_chunk_bytes=1)
+    leaving.offered()
+    assert leaving.says(RoomGranted(ROOM)) == []
+    assert leaving.sender.sealed == []
+    assert leaving.migrations.sending, "some of it is still to be written"
+    allocation = leaving.request.allocation
+    assert allocation is not None
+    buffer = leaving.parts.manager.pools.gates["full"].layer(0)["k"]
+    buffer[allocation.tables["full"].pages[0]].fill_(3.0)
+    told: Sequence[object]
+    if ending == "its room fails":
+        told = leaving.says(RoomReleased(ROOM, received=False, reason="it was damaged"))
+    elif ending == "the router takes it back":
+        told = list(leaving.migrations.undo(SESSION, ResumeHere(RequestId("a"), 0)))
+    else:
+        leaving.sender.left = {"full": range(0)}
+        leaving.parts.clock.advance(PAUSE_S)
+        told = list(leaving.migrations.poll())[:1]
+    (failed,) = told
+    assert isinstance(failed, RequestFailed)
+    assert failed.kind is ErrorKind.DAMAGED
+    assert allocation.invalid, "nothing of it is shared"
+
+
+def test_a_request_that_comes_back_half_way_goes_on_and_may_migrate_again() -> None:
+    leaving = Leaving(migration_chunk_bytes=1)
+    for _ in range(2):
+        leaving.sender.left = {"full": range(2)}
+        leaving.offered()
+        assert leaving.says(RoomGranted(ROOM)) == []
+        assert leaving.says(RoomReleased(ROOM, received=False, reason="the link was cut")) == [
+            undone("the link was cut")
+        ]
+        assert list(leaving.parts.scheduler.running) == [leaving.request]
+        assert leaving.migrations.check() == leaving.parts.scheduler.check() == []
+    leaving.sender.left = {"full": range(2)}
+    leaving.offered()
+    assert leaving.says(RoomGranted(ROOM)) == []
+    leaving.says(RoomGranted(RoomId("of a push")))
+    (metadata,) = leaving.sender.sealed
+    assert metadata.token == leaving.request.tokens[-1]
+    assert isinstance(leaving.says(RoomReleased(ROOM, received=True))[-1], RequestLeft)
+
+
+def test_a_reader_that_wants_more_than_there_is_ends_the_migration_and_not_the_request() -> None:
+    """Nothing more can be written, and it will never be satisfied: the pause isn't waited out."""
+    leaving = Leaving()
+    leaving.offered()
+    leaving.sender.left = {"full": range(5)}
+    assert leaving.says(RoomGranted(ROOM)) == []
+    (told,) = leaving.migrations.poll()
+    assert isinstance(told, RouterEvent)
+    assert isinstance(told.event, MigrationUndone)
+    assert "can't be sealed" in told.event.reason
+    assert leaving.sender.failed == [told.event.reason]
+    assert list(leaving.parts.scheduler.running) == [leaving.request]
+
+
+def test_the_worker_wakes_for_the_first_of_several_pauses_and_ends_each_at_its_own_time() -> None:
+    leaving = Leaving()
+    (second,) = leaving.parts.run("b", prompt=6, most=50)
+    leaving.offered()
+    leaving.parts.clock.advance(2.0)
+    assert leaving.migrations.begin(SESSION, PauseForMigration(RequestId("b"), 0, RoomId("other"), PEER)) == []
+    assert len(list(leaving.migrations.settle())) == 1
+    assert leaving.migrations.next_deadline == PAUSE_S
+    leaving.parts.clock.advance(PAUSE_S - 2.0)
+    assert list(leaving.migrations.poll()) == [undone("decode-1 did not take it within 5 s")]
+    assert (leaving.request.phase, second.phase) == (DecodePhase.RUNNING, DecodePhase.LEAVING)
+    assert leaving.migrations.next_deadline == PAUSE_S + 2.0
+    leaving.parts.clock.advance(2.0)
+    assert len(list(leaving.migrations.poll())) == 1
+    assert leaving.migrations.next_deadline is None
+    assert leaving.migrations.check() == leaving.parts.scheduler.check() == []

@@ -292,12 +292,13 @@ def test_a9_a_write_is_answered_when_its_last_copy_is_over(monkeypatch: pytest.M
         writer.close()
 
 
+@pytest.mark.parametrize("size", [SMALL, 1 << 20], ids=["of many loads", "of one load"])
 def test_a9_a_write_whose_copy_fails_is_never_answered_and_its_connection_is_cut(
-    monkeypatch: pytest.MonkeyPatch,
+    size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies = LateCopies()
     monkeypatch.setattr(bounce_buffers, "device_copies", lambda device: copies)
-    with reader() as (one, _):
+    with reader(bounce_bytes=size) as (one, _):
         copies.broken = True
         writer = RawWriter(one)
         writer.begin(head(("full", 2, 1)), FULL)
@@ -336,3 +337,22 @@ def test_a_plane_of_host_memory_refuses_a_devices_and_names_those_that_reach_it(
             made.allocate("pages", 64, torch.device("cuda:0"))
     finally:
         made.close()
+
+
+@pytest.mark.parametrize("taken", [1, 2, 3])
+def test_a6_a_write_that_is_given_up_reads_no_page_any_more_with_either_of_its_buffers(
+    taken: int, late: list[LateCopies]
+) -> None:
+    """The next load is being gathered while one is sent: whoever gives the write up gives both back."""
+    pools = filled(PoolSet(SPEC, SPEC.even(9)), 5)
+    parts = [(stream, WRITE.runs[pool].indices) for pool, stream in streams(SPEC, pools).items() if pool in WRITE.runs]
+    staging = Staging(pools.region, buffer_bytes(SPEC, SMALL))
+    gathered = staging.gathered(parts)
+    for _ in range(taken):
+        next(gathered)
+    (copies,) = late
+    begun = copies.ran + len(copies._queue)
+    assert begun == taken + 1
+    gathered.close()
+    assert copies.ran == begun
+    assert all(buffer.over.done for buffer in staging.buffers())

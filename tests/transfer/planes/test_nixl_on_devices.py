@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from cache.device import device_copies
 from cache.pool.pool_set import PoolSet
 from contracts.config.cluster_config import FaultsConfig
 from contracts.errors import ConfigError, LayoutMismatch
 from contracts.ids import RoomId
-from tests.poolsets import entry, pool_sets
+from tests.poolsets import entry, filled, pool_sets
+from tests.ranks import headed_sets
+from tests.transfer.planes.test_bounce_buffers import LateCopies
 from transfer.planes.data_plane import SLOT_BYTES, PageNumbers, PageWrite, RoomTarget, SlotWrite
 from transfer.planes.nixl import nixl_agent, nixl_link, nixl_plane
 from transfer.planes.nixl.nixl_agent import HOST_MEMORY, MemoryKind, NixlAgent
@@ -35,6 +38,8 @@ class FakeNixl:
     kinds: tuple[str, ...] = ("DRAM_SEG", "VRAM_SEG")
     refuses: str = ""
     agents: dict[str, FakeAgent] = field(default_factory=dict)
+    broken: int = 0
+    """So many transfers fail next."""
     moved: list[tuple[str, str]] = field(default_factory=list)
     """Kinds of memory of each transfer, from and to."""
 
@@ -51,6 +56,8 @@ class FakeAgent:
         self.package, self.name = package, name
         self.backends = ("UCX",)
         self.memory: list[tuple[str, int, int, int]] = []
+        self.failed = False
+        """Whether a transfer of it has failed: that one may still be under way in it, so it is to be used no more."""
 
     def get_backend_mem_types(self, backend: str) -> list[str]:
         return list(self.package.kinds)
@@ -71,6 +78,7 @@ class FakeAgent:
         return kind, runs.tolist()
 
     def initialize_xfer(self, verb: str, mine: Any, theirs: Any, peer: str) -> SimpleNamespace:
+        assert not self.failed, "what an agent has failed at may still be under way in it"
         for agent, (kind, runs) in ((self, mine), (self.package.agents[peer], theirs)):
             for address, size, device in runs:
                 assert any(
@@ -80,8 +88,11 @@ class FakeAgent:
         self.package.moved.append((mine[0], theirs[0]))
         return SimpleNamespace(pairs=list(zip(mine[1], theirs[1], strict=True)), release=lambda: None)
 
-    @staticmethod
-    def transfer(handle: SimpleNamespace) -> str:
+    def transfer(self, handle: SimpleNamespace) -> str:
+        if self.package.broken:
+            self.package.broken -= 1
+            self.failed = True
+            return "ERR"
         for (here, size, _), (there, same, _) in handle.pairs:
             assert size == same
             ctypes.memmove(there, here, size)
@@ -191,3 +202,53 @@ def test_nixl_itself_refuses_what_is_no_gpus_memory(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match=r"VRAM can't be registered: .*UCX may have no CUDA here: use .*staged"):
         agent.register(torch.zeros(1 << 16, dtype=torch.uint8))
     agent.close()
+
+
+@pytest.mark.parametrize("kind", ["of the host", "of GPUs"])
+def test_heads_are_packed_again_by_the_agent_that_comes_after_a_failed_one(
+    package: FakeNixl, gpus: dict[int, MemoryKind], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A transfer fails, and its agent ends with it: the next one has to know all memory that writes come from."""
+    whole = headed_sets()["full"]
+    writer = NixlPlane(FaultsConfig(), "127.0.0.1", None, link_timeout_s=5.0)
+    readers = [NixlPlane(FaultsConfig(), "127.0.0.1", None, rank, 2, link_timeout_s=5.0) for rank in range(2)]
+    source = filled(PoolSet(whole, whole.even(9)), 3)
+    targets = [PoolSet(whole.shard(rank, 2), whole.even(9)) for rank in range(2)]
+    if kind == "of GPUs":
+        gpus[source.region.data_ptr()] = GPUS["writer"]
+        own = device_copies.zeroed
+        packing: list[torch.Tensor] = []
+
+        def zeroed(nbytes: int, device: torch.device) -> torch.Tensor:
+            packing.append(own(nbytes, device))
+            gpus[packing[-1].data_ptr()] = GPUS["writer"]
+            return packing[-1]
+
+        monkeypatch.setattr(nixl_link, "zeroed", zeroed)
+        monkeypatch.setattr(nixl_link, "device_copies", lambda device: LateCopies())
+    writer.register(source, None)
+    for number, (reader, target) in enumerate(zip(readers, targets, strict=True)):
+        slots = torch.zeros(2, SLOT_BYTES, dtype=torch.uint8) if not number else None
+        reader.register(target, slots)
+    try:
+        link = writer.connect({"ranks": [part for reader in readers for part in reader.describe("a:1")["ranks"]]})
+        run = {"full": PageNumbers(0, (5, 7))}
+        write = PageWrite(RoomTarget(RoomId("room-1"), run, 1, 77), {"full": PageNumbers(0, (1, 2))})
+        link.post(write).wait()
+        right = [target.region.clone() for target in targets]
+        assert any(bool(each.any()) for each in right)
+        for _ in range(2):
+            package.broken = 1
+            failed = link.post(write)
+            with pytest.raises(RuntimeError, match="transfer failed"):
+                failed.wait()
+            assert link.cut()
+            assert not link.cut(), "it is told once"
+            for target in targets:
+                target.region.zero_()
+            link.post(write).wait()
+            assert [target.region.equal(its) for target, its in zip(targets, right, strict=True)] == [True, True]
+        link.close()
+    finally:
+        for plane in (writer, *readers):
+            plane.close()

@@ -11,7 +11,7 @@ import pytest
 from cache.device.device_backends import CpuDevice
 from cache.device.device_port import DONE, Completion
 from cache.memory.head_slices import common, cuts
-from contracts.errors import ErrorKind
+from contracts.errors import ErrorKind, LayoutMismatch
 from contracts.ids import RoomId
 from contracts.messages.rank_orders import PostWrite
 from tests.poolsets import NAMES
@@ -20,7 +20,7 @@ from tests.rooms import PLANES, Ends, Prompt, ends, placed
 from tests.transfer.test_rooms_of_all_pools import some_held, write_in_chunks
 from transfer.planes.data_plane import PageWrite, RoomTarget, SentCounts, SlotWrite
 from transfer.planes.launched_write import launch_write
-from transfer.planes.rank_fan import AllWrites, RankFan
+from transfer.planes.rank_fan import AllWrites, RankFan, fan
 from transfer.planes.tcp.ordered_notices import OrderedNotices
 from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
 
@@ -293,3 +293,45 @@ def test_a_worker_counts_what_its_leader_writes_to_all_ranks_of_a_reader(
         for lease in prompt.leases.values():
             lease.release()
         both.quiet()
+
+
+class OneLink:
+    """A link to one rank that notes what becomes of it."""
+
+    frame_bytes, layered, ranked, up = None, True, False, True
+
+    def __init__(self) -> None:
+        self.was_cut, self.closed, self.sent = False, 0, SentCounts()
+
+    def cut(self) -> bool:
+        cut, self.was_cut = self.was_cut, False
+        return cut
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_a_cut_of_any_link_is_told_and_told_once_however_many_are_cut_together() -> None:
+    links = [OneLink() for _ in range(3)]
+    fanned = RankFan(links[0], links)  # type: ignore[arg-type]
+    for cut in ([1], [0, 1], [0, 1, 2], [2]):
+        for number in cut:
+            links[number].was_cut = True
+        assert fanned.cut()
+        assert not fanned.cut(), "each of them has been heard"
+
+
+@pytest.mark.parametrize("refusing", [0, 1, 3])
+def test_a_reader_of_which_one_rank_cannot_be_reached_is_left_with_no_link_open(refusing: int) -> None:
+    whole, opened = SETS["full"].whole, list[OneLink]()
+
+    def open_link(part: dict[str, int], spec: object, cut: object) -> OneLink:
+        if part["rank"] == refusing:
+            raise LayoutMismatch("it holds another model")
+        opened.append(OneLink())
+        return opened[-1]
+
+    described = {"ranks": [{"rank": rank} for rank in range(4)]}
+    with pytest.raises(LayoutMismatch, match="another model"):
+        fan(whole, 0, 1, described, open_link)  # type: ignore[arg-type]
+    assert [link.closed for link in opened] == [1] * refusing

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import socket
 import threading
 from collections.abc import Generator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -26,8 +28,10 @@ from tests.rooms import ends, image
 from transfer.net import connection_keys
 from transfer.net.curve_keys import CurveKeys
 from transfer.net.sealed_stream import SealedStream
-from transfer.planes.data_plane import PageNumbers, PageWrite, RoomTarget
+from transfer.planes.data_plane import PageNumbers, PageWrite, RoomTarget, SentCounts
+from transfer.planes.posted_write import PostedWrite
 from transfer.planes.tcp import data_connection, data_listener
+from transfer.planes.tcp.data_connection import DataConnection, DataDoor, OutgoingWrite
 from transfer.planes.tcp.zmq_plane import ZmqPlane
 from transfer.rooms.room_outcomes import HandoverFailed
 
@@ -365,3 +369,107 @@ def test_off_the_loopback_no_byte_of_a_page_travels_as_it_is() -> None:
         finally:
             link.close()
             writer.close()
+
+
+class SilentReader:
+    """Takes connections and all that is sent on them, and answers so many writes of each."""
+
+    def __init__(self, answers: int = 0) -> None:
+        self._door, self._answers = socket.create_server(("127.0.0.1", 0)), answers
+        self.taken = list[socket.socket]()
+        self.heard = 0
+        threading.Thread(target=self._take, daemon=True).start()
+
+    @property
+    def door(self) -> DataDoor:
+        return DataDoor(self._door.getsockname(), b"s" * connection_keys.SALT_BYTES, False, 20.0)
+
+    def _take(self) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = self._door.accept()
+            self.taken.append(connection)
+            connection.sendall(connection_keys.draw())
+            left = self._answers
+            while said := connection.recv(1 << 16):
+                self.heard += len(said)
+                if left and self.heard > connection_keys.HELLO_BYTES:
+                    connection.sendall(data_connection.TAKEN * left)
+                    left = 0
+
+    def close(self) -> None:
+        for each in (self._door, *self.taken):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+
+@pytest.mark.parametrize("ending", ["the link is closed", "the reader is gone", "its pages can't be read"])
+def test_every_write_of_a_connection_that_ends_has_ended_whether_it_was_sent_or_not(ending: str) -> None:
+    """Some are sent and not answered, one is being sent, others wait: whoever posted them waits for each."""
+    reader, entered, go = SilentReader(), threading.Event(), threading.Event()
+
+    def body(number: int) -> Generator[list[memoryview]]:
+        if number == 2:
+            entered.set()
+            assert go.wait(20)
+            if ending == "its pages can't be read":
+                raise RuntimeError("an illegal address was touched")
+        yield [memoryview(b"x" * 64)]
+
+    connection = DataConnection(reader.door, lambda: None, SentCounts())
+    posted = [PostedWrite(lambda: None) for _ in range(5)]
+    try:
+        for number, one in enumerate(posted):
+            assert connection.send(OutgoingWrite(b"head", partial(body, number), 64, one))
+        assert entered.wait(20)
+        assert len(connection) == 5
+        assert not any(one.done for one in posted)
+        if ending == "the reader is gone":
+            until(lambda: reader.taken, "the connection")
+            reader.close()
+        go.set()
+        if ending == "the link is closed":
+            connection.close()
+        for one in posted:
+            assert one._over.wait(20)
+            with pytest.raises(RuntimeError, match="the connection that pages take was cut"):
+                one.wait()
+        assert len(connection) == 0
+        assert connection.failed
+        assert not connection.send(OutgoingWrite(b"head", partial(body, 0), 64, PostedWrite(lambda: None)))
+    finally:
+        connection.close()
+        reader.close()
+
+
+def test_what_a_revoked_room_held_back_is_told_once() -> None:
+    """Notices whose writes never came: they are late, and counted, when their room is over."""
+    with reader() as (plane, _):
+        deliver(plane, b"N", msgpack.packb((ROOM, 3, 1)), b"behind a third write")
+        assert plane.poll() == []
+        plane.revoke(ROOM)
+        assert plane.poll() == [b"behind a third write"]
+        assert plane.poll() == []
+
+
+def test_a_link_tells_of_a_cut_once_and_writes_go_over_a_new_connection() -> None:
+    with reader() as (plane, pools):
+        mine = ZmqPlane(FaultsConfig(), "127.0.0.1", None, link_timeout_s=5.0)
+        source = PoolSet(SPEC, SPEC.even(9))
+        source.region.fill_(3)
+        mine.register(source, None)
+        link = mine.connect(plane.describe())
+        write = PageWrite(TARGET, {"full": PageNumbers(2, (1, 2, 4))})
+        link.post(write).wait()
+        assert not link.cut()
+        for _ in range(2):
+            for connection in list(plane._listener._connections):  # type: ignore[union-attr]
+                connection.close()
+            until(lambda: link._connections[0].failed, "the cut")  # type: ignore[attr-defined]
+            assert link.cut()
+            assert not link.cut()
+            pools.region.zero_()
+            link.post(write).wait()
+            assert set(b"".join(entry(pools, "full", 7))) == {3}
+        link.close()
+        mine.close()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from cache.device.adversarial_device import AdversarialDevice
+from cache.memory.page_digest import ContentTag
+from contracts.errors import ErrorKind
 from tests.poolsets import pool_sets
 from tests.rooms import Ends, Prompt, ends
 from transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
@@ -127,3 +130,39 @@ def test_the_loop_reads_digests_only_when_the_device_has_taken_them() -> None:
         assert isinstance(both.outcomes[0], PromptArrived)
         for lease in both.outcomes[0].leases.values():
             lease.release()
+
+
+@pytest.mark.parametrize("plane", ["shm", "local", "zmq"])
+def test_a5_a_damaged_rooms_pages_come_back_when_its_writer_has_stopped_and_not_before(plane: str) -> None:
+    """The writer is in the middle of the room: it may store into all of it until it says that it doesn't any more."""
+    with ends(SPEC, plane) as both:
+        prompt = both.prompt(40)
+        leases = both.open(prompt)
+        first = {pool: prompt.part(pool, prompt.runs[pool].numbers[:1]) for pool in prompt.runs}
+        if plane != "zmq":
+            place = leases["full"].indices[0]
+            arrived = both.receiver._notices._arrivals.begin
+            buffer = both.target.layout.buffers["full"][0]
+
+            def damaging(*about: Any) -> Any:
+                both.target.region[buffer.offset(0, place)] ^= 1
+                return arrived(*about)
+
+            both.receiver._notices._arrivals.begin = damaging  # type: ignore[method-assign, assignment]
+        else:
+            tags = tuple(ContentTag(tag.key, tag.digest ^ 1) for tag in first["full"].tags)
+            first["full"] = replace(first["full"], tags=tags)
+        both.sender.write(prompt.room, first, ())
+        while not both.outcomes:
+            both.outcomes += both.receiver.poll()
+            both.sender._peers[b"decode-0:1"].writes.flush()
+        assert isinstance(both.outcomes[0], HandoverFailed)
+        assert both.outcomes[0].kind is ErrorKind.DAMAGED
+        revocable = plane == "zmq"
+        for _ in range(3):
+            both.receiver.poll()
+            assert all(lease.live is not revocable for lease in leases.values())
+            assert both.receiver.rooms == (0 if revocable else 1)
+        both.released(prompt.room)
+        both.quiet()
+        assert len(both.outcomes) == 1, "it is told once"

@@ -186,3 +186,54 @@ def test_a_step_that_fails_fails_the_rooms_that_it_was_writing() -> None:
         assert isinstance(outcome, HandoverFailed)
         assert "out of resources" in outcome.message
         both.quiet()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a9_what_all_steps_of_an_earlier_life_of_a_request_wrote_is_written_again(steps: int) -> None:
+    """It starts over with several steps under way: what each of them wrote has come to nothing."""
+    with layered_ends() as both:
+        prompt = both.prompt(40)
+        leases = both.open(prompt)
+        genuine = both.source.region.clone()
+        both.source.region ^= 0x55
+        run, lives = prompt.runs["full"], list[LayerMarks]()
+        for number in range(steps):
+            part = PageNumbers(run.first + 2 * number, run.indices[2 * number : 2 * number + 2])
+            lives.append(marks_of())
+            both.sender.write_layers({prompt.room: LayeredPages({"full": part}, 0)}, Step(), lives[-1])
+        assert both.sender.unwritten(prompt.room)["full"].start == run.first + 2 * steps
+        for marks in lives:
+            marks.end(None)
+        both.until(lambda: not len(both.sender._rooms[prompt.room].peer.writes), "what is wrong")  # type: ignore[union-attr]
+        both.source.region.copy_(genuine)
+        both.sender.write(prompt.room, {}, (Step(),), generation=1)
+        assert both.sender.unwritten(prompt.room)["full"] == run.numbers
+        both.sender.write(prompt.room, prompt.all(), (Step(),), generation=1)
+        both.seal(prompt)
+        assert isinstance(both.outcome(prompt.room), PromptArrived)
+        placed(both, prompt, leases, {pool: run.numbers for pool, run in prompt.runs.items()})
+
+
+@pytest.mark.parametrize("plane", ["local", "shm", "zmq", "staged"])
+def test_pools_of_unequal_depths_have_their_own_layers_written_at_each_mark(plane: str) -> None:
+    """Three layers of full attention and two of windows: no pool's range of layers is another's."""
+    spec = pool_sets()["full+window"]
+    layers = {pool.name: pool.layers for pool in spec.pools}
+    assert len(set(layers.values())) == len(layers)
+    device = AsyncCpuDevice()
+    try:
+        with ends(spec, plane, device=device) as both:
+            prompt, step, marks = both.prompt(40), Step(), LayerMarks(layer_groups(layers, 3))
+            leases = both.open(prompt)
+            both.sender.write_layers({prompt.room: pages_of(prompt)}, step, marks)
+            for group in marks.groups[:-1]:
+                marks.passed(group)
+                want = {pool: [layer < group[pool] for layer in range(most)] for pool, most in layers.items()}
+                both.until(lambda want=want: arrived(both, prompt, leases) == want, "the layers of a mark")  # type: ignore[misc]
+            marks.end(None)
+            both.sender.write(prompt.room, prompt.all(), (step,))
+            both.seal(prompt)
+            assert isinstance(both.outcome(prompt.room), PromptArrived)
+            placed(both, prompt, leases, {pool: run.numbers for pool, run in prompt.runs.items()})
+    finally:
+        device.close()

@@ -372,3 +372,44 @@ def test_threads_of_a_link_end_with_it() -> None:
         assert not device._sends._streams
     finally:
         device.close()
+
+
+@pytest.mark.parametrize("ending", ["failed", "withdrawn", "failed when nobody asks any more"])
+def test_a_write_that_came_to_nothing_leaves_its_bytes_to_others(ending: str) -> None:
+    """What is booked is what is under way: a link that has failed at much may carry as much as before."""
+    bench = Bench(most_bytes=2 * PAGES)
+    for _ in range(5):
+        bench.write(A)
+        bench.write(A)
+        said = bench.write(B)
+        assert (len(bench.link.posted), bench.queue.in_flight_bytes, bench.queue.waiting) == (2, 2 * PAGES, 1)
+        if ending != "failed":
+            bench.queue.withdraw(A)
+        for held in bench.link.posted[:2]:
+            ends(held, "" if ending == "withdrawn" else "CUDA error")
+        bench.queue.flush()
+        assert (len(bench.link.posted), bench.queue.in_flight_bytes) == (3, PAGES)
+        ends(bench.link.posted[2])
+        bench.queue.flush()
+        assert bench.said[-1] == said
+        assert (bench.queue.in_flight_bytes, len(bench.queue), bench.pinned()) == (0, 0, set())
+        bench.queue.withdraw(A)
+        bench.link.posted.clear()
+
+
+def test_a_last_word_waits_for_what_its_withdrawn_room_has_still_under_way_and_for_nothing_else() -> None:
+    """The reader gives the pages to somebody else when it hears it."""
+    bench, runs = Bench(), {"full": PageNumbers(0, (1, 2))}
+    for number in (1, 2):  # As layers of a step under way are posted, which are announced when it has come to its end.
+        ahead = PageWrite(RoomTarget(A, runs, 0), runs, number, {"full": range(1)})
+        assert bench.queue.post(ahead, ()) is not None
+    bench.queue.withdraw(A)
+    word = m.WriterQuiesced(A, 7)
+    bench.queue.say(word)
+    bench.write(B)
+    for held in bench.link.posted[:2]:
+        bench.queue.flush()
+        assert bench.said == []
+        ends(held)
+    bench.queue.flush()
+    assert bench.said == [word]

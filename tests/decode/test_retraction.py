@@ -1,0 +1,165 @@
+"""Requests off the device and back, by themselves: host memory that is full, storage that refuses, and their order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cache.prefix_cache.nodes.tree_node import Tier
+from cache.storage.io_queue import StorageOp
+from cache.storage.storage_backend import ObjectName
+from cache.swap.swapped_state import SwapPlace
+from contracts.errors import ErrorKind
+from decode.request.request import DecodeEvent, DecodePhase, DecodeRequest
+from decode.request.request_outcomes import RequestFailed
+from tests.decode_parts import DecodeParts
+
+
+def crowd(host_pages: int, *names: str, **sections: Any) -> tuple[DecodeParts, list[DecodeRequest]]:
+    """Requests that run, of three pages each, with room for `host_pages` on the host, and storage."""
+    parts = DecodeParts(64, host_pages=host_pages, storage=True, decode={"retract": "copy"}, **sections)
+    requests = []
+    for name in names:
+        requests += parts.run(name, prompt=9, most=20)
+        parts.clock.advance(1.0)
+    return parts, requests
+
+
+def turn(parts: DecodeParts, *, storage: bool = True) -> list[RequestFailed]:
+    """A round of the worker without a step: what is under way ends, who may come back does."""
+    if storage and parts.queue is not None:
+        parts.queue.run_all()
+    parts.manager.poll()
+    failed = list(parts.scheduler.admit())
+    parts.manager.launch()
+    failed += parts.scheduler.returned()
+    assert parts.scheduler.check() == []
+    return failed
+
+
+def away(parts: DecodeParts, request: DecodeRequest, rounds: int = 3) -> list[RequestFailed]:
+    """Retract a request, and keep whoever is away from coming back; returns failures, whose requests are gone then."""
+    parts.scheduler.retract(request)
+    failed: list[RequestFailed] = []
+    for _ in range(rounds):
+        assert parts.queue is not None
+        parts.queue.run_all()
+        parts.manager.poll()
+        for lost in parts.scheduler.retraction.advance():
+            failed.append(lost)
+            gone(parts, lost.request)
+    return failed
+
+
+def gone(parts: DecodeParts, request: DecodeRequest) -> None:
+    parts.leave(request)
+    request.step(DecodeEvent.END)
+
+
+def placed(requests: list[DecodeRequest]) -> list[SwapPlace | None]:
+    return [request.swapped.place if request.swapped is not None else None for request in requests]
+
+
+def test_where_the_host_is_full_state_of_who_comes_back_last_goes_on_to_storage() -> None:
+    parts, requests = crowd(6, "a", "b", "c", "d")
+    for request in requests[:3]:
+        assert away(parts, request, 6) == []
+    assert placed(requests[:3]) == [SwapPlace.HOST, SwapPlace.STORED, SwapPlace.HOST]
+    assert away(parts, requests[3], 6) == []
+    assert placed(requests) == [SwapPlace.HOST, SwapPlace.STORED, SwapPlace.STORED, SwapPlace.HOST]
+
+
+def test_who_is_on_storage_is_not_overtaken_by_younger_ones_on_the_host() -> None:
+    parts, (first, second, third) = crowd(6, "a", "b", "c")
+    away(parts, third, 6)
+    away(parts, second, 6)
+    away(parts, first, 6)
+    assert placed([first, second, third]) == [SwapPlace.HOST, SwapPlace.HOST, SwapPlace.STORED]
+    back: list[DecodeRequest] = []
+    for _ in range(20):
+        assert turn(parts) == []
+        back += [request for request in parts.scheduler.running if request not in back]
+    assert back == [first, second, third]
+    parts, (first, second, third) = crowd(6, "a", "b", "c")
+    for request in (first, second, third):
+        away(parts, request, 6)
+    assert placed([first, second, third]) == [SwapPlace.HOST, SwapPlace.STORED, SwapPlace.HOST]
+    assert parts.queue is not None
+    for _ in range(4):  # Storage answers nothing yet: the third could come, and waits.
+        assert turn(parts, storage=False) == []
+    assert list(parts.scheduler.running) == [first]
+    for _ in range(8):
+        assert turn(parts) == []
+    assert list(parts.scheduler.running) == [first, second, third]
+
+
+def test_who_has_come_back_is_not_retracted_again_before_a_step_of_it_has_counted() -> None:
+    parts, (request,) = crowd(6, "a", faults={"retract_every": 1})
+    away(parts, request)
+    for _ in range(3):
+        assert turn(parts) == []
+    assert list(parts.scheduler.running) == [request]
+    assert request.latest is None
+    assert not request.stepped
+    assert parts.scheduler.pressure.choose_victims([request], parts.scheduler.running) == []
+    parts.scheduler.launched([])
+    assert list(parts.scheduler.running) == [request], "a fault that wants retractions leaves it alone as well"
+    batch = parts.scheduler.next_batch()
+    parts.steps.launch(batch)
+    list(parts.steps.landed(go_on=False))
+    parts.scheduler.launched(batch)
+    assert request.phase is DecodePhase.RETRACTING
+
+
+@pytest.mark.parametrize("op", [StorageOp.WRITE, StorageOp.READ])
+def test_what_storage_refuses_is_not_offered_again_and_what_it_lost_is_computed_again(op: StorageOp) -> None:
+    parts, requests = crowd(6, "a", "b", "c")
+    asked: list[ObjectName] = []
+
+    def fault(kind: StorageOp, name: ObjectName) -> str | None:
+        if kind is op:
+            asked.append(name)
+            return "the disk failed"
+        return None
+
+    assert parts.queue is not None
+    parts.queue.fault = fault
+    failed: list[RequestFailed] = []
+    for request in requests:
+        failed += away(parts, request, 8)
+    if op is StorageOp.WRITE:
+        assert [(lost.request, lost.kind) for lost in failed] == [(requests[2], ErrorKind.RETRACTED)]
+        assert placed(requests[:2]) == [SwapPlace.HOST, SwapPlace.HOST]
+        assert len({(name.pool, name.chain) for name in asked}) == len(asked), "each page is offered once"
+        for _ in range(8):
+            assert turn(parts) == []
+        assert list(parts.scheduler.running) == requests[:2]
+    else:
+        assert failed == []
+        for _ in range(12):
+            for lost in turn(parts):
+                failed.append(lost)
+                gone(parts, lost.request)
+        assert [lost.request for lost in failed] == [requests[1]]
+    for request in list(parts.requests):
+        parts.leave(request)
+    for _ in range(3):
+        parts.queue.run_all()
+        parts.manager.poll()
+    host = parts.manager.host
+    assert host is not None
+    assert parts.manager.check() == []
+    parts.manager.tree.eviction.evict(Tier.HOST, "full", 1 << 30)
+    assert host.allocators["full"].free == host.allocators["full"].total
+
+
+def test_a_swap_out_that_finds_no_room_keeps_nothing_of_the_tree() -> None:
+    parts, (first, second) = crowd(3, "a", "b")
+    away(parts, first)
+    locks = len(parts.manager.tree.locks)
+    assert parts.queue is not None
+    parts.queue.fault = lambda op, name: "the disk failed"
+    (failed,) = away(parts, second, 6)
+    assert failed.request is second
+    assert len(parts.manager.tree.locks) == locks - 1, "its own is given back, and the copy's as well"

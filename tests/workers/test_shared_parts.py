@@ -1,0 +1,132 @@
+"""What workers of both roles share, by itself: parts of a step, pages that can be sent, requests that have left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+
+from cache.allocation.allocation import Allocation
+from cache.allocation.block_table import BlockTable
+from cache.device.device_port import DONE
+from cache.memory.page_digest import ContentTag
+from contracts.ids import RoomId
+from contracts.messages.router_commands import Submit
+from engine.runner.batch import DrawnToken, RowOutput
+from prefill.handover import Damaged, Granted, Lost, PrefillHandover
+from tests.prefill_parts import PrefillParts
+from transfer.rooms.room_outcomes import RoomGranted, RoomReleased, SendablePages
+from transfer.rooms.sender.kv_sender import KVSender
+from worker.sendable_pages import finished
+from worker.step_parts import split
+
+
+@dataclass
+class Step:
+    """A launched step that counts how often its outputs are fetched."""
+
+    rows: int
+    fetched: int = 0
+    done: bool = False
+    completion: Any = DONE
+
+    def outputs(self) -> list[RowOutput]:
+        self.fetched += 1
+        return [RowOutput(DrawnToken(row, None)) for row in range(self.rows)]
+
+
+@pytest.mark.parametrize("counts", [[2, 3], [2, 3, 0, 1, 4], [0, 1], [5]])
+def test_each_part_of_a_step_has_its_own_rows_in_order_and_the_step_is_read_once(counts: list[int]) -> None:
+    step = Step(sum(counts))
+    parts = split(step, counts)
+    rows = [[out.drawn.token for out in part.outputs() if out.drawn is not None] for part in reversed(parts)][::-1]
+    assert [len(part) for part in rows] == counts
+    assert [row for part in rows for row in part] == list(range(step.rows))
+    assert step.fetched == 1
+    assert [part.done for part in parts] == [False] * len(parts)
+    step.done = True
+    assert all(part.done for part in parts)
+
+
+def allocation(sealed: int, pages: int) -> Allocation:
+    """Pages 20, 21 ... of which the first `sealed` have digests 100, 101 ..., and slot 7."""
+    made = cast(Any, Allocation.__new__(Allocation))
+    table = BlockTable()
+    table.put(0, tuple(range(20, 20 + pages)), (0,) * pages)
+    made.tables, made.digests = {"full": table}, {"full": [100 + n for n in range(sealed)], "state": []}
+    made.slots = {"state": _Slot()}
+    return cast(Allocation, made)
+
+
+@dataclass
+class _Slot:
+    indices: tuple[int, ...] = (7,)
+
+
+CHAIN = [bytes([n]) * 16 for n in range(5)]
+
+
+@pytest.mark.parametrize("sealed", range(5))
+def test_what_can_be_sent_ends_at_the_first_page_that_is_not_sealed_and_its_end_is_the_last_pages_alone(
+    sealed: int,
+) -> None:
+    """A digest of the partly filled last page is no other page's, however many are still to be sealed."""
+    made = allocation(sealed, 5)
+    ends = {"full": 999, "state": 555}
+    found = finished({"full": range(1, 5), "state": range(4, 5)}, made, CHAIN, ends)
+    tags = [ContentTag(CHAIN[n], 100 + n) for n in range(1, sealed)]
+    if sealed == 4:
+        tags.append(ContentTag(CHAIN[4], 999))
+    want = {"state": SendablePages(4, (7,), (ContentTag(CHAIN[4], 555),))}
+    if tags:
+        want["full"] = SendablePages(1, tuple(range(21, 21 + len(tags))), tuple(tags))
+    assert found == want
+    limited = finished({"full": range(1, 5)}, made, CHAIN, ends, {"full": 2})
+    assert [len(pages.tags) for pages in limited.values()] == ([min(2, len(tags))] if tags else [])
+    assert finished({"full": range(1, 5), "state": range(4, 5)}, made, CHAIN, {}).get("state") is None
+
+
+@dataclass
+class Sender:
+    """Stands in for `KVSender`: a reader that wants nothing more, and says what a test has it say."""
+
+    outcomes: list[RoomGranted | RoomReleased] = field(default_factory=list)
+
+    def poll(self) -> Iterator[RoomGranted | RoomReleased]:
+        outcomes, self.outcomes = self.outcomes, []
+        return iter(outcomes)
+
+    def granted(self, room: RoomId) -> bool:
+        return True
+
+    def wanted(self, room: RoomId) -> dict[str, range]:
+        return {}
+
+    def write(self, *about: object) -> None: ...
+
+    def seal(self, *about: object) -> None: ...
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_request_whose_pages_arrived_damaged_is_named_also_when_it_has_left(left: bool, damaged: bool) -> None:
+    """What it computed is in the tree: others would be sent the same pages again."""
+    parts, sender = PrefillParts(), Sender()
+    handover = PrefillHandover(cast(KVSender, sender), parts.requests)
+    first, other = parts.ask("a", 9), parts.ask("b", 9)
+    parts.step()
+    if left:
+        handover._unconfirmed[first.submit.room] = first
+        parts.leave(first)
+    room = first.submit.room
+    sender.outcomes = [RoomGranted(other.submit.room), RoomReleased(room, False, "decode gave it up", damaged)]
+    told = list(handover.poll())
+    assert told[0] == Granted(other)
+    want: list[object] = [Damaged(first)] if damaged else []
+    assert told[1:] == want + ([] if left else [Lost(first, "decode gave it up")])
+    assert handover._unconfirmed == {}
+    sender.outcomes = [RoomReleased(room, False, "late", damaged=True)]
+    assert [type(one) for one in handover.poll()] == ([] if left else [Damaged, Lost])
+    assert isinstance(first.submit, Submit)
