@@ -7,7 +7,7 @@ script that needs the standard library only: there is little in it that could fa
 It ends, and everything of the cluster with it, when
 
 - the supervisor has ended in order (exit code 0), or by itself before the cluster served (no file ``ready``),
-- it is told to (SIGTERM): the supervisor is then told, and has `END_S` seconds,
+- it is told to (SIGTERM): the supervisor is then told, each time, and has the seconds of the file `END_SECONDS`,
 - the supervisor has died more than `MOST_DEATHS` times within `WINDOW_S`.
 
 The supervisor writes what else belongs to the cluster into FOLDER/owned, in the reaper's lines.
@@ -40,7 +40,9 @@ if __name__ == "__main__":  # A script, which finds nothing but the standard lib
 from cluster.processes.reaper import ReapedRun
 
 POLL_S = 0.1
-END_S = 15.0
+END_SECONDS = "end-seconds"
+"""The file of FOLDER that says how long a supervisor may take to end, answers that run included; `END_S` without it."""
+END_S = 60.0
 TRIAL_S = 300.0
 """How long the supervisor of an upgrade may take to take the cluster over."""
 NOT_STARTED = 127
@@ -88,6 +90,13 @@ class NextSupervisor(NamedTuple):
         )
 
 
+def end_seconds(folder: Path) -> float:
+    """How long the supervisor of the cluster of `folder` may take to end."""
+    with contextlib.suppress(OSError, ValueError):
+        return float((folder / END_SECONDS).read_text())
+    return END_S
+
+
 class Keeper:
     """The keeper of one cluster."""
 
@@ -96,13 +105,13 @@ class Keeper:
         self._supervisor = NextSupervisor(command, {})
         self._trial: NextSupervisor | None = None
         """The supervisor of an upgrade, until it has taken the cluster over."""
-        self._told = False
-        """Whether the cluster is to end."""
+        self._told = 0
+        """How often the cluster was told to end."""
         self._deaths: deque[float] = deque()
 
     def tell(self, number: int, frame: object) -> None:
         """Have the cluster end: the handler of SIGTERM."""
-        self._told = True
+        self._told += 1
 
     def run(self) -> None:
         """Keep the cluster until it ends, then remove what is left of it."""
@@ -129,15 +138,16 @@ class Keeper:
             self._failed(str(error))
             return None
         replaced, begun = False, time.monotonic()
-        deadline = None
+        deadline, passed_on = None, 0
         while (code := process.poll()) is None:
             self._look_for_takeover(process.pid)
             late = self._trial is not None and time.monotonic() > begun + TRIAL_S
             if not self._told and not replaced and (late or (self._folder / NEXT).exists()):
                 process.kill()
                 replaced = True
-            if self._told and deadline is None:
-                deadline = time.monotonic() + END_S
+            if self._told > passed_on:
+                deadline = deadline or time.monotonic() + end_seconds(self._folder)
+                passed_on = self._told
                 process.send_signal(signal.SIGTERM)
             if deadline is not None and time.monotonic() > deadline:
                 process.kill()

@@ -6,11 +6,13 @@ controller, routers, Ray and workers belong to neither and go on meanwhile.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -21,6 +23,7 @@ from cluster.processes.run_folder import KeptFolder, new_folder, new_log_folder
 from cluster.serve.detached_state import DetachedState
 from cluster.serve.preflight import ServePlan
 from cluster.serve.serve_cluster import SECRETS, ServeCluster, exit_code
+from cluster.serve.shutdown_signal import handled_signals
 from cluster.serve.terminal import take_over_output, urls_of
 from contracts.errors import ConfigError, TwinpoolError
 from contracts.json_logs import log_to_stream
@@ -28,8 +31,8 @@ from contracts.python_command import module_command, script_command
 
 OUTPUT = "serve.out"
 """The file of the logs folder that has what `serve` shows in a terminal."""
-DOWN_S = 30.0
-"""How long a cluster may take to end, its keeper's patience included."""
+DOWN_S = 15.0
+"""How long a cluster may take to end beyond what its supervisor has."""
 
 
 def supervisor_command(folder: Path, python: str = "") -> list[str]:
@@ -40,7 +43,8 @@ def supervisor_command(folder: Path, python: str = "") -> list[str]:
 def launch(prepared: ServePlan, out: TextIO, wait: Callable[[float], object]) -> int:
     """Start a detached cluster, show how it starts on `out`, and return the exit code once it serves, or has failed.
 
-    `wait` sleeps. A Ctrl-C meanwhile ends the cluster, and is raised again.
+    `wait` sleeps. Main thread only: a Ctrl-C, SIGTERM or SIGHUP meanwhile ends the cluster, and raises
+    `KeyboardInterrupt`.
     """
     if prepared.config.transfer.plane == "local":
         raise ConfigError("transfer.plane=local runs everything in this process: leave out --detach or the plane")
@@ -59,19 +63,18 @@ def launch(prepared: ServePlan, out: TextIO, wait: Callable[[float], object]) ->
         env={key: value for key, value in os.environ.items() if key not in SECRETS} | {reaper.MARK: mark},
         start_new_session=True,
     )
-    try:
-        with (logs / OUTPUT).open(encoding="utf-8", errors="replace") as shown:
-            while process.poll() is None and not (folder / "ready").exists():
-                out.write(shown.read())
-                out.flush()
-                wait(0.1)
+    with _signals_noted() as noted, (logs / OUTPUT).open(encoding="utf-8", errors="replace") as shown:
+        while process.poll() is None and not (folder / "ready").exists() and not noted:
             out.write(shown.read())
-        if prepared.options.verbose and (logs / START_REPORT).exists():
-            out.write((logs / START_REPORT).read_text(encoding="utf-8", errors="replace"))
-    except KeyboardInterrupt:
-        process.send_signal(signal.SIGTERM)
-        process.wait(DOWN_S)
-        raise
+            out.flush()
+            wait(0.1)
+        out.write(shown.read())
+        if noted:
+            process.send_signal(signal.SIGTERM)
+            process.wait(keeper.end_seconds(folder) + DOWN_S)
+            raise KeyboardInterrupt
+    if prepared.options.verbose and (logs / START_REPORT).exists():
+        out.write((logs / START_REPORT).read_text(encoding="utf-8", errors="replace"))
     if process.poll() is not None:
         return 1
     out.write(f"it goes on without this command; end it with: twinpool down --url {urls_of(prepared)[1]}\n")
@@ -79,13 +82,27 @@ def launch(prepared: ServePlan, out: TextIO, wait: Callable[[float], object]) ->
     return 0
 
 
+@contextlib.contextmanager
+def _signals_noted() -> Iterator[list[int]]:
+    """Yield the numbers of the signals to end that have come since; none of them ends this process meanwhile."""
+    noted: list[int] = []
+    before = {number: signal.signal(number, lambda number, frame: noted.append(number)) for number in handled_signals()}
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def take_down(run: RunFile, wait: Callable[[float], object]) -> None:
     """End a cluster of this machine, and wait until it has ended. Raises `TwinpoolError` where it doesn't."""
+    # One in a terminal keeps its deadline itself.
+    most_s = keeper.end_seconds(Path(run.folder)) + DOWN_S if run.folder else math.inf
     os.kill(run.pid, signal.SIGTERM)
     waited = 0.0
     while same_process(run.pid, run.started):
-        if waited > DOWN_S:
-            raise TwinpoolError(f"the cluster has not ended after {DOWN_S:g} s; see {run.logs}")
+        if waited > most_s:
+            raise TwinpoolError(f"the cluster has not ended after {most_s:g} s; see {run.logs}")
         wait(0.1)
         waited += 0.1
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cluster.processes.keeper import TAKEN_OVER
+from cluster.processes.keeper import END_SECONDS, TAKEN_OVER
 from cluster.processes.process_ids import same_process
 from cluster.serve.kept_plan import plan_from_tree, plan_to_tree
 from cluster.serve.preflight import ServePlan
+from cluster.serve.shutdown_signal import END_S
 from contracts.errors import ConfigError
 from contracts.outside_data import read_json
 
@@ -24,6 +25,8 @@ FORMAT = 1
 STATE_FILE = "cluster.state"
 READY_FILE = "ready"
 """Made once the cluster serves: until then a supervisor that ends ends the cluster."""
+KEEPER_PATIENCE_S = 4.0
+"""How long beyond its own deadline the keeper waits for a supervisor that is to end."""
 KEPT = ("secrets", "secret", "arena", "controller_port", "standby_ports", "ray", "ray_build", "marks")
 """Fields that are kept as they are."""
 
@@ -114,6 +117,8 @@ class DetachedState:
         with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             json.dump(tree, file)
         fresh.replace(self.folder / STATE_FILE)
+        end_s = self.prepared.config.cluster.stop_timeout_s + END_S + KEEPER_PATIENCE_S
+        (self.folder / END_SECONDS).write_text(f"{end_s:g}")
 
     @property
     def ports(self) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ import yaml
 
 from cli.command_line import parser
 from cluster.ray_nodes.worker_resources import RESOURCES
+from cluster.serve.shutdown_signal import END_S
 from contracts.config.load_config import load_config
 from contracts.ids import Role
 from router.api.app import ADMIN_ROUTES, CLIENT_ROUTES
@@ -130,6 +132,32 @@ def test_probes_ask_what_a_router_answers_without_a_key(cluster: Cluster) -> Non
     for path in asked.values():
         assert "GET" in CLIENT_ROUTES[path]
     assert "GET" in ADMIN_ROUTES["/metrics"]
+
+
+def test_the_head_waits_for_the_drain_of_serve_and_its_ray_with_it(cluster: Cluster, tmp_path: Path) -> None:
+    (config_map,) = cluster.of("ConfigMap").values()
+    file = tmp_path / "cluster.yaml"
+    file.write_text(config_map["data"]["cluster.yaml"])
+    head = cluster.pods["head"]
+    ray, serve = head["containers"]
+    assert head["terminationGracePeriodSeconds"] >= load_config(file).cluster.stop_timeout_s + END_S + 10
+    assert "preStop" not in serve.get("lifecycle", {}), "SIGTERM is a drain, and every second before it is lost"
+    assert head["shareProcessNamespace"], "the other container's processes are seen"
+    waits = ray["lifecycle"]["preStop"]["exec"]["command"]
+    program = tmp_path / serve["command"][0]  # a console script: its name is the process's
+    program.write_text(f"#!{sys.executable} -S\nimport sys\nprint('runs', flush=True)\nsys.stdin.read()\n")
+    program.chmod(0o755)
+    with subprocess.Popen([program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as serving:
+        assert serving.stdout is not None
+        assert serving.stdout.readline() == b"runs\n"
+        hook = subprocess.Popen([word.replace("/proc/[0-9]*/", f"/proc/{serving.pid}/") for word in waits])
+        try:
+            with pytest.raises(subprocess.TimeoutExpired):
+                hook.wait(0.3)
+            serving.communicate()
+            assert hook.wait(30) == 0
+        finally:
+            hook.kill()
 
 
 def test_commands_are_ones_that_twinpool_takes_and_a_pod_waits_for_its_drain(cluster: Cluster) -> None:

@@ -15,6 +15,8 @@ import pytest
 
 from cli.command_line import parser
 from cluster.processes.service_manager import SOCKET_VARIABLE, ServiceManager
+from cluster.serve.shutdown_signal import ASKED, END_S
+from contracts.config import ClusterConfig
 from tests.prometheus_server import DEPLOY
 from tests.redis_servers import free_port
 from tests.serving import ROOT, environment
@@ -61,6 +63,14 @@ def test_its_command_is_one_that_twinpool_takes_and_waits_for_the_word(path: Pat
     assert words[0] == "/opt/twinpool/bin/twinpool"
     assert parser().parse_args(words[1:]).config == Path("/etc/twinpool/cluster.yaml")
     assert unit["Service"]["Type"] == "notify"
+
+
+def test_a_stop_waits_for_the_drain_and_signals_the_main_process_alone() -> None:
+    service = Unit(DEPLOY / "systemd" / "twinpool.service")["Service"]
+    assert float(service["TimeoutStopSec"]) >= ClusterConfig().stop_timeout_s + END_S + 10
+    assert (service["KillMode"], service["KillSignal"]) == ("mixed", "SIGTERM")
+    assert "SuccessExitStatus" not in service, "an end that was asked for has exit code 0"
+    assert ASKED == 0
 
 
 @pytest.fixture

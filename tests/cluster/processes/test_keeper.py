@@ -37,14 +37,14 @@ while True:
 class Kept:
     """A keeper's process and what its supervisors have written."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, supervisor: str = SUPERVISOR) -> None:
         self.folder = folder / "twinpool-kept"
         self.folder.mkdir()
         mark = "test-keeper-" + folder.name
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-S", "-P", "-E", str(keeper.__file__), str(self.folder), mark),
-                *(sys.executable, "-c", SUPERVISOR, str(self.folder)),
+                *(sys.executable, "-c", supervisor, str(self.folder)),
             ],
             env=os.environ | {"TWINPOOL_RUN": mark},
         )
@@ -130,6 +130,39 @@ def test_a_supervisor_that_ends_in_order_ends_the_cluster(tmp_path: Path) -> Non
         assert start_time(service) is None
     finally:
         kept.close()
+
+
+def test_a_supervisor_has_the_time_that_its_file_says_and_is_told_each_time(tmp_path: Path) -> None:
+    """It notes what it is told, and ends when it is told twice; it would be killed by then if it had less time."""
+    script = (
+        "import os, signal, sys\ntold = []\n"
+        "def tell(*_):\n"
+        "    told.append(1)\n"
+        "    open(sys.argv[1] + '/told', 'a').write('x')\n"
+        "    if len(told) == 2: sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, tell)\n"
+        "open(sys.argv[1] + '/starts', 'w').write(f'{os.getpid()} {os.getpid()}\\n')\n"
+        "while True: signal.pause()\n"
+    )
+    kept = Kept(tmp_path, script)
+    try:
+        kept.after(1)
+        (kept.folder / keeper.END_SECONDS).write_text("600")
+        assert keeper.end_seconds(kept.folder) == 600.0
+        for number in (1, 2):
+            kept.process.send_signal(signal.SIGTERM)
+            if number == 1:
+                until((kept.folder / "told").exists)
+        assert kept.process.wait(WAIT_S) == 0
+    finally:
+        kept.close()
+
+
+@pytest.mark.parametrize(("text", "seconds"), [(None, keeper.END_S), ("31", 31.0), ("", keeper.END_S)])
+def test_a_keeper_knows_how_long_an_end_takes(tmp_path: Path, text: str | None, seconds: float) -> None:
+    if text is not None:
+        (tmp_path / keeper.END_SECONDS).write_text(text)
+    assert keeper.end_seconds(tmp_path) == seconds
 
 
 def test_what_the_supervisor_says_it_owns_goes_too(tmp_path: Path) -> None:

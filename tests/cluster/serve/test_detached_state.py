@@ -12,9 +12,11 @@ import pytest
 
 from cluster.assembly.device_cards import CardFacts
 from cluster.assembly.node_shares import NodeFacts
+from cluster.processes.keeper import end_seconds
 from cluster.serve.build_check import why_not
 from cluster.serve.detached_state import STATE_FILE, DetachedState, ServiceProcess
 from cluster.serve.preflight import ServeOptions, ServePlan, prepare
+from cluster.serve.shutdown_signal import END_S
 from contracts.config.load_config import config_from_dict
 from contracts.errors import ConfigError
 from contracts.ids import Role
@@ -57,6 +59,7 @@ def test_the_plan_comes_to_the_same_from_what_was_given_and_measured(tmp_path: P
     found = DetachedState.load(tmp_path).prepared
     told = dataclasses.replace(prepared.options, model=str(prepared.spec.path), assignments=())
     assert found == dataclasses.replace(prepared, options=told)
+    assert end_seconds(tmp_path) > prepared.config.cluster.stop_timeout_s + END_S, "the keeper waits for its drain"
 
 
 def test_every_other_field_is_kept_and_the_file_is_its_owners(tmp_path: Path) -> None:
