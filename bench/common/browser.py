@@ -111,8 +111,9 @@ class Tab:
 
     def press(self, key: str) -> None:
         """Press and release a key, by its name in the protocol: ``Tab``, ``ArrowLeft``, ``Enter``."""
-        for kind in ("keyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
+        text = {"text": "\r"} if key == "Enter" else {}  # Without it no button is pressed.
+        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, **text)
+        self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key)
 
     def image(self, **options: Any) -> bytes:
         """What there is to see as PNG; `options` as the protocol has them: ``clip``."""

@@ -37,7 +37,13 @@ from contracts.clock import Clock
 from contracts.config.cluster_config import Config
 from contracts.errors import ConfigError
 from contracts.ids import PAIR, Role, WorkerName
-from contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts, PoolSizing, SizingDecision
+from contracts.messages.autoscaler_messages import (
+    AutoscalerView,
+    LatencyCounts,
+    LatencyTarget,
+    PoolSizing,
+    SizingDecision,
+)
 from contracts.outside_data import read_json
 
 DECISIONS_KEPT = 16
@@ -342,6 +348,15 @@ class Autoscaler:
         self._table.note(f"autoscaler: {text}")
 
     # ------------------------------------------------------------ what it shows
+
+    @property
+    def targets(self) -> tuple[LatencyTarget, ...]:
+        """What it sizes the pools for."""
+        share = self._config.attainment
+        return (
+            LatencyTarget("ttft", self._config.ttft_target_s, share, "autoscaling.ttft_target_s"),
+            LatencyTarget("itl", self._config.itl_target_s, share, "autoscaling.itl_target_s"),
+        )
 
     def view(self) -> AutoscalerView:
         now = self._clock.now()

@@ -44,6 +44,7 @@ def dashboard_of(
             shutting_down=core.shutting_down,
             deaths=core.deaths,
             requests=records.recent(SHOWN),
+            targets=autoscaler.targets if autoscaler is not None else (),
         )
 
     def noted(text: str) -> None:

@@ -1,4 +1,4 @@
-"""The dashboard's frames: what there is to see of a cluster now, and of its last quarter of an hour.
+"""The dashboard's frames: what there is to see of a cluster now, and of its last hours.
 
 The logic alone: whoever has the cluster's state hands it in (`take`), as often as somebody watches, or every few
 seconds where nobody does, and asks for frames. What has happened between two states becomes entries of the log.
@@ -6,7 +6,7 @@ seconds where nobody does, and asks for frames. What has happened between two st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,11 +14,11 @@ from cluster.dashboard.event_log import EventKind, EventLog
 from cluster.dashboard.history import SAMPLE_S, History
 from cluster.dashboard.request_rows import SHOWN, request_row
 from cluster.dashboard.router_totals import Latencies, RouterTotals
-from cluster.dashboard.worker_rates import HITS, WorkerRates, WorkerSample
+from cluster.dashboard.worker_rates import CPU, HITS, WorkerRates, WorkerSample
 from cluster.dashboard.worker_rows import GONE, SERVING, link_rows, ordered, pool_rows, worker_row
 from contracts.damage import DamageSite
 from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.autoscaler_messages import AutoscalerView
+from contracts.messages.autoscaler_messages import AutoscalerView, LatencyTarget
 from contracts.messages.control_plane import ControlPlane
 from contracts.messages.latency_shape import percentile
 from contracts.messages.request_record import RequestRecord
@@ -53,6 +53,8 @@ class ClusterState:
     """Workers that have died since the controller's start."""
     requests: Sequence[RequestRecord] = ()
     """The latest ones that are known of, the newest first."""
+    targets: Sequence[LatencyTarget] = ()
+    """What the autoscaler sizes the pools for."""
 
 
 class ClusterFrames:
@@ -144,6 +146,7 @@ class ClusterFrames:
             "models": sorted({report.model for report in reports}),
             "control": self._control(),
             "now": self._numbers(self._routers.latencies()),
+            "targets": self._targets(reports),
             "pools": pool_rows(rows, scaler),
             "autoscaler": None if scaler is None else {"held_s": round(scaler.held_s, 1), "counters": scaler.counters},
             "workers": rows,
@@ -158,12 +161,13 @@ class ClusterFrames:
         }
 
     def past(self) -> dict[str, Any]:
-        """What there was to see: numbers every `SAMPLE_S` seconds, and the whole log."""
+        """What there was to see: numbers every `SAMPLE_S` seconds, those of minutes for longer, and the whole log."""
         return {
             "v": VERSION,
             "boot": self._boot,
             "sample_s": SAMPLE_S,
             "history": self._history.columns(),
+            "minutes": self._history.minutes(),
             "events": self.log.latest(),
         }
 
@@ -195,6 +199,17 @@ class ClusterFrames:
             "cpu": _rounded(self._routers.cores_of(report.router)),
         }
 
+    def _targets(self, reports: Sequence[RouterReport]) -> dict[str, list[dict[str, Any]]]:
+        """The configured targets by the latency that they are for, each with its seconds, the share of requests that is
+        to meet it (None: all), and the setting."""
+        found = list(self._state.targets)
+        for seconds in sorted({report.ttft_slo_s for report in reports} - {0.0}):
+            found.append(LatencyTarget("ttft", seconds, None, "router.ttft_slo_ms"))
+        rows: dict[str, list[dict[str, Any]]] = {}
+        for one in found:
+            rows.setdefault(one.latency, []).append({"s": one.seconds, "share": one.share, "by": one.setting})
+        return rows
+
     def _damage_by_site(self) -> dict[str, int]:
         found: dict[str, int] = dict.fromkeys(DamageSite, 0)
         for sample in self._damage.samples():
@@ -217,6 +232,8 @@ class ClusterFrames:
             "in_flight": sum(report.in_flight for report in reports),
             "queued": sum(report.waiting for report in reports) + sum(view.status.waiting for view in serving),
             "running": sum(view.status.running for view in serving),
+            "cpu_workers": _rounded(_known_sum(one.get(CPU) for one in rates)),
+            "cpu_routers": _rounded(_known_sum(self._routers.cores_of(report.router) for report in reports)),
             "ttft": _percentiles(latencies.first_tokens),
             "tpot": _percentiles(latencies.output_tokens),
             "itl": _percentiles(latencies.gaps),
@@ -226,7 +243,7 @@ class ClusterFrames:
         numbers = self._numbers(self._routers.latencies_since_last())
         row: dict[str, float | None] = {"at": round(self._wall, 1)}
         row |= {name: numbers[name] for name in ("requests_s", "tokens_s", "prompt_tokens_s", "hit_share")}
-        row |= {name: numbers[name] for name in ("bytes_s", "running", "queued")}
+        row |= {name: numbers[name] for name in ("bytes_s", "running", "queued", "cpu_workers", "cpu_routers")}
         for kind in ("ttft", "tpot", "itl"):
             row |= {f"{kind}_{name}": numbers[kind][name] for name in ("p50", "p99")}
         for role in (Role.PREFILL, Role.DECODE):
@@ -245,6 +262,12 @@ def _percentiles(counts: Sequence[int]) -> dict[str, float | int | None]:
         seconds = percentile(counts, share)
         found[name] = round(seconds, 5) if seconds is not None else None
     return found
+
+
+def _known_sum(values: Iterable[float | None]) -> float | None:
+    """The sum of what is known; None where nothing is."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
 
 
 def _rounded(cores: float | None) -> float | None:

@@ -8,6 +8,18 @@ from contracts.ids import Role
 
 
 @dataclass(frozen=True, slots=True)
+class LatencyTarget:
+    """One latency that is promised, as its setting has it."""
+
+    latency: str
+    """``ttft`` or ``itl``."""
+    seconds: float
+    share: float | None
+    """The share of requests, or of deliveries, that are to meet it, from 0 to 1; None: all."""
+    setting: str
+
+
+@dataclass(frozen=True, slots=True)
 class LatencyCounts:
     """What one router has counted since its start."""
 

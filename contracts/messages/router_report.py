@@ -84,6 +84,8 @@ class RouterReport:
     builds that don't say."""
     tokens_per_s: float = 0.0
     """Tokens of answers a second of late, as the controller measures it: by counts of reports one after the other."""
+    ttft_slo_s: float = 0.0
+    """Seconds to the first token beyond which it refuses requests (`router.ttft_slo_ms`); 0: none."""
 
 
 def bare(report: RouterReport) -> RouterReport:

@@ -1255,7 +1255,7 @@ class DashboardFrame(_message.Message):
     def __init__(self, json: _Optional[bytes] = ...) -> None: ...
 
 class RouterReport(_message.Message):
-    __slots__ = ("router", "node", "pid", "build", "model", "in_flight", "waiting", "counters", "first_tokens", "gaps", "open_breakers", "viewers", "name", "address", "settings", "kept", "output_tokens", "cpu_s", "tokens_per_s")
+    __slots__ = ("router", "node", "pid", "build", "model", "in_flight", "waiting", "counters", "first_tokens", "gaps", "open_breakers", "viewers", "name", "address", "settings", "kept", "output_tokens", "cpu_s", "tokens_per_s", "ttft_slo_s")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -1282,6 +1282,7 @@ class RouterReport(_message.Message):
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CPU_S_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    TTFT_SLO_S_FIELD_NUMBER: _ClassVar[int]
     router: str
     node: str
     pid: int
@@ -1301,7 +1302,8 @@ class RouterReport(_message.Message):
     output_tokens: _containers.RepeatedScalarFieldContainer[int]
     cpu_s: float
     tokens_per_s: float
-    def __init__(self, router: _Optional[str] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., build: _Optional[str] = ..., model: _Optional[str] = ..., in_flight: _Optional[int] = ..., waiting: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., first_tokens: _Optional[_Iterable[int]] = ..., gaps: _Optional[_Iterable[int]] = ..., open_breakers: _Optional[_Iterable[str]] = ..., viewers: _Optional[int] = ..., name: _Optional[str] = ..., address: _Optional[str] = ..., settings: _Optional[str] = ..., kept: _Optional[bool] = ..., output_tokens: _Optional[_Iterable[int]] = ..., cpu_s: _Optional[float] = ..., tokens_per_s: _Optional[float] = ...) -> None: ...
+    ttft_slo_s: float
+    def __init__(self, router: _Optional[str] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., build: _Optional[str] = ..., model: _Optional[str] = ..., in_flight: _Optional[int] = ..., waiting: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., first_tokens: _Optional[_Iterable[int]] = ..., gaps: _Optional[_Iterable[int]] = ..., open_breakers: _Optional[_Iterable[str]] = ..., viewers: _Optional[int] = ..., name: _Optional[str] = ..., address: _Optional[str] = ..., settings: _Optional[str] = ..., kept: _Optional[bool] = ..., output_tokens: _Optional[_Iterable[int]] = ..., cpu_s: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., ttft_slo_s: _Optional[float] = ...) -> None: ...
 
 class RouterReports(_message.Message):
     __slots__ = ("routers",)

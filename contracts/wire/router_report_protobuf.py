@@ -24,6 +24,7 @@ def router_report_to_proto(r: RouterReport) -> pb.RouterReport:
         gaps=r.gaps,
         output_tokens=r.output_tokens,
         cpu_s=r.cpu_s,
+        ttft_slo_s=r.ttft_slo_s,
         open_breakers=r.open_breakers[:MOST_BREAKERS],
         viewers=r.viewers,
         name=r.identity.name[:NAME_CHARS],
@@ -42,8 +43,8 @@ def router_report_from_proto(m: pb.RouterReport) -> RouterReport:
         raise WireError(f"a report names its router, and no name has more than {NAME_CHARS} characters")
     if any(len(counts) not in (0, BUCKETS) for counts in (m.first_tokens, m.gaps, m.output_tokens)):
         raise WireError(f"a histogram of latencies has {BUCKETS} buckets")
-    if not 0 <= m.cpu_s < math.inf:
-        raise WireError(f"processor time is a number of seconds, not {m.cpu_s}")
+    if not all(0 <= seconds < math.inf for seconds in (m.cpu_s, m.ttft_slo_s)):
+        raise WireError(f"times are numbers of seconds, not {m.cpu_s} and {m.ttft_slo_s}")
     return RouterReport(
         m.router,
         m.node,
@@ -61,4 +62,5 @@ def router_report_from_proto(m: pb.RouterReport) -> RouterReport:
         tuple(m.output_tokens),
         m.cpu_s,
         m.tokens_per_s,
+        m.ttft_slo_s,
     )

@@ -52,6 +52,11 @@ class PrometheusMetrics:
         self._process = ProcessCollector(registry=None)
         self.scrapes = Scrapes(self.collect, self.seen)
 
+    @property
+    def ttft_slo_s(self) -> float:
+        """Seconds to the first token beyond which requests are refused; 0: none."""
+        return self._config.ttft_slo_ms / 1000
+
     # ------------------------------------------------------------ at the scrape
 
     def collect(self) -> Iterator[Metric]:

@@ -112,4 +112,5 @@ class RouterReports:
             self._identity,
             tuple(tally.output_token_shape.counts),
             round(time.process_time(), 3),
+            ttft_slo_s=metrics.ttft_slo_s,
         )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 
 import pytest
 
 from router.api.admin_dashboard import FOLDER
+from router.records import request_spans
 
 STYLE = (FOLDER / "style.css").read_text()
 LEAST = 4.5
@@ -47,6 +50,50 @@ def test_lines_and_bars_stand_out_from_their_ground(dark: bool) -> None:
     colours = scheme(dark)
     assert contrast(colours["accent"], colours["card"]) >= 3
     assert contrast(colours["accent"], colours["hair"]) >= 3
+
+
+PARTS = {
+    "tokenise", "queue", "prefill_queue", "prefill", "decode_queue", "handover", "transfer", "decode", "retracted",
+    "move", "answer",
+}  # fmt: skip
+"""The spans of a request (`router.records.request_spans`)."""
+APART = 0.055
+"""The least distance of two parts in OKLab: about three times what an eye can just tell apart side by side."""
+
+
+def oklab(colour: str) -> tuple[float, float, float]:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    r, g, b = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    long = (0.4122214708 * r + 0.5363325363 * g + 0.0514459929 * b) ** (1 / 3)
+    middle = (0.2119034982 * r + 0.6806995451 * g + 0.1073969566 * b) ** (1 / 3)
+    short = (0.0883024619 * r + 0.2817188376 * g + 0.6299787005 * b) ** (1 / 3)
+    return (
+        0.2104542553 * long + 0.7936177850 * middle - 0.0040720468 * short,
+        1.9779984951 * long - 2.4285922050 * middle + 0.4505937099 * short,
+        0.0259040371 * long + 0.7827717662 * middle - 0.8086757660 * short,
+    )
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_parts_of_a_request_are_told_apart_by_their_hues(dark: bool) -> None:
+    colours = scheme(dark)
+    parts = {name.removeprefix("p-"): colour for name, colour in colours.items() if name.startswith("p-")}
+    assert set(parts) == PARTS
+    close = [
+        (one, other)
+        for one, other in itertools.combinations(sorted(parts), 2)
+        if math.dist(oklab(parts[one]), oklab(parts[other])) < APART
+    ]
+    assert close == []
+    assert {name for name, colour in parts.items() if contrast(colour, colours["card"]) < 3} == set()
+
+
+def test_the_page_has_a_word_for_each_part_in_the_order_of_a_requests_life() -> None:
+    script = (FOLDER / "waterfall.js").read_text()
+    named = re.findall(r"(\w+): \[\"", script[script.index("const SPANS") : script.index("const ORDER")])
+    told = re.findall(r"^``(\w+)``", request_spans.__doc__ or "", re.MULTILINE)
+    assert set(named) == PARTS == {*told, "transfer"}
+    assert [name for name in named if name in told] == told
 
 
 def test_the_oracle_knows_the_standards_own_examples() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -95,14 +96,20 @@ def test_every_number_is_that_of_the_metrics_and_of_the_status(server: Server, t
 def test_all_of_it_can_be_reached_by_keys_and_charts_look_back_by_arrows(tab: Tab) -> None:
     tab.until(FRAME)
     reached = []
-    for _ in range(14):
+    for _ in range(20):
         tab.press("Tab")
         reached.append(
             tab.run("document.activeElement.getAttribute('aria-label') ?? document.activeElement.textContent")
         )
     assert reached[0] == "Skip to the state of the cluster"
     charts = [text for text in reached if text and "Arrow keys look back" in text]
-    assert len(charts) == 8
+    assert len(charts) == 10
+    assert {"5 min", "15 min", "1 h", "6 h"} <= set(reached), "how far charts look back"
+    opened = "document.querySelector('.waterfall button').getAttribute('aria-expanded')"
+    tab.run("document.querySelector('.waterfall button').focus()")
+    for expanded in ("true", "false"):
+        tab.press("Enter")
+        assert tab.run(opened) == expanded
     tab.run("document.querySelector('.multiple svg').focus()")
     tab.press("ArrowLeft")
     assert tab.run("document.getElementById('moment').textContent").startswith("at ")
@@ -116,6 +123,74 @@ def test_all_of_it_can_be_reached_by_keys_and_charts_look_back_by_arrows(tab: Ta
     assert unnamed == []
 
 
+def test_a_chart_says_its_scale_its_ends_its_lines_and_the_times(server: Server, tab: Tab) -> None:
+    server.complete(prompt=[5, 6, 7], max_tokens=9, ignore_eos=True)
+    tab.until(FRAME)
+    shown = "Object.fromEntries([...document.querySelectorAll('.multiple')].map((box) => [box.dataset.chart, box.{}]))"
+    tab.until("document.querySelector('[data-chart=tpot_p50] .high').textContent !== ''")
+    scales = tab.run(shown.format("querySelector('.high').textContent"))
+    for name in ("ttft_p50", "tpot_p50", "itl_p50"):
+        assert re.fullmatch(r"[\d.]+ (µs|ms|s) · log", scales[name]), scales
+    assert re.fullmatch(r"[\d,.]+ · linear", scales["running"])
+    assert scales["pages_decode"] == "100 % · linear"
+    lines = tab.run(shown.format("querySelector('.key-lines').innerText"))
+    assert [lines[name].split() for name in ("tpot_p50", "running")] == [["p50", "p99"], ["running", "queued"]]
+    axes = tab.run(shown.format("querySelector('.axis').textContent"))
+    assert all(text.endswith("now") and "min" in text for text in axes.values()), axes
+    titles = tab.run("[...document.querySelectorAll('.multiple h3')].map((one) => one.textContent)")
+    assert titles.index("Time per output tokenTPOT") < titles.index("Inter-token latencyITL")
+
+
+def test_the_time_of_an_output_token_is_that_of_whole_answers(server: Server, tab: Tab) -> None:
+    for _ in range(4):
+        server.complete(prompt=list(range(5, 40)), max_tokens=24, ignore_eos=True)
+    tab.until(FRAME)
+    tab.until("Number(document.querySelector('[data-number=\"now.tpot_p50\"]')?.dataset.value) > 0")
+    found = metrics(server)
+    mean_s = found["twinpool_time_per_output_token_seconds_sum"] / found["twinpool_time_per_output_token_seconds_count"]
+    assert float(numbers(tab)["now.tpot_p50"].value) == pytest.approx(mean_s, rel=4), "of the same order"
+
+
+def test_the_charts_look_back_as_far_as_they_are_asked_to(tab: Tab) -> None:
+    tab.until(FRAME)
+    pressed = "[...document.querySelectorAll('#ranges button')].map((one) => one.getAttribute('aria-pressed'))"
+    assert tab.run(pressed) == ["false", "true", "false", "false"]
+    for at, range_s in enumerate((300, 900, 3600, 21600)):
+        tab.run(f"document.querySelectorAll('#ranges button')[{at}].click()")
+        assert tab.run(pressed).index("true") == at
+        # Rows of minutes from before this page's first one, as a controller that has led for long would send.
+        back = tab.run(
+            "import('/dashboard/past.js').then(({ Past }) => { const past = new Past(), at = 100000;"
+            " const row = (when) => ({ at: [when], ttft_p99: [1] });"
+            " const minutes = { at: [at - 20000, at - 3000, at - 60], ttft_p99: [1, 1, 1] };"
+            " past.take({ boot: 'b', history: row(at), minutes });"
+            f" return past.since(at - {range_s}).map((one) => at - one.at); }})"
+        )
+        assert back == [age for age in (20000, 3000, 60, 0) if age <= range_s]
+
+
+def test_zeros_that_are_well_are_one_line_and_what_is_not_stands_before_it(server: Server, tab: Tab) -> None:
+    tab.until(FRAME)
+    tab.until("document.getElementById('faults-well').textContent.endsWith(': all well')")
+    folded = "[...document.querySelectorAll('#faults-zeros dt')].map((one) => one.textContent)"
+    assert "worker deaths" in tab.run(folded)
+    assert not tab.run("document.getElementById('faults-zeros').closest('details').open")
+    assert tab.run("document.getElementById('faults').hidden")
+    frame = (
+        "import('/dashboard/health.js').then(({ Health }) => { const node = (id) => document.getElementById(id);"
+        " for (const id of ['faults', 'faults-zeros', 'damage', 'damage-zeros', 'totals', 'routers'])"
+        " node(id).replaceChildren();"
+        " const zeros = { requests_failed: 2, replays: 0, audits_equal: 1, audits_damaged: 0 };"
+        " new Health().draw({ damage: { logits: 1, audit: 0 }, totals: zeros, deaths: 1, workers: [], routers: [],"
+        " control: null, up_s: 5, at: 1e9, n: 1 });"
+        " return [...node('faults').querySelectorAll('dt'), ...node('damage').querySelectorAll('dt')]"
+        ".map((one) => one.textContent); })"
+    )
+    shown = tab.run(frame)
+    assert {"failed", "worker deaths", "steps with non-finite logits"} <= set(shown)
+    assert "replayed (failover)" not in shown
+
+
 @pytest.mark.parametrize(("width", "dark", "still"), [(390, True, False), (1600, False, True)])
 def test_it_fits_a_phone_and_a_wall_and_stands_still_for_who_wants_that(
     tab: Tab, width: int, dark: bool, still: bool
@@ -123,6 +198,12 @@ def test_it_fits_a_phone_and_a_wall_and_stands_still_for_who_wants_that(
     tab.look(width, 900, dark=dark, still=still)
     tab.until(FRAME)
     assert tab.run("document.documentElement.scrollWidth") == width
+    wide = "[...document.querySelectorAll('.scroll')].filter((one) => one.checkVisibility()).map((one) =>"
+    wide += " [one.scrollWidth > one.clientWidth + 1, one.previousElementSibling?.className === 'swipe'"
+    wide += " && !one.previousElementSibling.hidden])"
+    tab.until(f"{wide}.every(([wide, says]) => wide === says)")  # A table that is wider than its place says so.
+    if width < 600:
+        assert [True, True] in tab.run(wide)
     assert tab.run("getComputedStyle(document.querySelector('.link i')).animationName") == ("none" if still else "beat")
     light = tab.run("getComputedStyle(document.documentElement).backgroundColor")
     assert (sum(map(int, light[4:-1].split(","))) < 200) is dark

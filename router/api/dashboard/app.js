@@ -9,7 +9,7 @@ import { Traffic } from "./traffic.js";
 import { Verdict } from "./verdict.js";
 import { Waterfall } from "./waterfall.js";
 import { Workers } from "./workers.js";
-import { by, mark, say } from "./words.js";
+import { by, mark, say, scrolls } from "./words.js";
 
 const VERSION = 1;
 
@@ -65,9 +65,15 @@ class Page {
 
   #draw() {
     by("main").hidden = by("key").hidden === false;
-    this.parts ??= [this.verdict, new Charts(this.past), new Traffic(), new Workers(), new Waterfall(), new Health()];
+    this.parts ??= this.#made();
     for (const part of this.parts) part.draw(this.frame);
     mark(document.body, "data-frame", this.frame.n);
+  }
+
+  #made() {
+    const parts = [this.verdict, new Charts(this.past), new Traffic(), new Workers(), new Waterfall(), new Health()];
+    for (const region of document.querySelectorAll("main .scroll[id]")) scrolls(region);
+    return parts;
   }
 
   #state(name, words) {

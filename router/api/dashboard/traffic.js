@@ -12,7 +12,7 @@ export class Traffic {
     this.svg = svg("svg", { role: "img" });
     this.canvas = el("canvas", { "aria-hidden": "true" });
     this.box.append(this.svg, this.canvas);
-    const [links, body] = table(["From", "To", "A second", "Since the sender’s start"], [2, 3]);
+    const [links, body] = table(["From", "To", "Bytes / s", "Since the sender’s start"], [2, 3]);
     by("links").append(links);
     this.rows = new Keyed(body, () => el("tr", {}, el("th", { scope: "row" }), el("td"), el("td", { class: "n" }), el("td", { class: "n" })));
     this.wires = [];
@@ -93,7 +93,7 @@ export class Traffic {
       if (bytesS === 0 && (quiet += 1) > MOST_QUIET) continue;
       const d = a.x === b.x ? arc(a, b) : bow(a.x + a.w, a.y + a.h / 2, b.x, b.y + b.h / 2);
       const part = Math.sqrt(bytesS / most), wide = bytesS === 0 ? 1 : 0.8 + (5 * part) / Math.sqrt(crowd);
-      const title = svg("title", { text: `${from} to ${to}: ${joined(bytes(bytesS))} a second, ${joined(bytes(total))} in all` });
+      const title = svg("title", { text: `${from} to ${to}: ${joined(bytes(bytesS))}/s, ${joined(bytes(total))} in all` });
       const path = svg("path", { d, class: bytesS === 0 ? "wire quiet" : "wire", "stroke-width": wide.toFixed(1), "stroke-opacity": bytesS === 0 ? 0.7 : ((0.2 + 0.3 * part) / crowd ** 0.45).toFixed(2), "data-from": from, "data-to": to }, title);
       parts.push(path);
       if (bytesS > 0) this.wires.push({ path, ends: [from, to], pace: (1 + 5 * part) / Math.sqrt(crowd), size: (1.3 + 1.4 * part) / crowd ** 0.25 });
@@ -130,11 +130,11 @@ export class Traffic {
 
   #labels(frame, columns, nodeWidth, parts, narrow, width) {
     const label = (x, title, sub) => parts.push(svg("text", { x, y: 24, class: "pool-label", text: title.toUpperCase() }), svg("text", { x, y: 41, class: "pool-sub", text: sub }));
-    if (!narrow) label(columns.routers, frame.routers.length === 1 ? "Router" : "Routers", `${count(frame.now.in_flight)} under way`);
+    if (!narrow) label(columns.routers, frame.routers.length === 1 ? "Router" : "Routers", `${count(frame.now.in_flight)} in flight`);
     for (const pool of frame.pools) {
       const x = pool.role === "prefill" ? columns.prefill : columns.decode;
       const held = pool.pages_total ? (100 * pool.pages_requests) / pool.pages_total : 0;
-      label(x, pool.role, narrow ? `${held.toFixed(0)} % held` : `${count(pool.running)} run, ${count(pool.waiting)} wait, ${held.toFixed(held < 10 ? 1 : 0)} % of pages held`);
+      label(x, pool.role, narrow ? `KV ${held.toFixed(0)} % used` : `${count(pool.running)} running, ${count(pool.waiting)} queued, KV ${held.toFixed(held < 10 ? 1 : 0)} % used`);
     }
     if (!narrow) parts.push(svg("text", { x: width - 76, y: 24, class: "pool-label", text: "CLIENTS" }));
   }
@@ -142,7 +142,7 @@ export class Traffic {
   #say(frame, first, second) {
     const total = frame.links.reduce((sum, link) => sum + link[2], 0);
     const busy = frame.links.filter((link) => link[2] > 0).length;
-    say(by("traffic-hint"), total ? `${joined(bytes(total))} of pages a second over ${count(busy)} ${busy === 1 ? "link" : "links"}` : "no pages are on the way");
+    say(by("traffic-hint"), total ? `${joined(bytes(total))}/s of KV pages over ${count(busy)} ${busy === 1 ? "link" : "links"}` : "no KV pages in transfer");
     mark(this.svg, "aria-label", `${frame.routers.length} routers, ${first.length} prefill and ${second.length} other workers; ${joined(bytes(total))} of pages a second over ${busy} links. The table below has each.`);
   }
 
@@ -207,14 +207,14 @@ function bracket(x, spots, side) {
 function node({ x, y, w, h, worker }) {
   const { pages } = worker, roomy = h >= 30;
   const group = svg("g", { class: "node", "data-state": worker.state, "data-name": worker.name, transform: `translate(${x} ${y})` },
-    svg("title", { text: `${worker.name}: ${worker.state}, ${worker.running} run, ${worker.waiting} wait, ${pages.requests} of ${pages.total} pages held` }));
+    svg("title", { text: `${worker.name}: ${worker.state}, ${worker.running} running, ${worker.waiting} queued, ${pages.requests} of ${pages.total} KV pages in use` }));
   const bar = (left, top, wide, tall) => {
     const held = pages.total ? (wide * pages.requests) / pages.total : 0, cached = pages.total ? (wide * pages.cached) / pages.total : 0;
     group.append(svg("rect", { class: "trough", x: left, y: top, width: wide, height: tall, rx: 1 }),
       svg("rect", { class: "fill-held", x: left, y: top, width: held.toFixed(1), height: tall, stroke: "none" }),
       svg("rect", { class: "fill-cached", x: left + held, y: top, width: cached.toFixed(1), height: tall, stroke: "none" }));
   };
-  const busy = worker.state === "ready" ? (worker.running ? `${worker.running} run` : "idle") : worker.state;
+  const busy = worker.state === "ready" ? (worker.running ? `${worker.running} running` : "idle") : worker.state;
   group.append(svg("rect", { class: "box", width: w, height: h, rx: 4 }));
   if (roomy) {
     group.append(svg("text", { x: 11, y: 18, text: worker.name }), svg("text", { x: w - 11, y: 18, class: "dim", "text-anchor": "end", text: busy }));

@@ -35,8 +35,9 @@ function drawMore(node, frame) {
   const { now } = frame;
   const workers = frame.pools.reduce((sum, pool) => sum + serving(pool), 0);
   const parts = [`${listed(pools)} ${workers === 1 ? "serves" : "serve"} behind ${plural(frame.routers.length, "router")}`,
-    `${plural(now.in_flight, "request")} under way, ${rate(now.tokens_s)} tokens a second`];
-  if (now.ttft.count) parts.push(`half of the first tokens came within ${joined(seconds(now.ttft.p50))}`);
+    `${plural(now.in_flight, "request")} in flight, ${rate(now.tokens_s)} output tokens a second`];
+  const medians = [["to first token", now.ttft], ["per output token", now.tpot]].filter(([, one]) => one?.count);
+  if (medians.length) parts.push(`median time ${medians.map(([what, one]) => `${what} ${joined(seconds(one.p50))}`).join(", ")}`);
   say(node, `${parts.join("; ")}.`);
 }
 
@@ -48,7 +49,7 @@ function problems(frame) {
   for (const pool of frame.pools) if (!serving(pool)) add("bad", `no ${pool.role} worker serves`, true);
   if (!frame.pools.length) add("bad", "there are no workers", true);
   if (frame.control?.shutting_down) add("notice", "the cluster is shutting down");
-  if (frame.control && !frame.control.supervised && !frame.control.shutting_down) add("bad", "nobody is there who starts workers");
+  if (frame.control && !frame.control.supervised && !frame.control.shutting_down) add("bad", "the supervisor is away: no worker is started");
   if (!frame.routers.length) add("bad", "no router has reported", true);
   const named = (state) => frame.workers.filter((worker) => worker.state === state).map((worker) => worker.name);
   const few = (names) => (names.length > 4 ? `${names.slice(0, 3).join(", ")} and ${names.length - 3} more` : listed(names));
@@ -56,9 +57,9 @@ function problems(frame) {
   if (dead.length) add("bad", `${few(dead)} ${dead.length === 1 ? "is" : "are"} dead`);
   if (draining.length) add("notice", `${few(draining)} ${draining.length === 1 ? "drains" : "drain"}`);
   if (starting.length) add("notice", `${few(starting)} ${starting.length === 1 ? "starts" : "start"}`);
-  for (const worker of frame.workers) if (worker.stalled_s > 2) add("bad", `${worker.name} has not advanced for ${worker.stalled_s} s`);
+  for (const worker of frame.workers) if (worker.stalled_s > 2) add("bad", `${worker.name} is stalled for ${worker.stalled_s} s`);
   const broken = [...new Set(frame.routers.flatMap((router) => router.open_breakers))];
-  if (broken.length) add("bad", `routers send nothing to ${few(broken)}, as it has failed`);
+  if (broken.length) add("bad", `circuit breakers are open for ${few(broken)}`);
   const builds = new Set(frame.workers.filter((worker) => worker.build && worker.state !== "left").map((worker) => worker.build));
   if (builds.size > 1) add("notice", `workers run ${builds.size} builds`);
   if (frame.autoscaler?.held_s > 0) add("notice", `the autoscaler leaves the pools alone for ${Math.round(frame.autoscaler.held_s)} s`);

@@ -33,6 +33,12 @@ export function bytes(n) {
   return [n >= 100 || unit === 0 ? n.toFixed(0) : n.toFixed(1), units[unit]];
 }
 
+// Processors in use: 1 is one of them, all of the time.
+export function cores(n) {
+  if (n === null || n === undefined) return [NONE, ""];
+  return [n >= 9.95 ? n.toFixed(0) : n.toFixed(n < 0.995 ? 2 : 1), n === 1 ? "core" : "cores"];
+}
+
 export const joined = (pair) => pair.filter(Boolean).join(" ");
 
 export function clock(at) {
@@ -41,8 +47,8 @@ export function clock(at) {
 
 export function span(s) {
   if (s < 90) return `${Math.round(s)} s`;
-  if (s < 5400) return `${Math.round(s / 60)} min`;
-  return s < 172800 ? `${(s / 3600).toFixed(1)} h` : `${Math.round(s / 86400)} days`;
+  if (s < 3570) return `${Math.round(s / 60)} min`;
+  return s < 172800 ? `${Number((s / 3600).toFixed(1))} h` : `${Math.round(s / 86400)} days`;
 }
 
 export const plural = (n, one, many = `${one}s`) => `${count(n)} ${n === 1 ? one : many}`;
@@ -109,6 +115,22 @@ export class Keyed {
     }
     for (const node of before.values()) node.remove();
   }
+}
+
+// A region that is wider than its place says so, in words and by a shade at the edge that hides something.
+export function scrolls(region) {
+  const hint = el("p", { class: "swipe", hidden: true, text: "Wider than its place: scroll it sideways" });
+  const look = () => {
+    const hidden = region.scrollWidth - region.clientWidth;
+    hint.hidden = hidden < 2;
+    if (hint.nextSibling !== region) region.before(hint);
+    mark(region, "data-more", hidden < 2 ? "none" : region.scrollLeft < 2 ? "right" : region.scrollLeft > hidden - 2 ? "left" : "both");
+  };
+  region.addEventListener("scroll", look, { passive: true });
+  const watch = new ResizeObserver(look);
+  watch.observe(region);
+  if (region.firstElementChild) watch.observe(region.firstElementChild);
+  return region;
 }
 
 export function table(headings, numeric = []) {

@@ -34,7 +34,7 @@ from tests.cluster.fake_worker import FakeWorker
 REPORT = RouterReport(
     "start-1", "node", 7, "build", "demo", 3, 1, {name: i for i, name in enumerate(COUNTERS)},
     tuple(range(BUCKETS)), tuple(range(BUCKETS)), ("decode-0",), 2,
-    RouterIdentity("router-0", "10.0.0.1:8000", "a-digest", True), tuple(range(5, 5 + BUCKETS)), 12.5,
+    RouterIdentity("router-0", "10.0.0.1:8000", "a-digest", True), tuple(range(5, 5 + BUCKETS)), 12.5, 7.5, 0.75,
 )  # fmt: skip
 WAIT_S = 10.0
 
@@ -196,6 +196,7 @@ async def test_the_stream_ends_with_its_controller_and_says_so(site: Site) -> No
         pb.RouterReport(router="a", cpu_s=float("nan")),
         pb.RouterReport(router="a", cpu_s=float("inf")),
         pb.RouterReport(router="a", cpu_s=-1.0),
+        pb.RouterReport(router="a", ttft_slo_s=float("nan")),
         pb.RouterReport(router="a", open_breakers=["b"] * (MOST_BREAKERS + 1)),
     ],
 )

@@ -9,13 +9,19 @@ from typing import Any
 
 import pytest
 
+from cluster.controller.autoscaler import Autoscaler
+from cluster.controller.controller import Controller
+from cluster.controller.controller_ledger import MemoryLedger
 from cluster.dashboard.cluster_frames import ClusterFrames, ClusterState
 from cluster.dashboard.event_log import EventKind
 from cluster.dashboard.history import COLUMNS, KEPT_S, SAMPLE_S
 from cluster.dashboard.router_totals import MOST_ROUTERS
 from cluster.dashboard.worker_rates import WorkerSample
 from cluster.dashboard.worker_rows import MOST_LINKS
+from contracts.clock import ManualClock
 from contracts.compact_json import compact_json
+from contracts.config.cluster_config import ClusterConfig
+from contracts.config.load_config import config_from_dict
 from contracts.damage import COUNTERS as DAMAGE_COUNTERS
 from contracts.ids import Role
 from contracts.messages.autoscaler_messages import AutoscalerView, PoolSizing
@@ -173,6 +179,7 @@ def test_the_use_of_processors_is_that_of_the_latest_seconds_where_it_is_known(f
         frames.take(state([worker("decode-0", counters=counters), worker("prefill-0")], now), now, WALL)
     frame = frames.frame()
     assert [router["cpu"] for router in frame["routers"]] == [1.5, None]
+    assert (frame["now"]["cpu_workers"], frame["now"]["cpu_routers"]) == (4.5, 1.5)
     rows = {row["name"]: row for row in frame["workers"]}
     assert (rows["decode-0"]["cpu"], rows["decode-0"]["gpu"]) == (4.5, 0.75)
     assert {"cpu", "gpu"} & set(rows["prefill-0"]) == set()
@@ -332,6 +339,45 @@ def test_the_past_has_a_row_every_few_seconds_and_no_more_than_a_quarter_of_an_h
     assert set(past["pages_decode"]) == {None}
 
 
+def test_whole_minutes_are_kept_for_hours_with_means_and_the_worst_p99(frames: ClusterFrames) -> None:
+    frames.report(report("a"), 0.0, WALL)
+    bucket = [5] * 90 + [40] * 10
+    began = WALL - WALL % 60
+    for step in range(30):
+        now = step * SAMPLE_S
+        if step == 3:
+            frames.report(report("a", first=bucket), now, began + now)
+        frames.take(state([worker("decode-0", running=step)], now), now, began + now)
+    minutes = frames.past()["minutes"]
+    assert set(minutes) == set(COLUMNS)
+    assert minutes["at"] == [began + 30, began + 90]
+    assert minutes["running"] == [sum(range(12)) / 12, sum(range(12, 24)) / 12]
+    assert minutes["ttft_p99"][0] > BOUNDS_S[39]
+    assert minutes["ttft_p99"][1] is None
+    for step in range(30, 30 + 7 * 3600 // 5):
+        frames.take(state([], step * SAMPLE_S), step * SAMPLE_S, began + step * SAMPLE_S)
+    assert len(frames.past()["minutes"]["at"]) == 360
+
+
+def test_the_targets_are_those_that_are_configured(frames: ClusterFrames) -> None:
+    frames.take(state([], 0.0), 0.0, WALL)
+    assert frames.frame()["targets"] == {}
+    core = Controller(ManualClock(0.0), ClusterConfig(), MemoryLedger())
+    scaler = Autoscaler(
+        core, ManualClock(0.0), config_from_dict({"autoscaling": {"enabled": True, "ttft_target_s": 1.5}})
+    )
+    frames.report(replace(report("a"), ttft_slo_s=0.8), 1.0, WALL)
+    frames.report(report("b"), 1.0, WALL)
+    frames.take(state([], 1.0, targets=scaler.targets), 1.0, WALL)
+    assert frames.frame()["targets"] == {
+        "ttft": [
+            {"s": 1.5, "share": 0.95, "by": "autoscaling.ttft_target_s"},
+            {"s": 0.8, "share": None, "by": "router.ttft_slo_ms"},
+        ],
+        "itl": [{"s": 0.2, "share": 0.95, "by": "autoscaling.itl_target_s"}],
+    }
+
+
 def test_a_frame_is_bounded_however_large_the_cluster_is(frames: ClusterFrames) -> None:
     counters = {f"link_bytes:decode-{i}": float(i + 1) for i in range(40)}
     views = [worker(f"prefill-{i}", counters=counters) for i in range(40)]
@@ -345,3 +391,6 @@ def test_a_frame_is_bounded_however_large_the_cluster_is(frames: ClusterFrames) 
     assert len(frame["routers"]) <= 64
     assert len(compact_json(frame)) < 100_000
     assert len(compact_json(frames.past())) < 120_000
+    for minute in range(400):
+        frames.take(state(views, 60.0 * minute), 60.0 * minute, WALL + 60 * minute)
+    assert len(compact_json(frames.past())) < 200_000
