@@ -42,7 +42,7 @@ from transfer.planes.make_plane import make_plane
 from transfer.planes.tp_plane import TPDataPlane
 from transfer.rooms import room_outcomes
 from transfer.rooms.compatibility import fingerprint
-from transfer.rooms.metadata_slots import DraftState, HandoverMetadata
+from transfer.rooms.metadata_slots import HandoverMetadata
 from transfer.rooms.receiver import receiver_rooms
 from transfer.rooms.receiver.kv_receiver import KVReceiver
 from transfer.rooms.room_outcomes import ExpectedPrompt, SendablePages
@@ -201,8 +201,8 @@ class Ends:
         self.until(lambda: self.sender.granted(prompt.room), "the grant")
         return leases
 
-    def seal(self, prompt: Prompt, draft: DraftState | None = None) -> None:
-        self.sender.seal(prompt.room, HandoverMetadata(prompt.room, 0, 7, None, 0, prompt.positions, draft))
+    def seal(self, prompt: Prompt) -> None:
+        self.sender.seal(prompt.room, HandoverMetadata(prompt.room, 0, 7, None, 0, prompt.positions))
 
     def outcome(self, room: RoomId) -> receiver_rooms.ReceiverOutcome:
         """What the room came to at the reader."""

@@ -39,7 +39,7 @@ class HostCopies:
 
 
 class CudaCopies:
-    """Copies on a CUDA stream of their own. Not run on a GPU yet: see docs/gpu.md."""
+    """Copies on a CUDA stream of their own. What was run of them on a GPU: docs/gpu.md."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -14,6 +14,7 @@ NCCL's own watch ends the process at the deadline, and a rank that died is notic
 
 from __future__ import annotations
 
+import os
 import threading
 from datetime import timedelta
 from typing import Any, Protocol
@@ -145,8 +146,15 @@ class TorchDistributedGroup:
         threading.Thread(target=held.clear, name="ranks-close", daemon=True).start()
 
 
+NCCL_ON_ONE_HOST = {"NCCL_SOCKET_IFNAME": "=lo", "NCCL_IB_DISABLE": "1", "NCCL_RAS_ENABLE": "0"}
+"""What NCCL reads of the environment: it meets on loopback alone, and opens neither InfiniBand nor its port for
+diagnoses. Its sockets authenticate nobody, and left to itself it listens on the first network interface. An operator's
+own values, for programs of several hosts, are of no use to ranks of one."""
+
+
 def _group(store: Store, rank: int, size: int, device: torch.device, host: str, deadline: timedelta) -> Any:
     if device.type == "cuda":
+        os.environ.update(NCCL_ON_ONE_HOST)
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = deadline

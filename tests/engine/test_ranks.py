@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
+import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +13,26 @@ import torch
 
 from engine.runner.load_model import agreed
 from engine.tensors.row_exact_linear import Numerics
-from engine.tensors.tensor_parallel import ALONE
+from engine.tensors.tensor_parallel import ALONE, TorchDistributedGroup
 from tests.engine.rank_process import part
 from tests.rank_lines import Process
 
 SCRIPT = Path(__file__).parents[2] / "tests" / "engine" / "rank_process.py"
+
+
+def listening(pid: int) -> list[str]:
+    """The addresses of a process's listening TCP sockets, by the kernel's tables."""
+    files = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
+    own = {name.removeprefix("socket:[").removesuffix("]") for name in files if name.startswith("socket:[")}
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in own:  # Listening.
+                address = bytes.fromhex(fields[1].partition(":")[0])
+                words = b"".join(address[i : i + 4][::-1] for i in range(0, len(address), 4))
+                found.append(str(ipaddress.ip_address(words)))
+    return found
 
 
 def _all(ranks: list[Process], line: str) -> list[dict[str, Any]]:
@@ -31,6 +49,9 @@ def test_c3_sums_are_in_the_order_of_the_ranks_for_any_rows_and_a_dead_rank_ends
     ranks = [Process(SCRIPT, tmp_path / "store", rank, size) for rank in range(size)]
     try:
         assert all(rank.hear()["ready"] for rank in ranks)
+        listens = [address for rank in ranks for address in listening(rank.process.pid)]
+        assert listens
+        assert set(listens) == {"127.0.0.1"}, "gloo authenticates nobody"
         for dtype in (torch.float32, torch.bfloat16):
             for rows in (1, 3, 128):
                 name = str(dtype).removeprefix("torch.")
@@ -52,6 +73,26 @@ def test_c3_sums_are_in_the_order_of_the_ranks_for_any_rows_and_a_dead_rank_ends
     finally:
         for rank in ranks:
             rank.end()
+
+
+def test_nccl_is_told_to_meet_on_loopback_alone_before_it_begins_whatever_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL reads its environment once, when the first group of a process is made."""
+    told: dict[str, str] = {}
+
+    class Nccl:
+        class Options:
+            _timeout = timedelta()
+
+        def __init__(self, *args: object) -> None:
+            told.update({name: value for name, value in os.environ.items() if name.startswith("NCCL_")})
+
+    for name in ("NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_RAS_ENABLE"):
+        monkeypatch.setenv(name, "eth0")
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl, raising=False)
+    TorchDistributedGroup(torch.distributed.HashStore(), 0, 1, device=torch.device("cuda"))
+    assert told == {"NCCL_SOCKET_IFNAME": "=lo", "NCCL_IB_DISABLE": "1", "NCCL_RAS_ENABLE": "0"}
 
 
 def test_one_rank_alone_has_nothing_to_add_or_to_wait_for() -> None:

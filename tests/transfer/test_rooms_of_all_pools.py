@@ -6,7 +6,6 @@ import random
 from collections.abc import Mapping
 
 import pytest
-import torch
 
 from cache.device.adversarial_device import AdversarialDevice
 from cache.device.device_port import DEVICE, DONE, DeviceOp, DeviceStream, spans
@@ -17,7 +16,6 @@ from contracts.messages.router_commands import PeerRef
 from tests.poolsets import NAMES, entry, pool_sets
 from tests.rooms import PLANES, Ends, LateDevice, Prompt, ends, image, placed
 from transfer.rooms import room_messages as m
-from transfer.rooms.metadata_slots import DraftState
 from transfer.rooms.pool_shares import PoolProgress, RoomProgress
 from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived, SendablePages
 
@@ -191,23 +189,6 @@ def test_c2_a_room_with_nothing_to_send_is_complete_by_its_metadata_and_not_befo
 
 
 # ------------------------------------------------------------ one write, all pools
-
-
-@pytest.mark.parametrize("plane", PLANES)
-def test_d6_what_a_draft_model_goes_on_from_travels_with_the_room(plane: str) -> None:
-    hidden = torch.randn(7168, generator=torch.Generator().manual_seed(1)).bfloat16()
-    draft = DraftState("bfloat16", hidden.view(torch.uint8).numpy().tobytes(), tuple(range(64)), (0.25, *[0.01] * 63))
-    with ends(SETS["all"], plane) as both:
-        drafted, plain = both.prompt(27), both.prompt(9)
-        for prompt, sent in ((drafted, draft), (plain, None)):
-            both.open(prompt)
-            both.sender.write(prompt.room, {p: prompt.part(p, r.numbers) for p, r in prompt.runs.items()}, (DONE,))
-            both.seal(prompt, sent)
-            arrived = both.outcome(prompt.room)
-            assert isinstance(arrived, PromptArrived)
-            assert arrived.metadata.draft == sent
-            arrived.release()
-        both.quiet()
 
 
 def test_b6_a_write_pins_and_names_every_pool_and_its_state_arrives_although_the_writer_let_go() -> None:

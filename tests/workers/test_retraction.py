@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from contracts.sampling_params import SamplingParams
 from decode.request.request import PHASES, DecodePhase, DecodeRequest
 from decode.worker import DecodeWorker
 from tests.pair import SESSION, Pair, pair
-from transfer.rooms.metadata_slots import DraftState, HandoverMetadata
 
 PAGE = 16
 HOST_BYTES = 1 << 23
@@ -392,24 +392,18 @@ def test_an_answer_that_is_taken_back_says_how_long_answers_get(model: Path) -> 
 # ------------------------------------------------------------ A: reads before ready, writes after free
 
 
-def test_a2_what_prefill_handed_over_is_the_requests_own_whatever_becomes_of_its_slot(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    draft = DraftState("float32", bytes(range(64)), (7, 9), (0.5, 0.25))
-    import prefill.handover as prefill_handover
-
-    monkeypatch.setattr(
-        prefill_handover, "HandoverMetadata", lambda *args, **more: HandoverMetadata(*args, **more | {"draft": draft})
-    )
+def test_a2_what_prefill_handed_over_is_the_requests_own_whatever_becomes_of_its_slot(model: Path) -> None:
     with working(model) as (both, decode):
-        asked = both.submit(prompt_of(1, 20), greedy(20))
+        asked = both.submit(prompt_of(1, 20), replace(greedy(20), logprobs=3))
         (request,) = run_until(both, decode)
+        assert request.metadata is not None
+        had = replace(request.metadata)
         decode._scheduler.retract(request)
         until(both, lambda: request.swapped is not None or request.stepped)
         decode._receiver._notices._arrivals._slots.fill_(255)
         both.run(asked)
-        assert request.metadata is not None
-        assert request.metadata.draft == draft
+        assert request.metadata == had
+        assert request.metadata.logprob is not None
         assert request.metadata.token == both.answers[asked].list[0]
 
 

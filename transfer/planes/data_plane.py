@@ -264,5 +264,5 @@ def said(descriptor: object, name: str, kind: type[T]) -> T:
 
 
 SLOT_BYTES = 32 << 10
-"""Bytes of a metadata slot: room for the hidden state of the widest models, 12,288 bfloat16 or 7,168 float32, and
-what goes with it."""
+"""Bytes of a metadata slot: more than the first token with its log-probabilities takes, and as many as builds before
+this one have, which write into the same slots."""

@@ -1,12 +1,9 @@
 """Metadata slots: everything prefill computed that is not a page, one slot a hand-over.
 
-A slot also has space for the state that a draft model goes on from: the hidden state after the prompt, and the
-likeliest next tokens with their probabilities (DeepSeek-V3's multi-token prediction, arXiv 2412.19437, reads the hidden
-state; EAGLE's trees, arXiv 2406.16858, grow from the tokens). No engine drafts as yet, so prefill leaves it out.
-
 A slot is `SLOT_BYTES` of registered memory: a length and a CRC-32 of 4 bytes each, then msgpack. The reader takes a
 *copy* out and returns the slot; nothing keeps a view into it. Room and epoch are inside, so that metadata of another
-room is refused.
+room is refused. Values that come after those of `HandoverMetadata` are left out: builds before this one had a seventh,
+the state of a draft model, which they read and write, so that a nil stands in its place.
 """
 
 from __future__ import annotations
@@ -23,20 +20,7 @@ from contracts.sampling_params import TokenLogprob
 from transfer.planes.data_plane import SLOT_BYTES
 
 _HEADER = 8
-
-
-@dataclass(frozen=True, slots=True)
-class DraftState:
-    """The state that a draft model goes on from after the prompt's last position."""
-
-    dtype: str
-    """Dtype of the hidden state, as ``bfloat16``."""
-    hidden: bytes
-    """The last layer's output at the last position, [hidden]."""
-    tokens: tuple[int, ...] = ()
-    """The likeliest next tokens, best first."""
-    probabilities: tuple[float, ...] = ()
-    """Probabilities of `tokens`, in the distribution that the first token was drawn from."""
+_NO_DRAFT_STATE = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +36,11 @@ class HandoverMetadata:
     cached_tokens: int
     """Prompt tokens whose state prefill found in its tree."""
     computed_tokens: int
-    draft: DraftState | None = None
-    """None where no draft model is used."""
 
 
 def pack(metadata: HandoverMetadata) -> bytes:
     """Return the bytes of a slot with this metadata. Raises `ValueError` when they don't fit into a slot."""
     logprob = metadata.logprob and (metadata.logprob.token, metadata.logprob.logprob, metadata.logprob.top)
-    draft = metadata.draft and (
-        metadata.draft.dtype,
-        metadata.draft.hidden,
-        metadata.draft.tokens,
-        metadata.draft.probabilities,
-    )
     body: bytes = msgpack.packb(
         (
             metadata.room,
@@ -73,7 +49,7 @@ def pack(metadata: HandoverMetadata) -> bytes:
             logprob,
             metadata.cached_tokens,
             metadata.computed_tokens,
-            draft,
+            _NO_DRAFT_STATE,
         )
     )
     if len(body) + _HEADER > SLOT_BYTES:
@@ -92,15 +68,14 @@ def copy_out(slots: torch.Tensor, slot: int, room: RoomId, epoch: int) -> Handov
     if len(body) != size or zlib.crc32(body) != int.from_bytes(header[4:8], "little"):
         raise WireError(f"metadata slot {slot} is damaged")
     try:
-        found, slot_epoch, token, logprob, cached, computed, draft = msgpack.unpackb(body, use_list=False)
+        found, slot_epoch, token, logprob, cached, computed, *_ = msgpack.unpackb(body, use_list=False)
         score = None if logprob is None else _logprob(*logprob)
-        drafted = None if draft is None else _draft(*draft)
         _whole(token, cached, computed)
     except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
         raise WireError(f"metadata slot {slot} can't be read: {error}") from None
     if found != room or slot_epoch != epoch:
         raise WireError(f"metadata slot {slot} holds room {found} epoch {slot_epoch}, wanted {room} epoch {epoch}")
-    return HandoverMetadata(room, epoch, token, score, cached, computed, drafted)
+    return HandoverMetadata(room, epoch, token, score, cached, computed)
 
 
 def _whole(*numbers: object) -> None:
@@ -114,10 +89,3 @@ def _logprob(token: int, logprob: float, top: tuple[tuple[int, float], ...]) -> 
         raise TypeError(f"log-probabilities must be numbers: {logprob!r:.80}")
     _whole(token, *(other for other, _ in top))
     return TokenLogprob(token, logprob, top)
-
-
-def _draft(dtype: str, hidden: bytes, tokens: tuple[int, ...], probabilities: tuple[float, ...]) -> DraftState:
-    if type(dtype) is not str or type(hidden) is not bytes or not all(type(p) in (float, int) for p in probabilities):
-        raise TypeError("a draft's state must be named bytes, and its probabilities numbers")
-    _whole(*tokens)
-    return DraftState(dtype, hidden, tokens, probabilities)

@@ -1,4 +1,5 @@
 import contextlib
+import zlib
 
 import msgpack
 import pytest
@@ -13,7 +14,7 @@ from contracts.sampling_params import TokenLogprob
 from transfer.net.curve_keys import CurveKeys
 from transfer.planes.data_plane import SLOT_BYTES
 from transfer.rooms import room_messages as m
-from transfer.rooms.metadata_slots import DraftState, HandoverMetadata, copy_out, pack
+from transfer.rooms.metadata_slots import HandoverMetadata, copy_out, pack
 
 ROOM = RoomId("room-1")
 MARK = Fingerprint(7, "a layout", "fast:avx2", "weights")
@@ -99,13 +100,9 @@ def test_d9_random_bytes_are_refused_or_a_message(data: bytes) -> None:
         assert type(m.decode(data)) in m.TAGS.values()
 
 
-DRAFT = DraftState("bfloat16", bytes(range(256)) * 96, (5, 299, 0), (0.5, 0.25, 0.125))
-"""Of a model with 12,288 hidden units."""
-
-
 def metadata(top: int) -> HandoverMetadata:
     logprob = TokenLogprob(7, -0.25, tuple((i, -float(i) / 3) for i in range(top)))
-    return HandoverMetadata(ROOM, 4, 7, logprob, 32, 10, DRAFT)
+    return HandoverMetadata(ROOM, 4, 7, logprob, 32, 10)
 
 
 def test_d6_a_slot_carries_all_that_prefill_computed() -> None:
@@ -135,7 +132,20 @@ def test_a2_a_strangers_or_damaged_slot_is_refused_and_what_was_read_is_a_copy()
 
 def test_metadata_that_is_too_large_is_an_error_where_it_is_made() -> None:
     with pytest.raises(ValueError, match="doesn't fit"):
-        pack(HandoverMetadata(ROOM, 4, 7, None, 0, 10, DraftState("float32", bytes(SLOT_BYTES))))
+        pack(metadata(SLOT_BYTES // 8))
+
+
+def test_d6_slots_of_builds_with_a_draft_models_state_are_read_and_those_builds_read_ours() -> None:
+    """Such builds packed and unpacked exactly seven values."""
+    ours = msgpack.unpackb(pack(metadata(2))[8:], use_list=False)
+    *before, seventh = ours
+    assert (len(ours), seventh) == (7, None)
+    for told in ([*before, ("bfloat16", b"h" * 64, (5, 9), (0.5, 0.25))], before, [*before, None, "of a later build"]):
+        body = msgpack.packb(tuple(told))
+        data = len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body
+        slots = torch.zeros(1, SLOT_BYTES, dtype=torch.uint8)
+        slots[0, : len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        assert copy_out(slots, 0, ROOM, 4) == metadata(2)
 
 
 def test_one_secret_gives_one_key_pair_and_short_secrets_are_refused() -> None:
