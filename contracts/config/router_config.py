@@ -75,6 +75,10 @@ class RouterConfig:
         "nemotron_json",
     ] = "auto"
     """How the model writes calls of tools; auto: as its chat template says."""
+    tool_prompt: Literal["auto", "none"] = "auto"
+    """auto: where the model's chat template shows no tools, a system message describes them, in Hermes' format, and
+    earlier calls and their results are written as its text; with `tool_parser` `auto` or `hermes`. none: tools are left
+    to the template."""
     reasoning_parser: Literal["auto", "none", "think", "gemma4"] = "auto"
     """How the model writes reasoning; auto: as its chat template says; think: between <think> and </think>; gemma4: in
     a channel of its own. gpt-oss's is part of its format of calls."""

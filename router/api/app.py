@@ -378,6 +378,7 @@ def _model(service: RouterService, name: str) -> dict[str, Any]:
         "root": service.spec.name,
         "parent": None,
         "max_model_len": service.spec.context,
+        "tools": service.intake.tools,
     }
 
 

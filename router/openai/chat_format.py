@@ -10,6 +10,7 @@ from typing import Any
 from contracts.errors import RequestError
 from router.openai.structured_output import bounded
 from router.openai.template_messages import messages_for
+from router.openai.tool_prompt import with_tool_prompt
 from router.openai.tools import ANY_OBJECT, ChatTool, ToolUse
 from router.parsers.answer_parts import PartsParser
 from router.parsers.harmony_grammar import answer_rules
@@ -17,10 +18,21 @@ from router.parsers.harmony_messages import CALL, RETURN, HarmonyMessages
 from router.parsers.lark_literal import quoted
 from router.parsers.reasoning_parser import REASONING, PlainContent, ReasoningParser, opened, reasoning_of
 from router.parsers.tool_formats import FORMATS, HARMONY, CallGrammar, format_of
+from router.text.chat_template import TemplateTraits
 
 AUTO, NONE = "auto", "none"
 THINK = "think"
-NO_TOOLS = "this model's chat template has no tools"
+NO_TOOLS = (
+    "this model's chat template shows no tools: router.tool_prompt=auto has a system message describe them, and "
+    "router.tool_parser says how the model writes calls"
+)
+UNKNOWN_CALLS = (
+    "this model's chat template shows tools, and calls in no format known here: router.tool_parser says how the model "
+    "writes them"
+)
+TOOLS_OFF = "this server takes no tools: router.tool_parser is none"
+GENERIC = "hermes"
+"""The format of the generic tool prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +74,25 @@ class AnswerFormat:
 class ChatFormat:
     """The formats of one model. `tool_parser` and `reasoning_parser`: as `router.tool_parser` and so on say."""
 
-    def __init__(self, template: str, tool_parser: str = AUTO, reasoning_parser: str = AUTO) -> None:
-        """`template`: the chat template's source, empty where there is none."""
+    def __init__(
+        self,
+        template: str,
+        tool_parser: str = AUTO,
+        reasoning_parser: str = AUTO,
+        *,
+        tool_prompt: str = AUTO,
+        traits: TemplateTraits = TemplateTraits(),  # noqa: B008 (frozen)
+    ) -> None:
+        """`template`: the chat template's source, empty where there is none. `tool_prompt`: as `router.tool_prompt`
+        says. `traits`: what the template shows."""
         self._tools = format_of(template) if tool_parser == AUTO else tool_parser.replace(NONE, "")
+        self._off = tool_parser == NONE
+        self._shown = not template or traits.shows_tools
+        replaced = tool_prompt == AUTO and tool_parser in (AUTO, GENERIC) and self._tools != HARMONY
+        self._prompted = replaced and not self._shown
+        if self._prompted:
+            self._tools = GENERIC
+        self._takes_system = traits.takes_system
         found = reasoning_of(template) if reasoning_parser == AUTO else reasoning_parser.replace(NONE, "")
         self._reasons = bool(found) or (self._tools == HARMONY and reasoning_parser == AUTO)
         self._marks = found or THINK
@@ -76,7 +104,8 @@ class ChatFormat:
         Raises `RequestError` for tools that the model's template doesn't know.
         """
         if use is not None and not self._tools:
-            raise RequestError(NO_TOOLS, param="tools")
+            why = TOOLS_OFF if self._off else UNKNOWN_CALLS if self._shown else NO_TOOLS
+            raise RequestError(why, param="tools")
         if use is None and not self._reasons and self._tools != HARMONY:
             return None
         types = {tool.name: _types(tool) for tool in use.tools} if use is not None else None
@@ -104,7 +133,7 @@ class ChatFormat:
         elif asked:
             answer = f"@answer | {called}" if calls is not None else "@answer"
         elif calls is not None and calls.trigger:
-            answer = "(free calls)* rest"
+            answer = "(free calls)* rest" if use is not None and use.parallel else "free calls | rest"
             rules += [f"free[suffix={quoted(calls.trigger)}]: /(?s:.*)/", "rest: /(?s:.*)/"]
         else:
             answer = f"{called} | /([^{{](?s:.*))?/"
@@ -119,9 +148,21 @@ class ChatFormat:
             rules += [f"thought[suffix={quoted(marks.end)}]: /(?s:.*)/", r"SPACE: /[ \n]{1,8}/"]
         return _whole("\n".join((start, *rules)), asked, use)
 
-    def messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return a chat's messages as the model's template takes them."""
-        return messages_for(self._tools, messages, developer=self._developer)
+    @property
+    def tools(self) -> dict[str, str | None]:
+        """How chats have tools, for `/v1/models`: the format of calls, and what shows the model its tools, the
+        ``template`` or the ``generic`` prompt; None for what there isn't."""
+        shown = "generic" if self._prompted else "template" if self._tools and self._shown else None
+        return {"format": self._tools or None, "prompt": shown}
+
+    def messages(self, messages: Sequence[dict[str, Any]], use: ToolUse | None = None) -> list[dict[str, Any]]:
+        """Return a chat's messages as the model's template takes them, `use` being the tools that it is to show."""
+        found = messages_for(self._tools, messages, developer=self._developer)
+        return with_tool_prompt(found, use, takes_system=self._takes_system) if self._prompted else found
+
+    def shown(self, use: ToolUse | None) -> tuple[dict[str, Any], ...]:
+        """Return the tools that the template is given: all, unless the messages describe them."""
+        return use.shown if use is not None and not self._prompted else ()
 
     def _calls(self, use: ToolUse | None, found: AnswerFormat | None) -> CallGrammar | None:
         if use is None or found is None:

@@ -45,8 +45,10 @@ class ToolUse:
 
     @property
     def constrained(self) -> bool:
-        """Whether calls follow a grammar: one must be made, not every tool may be called, or a tool is strict."""
-        return self.forced or len(self.tools) < len(self.shown) or any(tool.strict for tool in self.tools)
+        """Whether calls follow a grammar: one must be made or only one may be, not every tool may be called, or a tool
+        is strict."""
+        fewer = not self.parallel or len(self.tools) < len(self.shown)
+        return self.forced or fewer or any(tool.strict for tool in self.tools)
 
 
 def read_tools(body: Mapping[str, Any]) -> ToolUse | None:

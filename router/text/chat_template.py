@@ -10,6 +10,7 @@ import datetime
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,16 @@ from contracts.errors import CheckpointError, RequestError
 
 _REFUSALS = (TemplateError, TypeError, ValueError, ArithmeticError, AttributeError, LookupError)
 """What a template raises that can't make anything of its messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateTraits:
+    """What a chat template makes of a chat, as rendering one shows; a text search would find a template's comments."""
+
+    shows_tools: bool = True
+    """Whether the prompt of a chat with tools names them."""
+    takes_system: bool = True
+    """Whether a system message at the beginning comes to be in the prompt."""
 
 
 class ChatTemplate:
@@ -77,6 +88,19 @@ class ChatTemplate:
                 return self._generated(template, {**values, "messages": [_with_text(m) for m in messages]})
         raise RequestError(f"the chat template refused the messages: {message}", param="messages")
 
+    def traits(self) -> TemplateTraits:
+        """Return what the template does with tools and with a system message, by rendering some."""
+        user: dict[str, Any] = {"role": "user", "content": "probe of a user"}
+        system: dict[str, Any] = {"role": "system", "content": "probe of a system"}
+        shows = any(_PROBE_TOOL in self._probed(chat, (_PROBE,)) for chat in ([user], [system, user]))
+        return TemplateTraits(shows, system["content"] in self._probed([system, user]))
+
+    def _probed(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        try:
+            return self.render(messages, True, {}, tools)
+        except RequestError:
+            return ""
+
     def _generated(self, template: Template, values: Mapping[str, Any]) -> str:
         parts: list[str] = []
         size = 0
@@ -86,6 +110,17 @@ class ChatTemplate:
             if size > self._max_chars:
                 raise RequestError(f"the chat template made more than {self._max_chars} characters of the messages")
         return "".join(parts)
+
+
+_PROBE_TOOL = "probe_of_a_tool"
+_PROBE: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": _PROBE_TOOL,
+        "description": "A probe.",
+        "parameters": {"type": "object", "properties": {"text": {"type": "string", "description": "A text."}}},
+    },
+}
 
 
 def read_chat_template(model: Path, tokenizer_config: Mapping[str, Any], max_chars: int) -> ChatTemplate | None:

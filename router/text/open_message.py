@@ -15,11 +15,17 @@ _MARK = "\ue010the answer goes on here\ue011"
 """Private-use characters, so that it is nobody's text; a space behind it shows whether the template trims messages."""
 
 
-def marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the messages with a mark at the end of the last one. Raises `RequestError` where that is a call."""
-    *earlier, last = messages
+def check_open(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `RequestError` where an answer can't go on with the last message."""
+    last = messages[-1]
     if last.get("tool_calls") or not last["content"].strip():
         raise RequestError("continue_final_message needs a last message with text and no calls", param="messages")
+
+
+def marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the messages with a mark at the end of the last one. Raises `RequestError` as `check_open` does."""
+    check_open(messages)
+    *earlier, last = messages
     return [*earlier, {**last, "content": f"{last['content']}{_MARK} "}]
 
 

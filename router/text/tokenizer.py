@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from contracts.checkpoint.checkpoint_files import TOKENIZER, TOKENIZER_CONFIG, read_checkpoint_text
 from contracts.errors import CheckpointError, RequestError
 from contracts.outside_data import read_json
-from router.text.chat_template import ChatTemplate, read_chat_template
+from router.text.chat_template import ChatTemplate, TemplateTraits, read_chat_template
 from router.text.detokenizer import ByteDetokenizer, Detokenizer, NoText, WindowDetokenizer
 from router.text.open_message import cut_at_mark, marked
 
@@ -85,6 +85,11 @@ class ModelTokenizer:
     def template_source(self) -> str:
         """The chat template's text, empty without one."""
         return self._template.source if self._template is not None else ""
+
+    @property
+    def template_traits(self) -> TemplateTraits:
+        """What the chat template does with tools and system messages; it is rendered to find out."""
+        return self._template.traits() if self._template is not None else TemplateTraits()
 
     def render(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from contracts.config.router_config import RouterConfig
 from contracts.errors import RequestError
 from router.anthropic.messages_request import chat_body
 from router.openai.chat_format import ChatFormat
-from router.openai.generate_request import GenerateRequest, Prompt
+from router.openai.generate_request import ChatMessages, GenerateRequest, Prompt
 from router.openai.grammar_check import check_grammar
 from router.openai.parse_request import (
     check_grammar_fits,
@@ -32,9 +32,10 @@ from router.openai.parse_request import (
 )
 from router.openai.request_fields import DETOKENIZE, TOKENIZE, TOKENIZE_OTHERS, describe, read_fields, read_json
 from router.openai.special_marks import with_special_marks
-from router.openai.tools import read_tools
+from router.openai.tools import ToolUse, read_tools
 from router.openai_responses.responses_request import read_responses, renamed
 from router.state.prefix_hashes import PAGE_TOKENS, PrefixHashes, prefix_hashes
+from router.text.open_message import check_open
 from router.text.tokenizer import ModelTokenizer
 
 BODY_BYTES_LEAST = 1024**2
@@ -81,7 +82,13 @@ class BodyReader:
         self._model_tokenizer = model_tokenizer
         self._config = config
         self._page_tokens = page_tokens
-        self._chats = ChatFormat(model_tokenizer.template_source, config.tool_parser, config.reasoning_parser)
+        self._chats = ChatFormat(
+            model_tokenizer.template_source,
+            config.tool_parser,
+            config.reasoning_parser,
+            tool_prompt=config.tool_prompt,
+            traits=model_tokenizer.template_traits,
+        )
 
     def completion(self, raw: bytes, tenant: str = "") -> PreparedRequest:
         return self.prepare(read_completion(self._tree(raw), self._spec), tenant)
@@ -124,12 +131,11 @@ class BodyReader:
             raise RequestError(f"{request.choices} answers in one request are above the server's queue of {limit}")
         prompts: Sequence[Prompt] = request.prompts
         if request.chat:
-            shown = request.tool_use.shown if request.tool_use is not None else ()
-            prompt = self._model_tokenizer.render(
-                self._chats.messages(request.messages),
-                request.add_generation_prompt,
+            prompt = self._render(
+                request.messages,
+                request.tool_use,
                 request.template_args,
-                shown,
+                opens=request.add_generation_prompt,
                 continues=request.continue_final_message,
             )
             prompts = (prompt,)
@@ -145,6 +151,20 @@ class BodyReader:
         prepared = PreparedRequest(request, tuple(self._one(request, p) for p in prompts))
         self._check_scores(prepared)
         return prepared
+
+    @property
+    def tools(self) -> dict[str, str | None]:
+        """How chats have tools, for `/v1/models`."""
+        return self._chats.tools
+
+    def _render(
+        self, messages: ChatMessages, use: ToolUse | None, args: Mapping[str, Any], *, opens: bool, continues: bool
+    ) -> str:
+        """Return the text of a chat's prompt."""
+        if continues:
+            check_open(messages)  # Before a call becomes text, with which an answer could go on.
+        told = self._chats.messages(messages, use)
+        return self._model_tokenizer.render(told, opens, args, self._chats.shown(use), continues=continues)
 
     def _formatted(self, request: GenerateRequest, prompt: str) -> GenerateRequest:
         """Return a chat with what is to be found in its answers, and with the grammar that this takes."""
@@ -181,10 +201,8 @@ class BodyReader:
         if body.get("messages") is not None:
             args = read_template_args(body.get("chat_template_kwargs"))
             opens, continues = opens_turn(values), values.get("continue_final_message", False)
-            use = read_tools(body)
-            messages = self._chats.messages(read_messages(body["messages"]))
-            shown = use.shown if use is not None else ()
-            text = self._model_tokenizer.render(messages, opens, args, shown, continues=continues)
+            messages = read_messages(body["messages"])
+            text = self._render(messages, read_tools(body), args, opens=opens, continues=continues)
             tokens = self._model_tokenizer.encode(
                 text, add_special=values.get("add_special_tokens", False), param="messages"
             )

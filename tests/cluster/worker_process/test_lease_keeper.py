@@ -252,6 +252,33 @@ def test_a_renewal_counts_from_before_it_was_sent_however_late_its_answer_is(mon
     assert held == [(108.0, True), (109.0, False), (110.5, False)], "10 s from 100.0 on, less a margin of a second"
 
 
+def test_a_registration_counts_from_before_it_was_sent_however_late_its_answer_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    script = Script(monkeypatch)
+
+    class Stub:
+        async def Register(_, record: pb.Registration, **options: object) -> pb.LeaseGrant:
+            script.clock.advance(4.0)
+            return pb.LeaseGrant(lease_s=10.0)
+
+        async def Renew(_, renewal: pb.Renewal, **options: object) -> pb.LeaseGrant:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    async def life() -> list[bool]:
+        await script.keeper.start(WAIT_S)
+        held = []
+        for later in (4.9, 0.1):
+            script.clock.advance(later)
+            held.append(script.keeper.lease.held)
+        await script.keeper.close()
+        return held
+
+    monkeypatch.setattr(lease, "controller_stub", lambda channel: Stub())
+    assert asyncio.run(life()) == [True, False], "10 s from before the registration on, less a margin of a second"
+
+
 def test_counters_are_said_at_first_and_then_as_often_as_the_controller_wants(monkeypatch: pytest.MonkeyPatch) -> None:
     script = Script(monkeypatch, *[pb.LeaseGrant(lease_s=60.0)] * 7)
     script.run()

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 
@@ -12,6 +14,7 @@ from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import Cancel
 from contracts.messages.stream_end import StreamEnd
 from contracts.messages.worker_events import Done, Event, Tokens
+from contracts.messages.worker_status import WorkerStatus
 from tests.cluster.fake_worker import FakeWorker, submit
 
 WAIT_S = 5.0
@@ -195,3 +198,78 @@ def test_nothing_is_delivered_once_the_lease_has_ended(running: Running) -> None
     assert running.ends.get(timeout=WAIT_S)[0] is WorkerEnd.FENCED
     assert got.get(timeout=WAIT_S) == StreamEnd("the worker's lease has ended")
     assert running.worker.fenced
+
+
+class Overtaken(FakeWorker):
+    """It is undrained in the moment in which its thread looks whether it can leave."""
+
+    host: WorkerThread
+    undrained: Future[WorkerStatus] | None = None
+
+    @property
+    def drained(self) -> bool:
+        found = super().drained
+        if found and self.undrained is None:
+            self.undrained = self.host.undrain()
+        return found
+
+
+def test_an_undrain_that_waits_when_nothing_is_left_to_do_comes_before_leaving() -> None:
+    worker, ends, got = Overtaken(), list[WorkerEnd](), queue.Queue[list[Event] | StreamEnd]()
+    worker.host = WorkerThread(worker, on_end=lambda end, reason: ends.append(end), idle_s=0.02)
+    worker.host.start()
+    worker.host.drain().result(WAIT_S)
+    session = worker.host.open_session(got.put, got.put)
+    assert not worker.host.status().result(WAIT_S).running
+    assert worker.undrained is not None
+    assert worker.undrained.result(WAIT_S).state == "ready"
+    assert ends == []
+    worker.host.send(session, [submit("a", 1)])
+    assert isinstance(_until_done(got)[-1], Done)
+    assert worker.host.stop(WAIT_S)
+    assert ends == [WorkerEnd.STOPPED]
+
+
+def test_a_worker_whose_close_failed_does_not_count_as_closed() -> None:
+    """Its process must not go on as another worker: something of this one may still be there."""
+    for fails in (False, True):
+        running = Running()
+        if fails:
+            running.worker.close = lambda: 1 // 0  # type: ignore[method-assign, assignment]
+        running.host.drain().result(WAIT_S)
+        assert running.ends.get(timeout=WAIT_S)[0] is WorkerEnd.LEFT
+        assert running.host.stop(WAIT_S)
+        assert running.host.closed is not fails
+
+
+def test_calls_that_wait_are_refused_however_the_worker_ends_and_those_after_it_at_once() -> None:
+    for how in ("stopped", "fenced", "died"):
+        running, entered, go = Running(), threading.Event(), threading.Event()
+
+        def block(entered: threading.Event = entered, go: threading.Event = go) -> None:
+            entered.set()
+            go.wait(WAIT_S)
+
+        running.worker.on_step = block
+        running.worker.wake()
+        assert entered.wait(WAIT_S)
+        match how:
+            case "stopped":
+                running.host._stopping = True
+            case "fenced":
+                running.lease_holds = False
+            case _:
+                running.worker.fail = RuntimeError("fatal")
+        waits = [running.host.status() for _ in range(3)]
+        go.set()
+        assert running.ends.get(timeout=WAIT_S)[0] == how
+        answered = 0
+        for one in waits:
+            with contextlib.suppress(WorkerClosed):
+                answered += bool(one.result(WAIT_S))
+        assert answered == (0 if how == "died" else 3), "those that came before it saw its end are answered"
+        with pytest.raises(WorkerClosed):
+            running.host.status().result(WAIT_S)
+        with pytest.raises(WorkerClosed):
+            running.session()
+        assert running.host.stop(WAIT_S)

@@ -120,6 +120,7 @@ def test_generation_defaults_of_the_checkpoint_count_where_nothing_is_asked() ->
 def test_the_model_is_listed(server: Server) -> None:
     (model,) = server.client.get("/v1/models").json()["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("demo", "model", 2048)
+    assert model["tools"] == {"format": "hermes", "prompt": "template"}
     assert server.client.get("/v1/models/demo").json() == model
 
 

@@ -78,6 +78,13 @@ CASES: list[tuple[str, dict[str, Any], str, list[str], list[str]]] = [
         ["hi", f"hm {CALL}", CALL.replace("1", '"any"')],
         [OTHER, f"hm {OTHER}"],
     ),
+    (
+        HERMES,
+        {"tools": tools(False), "parallel_tool_calls": False},
+        "",
+        ["hi", CALL, OTHER, f"hm {CALL}"],
+        [f"{CALL}\n{OTHER}", f"hm {CALL} and {OTHER} so"],
+    ),
     (LLAMA, {"tools": tools(False), "tool_choice": ONLY_F}, "", ["hi", LLAMA_CALL, LLAMA_BAD], [LLAMA_OTHER]),
     (
         HERMES,
@@ -157,7 +164,7 @@ def test_tools_that_a_model_may_use_as_it_likes_take_no_grammar(template: str) -
 def test_tools_are_refused_where_the_template_has_none_or_no_parser_is_wanted() -> None:
     use = read_tools({"tools": tools(False)})
     for chats in (ChatFormat("plain"), ChatFormat(HERMES, tool_parser="none")):
-        with pytest.raises(RequestError, match="no tools"):
+        with pytest.raises(RequestError, match=r"takes no tools|shows tools.*router\.tool_parser"):
             chats.answer_format(use, "")
         assert chats.answer_format(None, "") is None
 

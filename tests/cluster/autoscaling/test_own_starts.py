@@ -1,0 +1,217 @@
+"""Starts and drains that the autoscaler has ordered, until they have succeeded, failed or were taken over."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cluster.autoscaling.sizing_rules import CancelStarts, ChangeRole, GrowPool, ShrinkPool, SizingChange
+from cluster.controller.autoscaler import Autoscaler
+from cluster.controller.controller import PLACE_S, Controller
+from cluster.controller.controller_actions import StartWorker
+from cluster.controller.controller_ledger import MemoryLedger
+from cluster.controller.node_table import NodePlace
+from contracts.clock import ManualClock
+from contracts.config.cluster_config import Config
+from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
+
+PREFILL, DECODE = Role.PREFILL, Role.DECODE
+NODE = NodePlace("a" * 12, "a")
+WHY = "planted"
+
+
+class Site:
+    """A controller with two workers in each pool and its autoscaler, whose rules decide what the test says."""
+
+    def __init__(self, ledger: MemoryLedger | None = None) -> None:
+        self.clock, self.ledger, self.config = ManualClock(100.0), ledger or MemoryLedger(), Config()
+        self.core = Controller(self.clock, self.config.cluster, self.ledger)
+        self.core.set_nodes([NODE])
+        if ledger is None:
+            for role in (PREFILL, DECODE):
+                self.core.pools.add_some(role, 2)
+            for start in self.starts():
+                self.register(start)
+        self.autoscaler = Autoscaler(self.core, self.clock, self.config)
+        self.autoscaler.tick()
+
+    def starts(self) -> list[StartWorker]:
+        return [action for action in self.core.tick() if isinstance(action, StartWorker)]
+
+    def register(self, start: StartWorker) -> None:
+        record = WorkerRecord(
+            start.name, start.role, start.incarnation, 7, NODE.host, "e", "c", WorkerLimits(8, 8), NODE.node_id
+        )
+        assert not self.core.register(record).fenced
+
+    def decides(self, change: SizingChange) -> None:
+        self.autoscaler._apply(change, self.clock.now())
+
+    def tick(self, seconds: float = 0.0) -> list[StartWorker]:
+        """So much later all that serve renew, and both have had their tick."""
+        self.clock.advance(seconds)
+        for row in self.core.table.rows.values():
+            if row.serves:
+                state = "draining" if row.drains else row.state
+                status = WorkerStatus(row.name, row.role, state, 7, "a", row.incarnation, 0, 0, 64, 64)
+                self.core.renew(row.name, row.incarnation, status)
+        begun = self.starts()
+        self.autoscaler.tick()
+        return [*begun, *self.starts()]
+
+    def leave(self, name: str) -> None:
+        row = self.core.table.rows[WorkerName(name)]
+        self.core.leave(row.name, row.incarnation)
+
+    def count(self, counter: str) -> int:
+        return self.autoscaler.view().counters[counter]
+
+    def roles(self) -> dict[str, str]:
+        """Of all that are wanted."""
+        return {row.name: str(row.becomes or row.role) for row in self.core.table.rows.values() if row.wanted}
+
+    @property
+    def backs_off(self) -> list[Role]:
+        return [role for role, pool in self.autoscaler._rules.pools.items() if pool.backs_off(self.clock.now())]
+
+
+BEFORE = {"prefill-0": PREFILL, "prefill-1": PREFILL, "decode-0": DECODE, "decode-1": DECODE}
+
+
+def changing(site: Site) -> str:
+    """A prefill worker that has left to come back as a decode worker, and begins to start."""
+    site.decides(ChangeRole(DECODE, WHY))
+    (name,) = (name for name, role in site.roles().items() if role == DECODE and name.startswith("prefill"))
+    site.tick(1.0)
+    site.leave(name)
+    (start,) = site.tick(site.config.autoscaling.period_s)
+    assert (start.name, start.role) == (name, DECODE)
+    return name
+
+
+@pytest.mark.parametrize("deaths", [0, 2])
+def test_a_start_is_judged_by_its_own_deaths_and_not_by_earlier_ones(deaths: int) -> None:
+    site = Site()
+    for name in ("prefill-0", "prefill-1"):
+        for _ in range(deaths):
+            row = site.core.table.rows[WorkerName(name)]
+            site.clock.advance(20.0)
+            site.core.died(row.name, row.incarnation, "signal 9")
+            for start in site.starts():
+                site.register(start)
+    name = changing(site)
+    site.tick(site.config.autoscaling.period_s)
+    assert site.count("starts_failed") == 0
+    assert site.roles()[name] == DECODE
+    row = site.core.table.rows[WorkerName(name)]
+    site.core.died(row.name, row.incarnation, "no memory")
+    again = site.tick(site.config.autoscaling.period_s)[-1]
+    assert (again.name, again.role) == (name, PREFILL), "it comes back in the role that it had"
+    assert site.count("starts_failed") == 1
+    assert site.backs_off == [DECODE], "and the pool that it was for does not grow for a while"
+    site.register(again)
+    site.tick(site.config.autoscaling.period_s)
+    assert site.roles() == BEFORE
+
+
+def test_a_start_that_succeeded_is_its_pools_and_is_not_taken_back_when_it_dies_later() -> None:
+    site = Site()
+    site.decides(GrowPool(DECODE, 1, WHY))
+    (start,) = site.tick()
+    site.register(start)
+    site.tick(site.config.autoscaling.period_s)
+    site.core.died(start.name, start.incarnation, "signal 9")
+    (again,) = site.tick(site.config.autoscaling.period_s)
+    assert (again.name, again.incarnation) == (start.name, 2)
+    assert site.count("starts_failed") == 0
+    assert site.backs_off == []
+
+
+def test_a_start_without_a_place_has_its_time_from_when_it_left_and_others_go_on() -> None:
+    """A worker that drains for its new role may take longer than that over what it has."""
+    site, wait_s = Site(), Config().autoscaling.start_wait_s
+    site.decides(ChangeRole(DECODE, WHY))
+    (name,) = (name for name, role in site.roles().items() if role == DECODE and name.startswith("prefill"))
+    for _ in range(4):
+        site.tick(wait_s / 2)
+    assert site.count("starts_given_up") == 0
+    site.leave(name)
+    site.tick(site.config.autoscaling.period_s)
+    site.tick(wait_s - 2 * site.config.autoscaling.period_s)
+    assert (site.count("starts_given_up"), site.roles()[name]) == (0, DECODE)
+    site.tick(3 * site.config.autoscaling.period_s)
+    assert site.count("starts_given_up") == 1
+    site.tick(site.config.autoscaling.period_s)
+    assert site.roles()[name] == PREFILL
+
+
+def test_starts_that_an_operator_has_taken_over_are_no_longer_the_autoscalers_to_give_up() -> None:
+    site = Site()
+    site.decides(GrowPool(DECODE, 1, WHY))
+    site.tick()
+    site.autoscaler.hold("an operator")
+    site.tick(Config().autoscaling.start_wait_s + PLACE_S)
+    site.tick(site.config.autoscaling.period_s)
+    assert site.count("starts_given_up") == site.count("starts_failed") == 0
+    assert site.roles()["decode-2"] == DECODE
+    site.decides(CancelStarts(DECODE, 1, WHY))
+    assert site.roles()["decode-2"] == DECODE
+
+
+def test_starts_that_are_no_longer_needed_are_those_of_the_pool_that_still_wait_the_highest_number_first() -> None:
+    site = Site()
+    site.decides(GrowPool(DECODE, 2, WHY))
+    site.decides(GrowPool(PREFILL, 1, WHY))
+    placed = next(start for start in site.tick() if start.name == "decode-2")
+    site.core.placed(placed.name, placed.incarnation, NODE)
+    site.tick(PLACE_S)
+    site.decides(CancelStarts(DECODE, 2, WHY))
+    assert site.roles() == {**BEFORE, "decode-2": DECODE, "prefill-2": PREFILL}
+    assert (site.count("starts_given_up"), site.count("starts_failed")) == (1, 0)
+    assert site.autoscaler.view().held_s == 0.0, "who is gone by its own order was drained by no operator"
+
+
+def test_who_leaves_by_its_order_is_no_operators_drain_and_whoever_else_leaves_is() -> None:
+    site = Site()
+    site.decides(ShrinkPool(DECODE, 1, WHY))
+    site.tick(1.0)
+    site.leave("decode-1")
+    site.tick(site.config.autoscaling.period_s)
+    assert site.autoscaler.view().held_s == 0.0
+    assert site.count("shrunk") == 1
+    site.core.pools.drain("prefill-1")
+    site.tick(1.0)
+    assert site.autoscaler.view().held_s == site.config.autoscaling.hold_s
+    assert site.count("holds") == 1
+    site.leave("prefill-1")
+    site.tick(site.config.autoscaling.period_s)
+    assert site.count("holds") == 1, "once"
+
+
+def test_the_next_controllers_autoscaler_knows_its_own_starts_drains_and_holds() -> None:
+    site = Site()
+    site.decides(GrowPool(DECODE, 1, WHY))
+    site.decides(ShrinkPool(PREFILL, 1, WHY))
+    site.tick(site.config.autoscaling.period_s)
+    after = Site(site.ledger)
+    assert {name: start.was for name, start in after.autoscaler._starts.items()} == {"decode-2": None}
+    assert after.autoscaler._sent == {"prefill-1"}
+    after.tick(1.0)
+    after.leave("prefill-1")
+    after.tick(1.0)
+    assert after.autoscaler.view().held_s == 0.0, "it drained by the order of the one before"
+    after.autoscaler.hold("an operator")
+    assert Site(site.ledger).autoscaler.view().held_s == site.config.autoscaling.hold_s
+    assert Site(site.ledger).autoscaler._starts == {}
+
+
+def test_who_has_the_least_to_do_changes_its_role() -> None:
+    site = Site()
+    for number, prompt_tokens in ((0, 500), (1, 400)):
+        row = site.core.table.rows[WorkerName(f"prefill-{number}")]
+        status = WorkerStatus(row.name, PREFILL, "ready", 7, "a", Incarnation(1), 9 - number, 0, 64, 64)
+        site.core.renew(row.name, row.incarnation, replace(status, prompt_tokens=prompt_tokens))
+    site.decides(ChangeRole(DECODE, WHY))
+    assert site.roles() == {**BEFORE, "prefill-1": DECODE}

@@ -1,0 +1,250 @@
+"""The controller's service by itself: which watcher is told what, what older routers get, and what holds the
+autoscaler."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from cluster.controller.autoscaler import Autoscaler
+from cluster.controller.controller import Controller
+from cluster.controller.controller_actions import StartWorker
+from cluster.controller.controller_ledger import MemoryLedger
+from cluster.controller.controller_service import MOST_CHANGES, NAME_CHARS, ControllerService
+from contracts.clock import ManualClock
+from contracts.config.cluster_config import Config
+from contracts.errors import WireError
+from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
+from contracts.proto import worker_pb2 as pb
+from contracts.wire.controller_turns import NOT_LEADING
+from contracts.wire.worker_protobuf import status_to_proto
+
+NAMES = [WorkerName(f"{role}-{number}") for role in ("decode", "prefill") for number in range(2)]
+ONE = Incarnation(1)
+
+
+class Refused(Exception):
+    """What a call is refused with."""
+
+    def __init__(self, code: grpc.StatusCode, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class Context:
+    async def abort(self, code: grpc.StatusCode, text: str) -> None:
+        raise Refused(code, text)
+
+
+class Site:
+    """A controller with two workers in each pool, and its service, on the test's loop."""
+
+    def __init__(self) -> None:
+        self.clock, self.leads = ManualClock(100.0), True
+        self.core = Controller(self.clock, Config().cluster, MemoryLedger())
+        self.autoscaler = Autoscaler(self.core, self.clock, Config())
+        for name in NAMES:
+            self.core.pools.add(name, Role(name.partition("-")[0]))
+        starts = [action for action in self.core.tick() if isinstance(action, StartWorker)]
+        for start in starts:
+            record = WorkerRecord(start.name, start.role, ONE, 7, "n", "e", "c", WorkerLimits(8, 8))
+            assert not self.core.register(record).fenced
+        self.service: Any = ControllerService(self.core, self.autoscaler, lambda: self.leads)
+        self.context: Any = Context()
+
+    def heartbeat(self, name: WorkerName, running: int) -> None:
+        role = self.core.table.rows[name].role
+        self.core.renew(name, ONE, WorkerStatus(name, role, "ready", 7, "n", ONE, running, 0, 8, 8))
+
+    async def watch(self, **options: bool) -> AsyncGenerator[pb.ClusterView, None]:
+        """A watcher that has got its first table."""
+        stream: AsyncGenerator[pb.ClusterView, None] = self.service.Watch(pb.WatchRequest(**options), self.context)
+        first = await anext(stream)
+        assert [view.registration.name for view in first.workers] == NAMES
+        assert not first.changes
+        return stream
+
+    def publish(self) -> None:
+        """Have what has changed published now."""
+        if self.service._publishing is not None:
+            self.service._publishing.cancel()
+        self.service._publish()
+
+
+def on_loop(life: Callable[[Site], Awaitable[None]]) -> None:
+    async def whole() -> None:
+        await asyncio.wait_for(asyncio.ensure_future(life(Site())), 20)
+
+    asyncio.run(whole())
+
+
+def told(view: pb.ClusterView) -> tuple[bool, list[str], dict[str, int]]:
+    """Whether these are changes, the rows that came whole, and the numbers that came alone."""
+    return view.changes, [one.registration.name for one in view.workers], {s.name: s.running for s in view.statuses}
+
+
+def test_watchers_get_what_has_changed_and_one_of_an_older_build_the_whole_table_each_time() -> None:
+    async def life(site: Site) -> None:
+        newer, older = await site.watch(changes=True), await site.watch()
+        site.heartbeat(NAMES[1], running=5)
+        site.publish()
+        assert told(await anext(newer)) == (True, NAMES, {}), "all of it once, since nothing was published before"
+        assert told(await anext(older))[:2] == (False, NAMES)
+        site.heartbeat(NAMES[1], running=6)
+        site.heartbeat(NAMES[2], running=7)
+        site.core.pools.drain(NAMES[0])
+        site.publish()
+        assert told(await anext(newer)) == (True, [NAMES[0]], {NAMES[1]: 6, NAMES[2]: 7})
+        whole = await anext(older)
+        assert told(whole) == (False, NAMES, {})
+        assert [one.status.running for one in whole.workers] == [0, 6, 7, 0]
+
+    on_loop(life)
+
+
+def test_a_watcher_that_does_not_read_gets_the_whole_table_in_place_of_what_it_missed() -> None:
+    async def life(site: Site) -> None:
+        slow, quick = await site.watch(changes=True), await site.watch(changes=True)
+        site.heartbeat(NAMES[3], running=99)
+        for number in range(MOST_CHANGES + 1):
+            site.heartbeat(NAMES[number % 3], running=number + 1)
+            site.publish()
+            assert (await anext(quick)).changes
+        site.heartbeat(NAMES[0], running=50)
+        site.publish()
+        first = await anext(slow)
+        assert told(first)[:2] == (False, NAMES), "what it missed is in the table, whatever it was"
+        assert [one.status.running for one in first.workers] == [16, 17, 15, 99]
+        assert told(await anext(slow)) == (True, [], {NAMES[0]: 50}), "and then what has changed since"
+        assert told(await anext(quick)) == (True, [], {NAMES[0]: 50})
+
+    on_loop(life)
+
+
+def test_a_request_is_looked_for_at_routers_that_answer_and_nobody_else_is_asked() -> None:
+    async def life(site: Site) -> None:
+        answers = await site.watch(changes=True, records=True)
+        silent, older = await site.watch(changes=True), await site.watch(records=True)
+        assert site.service._ask_routers(7, "r") == 1
+        asked = await anext(answers)
+        assert [(ask.number, ask.request_id) for ask in asked.record_asks] == [(7, "r")]
+        assert told(asked) == (True, [], {})
+        site.heartbeat(NAMES[0], running=1)
+        site.publish()
+        for stream in (silent, older, answers):
+            view = await anext(stream)
+            assert not view.record_asks
+            assert view.workers
+        await answers.aclose()
+        assert site.service._ask_routers(8, "r") == 0, "who has gone is asked nothing"
+
+    on_loop(life)
+
+
+CALLS: list[tuple[str, Any, bool]] = [
+    ("Add", pb.PoolSize(role="decode", count=1, operator=True), True),
+    ("Add", pb.PoolSize(role="decode", count=1), False),
+    ("Scale", pb.PoolSizes(pools=[pb.PoolSize(role="decode", count=3)]), True),
+    ("ChangeRole", pb.RoleChange(name="decode-1", role="prefill"), True),
+    ("Undrain", pb.DrainTarget(name="decode-1"), True),
+    ("Drain", pb.DrainTarget(name="decode-1"), True),
+    ("Drain", pb.DrainTarget(name="n"), False),
+    ("Restart", pb.DrainTarget(name="decode-1"), False),
+    ("Cordon", pb.DrainTarget(name="n"), False),
+    ("Uncordon", pb.DrainTarget(name="n"), False),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "request_", "holds"), CALLS, ids=[f"{call}-{number}" for number, (call, _, _) in enumerate(CALLS)]
+)
+def test_what_an_operator_does_to_pools_holds_the_autoscaler_and_nothing_else_does(
+    call: str, request_: Any, holds: bool
+) -> None:
+    """A start that the supervisor, or a router of an older build, asks for is no operator's, and what leaves with its
+    node, or only to start again, may be made up for."""
+
+    async def life(site: Site) -> None:
+        await getattr(site.service, call)(request_, site.context)
+        assert bool(site.autoscaler.view().held_s) is holds
+
+    on_loop(life)
+
+
+def test_whoever_is_changed_is_told_apart_by_whether_it_starts_or_leaves() -> None:
+    async def life(site: Site) -> None:
+        sizes = [pb.PoolSize(role="decode", count=3), pb.PoolSize(role="prefill", count=1)]
+        names = await site.service.Scale(pb.PoolSizes(pools=sizes), site.context)
+        assert (list(names.start), list(names.leave)) == (["decode-2"], ["prefill-1"])
+        assert sorted(names.workers) == ["decode-2", "prefill-1"]
+        restarted = await site.service.Restart(pb.DrainTarget(name="decode-0"), site.context)
+        assert (list(restarted.start), list(restarted.leave)) == ([], [])
+
+    on_loop(life)
+
+
+def test_what_is_refused_is_refused_with_its_words_and_changes_and_holds_nothing() -> None:
+    async def life(site: Site) -> None:
+        before = site.core.version
+        for call, request, words in (
+            ("Drain", pb.DrainTarget(name="nobody"), "no worker or node is named 'nobody'"),
+            ("Drain", pb.DrainTarget(name="decode-1", keep=["conductor"]), "conductor"),
+            ("Undrain", pb.DrainTarget(name="nobody"), "nobody"),
+            ("Scale", pb.PoolSizes(pools=[pb.PoolSize(role="decode", count=0)]), "each role needs a worker"),
+            ("Add", pb.PoolSize(role="decode", count=0, operator=True), "at least 1"),
+            ("Add", pb.PoolSize(role="conductor", count=1, operator=True), "conductor"),
+            ("ChangeRole", pb.RoleChange(name="decode-1", role="decode"), "already"),
+        ):
+            with pytest.raises(Refused, match=words) as refused:
+                await getattr(site.service, call)(request, site.context)
+            assert refused.value.code is grpc.StatusCode.FAILED_PRECONDITION
+        for call in ("Drain", "Undrain", "Restart", "Cordon", "Uncordon", "ChangeRole"):
+            kind = pb.RoleChange if call == "ChangeRole" else pb.DrainTarget
+            with pytest.raises(Refused) as refused:
+                await getattr(site.service, call)(kind(name="n" * (NAME_CHARS + 1)), site.context)
+            assert refused.value.code is grpc.StatusCode.INVALID_ARGUMENT
+        assert site.core.version == before
+        assert site.autoscaler.view().held_s == 0.0
+
+    on_loop(life)
+
+
+def test_a_controller_that_does_not_lead_renews_nothing_and_lets_no_time_pass() -> None:
+    async def life(site: Site) -> None:
+        status = WorkerStatus(NAMES[0], Role.DECODE, "ready", 7, "n", ONE, 0, 0, 8, 8)
+        renewal = pb.Renewal(name=NAMES[0], incarnation=1, status=status_to_proto(status))
+        before = site.core.table.rows[NAMES[0]].deadline
+        site.clock.advance(1.0)
+        site.leads = False
+        with pytest.raises(WireError, match=NOT_LEADING):
+            site.service.renewal(renewal)
+        assert site.core.table.rows[NAMES[0]].deadline == before
+        site.clock.advance(1e6)
+        site.service.tick()
+        assert site.core.deaths == 0
+        site.leads = True
+        assert not site.service.renewal(renewal).fenced, "nobody has ended its lease"
+        site.service.tick()
+        assert site.core.deaths == 3, "and those that did not renew are dead"
+
+    on_loop(life)
+
+
+@pytest.mark.parametrize("field", ["stalled_s", "longest_step_s"])
+def test_a_renewal_whose_seconds_are_none_renews_nothing(field: str) -> None:
+    async def life(site: Site) -> None:
+        status = WorkerStatus(NAMES[0], Role.DECODE, "ready", 7, "n", ONE, 0, 0, 8, 8)
+        message = status_to_proto(status)
+        setattr(message, field, float("inf"))
+        before = site.core.table.rows[NAMES[0]].deadline
+        site.clock.advance(1.0)
+        with pytest.raises(ValueError, match="no numbers"):
+            site.service.renewal(pb.Renewal(name=NAMES[0], incarnation=1, status=message))
+        assert site.core.table.rows[NAMES[0]].deadline == before
+
+    on_loop(life)

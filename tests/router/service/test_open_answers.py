@@ -1,0 +1,224 @@
+"""Answers under way by themselves: whatever ends one of them, what was booked is given back once, and workers are told
+what is to become of theirs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from contracts.errors import ErrorKind
+from contracts.ids import RequestId, Role
+from contracts.key_file import TenantLimits
+from contracts.messages.kept_answers import AnswerName, Detach
+from contracts.messages.router_commands import Cancel, Submit
+from contracts.messages.worker_events import Done
+from router.core.router_actions import DeliverTokens, EndRequest, SendCommand
+from router.metrics.prometheus_metrics import PrometheusMetrics
+from router.openai.choice_output import ChoiceOutput
+from router.openai.generate_request import GenerateRequest
+from router.openai.response_stream import ResponseStream
+from router.security.tenant_accounts import TenantAccounts
+from router.service.answer_claims import AnswerClaims
+from router.service.answer_room import AnswerRoom
+from router.service.open_answers import OpenAnswers, Owners
+from router.text.tokenizer import ModelTokenizer, read_model_tokenizer
+from tests.router.http_server import DEMO
+from tests.router.stage import Stage
+
+LIMITS = TenantLimits(concurrent=9)
+WORDS = 40
+
+
+class Writer:
+    """Makes an event of each delta."""
+
+    def bind(self, choices: list[Any]) -> None: ...
+
+    def chunk(self, piece: Any) -> bytes:
+        return b"."
+
+
+@pytest.fixture(scope="module")
+def model_tokenizer() -> ModelTokenizer:
+    return read_model_tokenizer(DEMO, 10_000)
+
+
+class Site:
+    """The answers of one router whose core has a worker of each role."""
+
+    def __init__(self, model_tokenizer: ModelTokenizer) -> None:
+        self.stage, self.tokenizer = Stage(1, 1), model_tokenizer
+        self.core, self.owners = self.stage.core, Owners()
+        self.metrics, self.tenants = PrometheusMetrics(self.core, "tcp"), TenantAccounts()
+        self.room, self.claims = AnswerRoom(100, self.metrics), AnswerClaims(self.core)
+        self.over: list[RequestId] = []
+        self.answers = OpenAnswers(
+            self.owners, self.core, self.stage.clock, self.room, self.metrics, self.tenants, self.claims, None,
+            lambda stream, choice: self.over.append(choice.request.id),
+        )  # fmt: skip
+
+    def begin(
+        self, choices: int, tenant: str = "", key: str = "", stops: tuple[str, ...] = (), buffer: int = 99
+    ) -> Any:
+        """An answer whose choices are all placed."""
+        request: Any = SimpleNamespace(
+            stream=True, stops=stops, include_stop=False, skip_special_tokens=True, eos=frozenset(), answer_format=None
+        )
+        writer: Any = Writer()
+        stream = ResponseStream(f"answer-{len(self.over)}-{len(self.owners)}", request, writer, buffer, "client", 60.0,
+                                tenant, answer_key=key)  # fmt: skip
+        made = []
+        for number in range(choices):
+            routed = self.stage.request(max_tokens=WORDS)
+            routed.id = RequestId(f"{stream.id}-{number}")
+            routed.name = AnswerName(key, "body", number, 7) if key else None
+            made.append(ChoiceOutput(number, routed, _asked(request), self.tokenizer, ""))
+        stream.bind(made)
+        if tenant:
+            self.tenants.admit(tenant, LIMITS, choices, 3, self.stage.clock.now())
+        self.answers.begin(stream)
+        for choice in made:
+            self.core.submit(choice.request)
+        assert {type(command) for _, command in self.commands()} == {Submit}
+        assert self.check() == []
+        return stream
+
+    def deliver(self, choice: ChoiceOutput, text: str) -> None:
+        tokens = tuple(self.tokenizer.encode(text, add_special=False))
+        self.answers.deliver(DeliverTokens(choice.request.id, tokens, ()))
+
+    def fails(self, choice: ChoiceOutput, kind: ErrorKind) -> None:
+        """The core ends a request with an error."""
+        self.core._end(choice.request, Done(choice.request.id, 0, "error", error=kind, message="planted"))
+        for action in self.core.take_actions():
+            if isinstance(action, EndRequest):
+                self.answers.end(action)
+
+    def commands(self) -> list[tuple[str, Any]]:
+        return [(a.worker[0], a.command) for a in self.core.take_actions() if isinstance(a, SendCommand)]
+
+    def told(self) -> set[tuple[str, str]]:
+        """What workers are told, by the request."""
+        return {(type(command).__name__, command.request_id) for _, command in self.commands()}
+
+    def check(self) -> list[str]:
+        return [*self.core.check(), *self.answers.check(), *self.claims.check()]
+
+    @property
+    def booked(self) -> tuple[int, int, int]:
+        """In the room, of tenants, and in the core."""
+        return self.room.booked, self.tenants.in_flight, self.core.requests.in_flight
+
+
+def _asked(request: Any) -> GenerateRequest:
+    asked: GenerateRequest = request
+    return asked
+
+
+def of(stream: ResponseStream, command: type[Any], *left_out: int) -> set[tuple[str, str]]:
+    return {(command.__name__, one.request.id) for one in stream.choices if one.index not in left_out}
+
+
+@pytest.mark.parametrize(("key", "command"), [("", Cancel), ("a key", Detach)])
+@pytest.mark.parametrize("slow", [False, True])
+def test_whoever_leaves_or_reads_too_slowly_has_its_choices_taken_back_or_left_to_workers_if_it_may_come_back(
+    model_tokenizer: ModelTokenizer, key: str, command: type[Any], slow: bool
+) -> None:
+    site = Site(model_tokenizer)
+    other = site.begin(1, "other")
+    stream = site.begin(2, "acme", key, buffer=0)
+    assert site.booked == (3, 3, 3)
+    for _ in range(2):  # The second time there is nothing left to do.
+        site.answers.abandon(stream, slow=slow)
+    assert site.told() == of(stream, command)
+    assert site.booked == (1, 1, 1)
+    assert (site.metrics.slow_clients, site.metrics.disconnects) == (int(slow), int(not slow))
+    assert sorted(site.over) == sorted(choice.request.id for choice in stream.choices)
+    site.answers.deliver(DeliverTokens(stream.choices[0].request.id, (5,), ()))
+    assert stream.choices[0].tokens == [], "what is still under way is nobody's"
+    site.answers.abandon(other)
+    assert site.booked == (0, 0, 0)
+    assert site.check() == []
+
+
+def test_a_full_buffer_is_a_client_that_reads_too_slowly(model_tokenizer: ModelTokenizer) -> None:
+    site = Site(model_tokenizer)
+    stream = site.begin(2, "acme", buffer=1)
+    site.deliver(stream.choices[0], "one")
+    assert site.booked == (2, 2, 2)
+    site.deliver(stream.choices[1], "two")
+    assert site.told() == of(stream, Cancel)
+    assert site.booked == (0, 0, 0)
+    assert site.metrics.slow_clients == 1
+    assert stream.failed is not None
+    assert "too slowly" in stream.failed.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "command"), [(ErrorKind.WORKER, Cancel), (ErrorKind.DEADLINE, Cancel), (ErrorKind.SUPERSEDED, Detach)]
+)
+def test_a_choice_that_fails_takes_those_of_its_answer_with_it_and_no_others(
+    model_tokenizer: ModelTokenizer, kind: ErrorKind, command: type[Any]
+) -> None:
+    """Where another router has one of them its client is there, and what else there is of the answer is left for it."""
+    site = Site(model_tokenizer)
+    stream, other = site.begin(3, "acme", "a key"), site.begin(1, "other")
+    site.fails(stream.choices[1], kind)
+    assert site.told() == of(stream, command, 1)
+    assert site.booked == (1, 1, 1)
+    assert stream.failed is not None
+    assert (stream.failed.error, stream.over, other.over) == (kind, True, False)
+    assert site.check() == []
+    assert sorted(site.over) == sorted(choice.request.id for choice in stream.choices)
+
+
+def test_an_answer_ends_choice_by_choice_and_each_gives_back_its_own(model_tokenizer: ModelTokenizer) -> None:
+    site = Site(model_tokenizer)
+    stream = site.begin(3, "acme", stops=("two",))
+    site.deliver(stream.choices[0], "one two three")
+    assert site.told() == of(stream, Cancel, 1, 2), "a stop string: its workers would go on"
+    assert (stream.choices[0].finish, stream.choices[0].text) == ("stop", ["one "])
+    assert site.booked == (2, 2, 2)
+    choice = stream.choices[1]
+    site.core._end(choice.request, Done(choice.request.id, 0, "length"), (Role.PREFILL, Role.DECODE))
+    for action in site.core.take_actions():
+        if isinstance(action, EndRequest):
+            site.answers.end(action)
+    assert (choice.finish, stream.over) == ("length", False)
+    assert site.booked == (1, 1, 1)
+    site.answers.abandon(stream)
+    assert site.told() == of(stream, Cancel, 0, 1)
+    assert site.booked == (0, 0, 0)
+    assert site.check() == []
+
+
+def test_a_fault_in_one_answers_text_ends_it_alone(
+    model_tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Site(model_tokenizer)
+    stream, other = site.begin(2, "acme"), site.begin(1)
+
+    def broken(self: ChoiceOutput, tokens: Any, logprobs: Any) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ChoiceOutput, "take", broken)
+        site.deliver(stream.choices[0], "one")
+    assert site.told() == of(stream, Cancel)
+    assert stream.failed is not None
+    assert stream.failed.error is ErrorKind.WORKER
+    assert site.booked == (1, 0, 1)
+    site.deliver(other.choices[0], "one")
+    assert "".join(other.choices[0].text) == "one"
+    assert site.check() == []
+
+
+def test_tokens_are_spent_of_the_tenant_that_asked_and_of_no_other(model_tokenizer: ModelTokenizer) -> None:
+    site = Site(model_tokenizer)
+    mine, nobodys, theirs = site.begin(1, "acme"), site.begin(1), site.begin(1, "other")
+    for stream, text in ((mine, "one two three"), (nobodys, "one"), (theirs, "four")):
+        site.deliver(stream.choices[0], text)
+    spent = {name: account.tokens for name, account in site.tenants._accounts.items()}
+    assert spent == {"acme": 3 + len(mine.choices[0].tokens), "other": 3 + len(theirs.choices[0].tokens)}
