@@ -54,6 +54,10 @@ OTHER_NAMES = {"max_positions": "fits", "context": "fits", "top_tokens": "top", 
 """Fields of worker.proto that are named otherwise in the code."""
 
 
+HISTOGRAMS = ("first_tokens", "gaps", "output_tokens")
+"""Fields of a router's report that have a count for each bucket."""
+
+
 def _one(read: Callable[[Any], list[Any]]) -> Callable[[Any], Any]:
     return lambda message: read([message])[0]
 
@@ -79,7 +83,8 @@ MESSAGES: list[Reads] = [
      autoscaler_protobuf.autoscaler_from_proto),
     (full(autoscaler_messages.LatencyCounts), lambda counts: autoscaler_protobuf.counts_to_proto("r", counts),
      autoscaler_protobuf.counts_from_proto),
-    (full(RouterReport, counters=dict.fromkeys(COUNTERS, 3), first_tokens=(1,) * BUCKETS, gaps=(2,) * BUCKETS),
+    (full(RouterReport, counters=dict.fromkeys(COUNTERS, 3),
+          **{name: (number,) * BUCKETS for number, name in enumerate(HISTOGRAMS, 1)}),
      router_report_protobuf.router_report_to_proto, router_report_protobuf.router_report_from_proto),
 ]  # fmt: skip
 

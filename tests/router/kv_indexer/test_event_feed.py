@@ -17,7 +17,8 @@ from contracts.config.router_config import RouterConfig
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventMedium, KvEvent
 from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
-from router.kv_indexer.event_feed import EventFeed, reachable
+from router.kv_indexer.event_feed import EVERY_S, EventFeed, reachable
+from router.kv_indexer.kv_event_subscriber import KVEventSubscriber
 from router.kv_indexer.prefix_indexes import PrefixIndexes
 from router.kv_indexer.table_memory import TableMemory, TableSize
 from router.kv_indexer.told_prefixes import PULSE_S, ToldPrefix, ToldPrefixes
@@ -231,6 +232,21 @@ def test_slots_are_used_again_once_their_blocks_are_out_of_the_table(tmp_path: P
     for publisher in index.publishers:
         publisher.sockets.close()
     index.feed.close()
+
+
+def test_a_worker_of_which_more_has_come_than_was_read_is_not_believed_until_it_was(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, prompt = index.publish("prefill-0"), tokens(1)
+    index.follow(one)
+    one.say(stored(prompt))
+    index.until(lambda: index.held(one, prompt) not in (None, (0, 0)))
+    with monkeypatch.context() as patched:
+        patched.setattr(KVEventSubscriber, "behind", True)
+        index.clock.advance(EVERY_S)
+        assert index.held(one, prompt) is None
+    index.clock.advance(EVERY_S)
+    assert index.held(one, prompt) not in (None, (0, 0))
 
 
 def test_an_index_without_a_pulse_is_not_believed_and_its_successor_is(index: Index, tmp_path: Path) -> None:
