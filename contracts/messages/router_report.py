@@ -82,8 +82,6 @@ class RouterReport:
     cpu_s: float = 0.0
     """Seconds of processors that the router's process has used since its start, without its helpers' processes; 0 of
     builds that don't say."""
-    ttft_slo_s: float = 0.0
-    """Seconds to the first token beyond which it refuses requests (`router.ttft_slo_ms`); 0: none."""
     tokens_per_s: float = 0.0
     """Tokens of answers a second of late, as the controller measures it: by counts of reports one after the other."""
     ttft_slo_s: float = 0.0

@@ -61,7 +61,6 @@ def router_report_from_proto(m: pb.RouterReport) -> RouterReport:
         RouterIdentity(m.name, m.address, m.settings, m.kept),
         tuple(m.output_tokens),
         m.cpu_s,
-        m.ttft_slo_s,
         m.tokens_per_s,
         m.ttft_slo_s,
     )
