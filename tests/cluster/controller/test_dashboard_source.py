@@ -221,7 +221,7 @@ async def test_routers_are_told_of_each_other_without_their_counts(site: Site) -
         assert await directory.dashboard.routers() == []
         for report in (REPORT, other):
             await directory.dashboard.report(report)
-        assert await directory.dashboard.routers() == [replace(bare(REPORT), tokens_per_s=0.0), bare(other)]
+        assert await directory.dashboard.routers() == [replace(bare(one), tokens_per_s=0.0) for one in (REPORT, other)]
         await asyncio.to_thread(site.server.close)
         with pytest.raises(ConnectionError):
             await directory.dashboard.routers()
