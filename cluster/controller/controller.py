@@ -277,11 +277,11 @@ class Controller:
         now = self._clock.now()
         for row in list(self.table.rows.values()):
             if row.serves and now >= row.deadline:
-                self._kill(row, f"no heartbeat for {self._config.lease_s:g} s")
+                self._kill(row, f"no heartbeat for {self._config.lease_s:g} s", silent=True)
             elif row.unplaced and self.table.nodes.places and now >= row.started_at + PLACE_S:
                 self._wait_for_place(row, now)
             elif row.state is WorkerState.STARTING and now >= row.deadline:
-                self._kill(row, f"not ready after {self._config.start_timeout_s:g} s")
+                self._kill(row, f"not ready after {self._config.start_timeout_s:g} s", silent=True)
         if self.can_start:
             self._start_due(now)
         actions, self.table.actions = self.table.actions, []
@@ -372,9 +372,9 @@ class Controller:
             latest = max(starting, key=lambda one: one.started_at)
             self.table.end_start(latest, f"{row.name}, which served before, has no place")
 
-    def _kill(self, row: WantedWorker, reason: str) -> None:
+    def _kill(self, row: WantedWorker, reason: str, *, silent: bool = False) -> None:
         self.table.act(killing(row))
-        self._die(row, reason)
+        self._die(row, reason, silent=silent)
 
     def _has_place(self, row: WantedWorker) -> bool:
         """Whether some node isn't cordoned, or none is known; tells the operator once when a worker has to wait."""
@@ -387,15 +387,16 @@ class Controller:
         row.held = not free
         return free
 
-    def _die(self, row: WantedWorker, reason: str) -> None:
-        """Count a death, and decide whether and when the worker starts again."""
+    def _die(self, row: WantedWorker, reason: str, *, silent: bool = False) -> None:
+        """Count a death, and decide whether and when the worker starts again. `silent`: it was ended for its silence,
+        which may be its machine's doing."""
         now = self._clock.now()
         was_draining = row.state is WorkerState.DRAINING or row.drains
         self.deaths += 1
         row.state = advance(row.state, WorkerEvent.DIED)
         row.last_reason, row.waits = reason, ""
         self.table.note_end(row)
-        delay = row.restarts.died(now, row.ready_since)
+        delay = row.restarts.died(now, row.ready_since, silent=silent)
         row.restart_at = now + delay
         what_next = self._what_next(row, was_draining, delay)
         row.status = row.own_status()  # Only now: its role may be another one.

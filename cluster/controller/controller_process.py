@@ -31,6 +31,7 @@ from cluster.controller.controller_ledger import LeasedLedger
 from cluster.controller.controller_server import ControllerServer
 from cluster.controller.leadership import Leadership
 from cluster.controller.open_ledger import open_ledger
+from cluster.processes.priority import LEASES, set_niceness
 from cluster.processes.process_ids import kill_process, same_process
 from cluster.processes.service_manager import ServiceManager
 from contracts.clock import Clock, SystemClock
@@ -281,6 +282,8 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
 def keep_controller(config: Config, place: ControllerPlace) -> int:
     """Be a controller until SIGTERM, SIGINT or a failure; returns the exit code. Errors are logged, not raised."""
     log_to_stream("controller")
+    raised = set_niceness(LEASES)  # Its threads begin with it.
+    log.info("its priority is raised" if raised else "its priority can't be raised: that takes CAP_SYS_NICE")
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())

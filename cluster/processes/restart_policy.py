@@ -23,14 +23,15 @@ class RestartHistory:
 
     def __init__(self, config: ClusterConfig) -> None:
         self._config = config
-        self._deaths: deque[float] = deque()
+        self._deaths: deque[tuple[float, bool]] = deque()
+        """When, and whether it was by itself."""
         self._quick = 0
 
-    def died(self, now: float, serving_since: float | None) -> float:
+    def died(self, now: float, serving_since: float | None, *, silent: bool = False) -> float:
         """Count a death; returns the seconds that the next start has to wait. `serving_since`: when the process began
-        to serve, None if it never did. Both times are by the same clock."""
-        self._deaths.append(now)
-        while self._deaths[0] < now - self._config.restart_window_s:
+        to serve, None if it never did. Both times are by the same clock. `silent`: it was ended for its silence."""
+        self._deaths.append((now, not silent))
+        while self._deaths[0][0] < now - self._config.restart_window_s:
             self._deaths.popleft()
         settled = serving_since is not None and now - serving_since >= SETTLED_S
         self._quick = 0 if settled else self._quick + 1
@@ -43,8 +44,8 @@ class RestartHistory:
 
     @property
     def too_many(self) -> bool:
-        """Whether the process has died too often within the window to be started again."""
-        return len(self._deaths) > self._config.restart_limit
+        """Whether the process has died by itself too often within the window to be started again."""
+        return sum(by_itself for _, by_itself in self._deaths) > self._config.restart_limit
 
     def forgive(self) -> None:
         """Forget all deaths, because an operator wants the process back."""

@@ -81,9 +81,12 @@ _OWN = {
     "AUTOSCALER_METRIC_PORT": "0",
     "DASHBOARD_METRIC_PORT": "0",
     "RAY_gcs_rpc_server_reconnect_timeout_s": str(RECONNECT_S),
+    # Of one machine: that its daemon is dead `OwnRay` sees by the process. One that is late because the machine is
+    # overloaded must not be taken for dead, since all workers would go with it.
     "RAY_health_check_initial_delay_ms": "1000",
-    "RAY_health_check_period_ms": "500",
-    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "10000",
+    "RAY_health_check_failure_threshold": "30",
 }
 
 

@@ -9,18 +9,29 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from cluster.processes.priority import set_niceness
+
 T = TypeVar("T")
 
 
 class AsyncioThread:
     """Runs coroutines on one event loop in one daemon thread."""
 
-    def __init__(self, name: str, new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop) -> None:
+    def __init__(
+        self,
+        name: str,
+        new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
+        niceness: int | None = None,
+    ) -> None:
+        """`niceness` of the thread, where that is allowed; None: its starter's."""
+        self._niceness = niceness
         self.loop = new_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
+        if self._niceness is not None:
+            set_niceness(self._niceness)
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
 

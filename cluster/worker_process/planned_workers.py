@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from cluster.processes.priority import run_low
 from cluster.worker_process.worker_plan import WorkerPlan, arenas_of, images_of, write_exit
 from contracts import cpu_levels as processor
 from contracts.clock import SystemClock
@@ -65,6 +66,7 @@ class PlannedWorkers:
     def build(self, plan: WorkerPlan) -> Worker:
         """Build the worker of a plan, with its other ranks if it has several; `release` has ended the one before.
         Raises what `build_worker` raises."""
+        run_low(_import_packages)
         from cluster.assembly.build_worker import build_worker
         from engine.runner.load_model import KeptModel
 
@@ -72,7 +74,7 @@ class PlannedWorkers:
         processor.pin(plan.config.engine.numerics_class)  # before the ranks meet, which computes
         if plan.secret:
             os.environ[SECRET_VARIABLE] = plan.secret
-        self._kept = self._kept or KeptModel(images_of(plan))
+        self._kept = self._kept or KeptModel(images_of(plan), run_low)
         if plan.config.tp_for(plan.role) > 1 and self._group is None:
             self._group = _meet(plan, self._end)
         self._arenas = arenas_of(plan)
@@ -107,6 +109,11 @@ class PlannedWorkers:
         write_exit(plan, reason)
         logging.shutdown()
         os._exit(1)
+
+
+def _import_packages() -> None:
+    """Load what workers are made of, torch with it: seconds of processor time."""
+    import cluster.assembly.build_worker  # noqa: F401
 
 
 def free_memory() -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError
 
 from cluster.processes.log_files import log_to_file
+from cluster.processes.priority import LEASES, may_raise
 from cluster.processes.process_ids import die_with_parent
 from cluster.worker_process.asyncio_thread import AsyncioThread
 from cluster.worker_process.hang_fault import HangFault, hang_at
@@ -74,7 +75,7 @@ class WorkerProcess:
         if (certificate := plan.config.security.cluster) is not None:
             certificate.check()
         worker = self._build(plan)
-        loop = self._loop or AsyncioThread("service")
+        loop = self._loop or AsyncioThread("service", niceness=LEASES)
         clock = SystemClock()
         keeper: LeaseKeeper | None = None
         # Before registration no router or peer knows this worker, so there is nothing it could send without a lease.
@@ -129,6 +130,7 @@ class WorkerProcess:
                     "endpoint": server.endpoint,
                     "stream": server.stream,
                     "control": worker.control,
+                    "raised": may_raise(),
                 },
             )
             self._ended.wait()
@@ -179,7 +181,7 @@ def run_worker(plan: WorkerPlan, workers: PlannedWorkers, next_plan: Callable[[]
     log_to_file(plan.logs / f"{plan.name}.log", plan.name)
     code = 1
     try:
-        loop = AsyncioThread("service")
+        loop = AsyncioThread("service", niceness=LEASES)
         while True:
             outcome = WorkerProcess(plan, workers.build, loop, workers.release).run()
             code = 0 if outcome.end in (WorkerEnd.LEFT, WorkerEnd.STOPPED) else 1

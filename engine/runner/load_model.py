@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,9 +50,14 @@ class LoadedModel:
 class KeptModel:
     """The model that a process keeps in memory from one of its workers to the next."""
 
-    def __init__(self, images: ModelImages | None = None) -> None:
-        """`images`: where the node's processes share models."""
-        self._images = images
+    def __init__(
+        self,
+        images: ModelImages | None = None,
+        run: Callable[[Callable[[], LoadedModel]], LoadedModel] | None = None,
+    ) -> None:
+        """`images`: where the node's processes share models. `run` calls what loads one, on another thread perhaps, for
+        models of one rank on a CPU: which card is the current one is a thread's own matter. None: it is called here."""
+        self._images, self._run = images, run or _here
         self._loaded: LoadedModel | None = None
         self.loads = 0
         """How often a model was loaded, or its image mapped."""
@@ -63,9 +68,14 @@ class KeptModel:
         key = model_key(model, config, device, ranks)
         if self._loaded is None or self._loaded.key != key:
             self._loaded = None  # First, as there may be no room for two.
-            self._loaded = load_model(model, config, device, ranks, self._images)
+            run = self._run if device.type == "cpu" and ranks.size == 1 else _here
+            self._loaded = run(lambda: load_model(model, config, device, ranks, self._images))
             self.loads += 1
         return self._loaded
+
+
+def _here(load: Callable[[], LoadedModel]) -> LoadedModel:
+    return load()
 
 
 def model_key(model: Model, config: EngineConfig, device: torch.device, ranks: TensorParallelGroup) -> tuple[Any, ...]:

@@ -150,3 +150,14 @@ def test_an_arena_agent_that_dies_once_a_day_is_always_started_again(
         clock.advance(1.0)
     clock.advance(DAY_S)
     assert agent.poll() == []
+
+
+def test_one_that_was_silent_waits_as_others_do_and_is_never_left_dead_for_it() -> None:
+    """On a machine with more to do than it can, all are silent, for as long as that lasts."""
+    history = RestartHistory(ClusterConfig(restart_limit=3))
+    delays = [history.died(float(second), None, silent=True) for second in range(50)]
+    assert delays[-1] > 0
+    assert (history.deaths, history.too_many) == (50, False)
+    for second in range(4):
+        history.died(50.0 + second, None)
+    assert history.too_many, "those by itself count"
