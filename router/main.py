@@ -9,6 +9,7 @@ Exit codes: 0 after a signal, 1 when something failed, 2 for wrong usage.
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import os
 import signal
@@ -152,6 +153,8 @@ def serve(options: argparse.Namespace, config: Config, directory: ControllerDire
         )
         operators = AdminListener(create_admin_app(service), admin) if admin is not None else None
         listeners = RouterListeners(operators, live, handover)
+        gc.collect()
+        gc.freeze()  # A full collection would look through all modules again, while every stream stands still.
         RouterServer(create_app(service), service, options.ready_fd, listeners, predecessor, end_within).run([bound])
 
 

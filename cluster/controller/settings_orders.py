@@ -26,6 +26,8 @@ class SettingsOrders:
         self._answer_s = answer_s
         self._numbers = itertools.count(1)
         self._waiting: tuple[int, asyncio.Future[SettingsAnswer]] | None = None
+        self._sent = False
+        """Whether the change that waits for its answer was sent: one that waits for a supervisor goes to the next."""
         self._send: Send | None = None
         self._there = asyncio.Event()
 
@@ -46,13 +48,13 @@ class SettingsOrders:
         number = next(self._numbers)
         future: asyncio.Future[SettingsAnswer] = asyncio.get_running_loop().create_future()
         self._waiting = number, future
-        sent = False
+        self._sent = sent = False
         try:
             async with asyncio.timeout(self._answer_s):
                 while (send := self._send) is None:
                     await self._there.wait()
                 send(replace(change, number=number))
-                sent = True
+                self._sent = sent = True
                 answer = await future
         except TimeoutError:
             text = f"the supervisor has not answered in {self._answer_s:g} s, and may yet make the change; try again"
@@ -74,6 +76,6 @@ class SettingsOrders:
         """Note that the supervisor is gone, or another one has come."""
         self._send = None
         self._there.clear()
-        if self._waiting is not None and not self._waiting[1].done():
+        if self._sent and self._waiting is not None and not self._waiting[1].done():
             text = "the supervisor went away before it had answered, and may have made the change; try again"
             self._waiting[1].set_exception(ConfigError(text))

@@ -51,6 +51,9 @@ class LeaseStream:
         except (OSError, ValueError, TimeoutError) as error:
             stream.close()
             raise ConnectionError(f"the controller's stream at {endpoint}: {error or 'no answer'}") from None
+        except asyncio.CancelledError:  # Nobody has it to close it any more.
+            stream.close()
+            raise
         opening = pb.StreamOpening(incarnation=incarnation, access=access_token(secret))
         stream._connection.send(opening.SerializeToString())
         return stream

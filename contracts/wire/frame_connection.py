@@ -17,6 +17,8 @@ OPENING_BYTES = 4096
 """Bytes of the largest frame that a stranger may send: the first one, which says who it is."""
 TICKS = 4
 """Signs of life within the time after which a silent peer counts as gone."""
+TURN_FRAMES = 8
+"""Frames that are taken in one turn of the loop, so that whoever else uses the loop gets a turn of it in between."""
 UNREAD_BYTES = 1024 * 1024
 """Bytes that wait for the peer above which `flows` says no."""
 
@@ -52,6 +54,8 @@ class FrameConnection(asyncio.Protocol):
         self._unread_ticks = 0
         """Ticks in a row in which something waited for the peer and it took nothing."""
         self._timer: asyncio.TimerHandle | None = None
+        self._paused = False
+        """Whether nothing is read, as frames that have come are still to be taken."""
         self._over = False
 
     def send(self, frame: bytes) -> None:
@@ -135,25 +139,49 @@ class FrameConnection(asyncio.Protocol):
         if self._over:
             return
         self._data += data
+        if not self._paused:
+            self._take(TURN_FRAMES)
+
+    def _go_on(self) -> None:
+        """Take the next of the frames that have come."""
+        if self._paused and not self._over:
+            self._take(TURN_FRAMES)
+
+    def _take(self, most: int | None) -> None:
+        """Take `most` frames of what has come, None: all. While some are left nothing is read."""
         try:
-            self._take_frames()
+            left = self._take_frames(most)
         except Exception as error:  # Whatever it is: frames behind one that was lost mean nothing.
             self.fail(f"a frame can't be taken: {error!r}")
+            return
+        if self._over or self._transport is None:
+            return
+        if left != self._paused:
+            (self._transport.pause_reading if left else self._transport.resume_reading)()
+        self._paused = left
+        if left:
+            self._loop.call_soon(self._go_on)
 
-    def _take_frames(self) -> None:
-        waiting, begin = self._data, 0
+    def _take_frames(self, most: int | None) -> bool:
+        """Returns whether there are more than `most`."""
+        waiting, begin, taken = self._data, 0, 0
         while len(waiting) - begin >= HEAD_BYTES and not self._over:
             size = int.from_bytes(waiting[begin : begin + HEAD_BYTES], "big")
             if size > self.most_bytes:
                 self.fail(f"a frame of {size} bytes came, and {self.most_bytes} are allowed")
-                return
+                return False
             end = begin + HEAD_BYTES + size
             if len(waiting) < end:
                 break
+            if taken == most:
+                del self._data[:begin]
+                return True
             if size:
                 self.on_frame(bytes(waiting[begin + HEAD_BYTES : end]))
+                taken += 1
             begin = end
         del self._data[:begin]
+        return False
 
     def pause_writing(self) -> None:
         self.flows = False
@@ -164,6 +192,9 @@ class FrameConnection(asyncio.Protocol):
             self.on_flow()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._paused and not self._over:  # What came before the end is heard before it.
+            self._transport = None
+            self._take(None)
         self._set_lost()
         if self._timer is not None:
             self._timer.cancel()

@@ -7,7 +7,14 @@ messages is bounded on both sides: what is asked for is short, answers may have 
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+import grpc.aio
+
 ChannelOptions = list[tuple[str, int]]
+T = TypeVar("T")
 
 RECONNECT_FIRST_MS = 100
 RECONNECT_MOST_MS = 1000
@@ -62,3 +69,17 @@ def _pings(silence_s: float) -> ChannelOptions:
         ("grpc.http2.ping_timeout_ms", half_ms),
         ("grpc.http2.max_pings_without_data", 0),
     ]
+
+
+async def reached(call: Awaitable[T]) -> T:
+    """Await a call. Raises `ConnectionError` where it failed, also where the connection was closed under it: then
+    grpc.aio cancels the call, which isn't a cancellation of whoever awaits it."""
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise ConnectionError(f"{error.code().name}: {error.details()}") from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise ConnectionError("the connection was closed") from None

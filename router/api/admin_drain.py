@@ -52,6 +52,12 @@ class DrainTarget:
 
 
 async def drain(service: RouterService, exchange: HttpExchange) -> None:
+    """As `_drain`, after the orders that are under way."""
+    async with service.orders:
+        await _drain(service, exchange)
+
+
+async def _drain(service: RouterService, exchange: HttpExchange) -> None:
     """Stop the admission of a worker or of all workers of a node.
 
     Answers 409 where a role would be left without a worker, unless ``force``. With ``now`` it starts requests over.
@@ -113,6 +119,12 @@ async def _hurry(service: RouterService, exchange: HttpExchange, target: DrainTa
 
 
 async def undrain(service: RouterService, exchange: HttpExchange) -> None:
+    """As `_undrain`, after the orders that are under way."""
+    async with service.orders:
+        await _undrain(service, exchange)
+
+
+async def _undrain(service: RouterService, exchange: HttpExchange) -> None:
     """Let draining workers admit again, have workers that had left started again, and uncordon the node."""
     target = find_target(service, exchange, name_after(exchange, "/cluster/undrain/"))
     if isinstance(target, ApiError):
@@ -174,6 +186,12 @@ async def _answer(exchange: HttpExchange, target: DrainTarget, lines: Sequence[d
 
 
 async def role(service: RouterService, exchange: HttpExchange) -> None:
+    """As `_role`, after the orders that are under way."""
+    async with service.orders:
+        await _role(service, exchange)
+
+
+async def _role(service: RouterService, exchange: HttpExchange) -> None:
     """Drain a worker, and have it started again in the other role. Answers with the incarnation that leaves."""
     name = name_after(exchange, "/cluster/role/")
     target = find_target(service, exchange, name, nodes=False)

@@ -66,6 +66,12 @@ async def scale(service: RouterService, exchange: HttpExchange) -> None:
 
 
 async def restart(service: RouterService, exchange: HttpExchange) -> None:
+    """As `_restart`, after the orders that are under way."""
+    async with service.orders:
+        await _restart(service, exchange)
+
+
+async def _restart(service: RouterService, exchange: HttpExchange) -> None:
     """Have a worker drain and start again; one that has left or is dead is started. Answers with the incarnation that
     leaves. With ``force`` even the last worker of its role."""
     target = find_target(service, exchange, name_after(exchange, "/cluster/restart/"), nodes=False)

@@ -35,7 +35,7 @@ from router.openai.api_errors import (
     failure_of_done,
 )
 from router.openai.parse_request import check_model
-from router.openai.response_stream import ResponseStream, StreamHeartbeat
+from router.openai.response_stream import WRITE_BYTES, ResponseStream, StreamHeartbeat
 from router.openai.resume_headers import KEY_HEADER, SEEN_HEADER, read_resume_headers
 from router.records.refusals import RefusedRequest
 from router.security.tenant_accounts import TenantLimited
@@ -301,6 +301,8 @@ async def _stream(service: RouterService, exchange: HttpExchange, stream: Respon
                     stream.write_directly(write)
             await exchange.write(events)
             beat.written()
+            if len(events) >= WRITE_BYTES:  # More may wait, which others needn't wait for.
+                await asyncio.sleep(0)
     finally:
         beat.stop()
     if stream.failed is None:

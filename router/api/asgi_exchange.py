@@ -207,6 +207,8 @@ class HttpExchange:
         await self._begin(status, [(b"content-type", JSON_KIND), (b"content-length", b"%d" % size)])
         for part in parts:
             await self._send({"type": "http.response.body", "body": part, "more_body": True})
+            if len(part) >= JOINED_BYTES:  # Others needn't wait for all of it.
+                await asyncio.sleep(0)
         await self._send({"type": "http.response.body", "body": b""})
 
     async def answer_json(self, status: int, tree: object) -> None:

@@ -2,7 +2,8 @@
 
 Uvicorn writes an answer's head and body apart, and the last event of a stream apart from its end. A write to a socket
 wakes the client's process and is the most expensive thing that the router does for a request, so writes are joined.
-What waits leaves in one callback for all sockets of the loop: a frame from a worker has tokens of many streams.
+What waits leaves in one callback for all sockets of the loop: a frame from a worker has tokens of many streams. More
+than `JOINED_BYTES` of one socket leave at once, so that the server sees how much its client has yet to read.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from router.state.router_log import log
+
+JOINED_BYTES = 256 * 1024
+"""Bytes of one socket that wait to be joined."""
 
 
 class JoinedWrites:
@@ -44,6 +48,8 @@ class CoalescingTransport:
         self._loop = loop
         self._joined = joined
         self._parts: list[bytes] = []
+        self._waiting = 0
+        """Bytes of the parts."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -52,6 +58,9 @@ class CoalescingTransport:
         if not self._parts:
             self._joined.add(self, self._loop)
         self._parts.append(data)
+        self._waiting += len(data)
+        if self._waiting >= JOINED_BYTES:
+            self.flush()
 
     def close(self) -> None:
         self.flush()
@@ -60,7 +69,7 @@ class CoalescingTransport:
     def flush(self) -> None:
         """Write what waits. Idempotent."""
         if self._parts:
-            parts, self._parts = self._parts, []
+            parts, self._parts, self._waiting = self._parts, [], 0
             if self._transport.is_closing():
                 return  # It was cut meanwhile.
             self._transport.write(parts[0] if len(parts) == 1 else b"".join(parts))

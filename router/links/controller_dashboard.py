@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
-
-import grpc.aio
 
 from contracts.cluster_secret import access_metadata, cluster_secret
 from contracts.errors import WireError
 from contracts.messages.router_report import RouterReport
 from contracts.proto import worker_pb2 as pb
+from contracts.wire.grpc_channels import reached
 from contracts.wire.router_report_protobuf import router_report_from_proto, router_report_to_proto
 
 T = TypeVar("T")
@@ -30,7 +28,7 @@ class ControllerDashboard:
         stream = self._there().WatchDashboard(pb.Empty(), metadata=access_metadata(cluster_secret()))
         frames = aiter(stream)
         try:
-            while (frame := await _reached(anext(frames, None))) is not None:
+            while (frame := await reached(anext(frames, None))) is not None:
                 yield frame.json
             raise ConnectionError("the controller closed the stream")
         finally:
@@ -38,12 +36,12 @@ class ControllerDashboard:
 
     async def past(self) -> bytes:
         call = self._there().DashboardPast(pb.Empty(), timeout=CALL_S, metadata=access_metadata(cluster_secret()))
-        answer: pb.DashboardFrame = await _reached(call)
+        answer: pb.DashboardFrame = await reached(call)
         return answer.json
 
     async def routers(self) -> list[RouterReport]:
         call = self._there().Routers(pb.Empty(), timeout=CALL_S, metadata=access_metadata(cluster_secret()))
-        answer: pb.RouterReports = await _reached(call)
+        answer: pb.RouterReports = await reached(call)
         try:
             return [router_report_from_proto(one) for one in answer.routers]
         except WireError as error:
@@ -53,7 +51,7 @@ class ControllerDashboard:
         call = self._there().ReportRouter(
             router_report_to_proto(report), timeout=CALL_S, metadata=access_metadata(cluster_secret())
         )
-        answer: pb.RouterReportAnswer = await _reached(call)
+        answer: pb.RouterReportAnswer = await reached(call)
         return answer.next_s
 
     def _there(self) -> Any:
@@ -61,17 +59,3 @@ class ControllerDashboard:
         if stub is None:
             raise ConnectionError("the controller is away")
         return stub
-
-
-async def _reached(call: Awaitable[T]) -> T:
-    """Await a call. Raises `ConnectionError` where it failed, also where the connection was closed under it: then
-    grpc.aio cancels the call, which isn't a cancellation of whoever awaits it."""
-    try:
-        return await call
-    except grpc.aio.AioRpcError as error:
-        raise ConnectionError(f"{error.code().name}: {error.details()}") from None
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        raise ConnectionError("the connection to the controller was closed") from None

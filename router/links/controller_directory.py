@@ -26,7 +26,7 @@ from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
 from contracts.wire.autoscaler_protobuf import autoscaler_from_proto, counts_to_proto
 from contracts.wire.controller_turns import ControllerTurns, call_leader
-from contracts.wire.grpc_channels import channel_options
+from contracts.wire.grpc_channels import channel_options, reached
 from contracts.wire.pool_change_protobuf import call_for
 from contracts.wire.quota_protobuf import claim_to_proto, slice_from_proto
 from contracts.wire.record_protobuf import record_from_proto, record_to_proto
@@ -137,10 +137,8 @@ class ControllerDirectory:
         request = pb.QuotaClaims(router=router, claims=map(claim_to_proto, claims))
         metadata = access_metadata(cluster_secret())
         try:
-            answer = await self._stub.LeaseQuota(request, timeout=LEASE_TIMEOUT_S, metadata=metadata)
+            answer = await reached(self._stub.LeaseQuota(request, timeout=LEASE_TIMEOUT_S, metadata=metadata))
             return [slice_from_proto(part) for part in answer.slices]
-        except grpc.aio.AioRpcError as error:
-            raise ConnectionError(f"{error.code().name}: {error.details()}") from None
         except WireError as error:
             raise ConnectionError(f"an answer that can't be read: {error}") from None
 
@@ -154,11 +152,8 @@ class ControllerDirectory:
         metadata = access_metadata(cluster_secret())
         try:
             report = counts_to_proto(router, counts)
-            return autoscaler_from_proto(
-                await self._stub.ReportLatency(report, timeout=LEASE_TIMEOUT_S, metadata=metadata)
-            )
-        except grpc.aio.AioRpcError as error:
-            raise ConnectionError(f"{error.code().name}: {error.details()}") from None
+            call = self._stub.ReportLatency(report, timeout=LEASE_TIMEOUT_S, metadata=metadata)
+            return autoscaler_from_proto(await reached(call))
         except ValueError as error:
             raise ConnectionError(f"an answer that can't be read: {error}") from None
 
@@ -191,10 +186,7 @@ class ControllerDirectory:
         """Make one call of the controller whose table is being watched. Raises `ConnectionError`."""
         if self._stub is None:
             raise ConnectionError("the controller is away")
-        try:
-            return await call(self._stub, timeout=timeout_s, metadata=access_metadata(cluster_secret()))
-        except grpc.aio.AioRpcError as error:
-            raise ConnectionError(f"{error.code().name}: {error.details()}") from None
+        return await reached(call(self._stub, timeout=timeout_s, metadata=access_metadata(cluster_secret())))
 
     def control_plane(self) -> ControlPlane | None:
         """The controllers as they were told last; None where none has told."""

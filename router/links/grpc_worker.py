@@ -6,7 +6,6 @@ refuses any other, so a restarted worker on the same address is never taken for 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from contracts.messages.worker_events import Event
 from contracts.messages.worker_status import CheckReport, WorkerRecord, WorkerStatus
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
-from contracts.wire.grpc_channels import channel_options
+from contracts.wire.grpc_channels import channel_options, reached
 from contracts.wire.secure_grpc import open_channel
 from contracts.wire.worker_protobuf import report_from_proto, status_from_proto
 from router.links.worker_stream import WorkerStream, open_stream
@@ -61,8 +60,9 @@ class GrpcWorkerClient:
         self, on_events: Callable[[Sequence[Event]], None], on_closed: Callable[[StreamEnd], None]
     ) -> WorkerStream:
         if self._certificate is not None and self._stamp != self._certificate.stamp():
-            await self._channel.close(None)  # It would go on with the certificate of its start.
+            before = self._channel  # It would go on with the certificate of its start.
             self._open()
+            await before.close(CONNECT_TIMEOUT_S)  # After the calls that are under way.
         return await open_stream(
             self._record, self._link_timeout_s, self._tls, on_events, on_closed, timeout_s=CONNECT_TIMEOUT_S
         )
@@ -85,14 +85,6 @@ class GrpcWorkerClient:
     async def _ask(self, method: Any, timeout_s: float) -> Any:
         """Make one call; raises `ConnectionError`, with the reason, when it fails or isn't answered in `timeout_s`."""
         try:
-            return await method(pb.Empty(), timeout=timeout_s, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
-            raise ConnectionError(f"{self._record.name}: {error.code().name}: {error.details()}") from None
-        except grpc.aio.UsageError as error:
+            return await reached(method(pb.Empty(), timeout=timeout_s, metadata=self._metadata))
+        except (ConnectionError, grpc.aio.UsageError) as error:  # The latter of one that is closed already.
             raise ConnectionError(f"{self._record.name}: {error}") from None
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            # The call was cancelled, not the task that makes it: the channel was closed, as the worker is gone.
-            raise ConnectionError(f"{self._record.name}: its connection was closed in mid-call") from None

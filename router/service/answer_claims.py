@@ -134,6 +134,13 @@ class AnswerClaims:
         claim.waiter = None
         return claim
 
+    def close(self, error: Exception) -> None:
+        """The router ends: whoever waits has `error`, as no question is answered any more."""
+        for claim in self._claims.values():
+            if claim.waiter is not None and not claim.waiter.done():
+                claim.waiter.set_exception(error)
+                claim.waiter = None
+
     def on_ended(self, action: AskEnded) -> None:
         """Take in the answer to a question."""
         claim = self._asks.pop(action.ask, None)

@@ -6,7 +6,7 @@ Each `ChoiceOutput` turns tokens into text, and each `ResponseStream` holds even
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 
 from contracts.clock import Clock
 from contracts.errors import ErrorKind
@@ -162,11 +162,12 @@ class OpenAnswers:
             choice.fail("the router failed to turn tokens into text")
         self._close(stream, choice)
 
-    def check(self) -> Iterator[str]:
-        """Recount: a sentence for each disagreement."""
+    def check(self, waiting: Set[RequestId]) -> Iterator[str]:
+        """Recount: a sentence for each disagreement. `waiting`: choices that the router core is still to be given."""
         owned, held = set(self._owners), set(self._core.requests.ids())
         yield from (f"request {rid} runs and belongs to no client" for rid in sorted(held - owned))
-        yield from (f"request {rid} has a client and runs nowhere" for rid in sorted(owned - held))
+        yield from (f"request {rid} has a client and runs nowhere" for rid in sorted(owned - held - waiting))
+        yield from (f"request {rid} runs and waits to be placed" for rid in sorted(held & waiting))
         if self._room.choices != len(owned):
             yield f"{len(owned)} choices are in flight, {self._room.choices} are booked"
         if lost := self._room.ended_holders():

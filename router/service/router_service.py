@@ -37,7 +37,8 @@ from router.kv_indexer.told_prefixes import ToldPrefixes
 from router.links.worker_links import WorkerLinks
 from router.metrics.index_metrics import index_metrics
 from router.metrics.prometheus_metrics import PrometheusMetrics
-from router.openai.api_errors import ApiError, ClientGone, SloUnreachable
+from router.openai.api_errors import ApiError, ClientGone, ReaderFailed, SloUnreachable
+from router.openai.choice_output import ChoiceOutput
 from router.openai.generate_request import GenerateRequest
 from router.openai.response_stream import ResponseStream
 from router.openai.resume_headers import ResumeHeaders
@@ -50,6 +51,7 @@ from router.security.tenant_accounts import TenantAccounts
 from router.service.answer_claims import SUPERSEDED, AnswerClaims
 from router.service.answer_room import AnswerRoom
 from router.service.body_buffer import BodyBuffer
+from router.service.choice_shares import ChoiceShares
 from router.service.controller_calls import ControllerCalls
 from router.service.controller_ports import NO_CONTROLLER, ControllerPorts
 from router.service.open_answers import OpenAnswers, Owners
@@ -73,6 +75,7 @@ from router.verification.verification_log import log_finding
 TICK_S = 0.1
 INLINE_BYTES = 2048
 """Bodies up to this size are read on the loop: that takes less time than a hop to a reader."""
+SHUTTING_DOWN = "the server is shutting down"
 
 
 async def _unless_gone(reply: asyncio.Future[tuple[FrameKind, bytes]]) -> tuple[FrameKind, bytes]:
@@ -186,7 +189,12 @@ class RouterService:
             self.watch,
             self.records.ended,
         )
+        self.shares = ChoiceShares(self._owners.__contains__, self._place, self._unplaced)
         self._mint = mint
+        self._closed = False
+        self.orders = asyncio.Lock()
+        """Held by whoever looks at the workers, orders something of the controller and tells the workers: two orders
+        about one worker would reach the two in other turns."""
         self._ticker: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -194,10 +202,14 @@ class RouterService:
         self._ticker = asyncio.get_running_loop().create_task(self._tick())
 
     async def close(self) -> None:
-        """End all answers with an error, cancel them on the workers, and close readers and links. Idempotent."""
+        """End all answers with an error, cancel them on the workers, and close readers and links. Idempotent.
+
+        Requests that are read or looked for meanwhile are refused where they would begin."""
+        self._closed = True
+        self.claims.close(ReaderFailed(SHUTTING_DOWN))
         for stream in {id(stream): stream for stream, _ in self._owners.values()}.values():
             self.abandon(stream)
-            stream.fail("the server is shutting down")
+            stream.fail(SHUTTING_DOWN)
         if self._ticker is not None:
             self._ticker.cancel()
             self._ticker = None
@@ -269,6 +281,8 @@ class RouterService:
         the header that names a session. Raises `QueueFull`, `RequestError` where the body is wrong or doesn't fit,
         `TenantLimited`, `SloUnreachable`, `ReaderFailed`, `ClientGone`, `KeyReused` and `Superseded`.
         """
+        if self._closed:
+            raise ReaderFailed(SHUTTING_DOWN)
         self.room.check()
         turn = self.claims.next_turn()
         with self.room.hold():
@@ -287,6 +301,8 @@ class RouterService:
             prompt_tokens = sum(len(prompt.tokens) for prompt in prepared.prompts)
             if self.keys is not None:
                 await self._leased(tenant, request.choices, prompt_tokens)
+        if self._closed:
+            raise ReaderFailed(SHUTTING_DOWN)
         # From here on what was looked at holds until it is booked: only `_claim` waits, holding the places.
         if identity is not None:  # Another connection may have begun this answer while this one waited.
             self.claims.take_over(identity, turn)
@@ -392,18 +408,28 @@ class RouterService:
                     )
             if keyed is not None:
                 self.claims.begun(keyed.claim, stream)
+            new = [choice for choice in choices if choice.index not in found]
             for choice in choices:
                 if choice.index in found:
                     self.answers.catch_up(stream, choice, found[choice.index])
                     del found[choice.index]
-                else:
-                    self.core.submit(choice.request)
-            self._act()
+            self.shares.enter(stream, new)
         except BaseException:
             for left in found.values():
                 self.core.asks.give_up(left.worker, (left.answer,))
             self.answers.abandon(stream)
             raise
+
+    def _place(self, choices: Sequence[ChoiceOutput]) -> None:
+        for choice in choices:
+            self.core.submit(choice.request)
+        self._act()
+
+    def _unplaced(self, stream: ResponseStream) -> None:
+        """End an answer of which a choice couldn't be placed."""
+        log("answer failed", level=logging.ERROR, trace=True, request_id=stream.id)
+        self.abandon(stream)
+        stream.fail("the router failed to place a choice", ErrorKind.WORKER)
 
     def abandon(self, stream: ResponseStream) -> None:
         """End an answer whose client has left. Idempotent."""
@@ -476,4 +502,4 @@ class RouterService:
         """Recount the router's books; returns a sentence for each disagreement."""
         quotas = self.controller.quotas
         leases = quotas.check() if quotas is not None else []
-        return [*self.core.check(), *self.claims.check(), *self.answers.check(), *leases]
+        return [*self.core.check(), *self.claims.check(), *self.answers.check(set(self.shares.ids())), *leases]

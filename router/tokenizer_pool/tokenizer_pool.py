@@ -128,6 +128,7 @@ class TokenizerPool:
         self._small: deque[_Job] = deque()
         self._large: deque[_Job] = deque()
         self._tasks: list[asyncio.Task[None]] = []
+        self._closed = False
         self._processes: dict[int, _TokenizerChild] = {}
         self._woken: list[asyncio.Future[None]] = []
         self.started = 0
@@ -149,6 +150,10 @@ class TokenizerPool:
         failed or two ended on it. Cancel the future, and a body that still waits is never read.
         """
         loop = asyncio.get_running_loop()
+        if self._closed:  # Readers that were started now would be nobody's to end.
+            late: asyncio.Future[tuple[FrameKind, bytes]] = loop.create_future()
+            late.set_exception(ReaderFailed("the server is shutting down"))
+            return late
         if not self._tasks:
             self._tasks = [loop.create_task(self._read(manager)) for manager in range(self._count)]
         job = _Job(next(self._numbers), kind, raw, tenant, loop.create_future())
@@ -158,6 +163,7 @@ class TokenizerPool:
 
     async def close(self) -> None:
         """End the reader processes; bodies that are waiting or being read fail with `ReaderFailed`. Idempotent."""
+        self._closed = True
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contracts.wire.frame_connection import TICKS, UNREAD_BYTES, FrameConnection
+from contracts.wire.frame_connection import TICKS, TURN_FRAMES, UNREAD_BYTES, FrameConnection
 
 SILENCE_S = 8.0
 
@@ -22,6 +22,17 @@ class Loop:
 
     def __init__(self) -> None:
         self.timers: list[tuple[float, Callable[[], None]]] = []
+        self.soon: list[Callable[[], None]] = []
+
+    def call_soon(self, run: Callable[[], None]) -> None:
+        self.soon.append(run)
+
+    def turn(self) -> bool:
+        """Take one turn; returns whether there was something to do."""
+        soon, self.soon = self.soon, []
+        for run in soon:
+            run()
+        return bool(soon)
 
     def create_future(self) -> Any:
         return Lost()
@@ -67,6 +78,15 @@ class Wire:
         self.reads = True
         self.ended = ""
         self.limit = 0
+        self.reading = True
+
+    def pause_reading(self) -> None:
+        assert self.reading
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        assert not self.reading
+        self.reading = True
 
     def write(self, data: bytes) -> None:
         self.written += data
@@ -97,6 +117,8 @@ class Scene:
 
     def hear(self, data: bytes) -> None:
         self.connection.data_received(data)
+        while self.loop.turn():
+            pass
 
 
 @pytest.fixture
@@ -118,6 +140,33 @@ def test_frames_come_out_whole_however_the_bytes_are_cut(frames: list[bytes], cu
         scene.hear(whole[begin:end])
     assert scene.heard == [frame for frame in frames if frame]
     assert scene.reasons == []
+
+
+def test_many_frames_at_once_are_taken_in_several_turns_of_the_loop(scene: Scene) -> None:
+    """In order, and nothing more is read meanwhile; what is left when the connection ends is heard before its end."""
+    frames = [bytes([number]) for number in range(3 * TURN_FRAMES + 1)]
+    scene.connection.data_received(b"".join(map(framed, frames)))
+    assert scene.heard == frames[:TURN_FRAMES]
+    assert not scene.wire.reading
+    scene.connection.data_received(framed(b"more"))  # It was on its way.
+    assert len(scene.heard) == TURN_FRAMES
+    assert scene.loop.turn()
+    assert scene.heard == frames[: 2 * TURN_FRAMES]
+    scene.connection.on_end = lambda reason: scene.reasons.append(f"after {len(scene.heard)}")
+    scene.connection.connection_lost(None)
+    assert scene.heard == [*frames, b"more"]
+    assert scene.reasons == [f"after {len(frames) + 1}"]
+    scene.loop.turn()
+    assert len(scene.heard) == len(frames) + 1
+
+
+def test_after_the_last_of_many_frames_the_peer_is_read_again(scene: Scene) -> None:
+    scene.connection.data_received(framed(b"x") * (2 * TURN_FRAMES))
+    assert not scene.wire.reading
+    while scene.loop.turn():
+        pass
+    assert len(scene.heard) == 2 * TURN_FRAMES
+    assert scene.wire.reading
 
 
 def test_what_is_sent_has_its_length_before_it(scene: Scene) -> None:

@@ -292,3 +292,24 @@ def test_a_worker_that_renews_and_reads_no_grants_is_cut(site: Site, caplog: pyt
 
 def framed(message: bytes) -> bytes:
     return len(message).to_bytes(4, "big") + message
+
+
+def test_a_worker_that_gives_up_while_it_opens_a_stream_leaves_none_behind() -> None:
+    """It is told to leave in the very turn in which the connection is there."""
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.setblocking(False)
+            endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
+            opening = asyncio.create_task(LeaseStream.open(endpoint, ONE, SECRET, None, timeout_s=WAIT_S))
+            other, _ = await loop.sock_accept(listener)
+            opening.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await opening
+            with other:
+                other.setblocking(False)
+                async with asyncio.timeout(WAIT_S):
+                    assert await loop.sock_recv(other, 1) == b""
+
+    asyncio.run(run())

@@ -151,3 +151,22 @@ def test_one_change_at_a_time_and_no_longer_than_its_deadline() -> None:
 def test_settings_have_a_bound() -> None:
     with pytest.raises(ConfigError, match="at most"):
         asyncio.run(SettingsOrders().change(SettingsChange("x" * 300_000)))
+
+
+def test_a_change_that_was_not_sent_yet_goes_to_the_supervisor_after_the_one_that_went() -> None:
+    """The one that came goes before the change has had its turn."""
+
+    async def run() -> SettingsAnswer:
+        orders, sent = SettingsOrders(WAIT_S), list[SettingsChange]()
+        change = asyncio.create_task(orders.change(CHANGE))
+        await asyncio.sleep(0)
+        orders.come(lambda order: pytest.fail("it is gone"))
+        orders.lost()
+        await asyncio.sleep(0)
+        orders.come(sent.append)
+        while not sent:
+            await asyncio.sleep(0)
+        orders.take([replace(ANSWER, number=sent[0].number)])
+        return await change
+
+    assert asyncio.run(run()).changed == CHANGED

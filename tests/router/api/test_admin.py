@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import types
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -606,3 +608,36 @@ def test_settings_that_are_refused_or_reach_nobody_say_why(server: Server) -> No
 def test_status_says_what_settings_each_worker_was_started_with(server: Server) -> None:
     rows = server.client.get("/cluster/status").json()["workers"]
     assert {row["settings"] for row in rows} == {""}
+
+
+def test_the_last_of_two_orders_about_a_worker_is_what_it_does(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller takes its time over a drain; the undrain that comes meanwhile is told to nobody before it."""
+    told: list[str] = []
+    gate: list[asyncio.Event] = []
+    drain, undrain = server.cluster.drain, server.cluster.undrain
+
+    async def late(target: str, keep: Iterable[Role] = ()) -> tuple[WorkerName, ...]:
+        names = await drain(target, keep)
+        told.append("drain")
+        gate.append(asyncio.Event())
+        await gate[0].wait()
+        return names
+
+    async def at_once(target: str) -> tuple[WorkerName, ...]:
+        told.append("undrain")
+        return await undrain(target)
+
+    monkeypatch.setattr(server.cluster, "drain", late)
+    monkeypatch.setattr(server.cluster, "undrain", at_once)
+    orders = [threading.Thread(target=operate, args=(server, f"{order}/decode-0")) for order in ("drain", "undrain")]
+    orders[0].start()
+    server.wait_until(lambda: bool(gate))
+    orders[1].start()
+    server.wait_until(lambda: bool(server.service.orders._waiters))
+    assert told == ["drain"]
+    server.call(gate[0].set)
+    for order in orders:
+        order.join(10)
+    assert told == ["drain", "undrain"]
+    assert server.cluster["decode-0"].state == "ready"
+    server.wait_until(server.serves)

@@ -14,6 +14,7 @@ import pytest
 from contracts.config.cluster_config import Config
 from contracts.errors import ErrorKind
 from contracts.ids import Incarnation, RequestId, Role, RoomId
+from contracts.messages.autoscaler_messages import LatencyCounts
 from contracts.messages.router_commands import Cancel, PeerRef, Submit
 from contracts.messages.stream_end import StreamEnd
 from contracts.messages.worker_events import Done, Event, LegReport, PromptScores, Tokens
@@ -305,3 +306,38 @@ async def test_frames_of_long_prompts_stay_small() -> None:
     sizes = [len(raw) for raw in FrameWriter().frames(commands)]
     assert len(sizes) == 4
     assert max(sizes) < 1.5 * 2**20
+
+
+async def test_a_call_that_the_end_of_its_connection_cancels_is_an_error_and_no_cancellation() -> None:
+    """Else the end of the controller would cancel each request that waits for a tenant's slice."""
+
+    class Stub:
+        def __init__(self) -> None:
+            self.calls: list[asyncio.Future[Any]] = []
+
+        def call(self, request: object, **options: object) -> asyncio.Future[Any]:
+            self.calls.append(asyncio.get_running_loop().create_future())
+            return self.calls[-1]
+
+        LeaseQuota = ReportLatency = ReportRecords = FindRecords = call
+
+    directory, stub = ControllerDirectory("127.0.0.1:1"), Stub()
+    directory._stub = stub
+    counts = LatencyCounts()
+    for begin in (
+        lambda: directory.lease_quota("router", []),
+        lambda: directory.report_latency("router", counts),
+        lambda: directory.report_records("router", (), ()),
+        lambda: directory.find_records("r"),
+    ):
+        task = asyncio.create_task(begin())
+        await eventually(lambda: bool(stub.calls))
+        stub.calls.pop().cancel()
+        with pytest.raises(ConnectionError, match="closed"):
+            await task
+        task = asyncio.create_task(begin())
+        await eventually(lambda: bool(stub.calls))
+        stub.calls.pop()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task

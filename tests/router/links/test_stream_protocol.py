@@ -7,16 +7,18 @@ import socket
 
 import pytest
 
-from contracts.ids import Incarnation, RequestId, Role, WorkerName
+from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
 from contracts.messages import stream_protocol
-from contracts.messages.router_commands import Cancel
+from contracts.messages.router_commands import Cancel, PeerRef, Submit
 from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 from contracts.proto import worker_pb2 as pb
+from contracts.sampling_params import SamplingParams
+from contracts.wire.command_protobuf import command_from_proto
 from contracts.wire.frame_connection import FrameConnection
 from contracts.wire.worker_protobuf import record_from_proto, record_to_proto
 from router.links.controller_directory import ControllerDirectory
 from router.links.worker_links import WorkerLinks
-from router.links.worker_stream import MOST_COMMANDS, WorkerStream, open_stream
+from router.links.worker_stream import MOST_COMMANDS, TURN_BYTES, WorkerStream, open_stream
 from tests.router.http_server import eventually
 
 WAIT_S = 10.0
@@ -96,3 +98,39 @@ async def test_a_worker_that_reads_no_commands_is_cut_before_they_fill_the_route
     await eventually(lambda: bool(ends))
     assert "doesn't read its commands" in ends[0]
     assert not stream._queue
+
+
+@pytest.mark.asyncio
+async def test_the_choices_of_a_long_prompt_go_out_in_several_turns_of_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In order, with what is sent meanwhile behind them; each takes its part of a tenth of a second to encode."""
+    connection, sent, turn, turns = FrameConnection(WAIT_S), list[bytes](), 0, list[int]()
+    stream = WorkerStream(connection, Incarnation(1), lambda events: None, lambda end: None)
+    stream.opened.set_result(None)
+    connection.flows = True
+
+    def send(frame: bytes) -> None:
+        sent.append(frame)
+        turns.append(turn)
+
+    monkeypatch.setattr(connection, "send", send)
+    prompt = tuple(range(100_000))
+    peer = PeerRef(WorkerName("prefill-0"), Incarnation(1), "tcp://x:1")
+
+    def submit(number: int) -> Submit:
+        one = SamplingParams(4, seed=number)
+        return Submit(RequestId(f"r{number}"), 0, RoomId("room"), prompt, len(prompt), one, peer, "", 5.0, 0)
+
+    stream.send([submit(number) for number in range(32)])
+    while turn < 2 or turns[-1] == turn - 1:
+        await asyncio.sleep(0)
+        turn += 1
+        if turn == 2:
+            stream.send([Cancel(RequestId("r0"), 0)])
+    commands = [command_from_proto(one) for raw in sent for one in pb.RouterFrame.FromString(raw).commands]
+    assert [c.request_id for c in commands] == [*(f"r{number}" for number in range(32)), "r0"]
+    for each in set(turns):
+        frames = [len(frame) for frame, at in zip(sent, turns, strict=True) if at == each]
+        assert sum(frames[:-1]) < TURN_BYTES
+    assert len(set(turns)) >= sum(map(len, sent)) // (2 * TURN_BYTES) > 2

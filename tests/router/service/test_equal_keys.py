@@ -28,7 +28,7 @@ from router.service.router_service import INLINE_BYTES
 from router.state.routed_request import RoutedRequest
 from router.tokenizer_pool.tokenizer_process import FrameKind
 from tests.router.fake_worker import FakeCluster, FakeWorker, expected
-from tests.router.http_server import Server, serving
+from tests.router.http_server import Server, router_config, serving
 
 PROMPT = [5, 6, 7] * 400
 """Of a body that a reader process reads."""
@@ -300,3 +300,22 @@ def test_check_counts_what_is_booked_against_what_lives(server: Server) -> None:
     assert server.call(service.check) == []
     server.resume()
     assert running.status() == 200
+
+
+def test_whoever_is_read_or_looked_for_while_the_router_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing begins any more that nobody would end."""
+    with serving(FakeCluster(1, 1), config=router_config(resume_wait_s=60.0)) as server:
+        replies = HeldReplies(server, monkeypatch)
+        server.cluster["decode-0"].attached = lambda ask: None
+        waits = Asked(server, next(NAMES), body())
+        replies.come(1)
+        replies.let_go(0)
+        server.wait_until(lambda: server.service.claims.asking == 1)
+        read = Asked(server, next(NAMES), body())
+        replies.come(2)
+        closed = asyncio.run_coroutine_threadsafe(server.service.close(), server.loop)
+        replies.let_go(1)
+        assert waits.status() == read.status() == 503
+        closed.result(10)
+        assert server.post(PATH, {"prompt": [5]}).status_code == 503
+        assert server.service._owners == {}

@@ -426,3 +426,18 @@ def test_no_reader_stays_when_the_router_closes() -> None:
 
     pid = asyncio.run(run())
     assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.asyncio
+async def test_a_body_that_comes_while_the_pool_closes_starts_no_reader_again() -> None:
+    pool = TokenizerPool(b"", 1, 1.0, start=_never_started)
+    closing = asyncio.create_task(pool.close())
+    await closing
+    with pytest.raises(ReaderFailed, match="shutting down"):
+        await pool.submit(FrameKind.COMPLETION, b"{}")
+    assert not pool._tasks
+    assert pool.started == 0
+
+
+def _never_started(descriptor: int) -> Any:
+    raise AssertionError("a reader was started")
