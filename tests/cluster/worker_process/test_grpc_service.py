@@ -98,7 +98,9 @@ def test_d9_where_there_is_a_secret_only_calls_with_its_token_come_in() -> None:
             return found
 
     with serving(secret) as served:
-        for strangers in ((), (("twinpool-access", "guess"),), access_metadata("00" * 32)):
+        ((key, token),) = access_metadata(secret)
+        guesses = ("", " ", "guess", token[:-1], token + "0", token.upper(), secret)
+        for strangers in ((), *(((key, guess),) for guess in guesses), access_metadata("00" * 32)):
             with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
                 asyncio.run(call(served, strangers))
         assert not served.worker.draining

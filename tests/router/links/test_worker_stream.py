@@ -1,0 +1,158 @@
+"""The router's end of one stream by itself: what opens it, what ends it and for whom, and what waits meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from contracts.ids import Incarnation, RequestId
+from contracts.messages.router_commands import Cancel, Command
+from contracts.messages.stream_end import StreamEnd
+from contracts.messages.worker_events import Event, MigrationPaused
+from contracts.proto import worker_pb2 as pb
+from contracts.wire.command_protobuf import command_from_proto
+from contracts.wire.event_protobuf import event_to_proto
+from router.links.worker_stream import WorkerStream
+
+SEVEN = Incarnation(7)
+PAUSED = MigrationPaused(RequestId("r"), 1, 5)
+
+
+class Connection:
+    """A connection that keeps what is sent, and flows or doesn't as the test says."""
+
+    def __init__(self) -> None:
+        self.most_bytes = 0
+        self.flows = True
+        self.aborted = False
+        self.frames: list[bytes] = []
+        self.on_frame: Callable[[bytes], None] = lambda frame: None
+        self.on_end: Callable[[str], None] = lambda reason: None
+        self.on_flow: Callable[[], None] = lambda: None
+
+    def send(self, frame: bytes) -> None:
+        assert not self.aborted
+        self.frames.append(frame)
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def commands(self) -> list[Command]:
+        """What was sent since the last call."""
+        frames, self.frames = self.frames, []
+        return [command_from_proto(one) for frame in frames for one in pb.RouterFrame.FromString(frame).commands]
+
+
+class Site:
+    """A stream to incarnation 7, and what its router hears."""
+
+    def __init__(self, opened: bool = True) -> None:
+        self.connection = Connection()
+        self.events: list[Event] = []
+        self.ends: list[StreamEnd] = []
+        self.breaks = False
+        connection: Any = self.connection
+        self.stream = WorkerStream(connection, SEVEN, self.hear, self.ends.append)
+        if opened:
+            self.frame()
+
+    def hear(self, events: Sequence[Event]) -> None:
+        if self.breaks:
+            raise ZeroDivisionError
+        self.events += events
+
+    def frame(self, *events: Event, incarnation: int = 7, **ended: Any) -> None:
+        messages = [event_to_proto(event) for event in events]
+        self.connection.on_frame(pb.WorkerFrame(incarnation=incarnation, events=messages, **ended).SerializeToString())
+
+
+def cancel(name: str) -> Cancel:
+    return Cancel(RequestId(name), 0)
+
+
+@pytest.mark.asyncio
+async def test_the_first_frame_opens_a_stream_and_events_come_as_they_were_said() -> None:
+    site = Site(opened=False)
+    assert not site.stream.opened.done()
+    site.frame()
+    assert site.stream.opened.result() is None
+    site.frame(PAUSED, PAUSED)
+    site.frame(PAUSED)
+    assert site.events == [PAUSED] * 3
+    assert site.ends == []
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("opened", [False, True])
+@pytest.mark.parametrize("what", ["another incarnation", "unreadable", "a bug", "ended", "left", "cut"])
+async def test_a_stream_that_ends_tells_it_once_and_hears_and_says_nothing_more(what: str, opened: bool) -> None:
+    """Before it is open it is who opens it that is told; then it is who has it."""
+    site = Site(opened)
+    site.stream.send([cancel("a")])
+    match what:
+        case "another incarnation":
+            site.frame(PAUSED, incarnation=8)
+        case "unreadable":
+            site.connection.on_frame(b"\xff\xff")
+        case "a bug":
+            site.breaks = True
+            site.frame(PAUSED)
+            site.breaks = False
+        case "ended" | "left":
+            site.frame(ended="the worker ends", left=what == "left")
+        case _:
+            site.connection.on_end("cut")
+    assert site.connection.aborted
+    assert site.events == []
+    if opened or what == "a bug":  # What was admitted is open before its first events are taken.
+        assert [end.left for end in site.ends] == [what == "left"]
+    else:
+        assert site.ends == []
+        with pytest.raises(ConnectionError):
+            site.stream.opened.result()
+    told = len(site.ends)
+    site.connection.on_end("cut, too")
+    site.stream.send([cancel("b")])
+    await asyncio.sleep(0)
+    assert len(site.ends) == told
+    assert site.connection.frames == []
+
+
+@pytest.mark.asyncio
+async def test_what_one_turn_sends_goes_out_together_and_waits_while_the_worker_does_not_read() -> None:
+    site = Site()
+    site.stream.send([cancel("a")])
+    site.stream.send([cancel("b"), cancel("c")])
+    assert site.connection.frames == [], "at the turn's end"
+    await asyncio.sleep(0)
+    assert len(site.connection.frames) == 1
+    assert site.connection.commands() == [cancel("a"), cancel("b"), cancel("c")]
+    site.connection.flows = False
+    for name in "de":
+        site.stream.send([cancel(name)])
+        await asyncio.sleep(0)
+    assert site.connection.frames == []
+    site.connection.flows = True
+    site.connection.on_flow()
+    assert site.connection.commands() == [cancel("d"), cancel("e")]
+    site.connection.on_flow()
+    assert site.connection.frames == []
+    site.stream.send([cancel("f")])
+    await asyncio.sleep(0)
+    assert site.connection.commands() == [cancel("f")], "and what comes later goes as before"
+
+
+@pytest.mark.asyncio
+async def test_a_stream_that_its_router_closes_tells_nobody_and_drops_what_waits() -> None:
+    site = Site()
+    site.stream.send([cancel("a")])
+    site.stream.close()
+    site.stream.close()
+    site.connection.on_end("cut")
+    await asyncio.sleep(0)
+    assert site.connection.aborted
+    assert site.connection.frames == []
+    assert site.ends == []
