@@ -129,7 +129,7 @@ def start_own_ray(folder: Path, dashboard: bool) -> OwnRay:
     _own_environment(folder)
     import ray
 
-    with _agent_on_free_port(), _apart_from_terminal():
+    with _agent_on_free_port(), apart_from_terminal():
         context = ray.init(
             address="local",
             _node_ip_address=LOOPBACK,
@@ -138,7 +138,7 @@ def start_own_ray(folder: Path, dashboard: bool) -> OwnRay:
             object_store_memory=OBJECT_STORE_BYTES,
             num_gpus=0,
             resources=dict.fromkeys(RESOURCES.values(), OWN_SLOTS),
-            **_driver(),
+            **driver_options(),
         )
     url = context.dashboard_url
     return OwnRay(_vital_processes(), f"http://{url}" if dashboard and url else "")
@@ -218,7 +218,9 @@ def _init_kept_ray(folder: Path, address: str, python: str) -> str:
 
     try:
         with exit_deadline(JOIN_S, f"Ray at {address} doesn't let this process in"):
-            context = ray.init(address=address, namespace=folder.name, _node_ip_address=LOOPBACK, **_driver(python))
+            context = ray.init(
+                address=address, namespace=folder.name, _node_ip_address=LOOPBACK, **driver_options(python)
+            )
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"can't join the cluster's Ray at {address}: {reason}") from None
@@ -288,7 +290,7 @@ def _agent_on_free_port() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _apart_from_terminal() -> Iterator[None]:
+def apart_from_terminal() -> Iterator[None]:
     """Have `ray.init` start Ray's processes in sessions of their own, within this context.
 
     A signal to the whole process group of `serve`, such as that of ``timeout`` or of a terminal, would end the workers
@@ -319,7 +321,7 @@ def join_ray(address: str, namespace: str, python: str = "") -> str:
     import ray
 
     try:
-        ray.init(address=address, namespace=namespace, **_driver(python))
+        ray.init(address=address, namespace=namespace, **driver_options(python))
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         hint = "" if "auth" not in str(error).lower() and "token" not in str(error).lower() else _AUTH_HINT
@@ -401,11 +403,11 @@ class _DriverPaths(list[str]):
         super().extend(path for path in paths if Path(path) == source_root())
 
 
-def _driver(python: str = "") -> dict[str, Any]:
+def driver_options(python: str = "") -> dict[str, Any]:
     """The options of `ray.init`; `python` as of `join_ray`."""
-    from ray.job_config import JobConfig
+    import ray
 
-    job = JobConfig()
+    job = ray.job_config.JobConfig()
     job._py_driver_sys_path = _DriverPaths()
     quiet = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR, "job_config": job}
     if not python:

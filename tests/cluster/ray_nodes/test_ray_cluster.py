@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from cluster.ray_nodes import ray_cluster
+from contracts.build_id import source_root
 from contracts.errors import ConfigError
 
 
@@ -28,8 +30,9 @@ def ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> types.SimpleNamespac
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.setenv("HOME", str(tmp_path))
     fake = types.SimpleNamespace(
-        modes=[], namespaces=[], refusal=None, exceptions=types.SimpleNamespace(RayError=RayError)
-    )
+        modes=[], namespaces=[], refusal=None, exceptions=types.SimpleNamespace(RayError=RayError),
+        job_config=types.SimpleNamespace(JobConfig=types.SimpleNamespace),
+    )  # fmt: skip
 
     def init(*, namespace: str, **options: Any) -> types.SimpleNamespace:
         fake.namespaces.append(namespace)
@@ -76,3 +79,25 @@ def test_the_token_of_a_ray_of_our_own_is_for_its_owner_alone(tmp_path: Path) ->
         tokens.append(path.read_text())
     assert len(set(tokens)) == 2
     assert ray_cluster._OWN["RAY_AUTH_MODE"] == "token"
+
+
+def test_workers_import_nothing_from_the_folder_that_serve_was_started_in() -> None:
+    """Ray adds the working directory and the script's folder; the source tree is where our packages are."""
+    config = ray_cluster.driver_options()["job_config"]
+    config._py_driver_sys_path.extend([str(source_root()), "/home/me/project", "/usr/bin"])
+    assert list(config._get_proto_job_config().py_driver_sys_path) == [str(source_root())]
+
+
+def test_rays_processes_are_in_sessions_of_their_own() -> None:
+    """Else a signal to the group of `serve` ends the workers before the answers that they compute."""
+    from ray._private import services
+
+    plain = services.ConsolePopen
+    with ray_cluster.apart_from_terminal():
+        child = services.ConsolePopen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    assert services.ConsolePopen is plain
+    try:
+        assert os.getsid(child.pid) == child.pid
+    finally:
+        child.kill()
+        child.communicate()

@@ -1,0 +1,226 @@
+"""An end that is asked for has one exit code at any moment, leaves nothing behind, and is a drain once all serves.
+Phases are reached by what a run prints or imports, never by waiting for so long."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.serving import COMMAND, READY, environment, until
+
+ASKED, INTERRUPTED = 0, 130
+"""The codes that docs/operating.md names."""
+SERVE = ("serve", "--port", "0")
+CONTROLLER = ("controller", "--address", "127.0.0.1", "--port", "7400")
+ONE_PROCESS = (*SERVE, "--set", "transfer.plane=local")
+LONG = ("--set", "cluster.stop_timeout_s=300")
+"""Longer than an answer takes on a machine that is busy."""
+STOPS_AT = """
+import sys, time
+class StopsAt:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            open("at", "w").close()
+            while True:
+                try:
+                    time.sleep(0.01)
+                except BaseException:
+                    if not {swallows}:
+                        raise
+sys.meta_path.insert(0, StopsAt())
+"""
+"""A `sitecustomize` that holds a process where it imports a module; it may swallow what is raised meanwhile."""
+
+
+class Run:
+    """A command whose lines are read as they come."""
+
+    def __init__(self, folder: Path, *words: str, paths: tuple[Path, ...] = (), group: bool = True) -> None:
+        self.folder, self.lines = folder, list[str]()
+        variables = environment(folder)
+        variables["PYTHONPATH"] = os.pathsep.join([*map(str, paths), variables["PYTHONPATH"]])
+        self.process = subprocess.Popen(
+            [*COMMAND, *words], env=variables, cwd=folder, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=group,
+        )  # fmt: skip
+        self._over = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+        self._over.set()
+
+    def line_with(self, text: str) -> str:
+        """The first line that has `text`; waits for it."""
+        until(lambda: self._over.is_set() or any(text in line for line in self.lines), f"a line with {text!r}", 180)
+        found = [line for line in self.lines if text in line]
+        assert found, self.lines
+        return found[0]
+
+    @property
+    def url(self) -> str:
+        return self.line_with(READY).partition(READY)[2].strip()
+
+    def signalled(self, number: signal.Signals, times: int = 2) -> None:
+        """As `timeout` does: the process, and then its group."""
+        for _ in range(times):
+            os.killpg(self.process.pid, number)
+
+    def code(self) -> int:
+        return self.process.wait(90)
+
+    def nothing_is_left(self) -> None:
+        mine = f"XDG_RUNTIME_DIR={self.folder}"
+
+        def left() -> list[str]:
+            found = []
+            for process in psutil.process_iter():
+                try:
+                    if f"{self.folder}" == process.environ().get("XDG_RUNTIME_DIR"):
+                        found.append(" ".join(process.cmdline())[:200])
+                except psutil.Error:
+                    continue
+            return found
+
+        until(lambda: not left(), f"all processes of {mine} to be gone", 60)
+        assert not list(self.folder.glob("twinpool/run-*.json"))
+
+
+@contextmanager
+def running(folder: Path, *words: str, paths: tuple[Path, ...] = ()) -> Iterator[Run]:
+    folder.mkdir(exist_ok=True)
+    run = Run(folder, *words, paths=paths)
+    try:
+        yield run
+    finally:
+        run.process.kill()
+        run.process.wait(30)
+
+
+class Streamed:
+    """A streamed answer, read in a thread."""
+
+    def __init__(self, url: str, tokens: int) -> None:
+        self.lines: list[str] = []
+        self._thread = threading.Thread(target=self._read, args=(url, tokens))
+        self._thread.start()
+        until(lambda: len(self.lines) > 2, "the first tokens", 60)
+
+    def _read(self, url: str, tokens: int) -> None:
+        body = {"prompt": "It was a fine morning", "max_tokens": tokens, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
+            self.lines += [f"status {answer.status_code}"]
+            try:
+                self.lines.extend(answer.iter_lines())
+            except httpx.HTTPError as error:
+                self.lines.append(f"broken: {error!r}")
+
+    def ended(self) -> list[str]:
+        self._thread.join(120)
+        return [line for line in self.lines if line]
+
+
+def refuses_what_is_new(url: str) -> None:
+    health = httpx.get(f"{url}/health", timeout=30)
+    assert (health.status_code, health.json()["status"]) == (503, "draining")
+    assert httpx.get(f"{url}/live", timeout=30).status_code == 200
+    refused = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=30)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+    assert int(refused.headers["retry-after"]) > 0
+
+
+def drains(run: Run, end: Callable[[], object], tokens: int = 400) -> None:
+    """What runs is finished, to the last token, and what is new is refused meanwhile."""
+    url = run.url
+    answer = Streamed(url, tokens)
+    end()
+    run.line_with("new requests are refused")
+    until(lambda: httpx.get(f"{url}/health", timeout=30).status_code == 503, "the router to be told", 30, 0.01)
+    refuses_what_is_new(url)
+    lines = answer.ended()
+    assert lines[-1] == "data: [DONE]", lines[-3:]
+    assert '"length"' in lines[-2]
+
+
+# ------------------------------------------------------------ before anything runs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("words", "module", "swallows", "code"),
+    [
+        pytest.param(SERVE, "cli.command_line", False, ASKED, id="flags"),
+        pytest.param(SERVE, "cluster.serve.preflight", False, ASKED, id="preflight"),
+        pytest.param(SERVE, "torch", True, ASKED, id="torch"),
+        pytest.param(SERVE, "cluster.serve.serve_cluster", False, ASKED, id="serve"),
+        pytest.param(ONE_PROCESS, "cluster.serve.serve_one_process", True, ASKED, id="one-process"),
+        pytest.param(("demo",), "cli.demo.demo_command", False, ASKED, id="show"),
+        pytest.param(CONTROLLER, "cluster.controller.controller_process", False, ASKED, id="controller"),
+        pytest.param(("status",), "cli.operator_commands", False, INTERRUPTED, id="status"),
+    ],
+)
+def test_an_end_that_is_asked_for_while_modules_are_imported_has_its_code(
+    tmp_path: Path, words: tuple[str, ...], module: str, swallows: bool, code: int, number: signal.Signals
+) -> None:
+    """The last one is a command that has not done its work; SIGTERM ends it as any process."""
+    (tmp_path / "sitecustomize.py").write_text(STOPS_AT.format(module=module, swallows=swallows))
+    with running(tmp_path / "run", *words, paths=(tmp_path,)) as run:
+        until(lambda: (tmp_path / "run" / "at").exists() or run.process.poll() is not None, f"{module}", 90)
+        assert (tmp_path / "run" / "at").exists(), run.lines
+        run.signalled(number)
+        if code == INTERRUPTED and number is signal.SIGTERM:
+            code = -signal.SIGTERM
+        assert run.code() == code, run.lines
+        assert not any("Traceback" in line for line in run.lines), run.lines
+        run.nothing_is_left()
+
+
+# ------------------------------------------------------------ one process
+
+
+@pytest.mark.slow
+def test_one_process_that_is_asked_to_end_while_it_starts(tmp_path: Path) -> None:
+    with running(tmp_path / "run", *ONE_PROCESS) as run:
+        run.line_with(" logs ")
+        run.signalled(signal.SIGTERM)
+        assert run.code() == ASKED, run.lines
+        assert "stopped while starting" in run.lines
+        run.nothing_is_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("--colocate",)], ids=["two-pools", "colocated"])
+def test_one_process_drains(tmp_path: Path, more: tuple[str, ...]) -> None:
+    with running(tmp_path / "run", *ONE_PROCESS, *LONG, *more) as run:
+        drains(run, lambda: run.signalled(signal.SIGTERM))
+        assert run.code() == ASKED, run.lines
+        run.nothing_is_left()
+
+
+@pytest.mark.slow
+def test_a_second_request_ends_it_at_once_with_the_same_code(tmp_path: Path) -> None:
+    with running(tmp_path / "run", *ONE_PROCESS, *LONG) as run:
+        answer = Streamed(run.url, 1900)
+        run.signalled(signal.SIGINT)
+        run.line_with("a second signal ends them now")
+        pause = threading.Event()
+        while run.process.poll() is None:  # Until a second has gone by since the first one.
+            run.process.send_signal(signal.SIGINT)
+            pause.wait(0.2)
+        assert run.code() == ASKED, run.lines
+        assert any("asked again" in line for line in run.lines)
+        assert answer.ended()[-1] != "data: [DONE]"
+        run.nothing_is_left()
