@@ -255,6 +255,19 @@ def test_a_worker_that_left_by_drain_is_not_started_again() -> None:
     assert cluster.state == "left"
 
 
+def test_one_that_leaves_in_order_has_no_end_of_the_one_before_it() -> None:
+    """`status` says how a worker ended: one that was killed, came back and was drained has left, and wasn't killed."""
+    cluster = Cluster()
+    cluster.up(1)
+    cluster.core.died(NAME, Incarnation(1), "killed, signal 9")
+    assert [view.status.last_end for view in cluster.core.views()] == ["killed, signal 9"]
+    cluster.up(2)
+    cluster.renew(2, "draining")
+    cluster.core.leave(NAME, Incarnation(2))
+    assert cluster.state == "left"
+    assert [view.status.last_end for view in cluster.core.views()] == [""]
+
+
 def test_a_worker_that_dies_while_draining_is_not_started_again() -> None:
     cluster = Cluster()
     cluster.up(1)

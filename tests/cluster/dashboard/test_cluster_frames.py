@@ -236,6 +236,13 @@ def test_a_pools_row_adds_up_those_that_serve(frames: ClusterFrames) -> None:
     assert frames.frame()["pools"][1]["need"] is None
 
 
+def test_operators_are_told_each_routers_rate_of_tokens(frames: ClusterFrames) -> None:
+    for second in range(11):
+        for name, rate in (("busy", 120), ("idle", 0)):
+            frames.report(report(name, generated_tokens=7 + rate * second), float(second), WALL)
+    assert {one.router: round(one.tokens_per_s) for one in frames.routers(10.0)} == {"busy": 120, "idle": 0}
+
+
 def test_routers_beyond_those_that_are_told_apart_stay_in_the_sums(frames: ClusterFrames) -> None:
     for number in range(MOST_ROUTERS + 20):
         frames.report(report(f"router-{number}", requests_submitted=2), 1.0 + number / 1000, WALL)

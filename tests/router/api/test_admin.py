@@ -37,6 +37,19 @@ def metric(server: Server, name: str) -> float:
     return float(next(line.rpartition(" ")[2] for line in lines if line.rpartition(" ")[0] == name))
 
 
+def test_status_says_what_is_served_and_what_runs_now(server: Server) -> None:
+    server.call(server.cluster["prefill-0"].pause)
+    waiting = threading.Thread(target=server.complete, kwargs={"max_tokens": 2})
+    waiting.start()
+    server.wait_until(lambda: server.service.core.requests.in_flight == 1)
+    told = server.client.get("/cluster/status").json()
+    assert (told["model"], told["in_flight"]) == (server.service.spec.name, 1)
+    assert 0 <= told["router_up_s"] < 600
+    server.call(server.cluster["prefill-0"].resume)
+    waiting.join()
+    assert server.client.get("/cluster/status").json()["in_flight"] == 0
+
+
 def test_health_fails_while_a_role_has_nobody(server: Server) -> None:
     answer = server.client.get("/health")
     assert (answer.status_code, answer.json()["status"]) == (200, "ok")
