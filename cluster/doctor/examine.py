@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Lock
@@ -61,9 +61,16 @@ CHECKS: dict[str, Check] = {
 """All checks by name, in the order in which they are shown."""
 
 
-APART = ("container", "hosts")
-"""Checks that are made one by one in the thread that asks: one watches a child process, one joins a Ray."""
-THREADS = 4
+BESIDE = (
+    (
+        "versions", "open files", "processes", "locked memory", "processors", "container",
+        "credentials", "leftovers",
+    ),
+    ("ledger", "storage", "clock"),
+)  # fmt: skip
+"""Checks that are made beside the others, each group by a thread of its own: those that import nothing as they run, and
+those that wait for servers. All others load parts of the engine or Ray, which import each other in circles: two threads
+that load them meanwhile would find modules half made."""
 
 
 class Progress(Protocol):
@@ -75,14 +82,15 @@ class Progress(Protocol):
 
 
 def examine(case: DoctorCase, progress: Progress | None = None, clock: Clock | None = None) -> list[Finding]:
-    """What all checks see, in the order of the table; they are made several at a time. A check that fails is an error
-    among them, and keeps no other from being made."""
+    """What all checks see, in the order of the table; independent ones are made at a time. A check that fails is an
+    error among them, and keeps no other from being made."""
     run = _Examination(case, progress, clock or SystemClock())
-    with ThreadPoolExecutor(THREADS) as pool:
-        begun = {name: pool.submit(run.seen, name) for name in CHECKS if name not in APART}
-        apart = {name: run.seen(name) for name in CHECKS if name in APART}
-        found = {name: apart[name] if name in apart else begun[name].result() for name in CHECKS}
-    return [finding for findings in found.values() for finding in findings]
+    with ThreadPoolExecutor(len(BESIDE)) as pool:
+        beside = [pool.submit(run.made, [name for name in group if name in CHECKS]) for group in BESIDE]
+        found = run.made([name for name in CHECKS if not any(name in group for group in BESIDE)])
+        for group in beside:
+            found |= group.result()
+    return [finding for name in CHECKS for finding in found[name]]
 
 
 class _Examination:
@@ -92,8 +100,11 @@ class _Examination:
         self._case, self._progress, self._clock = case, progress, clock
         self._lock = Lock()
 
-    def seen(self, name: str) -> list[Finding]:
-        """Make a check."""
+    def made(self, names: Iterable[str]) -> dict[str, list[Finding]]:
+        """Make checks one after the other; returns what each saw."""
+        return {name: self._seen(name) for name in names}
+
+    def _seen(self, name: str) -> list[Finding]:
         began = self._clock.now()
         if self._progress is not None:
             with self._lock:

@@ -20,9 +20,11 @@ from router.service.router_service import RouterService
 PATH = "/"
 DASHBOARD = "/dashboard"
 STYLE = (
-    "body{font:16px/1.5 system-ui,sans-serif;max-width:44rem;margin:3rem auto;padding:0 1rem;color-scheme:light dark}"
+    ":root{color-scheme:light dark}"
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:44rem;margin:3rem auto;padding:0 1rem}"
     "code,td:first-child{font-family:ui-monospace,monospace;font-size:.9em}td{padding:.1rem 1rem .1rem 0;"
     "vertical-align:top}h1{font-size:1.4rem}h2{font-size:1.05rem;margin-top:2rem}"
+    "@media(max-width:40rem){td{display:block;padding:0}td:first-child{padding-top:.6rem}}"
 )
 _STYLE_HASH = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
 HEADERS = (

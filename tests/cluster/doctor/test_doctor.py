@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import io
 import json
 import os
@@ -28,7 +30,7 @@ from cli.doctor_command import CheckProgress
 from cli.keys_command import new_key
 from cluster.assembly.device_cards import CardFacts
 from cluster.doctor.doctor_case import DoctorCase, DoctorHost
-from cluster.doctor.examine import CHECKS, examine, exit_code
+from cluster.doctor.examine import BESIDE, CHECKS, examine, exit_code
 from cluster.doctor.finding import Finding, Severity
 from cluster.models.model_source import DEMO
 from cluster.processes.run_file import write_run_file
@@ -567,21 +569,48 @@ class Told:
         assert seconds >= 0
 
 
-def test_each_check_is_told_as_it_begins_and_ends_and_several_are_made_at_a_time(
+def test_each_check_is_told_as_it_begins_and_ends_and_independent_ones_are_made_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four wait for each other: one by one they would never end. What they find is in the table's order."""
-    meet = threading.Barrier(4, timeout=20)
+    """Three wait for each other: one by one they would never end. What they find is in the table's order."""
+    meet = threading.Barrier(3, timeout=20)
 
     def waiting(asked: DoctorCase) -> Iterator[Finding]:
         meet.wait()
         yield Finding(Severity.FINE, "met")
 
-    checks = {f"check {number}": waiting for number in range(4)}
+    checks = {name: waiting for name in ("storage", "model", "container")}
     monkeypatch.setattr("cluster.doctor.examine.CHECKS", checks)
     told = Told()
     assert [finding.check for finding in examine(case(tmp_path), told)] == list(checks)
     assert (told.under_way, sorted(told.ended_checks)) == ([], sorted(checks))
+
+
+def test_what_is_made_beside_the_others_loads_nothing_that_these_load() -> None:
+    """Modules that import each other in circles are half made to a second thread that loads them meanwhile."""
+    known = [name for group in BESIDE for name in group]
+    assert len(set(known)) == len(known)
+    assert set(known) < CHECKS.keys()
+    for name in known:
+        source = inspect.getsource(inspect.getmodule(CHECKS[name]) or sys)
+        late = [
+            (node.module or "") if isinstance(node, ast.ImportFrom) else node.names[0].name
+            for function in ast.walk(ast.parse(source))
+            if isinstance(function, ast.FunctionDef)
+            for node in ast.walk(function)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
+        assert set(late) <= {"redis", "contracts.wire.redis_connection"}, name
+
+
+@pytest.mark.slow
+def test_a_fresh_process_makes_every_check(tmp_path: Path) -> None:
+    """Here all modules are loaded by the checks themselves; in this process other tests have."""
+    command = [sys.executable, "-m", "cli.commands", "doctor", "--model", str(DEMO), "--port", "0", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=dict(os.environ))
+    findings = json.loads(done.stdout)["findings"]
+    assert {finding["check"] for finding in findings} == CHECKS.keys()
+    assert not [finding for finding in findings if "the check itself failed" in finding["found"]]
 
 
 def test_in_a_pipe_a_slow_check_has_a_line_with_its_time_and_a_terminal_shows_what_is_under_way() -> None:
