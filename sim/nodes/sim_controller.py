@@ -16,6 +16,7 @@ from itertools import count
 from cluster.controller.controller import Controller
 from cluster.controller.controller_actions import EndedProcess, KillWorker, LeaseGrant, OperatorNote, StartWorker
 from cluster.controller.controller_ledger import MemoryLedger
+from cluster.controller.node_room import ClusterRoom, NodeRoom, RoleRoom
 from cluster.controller.node_table import NodePlace
 from contracts.ids import Incarnation, WorkerName
 from contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
@@ -65,6 +66,7 @@ class SimControl:
         self._pipes: dict[int, tuple[SimPipe, SimPipe]] = {}
         self._nodes = [f"node-{number}" for number in range(world.shape.nodes)]
         self.core.set_nodes(NodePlace("", node) for node in self._nodes)
+        self.core.set_room(self._room())
         for role, many in world.shape.workers.items():
             for number in range(many):
                 self.core.pools.add(WorkerName(f"{role}-{number}"), role)
@@ -100,7 +102,14 @@ class SimControl:
         if not self.away:
             self._attach()
 
+    def _room(self) -> ClusterRoom:
+        """One start at once on a node, so that those that die together have to wait for each other's."""
+        most = 1 + sum(self.world.shape.workers.values())
+        roles = {role: RoleRoom(1, planned=many) for role, many in self.world.shape.workers.items()}
+        return ClusterRoom(tuple(NodeRoom(NodePlace("", node), most, starts=1, roles=roles) for node in self._nodes))
+
     def _attach(self) -> None:
+        self.core.set_room(self._room())
         running = [(host.name, host.incarnation) for host in self.all_hosts if host.process.alive]
         self.core.attach(running, self._ended)
         self._ended.clear()
