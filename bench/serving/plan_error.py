@@ -65,7 +65,7 @@ class LoadComparison:
             "TTFT mean, ms": (1e3 * told.ttft_mean_s, 1e3 * seen.ttft.mean),
             "ITL p50, ms": (1e3 * told.itl_p50_s, 1e3 * seen.itl.p50),
             "ITL p99, ms": (1e3 * told.itl_p99_s, 1e3 * seen.itl.p99),
-            "ITL of an answer p50, ms": (1e3 * told.tpot_p50_s, 1e3 * seen.tpot.p50),
+            "TPOT p50, ms": (1e3 * told.tpot_p50_s, 1e3 * seen.tpot.p50),
             "answer p50, ms": (1e3 * told.answer_p50_s, 1e3 * seen.answer.p50),
             "good, %": (100 * told.good, 100 * seen.good / max(1, seen.sent)),
         }

@@ -56,7 +56,7 @@ def _first_tokens(axes: Any, whole: Sequence[Outcome], began_s: float, target: L
 def _shares(axes: Any, whole: Sequence[Outcome], began_s: float, target: LatencyTarget) -> None:
     for label, values in (
         ("first token", [ttft_of(one) for one in whole]),
-        ("token to token, on an answer's average", [at for one in whole if (at := one.tpot_s) is not None]),
+        ("time per output token (TPOT)", [at for one in whole if (at := one.tpot_s) is not None]),
         ("gaps between tokens", [gap for one in whole for gap in one.gaps_s]),
     ):
         if values:

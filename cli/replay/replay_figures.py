@@ -55,7 +55,7 @@ class ReplayFigures:
     itl: Latencies
     """Gaps between events that carry tokens."""
     tpot: Latencies
-    """From token to token on an answer's average, by which `--slo` judges."""
+    """Times per output token: an answer's mean after its first token, by which `--slo` judges."""
     answer: Latencies
     held: Latencies
     """Seconds for which requests waited for a place, those that didn't among them."""

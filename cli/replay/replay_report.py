@@ -63,7 +63,7 @@ def final_table(figures: ReplayFigures, target: LatencyTarget) -> RenderableType
     for label, values in (
         ("TTFT, ms", figures.ttft),
         ("ITL, ms", figures.itl),
-        ("ITL of an answer, ms", figures.tpot),
+        ("TPOT of an answer, ms", figures.tpot),
         ("answer, ms", figures.answer),
         ("held for a place, ms", figures.held),
         ("client late, ms", figures.late),

@@ -28,7 +28,8 @@ class AutoscalingConfig:
     ttft_target_s: float = 2.0
     """Seconds to the first token within which `attainment` of the requests are to stay."""
     itl_target_s: float = 0.2
-    """Seconds between two deliveries of an answer's tokens within which `attainment` of them are to stay."""
+    """Seconds between two deliveries of an answer's tokens within which `attainment` of them are to stay. Accepted
+    drafts are deliveries of their own, right after another one, and meet it."""
     attainment: float = 0.95
     """The share of requests, and of deliveries, that are to meet their target."""
     queue_target_s: float = 0.5

@@ -107,7 +107,7 @@ def described(report: RunReport) -> list[str]:
         f"first token: {pair(report.ttft_p50_s, report.ttft_p99_s)}, mean {1000 * report.ttft_mean_s:,.1f} ms; "
         f"{report.ttft_met:.1%} in time",
         f"next token: {pair(report.itl_p50_s, report.itl_p99_s)}",
-        f"next token of an answer, on its average: {pair(report.tpot_p50_s, report.tpot_p99_s)}",
+        f"time per output token (TPOT): {pair(report.tpot_p50_s, report.tpot_p99_s)}",
         f"whole answer: {pair(report.answer_p50_s, report.answer_p99_s)}",
         f"good: {report.good:.1%} of the requests, {report.goodput:,.2f} a second; "
         f"{report.tokens_per_s:,.0f} tokens a second",

@@ -33,7 +33,7 @@ const CHARTS = [
   { name: "bytes_s", title: "KV transfer", lines: ["transfer"], unit: "a second", write: bytes, value: (now) => now.bytes_s,
     aside: () => "pages from worker to worker" },
   { name: "cpu_workers", title: "CPU", lines: ["workers", "routers"], unit: "of workers", write: cores, value: (now) => now.cpu_workers ?? null,
-    second: "cpu_routers", aside: (now) => (now.cpu_routers === null && now.cpu_workers === null ? "nobody tells it here" : `${joined(cores(now.cpu_routers))} of routers`) },
+    second: "cpu_routers", aside: (now) => (now.cpu_routers === null && now.cpu_workers === null ? "not measured here" : `${joined(cores(now.cpu_routers))} of routers`) },
 ];
 const COLUMNS = CHARTS.flatMap((chart) => [chart.name, chart.second].filter(Boolean));
 const HEADINGS = ["Minute", ...CHARTS.flatMap((chart) => chart.lines.map((line) => (chart.lines.length > 1 ? `${chart.short ?? chart.title}: ${line}` : chart.title)))];
