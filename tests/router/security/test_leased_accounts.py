@@ -49,7 +49,7 @@ def test_a_claim_says_of_each_tenant_what_it_may_has_used_and_waits_for() -> Non
     used = {claim.tenant: claim.used for claim in accounts.claims(102.0)}
     assert used == {A: QuotaAmounts(2, 107), B: QuotaAmounts(1, 30)}
     accounts.ended(A)
-    assert accounts.in_flight == 3
+    assert accounts.places.total() == 3
 
 
 def test_a_slice_is_the_tenants_that_it_names_and_one_in_anothers_place_is_nobodys() -> None:

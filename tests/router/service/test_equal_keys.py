@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,15 +23,17 @@ import pytest
 from cli.keys_command import new_key
 from contracts.config.cluster_config import Config
 from contracts.config.security_config import SecurityConfig
+from contracts.errors import TwinpoolError
 from contracts.ids import Role
 from contracts.key_file import TenantLimits, read_key_file, write_key_file
 from contracts.messages.kept_answers import Attach, Attached, KeptAnswer
 from contracts.sampling_params import SamplingParams
-from router.service.router_service import INLINE_BYTES
+from router.openai.resume_headers import ResumeHeaders
+from router.service.router_service import INLINE_BYTES, RouterService
 from router.state.routed_request import RoutedRequest
-from router.tokenizer_pool.tokenizer_process import FrameKind
+from router.tokenizer_pool.tokenizer_process import REQUESTS, FrameKind, prepared_frame
 from tests.router.fake_worker import FakeCluster, FakeWorker, expected
-from tests.router.http_server import Server, router_config, serving
+from tests.router.http_server import Server, demo_spec, eventually, router_config, serving
 
 PROMPT = [5, 6, 7] * 400
 """Of a body that a reader process reads."""
@@ -207,6 +212,7 @@ def two_at_a_time(folder: Path) -> Iterator[tuple[Server, dict[str, str]]]:
         server.at_rest()
 
 
+@pytest.mark.slow
 def test_a_tenant_keeps_its_places_after_such_races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with two_at_a_time(tmp_path) as (server, who):
         for number in range(3):
@@ -226,6 +232,7 @@ def test_a_tenant_keeps_its_places_after_such_races(tmp_path: Path, monkeypatch:
         assert both.status_code == 200, both.text
 
 
+@pytest.mark.slow
 def test_b2_an_answer_that_can_not_begin_gives_back_all_that_it_had_booked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,6 +309,7 @@ def test_check_counts_what_is_booked_against_what_lives(server: Server) -> None:
     assert running.status() == 200
 
 
+@pytest.mark.slow
 def test_whoever_is_read_or_looked_for_while_the_router_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing begins any more that nobody would end."""
     with serving(FakeCluster(1, 1), config=router_config(resume_wait_s=60.0)) as server:
@@ -319,3 +327,106 @@ def test_whoever_is_read_or_looked_for_while_the_router_ends_is_told(monkeypatch
         closed.result(10)
         assert server.post(PATH, {"prompt": [5]}).status_code == 503
         assert server.service._owners == {}
+
+
+class Storm:
+    """Connections with few keys and bodies that come, are read, are cut and end in the order of a seed, at a router
+    whose workers move as the seed says; all its books are right after every step."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.cluster = FakeCluster(1, 2)
+        config = router_config(resume_wait_s=0.002, max_queue=12)
+        self.service = RouterService(demo_spec(), config, self.cluster)
+        self.late: list[tuple[asyncio.Future[Any], FrameKind, bytes]] = []
+        self.service.readers.submit = self._hold  # type: ignore[method-assign]
+        self.gone: dict[asyncio.Task[str], list[Callable[[], object]]] = {}
+        self.told: Counter[str] = Counter()
+
+    def _hold(self, kind: FrameKind, raw: bytes, tenant: str = "") -> asyncio.Future[tuple[FrameKind, bytes]]:
+        late: asyncio.Future[tuple[FrameKind, bytes]] = asyncio.get_running_loop().create_future()
+        self.late.append((late, kind, raw))
+        return late
+
+    async def run(self, steps: int) -> None:
+        for worker in self.cluster.workers.values():
+            worker.pause()
+            if worker.role is Role.DECODE:
+                worker.attached = partial(hand_over, worker)
+        await self.service.start()
+        await eventually(lambda: len(list(self.service.core.workers)) == 3 and self.service.worker_links.missing == 0)
+        actions = [self._come] * 3 + [self._read] * 3 + [self._move, self._leave]
+        for _ in range(steps):
+            self.rng.choice(actions)()
+            for _ in range(self.rng.choice((0, 0, 1, 3))):
+                await asyncio.sleep(0)
+            assert self.service.check() == []
+        for worker in self.cluster.workers.values():
+            worker.resume()
+        while any(not task.done() for task in self.gone):
+            self._read()
+            await asyncio.wait([task for task in self.gone if not task.done()], timeout=0.001)
+        self.told.update(task.result() for task in self.gone)
+        await eventually(lambda: not self.service.core.requests.in_flight)
+        assert self.service.check() == []
+        assert (self.service.room.booked, len(self.service.claims)) == (0, 0)
+        await self.service.close()
+
+    def _come(self) -> None:
+        calls: list[Callable[[], object]] = []
+        key = self.rng.choice("ab")
+        length = 3 if self.rng.random() < 0.95 else 4
+        raw = json.dumps({"prompt": PROMPT, "seed": 1, "max_tokens": length, "n": 1 + (key == "b")}).encode()
+        resume = ResumeHeaders(key, None) if self.rng.random() < 0.9 else None
+        self.gone[asyncio.create_task(self._ask(raw, resume, calls))] = calls
+
+    async def _ask(self, raw: bytes, key: ResumeHeaders | None, calls: list[Callable[[], object]]) -> str:
+        try:
+            stream = await self.service.open(FrameKind.COMPLETION, raw, "client", calls.append, resume=key)
+        except TwinpoolError as error:
+            return type(error).__name__
+        left: list[bool] = []
+
+        def leave() -> None:
+            left.append(True)
+            self.service.abandon(stream)
+            stream.fail("the client left")
+
+        calls.append(leave)
+        async with asyncio.timeout(10):
+            await stream.ended()
+        self.service.abandon(stream)
+        if stream.failed is not None:
+            return "left" if left else str(stream.failed.error)
+        for choice in stream.choices:
+            prompt, sampling = choice.request.prompt, choice.request.sampling
+            assert list(choice.tokens) == expected(prompt, sampling), "an answer of two"
+        return "answered"
+
+    def _read(self) -> None:
+        """A reader has read one of the bodies."""
+        if self.late:
+            late, kind, raw = self.late.pop(self.rng.randrange(len(self.late)))
+            if not late.done():
+                late.set_result((FrameKind.PREPARED, prepared_frame(REQUESTS[kind](self.service.intake, raw, ""))))
+
+    def _move(self) -> None:
+        self.rng.choice(list(self.cluster.workers.values())).step()
+
+    def _leave(self) -> None:
+        """A client goes."""
+        waiting = [task for task in self.gone if not task.done()]
+        if waiting and self.rng.random() < 0.5:
+            for call in self.gone[self.rng.choice(waiting)]:
+                call()
+
+
+SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] if seed else []) for seed in range(12)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_b2_equal_keys_in_any_order_leave_nothing_booked_and_hang_nobody(seed: int) -> None:
+    storm = Storm(seed)
+    asyncio.run(storm.run(120 if seed else 40))
+    assert storm.told["answered"]
+    assert not storm.told["RuntimeError"]

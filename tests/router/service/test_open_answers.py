@@ -19,8 +19,9 @@ from router.metrics.prometheus_metrics import PrometheusMetrics
 from router.openai.choice_output import ChoiceOutput
 from router.openai.generate_request import GenerateRequest
 from router.openai.response_stream import ResponseStream
+from router.security.answer_identity import AnswerIdentity
 from router.security.tenant_accounts import TenantAccounts
-from router.service.answer_claims import AnswerClaims
+from router.service.answer_claims import AnswerClaim, AnswerClaims
 from router.service.answer_room import AnswerRoom
 from router.service.open_answers import OpenAnswers, Owners
 from router.text.tokenizer import ModelTokenizer, read_model_tokenizer
@@ -51,8 +52,9 @@ class Site:
     def __init__(self, model_tokenizer: ModelTokenizer) -> None:
         self.stage, self.tokenizer = Stage(1, 1), model_tokenizer
         self.core, self.owners = self.stage.core, Owners()
+        self.superseded: list[ResponseStream] = []
         self.metrics, self.tenants = PrometheusMetrics(self.core, "tcp"), TenantAccounts()
-        self.room, self.claims = AnswerRoom(100, self.metrics), AnswerClaims(self.core)
+        self.room, self.claims = AnswerRoom(100, self.metrics), AnswerClaims(self.core, self.superseded.append)
         self.over: list[RequestId] = []
         self.answers = OpenAnswers(
             self.owners, self.core, self.stage.clock, self.room, self.metrics, self.tenants, self.claims, None,
@@ -76,9 +78,11 @@ class Site:
             routed.name = AnswerName(key, "body", number, 7) if key else None
             made.append(ChoiceOutput(number, routed, _asked(request), self.tokenizer, ""))
         stream.bind(made)
-        if tenant:
-            self.tenants.admit(tenant, LIMITS, choices, 3, self.stage.clock.now())
-        self.answers.begin(stream)
+        self.answers.begin(stream, LIMITS if tenant else None, 3)
+        if key:
+            claim = AnswerClaim(AnswerIdentity(key, "body", stream.id, 1), RequestId("ask"), self.claims.next_turn())
+            self.claims._claims[key] = claim
+            self.claims.begun(claim, stream)
         for choice in made:
             self.core.submit(choice.request)
         assert {type(command) for _, command in self.commands()} == {Submit}
@@ -104,12 +108,12 @@ class Site:
         return {(type(command).__name__, command.request_id) for _, command in self.commands()}
 
     def check(self) -> list[str]:
-        return [*self.core.check(), *self.answers.check(), *self.claims.check()]
+        return [*self.core.check(), *self.answers.check(set()), *self.claims.check()]
 
     @property
     def booked(self) -> tuple[int, int, int]:
         """In the room, of tenants, and in the core."""
-        return self.room.booked, self.tenants.in_flight, self.core.requests.in_flight
+        return self.room.booked, self.tenants.places.total(), self.core.requests.in_flight
 
 
 def _asked(request: Any) -> GenerateRequest:
