@@ -29,9 +29,10 @@ _REASONS = {
 GRAMMAR_BYTES = 256 * 1024
 """The longest grammar, in bytes of UTF-8."""
 
-JSON_FORM = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,20}"}
-"""How JSON is written where a schema is followed, as llguidance takes it (``x-guidance``). Whitespace between its
-parts: enough to indent, and no answer that is nothing else to its end."""
+JSON_FORM = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": r"\x20?"}
+"""How JSON is written where a schema is followed, as llguidance takes it (``x-guidance``): in one line, with one blank
+at most between its parts. A small model that may write more writes nothing else until its answer's length is used up.
+"""
 
 BOUNDS = {
     "initial_lexer_fuel": 1_000_000,

@@ -43,7 +43,7 @@ SECTIONS = {
         "bodies_",
         "reader_",
     ),
-    "Requests": ("requests_in", "requests_wait", "requests_", "answers", "client_", "slow_", "tenant_"),
+    "Requests": ("requests_in", "requests_wait", "requests_", "ignored_", "answers", "client_", "slow_", "tenant_"),
     "Records and traces": ("request_records", "record", "traces"),
     "Times and lengths": ("time_to", "time_per", "inter_token", "request_", "first_tokens", "gaps"),
     "Tokens": ("prompt_tokens", "generated_tokens", "draft_"),
@@ -124,6 +124,9 @@ NOTES = {
     "twinpool_requests_cancelled": Note(R, "grows with `client_disconnects`: clients lose patience; look at the times"),
     "twinpool_requests_detached": Note(R, ""),
     "twinpool_requests_adopted": Note(R, "grows: routers end, or clients come back to others"),
+    "twinpool_ignored_fields": Note(
+        R, "`unknown` grows: clients send what nobody here knows; the header `X-Twinpool-Ignored` names it to them"
+    ),
     "twinpool_requests_refused": Note(
         R, "`queue_full`: more workers; `late`: the same, or a longer `router.ttft_slo_ms`"
     ),

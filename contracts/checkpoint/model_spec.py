@@ -20,6 +20,7 @@ from contracts.checkpoint.json_fields import JsonFields
 from contracts.checkpoint.safetensors_headers import FLOATS, TensorHeader, digest_samples, read_headers, read_json
 from contracts.errors import CheckpointError
 
+GENERATION_CONFIG = "generation_config.json"
 _GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _TEXT_KEYS = ("text_config", "llm_config")
 """Keys below which `config.json` of multimodal models keeps the text model's keys."""
@@ -58,7 +59,8 @@ class ModelSpec:
     fingerprint: str
     """Digest of architecture, numbers and tensors: two workers with different digests refuse each other."""
     generation_defaults: dict[str, float] = field(default_factory=dict)
-    """`temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty` from `generation_config.json`, where given."""
+    """`temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty` from `generation_config.json`, where given; of a
+    GGUF file first from its own header."""
     aliases: tuple[str, ...] = field(default=(), kw_only=True)
     """Further names that clients may ask for."""
     config: JsonFields = field(kw_only=True, repr=False, compare=False)
@@ -98,7 +100,8 @@ def read_model_spec(path: Path) -> ModelSpec:
         header = read_gguf(path)
         found = config_of(header)
         GgufTokenizer(header)  # A tokenizer that nobody here can build is refused now, not by the first who needs it.
-        config, generation, headers = JsonFields(path, found.values), found.generation, found.tensors
+        config, headers = JsonFields(path, found.values), found.tensors
+        generation = _sampling_beside(path) | found.generation
     else:
         config, generation, headers = _read_folder(path)
     architecture, dtype = _architecture(config), _dtype(config, headers)
@@ -139,9 +142,16 @@ def _read_folder(folder: Path) -> tuple[JsonFields, dict[str, object], dict[str,
     method = config.table("quantization_config").get("quant_method", "given without a method")
     if "quantization_config" in config and method not in _QUANTISED:
         raise config.refuse(f"checkpoints quantised by {method!r} are not supported; convert the weights to bfloat16")
-    generation_path = folder / "generation_config.json"
+    generation_path = folder / GENERATION_CONFIG
     generation = read_json(generation_path) if generation_path.exists() else {}
     return config, generation, read_headers(folder)
+
+
+def _sampling_beside(file: Path) -> dict[str, object]:
+    """The sampling parameters of a `generation_config.json` beside a GGUF file; what the file itself says counts."""
+    path = file.parent / GENERATION_CONFIG
+    values = read_json(path) if path.exists() else {}
+    return {key: values[key] for key in _GENERATION_KEYS if key in values}
 
 
 def _of_text(values: Mapping[str, object]) -> dict[str, object]:

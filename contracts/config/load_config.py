@@ -20,6 +20,7 @@ from contracts.config.autoscaling_config import autoscaling_conflicts
 from contracts.config.cluster_config import Config
 from contracts.config.controllers_check import controller_conflicts
 from contracts.config.ledger_place import ledger_file_conflicts
+from contracts.config.sampling_defaults import read_sampling_defaults
 from contracts.config.security_config import SecurityConfig
 from contracts.config.tracing_config import TracingConfig
 from contracts.errors import ConfigError
@@ -121,6 +122,10 @@ def _conflicts(config: Config) -> Iterator[str]:
     yield from _disaggregation_conflicts(config)
     yield from autoscaling_conflicts(config.autoscaling)
     router = config.router
+    try:
+        read_sampling_defaults(router.sampling_defaults, {})
+    except ConfigError as error:
+        yield str(error)
     if router.max_timeout_s < router.request_timeout_s:
         yield (
             f"config key router.max_timeout_s={router.max_timeout_s:g} is below router.request_timeout_s="

@@ -75,6 +75,10 @@ class RouterConfig:
         "nemotron_json",
     ] = "auto"
     """How the model writes calls of tools; auto: as its chat template says."""
+    sampling_defaults: str = "checkpoint"
+    """What `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` are where a request doesn't say.
+    checkpoint: as its generation_config.json says; none: 1, and no limit; pairs such as `temperature=0,top_p=0.9` count
+    before the checkpoint's."""
     tool_prompt: Literal["auto", "none"] = "auto"
     """auto: where the model's chat template shows no tools, a system message describes them, in Hermes' format, and
     earlier calls and their results are written as its text; with `tool_parser` `auto` or `hermes`. none: tools are left

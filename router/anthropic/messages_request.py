@@ -1,26 +1,64 @@
 """A body of ``/v1/messages`` as the body of a chat that asks for the same.
 
 Fields that Anthropic's API doesn't have are those of chats (`seed`, `min_p` and so on). `thinking` sets the template's
-`enable_thinking`; how long a model thinks isn't bounded but by `max_tokens`. `metadata`, `service_tier` and
-`cache_control` change no answer: prefixes are cached in any case.
+`enable_thinking`; how long a model thinks isn't bounded but by `max_tokens`. `cache_control` changes no answer:
+prefixes are cached in any case.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from contracts.errors import RequestError
-from router.openai.request_fields import describe
+from router.openai.request_fields import describe, ignored_field
 
 _OF_CHATS = ("n", "stream_options", "logprobs", "top_logprobs", "return_token_ids")
 """Fields whose answers have no place in the shape of this API."""
+REFUSED = {
+    "mcp_servers": "tools of the server's are not supported",
+    "container": "tools of the server's are not supported",
+    "context_management": "nothing is compacted; shorten the messages",
+    "compaction": "nothing is compacted; shorten the messages",
+    "thread": "nothing is stored here: send the whole conversation",
+    "diagnostics": "nothing is stored here, so there is no earlier message to compare with",
+    "inference_geo": "who runs this server decides where",
+}
+"""Fields that would change the answer, or promise what can't be kept, unless what they say is nothing."""
+IGNORED = {
+    "metadata": "names the client",
+    "user_profile_id": "names the client",
+    "workspace_id": "names the client",
+    "service_tier": "says where to run; the router decides",
+    "speed": "says where to run; the router decides",
+    "cache_control": "prefixes are cached in any case",
+    "betas": "belongs into a header",
+    "billing_policy": "nothing is billed",
+    "fallback_credit_token": "nothing is billed",
+    "fallbacks": "there is one model, and it declines nothing",
+}
+"""Fields that can't change the answer here, with the reason."""
+SUPPORTED = (
+    "model", "max_tokens", "messages", "system", "stream", "temperature", "top_p", "top_k", "stop_sequences", "tools",
+    "tool_choice", "thinking", "output_config",
+)  # fmt: skip
+OUTPUT = ("format", "effort", "task_budget")
+"""The fields of `output_config` that are known."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the chat's body. Raises `RequestError` naming what is wrong or isn't supported."""
+class MessagesBody(NamedTuple):
+    """A body that was read."""
+
+    chat: dict[str, Any]
+    """The body of the chat."""
+    ignored: tuple[str, ...]
+    """The fields of Anthropic's API that have no effect."""
+
+
+def read_messages_body(body: Mapping[str, Any]) -> MessagesBody:
+    """Read a body. Raises `RequestError` naming what is wrong or isn't supported."""
     given = {name: value for name, value in body.items() if value is not None}
     max_tokens = given.get("max_tokens")
     if max_tokens is None:
@@ -29,17 +67,21 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
     chat: dict[str, Any] = {"messages": messages}
     if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
         chat["continue_final_message"] = True
+    for name, why in REFUSED.items():
+        if given.pop(name, None):
+            raise RequestError(f"{name}: {why}", param=name)
+    # A mark of where to cache is in every request of some clients, and is kept: so much need not be told.
+    ignored = [ignored_field(name) for name in IGNORED if given.pop(name, None) and name != "cache_control"]
+    output = given.get("output_config")
+    if isinstance(output, dict):
+        ignored += [ignored_field(f"output_config.{name}") for name in output if name not in OUTPUT]
     for name, read in _READERS.items():
         if name in given:
             chat |= read(given.pop(name))
-    for name in ("metadata", "service_tier", "mcp_servers", "container"):
-        value = given.pop(name, None)
-        if value and name in ("mcp_servers", "container"):
-            raise RequestError(f"{name} is not supported", param=name)
     for name in _OF_CHATS:
         if name in given:
             raise RequestError(f"{name} belongs to /v1/chat/completions", param=name)
-    return {**given, **chat}
+    return MessagesBody({**given, **chat}, tuple(ignored))
 
 
 def _system(system: object) -> list[dict[str, Any]]:
@@ -147,8 +189,10 @@ def _thinking(thinking: object) -> dict[str, Any]:
 
 def _output(config: object) -> dict[str, Any]:
     asked = config.get("format") if isinstance(config, dict) else None
-    if not isinstance(config, dict) or config.keys() - {"format", "effort"}:
+    if not isinstance(config, dict):
         raise RequestError("output_config has format and effort", param="output_config")
+    if config.get("task_budget"):
+        raise RequestError("output_config.task_budget isn't kept: use max_tokens", param="output_config")
     chat: dict[str, Any] = {} if config.get("effort") is None else {"reasoning_effort": config["effort"]}
     if asked is None:
         return chat

@@ -34,7 +34,7 @@ from router.openai.api_errors import (
     failure_of,
     failure_of_done,
 )
-from router.openai.parse_request import check_model
+from router.openai.parse_request import check_model, sampling_defaults
 from router.openai.response_stream import WRITE_BYTES, ResponseStream, StreamHeartbeat
 from router.openai.resume_headers import KEY_HEADER, SEEN_HEADER, read_resume_headers
 from router.records.refusals import RefusedRequest
@@ -256,6 +256,7 @@ async def _placed(service: RouterService, exchange: HttpExchange, kind: FrameKin
     )
     del raw
     exchange.forget_body()
+    exchange.ignored = stream.request.ignored
     try:
         # The router core ends the request at its deadline; this timeout is for a router core that fails to.
         async with asyncio.timeout(stream.timeout_s + CLIENT_GRACE_S):
@@ -354,7 +355,9 @@ async def _text(service: RouterService, exchange: HttpExchange, kind: FrameKind)
     if not exchange.declares_json:
         raise NotJson
     raw = await exchange.body(service.body_limit, service.buffer)
-    return await exchange.answer(200, await service.text(kind, raw))
+    told = await service.text(kind, raw)
+    exchange.ignored = told.ignored
+    return await exchange.answer(200, told.body)
 
 
 # ---------------------------------------------------------------- what is served, and how it is
@@ -381,6 +384,7 @@ def _model(service: RouterService, name: str) -> dict[str, Any]:
         "parent": None,
         "max_model_len": service.spec.context,
         "tools": service.intake.tools,
+        "sampling_defaults": sampling_defaults(service.spec),
     }
 
 

@@ -42,6 +42,8 @@ PREFLIGHT_HEADERS = (
     (b"access-control-allow-headers", b"authorization, content-type, x-api-key, anthropic-version, x-request-id"),
     (b"access-control-max-age", b"600"),
 )
+IGNORED_HEADER = b"x-twinpool-ignored"
+"""The header of an answer that names the fields of its request which had no effect."""
 CLIENT_ID_CHARS = 64
 _UNCLEAN = re.compile(r"[^A-Za-z0-9._:\-]")
 
@@ -64,6 +66,7 @@ class HttpExchange:
         "body_done",
         "client_id",
         "headers",
+        "ignored",
         "method",
         "path",
         "query",
@@ -84,6 +87,8 @@ class HttpExchange:
         """The page's origin that is allowed to read the answer; empty for none."""
         self.tenant = ""
         """Who asks, by the API key; empty where nobody needs one."""
+        self.ignored: Sequence[str] = ()
+        """The fields of the body that have no effect, which the answer names in a header."""
         self.started = False
         """Whether the answer's status has been sent."""
         self.body_done = False
@@ -188,8 +193,11 @@ class HttpExchange:
     async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.started = True
         headers.append((b"x-request-id", self.client_id.encode()))
+        if self.ignored:
+            headers.append((IGNORED_HEADER, ", ".join(self.ignored).encode("ascii")))
         if self._origin:
             headers += [(b"access-control-allow-origin", self._origin), (b"vary", b"origin")]
+            headers.append((b"access-control-expose-headers", b"x-request-id, " + IGNORED_HEADER))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def answer(

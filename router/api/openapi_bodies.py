@@ -46,6 +46,7 @@ def _text_or(*kinds: str) -> Schema:
 _CHOICES = _array(_WORD, minItems=1, maxItems=CHOICES_AT_MOST)
 _REGEX: Schema = {"type": "string", "description": "A regular expression that the whole answer matches."}
 _GRAMMAR: Schema = {"type": "string", "description": "A grammar, Lark's or GBNF."}
+_SPACES: Schema = {"enum": [r"\s?", r"[ \n\t]*"], "description": "A regular expression of whitespace, as these are."}
 _STRUCTURED_OUTPUT: Schema = {
     "response_format": _object(
         ("type",),
@@ -60,6 +61,7 @@ _STRUCTURED_OUTPUT: Schema = {
         choice=_CHOICES,
         grammar=_GRAMMAR,
         disable_any_whitespace=_BOOLEAN,
+        whitespace_pattern=_SPACES,
     ),
     "guided_json": _SCHEMA,
     "guided_json_object": _BOOLEAN,
@@ -69,6 +71,7 @@ _STRUCTURED_OUTPUT: Schema = {
     "json_schema": _SCHEMA,
     "regex": _REGEX,
     "ebnf": _GRAMMAR,
+    "guided_whitespace_pattern": _SPACES,
 }
 """What an answer must follow; one of them a request."""
 
@@ -261,6 +264,11 @@ def field_schema(field: RequestField) -> Schema:
     return shape
 
 
+_IGNORED_TOO: Schema = {
+    "additionalProperties": {"description": "Ignored and named in the header X-Twinpool-Ignored, or refused by name."}
+}
+
+
 def _body(
     fields: Mapping[str, RequestField], others: Schema, required: tuple[str, ...], ignored: bool = True
 ) -> Schema:
@@ -268,7 +276,7 @@ def _body(
     plain = {name: field_schema(field) for name, field in fields.items()}
     fields_of = {**unread, **plain, **others}
     properties = {name: schema if name in required else _or_null(schema) for name, schema in fields_of.items()}
-    return {**_object(required, **properties), "additionalProperties": False}
+    return _object(required, **properties) | _IGNORED_TOO
 
 
 def _or_null(schema: Schema) -> Schema:

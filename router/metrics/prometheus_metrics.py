@@ -136,6 +136,14 @@ class PrometheusMetrics:
         for reason, count in tally.answers.items():
             answers.add_metric([reason], count)
         yield answers
+        ignored = CounterMetricFamily(
+            "twinpool_ignored_fields",
+            "Fields of requests that had no effect, by name; unknown: such as nobody here knows",
+            labels=["field"],
+        )
+        for field, count in {"unknown": 0, **tally.ignored}.items():
+            ignored.add_metric([field], count)
+        yield ignored
 
     def _of_attempts(self) -> Iterator[Metric]:
         counts = self._core.counts

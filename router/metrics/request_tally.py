@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 from contracts.ids import Role
 from contracts.messages.latency_shape import LatencyShape
 from contracts.messages.worker_events import LegReport
+from router.anthropic.messages_request import IGNORED as ANTHROPICS
 from router.metrics.histogram_tally import (
     E2E_BUCKETS_S,
     ITL_BUCKETS_S,
@@ -16,6 +18,7 @@ from router.metrics.histogram_tally import (
     HistogramTally,
 )
 from router.openai.choice_output import ChoiceOutput
+from router.openai.request_fields import IGNORED
 
 FINISH_REASONS = ("stop", "length", "error")
 TIERS = ("device", "host", "storage")
@@ -55,6 +58,8 @@ class RequestTally:
         self.generated_tokens = 0
         self.answers: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
         """Choices that ended, by why."""
+        self.ignored: Counter[str] = Counter()
+        """Fields of bodies that had no effect, by name."""
         self.target = TargetTally()
         self.first_token_shape, self.gap_shape, self.output_token_shape = (LatencyShape() for _ in range(3))
         """The times of `ttft`, `itl` and `tpot` in finer buckets, for percentiles of the latest seconds."""
@@ -63,6 +68,11 @@ class RequestTally:
         self.queue, self.prefill = HistogramTally(TTFT_BUCKETS_S), HistogramTally(TTFT_BUCKETS_S)
         self.inference, self.decode = HistogramTally(E2E_BUCKETS_S), HistogramTally(E2E_BUCKETS_S)
         self.prompt_length, self.answer_length = HistogramTally(TOKEN_BUCKETS), HistogramTally(TOKEN_BUCKETS)
+
+    def ignore(self, fields: Sequence[str]) -> None:
+        """Count the fields of a body that had no effect; those that nobody knows are one."""
+        for field in fields:
+            self.ignored[field if field in IGNORED or field in ANTHROPICS else "unknown"] += 1
 
     def report(self, event: LegReport) -> None:
         """Count what a leg reports, whether or not its request still runs."""

@@ -69,6 +69,8 @@ class GenerateRequest:
     priority: int
     timeout_s: float | None
     """Seconds from the request's arrival to its deadline; None takes the server's default."""
+    ignored: tuple[str, ...] = ()
+    """The fields of the body that have no effect, as `router.openai.request_fields` writes them."""
 
     @property
     def choices(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.errors import RequestError
@@ -39,9 +39,10 @@ def read_completion(body: Mapping[str, Any], spec: ModelSpec) -> GenerateRequest
     Raises `RequestError` naming the field that is wrong, `UnknownModel` for a model that isn't served.
     """
     check_model(body, spec)
-    values = read_fields(body, COMPLETION, (*GENERATE_OTHERS, "prompt"))
+    values, ignored = read_fields(body, COMPLETION, (*GENERATE_OTHERS, "prompt"))
     prompts = _read_prompts(body.get("prompt"), spec)
-    return _read_common(body, values, spec, chat=False, prompts=prompts, logprobs=values.get("logprobs"))
+    logprobs = values.get("logprobs")
+    return _read_common(body, values, spec, ignored, chat=False, prompts=prompts, logprobs=logprobs)
 
 
 def read_chat(body: Mapping[str, Any], spec: ModelSpec) -> GenerateRequest:
@@ -50,7 +51,7 @@ def read_chat(body: Mapping[str, Any], spec: ModelSpec) -> GenerateRequest:
     Raises `RequestError` naming the field that is wrong, `UnknownModel` for a model that isn't served.
     """
     check_model(body, spec)
-    values = read_fields(body, CHAT, (*GENERATE_OTHERS, *CHAT_OTHERS))
+    values, ignored = read_fields(body, CHAT, (*GENERATE_OTHERS, *CHAT_OTHERS))
     if values.get("top_logprobs") and not values.get("logprobs"):
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     logprobs = values.get("top_logprobs", 0) if values.get("logprobs") else None
@@ -58,6 +59,7 @@ def read_chat(body: Mapping[str, Any], spec: ModelSpec) -> GenerateRequest:
         body,
         values,
         spec,
+        ignored,
         chat=True,
         logprobs=logprobs,
         messages=read_messages(body.get("messages")),
@@ -88,6 +90,7 @@ def _read_common(
     body: Mapping[str, Any],
     values: Mapping[str, Any],
     spec: ModelSpec,
+    ignored: tuple[str, ...],
     *,
     chat: bool,
     logprobs: int | None,
@@ -121,8 +124,8 @@ def _read_common(
         n=values.get("n", 1),
         echo=echo,
         stream=values.get("stream", False),
-        include_usage=options[0],
-        continuous_usage=options[1],
+        include_usage=options.include_usage,
+        continuous_usage=options.continuous_usage,
         return_token_ids=values.get("return_token_ids", False),
         add_special_tokens=values.get("add_special_tokens", not chat),
         skip_special_tokens=values.get("skip_special_tokens", True),
@@ -138,6 +141,7 @@ def _read_common(
         session=values.get("user", ""),
         priority=values.get("priority", 0),
         timeout_s=values.get("timeout"),
+        ignored=ignored + options.ignored,
     )
 
 
@@ -150,7 +154,7 @@ def _read_sampling(
     logprobs: int | None,
     echo: bool,
 ) -> SamplingParams:
-    defaults = spec.generation_defaults
+    defaults = sampling_defaults(spec)
     stop_ids = read_tokens(body.get("stop_token_ids") or [], spec, "stop_token_ids")
     # Where a grammar is at its end nothing else may come than the end.
     ends = () if values.get("ignore_eos", False) and not grammar else spec.eos_token_ids
@@ -168,17 +172,17 @@ def _read_sampling(
                 param="min_tokens",
             )
     seed = values.get("seed")
-    top_p = float(values.get("top_p", defaults.get("top_p", 1.0)))
-    top_k = max(0, int(values.get("top_k", defaults.get("top_k", 0))))
+    top_p = float(values.get("top_p", defaults["top_p"]))
+    top_k = max(0, int(values.get("top_k", defaults["top_k"])))
     if top_p == 0:  # The smallest nucleus is the best token alone.
         top_p, top_k = 1.0, 1
     return SamplingParams(
         max_tokens=0,
-        temperature=float(values.get("temperature", defaults.get("temperature", 1.0))),
+        temperature=float(values.get("temperature", defaults["temperature"])),
         top_p=top_p,
         top_k=top_k,
-        min_p=float(values.get("min_p", defaults.get("min_p", 0.0))),
-        repetition_penalty=float(values.get("repetition_penalty", defaults.get("repetition_penalty", 1.0))),
+        min_p=float(values.get("min_p", defaults["min_p"])),
+        repetition_penalty=float(values.get("repetition_penalty", defaults["repetition_penalty"])),
         presence_penalty=float(values.get("presence_penalty", 0.0)),
         frequency_penalty=float(values.get("frequency_penalty", 0.0)),
         logit_bias=_read_bias(body.get("logit_bias"), spec),
@@ -190,6 +194,14 @@ def _read_sampling(
         logprobs=logprobs,
         prompt_logprobs=logprobs if echo else None,
     )
+
+
+_PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0.0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+def sampling_defaults(spec: ModelSpec) -> dict[str, float]:
+    """Return what sampling parameters are where a request doesn't say."""
+    return {**_PLAIN, **spec.generation_defaults}
 
 
 def check_grammar_fits(spec: ModelSpec, allowed: tuple[int, ...]) -> None:
@@ -273,16 +285,22 @@ def _read_allowed(tokens: object, spec: ModelSpec) -> tuple[int, ...]:
     return tuple(sorted(set(read_tokens(tokens, spec, "allowed_token_ids"))))
 
 
-def _read_stream_options(options: object, stream: bool) -> tuple[bool, bool]:
+class _StreamOptions(NamedTuple):
+    include_usage: bool = False
+    continuous_usage: bool = False
+    ignored: tuple[str, ...] = ()
+
+
+def _read_stream_options(options: object, stream: bool) -> _StreamOptions:
     if options is None:
-        return False, False
+        return _StreamOptions()
     if not isinstance(options, dict):
         raise RequestError(f"stream_options must be an object; got {describe(options)}", param="stream_options")
     if not stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
-    values = read_fields(options, STREAM_OPTIONS)
+    values, ignored = read_fields(options, STREAM_OPTIONS, prefix="stream_options.")
     continuous = values.get("continuous_usage_stats", False)
-    return values.get("include_usage", False) or continuous, continuous
+    return _StreamOptions(values.get("include_usage", False) or continuous, continuous, ignored)
 
 
 def opens_turn(values: Mapping[str, Any]) -> bool:

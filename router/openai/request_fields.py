@@ -3,9 +3,10 @@
 Reading is strict: ``"5"``, ``true`` and NaN are no numbers. ``null`` means "not given", as in OpenAI's API. An integer
 may be written as ``10.0``, as JSON knows one kind of number.
 
-A field in an endpoint's table has its effect. A field in `IGNORED` is accepted without effect, as it can't change the
-answer here, whatever its value. Any other field would or might change the answer, so a request with one is refused by
-the field's name: with the reason and an alternative for fields in `REFUSED`, else as unknown.
+A field in an endpoint's table has its effect. One in `REFUSED`, or of another endpoint's table, would change the
+answer, so a request with one is refused by the field's name, with the reason and an alternative. Any other field is
+left out, and the answer says so in a header: those in `IGNORED` can't change the answer here, whatever their value, and
+one that nobody knows may be new in a client's next version, which mustn't end what worked.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import difflib
 import itertools
 import json
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from contracts import outside_data
 from contracts.errors import RequestError
@@ -114,7 +116,7 @@ DETOKENIZE: dict[str, RequestField] = {}
 
 STRUCTURED_OUTPUT = (
     "response_format", "structured_outputs", "guided_json", "guided_json_object", "guided_regex", "guided_choice",
-    "guided_grammar", "json_schema", "regex", "ebnf",
+    "guided_grammar", "json_schema", "regex", "ebnf", "guided_whitespace_pattern",
 )  # fmt: skip
 """Fields that say what an answer must follow; `router.openai.structured_output` reads them."""
 
@@ -130,7 +132,14 @@ CHAT_OTHERS = (
 
 IGNORED: dict[str, str] = {
     **dict.fromkeys(
-        ("safety_identifier", "metadata", "store", "prompt_cache_key", "prompt_cache_retention"),
+        (
+            "safety_identifier",
+            "metadata",
+            "store",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "prompt_cache_options",
+        ),
         "names the client, or what to keep for it: nothing is kept",
     ),
     **dict.fromkeys(("request_id", "rid"), "names the request; the header X-Request-Id does"),
@@ -178,9 +187,7 @@ REFUSED: dict[str, FieldRefusal] = {
     **_refuse("use tool_choice", "function_call", "none", "auto"),
     **_refuse("structural tags are not supported; use response_format", "structural_tag"),
     **_refuse("use structured_outputs", "grammar choices"),
-    **_refuse(
-        "whitespace is free, or none with structured_outputs' disable_any_whitespace", "guided_whitespace_pattern"
-    ),
+    **_refuse("nothing is moderated", "moderation", {}),
     **_refuse("predicted outputs are not supported", "prediction"),
     **_refuse("only text is answered", "audio modalities", ["text"]),
     **_refuse("web search is not supported", "web_search_options"),
@@ -282,37 +289,69 @@ def describe(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def read_fields(
-    body: Mapping[str, Any], fields: Mapping[str, RequestField], others: Collection[str] = ()
-) -> dict[str, Any]:
-    """Return the checked values of all fields that are in the table `fields` and given, by name.
+class FieldValues(NamedTuple):
+    """What a body's plain fields say."""
 
-    `others`: fields of the same object that the caller reads itself. Raises `RequestError` naming a field that is
-    wrong, refused or unknown.
+    values: dict[str, Any]
+    """By name, the checked values of fields that are in the endpoint's table and given."""
+    ignored: tuple[str, ...]
+    """What was left out though it asks for something, as `ignored_field` writes it: `IGNORED_AT_MOST`."""
+
+
+IGNORED_AT_MOST = 16
+"""Fields that are named as ignored, of one body."""
+
+
+def read_fields(
+    body: Mapping[str, Any], fields: Mapping[str, RequestField], others: Collection[str] = (), prefix: str = ""
+) -> FieldValues:
+    """Return the checked values of all fields that are in the table `fields` and given, and what is ignored.
+
+    `others`: fields of the same object that the caller reads itself. `prefix`: stands before its names where the object
+    is a field itself. Raises `RequestError` naming a field that is wrong or refused.
     """
     values: dict[str, Any] = {}
+    ignored: list[str] = []
     for name, value in body.items():
         if value is None:
             continue
         field = fields.get(name)
         if field is not None:
             values[name] = check_value(name, value, field)
-        elif name not in others and name not in IGNORED and name != "model":
-            _refuse_field(name, value, (*fields, *others))
-    return values
+        elif name not in others and name != "model":
+            if name not in IGNORED:
+                _check_refused(name, value)
+            if _asks(name, value) and len(ignored) < IGNORED_AT_MOST:
+                ignored.append(ignored_field(prefix + name, (*fields, *others) if name not in IGNORED else ()))
+    return FieldValues(values, tuple(ignored))
 
 
-def _refuse_field(name: str, value: object, known: Sequence[str]) -> None:
+def ignored_field(name: str, known: Sequence[str] = ()) -> str:
+    """Return an ignored field as the header has it: its name, with one of `known` that it may have been meant to be.
+
+    What a client calls a field is cut to what a header may hold.
+    """
+    meant = difflib.get_close_matches(name[:64], known, 1, 0.8)
+    return _UNSAFE.sub("?", name[:64]) + (f";meant={meant[0]}" if meant else "")
+
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
+
+
+def _asks(name: str, value: object) -> bool:
+    """Whether a field that has no effect asks for something."""
+    empty = any(type(value) is type(e) and value == e for e in _EMPTY)
+    return not empty and name not in REFUSED
+
+
+def _check_refused(name: str, value: object) -> None:
+    """Raise `RequestError` for a field that would change the answer."""
     refusal = REFUSED.get(name)
     if refusal is not None:
         if not refusal.says_nothing(value):
             raise RequestError(f"{name}: {refusal.why}", param=name)
-        return
-    if name in _ELSEWHERE and any(type(value) is type(e) and value == e for e in _EMPTY):
-        return
-    close = difflib.get_close_matches(name[:64], known, n=1)
-    hint = f"; did you mean {close[0]}?" if close else "; leave it out"
-    raise RequestError(f"{describe(name)} is no field that this endpoint knows{hint}", param=name[:64])
+    elif name in _ELSEWHERE and not any(type(value) is type(e) and value == e for e in _EMPTY):
+        raise RequestError(f"{name} is a field of other endpoints: leave it out", param=name)
 
 
 def check_value(name: str, value: object, field: RequestField) -> Any:

@@ -22,7 +22,11 @@ _COMPACT = {**JSON_FORM, "whitespace_pattern": None, "whitespace_flexible": Fals
 _NAMED = re.compile(
     b'"(?:' + "|".join((*STRUCTURED_OUTPUT, "tools", "output_config", "format")).encode() + rb')"|\\u00[5-7]'
 )
-_NO_WHITESPACE = "disable_any_whitespace"
+_NO_WHITESPACE, _WHITESPACE, _OLDER_WHITESPACE = (
+    "disable_any_whitespace", "whitespace_pattern", "guided_whitespace_pattern"
+)  # fmt: skip
+_SPACES = re.compile(r"(?:[ \t\n\r]|\\[ tnrs]|\\x(?:20|09|0[aAdD])|[\[\]()?*+|]|\?:|\{\d{1,3}(?:,\d{0,3})?\}){1,200}")
+"""Regular expressions of nothing but JSON's whitespace."""
 _OBJECT = {"type": "object"}
 _ENGINES_OWN = "x-guidance"
 
@@ -46,10 +50,17 @@ def read_grammar(body: Mapping[str, Any]) -> RequestedGrammar:
     compiled is `router.openai.grammar_check`'s to say.
     """
     found: list[RequestedGrammar] = []
+    older = body.get(_OLDER_WHITESPACE)
+    form = JSON_FORM if older is None else _with_whitespace(older, _OLDER_WHITESPACE)
     for field in STRUCTURED_OUTPUT:
         value = body.get(field)
-        if value is not None and (text := _READERS[field](value, field)):
+        if value is None or field == _OLDER_WHITESPACE:
+            continue
+        text = _GUIDED[field](value, field, form) if field in _GUIDED else _READERS[field](value, field)
+        if text:
             found.append(RequestedGrammar(text, field))
+    if older is not None and not any(grammar.field in _GUIDED for grammar in found):
+        raise RequestError(f"{_OLDER_WHITESPACE} needs {' or '.join(_GUIDED)}", param=_OLDER_WHITESPACE)
     if len(found) > 1:
         fields = " and ".join(grammar.field for grammar in found)
         raise RequestError(f"{fields} can't be combined: give one", param=found[1].field)
@@ -77,9 +88,13 @@ def _structured_outputs(value: object, field: str) -> str:
     if not isinstance(value, dict):
         raise RequestError(f"{field} must be an object; got {describe(value)}", param=field)
     found: dict[str, str] = {}
-    form = _COMPACT if value.get(_NO_WHITESPACE) is True else JSON_FORM
+    form, pattern = JSON_FORM, value.get(_WHITESPACE)
+    if value.get(_NO_WHITESPACE) is True:
+        form = _COMPACT
+    elif pattern is not None:
+        form = _with_whitespace(pattern, f"{field}.{_WHITESPACE}")
     for name, asked in value.items():
-        if asked is None or asked is False:
+        if asked is None or asked is False or name == _WHITESPACE:
             continue
         if name in _JSON_OF_VLLM:
             found[name] = _JSON_OF_VLLM[name](asked, f"{field}.{name}", form)
@@ -88,11 +103,24 @@ def _structured_outputs(value: object, field: str) -> str:
         elif name != _NO_WHITESPACE or asked is not True:
             known = ", ".join((*_JSON_OF_VLLM, *_OF_VLLM))
             raise RequestError(
-                f"{field}.{name[:64]} is not supported; {known} are, and {_NO_WHITESPACE}: true", param=field
+                f"{field}.{name[:64]} is not supported; {known} are, and {_NO_WHITESPACE}: true or {_WHITESPACE}",
+                param=field,
             )
     if len(found) > 1:
         raise RequestError(f"{field}: {' and '.join(found)} can't be combined: give one", param=field)
+    if pattern is not None and not found.keys() & _JSON_OF_VLLM.keys():
+        raise RequestError(f"{field}.{_WHITESPACE} needs {' or '.join(_JSON_OF_VLLM)}", param=field)
     return next(iter(found.values()), "")
+
+
+def _with_whitespace(pattern: object, field: str) -> dict[str, Any]:
+    """Return the form of JSON with another pattern of whitespace between its parts, which must be nothing else."""
+    if not isinstance(pattern, str) or not _SPACES.fullmatch(pattern):
+        raise RequestError(
+            f"{field} must be a regular expression of blanks, tabs and line breaks; got {describe(pattern)}",
+            param=_top(field),
+        )
+    return {**JSON_FORM, "whitespace_pattern": pattern.replace(r"\s", r"[\x20\x0A\x0D\x09]")}
 
 
 def _schema(value: object, field: str, form: dict[str, Any] = JSON_FORM) -> str:
@@ -195,6 +223,10 @@ def _top(field: str) -> str:
 
 
 _JSON_OF_VLLM: dict[str, Callable[[object, str, dict[str, Any]], str]] = {"json": _schema, "json_object": _json_object}
+_GUIDED: dict[str, Callable[[object, str, dict[str, Any]], str]] = {
+    "guided_json": _schema,
+    "guided_json_object": _json_object,
+}
 _OF_VLLM: dict[str, Callable[[object, str], str]] = {
     "regex": _regex,
     "choice": _choice,
@@ -203,8 +235,6 @@ _OF_VLLM: dict[str, Callable[[object, str], str]] = {
 _READERS: dict[str, Callable[[object, str], str]] = {
     "response_format": _response_format,
     "structured_outputs": _structured_outputs,
-    "guided_json": _schema,
-    "guided_json_object": _json_object,
     "guided_regex": _regex,
     "guided_choice": _choice,
     "guided_grammar": _grammar,

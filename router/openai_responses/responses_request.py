@@ -1,6 +1,7 @@
 """A body of ``/v1/responses`` as the body of a chat that asks for the same, and what of it the answer repeats.
 
-Nothing is stored, so fields that ask for what was stored are refused, and tools are the client's own. Fields that the
+Nothing is stored: fields that ask for what was stored are refused, and `store` is ignored, as in chats: the answer says
+that it isn't. Tools are the client's own. Fields that the
 Responses API doesn't have (`seed`, `min_p` and so on) are those of chats. A tool's `strict` is false if it isn't given.
 """
 
@@ -10,24 +11,31 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from contracts.errors import RequestError
-from router.openai.request_fields import MOST_TOKENS, RequestField, check_value, describe
+from router.openai.request_fields import (
+    IGNORED_AT_MOST,
+    MOST_TOKENS,
+    RequestField,
+    check_value,
+    describe,
+    ignored_field,
+)
 from router.openai_responses.input_items import read_input
 
 MAX_OUTPUT_TOKENS = RequestField("integer", 1, MOST_TOKENS, "Tokens to generate at most, those of reasoning included.")
 METADATA_AT_MOST = 16
 REASONING_INCLUDE = "reasoning.encrypted_content"
 _STORED = "responses aren't stored here: send the whole conversation as input"
-_REFUSED = {
+REFUSED = {
     "previous_response_id": _STORED,
     "conversation": _STORED,
     "background": "responses aren't stored here: stream instead",
-    "store": "responses aren't stored here: leave it out, or false",
     "prompt": "prompts aren't stored here: send instructions and input",
     "context_management": "nothing is compacted; shorten the input",
     "max_tool_calls": "it bounds tools of the server's, of which there are none",
     "moderation": "nothing is moderated",
     "access_programs": "there are none",
     "image": "only text is answered",
+    "personality": "the model has none to choose from; say it in instructions",
     "top_logprobs": "log-probabilities come with /v1/chat/completions",
 }
 """Fields that are refused, unless what they say is nothing (null, false, 0 or empty)."""
@@ -49,6 +57,12 @@ _PARAMS = {
 """Names of chats' fields, and of those that they come from here."""
 
 
+NESTED = {
+    "text": ("format", "verbosity"),
+    "reasoning": ("effort", "summary", "generate_summary", "mode", "context"),
+    "stream_options": ("include_obfuscation",),
+}
+"""The fields within fields that are known."""
 _NAME = RequestField("string")
 NAMES = ("prompt_cache_key", "safety_identifier", "user")
 """Names of the client's, which are repeated and change nothing."""
@@ -61,25 +75,34 @@ class ResponsesBody(NamedTuple):
     """The body of the chat."""
     repeated: dict[str, Any]
     """The fields that the answer repeats."""
+    ignored: tuple[str, ...]
+    """Fields within others that have no effect."""
 
 
 def read_responses(body: Mapping[str, Any]) -> ResponsesBody:
     """Read a body. Raises `RequestError` naming what is wrong or isn't supported."""
     given = {name: value for name, value in body.items() if value is not None}
-    for name, why in _REFUSED.items():
+    for name, why in REFUSED.items():
         if given.pop(name, None):
             raise RequestError(f"{name}: {why}", param=name)
     for name, why in _OF_CHATS.items():
         if name in given:
             raise RequestError(f"{name}: {why}", param=name)
     repeated = _repeated(given)
+    ignored = [
+        ignored_field(f"{name}.{key}", [f"{name}.{each}" for each in known])
+        for name, known in NESTED.items()
+        if isinstance(given.get(name), dict)
+        for key in given[name]
+        if key not in known
+    ]
     chat: dict[str, Any] = {
         "messages": _instructions(given.pop("instructions", None)) + read_input(given.pop("input", None))
     }
-    for name, read in _READERS.items():
+    for name, read in READERS.items():
         if name in given:
             chat |= read(given.pop(name))
-    return ResponsesBody({**given, **chat}, repeated)
+    return ResponsesBody({**given, **chat}, repeated, tuple(ignored[:IGNORED_AT_MOST]))
 
 
 def renamed(error: RequestError) -> RequestError:
@@ -191,7 +214,7 @@ def _tool_named(reference: object) -> dict[str, Any]:
 
 
 def _text(config: object) -> dict[str, Any]:
-    if not isinstance(config, dict) or config.keys() - {"format", "verbosity"}:
+    if not isinstance(config, dict):
         raise RequestError("text has format and verbosity", param="text")
     if config.get("verbosity") not in (None, "medium"):
         raise RequestError(
@@ -212,8 +235,11 @@ def _text(config: object) -> dict[str, Any]:
 
 
 def _reasoning(config: object) -> dict[str, Any]:
-    if not isinstance(config, dict) or config.keys() - {"effort", "summary", "generate_summary"}:
+    if not isinstance(config, dict):
         raise RequestError("reasoning has effort and summary", param="reasoning")
+    for name, neutral in (("mode", "standard"), ("context", "auto")):
+        if config.get(name) not in (None, neutral):
+            raise RequestError(f"reasoning.{name} is {neutral}: leave it out", param="reasoning")
     return {} if config.get("effort") is None else {"reasoning_effort": config["effort"]}
 
 
@@ -226,7 +252,7 @@ def _include(wanted: object) -> dict[str, Any]:
 
 
 def _stream_options(options: object) -> dict[str, Any]:
-    if not isinstance(options, dict) or options.keys() - {"include_obfuscation"}:
+    if not isinstance(options, dict):
         raise RequestError("stream_options has include_obfuscation; the usage is always told", param="stream_options")
     return {}
 
@@ -237,7 +263,7 @@ def _truncation(how: object) -> dict[str, Any]:
     return {}
 
 
-_READERS: dict[str, Callable[[Any], dict[str, Any]]] = {
+READERS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "max_output_tokens": _max_output_tokens,
     "tools": _tools,
     "tool_choice": _tool_choice,

@@ -65,7 +65,7 @@ class ToolFormat:
 
 def _json(schema: Schema) -> str:
     """JSON that follows a schema, in one line."""
-    return f"%json {json.dumps({**schema, 'x-guidance': {**JSON_FORM, 'whitespace_pattern': ' ?'}})}"
+    return f"%json {json.dumps({**schema, 'x-guidance': JSON_FORM})}"
 
 
 def _object_rules(tools: Sequence[tuple[str, Schema]], arguments: str) -> str:

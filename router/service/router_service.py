@@ -22,6 +22,7 @@ from contracts.checkpoint.model_spec import ModelSpec, served_as
 from contracts.clock import Clock, SystemClock
 from contracts.cluster_secret import cluster_secret
 from contracts.config.cluster_config import Config
+from contracts.config.sampling_defaults import read_sampling_defaults
 from contracts.errors import ErrorKind, RequestError
 from contracts.ids import Role
 from contracts.interfaces.discovery import WorkerDirectory
@@ -64,9 +65,9 @@ from router.state.tenant_share import TenantShare
 from router.state.trace_context import NO_TRACE, TraceContext
 from router.state.worker_table import WorkerKey
 from router.text.tokenizer import ModelTokenizer, read_model_tokenizer
-from router.tokenizer_pool.prepare_request import BodyReader, PreparedPrompt, body_limit
+from router.tokenizer_pool.prepare_request import BodyReader, PreparedPrompt, TextAnswer, body_limit
 from router.tokenizer_pool.tokenizer_pool import TokenizerPool
-from router.tokenizer_pool.tokenizer_process import REQUESTS, TEXTS, FrameKind, prepared_of, setup_frame
+from router.tokenizer_pool.tokenizer_process import REQUESTS, TEXTS, FrameKind, prepared_of, setup_frame, text_of
 from router.tracing.otlp_exporter import SpanSender
 from router.verification.audit_cases import AuditEnded, AuditFinding
 from router.verification.stream_watch import StreamWatch
@@ -114,7 +115,9 @@ class RouterService:
         """`ports`: what it has of the controller. `mint` makes the ids of requests and rooms. `kv_index`: where the
         table of this host's KV index is; None: there is none. `name`: this router's, in its records. `span_sender`:
         takes traces in place of OpenTelemetry's exporter. `wall`: seconds since 1970."""
-        spec = self.spec = served_as(spec, config.router.served_model_name)
+        defaults = read_sampling_defaults(config.router.sampling_defaults, spec.generation_defaults)
+        spec = served_as(replace(spec, generation_defaults=defaults), config.router.served_model_name)
+        self.spec = spec
         self.config, self.security = config.router, config.security
         self.started = int(time.time())
         self.stop_timeout_s = config.cluster.stop_timeout_s
@@ -385,17 +388,21 @@ class RouterService:
         said = [found.answer.created for found in fit.values()] + ([headers.seen.created] if headers.seen else [])
         return KeyedRequest(identity, headers, claim, said[0] if said else int(time.time()))
 
-    async def text(self, kind: FrameKind, raw: bytes) -> bytes:
-        """Return the JSON answer of an endpoint that counts or makes tokens. Raises `RequestError`, `ReaderFailed`."""
+    async def text(self, kind: FrameKind, raw: bytes) -> TextAnswer:
+        """Return the answer of an endpoint that counts or makes tokens. Raises `RequestError`, `ReaderFailed`."""
         if len(raw) <= INLINE_BYTES and not may_need_grammar(raw):
-            return TEXTS[kind](self.intake, raw)
-        return (await self.readers.submit(kind, raw))[1]
+            told = TEXTS[kind](self.intake, raw)
+        else:
+            told = text_of((await self.readers.submit(kind, raw))[1])
+        self.metrics.tally.ignore(told.ignored)
+        return told
 
     def _admit(self, opened: OpenedRequest, stream: ResponseStream) -> None:
         """Hand an answer that is booked to the router core. Where that fails, everything is given back."""
         keyed, choices = opened.keyed, stream.choices
         found = dict(keyed.claim.found) if keyed is not None else {}
         try:
+            self.metrics.tally.ignore(opened.request.ignored)
             if self.security.log_prompts:
                 client_id, tenant = opened.client_id, opened.share.tenant
                 for choice in choices[:: opened.request.n]:

@@ -11,12 +11,12 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.config.router_config import RouterConfig
 from contracts.errors import RequestError
-from router.anthropic.messages_request import chat_body
+from router.anthropic.messages_request import read_messages_body
 from router.openai.chat_format import ChatFormat
 from router.openai.generate_request import ChatMessages, GenerateRequest, Prompt
 from router.openai.grammar_check import check_grammar
@@ -30,7 +30,15 @@ from router.openai.parse_request import (
     read_template_args,
     read_tokens,
 )
-from router.openai.request_fields import DETOKENIZE, TOKENIZE, TOKENIZE_OTHERS, describe, read_fields, read_json
+from router.openai.request_fields import (
+    DETOKENIZE,
+    IGNORED_AT_MOST,
+    TOKENIZE,
+    TOKENIZE_OTHERS,
+    describe,
+    read_fields,
+    read_json,
+)
 from router.openai.special_marks import with_special_marks
 from router.openai.tools import ToolUse, read_tools
 from router.openai_responses.responses_request import read_responses, renamed
@@ -71,6 +79,15 @@ class PreparedRequest:
     prompts: tuple[PreparedPrompt, ...]
 
 
+class TextAnswer(NamedTuple):
+    """The answer of an endpoint that counts or makes tokens."""
+
+    body: bytes
+    """JSON."""
+    ignored: tuple[str, ...]
+    """The fields of the request that have no effect."""
+
+
 class BodyReader:
     """Reads bodies for one model. Every method raises `RequestError` naming the field or limit at fault."""
 
@@ -97,27 +114,30 @@ class BodyReader:
         return self.prepare(read_chat(self._tree(raw), self._spec), tenant)
 
     def messages(self, raw: bytes, tenant: str = "") -> PreparedRequest:
-        request = read_chat(chat_body(self._tree(raw)), self._spec)
+        read = read_messages_body(self._tree(raw))
+        request = _with_ignored(read_chat(read.chat, self._spec), read.ignored)
         return self.prepare(replace(request, shape="anthropic"), tenant)
 
     def responses(self, raw: bytes, tenant: str = "") -> PreparedRequest:
         read = read_responses(self._tree(raw))
         try:
-            request = read_chat(read.chat, self._spec)
+            request = _with_ignored(read_chat(read.chat, self._spec), read.ignored)
             return self.prepare(replace(request, shape="responses", repeated=json.dumps(read.repeated)), tenant)
         except RequestError as error:
             raise renamed(error) from None
 
-    def input_tokens(self, raw: bytes) -> bytes:
-        """Return the JSON answer of ``/v1/responses/input_tokens``."""
-        count = len(self.responses(raw).prompts[0].tokens)
-        return json.dumps({"object": "response.input_tokens", "input_tokens": count}).encode()
+    def input_tokens(self, raw: bytes) -> TextAnswer:
+        """Return the answer of ``/v1/responses/input_tokens``."""
+        prepared = self.responses(raw)
+        told = {"object": "response.input_tokens", "input_tokens": len(prepared.prompts[0].tokens)}
+        return TextAnswer(json.dumps(told).encode(), prepared.request.ignored)
 
-    def count_tokens(self, raw: bytes) -> bytes:
-        """Return the JSON answer of ``/v1/messages/count_tokens``."""
-        body = {"max_tokens": 1, **self._tree(raw)}
-        prepared = self.prepare(read_chat(chat_body(body), self._spec))
-        return json.dumps({"input_tokens": len(prepared.prompts[0].tokens)}).encode()
+    def count_tokens(self, raw: bytes) -> TextAnswer:
+        """Return the answer of ``/v1/messages/count_tokens``."""
+        read = read_messages_body({"max_tokens": 1, **self._tree(raw)})
+        prepared = self.prepare(_with_ignored(read_chat(read.chat, self._spec), read.ignored))
+        told = {"input_tokens": len(prepared.prompts[0].tokens)}
+        return TextAnswer(json.dumps(told).encode(), prepared.request.ignored)
 
     def prepare(self, request: GenerateRequest, tenant: str = "") -> PreparedRequest:
         """Render and tokenise the prompts of a checked request, and hash their blocks.
@@ -193,11 +213,11 @@ class BodyReader:
         grammar = with_special_marks(request.sampling.grammar, tokens)
         return replace(request, sampling=replace(request.sampling, grammar=grammar))
 
-    def tokenize(self, raw: bytes) -> bytes:
-        """Return the JSON answer of ``/tokenize``."""
+    def tokenize(self, raw: bytes) -> TextAnswer:
+        """Return the answer of ``/tokenize``."""
         body = self._tree(raw)
         check_model(body, self._spec)
-        values, prompt = read_fields(body, TOKENIZE, TOKENIZE_OTHERS), body.get("prompt")
+        (values, ignored), prompt = read_fields(body, TOKENIZE, TOKENIZE_OTHERS), body.get("prompt")
         if body.get("messages") is not None:
             args = read_template_args(body.get("chat_template_kwargs"))
             opens, continues = opens_turn(values), values.get("continue_final_message", False)
@@ -213,15 +233,15 @@ class BodyReader:
         answer: dict[str, Any] = {"count": len(tokens), "max_model_len": self._spec.context, "tokens": tokens}
         if values.get("return_token_strs"):
             answer["token_strs"] = [self._model_tokenizer.token_piece(t) for t in tokens]
-        return json.dumps(answer).encode()
+        return TextAnswer(json.dumps(answer).encode(), ignored)
 
-    def detokenize(self, raw: bytes) -> bytes:
-        """Return the JSON answer of ``/detokenize``."""
+    def detokenize(self, raw: bytes) -> TextAnswer:
+        """Return the answer of ``/detokenize``."""
         body = self._tree(raw)
         check_model(body, self._spec)
-        read_fields(body, DETOKENIZE, ("tokens",))
+        _, ignored = read_fields(body, DETOKENIZE, ("tokens",))
         tokens = read_tokens(body.get("tokens"), self._spec, "tokens")
-        return json.dumps({"prompt": self._model_tokenizer.decode(tokens)}).encode()
+        return TextAnswer(json.dumps({"prompt": self._model_tokenizer.decode(tokens)}).encode(), ignored)
 
     @staticmethod
     def _tree(raw: bytes) -> dict[str, Any]:
@@ -284,6 +304,11 @@ class BodyReader:
                 f"log-probabilities; the limit is {limit}: shorten the prompt or lower logprobs",
                 param="logprobs",
             )
+
+
+def _with_ignored(request: GenerateRequest, ignored: tuple[str, ...]) -> GenerateRequest:
+    """Return a request with further fields that have no effect."""
+    return replace(request, ignored=(ignored + request.ignored)[:IGNORED_AT_MOST])
 
 
 def too_long(tokens: int, context: int, param: str) -> RequestError:

@@ -39,7 +39,7 @@ from router.openai.generate_request import GenerateRequest, UnknownModel
 from router.state.prefix_hashes import PAGE_TOKENS, PrefixHashes
 from router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 from router.tokenizer_pool.c_heap import give_back
-from router.tokenizer_pool.prepare_request import BodyReader, PreparedPrompt, PreparedRequest
+from router.tokenizer_pool.prepare_request import BodyReader, PreparedPrompt, PreparedRequest, TextAnswer
 
 HEAD = struct.Struct("<B?Q")
 KEEP_BYTES = 48 * 1024**2
@@ -66,8 +66,8 @@ class FrameKind(IntEnum):
     """The name of who sent the next frame's body; there is none where nobody needs a key."""
     PREPARED = 20
     """A `PreparedRequest`."""
-    BYTES = 21
-    """The body of the HTTP answer."""
+    TEXT = 21
+    """A `TextAnswer`."""
     REFUSED = 22
     """A `RequestError`."""
     FAILED = 23
@@ -81,7 +81,7 @@ REQUESTS: dict[FrameKind, Callable[[BodyReader, bytes, str], PreparedRequest]] =
     FrameKind.RESPONSES: BodyReader.responses,
 }
 """What reads the bodies of endpoints that generate."""
-TEXTS: dict[FrameKind, Callable[[BodyReader, bytes], bytes]] = {
+TEXTS: dict[FrameKind, Callable[[BodyReader, bytes], TextAnswer]] = {
     FrameKind.TOKENIZE: BodyReader.tokenize,
     FrameKind.DETOKENIZE: BodyReader.detokenize,
     FrameKind.COUNT_TOKENS: BodyReader.count_tokens,
@@ -160,6 +160,11 @@ def prepared_of(frame: bytes) -> PreparedRequest:
     )
 
 
+def text_of(frame: bytes) -> TextAnswer:
+    """Unpack the frame of a `TextAnswer`."""
+    return TextAnswer(*_unpack(frame))
+
+
 def refusal_frame(error: RequestError) -> bytes:
     """Pack the error of a refused body."""
     return _pack((isinstance(error, UnknownModel), str(error), error.param))
@@ -192,7 +197,7 @@ def answer(intake: BodyReader, kind: FrameKind, raw: bytes, tenant: str = "") ->
     try:
         if kind in REQUESTS:
             return FrameKind.PREPARED, prepared_frame(REQUESTS[kind](intake, raw, tenant))
-        return FrameKind.BYTES, TEXTS[kind](intake, raw)
+        return FrameKind.TEXT, _pack(TEXTS[kind](intake, raw))
     except RequestError as error:
         return FrameKind.REFUSED, refusal_frame(error)
     except MemoryError:

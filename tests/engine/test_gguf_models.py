@@ -5,6 +5,7 @@ Random files of each architecture, in each type that the `gguf` package can make
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,11 @@ def test_what_the_file_says_is_the_spec(base: Path, tmp_path: Path) -> None:
     spec = read_model_spec(said)
     assert spec.eos_token_ids == (0, 7)
     assert spec.generation_defaults == {"temperature": 0.5, "top_k": 20.0}
+    beside = {"temperature": 0.2, "top_p": 0.9, "eos_token_id": 5}
+    (tmp_path / "generation_config.json").write_text(json.dumps(beside))
+    spec = read_model_spec(said)
+    assert spec.eos_token_ids == (0, 7)
+    assert spec.generation_defaults == {"temperature": 0.5, "top_k": 20.0, "top_p": 0.9}
 
 
 def test_other_weights_have_other_fingerprints_and_a_copy_has_the_same(base: Path, tmp_path: Path) -> None:

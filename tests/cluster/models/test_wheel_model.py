@@ -10,6 +10,7 @@ import os
 import threading
 import time
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,14 @@ def test_it_is_fetched_once_and_kept_and_again_when_it_is_damaged(registry: Path
     assert said[1] == f"{place} is damaged: tiny is fetched again"
     assert left_in(tmp_path / "models") == ["tiny.gguf"]
     assert place.parent.stat().st_mode & 0o777 == 0o700
+    # What its makers sample with is put beside it, also of one that was fetched before, and never over a user's.
+    told = place.parent / "generation_config.json"
+    sampled = replace(model, generation={"temperature": 0.2})
+    for content in ('{\n  "temperature": 0.2\n}\n', '{"temperature": 1}'):
+        assert sampled.fetch(said.append) == place
+        assert told.read_text() == content
+        told.write_text('{"temperature": 1}')
+    assert left_in(tmp_path / "models") == ["generation_config.json", "tiny.gguf"]
 
 
 @pytest.mark.slow

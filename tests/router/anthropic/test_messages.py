@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from contracts.errors import RequestError
-from router.anthropic.messages_request import chat_body
+from router.anthropic.messages_request import read_messages_body
 from router.anthropic.messages_writer import MessagesWriter
 from router.openai.choice_output import OutputDelta
 from router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, ContentPart, ReasoningPart
@@ -50,7 +50,7 @@ def test_a_conversation_becomes_the_turns_of_a_chat() -> None:
         {"id": "t1", "type": "function", "function": {"name": "f", "arguments": '{"n": 1}'}},
         {"id": "t2", "type": "function", "function": {"name": "g", "arguments": "{}"}},
     ]
-    assert chat_body({"max_tokens": 9, **TALK})["messages"] == [
+    assert read_messages_body({"max_tokens": 9, **TALK}).chat["messages"] == [
         {"role": "system", "content": "Be\nbrief."},
         {"role": "user", "content": "a\nb"},
         {"role": "assistant", "content": "I look.", "tool_calls": calls, "reasoning_content": "hm"},
@@ -95,7 +95,7 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("asked", "chat"), FIELDS, ids=str)
 def test_a_field_becomes_the_one_of_chats(asked: dict[str, Any], chat: dict[str, Any]) -> None:
-    whole = chat_body({**ASK, **asked})
+    whole = read_messages_body({**ASK, **asked}).chat
     assert {name: value for name, value in whole.items() if name not in ASK} == chat
     assert whole["max_tokens"] == 5
 
@@ -118,6 +118,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": {}}}, "tool_choice"),
     ({"thinking": True}, "thinking"),
     ({"output_config": {"format": {"type": "xml"}}}, "output_config"),
+    ({"output_config": {"task_budget": {"type": "tokens", "total": 9}}}, "output_config"),
+    ({"inference_geo": "eu"}, "inference_geo"),
+    ({"compaction": {"type": "auto"}}, "compaction"),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
     ({"n": 2}, "n"),
     ({"logprobs": True}, "logprobs"),
@@ -128,7 +131,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("asked", "param"), WRONG, ids=str)
 def test_what_is_wrong_or_not_there_is_named(asked: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        chat_body({**ASK, **asked})
+        read_messages_body({**ASK, **asked})
     assert caught.value.param == param
 
 
@@ -245,7 +248,7 @@ def test_the_endpoint_answers_and_streams_the_same_text(server: Server) -> None:
     [
         ({"model": "gone"}, 404, "not_found_error"),
         ({"max_tokens": 0}, 400, "invalid_request_error"),
-        ({"frobnicate": 1}, 400, "invalid_request_error"),
+        ({"thread": {"type": "create"}}, 400, "invalid_request_error"),
     ],
 )
 def test_an_error_has_anthropics_shape(server: Server, asked: dict[str, Any], status: int, kind: str) -> None:

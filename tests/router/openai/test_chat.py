@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from contracts.errors import CheckpointError, RequestError
+from contracts.config.load_config import config_from_dict
+from contracts.errors import CheckpointError, ConfigError, RequestError
 from contracts.sampling_params import SamplingParams
 from router.text.chat_template import ChatTemplate, read_chat_template
 from router.text.tokenizer import read_model_tokenizer
@@ -117,9 +118,38 @@ def test_generation_defaults_of_the_checkpoint_count_where_nothing_is_asked() ->
         assert (second.temperature, second.top_k) == (0.0, 0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [("none", (1.0, 0, 1.0)), ("temperature=0, top_p=0.5", (0.0, 20, 0.5)), ("top_k=3", (0.6, 3, 1.0))],
+)
+def test_the_setting_counts_before_the_checkpoint_and_v1_models_says_so(
+    setting: str, told: tuple[float, int, float]
+) -> None:
+    spec = demo_spec(generation_defaults={"temperature": 0.6, "top_k": 20.0})
+    with serving(
+        FakeCluster(), spec=spec, config=config_from_dict({"router": {"sampling_defaults": setting}})
+    ) as server:
+        for text in ("word", "word " * 600):  # On the loop, and by a reader.
+            server.complete(max_tokens=1, prompt=text)
+            sampling = server.cluster["prefill-0"].submits[-1].sampling
+            assert (sampling.temperature, sampling.top_k, sampling.top_p) == told
+        (model,) = server.client.get("/v1/models").json()["data"]
+        assert tuple(model["sampling_defaults"][name] for name in ("temperature", "top_k", "top_p")) == told
+
+
+@pytest.mark.parametrize("setting", ["", "greedy", "temperature", "temperature=hot", "top_p=2", "top_k=nan", "seed=1"])
+def test_defaults_that_cant_be_are_refused_by_name(setting: str) -> None:
+    with pytest.raises(ConfigError, match=r"router\.sampling_defaults"):
+        config_from_dict({"router": {"sampling_defaults": setting}})
+
+
 def test_the_model_is_listed(server: Server) -> None:
     (model,) = server.client.get("/v1/models").json()["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("demo", "model", 2048)
+    assert model["sampling_defaults"] == {
+        "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,
+    }  # fmt: skip
     assert model["tools"] == {"format": "hermes", "prompt": "template"}
     assert server.client.get("/v1/models/demo").json() == model
 

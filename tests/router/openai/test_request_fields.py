@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
+from anthropic.types import MessageCountTokensParams
+from anthropic.types.beta import BetaOutputConfigParam
+from anthropic.types.beta.message_create_params import MessageCreateParamsBase as BetaMessageParams
+from anthropic.types.message_create_params import MessageCreateParamsBase as MessageParams
+from openai.types.chat import ChatCompletionStreamOptionsParam
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
+from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
+from openai.types.responses import ResponseTextConfigParam
+from openai.types.responses.input_token_count_params import InputTokenCountParams
+from openai.types.responses.response_create_params import ResponseCreateParamsBase as ResponseParams
+from openai.types.responses.response_create_params import StreamOptions
+from openai.types.shared_params import Reasoning
 
 from contracts.config.load_config import config_from_dict
-from router.openai.request_fields import CHAT, CHAT_OTHERS, COMPLETION, GENERATE_OTHERS, IGNORED, REFUSED, TOKENIZE
+from router.anthropic.messages_request import IGNORED as ANTHROPIC_IGNORED
+from router.anthropic.messages_request import OUTPUT
+from router.anthropic.messages_request import REFUSED as ANTHROPIC_REFUSED
+from router.anthropic.messages_request import SUPPORTED as ANTHROPIC_SUPPORTED
+from router.openai.request_fields import (
+    CHAT,
+    CHAT_OTHERS,
+    COMPLETION,
+    GENERATE_OTHERS,
+    IGNORED,
+    REFUSED,
+    STREAM_OPTIONS,
+    TOKENIZE,
+)
+from router.openai_responses.responses_request import NAMES, NESTED, READERS
+from router.openai_responses.responses_request import REFUSED as RESPONSES_REFUSED
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, serving
 
@@ -17,7 +45,7 @@ BODIES: dict[str, dict[str, Any]] = {
     CHATS: {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2},
 }
 
-# Fields that OpenAI, vLLM and SGLang are known to take, listed by hand: one that is missing here is refused as unknown.
+# Fields that OpenAI, vLLM and SGLang are known to take, listed by hand: one that is missing here is ignored as unknown.
 VOCABULARY = """
 model messages prompt max_tokens max_completion_tokens n stream stream_options temperature top_p stop presence_penalty
 frequency_penalty logit_bias logprobs top_logprobs user seed echo best_of suffix response_format tools tool_choice
@@ -54,8 +82,8 @@ ASKED: list[tuple[str, Any]] = [
     ("detokenize", False), ("include_reasoning", False), ("no_stop_trim", True),
     ("modalities", ["text", "audio"]), ("documents", [{"a": 1}]),
     ("kv_transfer_params", {"a": 1}), ("extra_key", "x"), ("mirostat_mode", 2), ("sampling_params", {"n": 2}),
-    ("chat_template", "{{ 1 }}"), ("input_ids", [5]), ("frobnicate", 1),
-    ("frobnicate", False), ("return_hidden_states", True), ("return_tokens_as_token_ids", True),
+    ("chat_template", "{{ 1 }}"), ("input_ids", [5]), ("moderation", {"x": 1}),
+    ("return_hidden_states", True), ("return_tokens_as_token_ids", True),
 ]  # fmt: skip
 
 
@@ -83,19 +111,113 @@ def test_what_asks_for_nothing_is_taken(server: Server, path: str, name: str, va
     assert response.status_code == 200, response.text
 
 
-@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
-def test_unknown_fields_are_refused_where_tokens_are_made_too(server: Server, path: str) -> None:
-    body = {"prompt": "a"} if path == "/tokenize" else {"tokens": [5]}
-    assert server.refused(path, {**body, "truncate_prompt_tokens": 5})["param"] == "truncate_prompt_tokens"
-    assert (
-        "did you mean add_special_tokens?"
-        in server.refused("/tokenize", {"prompt": "a", "add_special_token": 1})["message"]
+ALL_PATHS: dict[str, dict[str, Any]] = {
+    **BODIES,
+    "/v1/responses": {"input": "hello", "max_output_tokens": 2},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [5]},
+    "/v1/responses/input_tokens": {"input": "hello"},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hello"}]},
+}
+HEADER = "x-twinpool-ignored"
+
+
+@pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["small", "by a reader"])
+def test_what_nobody_knows_and_what_changes_nothing_is_ignored_and_told(server: Server, large: bool) -> None:
+    more = {"frobnicate": {"deep": [1]}, "service_tier": "auto", "large": "x" * 4000 * large, "nothing": None}
+    before = counts(server)
+    for path, body in ALL_PATHS.items():
+        answer = server.post(path, {**body, **more})
+        assert answer.status_code == 200, answer.text
+        told = set(answer.headers[HEADER].split(", "))
+        assert told == {"frobnicate", "service_tier", *(["large"] if large else [])}, path
+        assert HEADER not in server.post(path, body).headers
+    found = {name: count - before.get(name, 0) for name, count in counts(server).items()}
+    each = len(ALL_PATHS)
+    assert {n: c for n, c in found.items() if c} == {"service_tier": each, "unknown": each * (1 + large)}
+
+
+def counts(server: Server) -> dict[str, float]:
+    """The metric of ignored fields, by name."""
+    lines = re.findall(
+        r'^twinpool_ignored_fields_total\{field="(.*)"\} (.*)$', server.client.get("/metrics").text, re.M
     )
+    return {name: float(value) for name, value in lines}
+
+
+def test_streams_tell_what_is_ignored_before_their_first_event(server: Server) -> None:
+    for path, body in list(ALL_PATHS.items())[:4]:
+        with server.client.stream("POST", path, json={**body, "stream": True, "store": True}) as answer:
+            assert answer.headers[HEADER] == "store"
+            assert not any('"error":{' in line for line in answer.iter_lines())
+
+
+def test_fields_within_fields_are_ignored_by_their_whole_name(server: Server) -> None:
+    nested = {
+        CHATS: ("stream_options", {"include_usage": True, "new": 1}),
+        COMPLETIONS: ("stream_options", {"new": 1}),
+        "/v1/responses": ("text", {"format": {"type": "text"}, "new": 1}),
+        "/v1/messages": ("output_config", {"new": 1}),
+    }
+    for path, (name, value) in nested.items():
+        with server.client.stream("POST", path, json={**ALL_PATHS[path], "stream": True, name: value}) as answer:
+            assert (answer.status_code, answer.headers[HEADER]) == (200, f"{name}.new")
+
+
+def test_a_name_of_a_clients_can_neither_end_the_header_nor_fill_it(server: Server) -> None:
+    names = ["a\r\nset-cookie: x", "é" * 100, ", ; =", *(f"n{number}" for number in range(200))]
+    answer = server.post(COMPLETIONS, {**BODIES[COMPLETIONS], **dict.fromkeys(names, 1)})
+    assert answer.status_code == 200
+    assert "set-cookie" not in answer.headers
+    told = answer.headers[HEADER].split(", ")
+    assert told[:3] == ["a??set-cookie??x", "?" * 64, "?????"]
+    assert len(told) == 16
 
 
 def test_a_slip_of_the_pen_is_named_with_what_was_meant(server: Server) -> None:
-    error = server.refused(COMPLETIONS, {**BODIES[COMPLETIONS], "temprature": 0})
-    assert '"temprature" is no field that this endpoint knows; did you mean temperature?' in error["message"]
+    for path, name, meant in (
+        (COMPLETIONS, "temprature", "temperature"),
+        ("/tokenize", "add_special_token", "add_special_tokens"),
+    ):
+        answer = server.post(path, {**ALL_PATHS[path], name: 0})
+        assert answer.headers[HEADER] == f"{name};meant={meant}"
+
+
+def test_what_another_endpoint_would_do_is_refused(server: Server) -> None:
+    for path in ("/tokenize", "/detokenize"):
+        error = server.refused(path, {**ALL_PATHS[path], "truncate_prompt_tokens": 5})
+        assert error["param"] == "truncate_prompt_tokens"
+
+
+CHAT_FIELDS = {*CHAT, *GENERATE_OTHERS, *CHAT_OTHERS}
+RESPONSES = {*READERS, *NAMES, "input", "instructions", "metadata", "model", "temperature", "top_p"}
+PACKAGES: list[tuple[type, set[str], set[str], set[str]]] = [
+    # A type of a package's, what of it is done, ignored and refused
+    (ChatParams, CHAT_FIELDS, {*IGNORED}, {*REFUSED}),
+    (CompletionParams, {*COMPLETION, *GENERATE_OTHERS, "prompt"}, {*IGNORED}, {*REFUSED}),
+    (ChatCompletionStreamOptionsParam, {*STREAM_OPTIONS}, set(), set()),
+    (ResponseParams, RESPONSES | {"parallel_tool_calls"}, {*IGNORED}, {*RESPONSES_REFUSED}),
+    (InputTokenCountParams, RESPONSES | {"parallel_tool_calls"}, {*IGNORED}, {*RESPONSES_REFUSED}),
+    (Reasoning, {*NESTED["reasoning"]}, set(), set()),
+    (ResponseTextConfigParam, {*NESTED["text"]}, set(), set()),
+    (StreamOptions, {*NESTED["stream_options"]}, set(), set()),
+    (MessageParams, {*ANTHROPIC_SUPPORTED}, {*ANTHROPIC_IGNORED}, {*ANTHROPIC_REFUSED}),
+    (BetaMessageParams, {*ANTHROPIC_SUPPORTED}, {*ANTHROPIC_IGNORED}, {*ANTHROPIC_REFUSED}),
+    (MessageCountTokensParams, {*ANTHROPIC_SUPPORTED}, {*ANTHROPIC_IGNORED}, {*ANTHROPIC_REFUSED}),
+    (BetaOutputConfigParam, {*OUTPUT}, set(), set()),
+]
+
+
+@pytest.mark.parametrize(("params", "done", "ignored", "refused"), PACKAGES, ids=lambda v: getattr(v, "__name__", ""))
+def test_every_field_of_the_packages_types_is_done_ignored_or_refused(
+    params: type, done: set[str], ignored: set[str], refused: set[str]
+) -> None:
+    fields = {*params.__annotations__}
+    assert fields - done - ignored - refused == set(), "new in the package: decide what it is here"
+    assert not (done - {*NAMES, "metadata"}) & ignored & fields
+    assert not ignored & refused
+    assert not (done & refused & fields) - {"tools", "tool_choice", "parallel_tool_calls", "reasoning_effort"}
 
 
 @pytest.mark.parametrize(

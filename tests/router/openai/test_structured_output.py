@@ -22,10 +22,11 @@ POINT = {
     "additionalProperties": False,
 }
 POINTS, NO_POINTS = (
-    ['{"x": 1}', '{"x":-12, "y": null}', '{\n  "x": 0, "y": 1.5}'],
-    ['{"y": 1}', '{"x": 1, "z": 2}', "[]"],
+    ['{"x": 1}', '{"x":-12, "y": null}', '{ "x" : 0 , "y" : 1.5 }'],
+    ['{"y": 1}', '{"x": 1, "z": 2}', "[]", '{\n  "x": 0}', '{"x":  1}', '{"x": 1  }'],
 )
-OBJECTS, NO_OBJECTS = ["{}", '{"a": [1, {"b": "é"}]}'], ["[]", '"a"', "{} {}", "{'a': 1}"]
+OBJECTS, NO_OBJECTS = ["{}", '{"a": [1, {"b": "é"}]}'], ["[]", '"a"', "{} {}", "{'a': 1}", '{"a": [1,\n2]}', "{  }"]
+INDENTED = '{\n\t"x": 1,\n\t"y": 2\n}'
 LARK = 'start: "a" inner "c"\ninner: "b"*\n'
 GBNF = 'root ::= "a" inner "c"\ninner ::= "b"*\n'
 ABC, NO_ABC = ["ac", "abbc"], ["ab", "abcc", "a b c", ""]
@@ -46,6 +47,13 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
         ['{"x": 1}', '{"x":1, "y":2}', '{"x":1 }'],
     ),
     ({"structured_outputs": {"json_object": True, "disable_any_whitespace": True}}, ['{"a":" b"}'], ['{"a": 1}']),
+    (
+        {"structured_outputs": {"json": POINT, "whitespace_pattern": r"\s*"}},
+        [INDENTED, '{"x":1}', '{"x":     1}'],
+        ['{"x":\u00a01}', '{"x":\v1}'],
+    ),
+    ({"structured_outputs": {"json_object": True, "whitespace_pattern": "[ \n]{0,2}"}}, ['{\n "a":1}'], ['{   "a":1}']),
+    ({"guided_json": POINT, "guided_whitespace_pattern": "[\\n\\t ]?[\\t]?"}, [INDENTED], ['{"x":    1}']),
     ({"structured_outputs": {"regex": "[a-c]{2,3}é?"}}, ["ab", "abcé"], ["a", "abca", "abé!"]),
     (
         {"structured_outputs": {"choice": ["yes", 'no "way"', "ja\n"]}},
@@ -81,7 +89,14 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         "structured_outputs",
         "disable_any_whitespace",
     ),
-    ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs", "json, json_object, regex"),
+    ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs", "needs json or json_object"),
+    ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs", "needs json"),
+    ({"structured_outputs": {"json": POINT, "whitespace_pattern": "x*"}}, "structured_outputs", "blanks, tabs"),
+    ({"structured_outputs": {"json": POINT, "whitespace_pattern": "[^ ]"}}, "structured_outputs", "blanks, tabs"),
+    ({"structured_outputs": {"json": POINT, "whitespace_pattern": 5}}, "structured_outputs", "blanks, tabs"),
+    ({"structured_outputs": {"new_kind": {"a": 1}}}, "structured_outputs", "json, json_object, regex"),
+    ({"guided_json": POINT, "guided_whitespace_pattern": "."}, "guided_whitespace_pattern", "blanks, tabs"),
+    ({"guided_regex": "a", "guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "needs guided_json"),
     (
         {"structured_outputs": {"regex": "a", "choice": ["b"]}},
         "structured_outputs",
@@ -167,7 +182,7 @@ def follows(grammar: str, text: str) -> bool:
 @pytest.mark.parametrize(("body", "good", "bad"), CASES, ids=lambda value: str(value)[:60])
 def test_a_field_becomes_a_grammar_of_what_it_asks_for(body: dict[str, Any], good: list[str], bad: list[str]) -> None:
     grammar = read_grammar(body)
-    assert [grammar.field] == list(body)
+    assert grammar.field == next(iter(body))
     assert check_grammar(grammar.text) == ""
     assert {text: follows(grammar.text, text) for text in [*good, *bad]} == dict.fromkeys(good, True) | dict.fromkeys(
         bad, False

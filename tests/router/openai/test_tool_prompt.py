@@ -226,9 +226,9 @@ def test_each_api_shows_the_same_tools_and_forces_the_same_calls() -> None:
         assert len({one.request.sampling.grammar for one in read}) == 1
         assert '"const": "weather"' in read[0].request.sampling.grammar.replace("\\", "")
     count = len(read[0].prompts[0].tokens)
-    assert json.loads(intake.input_tokens(json.dumps(responses).encode()))["input_tokens"] == count
+    assert json.loads(intake.input_tokens(json.dumps(responses).encode()).body)["input_tokens"] == count
     asked.pop("max_tokens"), asked.pop("tool_choice")
-    assert json.loads(intake.tokenize(json.dumps(asked).encode()))["count"] == count
+    assert json.loads(intake.tokenize(json.dumps(asked).encode()).body)["count"] == count
 
 
 def metaspace() -> Tokenizer:

@@ -73,7 +73,7 @@ class FakeChild:
             return await self.hear()
         return body
 
-    async def say(self, body: bytes, *, kind: FrameKind = FrameKind.BYTES, last: bool = False) -> None:
+    async def say(self, body: bytes, *, kind: FrameKind = FrameKind.TEXT, last: bool = False) -> None:
         await asyncio.get_running_loop().sock_sendall(self.socket, HEAD.pack(kind, last, len(body)) + body)
 
 
@@ -113,7 +113,7 @@ async def test_one_reader_stays_free_for_small_bodies_and_order_is_kept_among_eq
     for number, small in enumerate(smalls):
         assert (await free.hear())[-1] == number
         await free.say(b"done")
-        assert await small == (FrameKind.BYTES, b"done")
+        assert await small == (FrameKind.TEXT, b"done")
     assert not larges[0].done()
     assert not larges[1].done()
     for large in larges:
@@ -262,7 +262,7 @@ EVERY_FIELD: dict[str, Any] = {
     "include_stop_str_in_output": True, "max_tokens": 9, "logprobs": 2, "temperature": 0.5, "top_p": 0.25, "top_k": 7,
     "min_p": 0.125, "repetition_penalty": 1.5, "presence_penalty": -1.0, "frequency_penalty": 2.0,
     "logit_bias": {"5": -1.5, "7": 2.0}, "seed": -1, "min_tokens": 3, "stop_token_ids": [9, 10], "cache_salt": "s",
-    "priority": -(2**62), "timeout": 12.5, "user": "me",
+    "priority": -(2**62), "timeout": 12.5, "user": "me", "store": True,
 }  # fmt: skip
 
 
