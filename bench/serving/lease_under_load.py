@@ -48,7 +48,12 @@ def be_controller(raised: bool) -> None:
     sys.stdout.write(f"{server.endpoint}\n")
     sys.stdout.flush()
     over = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
+
+    def wait() -> None:
+        sys.stdin.read()
+        over.set()
+
+    threading.Thread(target=wait, daemon=True).start()
     while not over.wait(0.1):
         server.tick()
     server.close()
@@ -92,7 +97,8 @@ def measure(busy: int, seconds: float, raised: bool) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(done.stdout)
         return found
     finally:
-        for process in (*load, controller):
+        processes: list[subprocess.Popen[Any]] = [*load, controller]
+        for process in processes:
             process.kill()
             process.wait()
 

@@ -184,9 +184,8 @@ class OutgoingMigrations:
         migration.bytes += sum(len(pages.indices) * unit_bytes(pool) for pool, pages in part.items())
         if part and any(self._sender.wanted(room).values()):
             return
-        draft = request.metadata.draft if request.metadata is not None else None
         cached = request.held.cached.total
-        metadata = HandoverMetadata(room, 0, request.tokens[-1], None, cached, request.computed, draft)
+        metadata = HandoverMetadata(room, 0, request.tokens[-1], None, cached, request.computed)
         try:
             self._sender.seal(room, metadata)
         except WireError as error:

@@ -91,7 +91,8 @@ def test_nccl_is_told_to_meet_on_loopback_alone_before_it_begins_whatever_the_en
     for name in ("NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_RAS_ENABLE"):
         monkeypatch.setenv(name, "eth0")
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl, raising=False)
-    TorchDistributedGroup(torch.distributed.HashStore(), 0, 1, device=torch.device("cuda"))
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    TorchDistributedGroup(store, 0, 1, device=torch.device("cuda"))
     assert told == {"NCCL_SOCKET_IFNAME": "=lo", "NCCL_IB_DISABLE": "1", "NCCL_RAS_ENABLE": "0"}
 
 

@@ -149,7 +149,7 @@ def test_a_full_disk_costs_no_exact_answer_and_all_is_back_once_it_has_room(mode
     """Run folder, table, logs and storage are on it."""
     oracle = Oracle(model)
     with small_disk() as disk:
-        sections = {
+        sections: dict[str, dict[str, Any]] = {
             "cache": {"device_tokens": 8192, "host_bytes": 8 << 20, "storage.backend": "file"},
             "cluster": {"start_timeout_s": 300},
         }

@@ -258,8 +258,8 @@ def test_only_the_supervisor_on_trial_itself_takes_the_cluster_over(tmp_path: Pa
         assert (kept._supervisor.command, kept._trial) == (before, trial), said
     (tmp_path / keeper.TAKEN_OVER).write_text("7")
     kept._look_for_takeover(7)
-    assert (kept._supervisor, kept._trial) == (trial, None)
+    assert [kept._supervisor, kept._trial] == [trial, None]
     kept._trial = NextSupervisor(["third"], {})
     kept._failed("it fell")
-    assert (kept._supervisor, kept._trial) == (trial, None), "back to the one that had taken over"
+    assert [kept._supervisor, kept._trial] == [trial, None], "back to the one that had taken over"
     assert (tmp_path / keeper.FAILED).read_text() == "it fell"
