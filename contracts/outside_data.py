@@ -12,8 +12,6 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import yaml
-
 MOST_NESTED = 128
 """Lists and objects within each other."""
 TOO_DEEP = f"it is nested too deeply: more than {MOST_NESTED} lists and objects within each other"
@@ -30,6 +28,8 @@ def read_json(text: str | bytes, parse: Callable[[str | bytes], Any] = json.load
 
 def read_yaml(text: str) -> Any:
     """Read a YAML text of plain values. Raises as `read_json` does, also for a list or an object within itself."""
+    import yaml  # Scripts that read JSON have the standard library only.
+
     try:
         tree = _parsed(text, yaml.safe_load)
     except yaml.YAMLError as error:

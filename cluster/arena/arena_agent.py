@@ -44,7 +44,11 @@ import socket
 import struct
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":  # A script, which finds nothing but the standard library.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from contracts.outside_data import read_json
 

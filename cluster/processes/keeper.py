@@ -32,12 +32,11 @@ from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
-from contracts.outside_data import read_json
-
 if __name__ == "__main__":  # A script, which finds nothing but the standard library.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from cluster.processes.reaper import ReapedRun
+from contracts.outside_data import read_json
 
 POLL_S = 0.1
 END_SECONDS = "end-seconds"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from cluster.arena import arena_agent
+from cluster.processes import keeper, process_ids, reaper
 from contracts import python_command
 from contracts.python_command import module_command, script_command
 from tests.serving import ROOT, own_packages
@@ -18,6 +21,7 @@ from tests.serving import ROOT, own_packages
 MAKERS = {"contracts/python_command.py", "cluster/processes/process_ids.py"}
 """The first makes commands; the second is a script that can't import it, and is one itself."""
 OPTIONS = {"-m", "-c"}
+SCRIPTS = [str(module.__file__) for module in (keeper, reaper, process_ids, arena_agent)]
 
 
 def product() -> list[Path]:
@@ -85,3 +89,22 @@ def test_another_interpreter_finds_modules_among_its_own_packages(tmp_path: Path
         *("/opt/y/bin/python", "-P", "-m", "router.main", "x")
     ]
     assert module_command("router.main", python=sys.executable)[0] == sys.executable
+
+
+@pytest.mark.parametrize("file", SCRIPTS, ids=lambda file: Path(file).stem)
+def test_a_script_needs_nothing_but_the_standard_library(file: str, tmp_path: Path) -> None:
+    """Whatever they import of ours must not need more: they have no installed package."""
+    command = script_command(
+        "-c", f"import runpy, sys; sys.argv = ['x']; runpy.run_path({file!r}, run_name='__main__')"
+    )
+    done = subprocess.run(
+        command, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "ImportError" not in done.stderr
+    assert "ModuleNotFoundError" not in done.stderr
+
+
+def test_those_are_all_scripts_that_are_started() -> None:
+    called = re.compile(r"script_command\(\s*str\((\w+)\.__file__\)")
+    found = {name for path in product() for name in called.findall(path.read_text())}
+    assert found | {"process_ids"} == {Path(file).stem for file in SCRIPTS}
