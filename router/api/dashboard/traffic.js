@@ -214,7 +214,7 @@ function node({ x, y, w, h, worker }) {
       svg("rect", { class: "fill-held", x: left, y: top, width: held.toFixed(1), height: tall, stroke: "none" }),
       svg("rect", { class: "fill-cached", x: left + held, y: top, width: cached.toFixed(1), height: tall, stroke: "none" }));
   };
-  const busy = worker.state === "ready" ? (worker.running ? `${worker.running} running` : "idle") : worker.state;
+  const busy = worker.state === "ready" ? (worker.running ? `${worker.running} ${w < 170 ? "run" : "running"}` : "idle") : worker.state;
   group.append(svg("rect", { class: "box", width: w, height: h, rx: 4 }));
   if (roomy) {
     group.append(svg("text", { x: 11, y: 18, text: worker.name }), svg("text", { x: w - 11, y: 18, class: "dim", "text-anchor": "end", text: busy }));
