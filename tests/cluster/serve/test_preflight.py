@@ -44,7 +44,10 @@ def test_pool_sizes_can_be_set_by_role() -> None:
 
 
 def test_threads_are_cores_divided_by_workers_and_at_least_one() -> None:
-    assert prepare(options(prefill=30, decode=30), 512 * GIB).here.threads == 1
+    assert (
+        prepare(options(prefill=30, decode=30, assignments=("cluster.workers_per_core=0",)), 512 * GIB).here.threads
+        == 1
+    )
     assert prepare(options(assignments=("engine.threads=7",)), 8 * GIB).here.threads == 7
 
 
@@ -58,7 +61,7 @@ def test_colocated_workers_take_the_place_of_both_pools() -> None:
     assert [name for name, _ in prepared.workers] == ["colocated-0", "colocated-1"]
     assert {role: plan.positions for role, plan in prepared.here.plans.items()} == {Role.COLOCATED: 4096}
     assert prepared.here.workers == {Role.COLOCATED: 2}
-    assert prepare(options(colocate=30), 512 * GIB).here.threads == 1
+    assert prepare(options(colocate=30, assignments=("cluster.workers_per_core=0",)), 512 * GIB).here.threads == 1
 
 
 @pytest.mark.parametrize(
