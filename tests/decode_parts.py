@@ -54,6 +54,7 @@ class ReceiverByHand:
     def __init__(self) -> None:
         self.opened: dict[RoomId, ExpectedPrompt] = {}
         self.granted: dict[RoomId, Mapping[str, Lease]] = {}
+        self.held: dict[RoomId, object] = {}
         self.aborted: dict[RoomId, str] = {}
         self.outcomes: list[ReceiverOutcome] = []
         self.slots = True
@@ -65,7 +66,7 @@ class ReceiverByHand:
 
     def grant(self, room: RoomId, leases: Mapping[str, Lease], held: object) -> bool:
         if self.slots:
-            self.granted[room] = leases
+            self.granted[room], self.held[room] = leases, held
         return self.slots
 
     def abort(self, room: RoomId, reason: str) -> None:
@@ -155,12 +156,12 @@ class DecodeParts:
         metadata = HandoverMetadata(room, 0, token, None, 0, positions)
         return PromptArrived(room, leases, metadata, {"full": 100}, digests)
 
-    def run(self, *names: str, **fields: Any) -> list[DecodeRequest]:
-        """Requests that have received their prompts and run."""
+    def run(self, *names: str, token: int = 7, **fields: Any) -> list[DecodeRequest]:
+        """Requests that have received their prompts and run; `token`: the first of their answers."""
         requests = [self.ask(name, **fields) for name in names]
         assert list(self.scheduler.admit()) == []
         for request in requests:
-            self.receiver.outcomes.append(self.arrived(request))
+            self.receiver.outcomes.append(self.arrived(request, token))
             assert len(list(self.transfers.poll())) == 1
             self.scheduler.start(request)
         return requests

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from cache.device.adversarial_device import AdversarialDevice
 from cache.prefix_cache.nodes.tree_node import Tier
 from cache.storage.io_queue import StorageOp
 from cache.storage.storage_backend import ObjectName
@@ -163,3 +164,59 @@ def test_a_swap_out_that_finds_no_room_keeps_nothing_of_the_tree() -> None:
     (failed,) = away(parts, second, 6)
     assert failed.request is second
     assert len(parts.manager.tree.locks) == locks - 1, "its own is given back, and the copy's as well"
+
+
+def test_retractions_on_purpose_are_not_counted_and_who_was_retracted_often_comes_back_with_all_pages() -> None:
+    parts, (request, _) = crowd(9, "a", "b")
+    limit = parts.config.decode.retract_limit
+    for number in range(limit + 1):
+        assert request.retractions == 0
+        parts.scheduler.retract(request, on_purpose=True)
+        for _ in range(4):
+            assert turn(parts) == []
+        assert request in parts.scheduler.running, number
+        assert len(request.held.tables["full"]) == 3, "the pages of its state and of its next step"
+    for number in range(limit):
+        assert request.retractions == number
+        assert not parts.scheduler.retraction.assured(request)
+        parts.scheduler.retract(request)
+        for _ in range(4):
+            assert turn(parts) == []
+    assert parts.scheduler.retraction.assured(request)
+    assert len(request.held.tables["full"]) * 4 >= request.positions, "nothing takes it off the device again"
+    assert parts.scheduler.check() == []
+
+
+def test_who_is_retracted_with_a_step_under_way_leaves_when_that_has_landed() -> None:
+    """What the step writes is part of its state, and its token counts."""
+    device = AdversarialDevice(1, stray=0.0, polled=0.0)
+    parts = DecodeParts(64, device, host_pages=9, decode={"retract": "copy"})
+    (request,) = parts.run("a", prompt=9, most=20)
+    batch = parts.scheduler.next_batch()
+    parts.steps.launch(batch)
+    parts.scheduler.launched(batch)
+    parts.scheduler.retract(request)
+    for _ in range(3):
+        assert parts.scheduler.retraction.advance() == []
+        assert (request.swapped, request.allocation is None) == (None, False)
+    assert len(list(parts.steps.landed(go_on=False))) == 1
+    assert parts.scheduler.retraction.advance() == []
+    assert request.swapped is not None
+    assert request.swapped.positions == request.committed == 10
+    device.settle()
+    for _ in range(4):
+        assert turn(parts) == []
+        device.settle()
+    assert list(parts.scheduler.running) == [request]
+
+
+def test_the_time_of_a_copy_is_measured_from_its_own_begin_and_goes_with_its_request() -> None:
+    parts, (first, second) = crowd(9, "a", "b")
+    away(parts, first)
+    parts.scheduler.retraction.resume(lambda request: True)
+    gone(parts, first)
+    assert parts.scheduler.check() == []
+    away(parts, second)
+    for _ in range(4):
+        assert turn(parts) == []
+    assert list(parts.scheduler.running) == [second]

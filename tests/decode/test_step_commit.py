@@ -7,9 +7,12 @@ from typing import Any, cast
 
 import pytest
 
+from cache.device.adversarial_device import AdversarialDevice
+from cache.device.device_backends import CpuDevice
+from cache.device.device_port import Device
 from contracts.errors import ErrorKind
 from contracts.messages.worker_events import Tokens
-from decode.request.request import DecodeRequest
+from decode.request.request import DecodeEvent, DecodeRequest
 from decode.request.request_outcomes import RequestFailed, RequestFinished, RouterEvent
 from engine.runner.batch import NONFINITE, BatchRow, DrawnToken, RowOutput
 from engine.structured_output.grammar_engine import GrammarError
@@ -205,3 +208,46 @@ def test_in_a_mixed_batch_each_draw_has_the_mask_of_its_own_row(failing: bool) -
         want |= {6 + n: f"d {n}" for n in range(4)}
     assert engine.masks == [want]
     assert [(one.request, one.kind) for one in told] == ([(requests["d"], ErrorKind.INVALID)] if failing else [])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_steps_launched_ahead_go_on_from_their_own_rows_and_none_is_launched_behind_an_answers_end(seed: int) -> None:
+    """Answers of unequal lengths, whose rows change places: each is what it is alone, and no step is for nothing."""
+
+    def answers(device: Device, names: str) -> tuple[dict[str, list[int]], int]:
+        parts, found, launches = DecodeParts(pages=64, device=device), dict[str, list[int]](), 0
+        for name in names:
+            parts.run(name, prompt=6, most=3 + 2 * "abcd".index(name), token=10 + "abcd".index(name))
+        for _ in range(40):
+            batch = parts.scheduler.next_batch()
+            if batch:
+                launches += len(batch)
+                parts.steps.launch(batch)
+                parts.scheduler.launched(batch)
+            for told in parts.steps.landed(go_on=bool(batch)):
+                if isinstance(told, RequestFinished):
+                    found[told.request.submit.request_id] = told.request.answer
+                    parts.leave(told.request)
+                    told.request.step(DecodeEvent.END)
+            assert parts.scheduler.check() == []
+        assert parts.manager.check() == []
+        return found, launches
+
+    want = {name: answers(CpuDevice(), name)[0][name] for name in "abcd"}
+    found, launches = answers(AdversarialDevice(seed, stray=0.0 if not seed else None), "abcd")
+    assert found == want
+    assert len({tuple(tokens[1:3]) for tokens in found.values()}) == 4, "each is another answer"
+    assert {name: len(tokens) for name, tokens in found.items()} == {"a": 3, "b": 5, "c": 7, "d": 9}
+    assert launches == sum(len(tokens) - 1 for tokens in found.values())
+
+
+@pytest.mark.parametrize("most", [2, 3, 4, 5])
+def test_drafts_that_reach_over_an_answers_end_are_no_part_of_it(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    parts = DecodeParts()
+    (request,) = parts.run("a", most=most)
+    drawn = [DrawnToken(token, None) for token in (11, 12, 13)]
+    told = output(parts, request, RowOutput(drawn[2], accepted=tuple(drawn[:2])), monkeypatch)
+    kept = min(3, most - 1)
+    assert request.answer[1:] == [11, 12, 13][:kept]
+    assert told[1:] == ([RequestFinished(request, "length", None)] if most <= 4 else [])
+    assert parts.steps.counters["tokens_generated"] == kept

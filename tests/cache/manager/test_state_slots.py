@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 
+from cache.allocation.allocation import StateSnapshot
 from cache.device.adversarial_device import AdversarialDevice
 from cache.device.device_port import DEVICE, DeviceOp, DeviceStream, PageSpanUse
+from cache.manager.absent_tiers import NoBackup
 from cache.manager.pages.page_sealer import PageSealer
 from cache.manager.pages.state_slots import SNAPSHOTS, StateSlots
+from cache.manager.prefix.prefix_sharing import PrefixSharing
 from contracts.errors import UnorderedAccess
 from tests.cache.manager.parts import PAGE_TOKENS, PAGES, Parts
 from tests.rooms import LateDevice
@@ -42,3 +45,32 @@ def test_a_state_is_sealed_only_when_the_host_knows_that_nothing_writes_it_any_m
     step.wait()
     assert sealer.end_digests(allocation, PAGE_TOKENS).keys() == {"state"}
     parts.table.free(allocation)
+
+
+class Copied:
+    """The completion of a snapshot's copy."""
+
+    def __init__(self, done: bool, error: RuntimeError | None = None) -> None:
+        self.done, self._error = done, error
+
+    def wait(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    order = wait
+
+
+def test_only_snapshots_whose_copy_came_to_a_good_end_are_given_to_the_tree() -> None:
+    parts = Parts("full+state")
+    sharing = PrefixSharing(parts.pools, parts.kinds, parts.device, parts.tree, NoBackup(), parts.config)
+    allocation = parts.open()
+    copies = [Copied(True), Copied(True, RuntimeError("an illegal address was touched")), Copied(False), Copied(True)]
+    held = [
+        StateSnapshot(depth, parts.pools.allocators["state"].lease(1, "a snapshot"), copied)
+        for depth, copied in enumerate(copies, 1)
+    ]
+    allocation.snapshots = {"state": held}
+    offers = sharing._snapshot_offers(allocation, "state", 3)
+    assert [(offer.first, offer.lease) for offer in offers] == [(1, held[0].lease)], "and none behind what is sealed"
+    copies[2].done = True
+    assert [offer.first for offer in sharing._snapshot_offers(allocation, "state", 4)] == [1, 3, 4]

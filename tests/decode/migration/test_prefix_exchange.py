@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
+from cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, RoomId
 from contracts.messages.router_commands import PullPrefix, PushPrefix
 from contracts.messages.worker_events import PullDone, PushReady
 from decode.migration.prefix_pull import PrefixPulls
 from decode.migration.prefix_push import PrefixPushes
+from decode.request.request import DecodeRequest
 from decode.request.request_outcomes import RouterEvent
 from tests.decode.migration.test_outgoing_migrations import SenderByHand
 from tests.decode_parts import PAGE, PEER, SESSION, DecodeParts
@@ -27,8 +29,8 @@ TOKENS = tuple(range(4 * PAGE))
 class Exchange:
     """A worker's pushes and pulls, and what it has when nothing is under way."""
 
-    def __init__(self, pages: int = 32) -> None:
-        self.parts = parts = DecodeParts(pages)
+    def __init__(self, pages: int = 32, **sections: Any) -> None:
+        self.parts = parts = DecodeParts(pages, **sections)
         self.sender = SenderByHand()
         self.pushes = PrefixPushes(parts.requests, parts.pages, cast(KVSender, self.sender), parts.config, parts.clock)
         self.pulls = PrefixPulls(parts.requests, parts.pages, parts.transfers._receiver)
@@ -74,7 +76,7 @@ def test_what_was_pulled_is_the_trees_and_is_not_pulled_again() -> None:
     assert exchange.at_rest
     assert exchange.parts.manager.supply.free_pages("full") == 31, "nobody locks them"
     assert exchange.pull(room=RoomId("again")) == [done(0)]
-    assert "nothing of it is wanted here" in exchange.parts.receiver.aborted[RoomId("again")]
+    assert "nothing of it is wanted here" in exchange.parts.receiver.aborted.get(RoomId("again"), "")
     assert exchange.at_rest
 
 
@@ -196,3 +198,42 @@ def test_a_push_whose_reader_wants_more_than_there_is_ends_and_says_why() -> Non
     (reason,) = exchange.sender.failed
     assert "can't be sealed" in reason
     assert exchange.at_rest
+
+
+def test_a_pull_is_granted_what_the_tree_lacks_and_nothing_of_what_it_has() -> None:
+    exchange = Exchange()
+    assert exchange.pull(tokens=TOKENS[: 2 * PAGE]) == []
+    leases = exchange.parts.receiver.granted.pop(ROOM)
+    metadata = HandoverMetadata(ROOM, 0, 0, None, 0, 0)
+    exchange.pulls.on_room(PromptArrived(ROOM, leases, metadata, {"full": 20}, {"full": {0: 9, 1: 9}}))
+    longer = RoomId("longer")
+    assert exchange.pull(room=longer) == []
+    assert len(exchange.parts.receiver.granted[longer]["full"]) == 2
+    assert exchange.parts.receiver.held[longer] == {"full": {0, 1}}, "the others are what the writer is to send"
+    leases = exchange.parts.receiver.granted.pop(longer)
+    assert exchange.pulls.on_room(PromptArrived(longer, leases, metadata, {"full": 20}, {"full": {2: 9, 3: 9}})) == [
+        done(20)
+    ]
+    assert exchange.at_rest
+    prefix = TokenPrefix.of(TOKENS, PAGE)
+    assert exchange.parts.manager.tree.match(prefix).depth == 4
+
+
+@pytest.mark.parametrize("salt", ["", "a tenant"])
+def test_a_running_requests_pages_are_pushed_under_its_own_salt(salt: str) -> None:
+    exchange = Exchange(decode={"migration_precopy_bytes": 1})
+    parts = exchange.parts
+    submit = replace(parts.submit("a", prompt=9, most=20), salt=salt)
+    request = parts.transfers.open(SESSION, submit)
+    assert isinstance(request, DecodeRequest)
+    parts.requests.add(request)
+    parts.scheduler.add(request)
+    assert list(parts.scheduler.admit()) == []
+    parts.receiver.outcomes.append(parts.arrived(request))
+    assert len(list(parts.transfers.poll())) == 1
+    parts.scheduler.start(request)
+    told = exchange.push(request_id=RequestId("a"), tokens=())
+    assert told == [RouterEvent(SESSION, PushReady(RequestId("a"), 0, 2 * PAGE))]
+    (push,) = exchange.pushes._pushes.values()
+    assert push.allocation.prefix.salt == salt
+    exchange.pushes.close()

@@ -98,7 +98,9 @@ def test_a_severed_link_fails_what_waits_and_takes_what_comes_later() -> None:
         reasons = [str(error) for one in posted if (error := failure(one)) is not None]
         assert reasons
         assert all("severed" in reason or "given up" in reason for reason in reasons)
-        link.post(WRITE).wait()
+        last = link.post(WRITE)
+        assert last._over.wait(20)  # type: ignore[attr-defined]
+        assert failure(last) is None
         assert set(b"".join(entry(target, "full", 5))) == {7}
 
 

@@ -7,14 +7,17 @@ from contextlib import contextmanager
 
 import pytest
 
-from contracts.errors import ErrorKind
+from contracts.errors import ErrorKind, WireError
+from contracts.ids import Incarnation, WorkerName
+from contracts.messages.router_commands import PeerRef
 from sim.fabric.plane_faults import StoreFault
 from tests.poolsets import pool_sets
 from tests.rooms import Ends, Prompt, ends
 from tests.transfer.rooms.test_one_sided_faults import befalling, write
 from transfer.rooms import room_messages as m
+from transfer.rooms.metadata_slots import HandoverMetadata
 from transfer.rooms.receiver.receiver_peer_events import PeerUnreachable
-from transfer.rooms.room_outcomes import HandoverFailed
+from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
 from transfer.rooms.sender.sender_peer_events import SenderPeer
 
 SPEC = pool_sets()["all"]
@@ -134,3 +137,30 @@ def test_a_room_whose_write_failed_ends_by_its_writers_word_and_others_of_the_pe
         assert second.message in ("a write of prefill-0 failed", "the connection to decode-0 was cut")
         assert first.kind is second.kind is ErrorKind.ROOM
         assert len(both.outcomes) == 2
+
+
+@pytest.mark.parametrize("plane", ["shm", "zmq"])
+def test_rooms_that_end_in_another_order_than_they_began_have_each_their_own_metadata_and_are_used_once(
+    plane: str,
+) -> None:
+    with ends(SPEC, plane) as both:
+        prompts = [both.prompt(12 + 4 * n) for n in range(3)]
+        for prompt in prompts:
+            both.open(prompt)
+        for number in (2, 0, 1):
+            prompt = prompts[number]
+            with pytest.raises(WireError, match="can't be sealed"):
+                both.seal(prompt)
+            both.sender.write(prompt.room, prompt.all(), ())
+            both.sender.seal(prompt.room, HandoverMetadata(prompt.room, 0, 70 + number, None, number, prompt.positions))
+            arrived = both.outcome(prompt.room)
+            assert isinstance(arrived, PromptArrived), arrived
+            assert (arrived.metadata.token, arrived.metadata.cached_tokens) == (70 + number, number)
+            arrived.release()
+            assert both.released(prompt.room).received
+            expected = ExpectedPrompt(prompt.keys, prompt.positions)
+            with pytest.raises(WireError, match="exists already"):
+                both.receiver.open(prompt.room, both.writer, expected)
+            with pytest.raises(WireError, match="exists already"):
+                both.sender.open(prompt.room, PeerRef(WorkerName("decode-0"), Incarnation(1), ""))
+        both.quiet()

@@ -223,7 +223,7 @@ def test_pools_of_unequal_depths_have_their_own_layers_written_at_each_mark(plan
     device = AsyncCpuDevice()
     try:
         with ends(spec, plane, device=device) as both:
-            prompt, step, marks = both.prompt(40), Step(), LayerMarks(layer_groups(layers, 3))
+            prompt, step, marks = both.prompt(40), Step(), LayerMarks(layer_groups(layers, 2))
             leases = both.open(prompt)
             both.sender.write_layers({prompt.room: pages_of(prompt)}, step, marks)
             for group in marks.groups[:-1]:
