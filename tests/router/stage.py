@@ -252,6 +252,7 @@ class Stage:
     def assert_answered(self, rid: RequestId) -> None:
         """The full answer, once, in order, and nothing left of it."""
         assert self.out[rid] == self.answer(rid)
+        assert rid in self.ends, "it has no end"
         assert self.ends[rid].error is None
         assert not [r for _, r in self.legs if r == rid]
         assert rid not in set(self.core.requests.ids())

@@ -45,7 +45,7 @@ class Ranks:
 
     def until_done(self, asked: Any) -> bool:
         """Whether an order is done once all that was answered has come."""
-        for _ in range(100):
+        for _ in range(20):
             if asked.done:
                 return True
             self.leader.socket.poll(2)
