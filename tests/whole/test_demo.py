@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.serving import COMMAND, READY, ROOT, Serving, environment, family, own_packages, serving, until
+from tests.serving import READY, ROOT, Serving, environment, family, own_packages, serving, until
 
 PAGES = ["README.md", "docs/using.md", "docs/operating.md"]
 
@@ -201,22 +201,6 @@ def test_a_kill_of_serve_leaves_nothing_behind(demo: Serving) -> None:
     """The last test of this cluster: it is gone afterwards."""
     assert len(family(demo.process)) > 10
     expect_killed(demo)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_during_the_start_ends_it_and_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
-    process = subprocess.Popen(
-        [*COMMAND, "serve", "--port", "0"], env=environment(tmp_path), cwd=tmp_path, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert any(" logs " in line for line in process.stdout), "no line for its logs"
-    mark = mark_of(process.pid)
-    until(lambda: len(family(process)) > 4, "Ray to be starting", 60)
-    process.send_signal(number)
-    process.wait(60)
-    until(lambda: not members(mark), "all processes to be gone", 60)
-    process.stdout.close()
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.serving import COMMAND, READY, environment, until
+from tests.serving import COMMAND, READY, ROOT, environment, until
 
 ASKED, INTERRUPTED = 0, 130
 """The codes that docs/operating.md names."""
@@ -224,3 +225,72 @@ def test_a_second_request_ends_it_at_once_with_the_same_code(tmp_path: Path) -> 
         assert any("asked again" in line for line in run.lines)
         assert answer.ended()[-1] != "data: [DONE]"
         run.nothing_is_left()
+
+
+# ------------------------------------------------------------ clusters
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("line", "number"), [("pages go by", signal.SIGINT), ("started on loopback", signal.SIGTERM)])
+def test_a_cluster_that_is_asked_to_end_while_it_starts(tmp_path: Path, line: str, number: signal.Signals) -> None:
+    """Ray is starting; workers are."""
+    with running(tmp_path / "run", *SERVE) as run:
+        run.line_with(line)
+        run.signalled(number)
+        assert run.code() == ASKED, run.lines
+        assert "stopped while starting" in run.lines or any("not ended within" in line for line in run.lines)
+        run.nothing_is_left()
+
+
+@pytest.mark.slow
+def test_a_cluster_drains_and_what_is_left_after_its_time_ends_with_an_error(tmp_path: Path) -> None:
+    """`timeout` signals the whole group: Ray and the workers go on until the answers have ended."""
+    with running(tmp_path / "run", *SERVE, *LONG, "--routers", "2") as run:
+        drains(run, lambda: run.signalled(signal.SIGTERM))
+        assert run.code() == ASKED, run.lines
+        run.nothing_is_left()
+    with running(tmp_path / "short", *SERVE, "--set", "cluster.stop_timeout_s=0.2") as run:
+        answer = Streamed(run.url, 1900)
+        run.signalled(signal.SIGINT)
+        lines = answer.ended()
+        assert "the server is shutting down" in lines[-1], lines[-3:]
+        assert run.code() == ASKED, run.lines
+        run.nothing_is_left()
+
+
+@pytest.mark.slow
+def test_a_launch_that_is_interrupted_leaves_no_cluster(tmp_path: Path) -> None:
+    with running(tmp_path / "run", *SERVE, "--detach") as run:
+        run.line_with(" logs ")
+        run.signalled(signal.SIGTERM)
+        assert run.code() == INTERRUPTED, run.lines
+        run.nothing_is_left()
+
+
+@pytest.mark.slow
+def test_the_demo_ends_with_the_same_code_while_its_cluster_starts(tmp_path: Path) -> None:
+    with running(tmp_path / "run", "demo", "--port", "0") as run:
+        run.line_with("starting two prefill")
+        until(lambda: len(psutil.Process(run.process.pid).children()) > 0, "its cluster to be started", 60)
+        run.signalled(signal.SIGTERM)
+        assert run.code() == ASKED, run.lines
+        run.nothing_is_left()
+
+
+@pytest.mark.slow
+def test_a_child_that_cannot_start_is_shown_with_its_last_lines_before_all_is_ended(tmp_path: Path) -> None:
+    script = (
+        "import sys\nfrom cluster.serve import child_service\n"
+        "child_service.ROUTER = (sys.executable, '-c', 'raise SystemExit(\"no port is free on this moon\")')\n"
+        "from cli.commands import main\nmain()\n"
+    )
+    tmp_path.joinpath("run").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script, *SERVE],
+        env=environment(tmp_path / "run") | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout
+    error = done.stdout.partition("error: ")[2].splitlines()
+    assert error[0].startswith("the router ended (exit code 1)"), done.stdout
+    assert error[1].strip() == "no port is free on this moon"
