@@ -94,18 +94,17 @@ def main(arguments: Sequence[str]) -> int:
     folder.mkdir(exist_ok=True)
     with browsing() as browser:
         with simulated(*EIGHT) as url:
-            save(open_page(browser, url, 1440), folder / "overview.png", (".bar", "section.workers"), 1440)
+            tab = open_page(browser, url, 1440)
+            save(tab, folder / "overview.png", (".bar", "section.workers"), 1440)
+            save(tab, folder / "below.png", (".pair",), 1440)
+            tab.run("document.getElementById('to-first').click()")
+            save(tab, folder / "requests.png", ("section.requests",), 1440)
             phone = open_page(browser, url, 390, dark=True)
             save(phone, folder / "phone.png", (".bar", "section.traffic"), 390)
         with simulated(*SIXTY_FOUR) as url:
             save(open_page(browser, url, 1600, dark=True), folder / "sixty-four.png", (".bar", "section.workers"), 1600)
         with real("--colocate") as url:
             save(open_page(browser, url, 1280), folder / "one.png", (".bar", "section.workers"), 1280)
-        with real("--prefill", "1", "--decode", "2") as url:
-            tab = open_page(browser, url, 1440)
-            save(tab, folder / "below.png", (".pair",), 1440)
-            tab.run("document.getElementById('to-first').click()")
-            save(tab, folder / "requests.png", ("section.requests",), 1440)
     return 0
 
 
