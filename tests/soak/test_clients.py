@@ -1,6 +1,7 @@
-"""Clients and frameworks that people have, unmodified, against the demo cluster: agents, chains, a proxy, a benchmark.
+"""Clients and frameworks that people have, unmodified, against `smollm2`, whose template has no tools, and the demo.
 
-Each lives in an environment of its own under build/clients, made once; where the packages can't be had, it is skipped.
+They live in environments of their own under build/clients, made once; where the packages or the model can't be had,
+they are skipped.
 """
 
 from __future__ import annotations
@@ -16,13 +17,41 @@ from pathlib import Path
 
 import pytest
 
+from cluster.models.wheel_model import SMOLLM2
+from contracts.errors import CheckpointError
 from tests.serving import ROOT, Serving, serving
-from tests.soak.client_scripts import AGENTS, LANGCHAIN, LITELLM
+from tests.soak.client_scripts import (
+    AGENTS,
+    ANTHROPIC,
+    DSPY,
+    INSTRUCTOR,
+    LANGCHAIN,
+    LITELLM,
+    LLAMA_INDEX,
+    OPENAI,
+    PYDANTIC_AI,
+)
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 FOLDER = ROOT / "build" / "clients"
-CLIENTS = ("openai-agents==0.24.0", "langchain-openai==1.7.4", "litellm==1.110.2")
+CLIENTS = (
+    "openai==3.3.0", "openai-agents==0.24.0", "langchain-openai==1.7.4", "litellm==1.110.2", "instructor==1.17.0",
+    "pydantic-ai-slim[openai]==2.38.0", "anthropic==2.14.0", "dspy==3.4.1",
+)  # fmt: skip
+OLDER_OPENAI = ("llama-index-core==0.14.25", "llama-index-llms-openai-like==0.8.1")
+"""Those that don't go with the newest `openai`."""
+SCRIPTS = {
+    "openai": OPENAI,
+    "anthropic": ANTHROPIC,
+    "langchain-openai": LANGCHAIN,
+    "litellm": LITELLM,
+    "pydantic-ai": PYDANTIC_AI,
+    "instructor": INSTRUCTOR,
+    "openai-agents": AGENTS,
+    "llama-index": LLAMA_INDEX,
+    "dspy": DSPY,
+}
 BENCHMARK = ("guidellm==0.8.1",)
 INSTALL_S, RUN_S = 1200, 300
 
@@ -54,10 +83,22 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         found.settle()
 
 
-@pytest.mark.parametrize("script", [AGENTS, LANGCHAIN, LITELLM], ids=["openai-agents", "langchain-openai", "litellm"])
-def test_a_client_comes_through_its_loops(cluster: Serving, script: str, tmp_path: Path) -> None:
-    programs = environment_with("clients", CLIENTS)
-    command = [str(programs / "python"), "-c", script, cluster.url]
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    try:
+        SMOLLM2.fetch(print)
+    except CheckpointError as error:
+        pytest.skip(str(error))
+    with serving("smollm2", tmp_path_factory.mktemp("smollm2"), ready_within=300) as found:
+        yield found
+        found.settle()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_client_comes_through_its_loops(smollm2: Serving, name: str, tmp_path: Path) -> None:
+    older = name == "llama-index"
+    programs = environment_with(name, OLDER_OPENAI) if older else environment_with("clients", CLIENTS)
+    command = [str(programs / "python"), "-c", SCRIPTS[name], smollm2.url, "smollm2"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=RUN_S, check=False)
     assert done.stdout.splitlines()[-1:] == ["done"], done.stdout + done.stderr
 
