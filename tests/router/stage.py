@@ -206,7 +206,9 @@ class Stage:
 
     def leg(self, rid: RequestId, role: Role) -> str:
         """Which worker has this leg now."""
-        return next(name for name, r in self.legs if r == rid and name.startswith(role))
+        found = [name for name, r in self.legs if r == rid and name.startswith(role)]
+        assert found, f"{rid} has no {role} worker"
+        return found[0]
 
     def can_say(self, name: str, rid: RequestId) -> bool:
         leg = self.legs[name, rid]

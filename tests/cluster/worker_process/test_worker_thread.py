@@ -4,7 +4,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 import pytest
 
@@ -222,6 +222,7 @@ def test_an_undrain_that_waits_when_nothing_is_left_to_do_comes_before_leaving()
     session = worker.host.open_session(got.put, got.put)
     assert not worker.host.status().result(WAIT_S).running
     assert worker.undrained is not None
+    assert worker.undrained.exception(WAIT_S) is None
     assert worker.undrained.result(WAIT_S).state == "ready"
     assert ends == []
     worker.host.send(session, [submit("a", 1)])
@@ -263,6 +264,7 @@ def test_calls_that_wait_are_refused_however_the_worker_ends_and_those_after_it_
         waits = [running.host.status() for _ in range(3)]
         go.set()
         assert running.ends.get(timeout=WAIT_S)[0] == how
+        assert not wait(waits, WAIT_S).not_done, "nobody waits for ever"
         answered = 0
         for one in waits:
             with contextlib.suppress(WorkerClosed):
