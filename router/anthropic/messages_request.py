@@ -39,10 +39,6 @@ IGNORED = {
     "fallbacks": "there is one model, and it declines nothing",
 }
 """Fields that can't change the answer here, with the reason."""
-SUPPORTED = (
-    "model", "max_tokens", "messages", "system", "stream", "temperature", "top_p", "top_k", "stop_sequences", "tools",
-    "tool_choice", "thinking", "output_config",
-)  # fmt: skip
 OUTPUT = ("format", "effort", "task_budget")
 """The fields of `output_config` that are known."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}

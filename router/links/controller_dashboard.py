@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from contracts.cluster_secret import access_metadata, cluster_secret
 from contracts.errors import WireError
@@ -12,7 +12,6 @@ from contracts.proto import worker_pb2 as pb
 from contracts.wire.grpc_channels import reached
 from contracts.wire.router_report_protobuf import router_report_from_proto, router_report_to_proto
 
-T = TypeVar("T")
 CALL_S = 2.0
 """Seconds that a call waits for the controller."""
 

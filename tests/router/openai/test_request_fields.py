@@ -23,7 +23,6 @@ from contracts.config.load_config import config_from_dict
 from router.anthropic.messages_request import IGNORED as ANTHROPIC_IGNORED
 from router.anthropic.messages_request import OUTPUT
 from router.anthropic.messages_request import REFUSED as ANTHROPIC_REFUSED
-from router.anthropic.messages_request import SUPPORTED as ANTHROPIC_SUPPORTED
 from router.openai.request_fields import (
     CHAT,
     CHAT_OTHERS,
@@ -40,6 +39,11 @@ from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, serving
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+ANTHROPIC_SUPPORTED = (
+    "model", "max_tokens", "messages", "system", "stream", "temperature", "top_p", "top_k", "stop_sequences", "tools",
+    "tool_choice", "thinking", "output_config",
+)  # fmt: skip
+"""Fields of messages that are read: each changes the chat that is made of them."""
 BODIES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": [5, 6], "max_tokens": 2},
     CHATS: {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2},
