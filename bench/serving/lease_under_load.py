@@ -76,6 +76,8 @@ def be_worker(endpoint: str, seconds: float, raised: bool) -> None:
 
     keeper.lease.granted = note  # type: ignore[method-assign]
     loop.run(keeper.start(60.0), 65.0)
+    sys.stdout.write("registered\n")
+    sys.stdout.flush()
     end = time.monotonic() + seconds
     while time.monotonic() < end and not lost:
         sum(range(1000))
@@ -90,14 +92,17 @@ def measure(busy: int, seconds: float, raised: bool) -> dict[str, Any]:
     controller = subprocess.Popen([*me, "--be", "controller"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert controller.stdout is not None
     endpoint = controller.stdout.readline().strip()
-    load = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(busy)]
+    command = [*me, "--be", endpoint, "--seconds", str(seconds)]
+    worker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
+    load: list[subprocess.Popen[Any]] = []
     try:
-        command = [*me, "--be", endpoint, "--seconds", str(seconds)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=seconds + 300)
-        found: dict[str, Any] = json.loads(done.stdout)
+        worker.stdout.readline()  # Registered: only now, as it would take minutes to start beside the load.
+        load += [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(busy)]
+        found: dict[str, Any] = json.loads(worker.stdout.readline())
         return found
     finally:
-        processes: list[subprocess.Popen[Any]] = [*load, controller]
+        processes: list[subprocess.Popen[Any]] = [*load, worker, controller]
         for process in processes:
             process.kill()
             process.wait()
@@ -116,7 +121,10 @@ def main() -> int:
         be_worker(options.be, options.seconds, options.raised)
     else:
         print(headline())
-        print(f"{options.busy} busy processes, {options.seconds:g} s; seconds between two renewals (0.5 configured)")
+        print(
+            f"{options.busy} busy processes, {options.seconds:g} s; seconds between two renewals (0.5 configured)",
+            flush=True,
+        )
         for raised in (False, True):
             found = measure(options.busy, options.seconds, raised)
             gaps = sorted(found["gaps"])
@@ -124,7 +132,8 @@ def main() -> int:
             late = gaps[int(0.99 * (len(gaps) - 1))]
             print(
                 f"{what:>10}: median {statistics.median(gaps):.2f}, p99 {late:.2f}, longest {gaps[-1]:.2f}"
-                f"{', LOST: ' + found['lost'][0] if found['lost'] else ''}"
+                f"{', LOST: ' + found['lost'][0] if found['lost'] else ''}",
+                flush=True,
             )
     return 0
 
