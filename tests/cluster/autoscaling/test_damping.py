@@ -139,6 +139,19 @@ def test_a_shrinking_that_is_regretted_doubles_the_window_and_is_not_repeated_at
     assert pool.ready == 2
 
 
+def test_a_pool_that_goes_on_growing_regrets_its_shrinking_once() -> None:
+    """What it grows through further on are sizes that were never shrunk to."""
+    pool = Pool(3)
+    little = PoolNeed(1.5, "little", load=1000.0)
+    pool.run(little, 105.0)
+    pool.run(URGENT, 145.0)
+    assert pool.changes == [(100.0, -1), (110.0, 3), (125.0, 3), (140.0, 1)], "all within three windows of it"
+    assert pool.damping.window_s == 200.0
+    pool.run(little, 1000.0)
+    assert pool.changes[4:] == [(at, -1) for at in (345.0, 385.0, 425.0, 465.0, 505.0, 545.0)]
+    assert pool.ready == 3, "at 1,000 tokens a second only two were too few"
+
+
 @pytest.mark.parametrize(("after_s", "window_s"), [(280.0, 200.0), (330.0, 100.0)])
 def test_what_is_needed_long_after_a_shrinking_is_no_regret(after_s: float, window_s: float) -> None:
     """Three windows after it: the load is another one by then."""

@@ -135,6 +135,26 @@ def test_grants_of_the_next_controller_name_all_that_ended_under_the_one_before(
     assert [(one.name, one.incarnation) for one in lives.renew(B).ended] == [(A, 2)]
 
 
+def test_a_start_under_way_has_not_ended_for_the_next_controller(keeper: Keeper) -> None:
+    """Neither before the worker registers nor after; of a name's first start there is nothing before it to be named."""
+    lives = Lives(keeper)
+    lives.core.attach([])
+    lives.up(B, Role.PREFILL)
+    lives.core.pools.add(A, Role.DECODE)
+    ended: list[tuple[WorkerName, int]] = []
+    for number in (1, 2):
+        assert [a.incarnation for a in lives.core.tick() if isinstance(a, StartWorker)] == [number]
+        core = lives.again()
+        assert lives.states()[A] == "starting"
+        assert [(one.name, one.incarnation) for one in lives.renew(B).ended] == ended
+        assert not core.register(record(A, Role.DECODE, number)).fenced
+        for grant in (lives.renew(A, number), lives.renew(B)):
+            assert [(one.name, one.incarnation) for one in grant.ended] == ended
+        core.attach([(A, Incarnation(number)), (B, Incarnation(1))])
+        core.died(A, Incarnation(number), "killed")
+        ended = [(A, number)]
+
+
 def test_nothing_starts_while_no_supervisor_is_there_to_start_it(keeper: Keeper) -> None:
     lives = two(keeper)
     lives.core.died(A, Incarnation(1), "killed")

@@ -92,6 +92,25 @@ def test_a_limit_that_is_new_begins_full_and_one_that_sinks_holds_at_once() -> N
     assert part.granted == small
 
 
+@pytest.mark.parametrize("before", [(NONE,), (LIMITS, NONE)])
+def test_a_limit_begins_full_once_each_time_that_it_comes(before: tuple[QuotaAmounts, ...]) -> None:
+    """A tenant that had none yet, and one whose limit was removed and comes back after all of it was used."""
+    scene = Ledger()
+    used = NONE
+    for limits in before:
+        granted = scene.ledger.lease("a", QuotaClaim("acme", limits, used, limits)).granted
+        assert granted == limits
+        used = QuotaAmounts(used.requests + granted.requests, used.tokens + granted.tokens)
+    assert scene.lease("a", LIMITS, used).granted == LIMITS
+    used = QuotaAmounts(used.requests + LIMITS.requests, used.tokens + LIMITS.tokens)
+    for _ in range(2):
+        again = scene.lease("a", LIMITS, used)
+        assert (again.granted.requests, again.granted.tokens) == (0, 0), "no time has passed since it was used"
+        assert (again.left.requests, again.left.tokens) == (0, 0)
+    scene.clock.advance(MINUTE_S / 4)
+    assert scene.lease("a", LIMITS, used).granted == QuotaAmounts(15, 1500, 10)
+
+
 def test_tenants_and_routers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Ledger()
     for number in range(MOST_TENANTS + 10):

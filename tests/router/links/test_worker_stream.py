@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
-from contracts.ids import Incarnation, RequestId
+from contracts.ids import Incarnation, RequestId, Role, WorkerName
 from contracts.messages.router_commands import Cancel, Command
 from contracts.messages.stream_end import StreamEnd
 from contracts.messages.worker_events import Event, MigrationPaused
+from contracts.messages.worker_status import WorkerLimits, WorkerRecord
 from contracts.proto import worker_pb2 as pb
 from contracts.wire.command_protobuf import command_from_proto
 from contracts.wire.event_protobuf import event_to_proto
-from router.links.worker_stream import WorkerStream
+from contracts.wire.frame_connection import HEAD_BYTES
+from router.links.worker_stream import WorkerStream, open_stream
 
 SEVEN = Incarnation(7)
 PAUSED = MigrationPaused(RequestId("r"), 1, 5)
@@ -156,3 +158,37 @@ async def test_a_stream_that_its_router_closes_tells_nobody_and_drops_what_waits
     assert site.connection.aborted
     assert site.connection.frames == []
     assert site.ends == []
+
+
+@pytest.mark.asyncio
+async def test_an_opening_that_is_cancelled_closes_its_connection() -> None:
+    """The worker takes the connection and admits nobody yet; the router wants the stream no more."""
+    loop = asyncio.get_running_loop()
+    came: asyncio.Future[bytes] = loop.create_future()
+    closed: asyncio.Future[bytes] = loop.create_future()
+
+    async def worker(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        size = int.from_bytes(await reader.readexactly(HEAD_BYTES), "big")
+        came.set_result(await reader.readexactly(size))
+        closed.set_result(await reader.read())
+        writer.close()
+
+    ends: list[StreamEnd] = []
+    listener = await asyncio.start_server(worker, "127.0.0.1", 0)
+    try:
+        stream = f"127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        limits = WorkerLimits(64, 64)
+        record = WorkerRecord(WorkerName("decode-0"), Role.DECODE, SEVEN, 7, "n", stream, "", limits, stream=stream)
+        opening = asyncio.create_task(
+            open_stream(record, 600.0, None, lambda events: None, ends.append, timeout_s=60.0)
+        )
+        assert pb.StreamOpening.FromString(await asyncio.wait_for(came, 10)).incarnation == SEVEN
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        await asyncio.wait([closed], timeout=5)
+        assert closed.done(), "the connection stays open for nobody"
+    finally:
+        listener.close()
+    assert closed.result() == b""
+    assert ends == []

@@ -24,16 +24,19 @@ from cli.keys_command import new_key
 from contracts.config.cluster_config import Config
 from contracts.config.security_config import SecurityConfig
 from contracts.errors import TwinpoolError
-from contracts.ids import Role
+from contracts.ids import RequestId, Role
 from contracts.key_file import TenantLimits, read_key_file, write_key_file
 from contracts.messages.kept_answers import Attach, Attached, KeptAnswer
 from contracts.sampling_params import SamplingParams
 from router.openai.resume_headers import ResumeHeaders
+from router.security.answer_identity import AnswerIdentity
+from router.service.answer_claims import AnswerClaim, AnswerClaims
 from router.service.router_service import INLINE_BYTES, RouterService
 from router.state.routed_request import RoutedRequest
 from router.tokenizer_pool.tokenizer_process import REQUESTS, FrameKind, prepared_frame
 from tests.router.fake_worker import FakeCluster, FakeWorker, expected
 from tests.router.http_server import Server, demo_spec, eventually, router_config, serving
+from tests.router.stage import Stage
 
 PROMPT = [5, 6, 7] * 400
 """Of a body that a reader process reads."""
@@ -198,6 +201,39 @@ def test_whoever_comes_while_a_refusal_is_on_its_way_is_refused_too(server: Serv
         asyncio.run_coroutine_threadsafe(second(), server.loop).result(10)
     assert first.status() == 422
     assert len(service.claims) == 0
+
+
+@pytest.mark.asyncio
+async def test_who_was_superseded_and_is_cancelled_before_it_hears_of_it_takes_nothing_from_who_came_later() -> None:
+    """The client of the earlier connection goes in the very turn of the loop in which the later one has the claim."""
+    core = Stage(1, 1).core
+    claims = AnswerClaims(core, lambda stream: pytest.fail("no answer is under way"))
+    identity = AnswerIdentity("key", "body", "answer", 1)
+    tasks: list[asyncio.Task[AnswerClaim]] = []
+
+    def come(act: Callable[[], None]) -> None:
+        tasks.append(asyncio.create_task(claims.claim(identity, claims.next_turn(), 1, act, None)))
+
+    def earlier_goes() -> None:
+        tasks[0].cancel()
+
+    come(lambda: None)
+    await asyncio.sleep(0)
+    come(earlier_goes)
+    with pytest.raises(asyncio.CancelledError):
+        await tasks[0]
+    ((holder, asked),) = core.asks.take_commands()
+    assert isinstance(asked, Attach)
+    core.asks.on_event(holder, Attached(asked.request_id, 0, contested=3))
+    assert core.asks.take_commands() == [(holder, replace(asked, seen=3))], "somebody waits for it"
+    kept = KeptAnswer(RequestId("r"), 0, 0, 7, 3, 20, 60.0, (4, 5), (), None, running=True, started=True)
+    core.asks.on_event(holder, Attached(asked.request_id, 0, answers=(kept,)))
+    (ended,) = core.asks.take_ended()
+    claims.on_ended(ended)
+    assert core.asks.take_commands() == [], "nothing is given up"
+    claim = await tasks[1]
+    assert [found.answer for found in claim.found.values()] == [kept]
+    assert (core.asks.held, len(claims), claims.asking) == (1, 1, 0)
 
 
 @contextmanager
