@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cache.memory.page_moves import PageMove
-from cache.pool.page_allocator import PageAllocator
+from cache.pool.page_allocator import Lease, PageAllocator
 from cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from cache.prefix_cache.nodes.tree_node import NO_LOCKS, PageOffer, Tier
 from cache.prefix_cache.radix_tree import RadixTree
@@ -106,6 +106,36 @@ def test_a9_an_allocation_that_was_not_launched_is_not_ready() -> None:
     world.manager.launch()
     answer(world)
     assert world.manager.planner.ready(visitor.allocation)
+    world.settle()
+
+
+@pytest.mark.parametrize("use", ["taken over", "pushed"])
+@pytest.mark.parametrize("name", ["full", "full+window"])
+def test_a9_what_relies_on_a_load_that_is_planned_and_not_begun_is_not_ready(name: str, use: str) -> None:
+    """No slot of its own is to be filled at `launch`, so the plan alone says that the bytes aren't there."""
+    world = world_of(name, adversarial=True)
+    visit(world, TOKENS)
+    forget(world, Tier.DEVICE)
+    manager, leases = world.manager, dict[str, Lease]()
+    prefix = TokenPrefix.of([*TOKENS, 9, 9], PAGE_TOKENS)
+    if use == "taken over":
+        reserved = manager.handover.preallocate(prefix, 2 * len(prefix), 2 * len(prefix), "a prompt computed elsewhere")
+        assert reserved is not None
+        allocation, leases = reserved
+    else:
+        admitted(world, [*TOKENS, 9, 9])
+        allocation = manager.prefix_transfer.hold_for_push(prefix, "a push to another worker")
+    assert allocation.depth == PAGES
+    assert not manager.planner.ready(allocation)
+    answer(world)
+    assert not manager.planner.ready(allocation), "time begins no load"
+    manager.launch()
+    assert not manager.planner.ready(allocation), "it is under way"
+    answer(world)
+    assert manager.planner.ready(allocation)
+    for lease in leases.values():
+        lease.release()
+    manager.table.free(allocation)
     world.settle()
 
 
@@ -460,6 +490,32 @@ def test_c2_nothing_in_storage_ends_a_prefetch_at_once_as_nothing_and_not_as_don
     assert world.admit(visitor)
     assert visitor.allocation is not None
     assert visitor.allocation.cached.total == 0
+    world.settle()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_prefetch_brought_stays_on_the_host_until_its_request_is_admitted_or_gone(name: str) -> None:
+    world = world_of(name)
+    visit(world, TOKENS, pages=1)
+    for admit in (True, False):
+        forget(world, Tier.DEVICE, Tier.HOST)
+        visitor = world.arrive([*TOKENS, 9, 9])
+        prefetch, prefetcher, tree = visitor.prefetch, world.manager.tiers.prefetcher, world.manager.tree
+        assert prefetch is not None
+        answer(world)
+        assert (prefetch.over, prefetch.gained) == (True, PAGES)
+        forget(world, Tier.HOST)
+        assert tree.match(visitor.prefix).depth == PAGES, "others' pages make room, not those it waited for"
+        if admit:
+            assert world.admit(visitor)
+            assert visitor.done == PAGES
+            compute_all(world, visitor)
+        else:
+            prefetcher.release(prefetch)
+            forget(world, Tier.HOST)
+            assert tree.match(visitor.prefix).depth == 0
+        world.leave(visitor)
+        answer(world)
     world.settle()
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from contracts.errors import CapacityError
 from tests.cache.manager.parts import PAGES, Operation, Parts
 
 
@@ -27,6 +30,24 @@ def test_pages_that_an_operation_names_are_free_when_it_is_complete_and_not_befo
     operation.done = True
     parts.in_flight.sweep()
     assert set(parts.free().values()) == {PAGES}
+
+
+def test_a_state_slot_is_leased_to_nobody_while_the_operation_that_fills_it_is_under_way(parts: Parts) -> None:
+    allocation, operation = parts.open(), Operation()
+    filling: Any = operation
+    allocation.started.append(filling)
+    (slot,) = allocation.slots["state"].indices
+    parts.table.free(allocation)
+    parts.in_flight.sweep()
+    slots = parts.pools.allocators["state"]
+    assert slots.free == PAGES - 1
+    others = slots.lease(PAGES - 1, "others")
+    assert slot not in others.indices
+    with pytest.raises(CapacityError):
+        slots.lease(1, "one more")
+    operation.done = True
+    parts.in_flight.sweep()
+    assert slots.lease(1, "one more").indices == (slot,)
 
 
 def test_only_those_that_were_not_freed_are_launched_and_each_once(parts: Parts) -> None:

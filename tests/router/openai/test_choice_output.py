@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId
@@ -56,6 +58,42 @@ def test_tokens_after_a_stop_string_are_dropped_with_their_log_probabilities(mod
     assert list(delta.tokens) == ids[: until + 1] == choice.tokens
     assert list(delta.logprobs) == logprobs[: until + 1] == choice.logprobs
     assert (delta.text, delta.finish, delta.stop) == ("one ", "stop", "two")
+
+
+def with_a_piece(folder: Path, piece: str) -> ModelTokenizer:
+    """A tokenizer that isn't byte-level, of single bytes and one piece more: token 257."""
+    vocab = {"<unk>": 0, **{f"<0x{b:02X}>": b + 1 for b in range(256)}, piece: 257}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return read_model_tokenizer(folder, 10_000)
+
+
+HELD = {
+    "a character that is cut off": (None, "one", "\ufffd", "one"),
+    "it begins before what is held": (None, "one", "ne\ufffd", "o"),
+    "inside a token": ("yes END\ufffd", "", "END", "yes "),
+}
+"""A piece of the vocabulary with which the answer ends (None: the first byte of a character), the text before it, the
+stop string, and the text that is left."""
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("done", [Done(RequestId("r"), 0, "length"), Done(RequestId("r"), 0, "stop", stop_token=7)])
+@pytest.mark.parametrize("name", HELD)
+def test_a_stop_string_in_the_text_that_was_held_to_the_end_ends_the_answer(
+    model_tokenizer: ModelTokenizer, tmp_path: Path, name: str, done: Done, include: bool
+) -> None:
+    piece, before, stop, left = HELD[name]
+    tokenizer = with_a_piece(tmp_path, piece) if piece is not None else model_tokenizer
+    last = 257 if piece is not None else next(t for t in range(400) if tokenizer.token_bytes(t) == b"\xe5")
+    choice = choice_of(tokenizer, Asked(stops=(stop,), include_stop=include))
+    told = choice.take([*tokenizer.encode(before, add_special=False), last], ())
+    assert not choice.ended, "the next token may complete the character"
+    end = choice.end(done)
+    assert end is not None
+    assert (end.finish, end.stop) == (choice.finish, choice.stop) == ("stop", stop)
+    assert told.text + end.text == "".join(choice.text) == left + (stop if include else "")
 
 
 def test_without_a_stop_all_tokens_are_told(model_tokenizer: ModelTokenizer) -> None:
