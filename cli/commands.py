@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(run(parser().parse_args(arguments)))
     serves = sys.argv[1:2] and sys.argv[1] in SERVERS and "--detach" not in sys.argv
     if not serves:
+        signal.signal(signal.SIGINT, _interrupt)
         try:
             main(sys.argv[1:])
         except KeyboardInterrupt:  # While it was imported.
@@ -40,6 +42,19 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # At once: while Python ends, a signal would have its own code.
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """Have a command interrupted once: `timeout` and terminals send a signal twice, and the second one would interrupt
+    what handles the first. One that comes a second later ends the process at once."""
+    began = time.monotonic()
+
+    def again(number: int, frame: object) -> None:
+        if time.monotonic() - began >= 1:
+            os._exit(INTERRUPTED)
+
+    signal.signal(signal.SIGINT, again)
+    raise KeyboardInterrupt
 
 
 def _served() -> int:
