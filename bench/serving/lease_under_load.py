@@ -109,7 +109,9 @@ def measure(busy: int, seconds: float, raised: bool) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--busy", type=int, default=100, help="busy processes (100)")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long each run takes (60)")
     parser.add_argument("--raised", action="store_true", help=argparse.SUPPRESS)
