@@ -171,7 +171,7 @@ def test_the_flag_asks_for_it(monkeypatch: pytest.MonkeyPatch, flags: list[str])
 
     made: list[DoctorCase] = []
 
-    def seen(case: DoctorCase) -> list[Finding]:
+    def seen(case: DoctorCase, progress: examine.Progress | None = None) -> list[Finding]:
         made.append(case)
         return []
 
