@@ -19,7 +19,7 @@ from tests.router.http_server import Server
         ("GET", "/v1/files/file-1", "stored"),
         ("POST", "/score", "scores"),
         ("GET", "/v1/unknown", "no such endpoint"),
-        ("GET", "/", "no such endpoint"),
+        ("GET", "/unknown", "no such endpoint"),
     ],
 )
 def test_an_absent_endpoint_says_why(server: Server, method: str, path: str, why: str) -> None:
