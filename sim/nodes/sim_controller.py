@@ -103,10 +103,10 @@ class SimControl:
             self._attach()
 
     def _room(self) -> ClusterRoom:
-        """One start at once on a node, so that those that die together have to wait for each other's."""
+        """Room for all workers of the plan, and for their starts at once."""
         most = 1 + sum(self.world.shape.workers.values())
         roles = {role: RoleRoom(1, planned=many) for role, many in self.world.shape.workers.items()}
-        return ClusterRoom(tuple(NodeRoom(NodePlace("", node), most, starts=1, roles=roles) for node in self._nodes))
+        return ClusterRoom(tuple(NodeRoom(NodePlace("", node), most, starts=most, roles=roles) for node in self._nodes))
 
     def _attach(self) -> None:
         self.core.set_room(self._room())
