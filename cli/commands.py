@@ -98,7 +98,7 @@ def _table() -> dict[str, Callable[[argparse.Namespace], int]]:
     """The function of each subcommand."""
     from cli import launch_commands, operator_commands, tool_commands
 
-    _RUN: dict[str, Callable[[argparse.Namespace], int]] = {
+    return {
         "serve": launch_commands.serve,
         "up": launch_commands.up,
         "doctor": launch_commands.doctor,
@@ -124,7 +124,6 @@ def _table() -> dict[str, Callable[[argparse.Namespace], int]]:
         "demo": tool_commands.demo,
         "sim": tool_commands.sim,
     }
-    return _RUN
 
 
 if __name__ == "__main__":

@@ -70,13 +70,13 @@ def a_busy_life(adversarial: bool) -> Scenario:
     }
     asks = []
     for number in range(24):
-        at = 4.5 + 0.05 * number  # All serve by then: a node starts one worker at a time.
+        at = 0.5 + 0.05 * number
         prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 30)))
         leaves_at = at + 0.8 * rng.random() if number % 5 == 0 else None
         asks.append(ScenarioRequest(number, at, prompt, SamplingParams(24, seed=number), leaves_at=leaves_at))
     # What a late device has still to look at holds a migration up.
     lasts = 1.2 if adversarial else 0.2
-    drains = [PlannedFault("drain", 4.9 + 0.5 * n, f"decode-{n % 2}", lasts=lasts) for n in range(10)]
+    drains = [PlannedFault("drain", 0.9 + 0.5 * n, f"decode-{n % 2}", lasts=lasts) for n in range(10)]
     shape = ClusterShape(
         1, 2, "all", 4, "shm", adversarial=adversarial, delay_s=0.0002, step_s=0.04, nodes=1, config=config
     )

@@ -50,8 +50,7 @@ SHAPE = ClusterShape(
 
 def asked(count: int, rate: float) -> tuple[ScenarioRequest, ...]:
     """Requests of which half begin with the same pages, `rate` a second."""
-    rng, asks = random.Random(f"{count} {rate}"), []
-    at = 10.0  # All workers serve by then: a node starts one at a time.
+    rng, at, asks = random.Random(f"{count} {rate}"), 1.0, []
     system = tuple(rng.randrange(64) for _ in range(3 * PAGE))
     for number in range(count):
         at += rng.expovariate(rate)
