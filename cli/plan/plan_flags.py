@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cli.command_flag import CommandFlag
+from cli.command_flag import CommandFlag, trace_flags
 
 _ONE = ("plan",)
 COSTS = Path("twinpool-costs.json")
 PLAN_FLAGS = (
-    CommandFlag(
-        ("file",),
-        _ONE,
-        "the same as --trace FILE",
-        {"type": Path, "metavar": "FILE", "nargs": "?"},
-        same_as="--trace",
-    ),
-    CommandFlag(("--trace",), _ONE, "JSONL file of a trace, as replay takes", {"type": Path, "metavar": "FILE"}),
+    *trace_flags("plan", "JSONL file of a trace, as replay takes", needed=False),
     CommandFlag(
         ("--slo",),
         _ONE,

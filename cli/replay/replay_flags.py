@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cli.command_flag import CommandFlag
+from cli.command_flag import CommandFlag, trace_flags
 
 _ONE = ("replay",)
 REPLAY_FLAGS = (
-    CommandFlag(
-        ("file",),
-        _ONE,
-        "the same as --trace FILE",
-        {"type": Path, "metavar": "FILE", "nargs": "?"},
-        same_as="--trace",
-        needed=True,
-    ),
-    CommandFlag(("--trace",), _ONE, "JSONL file of a trace, in Mooncake's format", {"type": Path, "metavar": "FILE"}),
+    *trace_flags("replay", "JSONL file of a trace, in Mooncake's format", needed=True),
     CommandFlag(("--url",), _ONE, "an OpenAI endpoint: http://HOST:PORT, Twinpool's or any other", {"required": True}),
     CommandFlag(("--model",), _ONE, "model name to send (default: the first that the server lists)", {"default": ""}),
     CommandFlag(("--speed",), _ONE, "play the trace this much faster (1)", {"type": float, "default": 1.0}),

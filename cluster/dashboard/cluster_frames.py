@@ -14,7 +14,7 @@ from cluster.dashboard.event_log import EventKind, EventLog
 from cluster.dashboard.history import SAMPLE_S, History
 from cluster.dashboard.request_rows import SHOWN, request_row
 from cluster.dashboard.router_totals import Latencies, RouterTotals
-from cluster.dashboard.worker_rates import CPU, HITS, WorkerRates, WorkerSample
+from cluster.dashboard.worker_rates import HITS, WorkerRates, WorkerSample
 from cluster.dashboard.worker_rows import GONE, SERVING, link_rows, ordered, pool_rows, worker_row
 from contracts.damage import DamageSite
 from contracts.ids import Incarnation, Role, WorkerName
@@ -23,6 +23,7 @@ from contracts.messages.control_plane import ControlPlane
 from contracts.messages.latency_shape import percentile
 from contracts.messages.request_record import RequestRecord
 from contracts.messages.router_report import RouterReport
+from contracts.messages.worker_status import CPU_SECONDS
 from router.verification.damage_totals import DamageTotals
 
 VERSION = 1
@@ -232,7 +233,7 @@ class ClusterFrames:
             "in_flight": sum(report.in_flight for report in reports),
             "queued": sum(report.waiting for report in reports) + sum(view.status.waiting for view in serving),
             "running": sum(view.status.running for view in serving),
-            "cpu_workers": _rounded(_known_sum(one.get(CPU) for one in rates)),
+            "cpu_workers": _rounded(_known_sum(one.get(CPU_SECONDS) for one in rates)),
             "cpu_routers": _rounded(_known_sum(self._routers.cores_of(report.router) for report in reports)),
             "ttft": _percentiles(latencies.first_tokens),
             "tpot": _percentiles(latencies.output_tokens),

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from contracts.ids import Incarnation, WorkerName
-from contracts.messages.worker_status import WorkerView
+from contracts.messages.worker_status import CPU_SECONDS, WorkerView
 
 LINK_BYTES = "link_bytes:"
 """Prefix of the counters of bytes that a worker has sent to another."""
 HITS = ("hit_tokens_device", "hit_tokens_host", "hit_tokens_storage")
 """Counters of prompt tokens that were found in a worker's cache."""
-CPU = "cpu_seconds"
-"""Counter of the processor time that a worker has used."""
-KEPT = ("tokens_generated", "prompt_tokens_computed", CPU, *HITS)
+KEPT = ("tokens_generated", "prompt_tokens_computed", CPU_SECONDS, *HITS)
 """Counters of which rates are shown, besides those of links."""
 
 

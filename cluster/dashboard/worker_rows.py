@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from cluster.dashboard.worker_rates import CPU, LinkRate, WorkerRates, WorkerSample
+from cluster.dashboard.worker_rates import LinkRate, WorkerRates, WorkerSample
 from contracts.ids import Role
 from contracts.messages.autoscaler_messages import AutoscalerView
-from contracts.messages.worker_status import WorkerView
+from contracts.messages.worker_status import CPU_SECONDS, GPU_UTILIZATION, WorkerView
 
 MOST_LINKS = 256
 """Links that a frame names, the busiest ones."""
-GPU = "gpu_utilization"
-"""Gauge among a worker's counters: the share of the last second in which its GPU computed anything, 0 to 1."""
 GONE = frozenset({"left", "dead"})
 SERVING = frozenset({"ready", "draining"})
 ROLE_ORDER = {Role.PREFILL: 0, Role.DECODE: 1}
@@ -64,10 +62,10 @@ def worker_row(view: WorkerView, rates: WorkerRates) -> dict[str, Any]:
             "swapped": swapped,
             "cached": max(0, used - swapped),
         }
-    if CPU in lately:
-        row["cpu"] = round(lately[CPU], 2)
-    if GPU in counters:
-        row["gpu"] = round(counters[GPU], 2)
+    if CPU_SECONDS in lately:
+        row["cpu"] = round(lately[CPU_SECONDS], 2)
+    if GPU_UTILIZATION in counters:
+        row["gpu"] = round(counters[GPU_UTILIZATION], 2)
     for name in ("retracted", "ungranted", "kept_answers"):
         if counters.get(name):
             row[name] = int(counters[name])

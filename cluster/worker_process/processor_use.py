@@ -14,11 +14,10 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from contracts.messages.worker_status import WorkerStatus
+from contracts.messages.worker_status import CPU_SECONDS, GPU_UTILIZATION, WorkerStatus
 
 log = logging.getLogger("twinpool.worker")
 
-CPU, GPU = "cpu_seconds", "gpu_utilization"
 _LIBRARY = "libnvidia-ml.so.1"
 
 
@@ -33,9 +32,9 @@ class ProcessorUse:
 
     def on(self, status: WorkerStatus) -> WorkerStatus:
         """A status with the use of processors among its counters."""
-        found = {CPU: round(self._cpu_s(), 3)}
+        found = {CPU_SECONDS: round(self._cpu_s(), 3)}
         if (used := self._gpu()) is not None:
-            found[GPU] = used
+            found[GPU_UTILIZATION] = used
         return replace(status, counters={**status.counters, **found})
 
 

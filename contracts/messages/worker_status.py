@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 from contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName
 from contracts.messages.fingerprint import Fingerprint
 
+CPU_SECONDS = "cpu_seconds"
+"""Counter of `WorkerStatus` that says how much processor time the worker's process has used."""
+GPU_UTILIZATION = "gpu_utilization"
+"""Gauge among the counters: the share of the driver's last sampling period in which its GPU computed, 0 to 1."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:

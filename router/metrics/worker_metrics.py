@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from contracts.messages.worker_status import CPU_SECONDS, GPU_UTILIZATION
 from router.core.router_core import RouterCore
 from router.state.circuit_breaker import CircuitState
 
@@ -99,9 +100,9 @@ def _processors(core: RouterCore) -> Iterator[Metric]:
     )
     for entry in core.workers:
         labels, counters = [str(entry.record.name), str(entry.record.role)], entry.status.counters
-        if (seconds := counters.get("cpu_seconds")) is not None:
+        if (seconds := counters.get(CPU_SECONDS)) is not None:
             cpu.add_metric(labels, seconds)
-        if (used := counters.get("gpu_utilization")) is not None:
+        if (used := counters.get(GPU_UTILIZATION)) is not None:
             gpu.add_metric(labels, used)
     yield from (cpu, gpu)
 
