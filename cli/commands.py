@@ -28,20 +28,30 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with its code. Without `arguments` the process is this command's alone."""
     if arguments is not None:
-        from cli.command_line import parser
+        sys.exit(_parsed_and_run(arguments))
+    if sys.argv[1:2] and sys.argv[1] in SERVERS and "--detach" not in sys.argv:
+        _end_now(_served())
+    signal.signal(signal.SIGINT, _interrupt)
+    try:
+        code = _parsed_and_run(sys.argv[1:])
+    except KeyboardInterrupt:  # While it was imported.
+        code = INTERRUPTED
+    if code == INTERRUPTED:
+        _end_now(code)
+    sys.exit(code)
 
-        sys.exit(run(parser().parse_args(arguments)))
-    serves = sys.argv[1:2] and sys.argv[1] in SERVERS and "--detach" not in sys.argv
-    if not serves:
-        signal.signal(signal.SIGINT, _interrupt)
-        try:
-            main(sys.argv[1:])
-        except KeyboardInterrupt:  # While it was imported.
-            sys.exit(INTERRUPTED)
-    code = _served()
+
+def _parsed_and_run(arguments: Sequence[str]) -> int:
+    from cli.command_line import parser
+
+    return run(parser().parse_args(arguments))
+
+
+def _end_now(code: int) -> NoReturn:
+    """End the process without unwinding the interpreter: a signal that comes while it does would have its own code."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # At once: while Python ends, a signal would have its own code.
+    os._exit(code)
 
 
 def _interrupt(number: int, frame: object) -> None:

@@ -189,6 +189,20 @@ def test_an_end_that_is_asked_for_while_modules_are_imported_has_its_code(
         run.nothing_is_left()
 
 
+@pytest.mark.slow
+def test_a_second_interrupt_that_comes_while_the_interpreter_ends_changes_no_code(tmp_path: Path) -> None:
+    """The interpreter puts the default handlers back before it has freed everything; so does this hook."""
+    (tmp_path / "sitecustomize.py").write_text(
+        STOPS_AT.format(module="cli.operator_commands", swallows=False) + "import atexit, os, signal\n"
+        "def late():\n    signal.signal(signal.SIGINT, signal.SIG_DFL)\n    os.kill(os.getpid(), signal.SIGINT)\n"
+        "atexit.register(late)\n"
+    )
+    with running(tmp_path / "run", "status", paths=(tmp_path,)) as run:
+        until(lambda: (tmp_path / "run" / "at").exists() or run.process.poll() is not None, "the import", 90)
+        run.signalled(signal.SIGINT, times=1)
+        assert run.code() == INTERRUPTED, run.lines
+
+
 # ------------------------------------------------------------ one process
 
 
