@@ -17,10 +17,10 @@ serve: .venv/.installed ## start the demo cluster; ARGS="--model DIR --decode 2"
 export PYTHONDONTWRITEBYTECODE =
 
 test: .venv/.installed-dev ## run the tests that a change needs, three at a time; ARGS="-n0 tests/cluster -k drain" for some, in order
-	@$(BIN)/python -m pytest -m "not soak and not thorough" -n 3 --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest -m "not soak and not thorough" -n 3 --no-loadscope-reorder --max-worker-restart 0 $(ARGS)
 
 test-all: .venv/.installed-dev ## run all tests but the soak, as CI does; those that `make test` leaves out are in tests/thorough.txt
-	@$(BIN)/python -m pytest -m "not soak" -n 3 --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest -m "not soak" -n 3 --no-loadscope-reorder --max-worker-restart 0 $(ARGS)
 	@.ci/numerics
 
 test-numerics: .venv/.installed-dev ## run the tests of numerics as other processors would: three settings of the libraries

@@ -466,9 +466,12 @@ def test_undrain_says_what_becomes_of_each_and_fails_when_one_was_not_reached(
     stub: RouterStub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [at("decode-1", "ready", outcome="admits again"), at("decode-2", "left", outcome="starts again")]
-    stub.answer = lambda method, path: (200, {"workers": rows})  # type: ignore[method-assign]
+    later = [at("decode-1", "ready"), at("decode-2", "ready", incarnation=2)]
+    stub.answer = lambda method, path: (200, {"workers": rows if method == "POST" else later})  # type: ignore[method-assign]
     assert cli.run(command_line.parser().parse_args(["undrain", "b", "--url", stub.url])) == 0
-    assert capsys.readouterr().out == "decode-1 admits again\ndecode-2 starts again\n"
+    out = capsys.readouterr().out.splitlines()
+    assert out[:2] == ["decode-1 admits again", "decode-2 starts again"]
+    assert out[2:4] == ["decode-1 serves on b", "decode-2 serves on b"]
     rows.append(at("decode-3", "unreachable", outcome="can't be reached: no answer in time"))
     assert cli.run(command_line.parser().parse_args(["undrain", "b", "--url", stub.url])) == 1
     assert "decode-3 can't be reached" in capsys.readouterr().out
