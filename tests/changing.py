@@ -188,7 +188,7 @@ def detached(
     sections: dict[str, dict[str, Any]],
     prefix: Sequence[str] = (),
     temporary: Path | None = None,
-    ready_within: float = WAIT_S,
+    ready_within: float = 2 * WAIT_S,
     by_file: Mapping[str, Any] | None = None,
 ) -> Iterator[Detached]:
     """`twinpool serve --detach`, ended by `twinpool down`, after which nothing of it is there. `prefix`: a command that
@@ -202,16 +202,20 @@ def detached(
         settings = [f"{s}.{key}={value}" for s, keys in sections.items() for key, value in keys.items()]
         command = [*prefix, *COMMAND, "serve", "--detach", "--model", str(model), "--port", "0", *flags]
         command += [part for setting in settings for part in ("--set", setting)]
-    launched = subprocess.run(
-        command,
-        env=environment(runtime) | ({"TMPDIR": str(temporary)} if temporary is not None else {}),
-        cwd=runtime,
-        text=True,
-        capture_output=True,
-        timeout=ready_within,
-        check=False,
-    )
-    assert launched.returncode == 0, launched.stdout + launched.stderr
+    try:
+        launched = subprocess.run(
+            command,
+            env=environment(runtime) | ({"TMPDIR": str(temporary)} if temporary is not None else {}),
+            cwd=runtime,
+            text=True,
+            capture_output=True,
+            timeout=ready_within,
+            check=False,
+        )
+        assert launched.returncode == 0, launched.stdout + launched.stderr
+    except BaseException:
+        _end_all(runtime)
+        raise
     cluster = Detached(launched, runtime)
     try:
         yield cluster
@@ -225,6 +229,14 @@ def detached(
         assert not alive, f"left behind by down: {alive}"
         assert not cluster.folder.exists()
         assert not list((runtime / "twinpool").glob("run-*.json"))
+
+
+def _end_all(runtime: Path) -> None:
+    """End a launch that came to nothing: it would run beside all tests after it."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("XDG_RUNTIME_DIR") == str(runtime):
+                process.kill()
 
 
 # ---------------------------------------------------------------- what is done to it
