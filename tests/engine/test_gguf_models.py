@@ -246,3 +246,16 @@ def test_control_tokens_that_end_answers_end_them(base: Path, tmp_path: Path) ->
 
     file = write_gguf(folder, tmp_path / "ends.gguf", "llama", tokenizer=named)
     assert read_model_spec(file).eos_token_ids == (1, 0)
+
+
+@pytest.mark.slow
+def test_biases_of_queries_and_keys_come_back_into_their_order(base: Path, prompts: list[list[int]]) -> None:
+    """llama.cpp turns over the rows of a Llama's biases as it does those of its matrices."""
+    folder = FAMILIES["llama"](base / "biased", bias=True)
+    random = torch.Generator().manual_seed(5)
+    drawn = {
+        name: torch.randn(tensor.shape, generator=random) if name.endswith(".bias") else tensor
+        for name, tensor in tensors_of(folder).items()
+    }
+    rewrite_tensors(folder, drawn)
+    answers_equal(write_gguf(folder, base / "biased.gguf", "llama", "F32"), Oracle(folder), prompts[:2])

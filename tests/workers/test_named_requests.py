@@ -148,6 +148,22 @@ def test_b2_it_ends_within_its_bound_and_releases_all(scene: Company) -> None:
     forget(scene)
 
 
+def test_b2_it_goes_on_for_nobody_no_longer_than_its_own_deadline(scene: Company) -> None:
+    clock, left = scene.clock, scene.config.decode.kept_answer_s / 2
+    assert isinstance(clock, ManualClock)
+    rid = scene.submit(PROMPT, replace(GREEDY, max_tokens=2000), name=NAME)
+    scene.until(generated(scene, rid, 3), "its middle")
+    clock.advance(scene.config.router.request_timeout_s - left)
+    drop(scene)
+    turn(scene, 3)
+    assert any(w.status().running for w in scene.workers.values())
+    clock.advance(left + 0.1)
+    turn(scene, 3)
+    assert finds(attach(scene)[0]) == []
+    assert not any(w.status().running or w.check().kept_answers for w in scene.workers.values())
+    forget(scene)
+
+
 def test_an_answer_that_has_ended_is_kept_for_a_while(scene: Company, calm: dict[str, Any]) -> None:
     clock = scene.clock
     assert isinstance(clock, ManualClock)
