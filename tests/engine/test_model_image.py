@@ -144,8 +144,8 @@ def test_weights_that_onednn_has_packed_are_mapped_and_give_the_same_bits(
     dtype: str, checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On every processor with `attention=torch`; by default on those for which no kernel of ours has bfloat16."""
-    if OneDnnWeight.packed(torch.zeros(16, 16)) is None:
-        pytest.skip("this torch packs no weights")
+    if OneDnnWeight.packed(torch.zeros(16, 16, dtype=getattr(torch, dtype))) is None:
+        pytest.skip("oneDNN packs no weights of this dtype here")
     alone = Bench(checkpoint("qwen3"), share_weights="off", attention="torch", dtype=dtype)
     images = Images()
     writer = Bench(checkpoint("qwen3"), images=images, attention="torch", dtype=dtype)
