@@ -49,8 +49,11 @@ def _parsed_and_run(arguments: Sequence[str]) -> int:
 
 def _end_now(code: int) -> NoReturn:
     """End the process without unwinding the interpreter: a signal that comes while it does would have its own code."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # Its reader is gone: a Ctrl-C ends all commands of a pipe.
+            continue
     os._exit(code)
 
 

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +18,7 @@ from cluster.processes.run_file import write_run_file
 from cluster.serve.terminal import curl_line, url_of
 from contracts.clock import ManualClock
 from tests.cluster.router_stub import RouterStub, router_stub, row
+from tests.serving import ROOT
 
 
 @pytest.fixture
@@ -174,3 +178,16 @@ def test_up_says_what_it_would_do_of_a_file_that_is_a_configuration(
     file.write_text("launch: {routers: 2}")
     assert cli.run(command_line.parser().parse_args(line)) == 0
     assert "it would be launched" in capsys.readouterr().out
+
+
+def test_an_interrupted_command_has_its_code_also_where_the_reader_of_its_output_is_gone() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    script = "import cli.commands as commands\nprint('a line')\ncommands._end_now(commands.INTERRUPTED)"
+    buffered = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT, env=buffered, stdout=writing, stderr=subprocess.PIPE, timeout=60, check=False,
+    )  # fmt: skip
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (130, b"")
