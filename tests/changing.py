@@ -28,7 +28,7 @@ import psutil
 from cluster.serve.detached_cluster import OUTPUT
 from contracts.build_id import PACKAGES, build_of
 from tests.checkpoints import Oracle, compare
-from tests.serving import COMMAND, READY, ROOT, Access, Answer, Serving, complete, environment, until
+from tests.serving import COMMAND, READY, ROOT, Access, Answer, Serving, complete, environment, processes_of, until
 
 STREAMS = 6
 TOKENS = 48
@@ -188,7 +188,7 @@ def detached(
     sections: dict[str, dict[str, Any]],
     prefix: Sequence[str] = (),
     temporary: Path | None = None,
-    ready_within: float = 2 * WAIT_S,
+    ready_within: float = WAIT_S,
     by_file: Mapping[str, Any] | None = None,
 ) -> Iterator[Detached]:
     """`twinpool serve --detach`, ended by `twinpool down`, after which nothing of it is there. `prefix`: a command that
@@ -213,8 +213,10 @@ def detached(
             check=False,
         )
         assert launched.returncode == 0, launched.stdout + launched.stderr
-    except BaseException:
-        _end_all(runtime)
+    except BaseException:  # What a launch that came to nothing has started would run beside all tests after it.
+        for process in processes_of(runtime):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
         raise
     cluster = Detached(launched, runtime)
     try:
@@ -229,14 +231,6 @@ def detached(
         assert not alive, f"left behind by down: {alive}"
         assert not cluster.folder.exists()
         assert not list((runtime / "twinpool").glob("run-*.json"))
-
-
-def _end_all(runtime: Path) -> None:
-    """End a launch that came to nothing: it would run beside all tests after it."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get("XDG_RUNTIME_DIR") == str(runtime):
-                process.kill()
 
 
 # ---------------------------------------------------------------- what is done to it

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,16 @@ def environment(runtime: Path) -> dict[str, str]:
     path = os.pathsep.join([str(ROOT / "tests" / "unimportable"), str(ROOT)])
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("TWINPOOL_", "RAY_"))}
     return kept | {"PYTHONPATH": path, "XDG_RUNTIME_DIR": str(runtime), "XDG_STATE_HOME": str(runtime / "state")}
+
+
+def processes_of(runtime: Path) -> list[psutil.Process]:
+    """The processes that run in `environment(runtime)`: whatever was started there, and theirs."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("XDG_RUNTIME_DIR") == str(runtime):
+                found.append(process)
+    return found
 
 
 OWN_NAMES = (

@@ -6,11 +6,10 @@ import json
 import subprocess
 from pathlib import Path
 
-import psutil
 import pytest
 
 from sim.scale.cost_file import read_costs
-from tests.serving import COMMAND, ROOT, environment
+from tests.serving import COMMAND, ROOT, environment, processes_of
 
 TRACE = ROOT / "bench/traces/conversation_200.jsonl"
 
@@ -34,9 +33,4 @@ def test_a_plan_is_made_by_costs_that_were_measured_here(tmp_path: Path) -> None
     chosen = json.loads((tmp_path / "plan.json").read_text())["chosen"]
     assert chosen["report"]["good"] >= 0.99
     assert f"twinpool serve --prefill {chosen['prefill']} --decode {chosen['decode']}" in done.stdout
-    left = [
-        one
-        for one in psutil.process_iter(["environ"])
-        if (one.info["environ"] or {}).get("XDG_RUNTIME_DIR") == str(tmp_path)
-    ]
-    assert left == [], "the cluster that was measured is gone"
+    assert processes_of(tmp_path) == [], "the cluster that was measured is gone"

@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.serving import COMMAND, READY, ROOT, environment, until
+from tests.serving import COMMAND, READY, ROOT, environment, processes_of, until
 
 ASKED, INTERRUPTED = 0, 130
 """The codes that docs/operating.md names."""
@@ -83,19 +83,7 @@ class Run:
         return self.process.wait(90)
 
     def nothing_is_left(self) -> None:
-        mine = f"XDG_RUNTIME_DIR={self.folder}"
-
-        def left() -> list[str]:
-            found = []
-            for process in psutil.process_iter():
-                try:
-                    if f"{self.folder}" == process.environ().get("XDG_RUNTIME_DIR"):
-                        found.append(" ".join(process.cmdline())[:200])
-                except psutil.Error:
-                    continue
-            return found
-
-        until(lambda: not left(), f"all processes of {mine} to be gone", 60)
+        until(lambda: not processes_of(self.folder), f"all processes of {self.folder} to be gone", 60)
         assert not list(self.folder.glob("twinpool/run-*.json"))
 
 
