@@ -16,14 +16,17 @@ serve: .venv/.installed ## start the demo cluster; ARGS="--model DIR --decode 2"
 # Tests start hundreds of processes: each would compile the program anew where the environment forbids to keep bytecode.
 export PYTHONDONTWRITEBYTECODE =
 
+# A process that crashes ends the run: were it replaced, tests would be left that nobody runs, and the run had no end.
+PYTEST := $(BIN)/python -m pytest -n 3 --no-loadscope-reorder --max-worker-restart 0
+
 test: .venv/.installed-dev ## run the tests that a change needs, three at a time; ARGS="-n0 tests/cluster -k drain" for some, in order
-	@$(BIN)/python -m pytest -m "not soak and not thorough" -n 3 --no-loadscope-reorder --max-worker-restart 0 $(ARGS)
+	@$(PYTEST) -m "not soak and not thorough" $(ARGS)
 
 test-all: .venv/.installed-dev ## run all tests but the soak, as CI does; those that `make test` leaves out are in tests/thorough.txt
-	@$(BIN)/python -m pytest -m "not soak" -n 3 --no-loadscope-reorder --max-worker-restart 0 $(ARGS)
+	@$(PYTEST) -m "not soak" $(ARGS)
 	@.ci/numerics
 
-test-numerics: .venv/.installed-dev ## run the tests of numerics as other processors would: three settings of the libraries
+test-numerics: .venv/.installed-dev ## run the tests of numerics as other processors would: each level below this one that it can show
 	@.ci/numerics $(ARGS)
 
 check: .venv/.installed-dev ## lint, format, types, import layers, unused code

@@ -29,7 +29,7 @@ if hypothesis.settings.get_current_profile_name() == "default":
 WHOLE, KERNELS = "tests/whole/", "tests/kernels/"
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure() -> None:
     """Have this process say who ends it at once: a timer that a test left behind, say. xdist tells only that it's gone.
     Children that are forked from it end as they do."""
     pid, leave, shown = os.getpid(), os._exit, os.dup(2)  # Nothing is captured yet.
