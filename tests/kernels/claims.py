@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -43,11 +43,30 @@ def run_script(script: Path, cache: Path, claims: Collection[str] = ()) -> Said:
     return out
 
 
+def patch_language_once() -> None:
+    """Have the interpreter put its operations into `triton.language` once in this process, and leave them there.
+
+    As it is, it looks through all of that package at each call of a function within a kernel: most of the time of such
+    a script. It takes away what it put there after a launch, but not what it put there for such a call."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    class Sees:
+        """A function as far as the interpreter looks: what it patches is what can be seen from there."""
+
+        __globals__: ClassVar = {"tl": language, "core": language.core}
+
+    interpreter._patch_lang(Sees)
+    kept = interpreter._LangPatchScope()
+    interpreter._patch_lang = lambda function: kept
+
+
 def answer(namespace: Mapping[str, Any]) -> None:
     """What such a script does in the end: try each claim, or those that its arguments name, print the verdicts as
     JSON."""
     torch.set_num_threads(1)
     use_ordered_dot()
+    patch_language_once()
     verdicts: Said = {}
     for name, claim in list(namespace.items()):
         if name.startswith("claim_") and (name in sys.argv or len(sys.argv) == 1):
