@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from tests.rank_workers import RankProcesses
 
 SESSION = SessionId(1)
+_AT_REST, _IDLE_S = 20, 50e-6
+"""Rounds without an event after which each leaves the interpreter to others for so long: else the threads of devices
+have it every 5 ms alone, once for each of a thousand small copies."""
 _AT_ONCE, _LOOK_S = 200, 0.001
 """Rounds after which a pair that comes to rest waits for what its devices do, and how long each time."""
 
@@ -58,6 +62,9 @@ class Answer:
 
 class Pair:
     """Steps both workers in turn until asked-for requests are done; what fails on one is cancelled on both."""
+
+    _idle = 0
+    """Rounds since the last event."""
 
     def __init__(
         self,
@@ -133,10 +140,14 @@ class Pair:
     def step(self, *roles: Role) -> None:
         """One round of each worker, or of those named."""
         workers: dict[Role, Worker] = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
+        self._idle += 1
         for role, worker in workers.items():
             if not roles or role in roles:
                 for _, event in worker.step():
+                    self._idle = 0
                     self._take(event)
+        if self._idle > _AT_REST:
+            time.sleep(_IDLE_S)
 
     def run(self, *requests: RequestId, rounds: int = 20000) -> list[Answer]:
         """Step until all of `requests` are done."""

@@ -48,6 +48,7 @@ class ProcessSocket:
         self._frames: deque[list[bytes]] = deque()
         self._peer: ProcessSocket | None = None
         self._callers: dict[bytes, ProcessSocket] = {}
+        self._monitor: ProcessSocket | None = None
         self.closed = False
 
     def set(self, option: str, value: object) -> None:
@@ -73,6 +74,8 @@ class ProcessSocket:
             self._peer = self._bound.get(endpoint)
             if self._peer is not None:
                 self._peer._callers[self.identity] = self
+        if self._peer is not None and self._monitor is not None:
+            self._monitor._arrive([])
 
     def send(self, data: bytes, flags: int = 0) -> None:
         if self._peer is not None:
@@ -102,8 +105,9 @@ class ProcessSocket:
         return self.recv_multipart()[0]
 
     def get_monitor_socket(self, events: int) -> ProcessSocket:
-        """Where nothing is ever told: connections within a process aren't cut."""
-        return ProcessSocket("DEALER")
+        """Where one thing is told: that there is a connection. Those within a process aren't cut."""
+        self._monitor = ProcessSocket("DEALER")
+        return self._monitor
 
     def disable_monitor(self) -> None: ...
 
@@ -172,9 +176,9 @@ def install() -> bool:
     made = _stand_in("zmq", "zmq.utils", "zmq.utils.z85", "zmq.utils.monitor")
     names: dict[str, object] = {"Socket": ProcessSocket, "Context": ProcessContext, "Poller": ProcessPoller}
     names |= {"ZMQError": ProcessSocketError, "Again": NothingThere, "NOBLOCK": 0, "POLLIN": select.POLLIN}
-    names |= {"EVENT_HANDSHAKE_SUCCEEDED": 1, "EVENT_DISCONNECTED": 2}
+    names |= {"EVENT_HANDSHAKE_SUCCEEDED": _CONNECTED, "EVENT_DISCONNECTED": _CONNECTED + 1}
     vars(made["zmq"]).update(names)
-    vars(made["zmq.utils.monitor"]).update(recv_monitor_message=_nothing_told)
+    vars(made["zmq.utils.monitor"]).update(recv_monitor_message=_told)
     return True
 
 
@@ -193,5 +197,9 @@ def _stand_in(*names: str) -> dict[str, _StandIn]:
     return made
 
 
-def _nothing_told(monitor: ProcessSocket, flags: int = 0) -> dict[str, int]:
-    raise NothingThere
+_CONNECTED = 1
+
+
+def _told(monitor: ProcessSocket, flags: int = 0) -> dict[str, int]:
+    monitor.recv_multipart(flags)
+    return {"event": _CONNECTED}
