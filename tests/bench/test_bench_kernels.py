@@ -98,10 +98,10 @@ def test_only_options_under_which_a_kernel_adds_up_in_the_same_order_are_candida
     """Other stages do; other warps would share out the columns that a row's sum of weights is made of."""
     monkeypatch.setattr(tune_launches, "WARPS", (4, 8))
     monkeypatch.setattr(tune_launches, "STAGES", (2, 3))
-    shape = production_launches.HEADS[2]
+    shape = production_launches.HEADS[1]
     (launch,) = launches("decode_split_kernel", production_launches._attend, shape, 4, 1, 512)
     found = list(tune_launches.candidates(launch, 90))
-    assert found == [{"num_warps": 8, "num_stages": 3}, {"num_warps": 8, "num_stages": 2}]
+    assert found == [{"num_warps": 4, "num_stages": 3}, {"num_warps": 4, "num_stages": 2}]
 
 
 def test_the_fastest_options_are_written_and_read_by_the_launcher(
