@@ -42,7 +42,8 @@ class RankGroup:
 def lead(
     meeting: str, size: int, clock: Clock, engine: EngineConfig, *, deadline_s: float, start_s: float
 ) -> RankGroup:
-    """Be rank 0 of `size`: wait up to `start_s` for the followers, and form the group.
+    """Be rank 0 of `size`: wait up to `start_s` for the followers, and form the group, whose ranks may take as long
+    again to load the model.
 
     `meeting`: the ranks' secret, in hex. `engine`: says on which device this rank computes, and how exactly.
     `deadline_s`: for answers to orders, and for each collective of the group. Raises `PeerDead` when a follower doesn't
@@ -53,7 +54,7 @@ def lead(
         line.meet(start_s)
         store = _meeting_place()
         line.send(FormGroup(store, *process.mine()))
-        return RankGroup(line, _group(store, 0, size, engine, deadline_s))
+        return RankGroup(line, _group(store, 0, size, engine, deadline_s, start_s))
     except BaseException:
         line.close()
         raise
@@ -104,20 +105,23 @@ def follow(
             raise PeerDead(f"the leader of this worker (pid {form.pid}) died") from None
         if leader is None:
             raise PeerDead("the leader of this worker is on another host: all ranks of a worker must be on one")
-        return FollowerRank(line, _group(form.store, rank, size, engine, deadline_s), leader)
+        return FollowerRank(line, _group(form.store, rank, size, engine, deadline_s, start_s), leader)
     except BaseException:
         line.close()
         raise
 
 
-def _group(store: str, rank: int, size: int, engine: EngineConfig, deadline_s: float) -> TorchDistributedGroup:
+def _group(
+    store: str, rank: int, size: int, engine: EngineConfig, deadline_s: float, start_s: float
+) -> TorchDistributedGroup:
     device = chosen_device(engine.device, gpu_view())
     if device.type == "cuda":
         torch.cuda.set_device(device)
     # On loopback only, because gloo doesn't authenticate; all ranks of a worker are on one host.
     ranks = TorchDistributedGroup(
-        FileStore(store, size), rank, size, device=device, deadline_s=deadline_s, exact=engine.numerics == "invariant"
-    )
+        FileStore(store, size), rank, size, device=device, deadline_s=deadline_s, start_s=start_s,
+        exact=engine.numerics == "invariant",
+    )  # fmt: skip
     # After this collective all ranks are connected, and none reads the leader's file again.
     ranks.gather(torch.zeros(1, device=device))
     return ranks

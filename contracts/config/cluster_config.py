@@ -96,7 +96,8 @@ class ClusterConfig:
     host_pools: float = 4.0
     """No worker's part of the budget is larger than so many times its device pools."""
     rank_timeout_s: float = 30.0
-    """A worker is ended when one of its ranks was silent for so many seconds in mid-step."""
+    """A worker is ended when one of its ranks was silent for so many seconds in mid-step. While they load the model,
+    `start_timeout_s` counts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -219,5 +219,5 @@ def numerics_for(weights: Weights, config: EngineConfig, device: torch.device) -
 def agreed(numerics: Numerics, ranks: TensorParallelGroup, device: torch.device) -> Numerics:
     """The numerics that suit every rank's products, so that all ranks pad alike. A collective: every rank calls it."""
     mine = torch.tensor([numerics.tiled, numerics.quantum], device=device)
-    tiled, quantum = max(found.tolist() for found in ranks.gather(mine))
+    tiled, quantum = max(found.tolist() for found in ranks.gather(mine, loading=True))
     return Numerics(quantum, bool(tiled), numerics.invariant)

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import AllgatherOptions, Store
 
 from contracts.errors import PeerDead
 
@@ -39,8 +39,9 @@ class TensorParallelGroup(Protocol):
     def sum(self, x: Tensor) -> Tensor:
         """Sum every rank's `x`: added in the order of the ranks, in float32, rounded once to the dtype of `x`."""
 
-    def gather(self, x: Tensor) -> list[Tensor]:
-        """Return every rank's `x`, in the order of the ranks."""
+    def gather(self, x: Tensor, *, loading: bool = False) -> list[Tensor]:
+        """Return every rank's `x`, in the order of the ranks. `loading`: ranks come to it when they have loaded the
+        model, each at the speed of its own disk and processor."""
 
     def first(self, x: Tensor) -> Tensor:
         """Return rank 0's `x` on every rank; the others pass a tensor of its shape and dtype."""
@@ -55,7 +56,7 @@ class _SingleRank:
     def sum(self, x: Tensor) -> Tensor:
         return x
 
-    def gather(self, x: Tensor) -> list[Tensor]:
+    def gather(self, x: Tensor, *, loading: bool = False) -> list[Tensor]:
         return [x]
 
     def first(self, x: Tensor) -> Tensor:
@@ -71,7 +72,7 @@ class TorchDistributedGroup:
     `store`: where the ranks find each other; it serves this group alone. `host`: the address of this rank's network
     interface, for gloo. `exact`: sums are in the order of the ranks; else in any, where that is faster. The constructor
     waits up to `deadline_s` seconds for all ranks and raises `PeerDead` when they don't come. All methods raise
-    `PeerDead` when a rank is gone, or silent for longer than the deadline.
+    `PeerDead` when a rank is gone, or silent for longer than the deadline; while ranks load, for longer than `start_s`.
     """
 
     def __init__(
@@ -83,12 +84,14 @@ class TorchDistributedGroup:
         device: torch.device = torch.device("cpu"),  # noqa: B008 (a constant)
         host: str = "127.0.0.1",
         deadline_s: float = 30.0,
+        start_s: float | None = None,
         exact: bool = True,
     ) -> None:
         assert 0 <= rank < size
         self.rank, self.size = rank, size
         self._device, self._exact = device, exact
         self._deadline = timedelta(seconds=deadline_s)
+        self._start = timedelta(seconds=max(deadline_s, start_s or 0.0))
         store.set_timeout(self._deadline)
         try:
             self._group: Any = _group(store, rank, size, device, host, self._deadline)
@@ -111,14 +114,16 @@ class TorchDistributedGroup:
             total = total + part
         return total.to(x.dtype)
 
-    def gather(self, x: Tensor) -> list[Tensor]:
-        return list(self._gathered(x))
+    def gather(self, x: Tensor, *, loading: bool = False) -> list[Tensor]:
+        return list(self._gathered(x, self._start if loading else self._deadline))
 
-    def _gathered(self, x: Tensor) -> Tensor:
+    def _gathered(self, x: Tensor, deadline: timedelta | None = None) -> Tensor:
         """Every rank's `x`, one after the other: [ranks, *shape]."""
         raw = x.contiguous().reshape(-1).view(torch.uint8)
         parts = raw.new_empty(self.size * len(raw))
-        self._run(lambda group: group._allgather_base(parts, raw))
+        options = AllgatherOptions()
+        options.timeout = deadline or self._deadline
+        self._run(lambda group: group._allgather_base(parts, raw, options), options.timeout)
         return parts.view(x.dtype).view(self.size, *x.shape)
 
     def first(self, x: Tensor) -> Tensor:
@@ -126,7 +131,7 @@ class TorchDistributedGroup:
         self._run(lambda group: group.broadcast([raw]))
         return raw
 
-    def _run(self, collective: Any) -> None:
+    def _run(self, collective: Any, deadline: timedelta | None = None) -> None:
         if self._group is None:
             raise PeerDead("this rank has left the group")
         try:
@@ -134,7 +139,7 @@ class TorchDistributedGroup:
             if self._device.type == "cuda":
                 work.wait()  # What this stream does from here on comes after it. With a deadline the host would wait.
             else:
-                work.wait(self._deadline)
+                work.wait(deadline or self._deadline)
         except RuntimeError as error:
             raise PeerDead(f"a rank of this worker is gone: {_first_line(error)}") from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from contracts.errors import PeerDead
 from engine.runner.load_model import agreed
 from engine.tensors.row_exact_linear import Numerics
 from engine.tensors.tensor_parallel import ALONE, TorchDistributedGroup
 from tests.engine.rank_process import part
 from tests.rank_lines import Process
 
+DEADLINE_S = 0.2
 SCRIPT = Path(__file__).parents[2] / "tests" / "engine" / "rank_process.py"
 
 
@@ -75,6 +78,26 @@ def test_c3_sums_are_in_the_order_of_the_ranks_for_any_rows_and_a_dead_rank_ends
             rank.end()
 
 
+def test_a_rank_that_loads_for_longer_than_an_answer_may_take_is_waited_for() -> None:
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+
+    def met(number: int) -> TorchDistributedGroup:
+        return TorchDistributedGroup(store, number, 2, deadline_s=DEADLINE_S, start_s=60.0)
+
+    with ThreadPoolExecutor(2) as threads:
+        early, late = threads.map(met, (0, 1))
+        loaded = threads.submit(early.gather, torch.tensor([0]), loading=True)
+        with pytest.raises(TimeoutError):
+            loaded.result(3 * DEADLINE_S)  # Any other collective would have given up.
+        assert [found.tolist() for found in late.gather(torch.tensor([1]), loading=True)] == [[0], [1]]
+        assert [found.tolist() for found in loaded.result(60)] == [[0], [1]]
+        gone = threads.submit(early.gather, torch.tensor([0]))
+        with pytest.raises(PeerDead, match="a rank of this worker is gone"):
+            gone.result(60)
+    for group in (early, late):
+        group.close()
+
+
 def test_nccl_is_told_to_meet_on_loopback_alone_before_it_begins_whatever_the_environment_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -111,7 +134,8 @@ class Said:
     def __init__(self, other: list[int]) -> None:
         self._other = other
 
-    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def gather(self, x: torch.Tensor, *, loading: bool = False) -> list[torch.Tensor]:
+        assert loading, "each has loaded at its own speed"
         return [x, torch.tensor(self._other)]
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
