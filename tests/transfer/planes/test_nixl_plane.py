@@ -18,8 +18,9 @@ from contracts.ids import RoomId
 from tests.poolsets import entry, pool_sets
 from tests.ranks import headed_sets
 from tests.rooms import ends, image, placed
+from transfer.net.curve_keys import dial
 from transfer.planes.data_plane import SLOT_BYTES, PageNumbers, PageWrite, RoomTarget, SlotWrite, WriteLink
-from transfer.planes.nixl import nixl_agent, nixl_link
+from transfer.planes.nixl import nixl_agent, nixl_link, nixl_plane
 from transfer.planes.nixl.nixl_plane import NixlPlane
 from transfer.planes.page_runs import page_runs
 from transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
@@ -121,6 +122,24 @@ def test_a_descriptor_that_is_none_is_refused(wrong: dict[str, Any]) -> None:
         (part,) = reader.describe("a:1")["ranks"]
         with pytest.raises(LayoutMismatch):
             writer.connect({"ranks": [{**part, **wrong}]})
+
+
+def test_a_reader_whose_agent_cannot_be_reached_leaves_no_socket_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tried again and again, and a context has so many sockets."""
+    dialled: list[Any] = []
+
+    def dialling(*to: Any) -> Any:
+        dialled.append(dial(*to))
+        return dialled[-1]
+
+    monkeypatch.setattr(nixl_plane, "dial", dialling)
+    with planes() as (writer, reader, _):
+        (part,) = reader.describe("a:1")["ranks"]
+        with pytest.raises(LayoutMismatch):
+            writer.connect({"ranks": [{**part, "agent": b"no metadata"}]})
+    ((socket, watch),) = dialled
+    assert watch._monitor.closed
+    assert socket.closed
 
 
 def test_a_failed_write_ends_the_writers_access_before_its_pages_are_used_again() -> None:

@@ -210,6 +210,44 @@ def test_a5_revoke_waits_for_the_slice_that_is_being_stored(monkeypatch: pytest.
         revoke_waits_for(go, plane, ROOM)
 
 
+class HeldUp:
+    """A lock that one thread gets only when it may `go`."""
+
+    def __init__(self, lock: threading.Lock, thread: threading.Thread) -> None:
+        self._lock, self._thread = lock, thread
+        self.waits, self.go = threading.Event(), threading.Event()
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is self._thread:
+            self.waits.set()
+            assert self.go.wait(20)
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+@pytest.mark.parametrize("spec", [SPEC, WIDE], ids=["packed", "rows"])
+def test_a5_nothing_lands_of_a_room_revoked_while_its_slice_waited_for_the_lock(spec: PoolSetSpec) -> None:
+    """Its thread looks for that under the lock: what it saw before may have changed while it waited."""
+    size = spec.unit_bytes("full")
+    with reader(spec) as (plane, pools), writing(plane) as writer:
+        listener = plane._listener
+        assert listener is not None
+        until(lambda: listener._connections, "the connection")
+        (connection,) = listener._connections
+        held = HeldUp(connection.landing, connection._thread)
+        connection.landing = held  # type: ignore[assignment]
+        writer.begin(msgpack.packb((ROOM, TICKET, [("full", 2, 1)], *ALONE)), size)
+        writer.socket.sendall(b"\1" * size)
+        assert held.waits.wait(20)
+        before = image(pools)
+        plane.revoke(ROOM)
+        held.go.set()
+        until(lambda: (plane.poll(), plane.dropped)[1] == 1, "the write to be dropped")
+        assert image(pools) == before
+
+
 def test_who_does_not_know_the_secret_gets_no_connection() -> None:
     with reader() as (plane, pools), writing(plane) as writer:
         stranger = RawWriter(plane, secret=bytes(32))

@@ -200,6 +200,16 @@ def test_without_a_descriptor_for_it_a_peer_is_refused_and_nobody_ends(monkeypat
         both.until(lambda: not both.receiver.rooms, "the end")
 
 
+def test_a_closed_watch_of_a_peer_that_lives_wakes_nobody(child: subprocess.Popen[bytes]) -> None:
+    """A poller that keeps its closed descriptor is woken again and again, or by what gets the number next."""
+    waiter = Waiter()
+    watch = ZmqControlTransport("127.0.0.1", waiter, None).watch([mark(child)])
+    assert watch is not None
+    watch.close()
+    assert not waiter._poller.poll(0)
+    waiter.close()
+
+
 # ------------------------------------------------------------ incarnations
 
 

@@ -1,5 +1,6 @@
 import contextlib
 import zlib
+from dataclasses import replace
 
 import msgpack
 import pytest
@@ -133,6 +134,17 @@ def test_a2_a_strangers_or_damaged_slot_is_refused_and_what_was_read_is_a_copy()
 def test_metadata_that_is_too_large_is_an_error_where_it_is_made() -> None:
     with pytest.raises(ValueError, match="doesn't fit"):
         pack(metadata(SLOT_BYTES // 8))
+
+
+def test_metadata_may_fill_a_slot_to_its_last_byte_and_no_byte_more() -> None:
+    """What is measured is all that is written: of the longest metadata, and of one that is longer by a byte."""
+    some = replace(metadata(0), room=RoomId("r" * 1000))
+    most = replace(metadata(0), room=RoomId("r" * (1000 + SLOT_BYTES - len(pack(some)))))
+    slots = torch.zeros(1, SLOT_BYTES, dtype=torch.uint8)
+    slots[0] = torch.frombuffer(bytearray(pack(most)), dtype=torch.uint8)
+    assert copy_out(slots, 0, most.room, 4) == most
+    with pytest.raises(ValueError, match="doesn't fit"):
+        pack(replace(most, room=RoomId(most.room + "r")))
 
 
 def test_d6_slots_of_builds_with_a_draft_models_state_are_read_and_those_builds_read_ours() -> None:
