@@ -22,7 +22,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions, Store
+from torch._C._distributed_c10d import AllgatherOptions
+from torch.distributed.distributed_c10d import Store
 
 from contracts.errors import PeerDead
 
