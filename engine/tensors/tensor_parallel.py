@@ -22,8 +22,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import AllgatherOptions, Store  # type: ignore[attr-defined]
 
 from contracts.errors import PeerDead
 
