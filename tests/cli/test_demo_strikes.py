@@ -88,3 +88,14 @@ def test_drains_and_changes_of_pools_prefer_those_that_run_something(stub: Route
         scene.strikes.strike()
     orders = [path for method, path in stub.calls if method == "POST"]
     assert orders[:2] == ["/cluster/restart/decode-1", "/cluster/role/decode-1?role=prefill"]
+
+
+def test_who_has_left_is_not_waited_for_and_who_is_to_come_back_is(stub: RouterStub) -> None:
+    """A worker that left in order, when its pool became smaller, stays in the table."""
+    stub.tables = [[*table(2, 2), row("decode-2", "left", node=HERE, pid=102)]]
+    scene = Scene(stub)
+    assert scene.strikes.strike().endswith("was killed (SIGKILL) while it ran 2 requests")
+    for state in ("starting", "draining", "dead"):
+        stub.tables = [[*table(2, 2), row("decode-2", state, node=HERE, pid=102)]]
+        assert scene.strikes.strike() == "", state
+    assert len(scene.killed) == scene.strikes.done == 1

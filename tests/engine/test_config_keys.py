@@ -182,6 +182,7 @@ def test_keys_that_only_other_programs_know_are_named_in_one_warning(
         ("llama", {"sliding_window": 128}, "sliding_window 128"),
         ("llama", {"attention_chunk_size": 64}, "attention_chunk_size 64"),
         ("llama", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention layers"),
+        ("llama", {"kv_sharing_modes": [None, "reuse"]}, "kv_sharing_modes"),
         ("falcon_h1", {"sliding_window": 128}, "sliding_window 128"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads"),
         ("glm5", {"num_key_value_heads": 2}, "num_key_value_heads"),

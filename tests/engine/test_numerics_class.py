@@ -20,7 +20,7 @@ from engine.native import compile_kernels as build
 from engine.native import compile_kernels as native
 from engine.runner.computing_code import COMPUTES, ENGINE, code_digest, digest_of
 from engine.runner.kernel_choice import class_of, hold_to_class
-from engine.runner.numerics_class import digest
+from engine.runner.numerics_class import digest, numerics_class
 from tests.engine.native import BUILDS, kernels_or_skip
 
 CPU = torch.device("cpu")
@@ -145,6 +145,33 @@ def test_levels_are_those_of_the_abi() -> None:
     assert processor.onednn_isa({}, four) == "avx512_core"
     assert processor.onednn_isa({"ONEDNN_MAX_CPU_ISA": "AVX2"}, four) == "avx2"
     assert processor.onednn_isa({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, three) == "avx2", "a limit adds nothing"
+
+
+def test_the_class_of_a_gpu_is_another_with_each_thing_its_bits_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, named = torch.device("cuda", 0), set[str]()
+
+    def add(dtype: torch.dtype = torch.bfloat16) -> None:
+        named.add(numerics_class(None, "auto", dtype, gpu))
+
+    said: dict[str, Any] = {"get_device_name": "NVIDIA H200", "get_device_capability": (9, 0)}
+    for name, answer in said.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    add()
+    add()
+    assert len(named) == 1
+    add(torch.float16)
+    changes: list[tuple[object, str, object]] = [
+        (torch, "__version__", "0.0.1"),
+        (torch.version, "cuda", "13.0"),
+        (torch.cuda, "get_device_capability", lambda device: (10, 0)),
+        (torch.cuda, "get_device_name", lambda device: "NVIDIA B200"),
+    ]
+    for count, (module, name, value) in enumerate(changes, start=3):
+        with monkeypatch.context() as changed:
+            changed.setattr(module, name, value)
+            add()
+        assert len(named) == count, name
 
 
 def test_the_class_of_a_gpu_names_the_compiler_and_the_tiles_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,8 @@ LENGTHS = (45, 1, 30)
 MIXED: list[Run] = [(0, 38, 7), (1, 0, 1), (2, 28, 2)]
 DECODED: list[Run] = [(0, 44, 1), (1, 0, 1), (2, 29, 1)]
 LATE: list[Run] = [(0, 37, 8)]
+ACROSS: list[Run] = [(1, 0, 1), (0, 32, 13)]
+"""The second sequence begins off a multiple of a tile's queries, and has several tiles."""
 
 
 class Case:
@@ -160,6 +162,13 @@ def claim_results_are_bitwise_the_same_however_little_scratch_there_is() -> None
             assert torch.equal(Case().attend(rows, short), attended)
             assert torch.equal(Case().sparse(rows, 20, short), sparse)
             assert chosen(Case().select(rows, 20, short)[1], rows) == selected
+
+
+def claim_a_sequence_that_goes_on_through_many_waves_is_whole_wherever_it_begins() -> None:
+    """In waves of four queries, as many as a tile has here: each has the end of one tile, and of the next one most."""
+    whole = Case().attend(ACROSS)
+    short = TritonLatent(interpreted=True, tile_rows=16, block_tokens=16, split_tokens=32, scratch_bytes=3400)
+    assert torch.equal(Case().attend(ACROSS, short), whole)
 
 
 def claim_the_same_positions_are_selected_as_by_the_twin() -> None:

@@ -5,8 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
+
+from cache.device import device_choice
+from cache.device.device_choice import GpuView
 from cluster.worker_process.processor_use import GpuMeter, ProcessorUse, processor_use
 from tests.cluster.dashboard.made_workers import worker
 
@@ -63,6 +69,18 @@ def test_a_gpus_utilization_is_nvmls() -> None:
     meter = opened(Nvml(percent=75))
     assert meter is not None
     assert meter.utilization() == 0.75
+
+
+def test_a_worker_tells_of_the_use_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def properties(device: torch.device | int) -> SimpleNamespace:
+        return SimpleNamespace(uuid=device if isinstance(device, int) else device.index)
+
+    meters = {"GPU-0": opened(Nvml(percent=25)), "GPU-1": opened(Nvml(percent=75))}
+    monkeypatch.setattr(GpuMeter, "open", meters.get)
+    monkeypatch.setattr(device_choice, "gpu_view", lambda: GpuView(2, "", True))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    for name, used in (("cuda", 0.25), ("cuda:0", 0.25), ("cuda:1", 0.75)):
+        assert processor_use(name).on(worker("decode-0").status).counters["gpu_utilization"] == used, name
 
 
 def test_where_nvml_is_missing_or_knows_nothing_nothing_is_told() -> None:

@@ -52,6 +52,16 @@ def _alike(one: list[int], other: list[int]) -> int:
     return alike * TOKENS
 
 
+@pytest.mark.parametrize("pause", [2 * RECENT_S, 300.0])
+def test_nothing_counts_as_there_after_a_pause_of_twice_the_time(pause: float) -> None:
+    recent, keys, ends = RecentPrefixes(SLOTS), np.arange(4, dtype=np.uint64), np.arange(1, 5, dtype=np.int32)
+    recent.sent(1, keys, 100.0)
+    recent.sent(2, keys, 100.0 + RECENT_S)
+    assert np.flatnonzero(recent.find(keys, ends, 100.0 + RECENT_S)).tolist() == [1, 2]
+    assert not recent.find(keys, ends, 100.0 + RECENT_S + pause).any()
+    assert len(recent) == 0
+
+
 def test_there_is_a_bound_and_the_latest_is_kept() -> None:
     recent = RecentPrefixes(SLOTS, blocks=64)
     for number in range(500):

@@ -254,6 +254,15 @@ def test_a_tenants_few_refusals_stay_through_the_flood_of_another() -> None:
     assert max(len(one.failure.message) for one in kept._kept.values()) == MESSAGE_CHARS
 
 
+def test_tenants_whose_refusals_are_all_forgotten_have_no_share_of_the_room() -> None:
+    kept = KeptRefusals(10)
+    came = ["gone", "other-gone", *["one"] * 20, *["two"] * 20]
+    for number, tenant in enumerate(came):
+        kept.put(refusal(number, tenant))
+    left = [came[number] for number in range(len(came)) if [*kept.find(f"c{number}")]]
+    assert Counter(left) == {"one": 5, "two": 5}
+
+
 def test_a_refusal_without_a_record_is_refused_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("a bug of ours")
