@@ -39,6 +39,17 @@ def test_every_kind_of_state_is_handed_over_in_place_and_found_again(name: str) 
         assert [sum(p.cached_tokens for p in a.progress.values()) for a in answers] == [0, 48]
 
 
+def test_tokens_of_earlier_attempts_count_where_the_first_of_this_one_is_the_last_of_all() -> None:
+    spec, prompt = pool_sets(PAGE)["full"], list(range(1, 20))
+    whole = recite(spec, prompt, 5)
+    with hash_colocated("full", 200) as both:
+        for known in (4, 3):
+            (answer,) = both.run(both.submit(prompt, greedy(5), emitted=whole[:known]))
+            assert whole[:known] + answer.list == whole
+            assert answer.done is not None
+            assert answer.done.reason == "length"
+
+
 def test_c11_the_tree_gets_window_pages_only_where_others_take_their_place() -> None:
     prompt = list(range(1, 50))
     for short in (False, True):

@@ -41,3 +41,17 @@ def test_a_request_alone_waits_where_somebody_elses_pages_or_copies_are_still_to
     (only,) = stepped(parts, "a")
     monkeypatch.setattr(KVCacheManager, "busy", property(lambda self: True))
     assert parts.scheduler.pressure.choose_victims([only], [only]) == [], "a copy is under way"
+
+
+def test_cached_pages_of_a_prompt_that_nobody_holds_are_room_and_not_beside_that_the_requests_own() -> None:
+    """Of 31 pages the first is expected to come to 14: 17 are left for the other, the 6 of its prompt among them."""
+    for most, expected in (44, 17), (48, 18):
+        parts = DecodeParts(32)
+        parts.leave(*parts.run("ab", prompt=24, most=4))
+        (first,) = parts.run("c", prompt=6, most=50)
+        other = parts.ask("ba", prompt=24, most=most)
+        supply, pressure = parts.manager.supply, parts.scheduler.pressure
+        assert (supply.cached_pages(other.prefix), supply.kept_pages(other.prefix)) == (6, 0)
+        assert [pressure._expected_pages(request) for request in (first, other)] == [14, expected]
+        assert list(parts.scheduler.admit()) == []
+        assert (other.allocation is not None) == (expected == 17)

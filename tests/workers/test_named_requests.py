@@ -125,6 +125,27 @@ def test_d5_it_goes_on_for_nobody_and_another_router_has_the_rest(
         forget(c)
 
 
+@pytest.mark.parametrize("ending", ["done", "cancelled"])
+def test_d5_a_prompt_that_is_being_computed_goes_with_its_request(
+    model: Path, calm: dict[str, Any], ending: str
+) -> None:
+    """Its first token is for whoever has the request then, who can cancel it, too."""
+    with company(model, clock=ManualClock(100.0), colocated=1, prefill={"chunk_tokens": 8}) as c:
+        c.submit(PROMPT, GREEDY, name=NAME)
+        turn(c)
+        drop(c)
+        answers, said = attach(c)
+        (found,) = finds(answers)
+        assert (found.running, found.started, found.tokens) == (True, False, ()), "it is in the middle of its prompt"
+        if ending == "done":
+            assert rest_of(c, said, len(PROMPT)) == calm["tokens"]
+            assert {session for session, _ in said} == {OTHER}
+        else:
+            give_up(c, OTHER)
+            assert [worker.check().violations for worker in c.workers.values()] == [()]
+        forget(c)
+
+
 def test_one_without_a_name_is_cancelled(scene: Company) -> None:
     rid = scene.submit(PROMPT, GREEDY)
     scene.until(generated(scene, rid, 3), "its middle")
@@ -161,6 +182,22 @@ def test_b2_it_goes_on_for_nobody_no_longer_than_its_own_deadline(scene: Company
     turn(scene, 3)
     assert finds(attach(scene)[0]) == []
     assert not any(w.status().running or w.check().kept_answers for w in scene.workers.values())
+    forget(scene)
+
+
+def test_with_a_client_that_comes_back_it_has_its_own_deadline_again(scene: Company) -> None:
+    """How long it may run for nobody doesn't matter any more."""
+    clock, kept = scene.clock, scene.config.decode.kept_answer_s
+    assert isinstance(clock, ManualClock)
+    rid = scene.submit(PROMPT, replace(GREEDY, max_tokens=2000), name=NAME)
+    scene.until(generated(scene, rid, 3), "its middle")
+    drop(scene)
+    assert len(finds(attach(scene)[0])) == 1
+    clock.advance(kept + 0.1)
+    assert not [event for _, event in turn(scene, 3) if isinstance(event, Done)]
+    clock.advance(scene.config.router.request_timeout_s - kept)
+    ends = [(session, event.error) for session, event in turn(scene, 3) if isinstance(event, Done)]
+    assert ends == [(OTHER, ErrorKind.DEADLINE)]
     forget(scene)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
+
 from cache.prefix_cache.nodes.tree_node import Tier
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, Role
@@ -69,6 +71,29 @@ def test_prefill_starts_over_when_pages_of_a_request_were_given_away(model: Path
         for prompt, answer in zip((first, second), answers, strict=True):
             assert compare(oracle, prompt, answer.list).equal
         assert both.prefill.status().counters["stale_pages"] >= 1
+
+
+@pytest.mark.parametrize("way", ["given away", "preempted"])
+def test_a_prompt_that_starts_over_in_its_middle_reports_the_score_of_each_token_once(model: Path, way: str) -> None:
+    (prompt,) = prompts(45, 100)
+    scored = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=1)
+    with pair(model, prefill={"chunk_tokens": 64}) as both:
+        (calm,) = both.run(both.submit(prompt, scored))
+        assert calm.scores is not None
+        assert len(calm.scores) == len(prompt) - 1
+        again = both.submit(prompt, scored)
+        while not any(r.committed for r in both.prefill._request_table):
+            both.step(Role.PREFILL)
+        (request,) = list(both.prefill._request_table)
+        assert 0 < request.committed < len(prompt)
+        if way == "given away":
+            own = request.held.tables["full"].pages[:1]
+            both.prefill._manager.pools.allocators["full"].epochs.bump(own)
+        else:
+            assert both.prefill._scheduler.preempt_youngest()
+        (answer,) = both.run(again)
+        assert request.starts == 1
+        assert (answer.scores, answer.list) == (calm.scores, calm.list)
 
 
 def test_prefill_gives_up_what_is_stale_again_and_again(model: Path) -> None:

@@ -298,6 +298,23 @@ def test_a_write_that_waits_is_pinned_and_is_not_posted_once_its_room_is_over() 
     assert (len(bench.link.posted), len(bench.queue), bench.pinned()) == (1, 0, set())
 
 
+def test_bytes_of_a_write_that_was_never_launched_are_never_taken_off_those_under_way() -> None:
+    """No more is under way afterwards than the limit allows."""
+    bench = Bench(most_bytes=2 * PAGES)
+    for room in (B, B, A, A):
+        bench.write(room)
+    bench.queue.withdraw(A)
+    assert (bench.queue.in_flight_bytes, bench.queue.waiting) == (2 * PAGES, 0)
+    bench.write(B)
+    assert (len(bench.link.posted), bench.queue.waiting) == (2, 1), "it has its turn once one of the two has ended"
+    ends(bench.link.posted[0])
+    bench.queue.flush()
+    assert (len(bench.link.posted), bench.queue.in_flight_bytes) == (3, 2 * PAGES)
+    bench.write(A)
+    bench.queue.settle()
+    assert (bench.queue.in_flight_bytes, len(bench.queue), bench.pinned()) == (0, 0, set())
+
+
 def test_a_link_that_ends_posts_nothing_more_and_tells_of_nothing_that_was_not_posted() -> None:
     bench = Bench(most_bytes=1)
     said = bench.write(A)
