@@ -139,7 +139,7 @@ def _schema(value: object, field: str, form: dict[str, Any] = JSON_FORM) -> str:
     if names_engine(schema):
         raise RequestError(f"{field}: {_ENGINES_OWN} is no keyword of JSON schema", param=_top(field))
     overrides: Any = form
-    return bounded(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides), field)
+    return bounded(LLMatcher.grammar_from_json_schema(json.dumps(closed(schema)), overrides=overrides), field)
 
 
 def _json_object(value: object, field: str, form: dict[str, Any] = JSON_FORM) -> str:
@@ -216,6 +216,55 @@ def names_engine(schema: object) -> bool:
         elif isinstance(node, list):
             left += node
     return False
+
+
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema in which an object that names its properties has no others, unless the schema speaks of others.
+
+    What follows it follows `schema`, too. A small model that may write more properties writes them until its answer's
+    length is used up. Returns `schema` where it lays several schemas on one object, as one's property may be a stranger
+    to another.
+    """
+    found: list[dict[str, Any]] = []
+    copy = json.loads(json.dumps(schema))
+    left = [copy]
+    while left:
+        node = left.pop()
+        if not isinstance(node, dict):
+            continue
+        if node.keys() & _LAID_ON_ONE or ("properties" in node and node.keys() & _IN_PLACE):
+            return schema
+        found.append(node)
+        for key, value in node.items():
+            if key in _OF_ONE:
+                left.append(value)
+            elif key in _OF_MANY and isinstance(value, list):
+                left += value
+            elif key in _OF_NAMES and isinstance(value, dict):
+                left += value.values()
+    for node in found:
+        if _names_all_that_it_needs(node):
+            node["additionalProperties"] = False
+    return copy
+
+
+def _names_all_that_it_needs(node: dict[str, Any]) -> bool:
+    named, required = node.get("properties"), node.get("required", [])
+    if not isinstance(named, dict) or not named or not isinstance(required, list):
+        return False
+    return not node.keys() & _SPEAKS_OF_OTHERS and all(str(name) in named for name in required)
+
+
+_OF_ONE = ("items", "additionalProperties")
+_OF_MANY = ("anyOf", "prefixItems")
+_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
+_LAID_ON_ONE = frozenset(
+    {"allOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "dependencies", "unevaluatedProperties"}
+)
+_IN_PLACE = frozenset({"anyOf", "$ref", "$dynamicRef"})
+_SPEAKS_OF_OTHERS = frozenset(
+    {"additionalProperties", "patternProperties", "propertyNames", "minProperties", "enum", "const"}
+)
 
 
 def _top(field: str) -> str:

@@ -69,8 +69,8 @@ CASES: list[tuple[str, dict[str, Any], str, list[str], list[str]]] = [
         [CALL, OTHER],
         [f"{CALL}\n{OTHER}", f"hm {CALL}"],
     ),
-    (HERMES, {"tools": tools(False), "tool_choice": NAMED}, "", [CALL], [OTHER, BAD]),
-    (HERMES, {"tools": tools(False), "tool_choice": ONE_OF_F}, "", [CALL], ["hi", OTHER, BAD]),
+    (HERMES, {"tools": tools(False), "tool_choice": NAMED}, "", [CALL], [OTHER, BAD, f"{CALL}\n{CALL}"]),
+    (HERMES, {"tools": tools(False), "tool_choice": ONE_OF_F}, "", [CALL, f"{CALL}\n{CALL}"], ["hi", OTHER, BAD]),
     (
         HERMES,
         {"tools": tools(False), "tool_choice": ONLY_F},

@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from contracts.errors import RequestError
 from router.openai.grammar_check import check_grammar
 from router.openai.request_fields import STRUCTURED_OUTPUT
-from router.openai.structured_output import CHOICES_AT_MOST, may_need_grammar, read_grammar
+from router.openai.structured_output import CHOICES_AT_MOST, closed, may_need_grammar, read_grammar
 
 POINT = {
     "type": "object",
@@ -71,6 +71,22 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"ebnf": GBNF}, ABC, NO_ABC),
     ({"ebnf": LARK}, ABC, NO_ABC),
 ]
+OPEN = {
+    "type": "object",
+    "properties": {
+        "inner": {"anyOf": [{"$ref": "#/$defs/inner"}, {"type": "null"}]},
+        "told": {"type": "object", "properties": {"a": {}}, "additionalProperties": True},
+    },
+    "required": ["inner"],
+    "$defs": {"inner": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}},
+}
+CASES.append(
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "o", "schema": OPEN}}},
+        ['{"inner": {"n": 1}}', '{"inner": null, "told": {"a": 1, "b": 2}}', '{"inner": {"n": 1}, "told": {"b": 2}}'],
+        ['{"inner": {"n": 1, "m": 2}}', '{"inner": null, "other": 1}', '{"inner": {}}'],
+    )
+)
 NOTHING: list[dict[str, Any]] = [
     {"response_format": {"type": "text"}},
     {"response_format": None},
@@ -223,3 +239,45 @@ def test_a_body_that_names_a_field_is_recognised_before_it_is_read(field: str) -
 
 def test_a_plain_body_is_not_taken_for_one() -> None:
     assert not may_need_grammar(json.dumps({"prompt": "follow the regex of « é » \n 中"}).encode())
+
+
+NAMES_A = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [NAMES_A, {"properties": {"b": {}}, "required": ["b"]}]},
+        {"oneOf": [{**NAMES_A, "required": ["a"]}, {"properties": {"b": {}}}]},
+        {**NAMES_A, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        {**NAMES_A, "$ref": "#/$defs/b", "$defs": {"b": {"properties": {"b": {}}, "required": ["b"]}}},
+        {**NAMES_A, "if": {"required": ["a"]}, "then": {"required": ["b"]}},
+        {"not": NAMES_A},
+        {**NAMES_A, "unevaluatedProperties": {"type": "integer"}},
+        {"type": "array", "items": {**NAMES_A, "required": ["a", "b"]}},
+        {**NAMES_A, "minProperties": 2},
+        {**NAMES_A, "patternProperties": {"^x": {}}},
+        {**NAMES_A, "additionalProperties": {"type": "integer"}},
+        {"type": "object"},
+        {**NAMES_A, "const": {"a": 1, "b": 2}},
+        {**NAMES_A, "required": "a"},
+    ],
+)
+def test_objects_that_may_need_a_property_they_dont_name_stay_open(schema: dict[str, Any]) -> None:
+    before = json.dumps(schema)
+    assert json.dumps(closed(schema)) == before
+
+
+def test_objects_are_closed_wherever_a_schema_may_have_them_and_the_clients_own_is_not_changed() -> None:
+    shut = {**NAMES_A, "additionalProperties": False}
+
+    def places(inner: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "$defs": {"one": inner}, "definitions": {"two": inner}, "items": {"anyOf": [inner, {"type": "null"}]},
+            "prefixItems": [inner], "additionalProperties": inner, "patternProperties": {"^x": inner},
+            "description": {"properties": {"no": "schema"}}, "default": NAMES_A,
+        }  # fmt: skip
+
+    given = places(NAMES_A)
+    assert closed(given) == places(shut)
+    assert given == places(NAMES_A)
