@@ -226,7 +226,7 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
     to another.
     """
     found: list[dict[str, Any]] = []
-    copy = json.loads(json.dumps(schema))
+    copy: dict[str, Any] = json.loads(json.dumps(schema))
     left = [copy]
     while left:
         node = left.pop()
