@@ -33,6 +33,8 @@ from tests.serving import COMMAND, READY, ROOT, Access, Answer, Serving, complet
 STREAMS = 6
 TOKENS = 48
 WAIT_S = 120.0
+LAUNCH_S = 300.0
+"""Four workers and two routers import torch at once, beside what else the machine does."""
 UPGRADE_S = 400.0
 """Every process of a cluster starts anew in it, from source that is compiled first."""
 FILE = "cluster.yaml"
@@ -188,7 +190,7 @@ def detached(
     sections: dict[str, dict[str, Any]],
     prefix: Sequence[str] = (),
     temporary: Path | None = None,
-    ready_within: float = WAIT_S,
+    ready_within: float = LAUNCH_S,
     by_file: Mapping[str, Any] | None = None,
 ) -> Iterator[Detached]:
     """`twinpool serve --detach`, ended by `twinpool down`, after which nothing of it is there. `prefix`: a command that

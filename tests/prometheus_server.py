@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from tests.cache.storage.rigs import die_with_parent
-from tests.redis_servers import free_port
+from tests.free_ports import free_port
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 RULES = ("twinpool-rules.yml", "twinpool-alerts.yml")

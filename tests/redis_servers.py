@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ import redis
 
 from tests.cache.storage.rigs import Server, die_with_parent
 from tests.certificates import TestAuthority
+from tests.free_ports import free_port
 
 WAIT_S = 30.0
 
@@ -91,9 +91,3 @@ def _ports(port: int, tls: TestAuthority | None) -> list[str]:
     own = tls.node("server")
     files = ("--tls-cert-file", str(own.cert), "--tls-key-file", str(own.key), "--tls-ca-cert-file", str(own.ca))
     return ["--port", "0", "--tls-port", str(port), *files]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -24,7 +24,7 @@ from contracts.config.cluster_config import ClusterConfig, Config
 from contracts.config.load_config import load_config
 from contracts.config.setting_effects import routers_digest
 from tests.checkpoints import make_checkpoint
-from tests.redis_servers import free_port
+from tests.free_ports import free_port
 from tests.serving import ROOT, until
 
 OLD, NEW = "0.1.0+old", "0.1.0+new"

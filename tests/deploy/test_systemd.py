@@ -17,8 +17,8 @@ from cli.command_line import parser
 from cluster.processes.service_manager import SOCKET_VARIABLE, ServiceManager
 from cluster.serve.shutdown_signal import ASKED, END_S
 from contracts.config import ClusterConfig
+from tests.free_ports import free_port
 from tests.prometheus_server import DEPLOY
-from tests.redis_servers import free_port
 from tests.serving import ROOT, environment
 
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.redis_servers import free_port
+from tests.free_ports import free_port
 from tests.serving import ROOT, until
 
 FOLDER = ROOT / "build" / "rotel"

@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.free_ports import free_port
 from tests.prometheus_server import PrometheusServer
-from tests.redis_servers import free_port
 from tests.serving import Serving, serving
 
 STEPS = 400

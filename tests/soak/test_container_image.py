@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.redis_servers import free_port
+from tests.free_ports import free_port
 from tests.serving import ROOT, until
 
 UID = 10001

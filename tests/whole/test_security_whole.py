@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 import shlex
-import socket
 import ssl
 import subprocess
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import httpx
 import pytest
 from openai import DefaultHttpxClient, OpenAI
 
+from tests.free_ports import free_port
 from tests.serving import COMMAND, ROOT, Access, Serving, environment, serving, until
 
 PROMPT = "It was a fine morning, and"
@@ -33,11 +33,6 @@ class Secured:
     """The operators' URL."""
     plain: str
     """The answer of a cluster without protection."""
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def shown() -> list[list[str]]:

@@ -8,7 +8,6 @@ import itertools
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import uuid
@@ -26,6 +25,7 @@ from cache.storage.backends.object_seal import seal_bytes
 from cache.storage.backends.redis_backend import RedisBackend
 from cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome, StorageBackend
 from contracts.clock import Clock
+from tests.free_ports import free_port
 
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
@@ -138,9 +138,7 @@ class Server:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -29,6 +29,7 @@ from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerS
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
 from contracts.wire.controller_turns import NOT_LEADING
+from tests.free_ports import free_port
 
 NAME = WorkerName("decode-0")
 WAIT_S = 30.0
@@ -39,9 +40,7 @@ class Process:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.processes: list[subprocess.Popen[bytes]] = []
 
     @property

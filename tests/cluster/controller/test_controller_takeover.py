@@ -24,7 +24,8 @@ from contracts.clock import SystemClock
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
 from router.links.controller_directory import ControllerDirectory
-from tests.redis_servers import LedgerServer, free_port
+from tests.free_ports import free_port
+from tests.redis_servers import LedgerServer
 
 NAME, OTHER = WorkerName("decode-0"), WorkerName("decode-1")
 LEASE_S, LEADER_S = 10.0, float(os.environ.get("TWINPOOL_LEADER_S", "1"))

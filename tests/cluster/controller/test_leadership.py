@@ -31,7 +31,7 @@ from contracts.proto import worker_pb2_grpc as pb_grpc
 from contracts.wire.controller_turns import NOT_LEADING
 from router.links.controller_directory import ControllerDirectory
 from tests.cluster.fake_worker import FakeWorker
-from tests.redis_servers import free_port
+from tests.free_ports import free_port
 
 LEASE_S = 8.0
 NAME = WorkerName("decode-0")

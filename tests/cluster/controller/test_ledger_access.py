@@ -18,7 +18,8 @@ from contracts.config.load_config import load_config
 from contracts.config.security_config import SecurityConfig
 from contracts.errors import ConfigError
 from tests.certificates import TestAuthority
-from tests.redis_servers import LedgerServer, free_port
+from tests.free_ports import free_port
+from tests.redis_servers import LedgerServer
 
 HERE = "10.0.0.1:7000"
 ROOT = Path(__file__).parents[3]

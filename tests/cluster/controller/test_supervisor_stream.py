@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -37,6 +36,7 @@ from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.settings_change import SettingsChange
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
+from tests.free_ports import free_port
 
 T = TypeVar("T")
 NAME, OTHER = WorkerName("decode-0"), WorkerName("prefill-3")
@@ -51,9 +51,7 @@ class Site:
 
     def __init__(self) -> None:
         self.clock, self.ledger = ManualClock(), MemoryLedger()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.clients: list[ControllerClient] = []
         self.start()
 

@@ -26,7 +26,8 @@ from cluster.ray_nodes.control_store import (
 from contracts.config.cluster_config import ClusterConfig
 from contracts.config.load_config import load_config
 from contracts.errors import ConfigError
-from tests.redis_servers import LedgerServer, free_port
+from tests.free_ports import free_port
+from tests.redis_servers import LedgerServer
 
 WAIT_S = 20.0
 STAND_IN = """
