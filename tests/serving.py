@@ -246,7 +246,7 @@ def serving(
     runtime: Path,
     *flags: str,
     sections: dict[str, Any] | None = None,
-    ready_within: float = 90,
+    ready_within: float = 150,
     prefix: Sequence[str] = (),
     orderly: bool = True,
     temporary: Path | None = None,
