@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 from contracts.errors import RequestError
@@ -226,7 +227,7 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
     to another.
     """
     found: list[dict[str, Any]] = []
-    copy: dict[str, Any] = json.loads(json.dumps(schema))
+    copy = deepcopy(schema)
     left = [copy]
     while left:
         node = left.pop()
