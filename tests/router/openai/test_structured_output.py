@@ -278,6 +278,6 @@ def test_objects_are_closed_wherever_a_schema_may_have_them_and_the_clients_own_
             "description": {"properties": {"no": "schema"}}, "default": NAMES_A,
         }  # fmt: skip
 
-    given = places(NAMES_A)
+    given = json.loads(json.dumps(places(NAMES_A)))
     assert closed(given) == places(shut)
     assert given == places(NAMES_A)
