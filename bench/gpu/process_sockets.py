@@ -201,5 +201,6 @@ _CONNECTED = 1
 
 
 def _told(monitor: ProcessSocket, flags: int = 0) -> dict[str, int]:
+    """What a monitor tells, once; raises `NothingThere` from then on."""
     monitor.recv_multipart(flags)
     return {"event": _CONNECTED}

@@ -115,15 +115,17 @@ class TorchDistributedGroup:
         return total.to(x.dtype)
 
     def gather(self, x: Tensor, *, loading: bool = False) -> list[Tensor]:
-        return list(self._gathered(x, self._start if loading else self._deadline))
+        return list(self._gathered(x, self._start if loading else None))
 
-    def _gathered(self, x: Tensor, deadline: timedelta | None = None) -> Tensor:
-        """Every rank's `x`, one after the other: [ranks, *shape]."""
+    def _gathered(self, x: Tensor, within: timedelta | None = None) -> Tensor:
+        """Every rank's `x`, one after the other: [ranks, *shape]. `within`: another deadline than the group's."""
         raw = x.contiguous().reshape(-1).view(torch.uint8)
         parts = raw.new_empty(self.size * len(raw))
-        options = AllgatherOptions()
-        options.timeout = deadline or self._deadline
-        self._run(lambda group: group._allgather_base(parts, raw, options), options.timeout)
+        options = []
+        if within is not None:
+            options.append(AllgatherOptions())
+            options[0].timeout = within
+        self._run(lambda group: group._allgather_base(parts, raw, *options), within)
         return parts.view(x.dtype).view(self.size, *x.shape)
 
     def first(self, x: Tensor) -> Tensor:
@@ -131,7 +133,7 @@ class TorchDistributedGroup:
         self._run(lambda group: group.broadcast([raw]))
         return raw
 
-    def _run(self, collective: Any, deadline: timedelta | None = None) -> None:
+    def _run(self, collective: Any, within: timedelta | None = None) -> None:
         if self._group is None:
             raise PeerDead("this rank has left the group")
         try:
@@ -139,7 +141,7 @@ class TorchDistributedGroup:
             if self._device.type == "cuda":
                 work.wait()  # What this stream does from here on comes after it. With a deadline the host would wait.
             else:
-                work.wait(deadline or self._deadline)
+                work.wait(within or self._deadline)
         except RuntimeError as error:
             raise PeerDead(f"a rank of this worker is gone: {_first_line(error)}") from None
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from contracts.errors import RequestError
-from router.openai.structured_output import bounded
+from router.openai.structured_output import bounded, closed
 from router.openai.template_messages import messages_for
 from router.openai.tool_prompt import with_tool_prompt
 from router.openai.tools import ANY_OBJECT, ChatTool, ToolUse
@@ -167,7 +167,9 @@ class ChatFormat:
     def _calls(self, use: ToolUse | None, found: AnswerFormat | None) -> CallGrammar | None:
         if use is None or found is None:
             return None
-        schemas = [(tool.name, tool.parameters if use.forced or tool.strict else ANY_OBJECT) for tool in use.tools]
+        schemas = [
+            (tool.name, closed(tool.parameters) if use.forced or tool.strict else ANY_OBJECT) for tool in use.tools
+        ]
         return FORMATS[found.tool_format].grammar(schemas, use.parallel)
 
 

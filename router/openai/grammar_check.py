@@ -47,7 +47,7 @@ def _place(schema: dict[str, Any], told: str) -> str:
     shared = {name: schema[name] for name in ("$defs", "definitions", "x-guidance") if name in schema}
     path, part, left = "", schema, _TRIED_AT_MOST
     while True:
-        for step, child in _parts(part):
+        for step, child in subschemas(part):
             left -= 1
             if left < 0:
                 return path
@@ -58,7 +58,7 @@ def _place(schema: dict[str, Any], told: str) -> str:
             return path
 
 
-def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the schemas right below `schema`, each with its step of the path."""
     for key in _OF_ONE:
         if isinstance(part := schema.get(key), dict):

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from contracts.errors import RequestError
 from contracts.grammar import GRAMMAR_BYTES, JSON_FORM
 from contracts.outside_data import read_json
+from router.openai.grammar_check import subschemas
 from router.openai.request_fields import STRUCTURED_OUTPUT, describe
 
 CHOICES_AT_MOST = 4096
@@ -231,18 +232,10 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
     left = [copy]
     while left:
         node = left.pop()
-        if not isinstance(node, dict):
-            continue
         if node.keys() & _LAID_ON_ONE or ("properties" in node and node.keys() & _IN_PLACE):
             return schema
         found.append(node)
-        for key, value in node.items():
-            if key in _OF_ONE:
-                left.append(value)
-            elif key in _OF_MANY and isinstance(value, list):
-                left += value
-            elif key in _OF_NAMES and isinstance(value, dict):
-                left += value.values()
+        left += [part for _, part in subschemas(node)]
     for node in found:
         if _names_all_that_it_needs(node):
             node["additionalProperties"] = False
@@ -256,9 +249,6 @@ def _names_all_that_it_needs(node: dict[str, Any]) -> bool:
     return not node.keys() & _SPEAKS_OF_OTHERS and all(str(name) in named for name in required)
 
 
-_OF_ONE = ("items", "additionalProperties")
-_OF_MANY = ("anyOf", "prefixItems")
-_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
 _LAID_ON_ONE = frozenset(
     {"allOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "dependencies", "unevaluatedProperties"}
 )

@@ -10,7 +10,7 @@ from typing import Any
 from contracts.errors import RequestError
 from contracts.outside_data import read_json
 from router.openai.request_fields import describe
-from router.openai.structured_output import closed, names_engine, refuse_surrogates
+from router.openai.structured_output import names_engine, refuse_surrogates
 
 TOOLS_AT_MOST = 128
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -74,8 +74,8 @@ def read_tools(body: Mapping[str, Any]) -> ToolUse | None:
         return None
     allowed, forced = _read_choice(choice, names)
     callable_ = tuple(tool for tool in tools if tool.name in allowed)
-    one = parallel is False or (forced and isinstance(choice, dict) and choice["type"] == "function")
-    return ToolUse(callable_, forced, not one, tuple(tool.raw for tool in tools))
+    named = isinstance(choice, dict) and choice["type"] == "function"
+    return ToolUse(callable_, forced, parallel is not False and not named, tuple(tool.raw for tool in tools))
 
 
 _PARALLEL = "parallel_tool_calls"
@@ -143,7 +143,7 @@ def _read_tool(tool: object, where: str) -> ChatTool:
         raise RequestError(f"{where}.function.parameters.properties must be an object of schemas", param="tools")
     if properties:  # A parameter that a tool doesn't name can only be a mistake.
         parameters = {"additionalProperties": False, **parameters}
-    return ChatTool(name, closed(parameters), function.get("strict") is True, tool)
+    return ChatTool(name, parameters, function.get("strict") is True, tool)
 
 
 def read_calls(calls: object, where: str) -> list[dict[str, Any]]:

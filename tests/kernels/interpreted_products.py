@@ -157,7 +157,7 @@ class Nccl:
     def __init__(self, others: list[Tensor]) -> None:
         self.others, self.waited = others, list[tuple[object, ...]]()
 
-    def _allgather_base(self, parts: Tensor, mine: Tensor, options: object) -> Nccl:
+    def _allgather_base(self, parts: Tensor, mine: Tensor) -> Nccl:
         parts.copy_(torch.cat([mine, *(other.reshape(-1).view(torch.uint8) for other in self.others)]))
         return self
 

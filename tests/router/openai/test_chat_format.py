@@ -192,6 +192,24 @@ def test_a_call_has_no_parameter_that_its_tool_doesnt_name_unless_the_tool_says_
         assert taken(chats.grammar(use, chats.answer_format(use, ""), ""), more) is good
 
 
+def test_nor_has_an_object_within_its_arguments() -> None:
+    inner = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    schema = {"type": "object", "properties": {"at": inner}, "required": ["at"]}
+    chats, use = (
+        ChatFormat(HERMES),
+        read_tools(
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}],
+                "tool_choice": "required",
+            }
+        ),
+    )
+    grammar = chats.grammar(use, chats.answer_format(use, ""), "")
+    for arguments, good in (('{"at": {"n": 1}}', True), ('{"at": {"n": 1, "m": 2}}', False)):
+        call = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+        assert taken(grammar, call) is good, arguments
+
+
 def test_half_a_surrogate_pair_anywhere_in_a_tool_is_refused() -> None:
     halves: list[dict[str, Any]] = [
         {"description": "\ud800"},
