@@ -17,9 +17,10 @@ WAYS = (
 class SseServer:
     """Serves on a free port of 127.0.0.1; `ways` are taken in turn, one a streamed request."""
 
-    def __init__(self, *ways: str) -> None:
+    def __init__(self, *ways: str, begins: threading.Event | None = None) -> None:
+        """`begins`: what streamed answers wait for; none: nothing."""
         assert all(way in WAYS for way in ways)
-        self.ways = ways or ("fine",)
+        self.ways, self.begins = ways or ("fine",), begins
         self.bodies: list[dict[str, Any]] = []
         self.heads: list[str] = []
         """Of streamed requests, as `bodies`."""
@@ -86,6 +87,8 @@ class SseServer:
             return self._plain(writer, 200, {"usage": {"prompt_tokens": 2 * words}})
         way = self.ways[len(self.bodies) % len(self.ways)]
         self.bodies.append(body)
+        if self.begins is not None:
+            await asyncio.to_thread(self.begins.wait, 30)
         if way == "refused":
             return self._plain(writer, 429, {"error": {"message": "full"}})
         if way == "plain":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -109,10 +111,23 @@ def test_a_server_that_says_nothing_is_given_up(tmp_path: Path) -> None:
     assert (code, out["figures"]["errors"]) == (1, {"timeout": 1})
 
 
-def test_never_more_than_the_bound_are_under_way_and_who_waits_is_held(tmp_path: Path) -> None:
+def test_never_more_than_the_bound_are_under_way_and_who_waits_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No answer begins before a request waits for a place: a client that is late itself would have three places free."""
+    waits = threading.Event()
+
+    class Places(asyncio.Semaphore):
+        async def acquire(self) -> Literal[True]:
+            if self.locked():
+                waits.set()
+            return await super().acquire()
+
+    monkeypatch.setattr(asyncio, "Semaphore", Places)
     file = trace(tmp_path, *((0, 10, 20, [number]) for number in range(12)))
-    with SseServer().serving() as server:
+    with SseServer(begins=waits).serving() as server:
         _, out = replay(file, server, "--concurrency", "3")
+    assert waits.is_set()
     assert server.most_running <= 4, "three, and the question for the model"
     assert out["figures"]["held"]["p99"] > 0
 
