@@ -114,7 +114,7 @@ def test_a_server_that_says_nothing_is_given_up(tmp_path: Path) -> None:
 def test_never_more_than_the_bound_are_under_way_and_who_waits_is_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No answer begins before a request waits for a place: a client that is late itself would have three places free."""
+    """No answer begins before a request waits for a place: else a client that is late itself has places free."""
     waits = threading.Event()
 
     class Places(asyncio.Semaphore):
