@@ -329,6 +329,12 @@ class Ask(dspy.Signature):
     question: str = dspy.InputField()
     town: Literal["Rome", "Oslo"] = dspy.OutputField()
 
+from dspy import lm15  # a server is declared: of a model that its catalogue doesn't know dspy asks for no schema
+
+access = lm15.AccessPolicy(provider="twinpool", base_url=URL + "/v1")
+able = lm15.ModelSupport(function_calling=True, response_schema=True)
+lm15.register_provider(lm15.ProviderDefinition.chat(access, compat=lm15.OpenAIChatCompat()), supports=able)
+lm = dspy.LM(f"twinpool/{MODEL}", api_key="none", max_tokens=120, temperature=0, cache=False, num_retries=0)
 with dspy.context(lm=lm, adapter=dspy.JSONAdapter()):
     assert dspy.Predict(Ask)(question="Where does it rain?").town in ("Rome", "Oslo")
 print("done")

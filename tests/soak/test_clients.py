@@ -53,7 +53,7 @@ SCRIPTS = {
     "dspy": DSPY,
 }
 BENCHMARK = ("guidellm==0.8.1",)
-INSTALL_S, RUN_S = 1200, 300
+INSTALL_S, RUN_S = 1200, 600
 
 
 def environment_with(name: str, packages: tuple[str, ...], *, beside_ours: bool = False) -> Path:
