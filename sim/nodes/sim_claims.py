@@ -58,6 +58,12 @@ class SimClaims:
         """Tokens that clients have already, by request, and that are still to be left out."""
 
     def claim(self, ask: ScenarioRequest, request_id: RequestId, seen: int) -> None:
+        """Look for an answer. One that is looked for already is its client's who comes last."""
+        for question, claim in self._claims.items():
+            if claim.ask.number == ask.number:
+                self._claims[question] = SimClaim(ask, request_id, seen)
+                self._core.asks.wants(question, True)
+                return
         name = name_of(ask)
         self._claims[self._core.asks.begin(name.key, name.body, 1)] = SimClaim(ask, request_id, seen)
 
@@ -93,6 +99,11 @@ class SimClaims:
     def adopt(self, action: AskEnded, request: RoutedRequest) -> None:
         """Go on with what was found."""
         self._core.adopt(request, action.found[0])
+
+    def check(self) -> list[str]:
+        if self._claims or not self._core.asks.held:
+            return []
+        return [f"events of {self._core.asks.held} requests are held for nobody"]
 
     def rest(
         self, request_id: RequestId, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]

@@ -34,18 +34,21 @@ from sim.scenario.scenario import ScenarioRequest
 
 
 class RouterClients(Protocol):
-    """The clients of a router, which receive its answers."""
+    """The clients of the routers, which receive their answers. `router` is the one that speaks: a client may have asked
+    another one since."""
 
-    def on_tokens(self, ask: ScenarioRequest, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None: ...
+    def on_tokens(
+        self, router: SimRouter, ask: ScenarioRequest, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]
+    ) -> None: ...
 
-    def on_scores(self, ask: ScenarioRequest, scores: tuple[TokenLogprob, ...]) -> None: ...
+    def on_scores(self, router: SimRouter, ask: ScenarioRequest, scores: tuple[TokenLogprob, ...]) -> None: ...
 
-    def on_end(self, ask: ScenarioRequest, end: EndRequest) -> None: ...
+    def on_end(self, router: SimRouter, ask: ScenarioRequest, end: EndRequest) -> None: ...
 
     def on_refusal(self, ask: ScenarioRequest) -> None:
         """The request is not taken, as its first token would be late."""
 
-    def on_resumed(self, ask: ScenarioRequest, request_id: RequestId) -> None:
+    def on_resumed(self, router: SimRouter, ask: ScenarioRequest, request_id: RequestId) -> None:
         """A worker had kept the answer: it goes on as this request."""
 
     def on_progress(self, ask: ScenarioRequest, progress: LegReport) -> None:
@@ -100,8 +103,12 @@ class SimRouter:
     # ------------------------------------------------------------ clients
 
     def submit(self, ask: ScenarioRequest, request_id: RequestId, seen: int = 0) -> None:
-        """Take a request. One with a key is looked for at the workers first, and of it the client has `seen` tokens."""
+        """Take a request. One with a key is looked for at the workers first, and of it the client has `seen` tokens. An
+        answer to it that is under way here is left to its workers before, as its client has another connection now."""
         if ask.keyed:
+            for before in [rid for rid, other in self._asks.items() if other.number == ask.number]:
+                del self._asks[before]
+                self.core.detach(before)
             self._claims.claim(ask, request_id, seen)
         else:
             self._submit(ask, request_id)
@@ -154,12 +161,12 @@ class SimRouter:
         elif found is not None:
             ask, request = found.claim.ask, found.request
             self.world.say(self.process.label, f"goes on with {request.id} after {len(request.emitted)} tokens")
-            self._client.on_resumed(ask, request.id)
+            self._client.on_resumed(self, ask, request.id)
             self._asks[request.id] = ask
             self._tell(request.id, request.emitted, request.logprobs)
             if found.done is not None:
                 del self._asks[request.id]
-                self._client.on_end(ask, EndRequest(request.id, found.done))
+                self._client.on_end(self, ask, EndRequest(request.id, found.done))
             else:
                 self._claims.adopt(action, request)
 
@@ -167,7 +174,7 @@ class SimRouter:
         ask = self._asks.get(request_id)
         tokens, logprobs = self._claims.rest(request_id, tokens, logprobs)
         if ask is not None and tokens:
-            self._client.on_tokens(ask, tokens, logprobs)
+            self._client.on_tokens(self, ask, tokens, logprobs)
 
     def drain(self, name: WorkerName, *, undo: bool = False) -> bool:
         """Drain a worker, or undo that, as the operators' endpoints do; False where they would refuse."""
@@ -292,14 +299,14 @@ class SimRouter:
                     case DeliverScores():
                         ask = self._asks.get(action.request_id)
                         if ask is not None:
-                            self._client.on_scores(ask, action.scores)
+                            self._client.on_scores(self, ask, action.scores)
                     case SendCommand():
                         self.world.say(self.process.label, f"tells {action.worker[0]} {_short(action.command)}")
                         sends.setdefault(action.worker, []).append(action.command)
                     case EndRequest():
                         ask = self._asks.pop(action.request_id, None)
                         if ask is not None:
-                            self._client.on_end(ask, action)
+                            self._client.on_end(self, ask, action)
                     case AuditFinding() if action.result in (
                         AuditResult.DAMAGED,
                         AuditResult.UNCLEAR,
@@ -315,7 +322,7 @@ class SimRouter:
                 link.send(commands)
 
     def check(self) -> list[str]:
-        found = self.core.check()
+        found = self.core.check() + self._claims.check()
         held = set(self.core.requests.ids())
         found += [f"request {rid} has a client and runs nowhere" for rid in sorted(set(self._asks) - held)]
         return found + [f"request {rid} runs and has no client" for rid in sorted(held - set(self._asks))]

@@ -167,6 +167,10 @@ class ScenarioRun:
             self.agenda.after(_RETRY_S, lambda: self._ask(client))
             return
         client.router = alive[client.ask.number % len(alive)]
+        self._ask_it(client)
+
+    def _ask_it(self, client: SimClient) -> None:
+        """Ask the router that the client has a connection to."""
         client.tries, client.asked = client.tries + 1, self.agenda.now()
         if client.ask.keyed:
             self.counts["came_back"] += client.tries > 1
@@ -177,14 +181,37 @@ class ScenarioRun:
         client.request_id = RequestId(f"r{client.ask.number}.{client.tries}")
         wanted = client.ask.sampling.max_tokens
         self.say("client", f"asks {client.request_id}: {len(client.ask.prompt)} tokens, {wanted} wanted")
-        client.router.submit(client.ask, client.request_id, len(client.got))
+        self._router_of(client).submit(client.ask, client.request_id, len(client.got))
 
-    def on_resumed(self, ask: ScenarioRequest, request_id: RequestId) -> None:
-        self._by_number[ask.number].request_id = request_id
-        self.counts["resumed_elsewhere"] += 1
+    def _reconnect(self, client: SimClient, noticed_s: float) -> None:
+        """A client asks again on a connection to the next router that lives, which may be the same."""
+        before, request_id = client.router, client.request_id
+        alive = [router for router in self.routers if router.process.alive]
+        if client.over or before not in alive or request_id is None:
+            return
+        self.counts["reconnects"] += 1
+        client.router = alive[(alive.index(before) + 1) % len(alive)]
+        self._ask_it(client)
+        if client.router is not before:
+            self.agenda.after(noticed_s, partial(self._notice, client, before, request_id))
 
-    def on_tokens(self, ask: ScenarioRequest, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
+    def _notice(self, client: SimClient, before: SimRouter, request_id: RequestId) -> None:
+        """A router sees that nobody reads a connection any more. One that the client came back to knew it then."""
+        if client.router is not before:
+            before.process.do(lambda: before.cancel(request_id))
+
+    def on_resumed(self, router: SimRouter, ask: ScenarioRequest, request_id: RequestId) -> None:
         client = self._by_number[ask.number]
+        if client.router is router:
+            client.request_id = request_id
+            self.counts["resumed_elsewhere"] += 1
+
+    def on_tokens(
+        self, router: SimRouter, ask: ScenarioRequest, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]
+    ) -> None:
+        client = self._by_number[ask.number]
+        if client.router is not router:
+            return
         if client.over:
             self.violated(f"{client.request_id} got tokens after its end")
         at = len(client.got)
@@ -210,16 +237,25 @@ class ScenarioRun:
         client.over = True
         self._router_of(client).cancel(self._id(client))
 
-    def on_scores(self, ask: ScenarioRequest, scores: tuple[TokenLogprob, ...]) -> None:
+    def on_scores(self, router: SimRouter, ask: ScenarioRequest, scores: tuple[TokenLogprob, ...]) -> None:
         client = self._by_number[ask.number]
+        if client.router is not router:
+            return
         if client.scores is not None:
             self._wrong(client, "the prompt's log-probabilities came twice")
         client.scores = scores
         if scores != client.expected.scores:
             self._wrong(client, f"the prompt's log-probabilities are {scores}, not {client.expected.scores}")
 
-    def on_end(self, ask: ScenarioRequest, end: EndRequest) -> None:
+    def on_end(self, router: SimRouter, ask: ScenarioRequest, end: EndRequest) -> None:
         client = self._by_number[ask.number]
+        if client.router is not router:
+            return
+        if end.done.error is ErrorKind.SUPERSEDED and ask.reconnects:
+            # The router of its connection before took the answer back for it: that one has not noticed yet.
+            self.counts["superseded"] += 1
+            self.agenda.after(_RETRY_S, partial(self._ask, client))
+            return
         client.over = True
         if end.done.error is None:
             self.counts["answered"] += 1
@@ -296,6 +332,8 @@ class ScenarioRun:
         """Run to the end, or until `until()`, which is called before each event, returns True."""
         for client in self.clients:
             self.agenda.after(client.ask.at, partial(self._ask, client))
+            for again in client.ask.reconnects:
+                self.agenda.after(again.at, partial(self._reconnect, client, again.noticed_s))
             if client.ask.leaves_at is not None:
                 self.agenda.after(client.ask.leaves_at, partial(self._leave, client))
         calm = max([schedule(self, fault) for fault in self.plan.faults], default=0.0)

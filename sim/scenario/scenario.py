@@ -22,6 +22,16 @@ CONTEXT = 96
 
 
 @dataclass(frozen=True, slots=True)
+class Reconnect:
+    """A client with a key asks again on another connection, while the router of the one before lives."""
+
+    at: float
+    noticed_s: float
+    """Seconds until the router of the connection before sees that nobody reads it any more. Until then two routers, or
+    one of them twice, have a client for one answer."""
+
+
+@dataclass(frozen=True, slots=True)
 class ScenarioRequest:
     """One client's request."""
 
@@ -43,6 +53,8 @@ class ScenarioRequest:
     weight: int = field(default=1, repr=False)
     keyed: bool = field(default=False, repr=False)
     """Whether it has an Idempotency-Key: its client asks another router for the rest when its own is gone."""
+    reconnects: tuple[Reconnect, ...] = field(default=(), repr=False)
+    """Of a keyed one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from sim.scenario.scenario import (
     WHOLE,
     ClusterShape,
     PlannedFault,
+    Reconnect,
     Scenario,
     ScenarioRequest,
     pool_set,
@@ -36,7 +37,8 @@ def draw(seed: int) -> Scenario:
     faults = _faults(rng, shape, asks) + _absences(random.Random(f"controller {seed}"), asks)
     faults += _operations(random.Random(f"operations {seed}"), shape, asks)
     plan = Scenario(seed, shape, asks, tuple(sorted(faults, key=lambda fault: fault.at)))
-    return _of_several_routers(random.Random(f"routers {seed}"), plan)
+    plan = _of_several_routers(random.Random(f"routers {seed}"), plan)
+    return _with_equal_keys(random.Random(f"equal keys {seed}"), plan)
 
 
 def _shape(rng: random.Random, pressed: bool) -> ClusterShape:
@@ -230,6 +232,22 @@ def _of_several_routers(rng: random.Random, plan: Scenario) -> Scenario:
         faults.append(PlannedFault("router", at, f"router-{rng.randrange(routers)}"))
     faults.sort(key=lambda fault: fault.at)
     return replace(plan, shape=replace(plan.shape, routers=routers), asks=asks, faults=tuple(faults))
+
+
+def _with_equal_keys(rng: random.Random, plan: Scenario) -> Scenario:
+    """Have clients of some plans ask with their key again while their router lives: at once, while the answer is looked
+    for, in its middle, or when it has ended."""
+    if rng.random() >= (0.3 if plan.shape.routers > 1 else 0.1):
+        return plan
+    asks = []
+    for ask in plan.asks:
+        keyed = ask.keyed or (plan.shape.routers == 1 and _resumable(ask))
+        times = rng.choice((0, 1, 1, 2, 4)) if keyed else 0
+        pauses = [rng.choice((0.0, plan.shape.delay_s, rng.expovariate(2.0))) for _ in range(times)]
+        ats = [ask.at + sum(pauses[: n + 1]) for n in range(times)]
+        reconnects = tuple(Reconnect(at, rng.choice((0.0, 0.02, 1.0))) for at in ats)
+        asks.append(replace(ask, keyed=keyed, reconnects=reconnects))
+    return replace(plan, asks=tuple(asks))
 
 
 def _resumable(ask: ScenarioRequest) -> bool:

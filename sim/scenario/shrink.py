@@ -24,7 +24,7 @@ def shrink(plan: Scenario, fails: StillFails) -> Scenario:
         before = plan
         plan = replace(plan, faults=_fewer(plan.faults, lambda kept, p=plan: fails(replace(p, faults=kept))))  # type: ignore[misc]
         plan = replace(plan, asks=_fewer(plan.asks, lambda kept, p=plan: fails(replace(p, asks=kept))))  # type: ignore[misc]
-        for plainer in _plainer(plan):
+        for plainer in (*_plainer(plan), replace(plan, asks=tuple(replace(ask, reconnects=()) for ask in plan.asks))):
             if plainer != plan and fails(plainer):
                 plan = plainer
     return plan

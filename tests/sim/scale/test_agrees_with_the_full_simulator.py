@@ -67,9 +67,9 @@ class TimedRun(ScenarioRun):
         self.came: dict[int, list[float]] = {}
         super().__init__(plan)
 
-    def on_tokens(self, ask, tokens, logprobs) -> None:  # type: ignore[no-untyped-def]
+    def on_tokens(self, router, ask, tokens, logprobs) -> None:  # type: ignore[no-untyped-def]
         self.came.setdefault(ask.number, []).extend([self.agenda.now()] * len(tokens))
-        super().on_tokens(ask, tokens, logprobs)
+        super().on_tokens(router, ask, tokens, logprobs)
 
 
 Figures = dict[str, float]
