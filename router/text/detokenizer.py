@@ -4,16 +4,20 @@ Most published tokenizers are byte-level: a token is a run of bytes, and text is
 bytes that aren't UTF-8. Python's incremental decoder does exactly that, so the joined pieces always equal the decode of
 all tokens at once.
 
-With other decoders (metaspace, byte fallback) a token's text depends on its neighbours. So a window of tokens is
-decoded again with each new one: the last tokens whose text is already out (the context), then the pending ones. The new
-text is the part of the window's text after the context's. Text that ends in U+FFFD is held back, since the next token
-may complete the character, until `HELD_TOKENS` tokens are pending.
+With other decoders (metaspace) a token's text depends on its neighbours. So a window of tokens is decoded again with
+each new one: the last tokens whose text is already out (the context), then the pending ones. The new text is the part
+of the window's text after the context's. Text that ends in U+FFFD is held back, since the next token may complete the
+character, until `HELD_TOKENS` tokens are pending.
+
+SentencePiece's tokenizers have a token for each byte (byte fallback) beside those of text. A run of such tokens is text
+if all of it is UTF-8, and one U+FFFD a byte if not. No window may begin within a run, so runs are decoded beside it.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import takewhile
 from typing import Protocol
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
@@ -50,15 +54,20 @@ class ByteDetokenizer:
 class WindowDetokenizer:
     """The detokenizer of any other tokenizer; `decode` turns a list of tokens into text.
 
-    `context` are the tokens before the answer: the prompt, of which the last `CONTEXT_TOKENS` are used.
+    `context` are the tokens before the answer: the prompt, of which the last `CONTEXT_TOKENS` are used. `skipped` are
+    tokens without text.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int] = ()) -> None:
-        self._decode = decode
-        self._context = list(context[-CONTEXT_TOKENS:])
+    def __init__(
+        self, decode: Callable[[list[int]], str], context: Sequence[int] = (), skipped: Collection[int] = ()
+    ) -> None:
+        self._decode, self._skipped = decode, skipped
+        self._context = [token for token in context[-CONTEXT_TOKENS:] if token not in skipped]
         self._pending: list[int] = []
 
     def feed(self, token: int) -> str:
+        if token in self._skipped:
+            return ""
         self._pending.append(token)
         text = self._gained()
         if not text or (text.endswith("\ufffd") and len(self._pending) < HELD_TOKENS):
@@ -72,9 +81,82 @@ class WindowDetokenizer:
         self._pending = []
         return text
 
+    def cut(self, token: int) -> str:
+        """Give out the text that is held back, and have `token`, whose text is out, as the only context."""
+        text = self.finish()
+        self._context = [token]
+        return text
+
     def _gained(self) -> str:
         before = self._decode(self._context)
         return self._decode(self._context + self._pending)[len(before) :]
+
+
+class FallbackDetokenizer:
+    """The detokenizer of tokenizers with byte fallback: `byte_of` has the tokens that are bytes.
+
+    A run of bytes that isn't UTF-8 is U+FFFD a byte from where that shows: what is out before stays.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        context: Sequence[int],
+        skipped: Collection[int],
+        byte_of: Mapping[int, int],
+    ) -> None:
+        self._decode, self._byte_of, self._skipped = decode, byte_of, skipped
+        self._letter = next(token for token, byte in byte_of.items() if 0x20 < byte < 0x80)
+        """What the window has as context instead of a run."""
+        last = [token for token in context[-CONTEXT_TOKENS:] if token not in skipped]
+        self._window = WindowDetokenizer(decode, [self._letter if token in byte_of else token for token in last])
+        run = list(takewhile(lambda token: token in byte_of, reversed(last)))
+        self._held = _unfinished(bytes(byte_of[token] for token in reversed(run)))
+        """The bytes of a character that isn't complete."""
+        self._damaged = False
+        """Whether the run isn't UTF-8."""
+        self._begins = not last
+        """Whether the next token is the first of all: a blank there may have no text."""
+
+    def feed(self, token: int) -> str:
+        if token in self._skipped:
+            return ""
+        byte = self._byte_of.get(token)
+        begins, self._begins = self._begins, False
+        if byte is None:
+            return self._end_run() + self._window.feed(token)
+        if begins and byte == 0x20:
+            self._window.cut(self._letter)
+            return self._decode([token])
+        before = self._window.cut(self._letter)
+        self._held += bytes([byte])
+        try:
+            text = "" if self._damaged else _Utf8Decoder("strict").decode(self._held)
+        except UnicodeDecodeError:
+            self._damaged, text = True, ""
+        if self._damaged:
+            text = "\ufffd" * len(self._held)
+        if text:
+            self._held = b""
+        return before + text
+
+    def finish(self) -> str:
+        return self._end_run() + self._window.finish()
+
+    def _end_run(self) -> str:
+        text = "\ufffd" * len(self._held)
+        self._held, self._damaged = b"", False
+        return text
+
+
+def _unfinished(run: bytes) -> bytes:
+    """The bytes at the end of a run of a character that isn't complete."""
+    for size in range(1, min(3, len(run)) + 1):
+        lead = run[-size]
+        if lead & 0xC0 != 0x80:
+            needed = 4 if lead >= 0xF0 else 3 if lead >= 0xE0 else 2 if lead >= 0xC0 else 1
+            return run[-size:] if needed > size else b""
+    return b""
 
 
 class NoText:

@@ -14,7 +14,7 @@ from contracts.checkpoint.checkpoint_files import TOKENIZER, TOKENIZER_CONFIG, r
 from contracts.errors import CheckpointError, RequestError
 from contracts.outside_data import read_json
 from router.text.chat_template import ChatTemplate, TemplateTraits, read_chat_template
-from router.text.detokenizer import ByteDetokenizer, Detokenizer, NoText, WindowDetokenizer
+from router.text.detokenizer import ByteDetokenizer, Detokenizer, FallbackDetokenizer, NoText, WindowDetokenizer
 from router.text.open_message import cut_at_mark, marked
 
 if TYPE_CHECKING:
@@ -43,12 +43,17 @@ class ModelTokenizer:
         self._byte_level = _is_byte_level(tree.get("decoder"))
         self._special_names = {t["content"]: t["id"] for t in tree.get("added_tokens", ()) if t.get("special")}
         self._special = set(self._special_names.values())
+        self._fallback: dict[int, int] = {}
+        """Of a tokenizer with byte fallback the tokens that are bytes, with the byte."""
         self._bytes: dict[int, bytes] = {}
         self._shown = {token: b"" for token in self._special}
         self._longest = 0
         if tokenizer is not None:
             tokenizer.no_truncation()
             tokenizer.no_padding()
+            if _falls_back(tree.get("decoder")) and not self._byte_level:
+                found = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+                self._fallback = {token: byte for byte, token in enumerate(found) if token is not None}
             if _keeps_all_text(tree):
                 # After NFC a composed character stands for up to four characters of the text.
                 shrink = 4 if tree.get("normalizer") else 1
@@ -132,8 +137,10 @@ class ModelTokenizer:
                     lambda token: self.token_bytes(token) if token in kept else self._shown_bytes(token)
                 )
             return ByteDetokenizer(self._shown_bytes if skip_special else self.token_bytes)
-        skip_special = skip_special and not kept
-        return WindowDetokenizer(lambda tokens: self.decode(tokens, skip_special=skip_special), prompt)
+        skipped = self._special.difference(kept) if skip_special else frozenset[int]()
+        if len(self._fallback) == 256:
+            return FallbackDetokenizer(self.decode, prompt, skipped, self._fallback)
+        return WindowDetokenizer(self.decode, prompt, skipped)
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes that a token stands for; of a special token its name. Empty for an unknown token."""
@@ -210,6 +217,12 @@ def _is_byte_level(decoder: object) -> bool:
         parts = decoder.get("decoders") or []
         return len(parts) == 1 and _is_byte_level(parts[0])
     return decoder.get("type") == "ByteLevel"
+
+
+def _falls_back(decoder: object) -> bool:
+    if not isinstance(decoder, dict):
+        return False
+    return decoder.get("type") == "ByteFallback" or any(map(_falls_back, decoder.get("decoders") or ()))
 
 
 def _keeps_all_text(tree: Mapping[str, Any]) -> bool:

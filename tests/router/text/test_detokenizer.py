@@ -23,7 +23,7 @@ def model_tokenizer() -> ModelTokenizer:
     return read_model_tokenizer(DEMO, 10_000)
 
 
-def sentencepiece(tmp_path: Path) -> ModelTokenizer:
+def sentencepiece(tmp_path: Path, special: str = "") -> ModelTokenizer:
     """A tokenizer of the other kind: metaspace and byte fallback."""
     vocab = {"<unk>": 0, **{f"<0x{b:02X}>": b + 1 for b in range(256)}}
     for piece in ("\u2581the", "\u2581", "end", "\u2581caf", "é", "ü", "\u2581你", "好", "s", "t"):
@@ -32,6 +32,8 @@ def sentencepiece(tmp_path: Path) -> ModelTokenizer:
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
+    if special:
+        tokenizer.add_special_tokens([special])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     return read_model_tokenizer(tmp_path, 10_000)
 
@@ -93,6 +95,70 @@ def test_other_tokenizers_stream_through_a_window(tmp_path: Path) -> None:
         text, pieces = streamed(model_tokenizer, tokens, prompt)
         assert text == model_tokenizer.decode([*prompt, *tokens])[len(model_tokenizer.decode(prompt)) :]
         assert not any("\ufffd" in p for p in pieces)
+
+
+@pytest.mark.parametrize("at", range(-1, 12))
+def test_characters_of_bytes_stream_whole_wherever_the_prompt_ends(at: int, tmp_path: Path) -> None:
+    """As many as a window has tokens, and more: emoji alone, beside other characters of bytes, beside words."""
+    model_tokenizer = sentencepiece(tmp_path)
+    rng = random.Random(at)
+    words = [" the", "🙂", "🙂🙂🙂", "日本語", "👩‍👩‍👧", " é", "好", "€", "s"]
+    for _ in range(60):
+        prompt, text = rng.choice(["", " the", "🙂🙂", " the 語"]), "".join(rng.choices(words, k=rng.randrange(1, 9)))
+        tokens = model_tokenizer.encode(prompt + text, add_special=False)
+        cut = len(model_tokenizer.encode(prompt, add_special=False)) + max(at, 0)
+        found, pieces = streamed(model_tokenizer, list(tokens[cut:]), tokens[:cut])
+        assert not any("\ufffd" in piece for piece in pieces)
+        if at <= 0:
+            whole = model_tokenizer.decode(tokens)
+            assert found == whole[len(model_tokenizer.decode(tokens[:cut])) :]
+            assert whole.removeprefix(" ") == (prompt + text).removeprefix(" ")
+        else:  # Within a character: the text from that character on.
+            assert (prompt + text).endswith(found)
+
+
+def test_bytes_that_are_no_text_are_a_mark_each_from_where_that_shows(tmp_path: Path) -> None:
+    """transformers makes a mark of each byte of such a run, which a stream can't do of what is out."""
+    model_tokenizer = sentencepiece(tmp_path)
+    word, rng = model_tokenizer.encode("the", add_special=False)[0], random.Random(5)
+
+    def text_of(run: bytes) -> str:
+        good = max(n for n in range(len(run) + 1) if _is_text(run[:n]))
+        return run.decode() if good == len(run) else run[:good].decode() + "\ufffd" * (len(run) - good)
+
+    for _ in range(300):
+        runs = [bytes(rng.choices(b"a\xc3\xa9\xf0\x9f\x99\x82\xff", k=rng.randrange(1, 7))) for _ in range(3)]
+        tokens = [token for run in runs for token in (*(byte + 1 for byte in run), word)]
+        found, _ = streamed(model_tokenizer, tokens)
+        assert found == "".join(text_of(run) + model_tokenizer.token_text(word) for run in runs)
+        if all(_is_text(run) or not any(_is_text(run[:n]) for n in range(1, len(run))) for run in runs):
+            assert found == model_tokenizer.decode(tokens)
+
+
+def _is_text(run: bytes) -> bool:
+    try:
+        run.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def test_tokens_without_text_end_no_character(tmp_path: Path) -> None:
+    model_tokenizer = sentencepiece(tmp_path, special="<mark>")
+    (mark,) = model_tokenizer.special_tokens.values()
+    first, *rest = (byte + 1 for byte in "🙂".encode())
+    assert streamed(model_tokenizer, [first, mark, *rest])[0] == "🙂"
+    assert streamed(model_tokenizer, [first, mark], skip_special=False)[0] == "\ufffd<mark>"
+
+
+@pytest.mark.parametrize("letters", ["🙂🙂🙂", "end 🙂"])
+def test_stop_strings_of_bytes_are_found(letters: str, tmp_path: Path) -> None:
+    model_tokenizer = sentencepiece(tmp_path)
+    matcher = StopMatcher([letters])
+    detokenizer = model_tokenizer.detokenizer((), skip_special=True)
+    tokens = model_tokenizer.encode("s" + letters + letters, add_special=False)
+    assert "".join(matcher.feed(detokenizer.feed(token)) for token in tokens if matcher.matched is None) == "s"
+    assert matcher.matched == letters
 
 
 def test_a_window_does_not_hold_damage_for_ever() -> None:
