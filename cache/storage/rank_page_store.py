@@ -193,6 +193,8 @@ class _PageLookup:
         for i in which:
             self._found[i] = there[i]
             pool, key = self._wanted[i]
+            # What an earlier lookup found may be gone: the next fetch asks for what this one has found.
+            page_store.plans.pop((pool, key), None)
             if there[i] and plans[pool] != page_store.slicer.own(pool):
                 page_store.plans[pool, key] = plans[pool]
                 while len(page_store.plans) > _REMEMBERED:

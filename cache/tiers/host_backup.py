@@ -111,9 +111,10 @@ class HostBackup:
             self._let_go(lock, above, leases)
             if len(parts) > 1:
                 # The beginning of a prefix is of use without its end.
-                self._copy(parts[: len(parts) // 2])
-            else:
-                self._counters["saves_left_out"] += len(parts[0])
+                half = len(parts) // 2
+                self._copy(parts[:half])
+                parts = parts[half:]
+            self._counters["saves_left_out"] += sum(map(len, parts))
             return False
         sources = {name: [i for p in lock.of(name) for i in p.lease.indices] for name in leases}
         targets = {name: lease.indices for name, lease in leases.items()}

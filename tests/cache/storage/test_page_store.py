@@ -104,6 +104,42 @@ def test_a9_a_page_of_which_one_object_is_gone_is_missing_for_every_reader(write
     assert verdicts == [ObjectVerdict.FOUND, ObjectVerdict.MISSING, ObjectVerdict.FOUND]
 
 
+@pytest.mark.parametrize("name", ["full", "full+state"])
+def test_a9_a_page_of_which_any_one_object_is_gone_is_not_found(name: str) -> None:
+    """Whichever of its objects it is: those that are there make up no page."""
+    whole = headed_sets()[name]
+    for pool in whole.by_name:
+        for size in (1, 2):
+            backend = MemoryBackend(secrets.token_hex(8), 1 << 20)
+            writer = ranks(whole, size, backend)
+            fill(writer.manager, 5)
+            put(writer, pool)
+            (rank, *_) = writer.shelves
+            objects = [rank.name(pool, KEYS[1], part) for part in rank.slicer.own(pool)]
+            assert name == "full" or pool == "full" or len(objects) == 2
+            for gone in objects:
+                put(writer, pool)
+                assert found(writer, pool) == [True, True, True]
+                backend.delete([gone])
+                assert found(writer, pool) == [True, False, True]
+
+
+def test_a_page_is_fetched_as_the_latest_lookup_has_found_it() -> None:
+    """A worker of four ranks had stored it and this one found it there; by now it has stored the page itself, and the
+    others' objects are gone."""
+    whole, backend = headed_sets()["full"], MemoryBackend(secrets.token_hex(8), 1 << 20)
+    others, reader = ranks(whole, 4, backend), ranks(whole, 1, backend)
+    for worker in (others, reader):
+        fill(worker.manager, 5)
+    put(others, "full")
+    assert all(found(reader, "full")), "and the request that asked has left"
+    put(reader, "full")
+    for one in others.shelves:
+        backend.delete([one.name("full", key, part) for key in KEYS for part in one.slicer.own("full")])
+    assert all(found(reader, "full"))
+    assert [outcome.verdict for outcome in fetch(reader, "full")] == [ObjectVerdict.FOUND] * 3
+
+
 def test_the_digest_of_a_page_with_parts_of_both_kinds_is_that_of_all_its_ranks() -> None:
     whole, backend = headed_sets()["full+state"], MemoryBackend(secrets.token_hex(8), 1 << 20)
     writer = ranks(whole, 2, backend)

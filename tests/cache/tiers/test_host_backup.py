@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cache.prefix_cache.nodes.tree_node import Tier
+from cache.prefix_cache.nodes.tree_node import Tier, TreeNode
 from cache.storage.io_queue import StorageOp
 from cache.storage.storage_backend import ObjectName
-from tests.cache.test_hazards_tiers import TOKENS, answer, forget, visit, world_of
+from tests.cache.test_hazards_tiers import PAGE_TOKENS, PAGES, TOKENS, answer, forget, visit, world_of
 from tests.cache.tiers.test_storage_backup import Office
 from tests.cache_world import World
 
@@ -44,6 +44,24 @@ def test_a_save_that_one_pool_has_no_room_for_takes_no_room_of_the_others(short:
     world.settle()
 
 
+def test_every_page_that_the_host_has_no_room_for_is_counted_as_left_out() -> None:
+    """The beginning of a prefix of four nodes fits, or nothing of it: what was left out is all the rest."""
+    for room in range(PAGES + 1):
+        world = world_of("full", write_policy="back", storage=False)
+        for pages in range(1, PAGES + 1):
+            visit(world, TOKENS[: PAGE_TOKENS * pages])
+        assert world.host is not None
+        allocator, manager = world.host.allocators["full"], world.manager
+        others = allocator.lease(allocator.free - room, "others")
+        assert manager.tiers.backup.save(manager.tree.accounts.nodes()) is (room == PAGES)
+        answer(world)
+        saved = sum(len(node) for node in manager.tree.accounts.nodes() if node.parts[Tier.HOST])
+        stats = manager.stats()
+        assert stats["pages_saved"] == saved <= room
+        assert stats["saves_left_out"] == PAGES - saved
+        others.release()
+
+
 @pytest.mark.parametrize("gone", ["invalidated", "evicted"])
 def test_pages_whose_node_has_gone_while_they_were_copied_are_nobodys(gone: str) -> None:
     """The copy ends later than its node: there is no place for it, and its pages are free."""
@@ -66,6 +84,29 @@ def test_pages_whose_node_has_gone_while_they_were_copied_are_nobodys(gone: str)
             assert (there, host_leases(world)) == ([], before)
         assert world.check() == []
         world.settle()
+
+
+def test_pages_that_were_invalidated_while_they_were_copied_are_told_to_nobody_and_missed_by_nobody() -> None:
+    """Whoever follows the tree's events would send requests here for them, and never hear that they have gone."""
+    world = world_of("full", adversarial=True, write_policy="back")
+    world.disturbed = True
+    visit(world, TOKENS)
+    answer(world)
+    told: list[tuple[Tier, bool]] = []
+
+    class Observer:
+        def node_changed(self, node: TreeNode, tier: Tier, there: bool) -> None:
+            told.append((tier, there))
+
+    world.manager.tree.accounts.observe_nodes(Observer())
+    (node,) = world.manager.tree.accounts.nodes()
+    assert world.manager.tiers.backup.save([node])
+    world.manager.tree.eviction.invalidate(node)
+    answer(world)
+    assert told == [(Tier.DEVICE, False)]
+    stats = world.manager.stats()
+    assert (stats["pages_saved"], stats["stores_missed"], stats["stores_waiting"]) == (0, 0, 0)
+    world.settle()
 
 
 def test_a_part_of_which_storage_takes_some_at_each_try_is_offered_again_without_longer_rests() -> None:
