@@ -109,6 +109,57 @@ def test_a9_an_allocation_that_was_not_launched_is_not_ready() -> None:
     world.settle()
 
 
+def test_a9_of_several_damaged_pages_in_one_load_none_is_matched_again() -> None:
+    """Requests of different prefixes come in the same round: their loads are one copy."""
+    world = world_of("full", storage=False)
+    prompts = [[first] * 8 for first in (1, 2, 3)]
+    for tokens in prompts:
+        visit(world, tokens)
+    forget(world, Tier.DEVICE)
+    world.damaged = world.disturbed = True
+    assert world.host is not None
+    for node in world.manager.tree.accounts.nodes():
+        page = world.host.layout.page(world.host.region, "full", node.parts[Tier.HOST]["full"].lease.indices[0])
+        if node.raw[0] != 2:
+            page[0] ^= 1
+    visitors = [world.arrive(tokens) for tokens in prompts]
+    for visitor in visitors:
+        visitor.reusable = PAGES
+        assert world.admit(visitor)
+        assert visitor.done == PAGES
+    world.manager.launch()
+    answer(world)
+    assert world.visitors == [visitors[1]], "those that relied on damaged pages have left"
+    assert [world.manager.tree.match(TokenPrefix.of(tokens, PAGE_TOKENS)).depth for tokens in prompts] == [0, PAGES, 0]
+    assert world.manager.stats()["pages_damaged_on_host"] == 2 * PAGES
+    world.settle()
+
+
+def test_the_bytes_and_the_speed_of_a_load_are_those_of_all_its_pools() -> None:
+    world = world_of("all", adversarial=True)
+    visit(world, TOKENS)
+    forget(world, Tier.DEVICE)
+    load_back = world.manager.tiers.load_back
+    visitor = world.arrive(TOKENS)
+    visitor.reusable = PAGES
+    answer(world)
+    assert world.admit(visitor)
+    assert visitor.done == PAGES
+    unit_bytes = world.spec.unit_bytes
+    nbytes = PAGES * unit_bytes("full") + 4 * unit_bytes("window") + unit_bytes("state")
+    assert load_back.nbytes == nbytes, "it is planned: a window reaches over eight positions, four pages"
+    began = world.clock.now()
+    world.manager.launch()
+    assert load_back.nbytes == nbytes
+    assert world.adversarial is not None
+    world.adversarial.settle()
+    world.clock.advance(4.0)
+    world.poll()
+    assert load_back.nbytes == 0
+    assert load_back.bytes_per_s == pytest.approx(nbytes / (world.clock.now() - began))
+    world.settle()
+
+
 @pytest.mark.parametrize("use", ["taken over", "pushed"])
 @pytest.mark.parametrize("name", ["full", "full+window"])
 def test_a9_what_relies_on_a_load_that_is_planned_and_not_begun_is_not_ready(name: str, use: str) -> None:

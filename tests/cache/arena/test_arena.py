@@ -358,6 +358,18 @@ def test_state_that_several_in_a_row_died_with_is_left() -> None:
         settled.poll()
 
 
+def test_who_has_looked_at_all_that_it_took_over_settles_as_well() -> None:
+    """However little there was to look at: the next ones take it over without end."""
+    segment = segment_for("full")
+    visit(world_on(segment, "full"), TOKENS)
+    for seed in range(2 * MOST_TAKEN):
+        settled = world_on(segment, "full", seed)
+        assert settled.manager.stats()["arena_pages_adopted"] > 0
+        look_at_all(settled)
+        settled.clock.advance(SETTLED_S)
+        settled.poll()
+
+
 def test_the_oldest_of_what_was_adopted_goes_first_and_before_all_that_is_new() -> None:
     segment = segment_for("full")
     first = world_on(segment, "full")
@@ -449,6 +461,31 @@ def test_what_a_retracted_request_has_on_the_host_is_a_prefix_for_whoever_comes_
     assert manager.check() == []
     third = world_on(segment, name, 3)
     assert third.manager.stats()["arena_pages_adopted"] == 0, "what was given back is nobody's prefix"
+
+
+def test_what_a_retracted_request_has_below_the_trees_own_pages_is_found_below_them() -> None:
+    """Only its own pages were copied for it: they follow on those that the tree had on the host before."""
+    segment = segment_for("full")
+    world = world_on(segment, "full")
+    visit(world, TOKENS[:4])
+    visitor, manager = world.arrive(TOKENS), world.manager
+    assert world.admit(visitor)
+    while visitor.done < len(visitor.prefix):
+        assert world.compute(visitor, len(visitor.prefix))
+        world.poll()
+        assert world.commit(visitor, share=False)
+    assert visitor.allocation is not None
+    swapped = manager.swap_out.start(visitor.allocation, visitor.prefix, len(TOKENS))
+    assert swapped.kept == 2
+    world.leave(visitor)
+    manager.swap_out.settle(swapped)
+    second = world_on(segment, "full", 2)
+    assert second.manager.stats()["arena_pages_adopted"] == 4
+    assert second.manager.stats()["arena_pages_dropped"] == 0
+    assert expect_right_bytes(second) == 4
+    look_at_all(second)
+    assert second.manager.tree.match(visitor.prefix).depth == 4
+    second.settle()
 
 
 def test_a_page_that_is_found_was_used_no_earlier_than_any_page_below_it() -> None:

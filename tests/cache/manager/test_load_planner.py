@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.cache.manager.parts import PAGES, Operation, Parts, Sized, match
+from tests.cache.manager.parts import PAGE_TOKENS, PAGES, Operation, Parts, Sized, match
 
 
 @pytest.mark.parametrize(("policy", "worth"), [("always", True), ("never", False), ("auto", True)])
@@ -25,6 +25,23 @@ def test_loading_is_skipped_where_computing_was_quicker_and_that_is_counted() ->
     parts.loads.bytes_per_s = 1e12
     assert parts.planner.worth_loading(match(5, 2))
     assert parts.planner.counters == {"loads_skipped": 1}
+
+
+def test_a_load_is_weighed_with_the_pages_of_all_pools_that_it_brings() -> None:
+    """Windows are loaded as well: a page of the prefix is a page of each."""
+    parts = Parts("full+window")
+    spec = parts.tree.spec
+    page_bytes = spec.unit_bytes("full") + spec.unit_bytes("window")
+    parts.loads.bytes_per_s = 100.0 * page_bytes
+    for tokens_per_s, worth in ((100.0 * PAGE_TOKENS - 1, True), (100.0 * PAGE_TOKENS + 1, False)):
+        planner = Parts("full+window").planner
+        planner._load_back = parts.planner._load_back
+        planner.computed(int(tokens_per_s), 1.0)
+        assert planner.worth_loading(match(5, 2)) is worth
+        assert planner.rates == {
+            "compute_tokens_per_s": tokens_per_s,
+            "load_tokens_per_s": pytest.approx(100.0 * PAGE_TOKENS),
+        }
 
 
 def test_pages_to_load_into_are_leased_with_the_request_s_own(parts: Parts) -> None:

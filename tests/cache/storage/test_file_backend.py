@@ -19,6 +19,7 @@ from cache.storage.backends import file_backend as file
 from cache.storage.backends.file_backend import FileBackend
 from cache.storage.backends.file_folder import FolderScan, ObjectFolder, ShardCounts
 from cache.storage.storage_backend import ObjectVerdict, Payload
+from contracts.clock import ManualClock
 from contracts.errors import ConfigError
 from tests.cache.storage.rigs import FileRig, item, name, payload, read_one, reaped, stored_bytes
 
@@ -152,6 +153,48 @@ def test_room_comes_back_whatever_a_write_raises(file_rig: FileRig) -> None:
         backend.write([item(1), item(2)])
     assert not backend._folder.coming
     assert (backend.capacity().objects, backend.capacity().used_bytes) == (0, 0)
+    backend.close()
+
+
+def test_room_that_a_busy_folder_did_not_take_back_comes_back_with_the_next_scan(file_rig: FileRig) -> None:
+    """The disk fails, and by then another process has the folder's lock for longer than the call may wait."""
+    clock, other = ManualClock(), list[int]()
+
+    def failing(file: int, parts: Sequence[Payload]) -> int:
+        other.append(os.open(file_rig.root / "ledger", os.O_RDWR))
+        fcntl.flock(other[0], fcntl.LOCK_EX)
+        clock.advance(10.0)
+        raise OSError(errno.EIO, "on purpose")
+
+    backend = FileBackend(file_rig.root, 1 << 30, clock=clock, writev=failing)
+    assert backend.wait_counted(20.0)
+    assert not any(outcome.ok for outcome in backend.write([item(1), item(2)]))
+    assert backend.capacity().objects == 2, "the room is still taken"
+    os.close(other[0])
+    assert backend._go_through()
+    assert (backend.capacity().objects, backend.capacity().used_bytes) == (0, 0)
+    backend.close()
+
+
+def test_a_call_begins_no_file_after_its_deadline(file_rig: FileRig) -> None:
+    """Each file takes three of the five seconds that a call has."""
+    clock = ManualClock()
+
+    def used() -> int:
+        clock.advance(3.0)
+        return int(clock.now() * 1e9)
+
+    backend = FileBackend(file_rig.root, 1 << 30, timeout_s=5.0, clock=clock, wall_ns=used)
+    assert backend.wait_counted(20.0)
+    for n in range(4):
+        assert backend.write([item(n)])[0].verdict is ObjectVerdict.STORED
+    late = [ObjectVerdict.FAILED, ObjectVerdict.FAILED]
+    outcomes = backend.read([name(n) for n in range(4)], [memoryview(bytearray(64)) for _ in range(4)])
+    assert [o.verdict for o in outcomes] == [ObjectVerdict.FOUND, ObjectVerdict.FOUND, *late]
+    outcomes = backend.write([item(n) for n in range(4, 8)])
+    assert [o.verdict for o in outcomes] == [ObjectVerdict.STORED, ObjectVerdict.STORED, *late]
+    assert len(file_rig.objects()) == backend.capacity().objects == 6
+    assert backend.counts().failed == 4
     backend.close()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from cache.storage.backends.memory_backend import MemoryBackend
 from cache.storage.inline_queue import InlineIoQueue
-from cache.storage.io_queue import StorageOp, StorageTicket, ThreadedIoQueue
+from cache.storage.io_queue import StorageOp, StorageTicket, ThreadedIoQueue, WriteChain
 from cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome, ObjectVerdict
 from tests.cache.storage.rigs import item, name
 
@@ -250,3 +250,20 @@ def test_inline_tickets_can_be_cancelled_and_end_with_the_queue(inline: InlineIo
     assert inline.close()
     assert [t.result()[0].reason for t in (first, second)] == ["cancelled", "storage is closing"]
     assert inline.submit_exists([name(1)]).result() == [False]
+
+
+@pytest.mark.parametrize("first", ["the cancel", "the failure"])
+@pytest.mark.parametrize("cancelled", [1, 2, 3])
+def test_what_was_cancelled_behind_a_failed_write_lets_none_of_those_between_through(
+    inline: InlineIoQueue, cancelled: int, first: str
+) -> None:
+    """The first of four writes of a chain fails: the chain is broken there, whichever came before the other."""
+    inline.fault = lambda op, which: "on purpose" if which == item(0).name else None
+    chain = WriteChain()
+    tickets = [inline.submit_write([item(n)], chain) for n in range(4)]
+    if first == "the failure":
+        assert inline.run_next()
+    assert tickets[cancelled].cancel()
+    inline.run_all()
+    assert [ticket.result()[0].ok for ticket in tickets] == [False] * 4
+    assert inline.backend.exists([name(n) for n in range(4)]) == [False] * 4

@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import zmq
 import zmq.auth
 
-from cache.tiers.kv_event_publisher import KVEventLog, KVEventPublisher
+from cache.tiers.kv_event_publisher import KVEventLog, KVEventPublisher, _Answer
 from contracts.clock import ManualClock, SystemClock
 from contracts.config.cache_config import EventsConfig
 from contracts.credentials.curve_file import CurvePair, read_curve_pair
@@ -214,6 +214,44 @@ def test_rubbish_on_the_sockets_is_counted_or_left_alone() -> None:
                 worker.publisher.round()
             assert dealer.recv_multipart() == [b"", END, b""]
             assert not dealer.poll(20)
+
+
+class SlowPeer:
+    """The replay socket for a peer whose queue has room for so many messages more."""
+
+    def __init__(self) -> None:
+        self.room, self.taken = 0, list[bytes]()
+
+    def poll(self, timeout: int) -> int:
+        return 0
+
+    def send_multipart(self, frames: tuple[bytes, ...], flags: int) -> None:
+        if not self.room:
+            raise zmq.Again
+        self.room -= 1
+        self.taken.append(frames[2])
+
+
+def test_who_takes_its_answer_slowly_has_all_of_it_and_only_who_takes_nothing_is_given_up() -> None:
+    """The patience counts from the latest message that the subscriber has taken."""
+    clock = ManualClock()
+    for pace_s, whole in ((4.0, True), (6.0, False)):
+        publisher, peer = KVEventPublisher(both(), KVEventLog(), clock.now), SlowPeer()
+        assert publisher._replay is not None
+        publisher._replay.close()
+        publisher._replay = cast(Any, peer)
+        for n in range(6):
+            publisher._log.emit(BlockStored(EventMedium.HOST, None, (b"%16d" % n,), (1, 2), 2))
+            publisher.round()
+        publisher._open.append(_Answer(b"a peer", 0, None))
+        for _ in range(12):
+            publisher.round()
+            clock.advance(pace_s)
+            peer.room = int(whole)
+        wanted = [n.to_bytes(8, "big") for n in range(6)]
+        assert peer.taken == ([*wanted, END] if whole else [])
+        assert not publisher._open
+        publisher.close()
 
 
 def test_d9_a_stranger_can_neither_fill_the_memory_nor_hold_up_a_round() -> None:

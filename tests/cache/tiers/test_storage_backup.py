@@ -323,6 +323,140 @@ def test_a_prefetch_never_asks_for_more_at_once_than_storage_s_line_takes() -> N
     assert reader.manager.check() == []
 
 
+def test_all_prefetches_together_never_ask_for_more_at_once_than_storage_s_line_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefetch_module, "_IN_LINE", 8)
+    name, prompts = uuid.uuid4().hex, [range(first, first + 2 * 20) for first in (0, 1000, 2000)]
+    writer = Office(name=name)
+    for tokens in prompts:
+        writer.ask(tokens)
+    writer.work(3)
+    reader = Office(name=name, batch=2)
+    prefetcher = reader.manager.tiers.prefetcher
+    under_way = [prefetcher.start(TokenPrefix.of(tokens, PAGE_TOKENS), "a request") for tokens in prompts]
+    reader.queue.run_all()
+    reader.manager.poll()
+    most = 0
+    while not all([prefetcher.may_run(one) for one in under_way if one is not None]):
+        most = max(most, reader.queue.waiting)
+        reader.queue.run_next()
+        reader.manager.poll()
+    assert most == 8, "three times 20 pages are 30 reads of all requests"
+    for one in under_way:
+        assert one is not None
+        assert one.gained == 20
+        prefetcher.release(one)
+    assert reader.manager.check() == []
+
+
+def forget(office: Office, *tiers: Tier) -> None:
+    for tier in tiers:
+        office.manager.tree.eviction.evict(tier, "full", 1 << 30)
+
+
+def stored_prefix(office: Office, tokens: Sequence[int]) -> TokenPrefix:
+    """A prefix that storage alone has."""
+    prefix = office.ask(tokens)
+    office.work(3)
+    assert office.stored(prefix) == list(range(len(prefix)))
+    forget(office, Tier.DEVICE, Tier.HOST)
+    return prefix
+
+
+def test_what_a_prefetch_brought_stays_while_its_request_finds_no_room() -> None:
+    """It asks again later, and other requests take the host's room in between."""
+    office = Office()
+    tokens = range(40)
+    prefix = stored_prefix(office, tokens)
+    manager, device, host = office.manager, office.pools.allocators["full"], office.host.allocators["full"]
+    prefetch = manager.tiers.prefetcher.start(prefix, "a request")
+    assert prefetch is not None
+    while not manager.tiers.prefetcher.may_run(prefetch):
+        office.work()
+    others = device.lease(device.free, "others")
+    for _ in range(2):
+        assert manager.prefixes.allocate(prefix, 41, "a request", reusable=20, prefetch=prefetch) is None
+        forget(office, Tier.HOST)
+        assert host.free == host.total - 20
+    others.release()
+    allocation = manager.prefixes.allocate(prefix, 41, "a request", reusable=20, prefetch=prefetch)
+    assert allocation is not None
+    assert (allocation.cached.storage, allocation.cached.host, allocation.cached.device) == (40, 0, 0)
+    manager.launch()
+    office.work(2)
+    manager.table.free(allocation)
+    assert manager.check() == []
+    forget(office, Tier.DEVICE, Tier.HOST)
+    assert host.free == host.total, "the prefetch is over for good"
+
+
+def test_pages_that_another_request_computed_while_they_were_read_did_not_come_from_storage() -> None:
+    office = Office()
+    tokens = range(40)
+    prefix = stored_prefix(office, tokens)
+    manager = office.manager
+    prefetch = manager.tiers.prefetcher.start(prefix, "a request")
+    assert prefetch is not None
+    office.ask(tokens)
+    while not manager.tiers.prefetcher.may_run(prefetch):
+        office.work()
+    assert manager.stats()["pages_prefetched"] == 0
+    forget(office, Tier.DEVICE)
+    allocation = manager.prefixes.allocate(prefix, 41, "a request", reusable=20, prefetch=prefetch)
+    assert allocation is not None
+    assert (allocation.cached.storage, allocation.cached.host, allocation.cached.device) == (0, 40, 0)
+    manager.launch()
+    office.work(2)
+    manager.table.free(allocation)
+    assert manager.check() == []
+
+
+@pytest.mark.parametrize("found", [3, 17])
+def test_a_request_waits_for_storage_as_long_as_what_storage_has_is_worth(found: int) -> None:
+    office = Office()
+    prefix = stored_prefix(office, range(2 * found))
+    prefetcher, clock = office.manager.tiers.prefetcher, office.clock
+    prefetcher._config = PrefetchConfig(policy="timeout", base_s=1.0, per_token_s=0.5)  # type: ignore[union-attr]
+    prefetch = prefetcher.start(TokenPrefix.of(range(2 * 40), PAGE_TOKENS), "a request")
+    assert prefetch is not None
+    assert prefetcher.deadline(prefetch) == clock.now() + 1.0, "storage hasn't said yet what it has"
+    due = clock.now() + 1.0 + 0.5 * 2 * len(prefix)
+    office.queue.run_all()
+    office.manager.poll()
+    assert prefetcher.deadline(prefetch) == due
+    clock.advance(due - clock.now() - 0.25)
+    assert not prefetcher.may_run(prefetch)
+    clock.advance(0.25)
+    assert prefetcher.may_run(prefetch)
+    prefetcher.release(prefetch)
+    assert office.manager.check() == []
+
+
+def test_pages_that_were_invalidated_are_not_stored_though_somebody_holds_them_still() -> None:
+    """Storage had refused them before; who reads them goes on, and nobody is to find them again."""
+    office = Office()
+    office.queue.fault = lambda op, name: "the disk is full" if op is StorageOp.WRITE else None
+    prefix, manager = office.ask(range(40)), office.manager
+    while manager.tiers.backup.busy:
+        office.queue.run_all()
+        manager.poll()
+    (node,) = manager.tree.accounts.nodes()
+    lock = manager.tree.locks.keep([node.parts[Tier.HOST]["full"]], "a reader")
+    assert manager.stats()["stores_waiting"] == 1
+    manager.sharing.invalidate(prefix, 0)
+    assert manager.stats()["stores_waiting"] == 0
+    office.queue.fault = None
+    for _ in range(200):
+        office.queue.run_all()
+        office.clock.advance(1.0)
+        manager.poll()
+    assert office.stored(prefix) == []
+    manager.tree.locks.unlock(lock)
+    office.work()
+    assert manager.stats()["stores_missed"] == 0, "nobody is to miss damaged pages"
+
+
 def test_pages_that_come_and_go_while_no_step_runs_are_remembered_in_bounded_memory() -> None:
     table = EpochTable(64)
     table._follow(torch.device("cpu"))

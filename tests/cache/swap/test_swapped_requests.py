@@ -1,0 +1,98 @@
+"""State of requests that are off the device, by the manager's parts: on the host, on storage and back, page by page."""
+
+from __future__ import annotations
+
+import pytest
+
+from cache.allocation.allocation import Allocation
+from cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from cache.storage.storage_backend import ObjectName
+from cache.swap import swap_storage
+from cache.swap.swapped_state import SwappedState, SwapPlace
+from tests.cache.test_hazards_tiers import PAGE_TOKENS, PAGES, TOKENS, admitted, answer, visit, world_of
+from tests.cache_world import World
+
+SHARED = 2
+"""Leading pages that the tree has on the host too."""
+
+
+def computed(world: World) -> tuple[Allocation, TokenPrefix]:
+    """A request whose first pages were shared by another one has computed the rest, and keeps that to itself."""
+    visit(world, TOKENS[: SHARED * PAGE_TOKENS])
+    visitor = admitted(world, TOKENS)
+    while visitor.done < PAGES:
+        assert world.compute(visitor, PAGES)
+        answer(world)
+        assert world.commit(visitor, share=False)
+    assert visitor.allocation is not None
+    return visitor.allocation, visitor.prefix
+
+
+def swapped_out(world: World, allocation: Allocation, prefix: TokenPrefix) -> SwappedState:
+    world.disturbed = True
+    swapped = world.manager.swap_out.start(allocation, prefix, len(TOKENS))
+    (visitor,) = world.visitors
+    world.leave(visitor)
+    answer(world)
+    world.manager.swap_out.settle(swapped)
+    return swapped
+
+
+@pytest.mark.parametrize("page", range(SHARED, PAGES))
+@pytest.mark.parametrize("pool", ["full", "window"])
+def test_a9_a_page_that_was_damaged_since_it_was_sealed_makes_the_copy_of_its_request_useless(
+    pool: str, page: int
+) -> None:
+    """Whichever pool it is of: the copy's own digests are those of the damaged bytes."""
+    world = world_of("all")
+    allocation, prefix = computed(world)
+    buffer = world.pools.layout.buffers[pool][0]
+    world.pools.region[buffer.offset(0, allocation.tables[pool].pages[page])] ^= 1
+    swapped = swapped_out(world, allocation, prefix)
+    assert (swapped.place, swapped.damage) == (SwapPlace.LOST, {pool: [page]})
+    world.manager.swap_out.drop(swapped)
+    world.settle()
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+@pytest.mark.parametrize("page", range(SHARED, PAGES))
+@pytest.mark.parametrize("pool", ["full", "window"])
+def test_a9_damage_on_storage_is_told_by_the_pages_number_in_its_request(
+    monkeypatch: pytest.MonkeyPatch, pool: str, page: int, batch: int
+) -> None:
+    """Its first pages are the tree's, and pages go in several operations: its place among those is another number."""
+    monkeypatch.setattr(swap_storage, "_BATCH_PAGES", batch)
+    world = world_of("all")
+    swapped = swapped_out(world, *computed(world))
+    assert (swapped.place, swapped.kept) == (SwapPlace.HOST, SHARED)
+    assert world.manager.swap_out.to_storage(swapped, TOKENS)
+    answer(world)
+    assert swapped.place is SwapPlace.STORED
+    objects, key = world.backend.store.objects, ObjectName("model", pool, swapped.prefix.key(page)).key
+    objects[key] = bytes([objects[key][0] ^ 1]) + objects[key][1:]
+    world.manager.swap_out.from_storage(swapped, TOKENS)
+    answer(world)
+    assert (swapped.place, swapped.damage) == (SwapPlace.LOST, {pool: [page]})
+    world.manager.swap_out.drop(swapped)
+    world.settle()
+
+
+def test_a_worker_is_busy_as_long_as_storage_writes_or_reads_for_a_request_that_is_away() -> None:
+    """Who is busy looks again soon; who isn't would leave it where it is."""
+    world = world_of("all")
+    swapped = swapped_out(world, *computed(world))
+    manager, queue = world.manager, world.queue
+    assert queue is not None
+    assert not manager.busy
+    for begin, on_the_way, there in (
+        (manager.swap_out.to_storage, SwapPlace.STORING, SwapPlace.STORED),
+        (manager.swap_out.from_storage, SwapPlace.FETCHING, SwapPlace.HOST),
+    ):
+        begin(swapped, TOKENS)
+        while queue.run_next():
+            assert (manager.busy, swapped.place) == (True, on_the_way)
+        assert manager.busy, "nobody has taken in what storage said"
+        manager.poll()
+        assert (manager.busy, swapped.place) == (False, there)
+    manager.swap_out.drop(swapped)
+    world.settle()
