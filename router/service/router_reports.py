@@ -62,13 +62,14 @@ class RouterReports:
         self._calls.close()
 
     async def _report(self) -> None:
-        began = self._clock.now()
+        began, told = self._clock.now(), self._viewers
         try:
             pause_s = await self._source.report(self.report())
         except ConnectionError:
             self._next = self._clock.now() + RETRY_S
             raise
-        self._next = began + min(max(pause_s, LEAST_S), MOST_S)
+        if self._viewers == told:  # Else the next one is due already.
+            self._next = began + min(max(pause_s, LEAST_S), MOST_S)
 
     def report(self) -> RouterReport:
         """This router as it is now."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from contracts.clock import ManualClock
@@ -21,9 +23,12 @@ class Source(FakeDashboard):
     def __init__(self) -> None:
         super().__init__()
         self.pause_s, self.away = 1.0, False
+        self.answers = asyncio.Event()
+        self.answers.set()
 
     async def report(self, report: RouterReport) -> float:
         self.reports.append(report)
+        await self.answers.wait()
         if self.away:
             raise ConnectionError("it is away")
         return self.pause_s
@@ -70,6 +75,21 @@ async def test_a_controller_that_is_away_is_tried_again_and_a_viewer_hurries_the
     assert await scene.tick()
     assert scene.source.reports[-1].viewers == 2
     scene.reports.close()
+
+
+@pytest.mark.asyncio
+async def test_a_viewer_that_comes_while_a_report_is_under_way_is_told_with_the_next_tick() -> None:
+    scene = Scene()
+    scene.source.pause_s = 5.0
+    scene.source.answers.clear()
+    scene.reports.tick()
+    await eventually(lambda: bool(scene.source.reports))
+    scene.reports.seen_by(1)
+    scene.source.answers.set()
+    await eventually(lambda: not scene.reports._calls.busy)
+    assert await scene.tick()
+    assert [report.viewers for report in scene.source.reports] == [0, 1]
+    assert not await scene.tick(), "from then on as often as it is asked for"
 
 
 def test_a_report_has_what_the_metrics_have() -> None:
