@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import platform
 import threading
 import types
 from collections.abc import Iterable
@@ -15,10 +17,12 @@ from contracts.config.load_config import config_from_dict
 from contracts.errors import ErrorKind
 from contracts.ids import Role, WorkerName
 from contracts.messages.pool_changes import AddWorkers, CordonNode, RestartWorker, ScalePools, UncordonNode
+from contracts.messages.router_report import RouterReport
 from contracts.messages.settings_change import SettingsChange
 from router.openai.request_fields import CHAT, CHAT_OTHERS, COMPLETION, GENERATE_OTHERS
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, router_config, serving
+from tests.router.service.fake_dashboard import FakeDashboard
 
 
 def operate(server: Server, path: str) -> tuple[int, Any]:
@@ -48,6 +52,23 @@ def test_status_says_what_is_served_and_what_runs_now(server: Server) -> None:
     server.call(server.cluster["prefill-0"].resume)
     waiting.join()
     assert server.client.get("/cluster/status").json()["in_flight"] == 0
+
+
+def test_status_adds_what_other_routers_have_told_to_what_this_one_has_now() -> None:
+    """What this router has told of itself is seconds old. Others may have its process id, or be on its host."""
+
+    class Told(FakeDashboard):
+        async def routers(self) -> list[RouterReport]:
+            here = platform.node(), os.getpid()
+            places = (here, 7, 5, 1.0), (("elsewhere", here[1]), 20, 10, 2.5), ((here[0], 1), 300, 100, 4.0)
+            return [
+                RouterReport("r", node, pid, "build", "demo", in_flight, waiting, tokens_per_s=tokens_per_s)
+                for (node, pid), in_flight, waiting, tokens_per_s in places
+            ]
+
+    with serving(FakeCluster(1, 1), dashboard=Told()) as server:
+        told = server.client.get("/cluster/status").json()
+    assert (told["in_flight"], told["waiting"], told["tokens_per_s"]) == (320, 110, 7.5)
 
 
 def test_health_fails_while_a_role_has_nobody(server: Server) -> None:
@@ -239,6 +260,21 @@ def test_the_last_worker_of_a_role_is_drained_by_force_only(server: Server) -> N
     assert "prefill-1 is the last prefill worker" in message
     assert operate(server, "drain/prefill-1?force=true")[0] == 200
     assert server.client.get("/health").status_code == 503
+
+
+@pytest.mark.parametrize(("kept", "last"), [("prefill-0", "decode"), ("decode-0", "prefill")])
+def test_a_node_that_has_the_last_workers_of_one_of_its_roles_is_drained_by_force_only(
+    server: Server, kept: str, last: str
+) -> None:
+    cluster = server.cluster
+    for name, worker in cluster.workers.items():
+        worker.node = "here" if name == kept else "there"
+    server.call(cluster.changed)
+    status, body = operate(server, "drain/there")
+    assert status == 409
+    assert body["error"]["message"].startswith(f"there is the last {last} worker that serves")
+    assert {worker.state for worker in cluster.workers.values()} == {"ready"}
+    assert operate(server, "drain/there?force=true")[0] == 200
 
 
 def test_unknown_and_gone_workers_are_named(server: Server) -> None:

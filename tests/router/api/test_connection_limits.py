@@ -276,3 +276,18 @@ def test_a_body_buffer_gives_back_what_was_taken() -> None:
         buffer.take(1)
     buffer.give_back(10)
     buffer.take(10)
+
+
+def test_what_came_with_earlier_requests_counts_for_none_of_the_later_ones(running: Server) -> None:
+    registry = running.uvicorn.connections
+    before = set(registry.all)
+    client = Client(running)
+    (mine,) = registry.all - before
+    assert isinstance(mine, BoundedHttpProtocol)
+    client.send("POST", "/tokenize", b"x" * 2 * module.HEAD_BYTES)
+    assert client.until(b"}}").startswith(b"HTTP/1.1 400")
+    client.socket.sendall(b"GET /live HTTP/1.1\r\nHos")
+    running.wait_until(lambda: mine not in registry.all or mine._began is not None)
+    assert not running.call(mine.transport.is_closing), "its headers have only begun"
+    client.socket.sendall(b"t: x\r\n\r\n")
+    assert client.until(b"}").startswith(b"HTTP/1.1 200")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from contracts.errors import ErrorKind
-from contracts.ids import RequestId
+from contracts.ids import RequestId, Role
 from contracts.messages.worker_events import Done
 from tests.router.stage import Stage
 
@@ -65,6 +65,21 @@ def test_the_quickest_worker_counts_and_many_prompts_are_shared_out() -> None:
     assert late.prediction.seconds == pytest.approx(TOKEN_S * 80)
     same = [stage.request(prompt(200, 20), within_s=0.25) for _ in range(8)]
     assert stage.core.late_if_taken(same) is None, "choices of one prompt are computed once"
+
+
+@pytest.mark.parametrize("sizes", [(20, 120), (120, 20)])
+def test_a_worker_that_is_too_small_for_one_of_those_that_come_together_is_none_of_theirs(
+    sizes: tuple[int, int],
+) -> None:
+    stage = taught(prefill=2)
+    stage.cluster["prefill-1"].positions = 100
+    stage.view()
+    stage.submit(prompt(100, 150))
+    both = [stage.request(prompt(200 + tokens, tokens), within_s=1.5) for tokens in sizes]
+    late = stage.core.late_if_taken(both)
+    assert late is not None
+    assert late.worker.record.name == "prefill-0"
+    assert late.prediction.seconds == pytest.approx(TOKEN_S * 290), "each is computed"
 
 
 def test_without_a_worker_or_without_knowing_it_nothing_is_refused() -> None:
@@ -159,6 +174,24 @@ def test_what_becomes_of_predictions_that_were_close_is_learned_and_of_the_other
     after = predicted()
     ask(1.2, 1.1)
     assert predicted() > after * 1.09, "it was"
+
+
+def test_each_of_several_that_come_together_teaches_what_became_of_its_prediction() -> None:
+    stage = taught()
+    before = stage.core.late_if_taken([stage.request(prompt(900, 100), within_s=0.001)])
+    both = [stage.request(prompt(1000 + number, 100), within_s=2.2) for number in range(2)]
+    both[1].id = RequestId("the other")
+    assert stage.core.late_if_taken(both) is None
+    for request in both:
+        stage.take(request)
+    for request, took_s in zip(both, (1.0, 1.01), strict=True):
+        stage.clock.advance(took_s)
+        stage.say(request.id, Role.PREFILL, 2)
+    stage.finish()
+    after = stage.core.late_if_taken([stage.request(prompt(901, 100), within_s=0.001)])
+    assert before is not None
+    assert after is not None
+    assert after.prediction.seconds > 1.05 * before.prediction.seconds, "the second one was late"
 
 
 def test_what_was_begun_and_failed_here_is_owed_however_late() -> None:

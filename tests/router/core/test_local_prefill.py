@@ -108,6 +108,30 @@ def test_what_other_routers_have_given_a_decode_worker_counts_for_the_bound() ->
     assert reason(stage, stage.submit(prompt(101, 10))) == "earlier"
 
 
+@pytest.mark.parametrize(("theirs", "told"), [(0, "earlier"), (30, "")])
+def test_prompts_of_other_routers_that_decode_computes_come_before_one_that_it_would_be_given(
+    theirs: int, told: str
+) -> None:
+    stage = taught()
+    entry = decode_0(stage)
+    entry.see(entry.record, replace(entry.status, routers=2, prompt_tokens=theirs))
+    stage.submit(prompt(99, 100))
+    stage.clock.advance(PROMPT_S + TOKEN_S * 100 - 0.25)  # By a hand-over after 0.4 s.
+    assert reason(stage, stage.submit(prompt(100, 10))) == told, "after 0.15 s, or with 40 tokens in two steps 0.5"
+
+
+@pytest.mark.parametrize("busy", ["decode-0", "decode-1"])
+def test_of_decode_workers_that_gets_a_prompt_where_fewer_tokens_wait_whoever_sent_them(busy: str) -> None:
+    stage = taught(decode=2)
+    entry = stage.core.workers.named(busy)
+    assert entry is not None
+    entry.see(entry.record, replace(entry.status, routers=2, prompt_tokens=40))
+    stage.submit(prompt(99, 100))
+    rid = stage.submit(prompt(100, 10))
+    assert reason(stage, rid) == "earlier"
+    assert stage.leg(rid, Role.DECODE) != busy
+
+
 @pytest.mark.parametrize("how", ["dead", "draining", "left alone", "never there"])
 def test_without_a_prefill_worker_decode_serves_all_of_it_beyond_the_bound(how: str) -> None:
     stage = conditional(0 if how == "never there" else 1, 2)

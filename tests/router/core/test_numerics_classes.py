@@ -8,8 +8,11 @@ import pytest
 
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, Role
+from contracts.messages.kept_answers import KeptAnswer
+from router.core.answer_asks import FoundAnswer
 from router.state.worker_table import WorkerEntry
 from router.verification.audit_cases import AuditResult
+from tests.router.fake_worker import expected
 from tests.router.stage import Stage
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
@@ -61,6 +64,29 @@ def test_where_no_pair_is_of_one_class_the_refusal_names_both_and_the_remedy() -
     assert on.ends[rid].error is ErrorKind.OVERLOADED
     for part in (OLD, NEW, "prefill-0", "decode-0", "engine.numerics_class"):
         assert part in on.ends[rid].message
+
+
+@pytest.mark.parametrize("lost", ["before it goes on", "afterwards"])
+def test_an_answer_that_its_client_has_come_back_for_stays_in_the_class_of_its_worker(lost: str) -> None:
+    on = stage(OLD, NEW, OLD, NEW)
+    request = on.request(seed=7)
+    answer = expected(request.prompt, request.sampling)
+    kept = KeptAnswer(request.id, 3, 0, 7, 3, 6, 60.0, tuple(answer[:2]), running=True, started=True)
+    found = FoundAnswer(on.key("decode-1"), kept, 3)
+    request.restore(kept, 3)
+    on.requests[request.id], on.out[request.id], on.logprobs[request.id] = request, answer[:2], []
+    if lost == "before it goes on":
+        on.unlink("decode-1")
+    on.core.adopt(request, found)
+    on.play()
+    on.kill("decode-1")
+    on.tick(1.0)
+    assert not on.submits, "the other class took it up"
+    on.restart("decode-1")
+    on.tick(1.0)
+    assert {key[0] for key, _ in on.submits} == {"prefill-1", "decode-1"}
+    on.finish()
+    on.assert_answered(request.id)
 
 
 @pytest.mark.parametrize("die", [["decode-0"], ["prefill-0", "decode-0"]], ids=" and ".join)

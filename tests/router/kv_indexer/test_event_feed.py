@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -295,6 +296,20 @@ def test_a_router_believes_events_and_what_it_sent_a_moment_ago(index: Index) ->
     assert hits.held == {one.key: sent, two.key: sent}, "without the index, what was sent is all that is known"
 
 
+def test_a_router_looks_for_a_worker_where_it_is_after_it_has_cleared_everything(index: Index) -> None:
+    """Then the feed gives it another slot, of which the controller's table says nothing."""
+    one, before, after = index.publish("prefill-0"), tokens(1), tokens(2)
+    indexes = PrefixIndexes(index.told)
+    index.follow(one)
+    indexes.follow(entries(one))
+    for prompt in (before, after):
+        one.say(AllBlocksCleared(), stored(prompt))
+        whole = marks_of(prefix_hashes(prompt))
+        index.until(lambda prompt=prompt, whole=whole: index.held(one, prompt) == (whole, whole))  # type: ignore[misc]
+        assert indexes.hits(prefix_hashes(prompt), index.clock.now()).held == {one.key: whole}
+    assert indexes.hits(prefix_hashes(before), index.clock.now()).held == {}
+
+
 def entries(*publishers: Publisher) -> list[WorkerEntry]:
     workers = WorkerTable(RouterConfig())
     workers.update([p.view for p in publishers])
@@ -318,3 +333,32 @@ def test_a_worker_is_reached_where_its_host_says(endpoint: str, node: str, strea
     record = WorkerRecord(name, Role.PREFILL, incarnation, 1, node, "", "", WorkerLimits(1, 1), stream=stream)
     view = WorkerView(record, WorkerStatus(name, Role.PREFILL, "ready", 1, node, incarnation, 0, 0, 0, 0))
     assert reachable(endpoint, view, NODE) == wanted
+
+
+@pytest.mark.parametrize(
+    ("replay", "wanted"),
+    [
+        ("tcp://0.0.0.0:5558", "tcp://10.0.0.2:5558"),
+        ("tcp://127.0.0.1:5558", ""),
+        ("tcp://10.0.0.7:5558", "tcp://10.0.0.7:5558"),
+        ("", ""),
+    ],
+)
+def test_a_worker_elsewhere_is_asked_for_lost_events_where_it_can_be_reached_or_not_at_all(
+    index: Index, monkeypatch: pytest.MonkeyPatch, replay: str, wanted: str
+) -> None:
+    followed: list[tuple[str, str]] = []
+
+    def subscriber(endpoint: str, clock: ManualClock, replay_endpoint: str, **options: object) -> SimpleNamespace:
+        followed.append((endpoint, replay_endpoint))
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr("router.kv_indexer.event_feed.KVEventSubscriber", subscriber)
+    name, incarnation = WorkerName("w"), Incarnation(1)
+    record = WorkerRecord(
+        name, Role.PREFILL, incarnation, 1, "elsewhere", "", "", WorkerLimits(1, 1), stream="10.0.0.2:1"
+    )
+    status = WorkerStatus(name, Role.PREFILL, "ready", 1, "elsewhere", incarnation, 0, 0, 0, 0)
+    status = replace(status, kv_events="tcp://0.0.0.0:5557", kv_replay=replay)
+    index.feed.follow([WorkerView(record, status)])
+    assert followed == [("tcp://10.0.0.2:5557", wanted)]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from contracts.config.router_config import RouterConfig
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 from router.kv_indexer.prefix_indexes import PrefixIndexes
 from router.kv_indexer.recent_prefixes import RECENT_S
+from router.kv_indexer.table_memory import TableSize
 from router.state.prefix_hashes import prefix_hashes
 from router.state.worker_table import WorkerTable
 
@@ -80,6 +83,25 @@ def test_slots_of_workers_that_are_gone_are_used_again_and_hold_nothing_of_their
         memory.indexes.sent((NAME, Incarnation(incarnation)), prefix_hashes(TOKENS), 0.0)
     assert memory.holds() == 256
     assert memory.indexes.sent_prefixes.table.check() == []
+
+
+@pytest.mark.parametrize("each", ["adopts", "adopts nothing", "is sent nothing at first"])
+def test_no_slot_is_lost_however_incarnations_follow_each_other(monkeypatch: pytest.MonkeyPatch, each: str) -> None:
+    monkeypatch.setattr(TableSize, "of_bytes", lambda at_most: TableSize(64, slots=16, rows=16))
+    memory, incarnation = Memory(), 0
+    for _ in range(40):
+        incarnation += 1
+        memory.see(view(incarnation, "starting"))
+        if each == "is sent nothing at first":
+            incarnation += 1
+            memory.see(view(incarnation, "starting"))
+        memory.see(view(incarnation, arena_pages_adopted=16 if each == "adopts" else 0))
+        memory.indexes.sent((NAME, Incarnation(incarnation)), prefix_hashes(TOKENS), 0.0)
+        assert memory.holds() == 256, incarnation
+    memory.workers.update([])
+    memory.indexes.follow(memory.workers)
+    sent = memory.indexes.sent_prefixes
+    assert len(set(sent._free + sent._left)) == len(sent._free + sent._left) == 16, "all are somebody's again"
 
 
 def test_what_was_sent_lately_is_forgotten_after_a_while() -> None:

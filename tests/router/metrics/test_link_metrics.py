@@ -28,11 +28,19 @@ def test_each_link_has_its_own_samples_and_other_counters_have_none() -> None:
 
 
 def test_so_many_links_that_their_series_would_be_too_many_are_summed_by_worker() -> None:
-    def entries(links: int) -> Any:
-        counters = {f"link_{what}:decode-{i}": 2.0 for i in range(links) for what in ("writes", "plane_shm")}
-        return [SimpleNamespace(record=SimpleNamespace(name="prefill-0"), status=SimpleNamespace(counters=counters))]
+    def entry(name: str, links: int) -> Any:
+        counters = {f"link_{what}:decode-{i}": 2.0 for i in range(links) for what in ("writes", "waiting", "plane_shm")}
+        return SimpleNamespace(record=SimpleNamespace(name=name), status=SimpleNamespace(counters=counters))
 
-    each = [s for family in link_metrics(entries(MOST_LINKS)) for s in family.samples]
-    assert len(each) == 2 * MOST_LINKS
-    summed = [s for family in link_metrics(entries(MOST_LINKS + 1)) for s in family.samples]
-    assert [(s.labels, s.value) for s in summed] == [({"worker": "prefill-0", "to": ""}, 2.0 * (MOST_LINKS + 1))]
+    def samples(*links: int) -> list[Any]:
+        entries = [entry(f"prefill-{number}", count) for number, count in enumerate(links)]
+        return [s for family in link_metrics(cast(Any, entries)) for s in family.samples]
+
+    assert len(samples(MOST_LINKS - 10, 10)) == 3 * MOST_LINKS
+    summed = {(s.name, s.labels["worker"], s.labels["to"]): s.value for s in samples(MOST_LINKS - 10, 11, 0)}
+    assert summed == {
+        ("twinpool_link_writes_total", "prefill-0", ""): 2.0 * (MOST_LINKS - 10),
+        ("twinpool_link_waiting", "prefill-0", ""): 2.0 * (MOST_LINKS - 10),
+        ("twinpool_link_writes_total", "prefill-1", ""): 22.0,
+        ("twinpool_link_waiting", "prefill-1", ""): 22.0,
+    }, "each worker has its own sum"

@@ -120,6 +120,22 @@ def test_a_wish_is_over_when_the_request_has_migrated() -> None:
     assert migrations.waiting(scene.source) == 0, "and now it is over"
 
 
+def test_a_request_that_has_started_since_it_was_to_leave_migrates_and_is_not_begun_anew() -> None:
+    on = Stage(1, 2)
+    on.kill(TARGET)
+    rid = on.submit(seed=9)
+    on.say(rid, PREFILL, 2)
+    on.say(rid, DECODE, 1 + 2)
+    migrations, source = on.core.migrations, on.key(SOURCE)
+    for started in (False, True):
+        on.hear(source, MigrationWanted(rid, 0, started=started))
+        assert migrations.waiting(source) == 1, "nobody else can take it"
+    on.restart(TARGET)
+    on.tick()
+    assert (migrations.counts.begun, migrations.counts.restarted) == (1, 0)
+    assert on.requests[rid].attempt == 0
+
+
 def test_the_target_is_sent_what_the_source_has_and_the_time_that_is_left_and_not_asked_for_scores_again() -> None:
     scene = Scene(scores=True, request_timeout_s=30.0)
     scene.on.tick(10.0)

@@ -92,6 +92,18 @@ def test_a_controller_that_is_back_for_one_tenant_is_asked_for_the_others_before
     accounts.check(B, LIMITS, 1, 5000, 102.0)
 
 
+def test_a_controller_that_is_back_is_asked_for_what_goes_beyond_more_than_a_slice() -> None:
+    """Who has more than a slice lacked nothing while it was away; what others have had since, it doesn't know."""
+    accounts, claims = lacking(A, B)
+    accounts.granted(claims, [part(A), part(B, (5, 800, 3))], 100.0)
+    accounts.go_alone(101.0)
+    accounts.granted(claims[:1], [part(A)], 102.0)
+    assert accounts.lacks(B, LIMITS, 1, 5000, 102.0)
+    with pytest.raises(TenantLimited, match="6000 tokens a minute"):
+        accounts.admit(B, LIMITS, 1, 5000, 102.0)
+    assert not accounts.lacks(B, LIMITS, 1, 800, 102.0), "what is here is here"
+
+
 def test_a_wait_is_claimed_for_as_long_as_it_lasts_and_no_tenant_waits_for_another() -> None:
     accounts, claims = lacking(A, A, B)
     assert {claim.tenant: claim.wanted.requests > 1 for claim in claims} == {A: True, B: True}

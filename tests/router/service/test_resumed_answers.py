@@ -7,6 +7,7 @@ import secrets
 import socket
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,9 @@ import pytest
 from contracts.ids import RequestId, Role
 from contracts.messages.kept_answers import AnswerName, Attach, Attached, KeptAnswer
 from contracts.sampling_params import SamplingParams
+from router.core.answer_asks import FoundAnswer
+from router.openai.choice_output import ChoiceOutput
+from router.openai.response_stream import ResponseStream
 from router.openai.resume_headers import MOST_KEY_CHARS, MOST_RESUMED_CHOICES, ResumeHeaders
 from router.security.answer_identity import identity_of
 from router.service.answer_claims import AnswerClaim
@@ -136,6 +140,38 @@ def test_a_running_answer_that_nobody_waits_for_any_more_is_left_to_its_worker(s
     answered = Attached(worker.asked[0].request_id, 0, answers=(one,))
     server.call(lambda: worker.sessions[0].on_events([answered]))
     server.wait_until(lambda: [d.request_id for d in worker.detached] == ["kept-0"])
+
+
+@pytest.mark.parametrize("changes", [{"prompt_len": 4}, {"index": 1}], ids=["another prompt", "another choice"])
+def test_a_running_answer_that_does_not_fit_its_request_is_left_to_its_worker_and_begun_anew(
+    server: Server, changes: dict[str, Any]
+) -> None:
+    one, answer = kept(server, 9, running=True, started=True)
+    worker = server.cluster["decode-0"]
+    worker.attached = lambda ask: Attached(ask.request_id, 0, answers=(replace(one, **changes),))
+    told = server.post(PATH, BODY, **keyed("another")).json()
+    assert told["choices"][0]["token_ids"] == answer
+    assert server.call(lambda: server.service.core.asks.held) == 0
+    server.wait_until(lambda: [d.request_id for d in worker.detached] == ["kept-0"])
+
+
+def test_found_choices_are_left_to_their_workers_where_one_of_them_can_not_go_on(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _ = kept(server, 9, running=True, started=True)
+    found = tuple(replace(one, index=number, request_id=RequestId(f"kept-{number}")) for number in range(3))
+    worker, catch_up = server.cluster["decode-0"], server.service.answers.catch_up
+    worker.attached = lambda ask: Attached(ask.request_id, 0, answers=found)
+
+    def fails(stream: ResponseStream, choice: ChoiceOutput, answer: FoundAnswer) -> None:
+        if choice.index == 1:
+            raise ValueError("a bug")
+        catch_up(stream, choice, answer)
+
+    monkeypatch.setattr(server.service.answers, "catch_up", fails)
+    assert server.post(PATH, {**BODY, "n": 3}, **keyed("three")).status_code == 500
+    assert server.call(lambda: server.service.core.asks.held) == 0
+    server.wait_until(lambda: sorted(d.request_id for d in worker.detached) == ["kept-0", "kept-1", "kept-2"])
 
 
 def test_an_answer_that_another_router_has_goes_to_the_client_that_waits_here(server: Server) -> None:

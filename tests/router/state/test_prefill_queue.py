@@ -274,3 +274,12 @@ def test_a_refusal_beside_a_flood_is_judged_by_its_share() -> None:
     assert queue.take_false_refusals(100.0) == 0, "one of the flood comes first"
     queue.computed(RequestId("0"), 100.0 + cost(1000))
     assert queue.take_false_refusals(100.0 + cost(1000)) == 1
+
+
+def test_a_refusal_waits_for_no_prompt_of_anothers_that_stands_behind_a_longer_one() -> None:
+    """Its short one would fit into the other tenant's share, but comes after the long one, which isn't done by then."""
+    queue = taught()
+    for number, tokens in enumerate((1000, 100)):
+        queue.add(RequestId(f"{number}"), tokens, 0, 100.0, A)
+    queue.refused(500, 0, 100.0, 100.0 + 2 * cost(500) + 0.01, B)
+    assert queue.take_false_refusals(100.0) == 1

@@ -200,10 +200,12 @@ async def test_a_reader_that_says_it_ends_is_replaced_before_the_next_body() -> 
 @pytest.mark.asyncio
 async def test_who_waits_when_the_router_ends_is_told() -> None:
     stage = Stage(1)
-    replies = [stage.readers.submit(FrameKind.CHAT, SMALL) for _ in range(2)]
+    replies = [stage.readers.submit(FrameKind.CHAT, body) for body in (SMALL, SMALL, LARGE, LARGE)]
     await (await stage.child(0)).hear()
+    assert stage.readers.waiting == 3, "large ones, too"
     await stage.readers.close()
     for reply in replies:
+        assert reply.done()
         with pytest.raises(ReaderFailed, match="shutting down"):
             await reply
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from router.verification.damage_totals import DamageTotals
 from tests.router import fake_worker
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, serving
+from tests.router.stage import Stage
 
 
 def status(name: str, incarnation: int, **counters: float) -> WorkerStatus:
@@ -65,6 +67,15 @@ def test_counters_of_one_place_add_up() -> None:
     damage = DamageTotals()
     damage.on_statuses([status("prefill-0", 1, stale_pages=1.0, damage_step=2.0)])
     assert samples(damage) == {("prefill-0", "prefill", "step"): 3.0}
+
+
+def test_damage_that_a_worker_tells_with_its_answer_to_an_order_counts_though_no_table_tells_it() -> None:
+    stage = Stage()
+    entry = stage.core.workers.named("decode-0")
+    assert entry is not None
+    stage.core.on_status(replace(entry.status, state="draining", counters={"pages_damaged": 2.0}))
+    stage.kill("decode-0")
+    assert samples(stage.core.damage) == {("decode-0", "decode", "handover"): 2.0}
 
 
 # ---------------------------------------------------------------- on the wire

@@ -1,0 +1,87 @@
+"""What a router asks and tells its controller beside its requests: each kind of call is made, and all end with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import NoReturn
+
+import pytest
+
+from contracts.clock import ManualClock
+from contracts.config.autoscaling_config import AutoscalingConfig
+from contracts.config.cluster_config import Config
+from contracts.key_file import TenantLimits
+from contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts
+from contracts.messages.quota import QuotaClaim, QuotaSlice
+from contracts.messages.router_report import RouterReport
+from router.core.router_core import RouterCore
+from router.metrics.prometheus_metrics import PrometheusMetrics
+from router.security.tenant_accounts import TenantAccounts
+from router.service.controller_calls import ControllerCalls
+from router.service.controller_ports import ControllerPorts
+from router.service.dashboard_relay import NoViewer
+from tests.router.service.fake_dashboard import FakeDashboard
+
+
+class Hanging(FakeDashboard):
+    """A controller that answers nothing; `under_way`: the calls that wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.under_way: set[str] = set()
+
+    async def _hang(self, call: str) -> NoReturn:
+        self.under_way.add(call)
+        try:
+            while True:
+                await asyncio.Event().wait()
+        finally:
+            self.under_way.discard(call)
+
+    async def lease_quota(self, router: str, claims: Sequence[QuotaClaim]) -> list[QuotaSlice]:
+        await self._hang("quotas")
+
+    async def report_latency(self, router: str, counts: LatencyCounts) -> AutoscalerView:
+        await self._hang("latency")
+
+    async def report(self, report: RouterReport) -> float:
+        await self._hang("report")
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        await self._hang("frames")
+        yield b""
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.asyncio
+async def test_every_kind_of_call_is_made_and_none_of_them_outlives_the_router() -> None:
+    clock, controller, accounts = ManualClock(50.0), Hanging(), TenantAccounts(leased=True)
+    config = Config(autoscaling=AutoscalingConfig(enabled=True))
+    core = RouterCore(config.router, clock, lambda: "room")
+    calls = ControllerCalls(
+        ControllerPorts(lessor=controller, reporter=controller, dashboard=controller),
+        config, core, accounts, PrometheusMetrics(core, "shm"), None, "demo", lambda: "start", clock,
+    )  # fmt: skip
+    assert accounts.lacks("acme", TenantLimits(requests_per_minute=8), 1, 1, clock.now())
+    accounts.wait_for("acme", 1, 1)
+    calls.tick()
+    assert calls.dashboard is not None
+    viewer = calls.dashboard.open()
+
+    async def look() -> list[bytes]:
+        return [event async for event in viewer.events()]
+
+    looking = asyncio.ensure_future(look())
+    await settle()
+    assert controller.under_way == {"quotas", "latency", "report", "frames"}
+    assert not looking.done()
+    calls.close()
+    await settle()
+    assert (controller.under_way, looking.done()) == (set(), True), "whoever looks is told the end"
+    with pytest.raises(NoViewer, match="ends"):
+        calls.dashboard.open()
