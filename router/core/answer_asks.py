@@ -32,6 +32,8 @@ class FoundAnswer:
     answer: KeptAnswer
     last_attempt: int
     """The highest attempt that any worker has told of."""
+    numerics: str
+    """The worker's numerics class: the answer goes on in it, whatever has become of the worker since."""
 
     @property
     def worth(self) -> tuple[bool, bool, int]:
@@ -99,7 +101,9 @@ class AnswerAsks:
         if event.other_body:
             self._end(event.request_id, ask, other_body=True)
         else:
-            ask.found += [FoundAnswer(worker, answer, answer.attempt) for answer in event.answers]
+            entry = self._workers.get(worker)
+            numerics = entry.numerics if entry is not None else ""
+            ask.found += [FoundAnswer(worker, answer, answer.attempt, numerics) for answer in event.answers]
             self._held.update({(worker, a.request_id): [] for a in event.answers if a.running})
             self._go_on()
         return True
@@ -202,5 +206,5 @@ class AnswerAsks:
                 self.release(found.worker, found.answer.request_id)
                 self._commands.append((found.worker, Cancel(found.answer.request_id, found.answer.attempt)))
         most = {index: max(f.answer.attempt for f in ask.found if f.answer.index == index) for index in best}
-        chosen = {index: FoundAnswer(f.worker, f.answer, most[index]) for index, f in best.items()}
+        chosen = {index: replace(found, last_attempt=most[index]) for index, found in best.items()}
         self._ended.append(AskEnded(name, chosen, other_body))

@@ -223,7 +223,7 @@ class RouterCore:
         Where the worker has it no more, the next attempt goes on from its tokens."""
         since = self.asks.release(found.worker, request.id)
         entry = self.workers.get(found.worker)
-        request.numerics = entry.numerics if entry is not None else ""
+        request.numerics = found.numerics
         if entry is None or not entry.linked or not found.answer.running:
             request.attempt = request.next_attempt()
             self.submit(request)

@@ -66,24 +66,28 @@ def test_where_no_pair_is_of_one_class_the_refusal_names_both_and_the_remedy() -
         assert part in on.ends[rid].message
 
 
-@pytest.mark.parametrize("lost", ["before it goes on", "afterwards"])
+@pytest.mark.parametrize("lost", ["before it goes on", "afterwards", "and back before it goes on"])
 def test_an_answer_that_its_client_has_come_back_for_stays_in_the_class_of_its_worker(lost: str) -> None:
     on = stage(OLD, NEW, OLD, NEW)
     request = on.request(seed=7)
     answer = expected(request.prompt, request.sampling)
     kept = KeptAnswer(request.id, 3, 0, 7, 3, 6, 60.0, tuple(answer[:2]), running=True, started=True)
-    found = FoundAnswer(on.key("decode-1"), kept, 3)
+    found = FoundAnswer(on.key("decode-1"), kept, 3, NEW)
     request.restore(kept, 3)
     on.requests[request.id], on.out[request.id], on.logprobs[request.id] = request, answer[:2], []
     if lost == "before it goes on":
         on.unlink("decode-1")
+    elif lost == "and back before it goes on":
+        on.kill("decode-1")
+        on.restart("decode-1")
     on.core.adopt(request, found)
     on.play()
-    on.kill("decode-1")
-    on.tick(1.0)
-    assert not on.submits, "the other class took it up"
-    on.restart("decode-1")
-    on.tick(1.0)
+    if lost != "and back before it goes on":
+        on.kill("decode-1")
+        on.tick(1.0)
+        assert not on.submits, "the other class took it up"
+        on.restart("decode-1")
+        on.tick(1.0)
     assert {key[0] for key, _ in on.submits} == {"prefill-1", "decode-1"}
     on.finish()
     on.assert_answered(request.id)
