@@ -167,9 +167,9 @@ class ChoiceOutput:
         self._look_at(text)
         return self._piece(text, (), ())
 
-    def fail(self, message: str) -> None:
+    def fail(self, message: str, kind: ErrorKind | None = ErrorKind.WORKER) -> None:
         """End the choice with an error of the router's own."""
-        self.error = Done(self.request.id, self.request.attempt, "error", error=ErrorKind.WORKER, message=message)
+        self.error = Done(self.request.id, self.request.attempt, "error", error=kind, message=message)
 
     def _piece(self, text: str, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> OutputDelta:
         if text:

@@ -191,6 +191,8 @@ class OpenAnswers:
                 if other.request.id in self._owners:
                     gone = choice.error.error is ErrorKind.SUPERSEDED
                     (self._core.detach if gone else self._core.cancel)(other.request.id)
+                    other.ended_at = choice.ended_at
+                    other.fail(f"choice {choice.index} failed: {choice.error.message}", choice.error.error)
                     self._release(other)
         stream.close_one(choice)
         if stream.over:

@@ -169,11 +169,15 @@ def test_a_choice_that_fails_takes_those_of_its_answer_with_it_and_no_others(
     """Where another router has one of them its client is there, and what else there is of the answer is left for it."""
     site = Site(model_tokenizer)
     stream, other = site.begin(3, "acme", "a key"), site.begin(1, "other")
+    site.stage.clock.advance(3.0)
     site.fails(stream.choices[1], kind)
     assert site.told() == of(stream, command, 1)
     assert site.booked == (1, 1, 1)
     assert stream.failed is not None
     assert (stream.failed.error, stream.over, other.over) == (kind, True, False)
+    # What is told of the others, in records and traces, is no client that left.
+    now = site.stage.clock.now()
+    assert [(choice.error.error, choice.ended_at) for choice in stream.choices if choice.error] == [(kind, now)] * 3
     assert site.check() == []
     assert sorted(site.over) == sorted(choice.request.id for choice in stream.choices)
 
