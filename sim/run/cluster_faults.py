@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from contracts.errors import ConfigError
 from contracts.ids import Role, WorkerName
 from sim.run.fault_target import FaultTarget, UndoFault, nothing
 from sim.scenario.scenario import PlannedFault
@@ -87,7 +88,10 @@ def _add(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     if host is None or not run.router.process.alive or not run.control.reaches(run.router.process):
         return None
     role, pools = host.role, run.control.core.pools
-    run.control.wants(pools.add_some(role, 1))
+    try:
+        run.control.wants(pools.add_some(role, 1))
+    except ConfigError:  # No node has room for it.
+        return None
 
     def end() -> None:
         if not run.router.process.alive or not run.control.reaches(run.router.process):
