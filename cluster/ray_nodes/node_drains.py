@@ -52,14 +52,15 @@ class NodeDrains:
 
     @property
     def changed(self) -> bool:
-        """Whether Ray drains a node that `told` hasn't named."""
-        return bool(self._nodes.keys() - self._told)
+        """Whether Ray drains a node that `told` hasn't named since it does; to be asked again and again."""
+        nodes = self._nodes
+        self._told &= nodes.keys()
+        return bool(nodes.keys() - self._told)
 
     def due(self, views: Iterable[WorkerView]) -> list[str]:
         """Ids, sorted, of nodes with workers that are to be drained now; each until `told` names it, once for as long
         as Ray drains it."""
         nodes = self._nodes
-        self._told &= nodes.keys()
         with_workers = {view.record.node_id for view in views} if nodes else set()
         return sorted(node for node in nodes.keys() - self._told if node and node in with_workers)
 

@@ -144,15 +144,15 @@ class LocalRouters:
         too often."""
         stall_s = self._prepared.config.router.stall_s
         for router in self._routers:
-            was_down = router.kept.down
-            if not was_down and router.probe.silent_s >= stall_s:
+            before = router.kept.service.process
+            if not router.kept.down and router.probe.silent_s >= stall_s:
                 self._say(
                     f"{router.kept.service.name} hung: no answer for {router.probe.silent_s:.0f} s (router.stall_s)"
                 )
                 router.kept.service.kill()
             if failed := router.kept.tend():
                 raise PartFailed(failed)
-            if was_down and not router.kept.down:
+            if router.kept.service.process != before:  # It may have been started again at once.
                 router.probe.started_again()
         self._tend_leaving(stall_s)
         self._replace_next()

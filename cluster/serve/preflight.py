@@ -162,7 +162,7 @@ def prepare(
     options = with_settings(options, config)
     config = given = dataclasses.replace(config, launch=_launch_of(options))
     check_flags(options)
-    check_security(config.security, options.host, options.port)
+    check_security(config.security, options.host, options.port, routers=options.routers)
     check_settings(config, options)
     if config.transfer.plane == "local":
         # Everything is in this process, and the next lines compute.

@@ -16,6 +16,7 @@ from contracts.errors import ConfigError
 from contracts.key_file import read_key_file
 
 TOKEN_VARIABLE = "TWINPOOL_ADMIN_TOKEN"
+MOST_PORT = 65535
 
 
 def is_loopback(host: str) -> bool:
@@ -43,9 +44,10 @@ def with_absolute_paths(config: Config) -> Config:
     )
 
 
-def check_security(security: SecurityConfig, host: str, port: int, *, bind: bool = True) -> None:
-    """Check files, certificates and ports of `security`; `host` and `port` are the endpoint's. `bind`: whether the
-    operators' port must be free now. Raises `ConfigError`."""
+def check_security(security: SecurityConfig, host: str, port: int, *, routers: int = 1, bind: bool = True) -> None:
+    """Check files, certificates and ports of `security`; `host` and `port` are the endpoint's. Each of so many
+    `routers` has an operators' port of its own, counted up from `admin_port`. `bind`: whether these must be free now.
+    Raises `ConfigError`."""
     if security.keys_file:
         read_key_file(Path(security.keys_file))
     elif not security.open and not is_loopback(host):
@@ -61,14 +63,21 @@ def check_security(security: SecurityConfig, host: str, port: int, *, bind: bool
     if security.admin_keys_file:
         read_key_file(Path(security.admin_keys_file))
     if security.admin_port:
-        _check_admin(security, port)
-        if bind:
-            _check_admin_port(security)
+        ports = range(security.admin_port, security.admin_port + routers)
+        _check_admin(security, port, ports)
+        for number in ports if bind else ():
+            _check_admin_port(security.admin_host, number)
 
 
-def _check_admin(security: SecurityConfig, port: int) -> None:
+def _check_admin(security: SecurityConfig, port: int, ports: range) -> None:
     if security.admin_port == port:
         raise ConfigError(f"security.admin_port and --port are both {port}: operators need a port of their own")
+    if port in ports or ports[-1] > MOST_PORT:
+        taken = f"--port is {port}" if port in ports else f"{MOST_PORT} is the last port"
+        raise ConfigError(
+            f"security.admin_port={ports[0]} and the ports after it, up to {ports[-1]}, are operators' ports of "
+            f"{len(ports)} routers, and {taken}: choose another security.admin_port"
+        )
     if not (security.admin_keys_file or os.environ.get(TOKEN_VARIABLE)) and not is_loopback(security.admin_host):
         raise ConfigError(
             f"security.admin_host={security.admin_host}: whoever reaches this machine could drain workers. Make keys "
@@ -76,16 +85,15 @@ def _check_admin(security: SecurityConfig, port: int) -> None:
         )
 
 
-def _check_admin_port(security: SecurityConfig) -> None:
-    host = security.admin_host
+def _check_admin_port(host: str, port: int) -> None:
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, security.admin_port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:
         raise ConfigError(
-            f"can't listen on {host}:{security.admin_port} ({error.strerror}); choose another security.admin_port"
+            f"can't listen on {host}:{port} ({error.strerror}); choose another security.admin_port"
         ) from None
 
 

@@ -52,12 +52,11 @@ def _facts(case: DoctorCase) -> NodeFacts:
 
 def _need(plan: ServePlan) -> int:
     """Bytes of this machine's memory that all workers take at most, host tiers filled."""
-    from cluster.serve.memory_fit import most_bytes  # It imports torch.
+    from cluster.serve.memory_fit import most_bytes, shared_weights  # It imports torch.
 
-    here = plan.here
-    if here.facts.cards:
-        return sum(here.host_bytes[role] * count for role, count in plan.wanted.items())
-    return sum(most_bytes(here, plan.config, role) * count for role, count in plan.wanted.items())
+    here, config = plan.here, plan.config
+    each = sum(most_bytes(here, config, role) * count for role, count in plan.wanted.items())
+    return each + shared_weights(here, config)
 
 
 def _overcommit(case: DoctorCase, need: int) -> Iterator[Finding]:

@@ -197,6 +197,24 @@ def test_a_node_that_ray_takes_away_drains_its_workers_once() -> None:
     assert not [a for a in cluster.core.tick() if isinstance(a, StartWorker)]
 
 
+def test_a_node_that_ray_keeps_after_all_and_takes_away_later_is_drained_again() -> None:
+    """Asked as `serve` asks: the controller's table is fetched only where there is news."""
+    cluster, drains = Cluster(), NodeDrains(dict)
+
+    def due(*draining: str) -> list[str]:
+        drains._nodes = dict.fromkeys(draining, 0)
+        found = drains.due(cluster.core.views()) if drains.changed else []
+        for node in found:
+            drains.told(node)
+        return found
+
+    assert due("node-of-ray") == ["node-of-ray"]
+    assert due("node-of-ray") == []
+    assert due("node-of-ray", "another") == [], "nobody works on the other one"
+    assert due("another") == []
+    assert due("node-of-ray", "another") == ["node-of-ray"]
+
+
 def test_workers_of_other_nodes_stay() -> None:
     cluster = Cluster()
     drains = NodeDrains(dict)

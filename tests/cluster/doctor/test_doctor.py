@@ -7,6 +7,7 @@ import inspect
 import io
 import json
 import os
+import re
 import resource
 import shutil
 import socket
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -23,18 +25,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cli import command_line
 from cli import commands as cli
 from cli.doctor_command import CheckProgress
 from cli.keys_command import new_key
 from cluster.assembly.device_cards import CardFacts
+from cluster.doctor.checks import storage_tier
 from cluster.doctor.doctor_case import DoctorCase, DoctorHost
 from cluster.doctor.examine import BESIDE, CHECKS, examine, exit_code
-from cluster.doctor.finding import Finding, Severity
+from cluster.doctor.finding import Finding, Severity, sized
 from cluster.models.model_source import DEMO
 from cluster.processes.run_file import write_run_file
 from cluster.ray_nodes.ray_facts import RayFacts, RayNode
+from cluster.serve import preflight
+from cluster.serve.memory_fit import CUDA_WORKER_BYTES
 from cluster.serve.preflight import ServeOptions
 from contracts.checkpoint.safetensors_headers import INDEX, SINGLE, read_headers
 from tests.certificates import TestAuthority
@@ -91,6 +97,13 @@ def test_a_taken_port_is_found(tmp_path: Path) -> None:
         found = only(look("ports", case(tmp_path, port=port)))
     assert found.severity is Severity.ERROR
     assert str(port) in found.found
+
+
+def test_a_taken_operators_port_of_any_router_is_found(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        found = look("ports", case(tmp_path, f"security.admin_port={port - 2}", routers=3))
+    assert any(one.found.startswith(f"security.admin_port {port}:") for one in found)
 
 
 def test_a_port_that_a_cluster_of_ones_own_has_is_told_with_its_name(tmp_path: Path) -> None:
@@ -212,10 +225,11 @@ def test_an_expired_certificate_and_one_that_ends_soon_are_found(tmp_path: Path)
     assert (soon.severity, "ends in 4 days" in soon.found) == (Severity.WARNING, True)
 
 
-def test_secrets_that_others_may_read_and_keys_that_ran_out_are_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize("whose", ["keys_file", "admin_keys_file"])
+def test_secrets_that_others_may_read_and_keys_that_ran_out_are_found(tmp_path: Path, whose: str) -> None:
     keys = tmp_path / "keys.json"
     new_key(keys, "acme", "1m")
-    setting = f"security.keys_file={keys}"
+    setting = f"security.{whose}={keys}"
     assert look("credentials", case(tmp_path, setting)) == []
     keys.chmod(0o644)
     assert "mode 644" in only(look("credentials", case(tmp_path, setting))).found
@@ -257,6 +271,30 @@ def test_strict_overcommit_and_swap_in_use_are_found(tmp_path: Path) -> None:
     assert "swap are in use" in only(look("swap", examined)).found
 
 
+@pytest.mark.parametrize(("shared", "copies"), [("off", 3), ("on", 1)])
+def test_the_memory_that_is_needed_has_the_weights_as_often_as_there_are_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: str, copies: int
+) -> None:
+    def needed(weights: int) -> int:
+        monkeypatch.setattr(preflight, "weight_bytes", lambda spec, config: weights)
+        settings = (f"engine.share_weights={shared}", "cache.device_tokens=64", "cache.host_bytes=1048576")
+        (found,) = CHECKS["memory"](case(tmp_path, *settings, decode=2))
+        number = re.match(r"about ([\d,]+) MiB needed", found.found)
+        assert number is not None, found
+        return int(number[1].replace(",", ""))
+
+    assert needed(200 << 20) - needed(0) == 200 * copies
+
+
+def test_the_memory_that_is_needed_beside_gpus_has_that_of_the_processes(tmp_path: Path) -> None:
+    card = CardFacts(0, "card", 40 << 30, 40 << 30, 90, ())
+    for count in (1, 2):
+        at = host(tmp_path, cards=lambda device: (card,))
+        settings = ("cluster.host_memory_share=0", "cluster.host_memory_bytes=0", "engine.attention=torch")
+        (found,) = CHECKS["memory"](case(tmp_path, *settings, at=at, decode=count))
+        assert found.found.startswith(f"about {sized((1 + count) * CUDA_WORKER_BYTES)} needed, 0 MiB of it host tiers")
+
+
 @pytest.fixture
 def few_files() -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -288,6 +326,8 @@ import sys
 from pathlib import Path
 from cluster.doctor.checks.host_memory import check_shared_memory
 from cluster.doctor.doctor_case import DoctorCase
+from cluster.serve import preflight
+from cluster.serve.memory_fit import CUDA_WORKER_BYTES
 from cluster.serve.preflight import ServeOptions
 for finding in check_shared_memory(DoctorCase(ServeOptions(port=0))):
     print(finding.severity, finding.found)
@@ -408,6 +448,23 @@ def test_a_storage_folder_that_can_not_be_made_or_is_too_small_is_found(tmp_path
     assert "has room for" in only(storage(tmp_path / "pages", f"cache.storage.max_bytes={1 << 60}")).found
 
 
+@pytest.mark.parametrize(("most", "fits"), [(5 << 20, True), (6 << 20, False)])
+def test_what_a_storage_folder_holds_already_is_room_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, fits: bool
+) -> None:
+    """Else a cache that has grown is told to be too large for its disk at the next launch."""
+    for number in range(3):
+        page = tmp_path / "pages" / str(number) / "page"
+        page.parent.mkdir(parents=True)
+        page.write_bytes(bytes(1 << 20))
+    monkeypatch.setattr(storage_tier.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=2 << 20))
+    settings = (f"cache.storage.path={tmp_path / 'pages'}", f"cache.storage.max_bytes={most}")
+    found = look("storage", case(tmp_path, "cache.storage.backend=file", *settings))
+    assert [finding.found.partition(", ")[0] for finding in found] == (
+        [] if fits else [f"{tmp_path / 'pages'} has room for 5 MiB"]
+    )
+
+
 def test_a_package_of_another_version_is_found(tmp_path: Path) -> None:
     old = host(tmp_path, version=lambda name: "0.1" if name == "ray" else version(name))
     found = only(look("versions", case(tmp_path, at=old)))
@@ -442,6 +499,17 @@ def test_what_dead_runs_left_is_found_and_nothing_of_those_that_live(tmp_path: P
     assert live.name in folder.found
     assert "2 MiB of memory" in segment.found
     assert live.exists()
+
+
+def test_a_segment_that_is_mapped_and_not_open_is_in_use(tmp_path: Path) -> None:
+    at = host(tmp_path)
+    path, old = at.shm / "mapped", time.time() - 3600
+    path.write_bytes(bytes(2 << 20))
+    memory = torch.from_file(str(path), shared=True, size=2 << 20, dtype=torch.uint8)  # Closes what it maps.
+    os.utime(path, (old, old))
+    assert look("leftovers", case(tmp_path, at=at)) == []
+    del memory
+    assert str(path) in only(look("leftovers", case(tmp_path, at=at))).advice
 
 
 def test_a_level_that_the_processor_lacks_and_unlike_machines_are_found(

@@ -61,7 +61,11 @@ class Router:
         assert self.dead, "one at a time"
         self.dead = False
         self.started.append(self.clock.now())
-        return 1, 1
+        return self.process
+
+    @property
+    def process(self) -> tuple[int, int]:
+        return len(self.started), 1
 
 
 class Probe:

@@ -116,6 +116,42 @@ def test_one_that_hangs_is_killed_by_whoever_supervises_then(scene: Scene, old: 
     assert not scene.routers._leaving
 
 
+def test_those_that_are_replaced_are_asked_whether_they_live_as_the_others_are(
+    scene: Scene, old: ServiceProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Silence of one that nobody asks would be taken for a hang, and its answers cut off."""
+    asked = list[str]()
+    monkeypatch.setattr(RouterProbe, "start", lambda probe: asked.append(probe._path.name))
+    scene.state.leaves("router-0.another", old)
+    scene.start()
+    scene.routers.probe()
+    mark = scene.routers._mark
+    assert sorted(asked) == sorted(["router-0.another.live", f"router-0.{mark}.live", f"router-1.{mark}.live"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deaths", [0, 3])
+def test_the_silence_of_one_that_was_started_again_is_its_own(scene: Scene, deaths: int) -> None:
+    """Of one that is started at once, in place of one that hung, and of one that has to wait after quick deaths."""
+    scene.start()
+    (first, probe), (_, other) = scene.routers.services()
+    for _ in range(deaths):
+        first.service.kill()
+        scene.routers.tend()
+    assert first.down is (deaths > 0)
+    scene.clock.advance(STALL_S)
+    other.started_again()
+    scene.routers.tend()
+    assert not first.down
+    assert probe.silent_s == 0.0
+    said, pids = list(scene.said), scene.pids()
+    scene.clock.advance(STALL_S - 0.1)
+    other.started_again()
+    scene.routers.tend()
+    assert (scene.said, scene.pids()) == (said, pids), "it has its own time to answer"
+    assert sum("hung" in line for line in said) == (deaths == 0)
+
+
 def test_the_end_of_the_cluster_is_theirs(tmp_path: Path, prepared: ServePlan, old: ServiceProcess) -> None:
     with ExitStack() as stack:
         scene = Scene(tmp_path, prepared, stack)

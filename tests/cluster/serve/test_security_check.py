@@ -66,6 +66,20 @@ def test_the_operators_port_is_one_of_its_own_and_takes_keys_where_others_reach_
     check_security(SecurityConfig(admin_port=free, admin_host="0.0.0.0"), "127.0.0.1", 8000)
 
 
+def test_each_of_several_routers_has_an_operators_port_that_is_checked() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        several = ServeOptions(port=0, routers=3, assignments=(f"security.admin_port={port - 2}",))
+        with pytest.raises(ConfigError, match=r"can't listen on 127.0.0.1:\d+"):
+            prepare(several, 8 * GIB)
+    security = SecurityConfig(admin_port=7999)
+    with pytest.raises(ConfigError, match=r"up to 8001, are operators' ports of 3 routers, and --port is 8000"):
+        check_security(security, "127.0.0.1", 8000, routers=3, bind=False)
+    check_security(security, "127.0.0.1", 8000, routers=1, bind=False)
+    with pytest.raises(ConfigError, match=r"up to 65536, .* 2 routers, and 65535 is the last port"):
+        check_security(SecurityConfig(admin_port=65535), "127.0.0.1", 8000, routers=2, bind=False)
+
+
 def test_paths_are_absolute_for_processes_that_start_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = with_absolute_paths(Config(security=SecurityConfig(tls_cert="certs/node.pem", keys_file="~/keys.json")))
