@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from cluster.arena.arena_agent import ArenaAgent, address
 from cluster.arena.arena_client import ArenaClient
 from cluster.arena.local_agent import LocalArenaAgent
 from contracts.clock import SystemClock
@@ -197,10 +202,6 @@ def test_what_a_later_incarnation_had_no_use_for_is_forgotten_and_nothing_else(
 
 @pytest.mark.slow
 def test_a_stranger_gets_nothing_and_harms_nothing(agent: LocalArenaAgent, token: str, tmp_path: Path) -> None:
-    import socket
-
-    from cluster.arena.arena_agent import address
-
     with borrower(token, 1) as first:
         first.wrote(7)
         wrong = b'{"verb": "take", "token": "%s", "name": "x", "rank": 0, "incarnation": 1, "nbytes": 1, ' % (
@@ -215,6 +216,31 @@ def test_a_stranger_gets_nothing_and_harms_nothing(agent: LocalArenaAgent, token
     with borrowed(token, 2) as memory:
         assert memory is not None
         assert memory[0] == 7
+
+
+def test_what_can_not_be_lent_leaves_nothing_behind(token: str) -> None:
+    """A worker that is started again and again on a node without that much memory takes no descriptor each time."""
+    agent, stop = ArenaAgent(token), os.eventfd(0)
+    serving = threading.Thread(target=agent.serve, args=(stop,))
+    serving.start()
+    told: dict[str, Any] = {"verb": "take", "token": token, "name": NAME, "rank": 0, "incarnation": 1}
+    told |= {"nbytes": -1, "fingerprint": "a model", "fresh": False}  # Which the system refuses.
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+            client.settimeout(10)
+            client.connect(address(token))
+
+            def asked() -> int:
+                client.send(json.dumps(told).encode())
+                assert "bytes" in json.loads(client.recv(8192))["error"]
+                return len(os.listdir("/proc/self/fd"))
+
+            assert len({asked() for _ in range(5)}) == 1
+    finally:
+        os.eventfd_write(stop, 1)
+        serving.join(10)
+        agent.close()
+        os.close(stop)
 
 
 @pytest.mark.slow

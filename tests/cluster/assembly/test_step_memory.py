@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,12 @@ def kept(engine: ModelRunner) -> tuple[int, int]:
     """Bytes of the block tables and of the token histories that an engine has on its device."""
     tables = sum(t.nbytes for pool in engine._tables.values() for t in pool._rows.tensors)
     return tables, sum(t.nbytes for t in engine._histories._rows.tensors)
+
+
+@pytest.mark.parametrize("part", [one.name for one in fields(StepMemory)])
+def test_all_parts_but_the_number_of_rows_are_bytes_of_the_whole(part: str) -> None:
+    nothing = StepMemory(*[0] * len(fields(StepMemory)))
+    assert replace(nothing, **{part: 7}).nbytes == (0 if part == "rows" else 7)
 
 
 @pytest.mark.slow

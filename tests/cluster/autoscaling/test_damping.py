@@ -123,6 +123,15 @@ def test_a_gap_in_what_was_observed_begins_the_window_anew() -> None:
     assert pool.changes[0] == (230.0, -1)
 
 
+def test_a_gap_in_what_was_observed_begins_the_window_of_growth_anew_too() -> None:
+    """What was needed before it, and a whole window ago, says nothing of the time in between."""
+    pool, more = Pool(2), URGENT._replace(workers=4.0, urgent=False)
+    pool.run(more, 15.0)
+    pool.now = 100.0
+    pool.run(more, 160.0)
+    assert pool.changes == [(120.0, 2)]
+
+
 def test_a_shrinking_that_is_regretted_doubles_the_window_and_is_not_repeated_at_its_load() -> None:
     pool = Pool(3)
     little = PoolNeed(1.5, "little", load=1000.0)
@@ -136,6 +145,21 @@ def test_a_shrinking_that_is_regretted_doubles_the_window_and_is_not_repeated_at
     pool.run(little._replace(load=500.0), 1195.0)
     assert pool.ready == 3, "200 s of less, now"
     pool.run(little._replace(load=500.0), 1300.0)
+    assert pool.ready == 2
+
+
+def test_after_long_enough_without_regret_both_the_window_and_the_size_are_forgiven() -> None:
+    """24 windows after it, and a window of its own later: the load that two workers were too few for may have been
+    another kind of load."""
+    pool = Pool(3)
+    little = PoolNeed(1.5, "little", load=1000.0)
+    pool.run(little, 105.0)
+    pool.run(URGENT._replace(workers=3.0), 120.0)
+    regretted_at = pool.changes[-1][0]
+    pool.run(little, regretted_at + 2400.0)
+    assert pool.ready == 3
+    pool.run(little, regretted_at + 2700.0)
+    assert pool.damping.window_s == 100.0
     assert pool.ready == 2
 
 
@@ -181,6 +205,7 @@ def test_a_pause_after_a_failure_counts_once_for_what_was_begun_before_it() -> N
     assert [damping.failed(0.0), damping.failed(10.0), damping.failed(30.0)] == [30.0, 20.0, 60.0]
     damping.started()
     assert not damping.backs_off(31.0)
+    assert [damping.failed(100.0), damping.failed(130.0)] == [30.0, 60.0], "failures before a success are over"
 
 
 # ---------------------------------------------------------------- roles
@@ -236,3 +261,12 @@ def test_no_worker_changes_to_a_role_whose_starts_fail(failed: bool) -> None:
     pools = {role: PoolState(role, ready=3) for role in PAIR}
     found = [change for at in range(0, 60, 5) for change in rules.decide(float(at), pools, QUEUE)]
     assert [type(change) for change in found[:1]] == ([] if failed else [ChangeRole])
+
+
+def test_a_change_of_roles_is_a_change_of_both_pools() -> None:
+    """The pool that gave a worker shrinks no sooner after it than the one that got it: its need has just changed."""
+    rules = SizingRules(replace(CONFIG, max_workers=6), 16)
+    pools = {role: PoolState(role, ready=3) for role in PAIR}
+    found = [(at, type(change)) for at in range(0, 120, 5) for change in rules.decide(float(at), pools, QUEUE)]
+    assert found == [(at, ChangeRole) for at in (20, 80)], "not within 40 s, though a shrinking's window is over at 100"
+    assert [change for at in (120, 125) for change in rules.decide(float(at), pools, QUEUE)][0].role is Role.DECODE

@@ -207,6 +207,30 @@ def test_the_next_controllers_autoscaler_knows_its_own_starts_drains_and_holds()
     assert Site(site.ledger).autoscaler._starts == {}
 
 
+def test_a_hold_that_is_over_is_over_for_the_next_controller_too() -> None:
+    site = Site()
+    site.autoscaler.hold("an operator")
+    site.tick(site.config.autoscaling.hold_s)
+    site.tick(site.config.autoscaling.period_s)
+    assert Site(site.ledger).autoscaler.view().held_s == 0.0
+
+
+@pytest.mark.parametrize("changed", ["scaled", "drained and restarted"])
+def test_an_operators_change_is_one_hold_though_workers_leave_for_it(changed: str) -> None:
+    """Whoever leaves by it has been seen with it, and is no further drain."""
+    site = Site()
+    if changed == "scaled":
+        site.core.pools.scale({DECODE: 1})
+    else:
+        site.core.pools.drain("decode-1")
+    site.autoscaler.hold(changed)
+    for _ in range(3):
+        site.tick(1.0)
+    assert site.roles() == BEFORE
+    assert site.count("holds") == 1
+    assert site.autoscaler.view().held_s == site.config.autoscaling.hold_s - 3.0
+
+
 def test_who_has_the_least_to_do_changes_its_role() -> None:
     site = Site()
     for number, prompt_tokens in ((0, 500), (1, 400)):

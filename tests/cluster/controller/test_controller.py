@@ -134,6 +134,25 @@ def test_grants_name_the_latest_incarnation_of_each_worker_that_has_ended_and_no
     assert ended() == [(NAME, 2)], "it has left"
 
 
+@pytest.mark.parametrize("how", ["its node was cordoned", "it was given up", "its process was lost"])
+def test_grants_name_a_start_that_was_ended_as_well(how: str) -> None:
+    """Its process may have got as far as to hold something of others before it was told."""
+    cluster, other = Cluster(), WorkerName("prefill-0")
+    cluster.core.pools.add(other, Role.PREFILL)
+    cluster.core.tick()
+    cluster.core.register(dataclasses.replace(_record(1), name=other))
+    if how == "its node was cordoned":
+        node = NodePlace("n" * 12, "n")
+        cluster.core.placed(NAME, Incarnation(1), node)
+        assert cluster.core.pools.cordon("n") == (NAME,)
+    elif how == "it was given up":
+        cluster.core.pools.give_up(NAME)
+    else:
+        cluster.core.attach([(other, Incarnation(1))])
+    grant = cluster.core.renew(other, Incarnation(1), dataclasses.replace(_status(1), name=other))
+    assert [(one.name, one.incarnation) for one in grant.ended] == [(NAME, 1)]
+
+
 def test_an_incarnation_that_is_up_already_is_not_registered_again() -> None:
     """Somebody else says it is this one: who came first goes on, and its record stays."""
     cluster = Cluster()

@@ -95,6 +95,24 @@ def test_a_pool_shrinks_by_drain_from_the_highest_number() -> None:
     assert company.pool(Role.DECODE) == ["decode-0", "decode-1", "decode-2"]
 
 
+@pytest.mark.parametrize("told", ["to restart", "to change its role"])
+def test_who_was_told_to_come_back_and_is_then_sent_away_does_not_come_back(told: str) -> None:
+    company = Company(prefill=3, decode=2)
+    if told == "to restart":
+        name = WorkerName("decode-1")
+        company.core.pools.restart(name)
+        assert company.core.pools.scale({Role.DECODE: 1}) == (name,)
+    else:
+        name = WorkerName("prefill-2")
+        company.core.pools.change_role(name, Role.DECODE)
+        assert company.core.pools.scale({Role.DECODE: 2}) == (name,)
+    begun = len(company.starts)
+    company.settle()
+    assert company.starts[begun:] == []
+    assert name not in company.serving
+    assert company.core.table.rows[name].state is WorkerState.LEFT
+
+
 def test_a_pool_that_shrinks_lets_go_first_of_those_that_do_not_serve_yet() -> None:
     company = Company(prefill=1, decode=1)
     company.core.pools.add_some(Role.DECODE, 1)

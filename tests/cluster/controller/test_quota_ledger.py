@@ -111,6 +111,15 @@ def test_a_limit_begins_full_once_each_time_that_it_comes(before: tuple[QuotaAmo
     assert scene.lease("a", LIMITS, used).granted == QuotaAmounts(15, 1500, 10)
 
 
+@pytest.mark.parametrize("first", [QuotaAmounts(requests=60), QuotaAmounts(tokens=6000)], ids=["tokens", "requests"])
+def test_a_limit_that_comes_beside_another_begins_full_and_leaves_that_as_it_is(first: QuotaAmounts) -> None:
+    scene = Ledger()
+    scene.ledger.lease("a", QuotaClaim("acme", first, NONE, NONE))
+    used = QuotaAmounts(first.requests / 2, first.tokens / 2)
+    left = scene.ledger.lease("a", QuotaClaim("acme", LIMITS, used, NONE)).left
+    assert left == QuotaAmounts(60 - used.requests, 6000 - used.tokens, 10)
+
+
 def test_tenants_and_routers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Ledger()
     for number in range(MOST_TENANTS + 10):

@@ -110,6 +110,20 @@ def test_a_supervisor_that_dies_before_its_answer_is_told_and_the_next_one_is_as
     assert answer.changed == CHANGED
 
 
+def test_a_change_whose_supervisor_another_one_has_replaced_is_told_at_once(site: Site) -> None:
+    """The stream of the one before may end long after that, and its answer is nobody's."""
+    first, second = site.supervisor(), list[ControllerClient]()
+
+    def replace_it(order: SettingsChange) -> None:
+        line = site.server._service._supervisor
+        second.append(site.supervisor())
+        while site.server._service._supervisor is line:
+            site.pause.wait(0.01)
+
+    with pytest.raises(RequestError, match="went away"):
+        site.change(replace_it, first)
+
+
 def test_a_change_waits_for_a_supervisor_that_is_starting_again_and_not_for_ever() -> None:
     async def run() -> None:
         orders, sent = SettingsOrders(answer_s=0.05), list[SettingsChange]()

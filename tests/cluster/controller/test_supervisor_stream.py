@@ -164,6 +164,20 @@ def test_a_supervisor_comes_back_to_a_controller_that_was_started_again(site: Si
     assert site.core.table.rows[NAME].last_reason == "while you were away"
 
 
+def test_an_end_that_was_on_its_way_when_the_stream_broke_is_told_again(site: Site) -> None:
+    client = site.client()
+    client.add(Role.DECODE, 1)
+    site.orders(client, StartWorker)
+    before = dict(site.ledger.rows)
+    client.report(ended=[EndedProcess(NAME, Incarnation(1), "it fell")])
+    site.orders(client, StartFailed)
+    site.server.close()
+    site.ledger.rows = before  # That controller died before it had taken the report in.
+    site.start()
+    assert site.orders(client, StartFailed) == [StartFailed(NAME, "it fell")]
+    assert site.core.table.rows[NAME].last_reason == "it fell"
+
+
 def test_the_latest_supervisor_is_obeyed_and_the_one_before_is_let_go(site: Site) -> None:
     first = site.client()
     first.add(Role.DECODE, 1)

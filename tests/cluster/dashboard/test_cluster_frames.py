@@ -332,6 +332,14 @@ def test_damage_is_counted_by_site_over_restarts_and_told(frames: ClusterFrames)
     assert sum("damaged" in text for text in texts(frame)) == 2
 
 
+def test_damage_of_several_workers_at_one_site_is_added_up(frames: ClusterFrames) -> None:
+    counter, site = next(iter(DAMAGE_COUNTERS.items()))
+    found = {"prefill-0": 1, "decode-0": 4, "decode-1": 2}
+    views = [worker(name, counters={counter: count}) for name, count in found.items()]
+    frames.take(state(views, 1.0), 1.0, WALL)
+    assert frames.frame()["damage"][site] == sum(found.values())
+
+
 def test_the_past_has_a_row_every_few_seconds_and_no_more_than_a_quarter_of_an_hour(frames: ClusterFrames) -> None:
     rng, now = random.Random(1), 0.0
     while now < 2 * KEPT_S:
@@ -366,6 +374,25 @@ def test_whole_minutes_are_kept_for_hours_with_means_and_the_worst_p99(frames: C
     assert len(frames.past()["minutes"]["at"]) == 360
 
 
+def test_the_mean_of_a_minute_is_of_the_moments_at_which_there_was_something_to_know(frames: ClusterFrames) -> None:
+    """A pool that serves for half a minute, with half of its pages held, is not a quarter full."""
+    began = WALL - WALL % 60
+    for step in range(13):
+        views = [worker("decode-0", pages_free=50)] if step >= 6 else []
+        frames.take(state(views, step * SAMPLE_S), step * SAMPLE_S, began + step * SAMPLE_S)
+    minutes = frames.past()["minutes"]
+    assert minutes["pages_decode"] == [0.5]
+    assert minutes["pages_prefill"] == [None]
+    assert minutes["serving_decode"] == [0.5], "of how many serve there is always something to know"
+
+
+def test_the_past_has_colocated_workers_among_those_that_decode(frames: ClusterFrames) -> None:
+    frames.take(state([worker("colocated-0", pages_free=75), worker("colocated-1", "dead")], 0.0), 0.0, WALL)
+    past = frames.past()["history"]
+    assert (past["pages_decode"], past["serving_decode"]) == ([0.25], [1])
+    assert (past["pages_prefill"], past["serving_prefill"]) == ([None], [0])
+
+
 def test_the_targets_are_those_that_are_configured(frames: ClusterFrames) -> None:
     frames.take(state([], 0.0), 0.0, WALL)
     assert frames.frame()["targets"] == {}
@@ -373,13 +400,16 @@ def test_the_targets_are_those_that_are_configured(frames: ClusterFrames) -> Non
     scaler = Autoscaler(
         core, ManualClock(0.0), config_from_dict({"autoscaling": {"enabled": True, "ttft_target_s": 1.5}})
     )
-    frames.report(replace(report("a"), ttft_slo_s=0.8), 1.0, WALL)
     frames.report(report("b"), 1.0, WALL)
+    frames.report(replace(report("a"), ttft_slo_s=0.8), 1.0, WALL)
+    frames.report(replace(report("c"), ttft_slo_s=2.5), 1.0, WALL)
+    frames.report(replace(report("d"), ttft_slo_s=0.8), 1.0, WALL)
     frames.take(state([], 1.0, targets=scaler.targets), 1.0, WALL)
     assert frames.frame()["targets"] == {
         "ttft": [
             {"s": 1.5, "share": 0.95, "by": "autoscaling.ttft_target_s"},
             {"s": 0.8, "share": None, "by": "router.ttft_slo_ms"},
+            {"s": 2.5, "share": None, "by": "router.ttft_slo_ms"},
         ],
         "itl": [{"s": 0.2, "share": 0.95, "by": "autoscaling.itl_target_s"}],
     }

@@ -98,3 +98,15 @@ def test_a_run_that_is_killed_is_cleaned_up_grandchildren_included(tmp_path: Pat
     assert serve.stdout.read() == b""
     serve.stdout.close()
     assert start_time(grandchild) is None
+
+
+def test_whoever_descends_from_the_run_belongs_to_it_however_far_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of those below has its mark, or its folder; a pid says nothing about who came first."""
+    first = 1 << 30  # No process has such a pid.
+    parents = {first + 5: 1, first + 7: first + 5, first + 2: first + 7, first + 1: first + 2, first + 9: 1}
+    table = [(pid, parent, pid + 1000) for pid, parent in sorted(parents.items())]
+    monkeypatch.setattr(reaper, "_processes", lambda: iter(table))
+    run = reaper.ReapedRun("a-mark-of-nobody", "/nowhere/run")
+    run.on_line(f"pid {first + 5} {first + 1005}")
+    run.on_line(f"pid {first + 9} {first + 1008}")  # Another process has this one's pid by now.
+    assert run.members() == [first + number for number in (1, 2, 5, 7)]

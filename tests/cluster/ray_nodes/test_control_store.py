@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 
 from cluster.processes.process_ids import same_process, start_time
 from cluster.processes.restart_policy import RestartHistory
+from cluster.ray_nodes import control_store
 from cluster.ray_nodes.control_store import (
     STORE_FILE,
     KeptControlStore,
@@ -23,6 +25,7 @@ from cluster.ray_nodes.control_store import (
     start_again,
     write_down,
 )
+from contracts.clock import ManualClock
 from contracts.config.cluster_config import ClusterConfig
 from contracts.config.load_config import load_config
 from contracts.errors import ConfigError
@@ -108,6 +111,25 @@ def test_a_store_that_dies_too_often_is_given_up(store: Store) -> None:
     finally:
         keeper.close()
     assert len(store.pids()) == 2
+
+
+def test_each_start_is_judged_by_how_long_it_lasted_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that ran for a week and then dies at once after each start is one that waits longer each time."""
+    here = types.SimpleNamespace(pid=os.getpid(), poll=lambda: None)
+    monkeypatch.setattr(control_store, "start_again", lambda folder: here)
+    clock, waits = ManualClock(), list[float]()
+    process = os.getpid(), start_time(os.getpid()) or 0
+    keeper = KeptControlStore(tmp_path, process, RestartHistory(ClusterConfig()), clock)
+    keeper.close()  # Its thread: what follows is done here.
+    monkeypatch.setattr(keeper._ended, "wait", waits.append)
+    clock.advance(7 * 86_400.0)
+    for _ in range(4):
+        assert keeper._start()
+        clock.advance(1.0)
+    assert waits == [0.0, 0.0, 0.5, 1.0]
+    clock.advance(3600.0)
+    assert keeper._start()
+    assert waits[4:] == [0.0], "this one has lasted"
 
 
 def test_what_is_written_down_is_for_its_owner_alone(store: Store) -> None:

@@ -140,6 +140,14 @@ def test_host_memory_for_workers_that_have_none_needs_agents() -> None:
     assert not keeper.change(decode={"max_batch_tokens": 5}).refusal
 
 
+def test_a_change_that_leaves_storage_without_host_memory_is_refused_as_serve_would_refuse_it() -> None:
+    keeper = Keeper(plan("cache.storage.backend=memory"))
+    answer = keeper.change(cluster={"host_memory_bytes": 4096})
+    assert "cache.storage.backend=memory needs host memory" in answer.refusal
+    assert (answer.changed, keeper.kept) == ((), 0)
+    assert not keeper.change(cluster={"host_memory_bytes": 1 << 26}).refusal
+
+
 @pytest.mark.parametrize("text", ["{", "[1]", '"x"'])
 def test_settings_that_are_no_sections_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="the settings"):

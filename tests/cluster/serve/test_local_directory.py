@@ -7,6 +7,7 @@ import pytest
 
 from cluster.serve.local_directory import LocalDirectory
 from cluster.worker_process.worker_thread import WorkerThread
+from contracts.errors import RequestError
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.interfaces.discovery import WorkerClient, WorkerDirectory
 from contracts.messages.stream_end import StreamEnd
@@ -118,3 +119,23 @@ def test_a_drained_worker_shows_as_draining_and_then_as_left(local: Local) -> No
         assert seen[0] == "ready"
 
     local.run(talk)
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_node_of_which_any_worker_has_left_is_not_undrained_as_if_all_were_there(gone: int) -> None:
+    names = [WorkerName(f"decode-{number}") for number in range(2)]
+    hosts = [WorkerThread(FakeWorker(name), idle_s=0.02) for name in names]
+    records = [WorkerRecord(name, Role.DECODE, Incarnation(1), 0, "node", "", "", FakeWorker.fits) for name in names]
+    directory = LocalDirectory(list(zip(records, hosts, strict=True)))
+    for host in hosts:
+        host.start()
+
+    async def talk() -> None:
+        assert await directory.undrain("node") == ()
+        assert hosts[gone].stop(WAIT_S)
+        with pytest.raises(RequestError, match=f"^{names[gone]} has left"):
+            await directory.undrain("node")
+        assert await directory.undrain(names[1 - gone]) == ()
+
+    asyncio.run(talk())
+    assert hosts[1 - gone].stop(WAIT_S)

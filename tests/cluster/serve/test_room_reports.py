@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.controller.node_room import Occupant
+from cluster.controller.node_room import NodeRoom, Occupant
+from cluster.serve import preflight
 from cluster.serve.preflight import ServeOptions, ServePlan, prepare
 from cluster.serve.room_reports import LOOK_S, NEWS_BYTES, RoomReports, cluster_room, node_room
 from contracts.clock import ManualClock
 from contracts.errors import TwinpoolError
-from contracts.ids import Role, WorkerName
+from contracts.ids import PAIR, Role, WorkerName
 
 GIB = 1 << 30
 SIZES = ("cache.device_tokens=4096", "cache.host_bytes=67108864")
@@ -38,6 +39,21 @@ def test_as_many_fit_beside_those_that_run_as_serve_would_start(share: str) -> N
     refusal = cluster_room(plan(*asked, free=free)).refusal(there, more)
     # A plan for fewer has the index of host tiers on top of what is counted for each.
     assert any(f", {count} would" in refusal for count in (most - 1, most)), (most, refusal)
+
+
+@pytest.mark.parametrize("share", ["on", "off"])
+def test_weights_are_off_the_memory_for_workers_once_or_of_each(share: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: what the same node has for workers of a model without weights."""
+
+    def room(weights: int) -> NodeRoom:
+        monkeypatch.setattr(preflight, "weight_bytes", lambda spec, config: weights)
+        return cluster_room(plan(f"engine.share_weights={share}", free=8 * GIB)).nodes[0]
+
+    heavy, light = room(GIB), room(0)
+    shared = GIB * (share == "on")
+    assert light.memory - heavy.memory == shared
+    for role in PAIR:
+        assert heavy.roles[role].nbytes - light.roles[role].nbytes == GIB - shared
 
 
 def test_what_was_planned_for_fits_whatever_else_is_free() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -221,3 +222,21 @@ def test_a_plan_is_given_once_and_waited_for_so_long() -> None:
     following.give(plan)
     assert following.take(0.0) is plan
     assert following.take(0.0) is None
+
+
+def test_the_second_plan_of_a_process_is_waited_for_as_the_first_was() -> None:
+    """It may change its role again and again, and each plan takes its time to come."""
+    following, taken = NextPlan(), list[WorkerPlan | None]()
+    plans = [
+        WorkerPlan(NAME, role, Incarnation(number), Path("m"), Config(), {}, "", "", Path("logs"))
+        for number, role in ((2, Role.PREFILL), (3, Role.DECODE))
+    ]
+    following.give(plans[0])
+    assert following.take(0.0) is plans[0]
+    waits = threading.Thread(target=lambda: taken.append(following.take(20.0)))
+    waits.start()
+    waits.join(0.05)
+    assert waits.is_alive()
+    following.give(plans[1])
+    waits.join(20.0)
+    assert taken == [plans[1]]

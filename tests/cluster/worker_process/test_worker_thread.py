@@ -103,6 +103,35 @@ def test_commands_keep_their_order(running: Running) -> None:
     assert running.host.status().result(WAIT_S).running == 1
 
 
+@pytest.mark.parametrize("broken", ["fence", "close"])
+def test_a_worker_of_which_nothing_works_any_more_ends_for_all_the_same(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sessions and calls hear of the end, and so does who keeps its lease: else they would wait for it."""
+    running, closed = Running(), threading.Event()
+
+    def fail() -> None:
+        raise OSError("the device is gone")
+
+    monkeypatch.setattr(running.worker, "close", closed.set)
+    monkeypatch.setattr(running.worker, broken, fail)
+    _, got = running.session()
+    calls: list[Future[WorkerStatus]] = []
+
+    def die() -> None:
+        calls.append(running.host.status())
+        raise ZeroDivisionError("boom")
+
+    running.worker.on_step = die
+    running.worker.wake()
+    running.host._thread.join(WAIT_S)
+    assert list(running.ends.queue) == [(WorkerEnd.DIED, "ZeroDivisionError: boom")]
+    assert list(got.queue) == [StreamEnd("ZeroDivisionError: boom")]
+    with pytest.raises(WorkerClosed, match="boom"):
+        calls[0].result(WAIT_S)
+    assert (closed.is_set(), running.host.closed) == ((True, True) if broken == "fence" else (False, False))
+
+
 def test_a_step_that_raises_kills_the_worker_and_ends_every_session(running: Running) -> None:
     _, got = running.session()
     running.worker.fail = ZeroDivisionError("boom")
