@@ -32,7 +32,6 @@ from cli import commands as cli
 from cli.doctor_command import CheckProgress
 from cli.keys_command import new_key
 from cluster.assembly.device_cards import CardFacts
-from cluster.doctor.checks import storage_tier
 from cluster.doctor.doctor_case import DoctorCase, DoctorHost
 from cluster.doctor.examine import BESIDE, CHECKS, examine, exit_code
 from cluster.doctor.finding import Finding, Severity, sized
@@ -457,7 +456,7 @@ def test_what_a_storage_folder_holds_already_is_room_for_it(
         page = tmp_path / "pages" / str(number) / "page"
         page.parent.mkdir(parents=True)
         page.write_bytes(bytes(1 << 20))
-    monkeypatch.setattr(storage_tier.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=2 << 20))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=2 << 20))
     settings = (f"cache.storage.path={tmp_path / 'pages'}", f"cache.storage.max_bytes={most}")
     found = look("storage", case(tmp_path, "cache.storage.backend=file", *settings))
     assert [finding.found.partition(", ")[0] for finding in found] == (
