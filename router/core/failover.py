@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from contracts.config.router_config import RouterConfig
 from contracts.errors import ErrorKind
 from contracts.ids import Role
+from contracts.messages.kept_answers import Detach
+from contracts.messages.router_commands import Cancel
 from contracts.messages.worker_events import Done
 from router.state.routed_request import AttemptCost, RoutedRequest
 from router.state.worker_table import WorkerKey
@@ -47,6 +49,8 @@ class AttemptFailure:
     once, however many requests it struck."""
     fatal: str = ""
     """Why no other attempt can help, for the client's error; empty where another one may."""
+    leave: type[Cancel | Detach] = Cancel
+    """What legs that haven't ended are told where no other attempt follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +91,8 @@ class Failover:
     def of_error(self, r: RoutedRequest, worker: WorkerKey, done: Done) -> AttemptFailure:
         """The failure that a worker reports with an error `Done` of the current attempt."""
         kind = done.error or ErrorKind.WORKER
-        if kind is ErrorKind.SUPERSEDED:  # Both legs are another router's now, or left to themselves.
-            return AttemptFailure(done.message, kind=kind, ended=(Role.PREFILL, Role.DECODE), fatal=done.message)
+        if kind is ErrorKind.SUPERSEDED:  # Decode's leg is another router's now. Nobody takes over prefill's.
+            return AttemptFailure(done.message, kind=kind, ended=(Role.DECODE,), fatal=done.message, leave=Detach)
         # What one worker took can't be invalid at the next: the latter may still hold an attempt that was lost here.
         if not kind.retryable and not (kind is ErrorKind.INVALID and r.attempt):
             message = done.message or f"{worker[0]} failed the request: {kind}"

@@ -400,7 +400,7 @@ class RouterCore:
                 if cost is not None:
                     r.charge(cost)
                     self.counts.charge(cost)
-                self._end(r, _failed(r, kind, message), failure.ended)
+                self._end(r, _failed(r, kind, message), failure.ended, failure.leave)
             case Retry() as retry:
                 r.charge(retry.cost)
                 self.counts.charge(retry.cost)

@@ -11,6 +11,7 @@ from typing import Any
 from contracts.clock import ManualClock
 from contracts.config.router_config import AuditConfig, RouterConfig
 from contracts.ids import RequestId, Role, RoomId
+from contracts.messages.kept_answers import Detach
 from contracts.messages.router_commands import (
     Audit,
     Cancel,
@@ -63,6 +64,7 @@ class Stage:
         self.said: list[tuple[WorkerKey, Event]] = []
         self.submits: list[tuple[WorkerKey, Submit]] = []
         self.cancels: list[tuple[WorkerKey, Cancel]] = []
+        self.detached: list[tuple[WorkerKey, Detach]] = []
         self.orders: list[tuple[WorkerKey, Command]] = []
         """About moves, which tests answer themselves."""
         self.rooms_in: set[RoomId] = set()
@@ -175,6 +177,8 @@ class Stage:
                     events = [e for frame in frames(submit, worker[0]) for e in frame]
                     assert (worker[0], submit.request_id) not in self.legs, "an attempt is cancelled before the next"
                     self.legs[worker[0], submit.request_id] = StageLeg(submit, deque(events))
+                case SendCommand(worker, Detach() as detach):
+                    self.detached.append((worker, detach))
                 case SendCommand(worker, Cancel() as cancel):
                     self.cancels.append((worker, cancel))
                     self.legs.pop((worker[0], cancel.request_id), None)

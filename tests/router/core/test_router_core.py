@@ -498,6 +498,19 @@ def test_a_request_that_takes_too_long_is_cancelled_on_both_legs() -> None:
     assert {w[0] for w, _ in stage.cancels} == legs
 
 
+@pytest.mark.parametrize("told", [0, 1])
+def test_a_prompt_whose_answer_another_router_has_taken_over_is_left_to_itself(told: int) -> None:
+    """Prefill's leg is of use to decode until decode has the prompt, and is nobody's to cancel should it give up."""
+    stage = Stage()
+    rid = stage.submit()
+    prefill = stage.leg(rid, PREFILL)
+    stage.say(rid, PREFILL, told)
+    stage.error(rid, DECODE, ErrorKind.SUPERSEDED)
+    assert [(worker[0], detach.request_id, detach.attempt) for worker, detach in stage.detached] == [(prefill, rid, 0)]
+    assert stage.cancels == [], "it takes nothing away from the other"
+    assert stage.ends[rid].error is ErrorKind.SUPERSEDED
+
+
 def test_a_cancel_reaches_both_legs_and_leaves_nothing() -> None:
     stage = Stage()
     rid = stage.submit()
