@@ -5,7 +5,10 @@ A grammar travels as the engine's own JSON text. The router compiles it first, a
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 try:
     GRAMMAR_ENGINE = f"llguidance {version('llguidance')}"
@@ -44,3 +47,13 @@ BOUNDS = {
 }
 """Limits of llguidance (`LLParserLimits`). Its fuel is work: about 20 ms to compile a grammar's lexemes, 14 ms for what
 one mask adds to the lexer; a state takes up to 2 kB."""
+
+
+def is_mark(token: Mapping[str, Any]) -> bool:
+    """Whether an added token of a `tokenizer.json` is a mark, which grammars name by its id: it is special, or named
+    ``<...>``, as Qwen's ``<tool_call>`` and ``<think>``, which are published with ``special: false``."""
+    name = token["content"]
+    return bool(token.get("special")) or (name.startswith("<") and name.endswith(">") and not _BYTE.fullmatch(name))
+
+
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")

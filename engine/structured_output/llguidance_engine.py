@@ -11,6 +11,7 @@ mask. A bound is an error of that answer alone.
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +20,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from contracts.grammar import BOUNDS, engine_error
+from contracts.grammar import BOUNDS, engine_error, is_mark
+from contracts.outside_data import read_json
 from engine.runner.sampling.token_mask import TokenMask
 from engine.structured_output.grammar_engine import GrammarError, GrammarMatcher, StartedGrammar
 
@@ -31,6 +33,8 @@ _KEPT = 128
 _SHARED_BY = 32
 """Answers that follow copies of one compiled grammar."""
 _WORD = 32
+_APART = "\ue000"
+"""A private character of Unicode, before the names of marks."""
 
 
 class LLGuidanceMatcher:
@@ -142,4 +146,29 @@ class LLGuidanceEngine:
 def _read_vocabulary(tokenizer_json: str, vocab_size: int, eos_token_ids: list[int]) -> LLTokenizer:
     from llguidance import LLTokenizer
 
-    return LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos_token_ids or None)
+    known = with_marks_apart(tokenizer_json) if eos_token_ids else tokenizer_json
+    return LLTokenizer(known, n_vocab=vocab_size, eos_token=eos_token_ids or None)
+
+
+def with_marks_apart(tokenizer_json: str) -> str:
+    """Return a `tokenizer.json` in which no text reads like a mark (`contracts.grammar.is_mark`).
+
+    llguidance takes marks for special whatever the file says, so that grammars have them by their ids alone; but where
+    a text is forced that reads like one, it tokenises that text as the mark and refuses it. So marks are named apart.
+    One that a merge of the tokenizer makes keeps its name.
+    """
+    tree = read_json(tokenizer_json)
+    model, added = tree.get("model") or {}, tree.get("added_tokens") or ()
+    merges = (merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges") or ())
+    merged = {piece for first, second in merges for piece in (first, second, first + second)}
+    names = {t["content"]: _APART + t["content"] for t in added if is_mark(t) and t["content"] not in merged}
+    for token in added:
+        if token["content"] in names:
+            token["special"], token["content"] = True, names[token["content"]]
+    if isinstance(vocab := model.get("vocab"), dict):
+        model["vocab"] = {names.get(piece, piece): number for piece, number in vocab.items()}
+    elif vocab is not None:
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
+    if (unknown := model.get("unk_token")) is not None:
+        model["unk_token"] = names.get(unknown, unknown)
+    return json.dumps(tree, ensure_ascii=False)

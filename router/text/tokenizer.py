@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from contracts.checkpoint.checkpoint_files import TOKENIZER, TOKENIZER_CONFIG, read_checkpoint_text
 from contracts.errors import CheckpointError, RequestError
+from contracts.grammar import is_mark
 from contracts.outside_data import read_json
 from router.text.chat_template import ChatTemplate, TemplateTraits, read_chat_template
 from router.text.detokenizer import ByteDetokenizer, Detokenizer, FallbackDetokenizer, NoText, WindowDetokenizer
@@ -42,6 +43,7 @@ class ModelTokenizer:
         self._template = template
         self._byte_level = _is_byte_level(tree.get("decoder"))
         self._special_names = {t["content"]: t["id"] for t in tree.get("added_tokens", ()) if t.get("special")}
+        self._marks = {t["content"]: t["id"] for t in tree.get("added_tokens", ()) if is_mark(t)}
         self._special = set(self._special_names.values())
         self._fallback: dict[int, int] = {}
         """Of a tokenizer with byte fallback the tokens that are bytes, with the byte."""
@@ -65,9 +67,9 @@ class ModelTokenizer:
         return self._tokenizer is not None
 
     @property
-    def special_tokens(self) -> Mapping[str, int]:
-        """The ids of special tokens by their names."""
-        return self._special_names
+    def marks(self) -> Mapping[str, int]:
+        """The ids of added tokens that grammars know by their ids, by their names (`contracts.grammar.is_mark`)."""
+        return self._marks
 
     def encode(self, text: str, *, add_special: bool, param: str = "prompt") -> tuple[int, ...]:
         """Return the token ids of `text`; `add_special` has the tokenizer add its special tokens.

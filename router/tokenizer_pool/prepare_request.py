@@ -192,8 +192,8 @@ class BodyReader:
         sampling = request.sampling
         if found is not None and set(self._spec.eos_token_ids) <= set(sampling.stop_token_ids):
             # A call ends the turn, whatever the checkpoint's configuration says.
-            special = self._model_tokenizer.special_tokens
-            ends = [special[mark] for mark in found.ending_marks if mark in special]
+            marks = self._model_tokenizer.marks
+            ends = [marks[mark] for mark in found.ending_marks if mark in marks]
             sampling = replace(sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *ends))))
             request = replace(request, eos=request.eos.union(ends))
         grammar = self._chats.grammar(request.tool_use, found, sampling.grammar)
@@ -207,9 +207,9 @@ class BodyReader:
         return replace(request, answer_format=found, sampling=sampling, grammar_field=field)
 
     def _with_special_marks(self, request: GenerateRequest) -> GenerateRequest:
-        """Return a request whose grammar names the marks of calls and messages that are special tokens by their ids."""
-        found, special = request.answer_format, self._model_tokenizer.special_tokens
-        tokens = {mark: special[mark] for mark in (found.marks if found is not None else ()) if mark in special}
+        """Return a request whose grammar names the marks of calls and messages that are tokens by their ids."""
+        found, marks = request.answer_format, self._model_tokenizer.marks
+        tokens = {mark: marks[mark] for mark in (found.marks if found is not None else ()) if mark in marks}
         grammar = with_special_marks(request.sampling.grammar, tokens)
         return replace(request, sampling=replace(request.sampling, grammar=grammar))
 

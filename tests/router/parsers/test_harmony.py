@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from contracts.config.router_config import RouterConfig
 from router.openai.special_marks import with_special_marks
@@ -103,13 +103,14 @@ def test_parts_dont_depend_on_where_any_text_is_cut(
 # ---------------------------------------------------------------- marks that are special tokens
 
 
-def byte_tokenizer(specials: tuple[str, ...]) -> Tokenizer:
-    """A tokenizer whose tokens are bytes and special tokens."""
+def byte_tokenizer(specials: tuple[str, ...], plain: tuple[str, ...] = ()) -> Tokenizer:
+    """A tokenizer whose tokens are bytes and special tokens; `plain` are added tokens that aren't special."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     found = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
     found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     found.decoder = decoders.ByteLevel()
     found.add_special_tokens(list(specials))
+    found.add_tokens([AddedToken(name, normalized=False) for name in plain])
     return found
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from engine.structured_output.llguidance_engine import with_marks_apart
 from router.openai.special_marks import with_special_marks
 from router.parsers.answer_parts import joined
 from router.parsers.tool_formats import FORMATS
@@ -23,22 +24,27 @@ PARAMETERS: dict[str, Any] = {
 CALLS: list[tuple[str, dict[str, Any]]] = [("find", {"text": "a </b>\nc", "most": 3})]
 
 
+@pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_grammar_takes_special_tokens_where_the_format_has_marks(name: str) -> None:
-    tokenizer = byte_tokenizer((*FORMATS[name].marks, "<eos>"))
-    ids: dict[str, Any] = {mark: tokenizer.token_to_id(mark) for mark in FORMATS[name].marks}
+def test_a_grammar_takes_tokens_where_the_format_has_marks(name: str, special: bool) -> None:
+    """As special tokens, or as Qwen publishes them: added and not special."""
+    marks = FORMATS[name].marks
+    tokenizer = byte_tokenizer((*marks, "<eos>")) if special else byte_tokenizer(("<eos>",), plain=marks)
+    ids = ModelTokenizer(tokenizer, None, json.loads(tokenizer.to_str())).marks
+    assert {mark for mark in marks if special or mark.startswith("<")} <= ids.keys()
+    ids = {mark: ids[mark] for mark in marks if mark in ids}
     made = FORMATS[name].grammar([("find", PARAMETERS)], False)
     trigger = json.dumps(made.trigger, ensure_ascii=False) if made.trigger else ""
     grammar = json.dumps({"grammars": [{"lark_grammar": f"start: {trigger} calls\n{made.rules}"}]})
-    vocabulary = LLTokenizer(tokenizer.to_str(), eos_token=tokenizer.token_to_id("<eos>"))
+    vocabulary = LLTokenizer(with_marks_apart(tokenizer.to_str()), eos_token=tokenizer.token_to_id("<eos>"))
     matcher = LLMatcher(vocabulary, with_special_marks(grammar, ids), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     tokens = tokenizer.encode(written(name, CALLS)).ids
     assert matcher.consume_tokens(tokens)
     assert matcher.is_accepting()
-    special = set(tokens) & set(ids.values())
+    as_marks = set(tokens) & set(ids.values())
     as_text = LLMatcher(vocabulary, grammar, log_level=0)
-    assert not special or not as_text.consume_tokens(tokens), "as text they aren't taken"
+    assert not as_marks or not as_text.consume_tokens(tokens), "as text they aren't taken"
 
 
 @pytest.mark.parametrize("name", FORMATS)

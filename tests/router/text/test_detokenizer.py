@@ -145,7 +145,7 @@ def _is_text(run: bytes) -> bool:
 
 def test_tokens_without_text_end_no_character(tmp_path: Path) -> None:
     model_tokenizer = sentencepiece(tmp_path, special="<mark>")
-    (mark,) = model_tokenizer.special_tokens.values()
+    (mark,) = model_tokenizer.marks.values()
     first, *rest = (byte + 1 for byte in "🙂".encode())
     assert streamed(model_tokenizer, [first, mark, *rest])[0] == "🙂"
     assert streamed(model_tokenizer, [first, mark], skip_special=False)[0] == "\ufffd<mark>"

@@ -102,7 +102,8 @@ def test_byte_level_tokens_are_those_of_transformers(folder: Path, tmp_path: Pat
             both = theirs(marked(text), add_special_tokens=False)["input_ids"]
             assert list(mine.encode(marked(text), add_special=False)) == both
         assert mine.decode(found) == text == read_back(mine, found)
-    assert mine.special_tokens == {"<|end|>": 1500, "<|user|>": 1501}
+    assert mine.marks == {"<|end|>": 1500, "<|user|>": 1501, "<think>": 1502}
+    assert mine.decode((1500, 1502), skip_special=True) == "<think>", "it is the user's text, though a mark"
 
 
 def read_back(tokenizer: ModelTokenizer, tokens: list[int]) -> str:

@@ -1,0 +1,146 @@
+"""Marks as Qwen publishes them, added tokens that aren't special, from a request's body to the tokens of its answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+from contracts.config.router_config import RouterConfig
+from engine.structured_output.grammar_engine import GrammarError
+from engine.structured_output.llguidance_engine import LLGuidanceEngine
+from router.parsers.answer_parts import joined
+from router.text.chat_template import ChatTemplate
+from router.text.tokenizer import ModelTokenizer
+from router.tokenizer_pool.prepare_request import BodyReader
+from tests.router.http_server import demo_spec
+from tests.router.parsers.test_harmony import byte_tokenizer
+from tests.router.parsers.test_parsers import told
+
+END = "<|im_end|>"
+SPECIAL = ("<|im_start|>", END)
+MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+TEMPLATE = (
+    "{%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools> For each call return "
+    '<tool_call>\n{"name": <name>, "arguments": <arguments>}\n</tool_call>{% endif %}'
+    "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{# a thought is <think> ... </think> #}"
+)
+TOOL = {"type": "function", "function": {"name": "get", "strict": True, "parameters": {
+    "type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"], "additionalProperties": False,
+}}}  # fmt: skip
+CALL = '<tool_call>\n{"name": "get", "arguments": {"x": 2}}\n</tool_call>'
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [5]}}, "required": ["a"], "additionalProperties": False}
+
+
+def sentencepiece_tokenizer(special: tuple[str, ...], plain: tuple[str, ...]) -> Tokenizer:
+    """Letters and bytes, as Llama 2's and Mistral's kind."""
+    letters = ["\u2581", *map(chr, range(33, 127))]
+    vocab = {piece: number for number, piece in enumerate(["<unk>", *(f"<0x{b:02X}>" for b in range(256)), *letters])}
+    found = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    found.normalizer = normalizers.Replace(" ", "\u2581")
+    found.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    found.add_special_tokens(["<unk>", *special])
+    found.add_tokens([AddedToken(name, normalized=False) for name in plain])
+    return found
+
+
+TOKENIZERS: dict[str, Callable[[tuple[str, ...], tuple[str, ...]], Tokenizer]] = {
+    "byte level": byte_tokenizer,
+    "byte fallback": sentencepiece_tokenizer,
+}
+
+
+class Site:
+    """A reader of bodies and the engine of a worker, for one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer, (self.end,) = tokenizer, tokenizer.encode(END, add_special_tokens=False).ids
+        text = tokenizer.to_str()
+        self.model_tokenizer = ModelTokenizer(tokenizer, ChatTemplate(TEMPLATE, {}, 10_000), json.loads(text))
+        spec = demo_spec(vocab_size=tokenizer.get_vocab_size(), eos_token_ids=(self.end,))
+        self.reader = BodyReader(spec, self.model_tokenizer, RouterConfig())
+        self.engine = LLGuidanceEngine(text, tokenizer.get_vocab_size(), [self.end])
+
+    def asked(self, **body: Any) -> Any:
+        return self.reader.chat(json.dumps({"messages": [{"role": "user", "content": "?"}], **body}).encode()).request
+
+    def takes(self, grammar: str, tokens: list[int]) -> bool:
+        """Whether an answer may be these tokens, each by the mask before it, and end behind them."""
+        started = self.engine.start(grammar, ()).result()
+        for token in [*tokens, self.end]:
+            (made,) = self.engine.masks([(started.matcher, ())])
+            if isinstance(made, GrammarError):
+                raise made
+            if not np.unpackbits(made[0].words.view(np.uint8), bitorder="little")[token]:
+                return False
+            if token != self.end:
+                started.matcher.consume([token])
+        return True
+
+    def pieces(self, text: str) -> list[int]:
+        """The tokens of a text without its marks."""
+        return [token for letter in text for token in self.tokenizer.encode(letter, add_special_tokens=False).ids]
+
+    def marked(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+@pytest.fixture(params=[(kind, special) for kind in TOKENIZERS for special in (False, True)], ids=str)
+def site(request: pytest.FixtureRequest) -> Iterator[Site]:
+    kind, special = request.param
+    found = Site(TOKENIZERS[kind]((*SPECIAL, *MARKS), ()) if special else TOKENIZERS[kind](SPECIAL, MARKS))
+    yield found
+    found.engine.close()
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get"}}], ids=str)
+def test_a_forced_call_is_its_marks_tokens_and_no_text_that_reads_like_them(site: Site, choice: Any) -> None:
+    request = site.asked(tools=[TOOL], tool_choice=choice, parallel_tool_calls=False)
+    grammar = request.sampling.grammar
+    assert site.takes(grammar, site.marked(CALL))
+    assert site.takes(grammar, site.marked("<think>so</think>" + CALL))
+    assert not site.takes(grammar, site.pieces(CALL))
+    assert not site.takes(grammar, site.marked(CALL.replace("2", "3")))
+    assert not site.takes(grammar, site.marked("no"))
+    shown = site.model_tokenizer.detokenizer((), skip_special=True, shown=request.answer_format.marks)
+    parser = request.answer_format.parser()
+    parts = [part for token in site.marked(CALL) for part in parser.feed(shown.feed(token))] + parser.finish()
+    assert told(list(joined(parts))) == ("", [("get", {"x": 2})])
+
+
+def test_a_strict_tool_binds_a_call_and_no_other_answer(site: Site) -> None:
+    grammar = site.asked(tools=[TOOL]).sampling.grammar
+    assert site.takes(grammar, site.marked("no"))
+    assert site.takes(grammar, site.marked("so: " + CALL))
+    assert not site.takes(grammar, site.marked(CALL.replace("2", "3")))
+
+
+def test_a_thought_ends_with_its_mark_and_the_object_follows(site: Site) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    grammar = site.asked(response_format=schema).sampling.grammar
+    assert site.takes(grammar, site.marked('<think>so</think>\n\n{"a": 5}'))
+    assert site.takes(grammar, site.marked('{"a": 5}'))
+    assert not site.takes(grammar, site.marked("<think>so</think>\n\nno"))
+
+
+@pytest.mark.parametrize("text", ["<tool_call>a", END, "b</think>", "<unk>", "<0x41>"])
+def test_a_text_that_reads_like_a_mark_is_text(site: Site, text: str) -> None:
+    """However it is asked for; an answer that could be nothing else was an error of the engine's."""
+    asked: list[dict[str, Any]] = [
+        {"structured_outputs": {"choice": [text]}},
+        {"structured_outputs": {"choice": [text, "other"]}},
+        {"structured_outputs": {"grammar": f"start: {json.dumps(text)}"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": text}}}},
+    ]
+    for body in asked:
+        grammar = site.asked(**body, chat_template_kwargs={"enable_thinking": False}).sampling.grammar
+        answer = json.dumps(text) if "response_format" in body else text
+        assert site.takes(grammar, site.pieces(answer))
+        marks = site.marked(answer)
+        assert marks == site.pieces(answer) or not site.takes(grammar, marks), "its mark is another token"
