@@ -170,6 +170,8 @@ def prepare(
     free_port(options.host, options.port)  # Before anything is fetched.
     found = find_model(options.model, say)
     spec = served_as(read_model_spec(found.path), config.router.served_model_name)
+    for warning in spec.warnings:
+        say(warning)
     if options.ray_address is not None:
         cards = ()
     else:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from contracts.checkpoint.checkpoint_files import TOKENIZER, TOKENIZER_CONFIG, read_checkpoint_text
 from contracts.checkpoint.gguf.gguf_config import config_of
 from contracts.checkpoint.gguf.gguf_header import SUFFIX, is_gguf, read_gguf
 from contracts.checkpoint.gguf.gguf_tokenizer import GgufTokenizer
@@ -55,12 +58,15 @@ class ModelSpec:
     """The checkpoint's dtype: ``float32``, ``bfloat16`` or ``float16``."""
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    """From `generation_config.json` where it has them, else from `config.json`."""
+    """From `generation_config.json` where it has them, else from `config.json`; and the tokenizer's own end, which
+    fine-tunes may have set alone. None is beyond the vocabulary."""
     fingerprint: str
     """Digest of architecture, numbers and tensors: two workers with different digests refuse each other."""
     generation_defaults: dict[str, float] = field(default_factory=dict)
     """`temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty` from `generation_config.json`, where given; of a
     GGUF file first from its own header."""
+    warnings: tuple[str, ...] = field(default=(), kw_only=True, compare=False)
+    """What its files say and can't mean, for the operator; it is left out."""
     aliases: tuple[str, ...] = field(default=(), kw_only=True)
     """Further names that clients may ask for."""
     config: JsonFields = field(kw_only=True, repr=False, compare=False)
@@ -106,24 +112,32 @@ def read_model_spec(path: Path) -> ModelSpec:
         config, generation, headers = _read_folder(path)
     architecture, dtype = _architecture(config), _dtype(config, headers)
     eos = generation.get("eos_token_id")
+    ends = dict.fromkeys(_token_ids(eos if eos is not None else config.values.get("eos_token_id")))
+    if (last := _end_of_tokenizer(path)) is not None:
+        ends[last] = None
+    vocab_size = config.size("vocab_size")
+    beyond = [end for end in ends if not 0 <= end < vocab_size]
     bos = generation.get("bos_token_id", config.values.get("bos_token_id"))
     identity = json.dumps([architecture, dtype, _numbers(config)], sort_keys=True, default=str)
     return ModelSpec(
         path=path,
         name=_name_of(path),
         architecture=architecture,
-        vocab_size=config.size("vocab_size"),
+        vocab_size=vocab_size,
         layers=config.size("num_hidden_layers", _listed_layers(config)),
         context=config.size("max_position_embeddings"),
         dtype=dtype,
         bos_token_id=bos if isinstance(bos, int) else None,
-        eos_token_ids=_token_ids(eos if eos is not None else config.values.get("eos_token_id")),
+        eos_token_ids=tuple(end for end in ends if end not in beyond),
         fingerprint=hashlib.sha256((identity + digest_samples(headers)).encode()).hexdigest()[:32],
         generation_defaults={
             key: float(value)
             for key in _GENERATION_KEYS
             if isinstance(value := generation.get(key), int | float) and not isinstance(value, bool)
         },
+        warnings=(f"{path}: eos_token_id {beyond} is left out: the vocabulary has {vocab_size} tokens",)
+        if beyond
+        else (),
         config=config,
         headers=headers,
     )
@@ -199,6 +213,39 @@ def _listed_layers(config: JsonFields) -> int | None:
     """The number of layers where `config.json` lists their kinds one by one instead; else None."""
     kinds = config.values.get("layers_block_type", config.values.get("hybrid_override_pattern"))
     return len(kinds) if isinstance(kinds, list | str) and kinds else None
+
+
+def _end_of_tokenizer(model: Path) -> int | None:
+    """The id of a folder's `eos_token`, as `tokenizer_config.json` names it; None without one. Of a GGUF file it is
+    among the ends of its header."""
+    if is_gguf(model) or not (model / TOKENIZER_CONFIG).exists():
+        return None
+    config = read_json(model / TOKENIZER_CONFIG)
+    name = config.get("eos_token")
+    name = name.get("content") if isinstance(name, dict) else name
+    if not isinstance(name, str):
+        return None
+    known = config.get("added_tokens_decoder")
+    for number, token in (known if isinstance(known, dict) else {}).items():
+        if isinstance(token, dict) and token.get("content") == name and number.isdecimal():
+            return int(number)
+    return next((t.get("id") for t in _added_tokens(model) if t.get("content") == name), None)
+
+
+def _added_tokens(model: Path) -> list[dict[str, Any]]:
+    """The list of added tokens of `tokenizer.json`, without reading its vocabulary, which takes a second."""
+    text = read_checkpoint_text(model, TOKENIZER) or ""
+    found = _ADDED_TOKENS.search(text)
+    if found is None:
+        return []
+    try:
+        tokens, _ = json.JSONDecoder().raw_decode(text, found.end())
+    except (ValueError, RecursionError):
+        return []
+    return [token for token in tokens if isinstance(token, dict)] if isinstance(tokens, list) else []
+
+
+_ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*')
 
 
 def _token_ids(value: object) -> tuple[int, ...]:

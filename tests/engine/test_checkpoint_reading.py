@@ -207,12 +207,54 @@ def test_end_tokens_and_defaults_come_from_the_generation_config_first(
     checkpoint: MakeCheckpoint, tmp_path: Path
 ) -> None:
     folder = copy_checkpoint(checkpoint("llama"), tmp_path / "model", eos_token_id=[7, 8])
+    (folder / "tokenizer_config.json").unlink()
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 5, "temperature": 0.6, "top_k": 20}))
     spec = read_model_spec(folder)
     assert spec.eos_token_ids == (5,)
     assert spec.generation_defaults == {"temperature": 0.6, "top_k": 20.0}
     (folder / "generation_config.json").unlink()
     assert read_model_spec(folder).eos_token_ids == (7, 8)
+
+
+def _with_tokenizer(folder: Path, added: list[dict[str, Any]], **config: Any) -> Path:
+    tree = {"version": "1.0", "added_tokens": added, "model": {"type": "BPE", "vocab": {}, "merges": []}}
+    (folder / "tokenizer.json").write_text(json.dumps(tree))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("eos_token", "decoder", "ends"),
+    [
+        ("<|im_end|>", None, (5, 9)),
+        ({"content": "<|im_end|>", "lstrip": False}, None, (5, 9)),
+        ("<|im_end|>", {"11": {"content": "<|im_end|>", "special": True}}, (5, 11)),
+        ("</s>", None, (5,)),
+        ("nowhere", None, (5,)),
+        (None, None, (5,)),
+    ],
+)
+def test_the_tokenizers_end_is_one_beside_those_of_the_generation_config(
+    checkpoint: MakeCheckpoint, tmp_path: Path, eos_token: object, decoder: object, ends: tuple[int, ...]
+) -> None:
+    """A fine-tune on chats sets the tokenizer's, and leaves its base model's generation config as it was."""
+    folder = copy_checkpoint(checkpoint("llama"), tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
+    added = [{"id": 5, "content": "</s>", "special": True}, {"id": 9, "content": "<|im_end|>", "special": True}]
+    _with_tokenizer(folder, added, eos_token=eos_token, **({"added_tokens_decoder": decoder} if decoder else {}))
+    assert read_model_spec(folder).eos_token_ids == ends
+
+
+def test_an_end_beyond_the_vocabulary_is_left_out_and_said(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    folder = copy_checkpoint(checkpoint("llama"), tmp_path / "model", eos_token_id=None)
+    (folder / "tokenizer_config.json").unlink()
+    size = read_model_spec(folder).vocab_size
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, size, -1]}))
+    spec = read_model_spec(folder)
+    assert spec.eos_token_ids == (5,)
+    assert [f"[{size}, -1]" in warning for warning in spec.warnings] == [True]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, size - 1]}))
+    assert (read_model_spec(folder).eos_token_ids, read_model_spec(folder).warnings) == ((5, size - 1), ())
 
 
 def test_the_head_dimension_has_the_architectures_default(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
