@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from contracts.checkpoint.gguf.gguf_tensors import GgufTensor
 from contracts.checkpoint.model_spec import ModelSpec
-from contracts.checkpoint.safetensors_headers import FLOATS
+from contracts.checkpoint.safetensors_headers import FLOATS, TensorHeader
 from contracts.config.worker_config import EngineConfig
 from contracts.errors import CheckpointError, ConfigError
 from engine.tensors.gguf_blocks import read_gguf_tensor
@@ -32,6 +33,8 @@ _ROOTS = {
 }
 """How published checkpoints spell the two roots of a text model's tensor names; the plain spelling last."""
 _META = torch.device("meta")
+_COMPARED = 16 << 20
+"""Bytes that are read at once to compare two tensors."""
 T = TypeVar("T")
 
 
@@ -47,6 +50,26 @@ def dtype_for(spec: ModelSpec, config: EngineConfig) -> torch.dtype:
     """
     name = spec.dtype if config.dtype == "auto" else config.dtype
     return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+@lru_cache(maxsize=64)
+def _same_bytes(one: TensorHeader, two: TensorHeader) -> bool:
+    """Takes a second for each GB that is the same."""
+    try:
+        with one.file.open("rb") as first, two.file.open("rb") as second:
+            first.seek(one.begin)
+            second.seek(two.begin)
+            left = one.end - one.begin
+            if left != two.end - two.begin:
+                return False
+            while left > 0:
+                size = min(left, _COMPARED)
+                if first.read(size) != second.read(size):
+                    return False
+                left -= size
+    except OSError as error:
+        raise CheckpointError(f"cannot read {one.file} or {two.file}: {error.strerror}") from None
+    return True
 
 
 @dataclass
@@ -132,6 +155,11 @@ class Weights:
 
     def has(self, name: str) -> bool:
         return self._found(name) in self.spec.headers
+
+    def same(self, name: str, other: str) -> bool:
+        """Whether two tensors that are stored have the same shape, dtype and bytes: a copy, then."""
+        one, two = (self.spec.headers[self._found(each)] for each in (name, other))
+        return (one.dtype, one.shape) == (two.dtype, two.shape) and _same_bytes(one, two)
 
     def tensor(self, name: str, *shape: int | ShardAxis, dtype: torch.dtype | None = None) -> Tensor:
         """Read the tensor of that name, whose whole shape must be `shape`; of a divided axis, this rank's range.

@@ -11,9 +11,13 @@ import random
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from contracts.checkpoint.model_spec import read_model_spec
+from engine.models.registry import model_for
 from engine.runner.model_runner import ModelRunner
-from tests.checkpoints import VOCAB, compare, compare_forced
+from engine.tensors.weight_loader import Weights
+from tests.checkpoints import VOCAB, compare, compare_forced, copy_checkpoint
 from tests.engine.harness import Bench, MakeCheckpoint, MakeOracle, row
 
 WHOLE = 1 << 20
@@ -86,6 +90,31 @@ def test_float32_gives_the_oracles_greedy_tokens(checkpoint: MakeCheckpoint, ora
         assert verdict.equal, verdict
         if not verdict.exact:
             print(f"{len(prompt)} tokens: {verdict}")
+
+
+@pytest.mark.parametrize("stored", ["own head", "copy", "head alone"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_head_beside_the_flag_that_it_is_tied_counts_as_transformers_takes_it(
+    checkpoint: MakeCheckpoint, oracle_of: MakeOracle, tmp_path: Path, kind: str, stored: str
+) -> None:
+    """Merges and fine-tunes leave the flag as it was; some conversions write a copy, or the head alone."""
+    folder = copy_checkpoint(checkpoint(kind, tied=True), tmp_path / "model")
+    held = load_file(folder / "model.safetensors")
+    embed = held["model.embed_tokens.weight"]
+    held["lm_head.weight"] = embed.clone()
+    if stored == "own head":
+        held["lm_head.weight"] = embed.roll(7, 0).contiguous()
+    elif stored == "head alone":
+        del held["model.embed_tokens.weight"]
+    save_file(held, folder / "model.safetensors", {"format": "pt"})
+    oracle, bench, asked = oracle_of(folder), Bench(folder), prompts(3, 5, 60)
+    for prompt, got in zip(asked, bench.generate_many(asked, 10, chunk=WHOLE), strict=True):
+        verdict = compare(oracle, prompt, got)
+        assert verdict.equal, verdict
+    taken = [Weights.dry(read_model_spec(each)) for each in (checkpoint(kind, tied=True), folder)]
+    for weights in taken:
+        model_for(weights.spec).build(weights)
+    assert taken[1].nbytes - taken[0].nbytes == (embed.numel() * 4 if stored == "own head" else 0), "a copy is not kept"
 
 
 @pytest.mark.slow
