@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from contracts.errors import RequestError
 from router.openai.request_fields import describe, ignored_field
+from router.text.chat_template import TextParts
 
 _OF_CHATS = ("n", "stream_options", "logprobs", "top_logprobs", "return_token_ids")
 """Fields whose answers have no place in the shape of this API."""
@@ -127,7 +128,7 @@ def _turns(message: object, where: str) -> list[dict[str, Any]]:
             case _:
                 kind = block.get("type") if isinstance(block, dict) else block
                 raise RequestError(f"{at}: a block of type {describe(kind)} is not supported here", param="messages")
-    turn: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
+    turn: dict[str, Any] = {"role": role, "content": TextParts(texts)}
     if calls:
         turn["tool_calls"] = calls
     if thoughts:
@@ -144,7 +145,7 @@ def _text_of(content: object, where: str) -> str:
     ]
     if not all(isinstance(text, str) for text in texts):
         raise RequestError(f"{where} must be a string or blocks of type text", param=where.partition("[")[0])
-    return "\n".join(map(str, texts))
+    return TextParts([str(text) for text in texts])
 
 
 def _stops(stops: object) -> dict[str, Any]:

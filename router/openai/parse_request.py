@@ -27,6 +27,7 @@ from router.openai.request_fields import (
 )
 from router.openai.structured_output import read_grammar
 from router.openai.tools import ToolUse, read_calls, read_tools
+from router.text.chat_template import TextParts
 
 STOPS_AT_MOST = 16
 BIASES_AT_MOST = 4096
@@ -316,7 +317,8 @@ def opens_turn(values: Mapping[str, Any]) -> bool:
 
 
 def read_messages(messages: object) -> ChatMessages:
-    """Return the chat's messages, each with its content as one string: parts of type text are joined by line breaks.
+    """Return the chat's messages, each with its content as one string: parts of type text are joined by line breaks,
+    and stay parts for templates that take them (`TextParts`).
 
     Raises `RequestError` for a message that isn't text.
     """
@@ -335,7 +337,7 @@ def _read_message(message: object, where: str) -> dict[str, Any]:
         raise RequestError(f"{where}.function_call: use tool_calls", param="messages")
     content = message.get("content")
     if isinstance(content, list):
-        content = "\n".join(_read_part(p, f"{where}.content[{i}]") for i, p in enumerate(content))
+        content = TextParts([_read_part(p, f"{where}.content[{i}]") for i, p in enumerate(content)])
     if content is None and role == "assistant":
         content = ""
     if not isinstance(content, str):

@@ -9,6 +9,7 @@ from typing import Any
 
 from contracts.errors import RequestError
 from router.openai.request_fields import describe
+from router.text.chat_template import TextParts
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = ("input_text", "output_text", "text")
@@ -118,7 +119,7 @@ def _text(content: object, where: str) -> str:
         return content
     if not isinstance(content, list):
         raise RequestError(f"{where} must be a string or parts of type input_text", param="input")
-    return "\n".join(_part(part, f"{where}[{number}]") for number, part in enumerate(content))
+    return TextParts([_part(part, f"{where}[{number}]") for number, part in enumerate(content)])
 
 
 def _part(part: object, where: str) -> str:

@@ -36,6 +36,18 @@ class TemplateTraits:
     """Whether a system message at the beginning comes to be in the prompt."""
 
 
+class TextParts(str):
+    """A message's content that came as several parts: as one text it is their lines."""
+
+    __slots__ = ("parts",)
+    parts: tuple[str, ...]
+
+    def __new__(cls, parts: Sequence[str]) -> TextParts:
+        made = super().__new__(cls, "\n".join(parts))
+        made.parts = tuple(parts)
+        return made
+
+
 class ChatTemplate:
     """One compiled template. `specials` are the token strings that templates may name (``bos_token``, ...).
 
@@ -54,6 +66,7 @@ class ChatTemplate:
         """The text that says how the model writes calls."""
         self._max_chars = max_chars
         self._specials = dict(specials)
+        self._forms: tuple[bool, bool] | None = None
         try:
             self._template = environment.from_string(source)
             self._for_tools = environment.from_string(for_tools) if for_tools else self._template
@@ -74,7 +87,7 @@ class ChatTemplate:
         values = {
             **self._specials,
             **extra,
-            "messages": messages,
+            "messages": [self._formed(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
             "tools": list(tools) or None,
         }
@@ -85,8 +98,35 @@ class ChatTemplate:
             message = " ".join(str(error).split())
         if any(m.get("tool_calls") for m in messages):  # Some templates take the arguments of calls as JSON text.
             with suppress(*_REFUSALS):
-                return self._generated(template, {**values, "messages": [_with_text(m) for m in messages]})
+                return self._generated(template, {**values, "messages": [_with_text(m) for m in values["messages"]]})
         raise RequestError(f"the chat template refused the messages: {message}", param="messages")
+
+    def _formed(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a message with its content as the template takes it: where it knows parts, those that the client sent
+        are parts, and where it knows nothing else, a text is one."""
+        content = message.get("content")
+        if not isinstance(content, str):
+            return message
+        as_text, as_parts = self._content_forms()
+        sent = isinstance(content, TextParts) and message.get("role") != "tool"  # Of which few templates take parts.
+        if not as_parts or (as_text and not sent):
+            return message
+        parts = content.parts if isinstance(content, TextParts) else (content,) if content else ()
+        return {**message, "content": [{"type": "text", "text": part} for part in parts]}
+
+    def _content_forms(self) -> tuple[bool, bool]:
+        """Whether a user's text comes to be in the prompt when it is a text, and when it is parts; rendered once."""
+        if self._forms is None:
+            first, second = _PROBE_TEXTS
+            parts = [{"type": "text", "text": first}, {"type": "text", "text": second}]
+            self._forms = True, False  # As which the probes are rendered.
+            as_text, as_parts = (
+                self._probed([{"role": "user", "content": content}]) for content in (first + second, parts)
+            )
+            written = "'type'" in as_parts or '"type"' in as_parts  # As a list, and not as text.
+            parted = first in as_parts and second in as_parts and not written
+            self._forms = first + second in as_text or not parted, parted
+        return self._forms
 
     def traits(self) -> TemplateTraits:
         """Return what the template does with tools and with a system message, by rendering some."""
@@ -112,6 +152,7 @@ class ChatTemplate:
         return "".join(parts)
 
 
+_PROBE_TEXTS = "probe of", "a user"
 _PROBE_TOOL = "probe_of_a_tool"
 _PROBE: dict[str, Any] = {
     "type": "function",

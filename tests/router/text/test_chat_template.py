@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from contracts.errors import RequestError
 from router.openai.chat_format import ChatFormat
+from router.openai.parse_request import read_messages
 from router.openai.template_messages import messages_for
 from router.openai.tools import read_tools
 from router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, ContentPart, ReasoningPart, joined
@@ -170,6 +171,52 @@ def test_what_templates_may_use_works_as_in_transformers(template: str) -> None:
     assert ChatTemplate(template, SPECIALS, 10_000).render(messages, False, {}, TOOLS) == oracle(
         template, messages, False
     )
+
+
+_EACH = "{% for m in messages %}[{{ m.role }}]"
+CONTENT_FORMS = {
+    "text": _EACH + "{{ m.content }}{% endfor %}",
+    "trimmed text": _EACH + "{{ m['content'] | trim }}{% endfor %}",
+    "parts alone": _EACH
+    + "{% for c in m.content %}{% if c.type == 'text' %}{{ c.text | trim }}{% endif %}{% endfor %}{% endfor %}",
+    "either": _EACH + "{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}"
+    "{% if c['type'] == 'image' %}<image>{% elif 'text' in c %}{{ c.text }}{% endif %}{% endfor %}{% endif %}"
+    "{% endfor %}",
+    "either, after a system": "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+    + _EACH
+    + "{% if m.content is string %}{{ m.content }}{% else %}{{ m.content | map(attribute='text') | join('|') }}"
+    "{% endif %}{% endfor %}",
+}
+"""Templates by the content that they take: text, as most; parts, as Llama Guard's; either, as Gemma 3's and Qwen's."""
+
+
+@pytest.mark.parametrize("sent", ["text", "a part", "parts"])
+@pytest.mark.parametrize("name", CONTENT_FORMS)
+def test_a_message_comes_whole_into_the_prompt_in_the_form_that_the_template_takes(name: str, sent: str) -> None:
+    texts = ["File: a.py", "Explain it"] if sent == "parts" else ["Explain it"]
+    parts = [{"type": "text", "text": text} for text in texts]
+    body: list[dict[str, Any]] = [
+        {"role": "user", "content": texts[0] if sent == "text" else parts},
+        {"role": "assistant", "content": "So."},
+    ]
+    # What transformers makes of the form that the template takes.
+    wanted = [dict(message) for message in body]
+    if "text" in name:
+        wanted[0]["content"] = "\n".join(texts)
+    elif name == "parts alone":
+        wanted = [{**m, "content": parts if m["role"] == "user" else [{"type": "text", "text": "So."}]} for m in body]
+    theirs = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
+    rendered = theirs.apply_chat_template(wanted, chat_template=CONTENT_FORMS[name], tokenize=False)
+    template = ChatTemplate(CONTENT_FORMS[name], SPECIALS, 10_000)
+    assert template.render(read_messages(body), False, {}) == rendered
+    assert all(text in rendered for text in texts)
+
+
+def test_results_of_tools_are_one_text_where_a_template_takes_either() -> None:
+    """Templates that take parts of users and of models often write those of tools as a list."""
+    result = [{"type": "text", "text": "12"}, {"type": "text", "text": "degrees"}]
+    messages = read_messages([{"role": "tool", "tool_call_id": "c", "content": result}])
+    assert ChatTemplate(CONTENT_FORMS["either"], SPECIALS, 10_000).render(messages, False, {}) == "[tool]12\ndegrees"
 
 
 def test_a_template_that_takes_arguments_neither_way_says_the_first_reason() -> None:
