@@ -50,6 +50,8 @@ class GenerateRequest:
     include_usage: bool
     continuous_usage: bool
     return_token_ids: bool
+    tokens_as_ids: bool
+    """Whether log-probabilities name tokens by their ids."""
     add_special_tokens: bool
     skip_special_tokens: bool
     stops: tuple[str, ...]

@@ -128,6 +128,7 @@ def _read_common(
         include_usage=options.include_usage,
         continuous_usage=options.continuous_usage,
         return_token_ids=values.get("return_token_ids", False),
+        tokens_as_ids=values.get("return_tokens_as_token_ids", False),
         add_special_tokens=values.get("add_special_tokens", not chat),
         skip_special_tokens=values.get("skip_special_tokens", True),
         stops=_read_stops(body.get("stop")),

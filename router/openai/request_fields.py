@@ -61,6 +61,9 @@ SAMPLING: dict[str, RequestField] = {
     "return_token_ids": RequestField(
         "boolean", doc="Add token_ids and prompt_token_ids; the stop token is among them."
     ),
+    "return_tokens_as_token_ids": RequestField(
+        "boolean", doc="Log-probabilities name tokens token_id:N, which no two tokens share."
+    ),
     "add_special_tokens": RequestField("boolean", doc="The tokenizer adds its special tokens to text prompts."),
     "cache_salt": RequestField("string", doc="Requests with different salts share no cached prefix."),
     "user": RequestField(
@@ -213,8 +216,7 @@ REFUSED: dict[str, FieldRefusal] = {
     ),
     **_refuse(
         "use logprobs",
-        "return_logprob top_logprobs_num token_ids_logprob logprob_token_ids "
-        "return_text_in_logprobs return_tokens_as_token_ids",
+        "return_logprob top_logprobs_num token_ids_logprob logprob_token_ids return_text_in_logprobs",
         False,
         [],
     ),

@@ -18,6 +18,7 @@ from router.openai.api_errors import ApiError
 from router.openai.chat_message import ChatMessage
 from router.openai.choice_output import ChoiceOutput, OutputDelta
 from router.openai.generate_request import GenerateRequest
+from router.text.detokenizer import Detokenizer
 from router.text.tokenizer import ModelTokenizer
 
 _quote = json.encoder.encode_basestring_ascii
@@ -32,7 +33,7 @@ class ResponseWriter:
         self._request = request
         self._model_tokenizer = model_tokenizer
         self._choices: list[ChoiceOutput] = []
-        self._offsets: dict[int, int] = {}
+        self._places: dict[int, _TextPlace] = {}
         self._messages: dict[int, ChatMessage] = {}
         """By choice, what was told of its message so far."""
         self._prompts: dict[tuple[int, str], bytes] = {}
@@ -207,22 +208,40 @@ class ResponseWriter:
         entries += [(t.token, t) for t in logprobs]
         if not entries:
             return None
-        offset = self._offsets.get(choice.index, 0 if self._request.echo else len(choice.prompt_text))
+        place = self._places.get(choice.index)
+        if place is None:
+            place = self._places[choice.index] = self._place(choice)
         shape: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, scored in entries:
-            text = self._model_tokenizer.token_text(token)
-            shape["tokens"].append(text)
+            shape["tokens"].append(self._name(token))
             shape["token_logprobs"].append(None if scored is None else _finite(scored.logprob))
             shape["top_logprobs"].append(None if scored is None else self._top(scored))
-            shape["text_offset"].append(offset)
-            offset += len(text)
-        self._offsets[choice.index] = offset
+            shape["text_offset"].append(place.take(token))
         return shape
 
+    def _place(self, choice: ChoiceOutput) -> _TextPlace:
+        echo, prompt = self._request.echo, choice.request.prompt
+        text = self._model_tokenizer.detokenizer(() if echo else prompt, skip_special=self._request.skip_special_tokens)
+        return _TextPlace(text, 0 if echo else len(choice.prompt_text))
+
+    def _name(self, token: int) -> str:
+        """The name of a token in the log-probabilities of a completion: its text, or its bytes where these are none."""
+        if self._request.tokens_as_ids:
+            return f"token_id:{token}"
+        raw = self._model_tokenizer.token_bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
     def _top(self, scored: TokenLogprob) -> dict[str, float]:
+        """The best tokens and the one that was drawn, by name. Of two tokens of one name the less likely is named by
+        its id."""
+        values = dict((*scored.top, (scored.token, scored.logprob)))
         top: dict[str, float] = {}
-        for token, value in (*scored.top, (scored.token, scored.logprob)):
-            top.setdefault(self._model_tokenizer.token_text(token), _finite(value))
+        for token, value in values.items():
+            name = self._name(token)
+            top[name if name not in top else f"token_id:{token}"] = _finite(value)
         return top
 
     def _chat_logprob(self, scored: TokenLogprob) -> dict[str, Any]:
@@ -233,7 +252,21 @@ class ResponseWriter:
 
     def _chat_token(self, token: int, value: float) -> dict[str, Any]:
         raw = self._model_tokenizer.token_bytes(token)
-        return {"token": raw.decode("utf-8", "replace"), "logprob": _finite(value), "bytes": list(raw)}
+        name = f"token_id:{token}" if self._request.tokens_as_ids else raw.decode("utf-8", "replace")
+        return {"token": name, "logprob": _finite(value), "bytes": list(raw)}
+
+
+class _TextPlace:
+    """Where the text of a choice's tokens begins, in characters of the text with the prompt before it."""
+
+    def __init__(self, detokenizer: Detokenizer, begin: int) -> None:
+        self._detokenizer, self._at = detokenizer, begin
+
+    def take(self, token: int) -> int:
+        """Return where the next token begins. One that doesn't complete a character begins where the next one does."""
+        begin = self._at
+        self._at += len(self._detokenizer.feed(token))
+        return begin
 
 
 def _finish(choice: ChoiceOutput) -> str | None:

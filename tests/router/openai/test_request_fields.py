@@ -87,7 +87,7 @@ ASKED: list[tuple[str, Any]] = [
     ("modalities", ["text", "audio"]), ("documents", [{"a": 1}]),
     ("kv_transfer_params", {"a": 1}), ("extra_key", "x"), ("mirostat_mode", 2), ("sampling_params", {"n": 2}),
     ("chat_template", "{{ 1 }}"), ("input_ids", [5]), ("moderation", {"x": 1}),
-    ("return_hidden_states", True), ("return_tokens_as_token_ids", True),
+    ("return_hidden_states", True),
 ]  # fmt: skip
 
 

@@ -260,7 +260,7 @@ EVERY_FIELD: dict[str, Any] = {
     "truncate_prompt_tokens": 1000,
     "prompt": ["hello", "\ud7ff and more", "so many words that they take more than one page of the cache " * 9],
     "n": 3, "echo": True, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-    "return_token_ids": True, "add_special_tokens": False, "skip_special_tokens": False, "stop": ["a", "b"],
+    "return_token_ids": True, "return_tokens_as_token_ids": True, "add_special_tokens": False, "skip_special_tokens": False, "stop": ["a", "b"],
     "include_stop_str_in_output": True, "max_tokens": 9, "logprobs": 2, "temperature": 0.5, "top_p": 0.25, "top_k": 7,
     "min_p": 0.125, "repetition_penalty": 1.5, "presence_penalty": -1.0, "frequency_penalty": 2.0,
     "logit_bias": {"5": -1.5, "7": 2.0}, "seed": -1, "min_tokens": 3, "stop_token_ids": [9, 10], "cache_salt": "s",
