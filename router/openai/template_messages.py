@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,10 +33,14 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 def _harmony(messages: Sequence[Message]) -> list[Message]:
     """gpt-oss's template takes one call a message, which its result follows, and no content beside reasoning there."""
     found: list[Message] = []
-    results = {m.get("tool_call_id"): m for m in messages if m.get("role") == "tool"}
+    results: dict[object, deque[int]] = {}
+    """By call id, the places of its results: clients may number the calls of each turn anew."""
+    for at, message in enumerate(messages):
+        if message.get("role") == "tool":
+            results.setdefault(message.get("tool_call_id"), deque()).append(at)
     placed: set[int] = set()
-    for message in messages:
-        if id(message) in placed:
+    for at, message in enumerate(messages):
+        if at in placed:
             continue
         calls = message.get("tool_calls") or ()
         if not calls:
@@ -45,23 +51,26 @@ def _harmony(messages: Sequence[Message]) -> list[Message]:
         for number, call in enumerate(calls):
             one = {**bare, "content": "", "tool_calls": [call]}
             found.append({**one, "thinking": said} if said and number == 0 else one)
-            result = results.get(call.get("id")) if len(calls) > 1 else None
-            if result is not None:
-                found.append(result)
-                placed.add(id(result))
+            places = results.get(call.get("id"), deque()) if len(calls) > 1 else deque()
+            while places and places[0] < at:
+                places.popleft()
+            if places:
+                placed.add(places[0])
+                found.append(messages[places.popleft()])
     return found
 
 
 def _renamed_calls(messages: Sequence[Message], name: Callable[[str, str, int], str]) -> list[Message]:
     """Give each call another id, by its id, its tool's name and its number, and its result the same."""
     ids: dict[str, str] = {}
+    numbers = itertools.count()
     found: list[Message] = []
     for message in messages:
         if calls := message.get("tool_calls"):
             changed = []
             for call in calls:
                 given = str(call.get("id", ""))
-                ids[given] = name(given, call["function"]["name"], len(ids))
+                ids[given] = name(given, call["function"]["name"], next(numbers))
                 changed.append({**call, "id": ids[given]})
             message = {**message, "tool_calls": changed}  # noqa: PLW2901
         elif message.get("tool_call_id") in ids:

@@ -157,6 +157,49 @@ def test_gpt_oss_gets_each_of_several_calls_with_its_result_and_text_as_analysis
     assert parts[0] == ReasoningPart("hm\n\nI look.")
 
 
+def numbered_anew(turns: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """A chat whose client gives the calls of each turn the ids of the turn before, the first turn having one call; and
+    what each result says, as the calls come."""
+    said: list[dict[str, Any]] = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "tool_calls": [{**call(0, "find", {}), "id": "call_0"}]},
+        {"role": "tool", "tool_call_id": "call_0", "content": "find alone"},
+    ]
+    order = ["find alone"]
+    for turn in range(turns):
+        answers = [f"{what} of turn {turn}" for what in ("find", "now")]
+        results = [{"role": "tool", "tool_call_id": f"call_{n}", "content": text} for n, text in enumerate(answers)]
+        calls = [{**call(0, "find", {}), "id": "call_0"}, {**call(0, "now", {}), "id": "call_1"}]
+        said += [
+            {"role": "user", "content": f"? {turn}"},
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            *(results if turn % 2 else reversed(results)),
+        ]
+        order += answers
+    return said, order
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3])
+def test_ids_that_come_again_in_later_turns_name_each_turns_own_calls(turns: int) -> None:
+    said, order = numbered_anew(turns)
+    told = messages_for("harmony", said)
+    assert len(told) == len(said) + turns, "each call has a message"
+    assert [m["content"] for m in told if m["role"] == "tool"] == order
+    for at, message in enumerate(told):
+        if message["role"] == "tool":
+            (one,) = told[at - 1]["tool_calls"]
+            assert message["content"].startswith(one["function"]["name"])
+    for name in ("kimi_k2", "mistral"):
+        calls: list[str] = []
+        for message in messages_for(name, said):
+            if message["role"] == "tool":
+                assert message["tool_call_id"] in calls[-2:]
+            calls += [one["id"] for one in message.get("tool_calls", ())]
+        if name == "kimi_k2":
+            names = ["find", *("find", "now") * turns]
+            assert calls == [f"functions.{one}:{number}" for number, one in enumerate(names)]
+
+
 @pytest.mark.parametrize(
     "template",
     [
