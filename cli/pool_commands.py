@@ -84,8 +84,8 @@ def follow(
     """
     start = heard = said = operator.clock()
     waiting = {worker.name: worker for worker in workers}
+    rows: Mapping[str, Mapping[str, Any]] = {}  # As last seen: while no router answers, nobody has left the table.
     while waiting:
-        rows: Mapping[str, Mapping[str, Any]] = {}
         now = operator.clock()
         try:
             rows, heard = {row["name"]: row for row in operator.rows()}, now

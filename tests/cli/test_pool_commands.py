@@ -67,6 +67,25 @@ def test_what_is_not_done_in_time_is_named_with_why() -> None:
         assert any("no room" in line for line in scene.said), "it is said while it is waited for"
 
 
+def test_while_no_router_answers_a_worker_is_as_it_was_last_seen() -> None:
+    """The table is away, and not the worker from it."""
+    with router_stub() as stub:
+        scene = Scene(stub)
+        starting = row("decode-0", "starting", incarnation=2, last_end="exit code 1")
+
+        def answer(method: str, path: str) -> tuple[int, dict[str, Any]]:
+            away = 1.0 < scene.clock.now() < 50.0
+            serves = row("decode-0", incarnation=2) if scene.clock.now() > 50.0 else starting
+            return (503, {"error": {"message": "wait", "code": "starting"}}) if away else (200, {"workers": [serves]})
+
+        stub.answer = answer  # type: ignore[method-assign]
+        scene.follow(OrderedWorker("decode-0", 1, "starts"))
+        *waits, done = scene.said
+        assert done == "decode-0 serves on here"
+        assert waits, "it is said now and then"
+        assert set(waits) == {"decode-0 is starting (last ended: exit code 1) and should serve"}
+
+
 @pytest.mark.parametrize("words", [["decode"], ["decode=x"], ["cook=1"], ["decode=1", "decode=2"], ["decode=-1"]])
 def test_sizes_that_mean_nothing_are_wrong_usage(words: list[str]) -> None:
     with pytest.raises(ConfigError, match="scale"):
