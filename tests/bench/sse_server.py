@@ -24,6 +24,8 @@ class SseServer:
         self.bodies: list[dict[str, Any]] = []
         self.heads: list[str] = []
         """Of streamed requests, as `bodies`."""
+        self.other_heads: list[str] = []
+        """Of all other requests."""
         self.port = 0
         self.running = 0
         self.most_running = 0
@@ -67,8 +69,7 @@ class SseServer:
             body = json.loads(await reader.readexactly(length)) if length else {}
             self.running += 1
             self.most_running = max(self.most_running, self.running)
-            if body.get("stream"):
-                self.heads.append(head)
+            (self.heads if body.get("stream") else self.other_heads).append(head)
             await self._answer(head.split(" ")[1], body, reader, writer)
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass

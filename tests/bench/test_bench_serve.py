@@ -177,6 +177,21 @@ def test_goodput_counts_what_keeps_both_limits() -> None:
     assert summarize(outcomes, Slo(), wall_s=2.0, cpu_s=0.1).good_share == 1.0
 
 
+def test_tokens_of_answers_that_failed_count_nowhere() -> None:
+    """Neither among those that went in a second, nor as what a cache had."""
+    good = Outcome(10, 10, 40, 3, 11.0, [10.2, 10.6, 11.0], prompt_tokens=40, completion_tokens=3, cached_tokens=10)
+    cut = Outcome(10, 10, 600, 3, 11.0, [10.5], prompt_tokens=600, completion_tokens=1, cached_tokens=600, error="cut")
+    refused = Outcome(10, 10, 900, 3, 10.1, error="http 429")
+    summary = summarize([cut, good, refused], Slo(), wall_s=2.0, cpu_s=0.1)
+    assert (summary.requests, summary.succeeded, summary.errors) == (3, 1, {"cut": 1, "http 429": 1})
+    assert summary.requests_per_s == 0.5
+    assert summary.good_share == pytest.approx(1 / 3)
+    assert (summary.input_tokens_per_s, summary.output_tokens_per_s, summary.cached_share) == (20.0, 1.5, 0.25)
+    for spread in (summary.ttft_ms, summary.tpot_ms, summary.e2e_ms):
+        assert spread.count == 1
+    assert summary.lag_ms.count == 3, "the client's lateness is of all that it sent"
+
+
 @pytest.mark.parametrize(
     "flags",
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,7 +144,8 @@ def test_a_worker_that_is_on_its_way_is_waited_for_a_minute(state: str) -> None:
         with pytest.raises(CommandRefused, match="decode-0 is the only decode worker"):
             scene.run()
         drains = state == "draining"
-        assert scene.command._operator.clock() - began >= (TIMEOUT_S if drains else OTHERS_S)
+        waited = scene.command._operator.clock() - began
+        assert waited == pytest.approx(TIMEOUT_S if drains else OTHERS_S, abs=1.0)
         waits = "decode-1 drains and waits for its last frames" if drains else f"waits for decode-1, which is {state}"
         assert scene.said == [waits]
         assert cluster.orders == []
@@ -151,6 +153,63 @@ def test_a_worker_that_is_on_its_way_is_waited_for_a_minute(state: str) -> None:
         scene.run()
         assert cluster.orders[0] == "apply"
         assert "restart/decode-0" in cluster.orders
+
+
+@pytest.mark.parametrize(
+    ("state", "counts", "restarts", "where"),
+    [
+        ("ready", True, True, ""),
+        ("unreachable", True, True, ""),
+        ("starting", True, False, "starting"),
+        ("dead", True, False, ""),
+        ("draining", False, False, "leaving"),
+        ("left", False, False, ""),
+    ],
+)
+def test_a_workers_state_says_whether_it_is_one_of_its_pools_and_what_is_left_to_do_of_it(
+    state: str, counts: bool, restarts: bool, where: str
+) -> None:
+    with router_stub(Cluster()) as cluster:
+        cluster.workers["decode-1"]["state"] = state
+        plan = Scene(cluster.url, {"pools": {"decode": 2}}).command.plan()
+        assert plan.sizes == ({} if counts else {"decode": (1, 2)}), "one that comes back is not started twice"
+        assert ("decode-1" in plan.old) is restarts
+        for name in ("starting", "leaving"):
+            assert getattr(plan, name) == ["decode-1"] * (name == where)
+
+
+class SlowCluster:
+    """A cluster in which decode-0 takes 25 s to come back, and from then on decode-1 starts for 20 s."""
+
+    def __init__(self, *, drains: bool) -> None:
+        self._clock, self._drains = ManualClock(), drains
+        self.clock, self.sleep = self._clock.now, self._clock.advance
+
+    def call(self, method: str, path: str) -> dict[str, Any]:
+        return {"workers": [{"name": "decode-0", "incarnation": 1, "outcome": "leaves and starts again"}]}
+
+    def rows(self) -> list[dict[str, Any]]:
+        back = self.clock() >= 25.0
+        return [row("decode-0", "ready" if back else "draining", incarnation=1 + back)]
+
+    def look(self) -> Any:
+        back, all_serve = self.clock() >= 25.0, self.clock() >= 45.0
+        return SimpleNamespace(
+            old={} if back or self._drains else {"decode-0": "decode"},
+            leaving=["decode-0"] if self._drains and not back else [],
+            starting=["decode-1"] if back and not all_serve else [],
+        )
+
+
+@pytest.mark.parametrize("drains", [False, True])
+def test_one_that_starts_has_its_own_time_however_long_the_one_before_took(drains: bool) -> None:
+    cluster: Any = SlowCluster(drains=drains)
+    command = RollingRestart(cluster, lambda line: None, timeout_s=30.0, force=False)
+    try:
+        command.run(cluster.look, "what it should")
+    except CommandRefused as error:
+        pytest.fail(f"given up after {cluster.clock():.0f} s: {error}")
+    assert cluster.clock() == pytest.approx(45.0, abs=1.0)
 
 
 def test_routers_with_settings_of_their_own_are_named() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
+import pytest
 from rich.console import Console
 
-from cli.status_view import check_line, status_table, status_view
+from cli.status_view import check_line, folded, status_table, status_view
 from tests.cluster.router_stub import row as row_of
 
 
@@ -94,6 +96,23 @@ def test_a_small_table_and_rows_that_differ_are_not_folded() -> None:
     assert sum("decode-" in line for line in shown({"workers": busy}).splitlines()) == 40
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"role": "prefill"}, {"state": "draining"}, {"node": "there"}, {"running": 1}, {"waiting": 1},
+        {"pages_free": 1}, {"pages_total": 99}, {"plane": "tcp"}, {"settings": "s2"}, {"cordoned": True},
+        {"waits": "a node"}, {"stalled_s": 9.0}, {"unlinked": "refused"}, {"breaker": "open"},
+        {"counters": {"retracted": 2.0}},
+    ],
+    ids=lambda other: next(iter(other)),
+)  # fmt: skip
+def test_workers_that_differ_in_anything_that_matters_share_no_row(other: dict[str, Any]) -> None:
+    rows = [row_of(f"decode-{n}", **(other if n % 2 else {})) for n in range(20)]
+    assert [[row["name"] for row in rows[n::2]] for n in (0, 1)] == [
+        [row["name"] for row in alike] for alike in folded(rows)
+    ]
+
+
 def test_how_a_process_ended_once_is_not_shown_of_one_that_serves_or_has_left_in_order() -> None:
     old = {"last_end": "killed, signal 9", "breaker": "over", "unlinked": "it is gone", "stalled_s": 3.0}
     text = shown(
@@ -127,5 +146,9 @@ def test_a_check_begins_with_its_verdict_and_says_what_is_normal() -> None:
     good = {"ok": True, "workers": [{"name": "decode-0", "checked": checked, "violations": []}]}
     assert check_line(good).startswith("all accounted for: 1 worker and the router")
     assert "any number is normal" in check_line(good)
-    bad = {"ok": False, "workers": [{"name": "decode-0", "checked": checked, "violations": ["page 3 is lost", "x"]}]}
+    of_worker = {"name": "decode-0", "checked": checked, "violations": ["page 3 is lost", "x"]}
+    bad = {"ok": False, "workers": [of_worker]}
     assert check_line(bad).startswith("violations found: 2, of decode-0")
+    of_router = {"name": "router", "checked": checked, "violations": ["a request of nobody's"]}
+    both = {"ok": False, "workers": [of_worker, of_router]}
+    assert check_line(both).startswith("violations found: 3, of decode-0, router"), "its books are checked as well"

@@ -104,6 +104,31 @@ def test_what_an_earlier_command_has_left_is_gone_on_with(tmp_path: Path, monkey
         assert (scene.replaced, cluster.orders) == (0, ["prefill-1", "decode-0"])
 
 
+@pytest.mark.parametrize("build", [OLD, NEW])
+@pytest.mark.parametrize(
+    ("state", "where"),
+    [
+        ("ready", "old"), ("unreachable", "old"), ("starting", "starting"), ("draining", "leaving"), ("dead", ""),
+        ("left", ""),
+    ],
+)  # fmt: skip
+def test_a_workers_state_says_what_is_left_to_do_of_it(
+    state: str, where: str, build: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with router_stub(Cluster(1, 1)) as cluster:
+        cluster.workers["prefill-0"]["build"] = NEW
+        cluster.workers["decode-0"] |= {"build": build, "state": state}
+        scene = Scene(cluster.url, tmp_path, monkeypatch)
+        scene.services(NEW)
+        plan = scene.command.plan()
+        if build == NEW and state != "starting":
+            where = ""  # Of one that starts the build isn't known yet.
+        found = {name: list(getattr(plan, name)) for name in ("old", "starting", "leaving")}
+        assert found == {name: ["decode-0"] * (name == where) for name in found}
+        assert plan.nothing is (where in ("", "starting"))
+        assert plan.serving.get("decode", 0) == (state in ("ready", "unreachable"))
+
+
 def test_routers_that_nobody_keeps_are_named_before_and_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with router_stub(Cluster()) as cluster:
         by_hand = {"name": "edge", "node": "host-b", "address": "10.0.0.2:80", "settings": "s", "kept": False}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from cli import command_line
 from cli import commands as cli
-from cli.plan.probe_cluster import ClusterProbes, ProbeFailed, find_endpoint, token_time
+from cli.plan.probe_cluster import ROWS, ClusterProbes, ProbeFailed, find_endpoint, token_time
 from cli.replay.openai_client import Outcome
 from cli.replay.trace_prompts import Content
 from sim.fabric.step_costs import StepCosts
@@ -113,6 +114,11 @@ def test_a_batch_is_measured_while_all_of_it_runs() -> None:
         0.0, 0.0, 1, 130, 0.0, [0.001 * n for n in range(50)] + [1 + 0.02 * n for n in range(80)], 1, 0, 130
     )
     assert token_time([first, answer(0.98, 0.02, 80)]) == pytest.approx(0.02, rel=0.05)
+    # And once the other has ended: what is quicker alone isn't counted either.
+    alone = [0.02 * n for n in range(80)] + [1.58 + 0.001 * n for n in range(1, 200)]
+    last = Outcome(0.0, 0.0, 1, len(alone), alone[-1], alone, 1, 0, len(alone))
+    for batch in ([last, answer(0.0, 0.02, 80)], [answer(0.0, 0.02, 80), last]):
+        assert token_time(batch) == pytest.approx(0.02, rel=0.05)
     assert token_time([answer(0.0, 0.01, 100, each=4)]) == pytest.approx(0.0025), "drafts come several in an event"
     assert token_time([answer(0.0, 0.01, 20), answer(0.19, 0.01, 100)]) is None
 
@@ -136,6 +142,9 @@ def test_the_calibration_asks_prompts_alone_and_answers_together() -> None:
     assert len(said) == len(prompts) + len(batches)
     whole = [tuple(body["prompt"]) for body in server.bodies]
     assert len(set(whole)) == len(whole), "no prompt is another's"
+    begun = Counter((len(prompt), prompt[: len(prompt) // 2]) for prompt in whole)
+    together = {length: count for (length, _), count in begun.items() if count > 1}
+    assert together == {64: 1 + sum(ROWS), 256: 1 + sum(ROWS)}, "what is common is computed before a batch is"
     assert all(len(body["prompt"]) + body["max_tokens"] <= 512 for body in server.bodies)
     assert all("Bearer key" in head for head in server.heads)
 

@@ -80,6 +80,7 @@ def test_who_waits_for_a_place_is_held_and_so_are_those_behind_it() -> None:
     assert [one.lag_s for one in outcomes] == [0.0] * 4, "none of it is the client's"
     figures = figures_of(outcomes, LatencyTarget(10.5, 1.0), 40.0, 1.0, counts_prompts=True, exact=True)
     assert figures.ttft.p50 == pytest.approx((10.0 + 19.0) / 2), "held time is what a client waits, too"
+    assert figures.answer.mean == pytest.approx((10.0 + 19.0 + 28.0 + 10.0) / 4), "and so for the whole answer"
     assert (figures.good, figures.lagged) == (2, False)
 
 

@@ -71,6 +71,13 @@ def test_limit_seconds_scale_and_context_cut_the_trace(tmp_path: Path) -> None:
     assert (len(cut["prompt"]), cut["max_tokens"]) == (32, 32)
 
 
+def test_seconds_count_from_a_traces_first_request_whenever_that_was(tmp_path: Path) -> None:
+    file = trace(tmp_path, *((90_000 + 100 * number, 10, 1, [number]) for number in range(9)))
+    with SseServer().serving() as server:
+        _, out = replay(file, server, "--seconds", "0.2", "--speed", "2", "--records")
+    assert [round(record["due_s"], 3) for record in out["records"]] == [0.0, 0.05, 0.1, 0.15]
+
+
 @pytest.mark.parametrize(
     ("way", "kind"),
     [
@@ -146,6 +153,18 @@ def test_keys_are_taken_in_turn_and_are_in_no_report(
         replay(file, server)
         assert "Bearer tp-three" in server.heads[-1]
     assert "tp-" not in json.dumps(out) + capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--text", "--chat"])
+def test_what_is_asked_before_the_run_has_a_key_as_well(flag: str, tmp_path: Path) -> None:
+    """The model's name, and how many words make a token."""
+    file, keys = trace(tmp_path, (0, 10, 1, [1])), tmp_path / "keys.txt"
+    keys.write_text("tp-one\n")
+    with SseServer().serving() as server:
+        replay(file, server, "--keys", str(keys), flag)
+    paths = [head.split()[1] for head in server.other_heads]
+    assert paths == ["/v1/models", "/v1/chat/completions" if flag == "--chat" else "/v1/completions"]
+    assert all("Bearer tp-one\r\n" in head for head in (*server.other_heads, *server.heads))
 
 
 def test_chat_is_asked_with_text_of_the_right_length(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ import pytest
 from cli import command_line
 from cli import commands as cli
 from cli.admin_client import AdminClient, RouterAway
-from cli.drain_command import DrainCommand, ProgressLines, change_role, ending, table
+from cli.drain_command import AWAY_S, DrainCommand, ProgressLines, change_role, ending, table
 from cli.drain_command import DrainReport as Progress
+from cli.pool_commands import OrderedWorker, follow
 from cluster.controller.controller import Controller
 from cluster.controller.controller_actions import OperatorNote, StartWorker
 from cluster.controller.controller_ledger import MemoryLedger
@@ -440,6 +441,39 @@ def test_a_router_that_does_not_come_back_leaves_the_end_unknown() -> None:
     assert not report.left
     assert "isn't known" in report.why
     assert report.seconds < 600
+
+
+def test_who_was_gone_from_the_node_before_the_drain_is_no_part_of_it() -> None:
+    gone = [at("decode-7", "dead"), at("decode-8", "left")]
+    looks = [[*gone, at("decode-1", state)] for state in ("draining", "left")]
+    report = Drained(of_node(at("decode-1", "draining")), *looks).run()
+    assert report.left
+    assert [(w.name, w.state) for w in report.workers] == [("decode-1", "left")]
+
+
+def drained_in_spells(*looks: list[dict[str, Any]]) -> bool:
+    return Drained({"workers": [row("decode-1", "draining")], "name": "decode-1"}, *looks).run("decode-1", 900.0).left
+
+
+def changed_in_spells(*looks: list[dict[str, Any]]) -> bool:
+    command: Any = Drained({"incarnation": 1}, *looks, [row("decode-1", incarnation=2, role="prefill")])
+    return change_role(command, "decode-1", "prefill", force=False, timeout_s=900.0).left
+
+
+def followed_in_spells(*looks: list[dict[str, Any]]) -> bool:
+    command: Any = Drained({}, *looks)
+    return follow(command, [OrderedWorker("decode-1", 1, "leaves")], 900.0, lambda line: None) > 0.0
+
+
+@pytest.mark.parametrize("ordered", [drained_in_spells, changed_in_spells, followed_in_spells])
+def test_a_router_that_is_away_twice_is_waited_for_as_long_each_time(
+    ordered: Callable[..., bool],
+) -> None:
+    busy, last = row("decode-1", "draining", running=1), row("decode-1", "left")
+    if ordered is changed_in_spells:
+        last = busy
+    spell = [AWAY] * int(AWAY_S * 0.7)
+    assert ordered([busy], *spell, [busy], *spell, [last])
 
 
 def test_what_became_of_each_worker_of_a_node_is_told_apart() -> None:

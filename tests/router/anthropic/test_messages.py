@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from contracts.errors import RequestError
-from router.anthropic.messages_request import read_messages_body
+from router.anthropic.messages_request import IGNORED, read_messages_body
 from router.anthropic.messages_writer import MessagesWriter
 from router.openai.choice_output import OutputDelta
 from router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, ContentPart, ReasoningPart
@@ -98,6 +98,15 @@ def test_a_field_becomes_the_one_of_chats(asked: dict[str, Any], chat: dict[str,
     whole = read_messages_body({**ASK, **asked}).chat
     assert {name: value for name, value in whole.items() if name not in ASK} == chat
     assert whole["max_tokens"] == 5
+
+
+@pytest.mark.parametrize("name", IGNORED)
+@pytest.mark.parametrize("says", [{"type": "ephemeral"}, None, []])
+def test_what_has_no_effect_is_no_field_of_the_chat_and_is_told_where_it_says_something(name: str, says: Any) -> None:
+    read = read_messages_body({**ASK, name: says})
+    assert read.chat == ASK, "a chat would call it unknown"
+    told = [] if not says or name == "cache_control" else [name]
+    assert [one.split()[0] for one in read.ignored] == told
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import random
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from router.openai.response_stream import ResponseStream
+from router.openai.response_stream import KEEP_ALIVE, ResponseStream, StreamHeartbeat
 
 
 class Writer:
@@ -107,3 +109,51 @@ async def test_a_client_that_takes_nothing_overflows_as_ever() -> None:
         events.push(number)  # type: ignore[arg-type]
     assert events.overflowed
     assert await waiting == b"0 1 2 3 4 "
+
+
+class Timers:
+    """The timers of an event loop whose time a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.due: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+
+    def time(self) -> float:
+        return self.now
+
+    def call_later(self, delay_s: float, call: Callable[[], None]) -> Any:
+        self._count += 1
+        one = (self.now + delay_s, self._count, call)
+        heapq.heappush(self.due, one)
+        return SimpleNamespace(cancel=lambda: self._cancel(one))
+
+    def _cancel(self, one: tuple[float, int, Callable[[], None]]) -> None:
+        self.due = [other for other in self.due if other is not one]
+        heapq.heapify(self.due)
+
+    def move(self, until: float) -> None:
+        while self.due and self.due[0][0] <= until:
+            self.now, _, call = heapq.heappop(self.due)
+            call()
+        self.now = until
+
+
+@pytest.mark.parametrize("beats", [0, 1, 3])
+def test_a_stream_that_is_silent_is_kept_alive_until_its_end(beats: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    timers, events, told = Timers(), stream(), []
+    monkeypatch.setattr(asyncio, "get_running_loop", lambda: timers)
+    heartbeat = StreamHeartbeat(events, 10.0)
+    for second in range(1, 35):
+        timers.move(100.0 + second)
+        if events.outbox:
+            told.append((second, events.outbox.pop()))
+            heartbeat.written()
+        if second == 4:
+            heartbeat.written()
+        if len(told) == beats and second >= 10 * beats + 4:
+            heartbeat.stop()
+            break
+    assert told == [(10 * number + 4, KEEP_ALIVE) for number in range(1, beats + 1)], "ten seconds after the last write"
+    timers.move(1000.0)
+    assert (events.outbox, timers.due) == ([], []), "nothing stays behind"

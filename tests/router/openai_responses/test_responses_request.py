@@ -176,6 +176,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"background": True}, "background", "stream"),
     ({"prompt": {"id": "p"}}, "prompt", "aren't stored"),
     ({"include": ["file_search_call.results"]}, "include", "file_search"),
+    ({"include": ["reasoning.encrypted_content", "message.output_text.logprobs"]}, "include", "logprobs"),
     ({"include": "x"}, "include", "not supported"),
     ({"top_logprobs": 3}, "top_logprobs", "/v1/chat/completions"),
     ({"max_output_tokens": 0}, "max_output_tokens", "1 or more"),

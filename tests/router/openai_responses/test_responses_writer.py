@@ -219,6 +219,8 @@ def test_a_stream_that_fails_says_so_in_an_event(begun: bool) -> None:
     assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
     assert last["response"]["error"] == {"code": "server_error", "message": "the worker died"}
     assert [item["type"] for item in last["response"]["output"]] == (["reasoning"] if begun else [])
+    usage = last["response"]["usage"]
+    assert (usage["input_tokens"], usage["output_tokens"], usage["total_tokens"]) == (10, 4, 14), "they were computed"
 
 
 def test_the_endpoint_answers_and_streams_the_same(server: Server) -> None:

@@ -151,6 +151,20 @@ def test_tokens_without_text_end_no_character(tmp_path: Path) -> None:
     assert streamed(model_tokenizer, [first, mark], skip_special=False)[0] == "\ufffd<mark>"
 
 
+@pytest.mark.parametrize("prompt", ["", "<mark>", "<mark><mark>"])
+def test_the_first_token_with_text_begins_the_text_though_the_prompt_has_tokens_without(
+    prompt: str, tmp_path: Path
+) -> None:
+    """Such decoders drop a blank at the beginning; a token of where texts begin has no text itself."""
+    model_tokenizer = sentencepiece(tmp_path, special="<mark>")
+    (mark,) = model_tokenizer.special_tokens.values()
+    before = (mark,) * prompt.count("<mark>")
+    for tokens in ([0x20 + 1, ord("e") + 1], [*model_tokenizer.encode(" end", add_special=False)]):
+        whole = model_tokenizer.decode([*before, *tokens], skip_special=True)
+        assert streamed(model_tokenizer, tokens, before)[0] == whole
+        assert not whole.startswith(" ")
+
+
 @pytest.mark.parametrize("letters", ["🙂🙂🙂", "end 🙂"])
 def test_stop_strings_of_bytes_are_found(letters: str, tmp_path: Path) -> None:
     model_tokenizer = sentencepiece(tmp_path)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import json
+import resource
+import signal
 import socket
 import subprocess
 from pathlib import Path
@@ -19,11 +22,13 @@ from router.openai.api_errors import ReaderEnded, ReaderFailed
 from router.openai.chat_format import AnswerFormat
 from router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 from router.tokenizer_pool import tokenizer_pool as module
+from router.tokenizer_pool import tokenizer_process
 from router.tokenizer_pool.prepare_request import CONTAINERS_AT_MOST, BodyReader, body_limit
 from router.tokenizer_pool.tokenizer_pool import LARGE_BYTES, TokenizerPool
 from router.tokenizer_pool.tokenizer_process import (
     HEAD,
     NICENESS,
+    REQUESTS,
     FrameKind,
     answer,
     prepared_frame,
@@ -180,13 +185,16 @@ async def test_a_body_whose_client_has_left_is_never_read() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_reader_that_says_it_ends_is_replaced_before_the_next_body() -> None:
+@pytest.mark.parametrize("said", [FrameKind.TEXT, FrameKind.REFUSED, FrameKind.FAILED])
+async def test_a_reader_that_says_it_ends_is_replaced_before_the_next_body(said: FrameKind) -> None:
+    """Whatever it says of the body: a large one that is refused takes as much memory as one that is answered."""
     stage = Stage(1)
     reply = stage.readers.submit(FrameKind.CHAT, SMALL)
     child = await stage.child(0)
     await child.hear()
-    await child.say(b"done", last=True)
-    assert (await reply)[1] == b"done"
+    await child.say(refusal_frame(RequestError("done")) if said is FrameKind.REFUSED else b"done", kind=said, last=True)
+    (told,) = await asyncio.gather(reply, return_exceptions=True)
+    assert told == (said, b"done") if said is FrameKind.TEXT else "done" in str(told)
     assert child.ended
     reply = stage.readers.submit(FrameKind.CHAT, SMALL)
     fresh = await stage.child(1)
@@ -252,6 +260,95 @@ def module_setup(spec: Any, config: RouterConfig) -> bytes:
     from router.tokenizer_pool.tokenizer_process import setup_frame
 
     return setup_frame(spec, config, 10**6)
+
+
+class Script:
+    """A reader's end of the socket, on which the router has said all that it will."""
+
+    def __init__(self, *frames: tuple[FrameKind, bytes]) -> None:
+        self._rest = b"".join(HEAD.pack(kind, False, len(content)) + content for kind, content in frames)
+
+    def recv_into(self, view: memoryview) -> int:
+        part, self._rest = self._rest[: len(view)], self._rest[len(view) :]
+        view[: len(part)] = part
+        return len(part)
+
+    def sendall(self, data: bytes) -> None:
+        pass
+
+
+def test_a_name_is_of_the_next_body_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader lives through changes of the keys, and reads for whoever comes."""
+    asked: list[tuple[bytes, str]] = []
+
+    def answered(intake: BodyReader, kind: FrameKind, raw: bytes, tenant: str = "") -> tuple[FrameKind, bytes]:
+        asked.append((raw, tenant))
+        return FrameKind.TEXT, b""
+
+    monkeypatch.setattr(tokenizer_process, "answer", answered)
+    for where, name in ((resource, "setrlimit"), (gc, "freeze"), (gc, "disable"), (signal, "setitimer")):
+        monkeypatch.setattr(where, name, lambda *_: None)
+    named = [(FrameKind.TENANT, b"acme"), (FrameKind.CHAT, b"1"), (FrameKind.CHAT, b"2")]
+    script = Script((FrameKind.SETUP, module_setup(demo_spec(), RouterConfig())), *named, named[0], named[1])
+    tokenizer_process.serve(cast(socket.socket, script))
+    assert asked == [(b"1", "acme"), (b"2", ""), (b"1", "acme")]
+
+
+BODIES: dict[FrameKind, dict[str, Any]] = {
+    FrameKind.COMPLETION: {"prompt": "hello " * 40},
+    FrameKind.CHAT: {"messages": [{"role": "user", "content": "hello " * 40}]},
+    FrameKind.MESSAGES: {"messages": [{"role": "user", "content": "hello " * 40}], "max_tokens": 5},
+    FrameKind.RESPONSES: {"input": "hello " * 40},
+}
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_nobody_finds_what_is_cached_of_another_by_any_endpoint(
+    model_tokenizer: ModelTokenizer, kind: FrameKind
+) -> None:
+    def keys(tenant: str) -> bytes:
+        said, frame = answer(intake(model_tokenizer), kind, json.dumps(BODIES[kind]).encode(), tenant)
+        assert said is FrameKind.PREPARED
+        return prepared_of(frame).prompts[0].hashes.raw
+
+    acme, other, nobody = keys("acme"), keys("other"), keys("")
+    assert len({acme, other, nobody}) == 3
+    assert acme == keys("acme"), "its own is found"
+
+
+@pytest.mark.parametrize("given", ["text", "tokens"])
+@pytest.mark.parametrize("most", [3, -1])
+def test_an_echo_shows_what_is_kept_of_a_prompt_and_no_more(
+    model_tokenizer: ModelTokenizer, given: str, most: int
+) -> None:
+    spec = demo_spec()
+    tokens = model_tokenizer.encode("so many words that not all are kept " * 400, add_special=False)
+    prompt: Any = list(tokens) if given == "tokens" else model_tokenizer.decode(tokens)
+    asked = {"prompt": prompt, "echo": True, "truncate_prompt_tokens": most, "max_tokens": 8}
+    assert len(tokens) > spec.context
+    (found,) = intake(model_tokenizer).completion(json.dumps(asked).encode()).prompts
+    kept = tokens[-(3 if most == 3 else spec.context - 8) :]
+    assert found.tokens == kept
+    assert found.text == model_tokenizer.decode(kept)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_where_a_call_must_come_the_answer_can_end_behind_it_though_ends_are_ignored(
+    model_tokenizer: ModelTokenizer, choice: Any
+) -> None:
+    """At a grammar's end nothing may come but the end."""
+    asked = {
+        "messages": [{"role": "user", "content": "x"}], "ignore_eos": True, "stop_token_ids": [9],
+        "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": choice,
+    }  # fmt: skip
+    spec = demo_spec()
+    assert spec.eos_token_ids
+    reader = intake(model_tokenizer, tool_parser="hermes")
+    sampling = reader.chat(json.dumps(asked).encode()).request.sampling
+    assert sampling.grammar
+    assert {*sampling.stop_token_ids} == {9, *spec.eos_token_ids}
+    plain = reader.chat(json.dumps({**asked, "tool_choice": "none"}).encode()).request.sampling
+    assert plain.stop_token_ids == (9,)
 
 
 # ---------------------------------------------------------------- what goes between the processes
