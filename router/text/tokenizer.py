@@ -151,10 +151,6 @@ class ModelTokenizer:
             found = self._bytes[token] = self._read_bytes(token)
         return found
 
-    def token_text(self, token: int) -> str:
-        """Return `token_bytes` as text, with U+FFFD for bytes that aren't UTF-8."""
-        return self.token_bytes(token).decode("utf-8", "replace")
-
     def token_piece(self, token: int) -> str:
         """Return the vocabulary's own string for a token, empty for an unknown token or without a tokenizer."""
         piece = self._tokenizer.id_to_token(token) if self._tokenizer is not None else None
