@@ -157,7 +157,7 @@ def test_the_first_token_with_text_begins_the_text_though_the_prompt_has_tokens_
 ) -> None:
     """Such decoders drop a blank at the beginning; a token of where texts begin has no text itself."""
     model_tokenizer = sentencepiece(tmp_path, special="<mark>")
-    (mark,) = model_tokenizer.special_tokens.values()
+    (mark,) = model_tokenizer.marks.values()
     before = (mark,) * prompt.count("<mark>")
     for tokens in ([0x20 + 1, ord("e") + 1], [*model_tokenizer.encode(" end", add_special=False)]):
         whole = model_tokenizer.decode([*before, *tokens], skip_special=True)
