@@ -285,6 +285,19 @@ def test_more_peers_than_allowed_are_refused_with_a_word() -> None:
         assert set(both.sender._peers) == {b"decode-0:1"}
 
 
+def test_a_reader_that_restarts_is_taken_in_place_of_itself_although_there_are_as_many_peers_as_allowed() -> None:
+    """A pool that fills the bound could never be restarted else: the old incarnation's place is free for the new."""
+    with ends(FULL, "shm", transfer={"most_peers": 1}) as both:
+        both.open(both.prompt(4))
+        (writer,) = both.receiver._peers.values()
+        again = both.receiver._peers._transport.connect(both.sender.control, b"decode-0:2")
+        again.send(m.encode(replace(both.receiver._peers.hello(writer.ref), incarnation=2)))
+        both.until(lambda: both.sender.refused or b"decode-0:2" in both.sender._peers, "the second hello")
+        again.close()
+        assert both.sender.refused == 0
+        assert set(both.sender._peers) == {b"decode-0:2"}
+
+
 def test_the_bounds_are_configured() -> None:
     default = TransferConfig()
     assert default.frame_bytes > default.control_frame_bytes > 0

@@ -47,3 +47,11 @@ def test_a_third_is_remembered_beside_the_only_one_that_has_work() -> None:
     assert returns.expected(3.0)
     returns.follow({"a"}, 61.9)
     assert not returns.expected(62.0), "the last other one came 61 seconds ago"
+
+
+def test_one_that_comes_again_and_again_is_remembered_once_and_leaves_the_place_of_another() -> None:
+    returns = TenantReturns(60.0)
+    for now, there in enumerate([{"b"}, {"a"}, set(), {"a"}, set(), {"a"}]):
+        returns.follow(there, now)
+    assert returns.expected(59.9), "the other one came within the window, and may come again"
+    assert not returns.expected(60.0)

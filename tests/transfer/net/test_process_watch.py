@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from contracts.errors import WireError
 from transfer.net import process_watch as process
 from transfer.net.process_watch import PidfdGroupWatch
 
@@ -70,3 +72,15 @@ def test_a_writer_all_of_whose_ranks_are_dead_is_no_writer() -> None:
 def test_a_writer_with_a_rank_on_another_host_cannot_be_watched() -> None:
     with sleepers(1) as (one,):
         assert PidfdGroupWatch.open([mark(one), (1, 1, "elsewhere")]) is None
+
+
+@pytest.mark.parametrize("second", [(process.MOST_PID + 1, 1, process.namespace()), (1, 1, "elsewhere")])
+def test_nothing_stays_open_of_a_writer_of_which_a_later_process_cannot_be_watched(second: Mark) -> None:
+    """A reader that is told of such a writer with each hello would run out of descriptors."""
+    with sleepers(1) as (one,):
+        before = os.listdir("/proc/self/fd")
+        try:
+            assert PidfdGroupWatch.open([mark(one), second]) is None
+        except WireError as error:
+            assert str(process.MOST_PID + 1) in str(error)
+        assert os.listdir("/proc/self/fd") == before

@@ -298,9 +298,10 @@ def test_a_worker_counts_what_its_leader_writes_to_all_ranks_of_a_reader(
 class OneLink:
     """A link to one rank that notes what becomes of it."""
 
-    frame_bytes, layered, ranked, up = None, True, False, True
+    frame_bytes, layered, ranked = None, True, False
 
     def __init__(self) -> None:
+        self.up = True
         self.was_cut, self.closed, self.sent = False, 0, SentCounts()
 
     def cut(self) -> bool:
@@ -319,6 +320,24 @@ def test_a_cut_of_any_link_is_told_and_told_once_however_many_are_cut_together()
             links[number].was_cut = True
         assert fanned.cut()
         assert not fanned.cut(), "each of them has been heard"
+
+
+@pytest.mark.parametrize("down", [0, 1, 2])
+def test_a_reader_is_up_only_while_each_of_its_ranks_is(down: int) -> None:
+    links = [OneLink() for _ in range(3)]
+    fanned = RankFan(links[0], links)  # type: ignore[arg-type]
+    assert fanned.up
+    links[down].up = False
+    assert not fanned.up, "a write needs all of them"
+
+
+@pytest.mark.parametrize("other", [0, 1, 3])
+def test_ranks_of_a_reader_that_describe_different_counts_are_refused_whichever_differs(other: int) -> None:
+    """The leader checks a grant by its own rank's counts: at a rank that has fewer, others would write past its end."""
+    counts = [{"full": 64, "window": 64} for _ in range(4)]
+    counts[other] = {"full": 64, "window": 8}
+    with ends(SETS["full"], "shm") as both, pytest.raises(LayoutMismatch, match="different counts"):
+        both.sender._plane.connect({"ranks": [{"counts": each} for each in counts]})
 
 
 @pytest.mark.parametrize("refusing", [0, 1, 3])

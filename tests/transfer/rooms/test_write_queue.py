@@ -383,8 +383,11 @@ def test_threads_of_a_link_end_with_it() -> None:
     bench.queue._device = device
     try:
         bench.write(A)
-        until(lambda: bench.link.posted)
-        assert len(device._sends._streams) == 1
+        runs = {"full": PageNumbers(0, (4,))}
+        ahead = PageWrite(RoomTarget(B, runs, 0), runs, 1, {"full": range(1)})
+        assert bench.queue.post(ahead, ()) is not None
+        until(lambda: len(bench.link.posted) == 2)
+        assert len(device._sends._streams) == 2, "layers that are still to be written have their own"
         bench.queue.close()
         assert not device._sends._streams
     finally:
